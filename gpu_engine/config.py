@@ -1,0 +1,108 @@
+"""What an engine process is told at its start: small frozen dataclasses, validated once, never changed.
+
+`cli.py` fills them from flags, environment and TOML under the same names. Not here: anything a request can choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EMBEDDED_MODEL = "embedded"
+"""The model that comes as a PyPI package: SmolLM2-135M-Instruct."""
+
+MAX_DRAFT_TOKENS = 15
+"""Upper bound of K: 16 rows a slot."""
+
+
+def _require(condition: bool, name: str, problem: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: {problem}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The model and the shape of its batches."""
+
+    model: str = EMBEDDED_MODEL
+    """A directory in Hugging Face's format, a GGUF file, or "embedded"."""
+    dtype: str = "auto"
+    """"auto" (bfloat16 where the device multiplies it natively, else float32), "bfloat16", "float32"."""
+    device: str = "cpu"
+    """"cpu", "cuda", "cuda:N"."""
+    num_threads: int = 0
+    """Threads of the forward on a CPU; 0: the cores this process may use."""
+    max_batch_size: int = 16
+    """Slots: sequences that run at once."""
+    max_model_len: int = 2048
+    """Prompt plus answer in tokens; lowered to what the model allows."""
+    page_size: int = 16
+    """Tokens a page of the KV cache holds."""
+    kv_cache_tokens: int = 0
+    """Size of the KV cache; 0: max_batch_size * max_model_len."""
+    prefill_chunk: int = 256
+    """Prompt tokens per prefill call; decode steps run between the chunks."""
+    drafter: str = "ngram"
+    """"ngram" or "none"."""
+    num_draft_tokens: int = 7
+    """K: drafts per step, the default and the upper limit of a request."""
+    ngram_max: int = 4
+    """Longest suffix that the n-gram drafter looks up."""
+    ngram_min: int = 1
+    """Shortest one."""
+    row_timeout_ms: float = 200.0
+    """A step waits this long for a guided slot's rows, then defers the slot."""
+    max_queue_size: int = 256
+    """Sequences that may wait for a slot."""
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in ("auto", "bfloat16", "float32"), "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32")
+        _require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
+        _require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
+        _require(self.page_size in (8, 16, 32, 64, 128), "page_size", "must be 8, 16, 32, 64 or 128")
+        _require(self.prefill_chunk >= 16, "prefill_chunk", "must be at least 16")
+        _require(self.drafter in ("ngram", "none"), "drafter", f"{self.drafter!r} is not ngram or none")
+        _require(0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS, "num_draft_tokens", f"must be in [0, {MAX_DRAFT_TOKENS}]")
+        _require(1 <= self.ngram_min <= self.ngram_max <= 8, "ngram_min", "needs 1 <= ngram_min <= ngram_max <= 8")
+        _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
+        _require(self.max_queue_size >= 1, "max_queue_size", "must be at least 1")
+        _require(
+            self.kv_cache_tokens == 0 or self.kv_cache_tokens >= self.max_model_len,
+            "kv_cache_tokens",
+            "must be 0 or at least max_model_len, or no request of full length could ever run",
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """R = K + 1: positions that a decode step verifies per slot."""
+        return (self.num_draft_tokens if self.drafter != "none" else 0) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The public port and the way to the grammar process."""
+
+    listen: str = "127.0.0.1:50051"
+    """"host:port" or "unix:/path"."""
+    grammar: str = "spawn"
+    """"spawn" (start and supervise a sidecar), "connect" (one runs already), "none"."""
+    grammar_dir: str = ""
+    """Directory of the sidecar's two sockets, `grammar.sock` and `segment.sock`. Empty with "spawn": a private one."""
+    grammar_backend: str = "llguidance"
+    """"llguidance" or "xgrammar": the default of a spawned sidecar."""
+    compile_timeout_s: float = 5.0
+    """Bound on one grammar's compilation in a spawned sidecar."""
+    max_n: int = 16
+    """Most sequences of one request."""
+    max_prompt_bytes: int = 4 << 20
+    """Most bytes of a text prompt, before tokenisation."""
+    drain_timeout_s: float = 5.0
+    """On SIGTERM running requests get this long to end."""
+
+    def __post_init__(self) -> None:
+        _require(self.grammar in ("spawn", "connect", "none"), "grammar", f"{self.grammar!r} is not spawn, connect or none")
+        _require(self.grammar != "connect" or bool(self.grammar_dir), "grammar_dir", "is required with grammar=connect")
+        _require(
+            self.grammar_backend in ("llguidance", "xgrammar"), "grammar_backend", f"{self.grammar_backend!r} is unknown"
+        )
+        _require(self.compile_timeout_s > 0, "compile_timeout_s", "must be positive")
+        _require(self.max_n >= 1, "max_n", "must be at least 1")
