@@ -55,13 +55,17 @@ class EngineConfig:
     """Sequences that may wait for a slot."""
 
     def __post_init__(self) -> None:
-        _require(self.dtype in ("auto", "bfloat16", "float32"), "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32")
+        _require(
+            self.dtype in ("auto", "bfloat16", "float32"), "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32"
+        )
         _require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
         _require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
         _require(self.page_size in (8, 16, 32, 64, 128), "page_size", "must be 8, 16, 32, 64 or 128")
         _require(self.prefill_chunk >= 16, "prefill_chunk", "must be at least 16")
         _require(self.drafter in ("ngram", "none"), "drafter", f"{self.drafter!r} is not ngram or none")
-        _require(0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS, "num_draft_tokens", f"must be in [0, {MAX_DRAFT_TOKENS}]")
+        _require(
+            0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS, "num_draft_tokens", f"must be in [0, {MAX_DRAFT_TOKENS}]"
+        )
         _require(1 <= self.ngram_min <= self.ngram_max <= 8, "ngram_min", "needs 1 <= ngram_min <= ngram_max <= 8")
         _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
         _require(self.max_queue_size >= 1, "max_queue_size", "must be at least 1")
@@ -99,10 +103,14 @@ class ServerConfig:
     """On SIGTERM running requests get this long to end."""
 
     def __post_init__(self) -> None:
-        _require(self.grammar in ("spawn", "connect", "none"), "grammar", f"{self.grammar!r} is not spawn, connect or none")
+        _require(
+            self.grammar in ("spawn", "connect", "none"), "grammar", f"{self.grammar!r} is not spawn, connect or none"
+        )
         _require(self.grammar != "connect" or bool(self.grammar_dir), "grammar_dir", "is required with grammar=connect")
         _require(
-            self.grammar_backend in ("llguidance", "xgrammar"), "grammar_backend", f"{self.grammar_backend!r} is unknown"
+            self.grammar_backend in ("llguidance", "xgrammar"),
+            "grammar_backend",
+            f"{self.grammar_backend!r} is unknown",
         )
         _require(self.compile_timeout_s > 0, "compile_timeout_s", "must be positive")
         _require(self.max_n >= 1, "max_n", "must be at least 1")

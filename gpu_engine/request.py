@@ -1,7 +1,8 @@
 """One sequence to generate: what was asked, what comes back, and how the two threads talk about it.
 
-A `Request` is validated and tokenised before it exists; nothing after this module checks user input again. `n` sequences of
-one RPC are n Requests with one `request_id` and different `index`. Not here: protobuf (servicer) and scheduling state.
+A `Request` is validated and tokenised before it exists; nothing after this module checks user input again. `n`
+sequences of one RPC are n Requests with one `request_id` and different `index`. Not here: protobuf (servicer) and
+scheduling state.
 """
 
 from __future__ import annotations
