@@ -1,0 +1,144 @@
+/* The step plane's flags: what the two processes call to hand a step over and to wait for it.
+ *
+ * Functions take addresses and plain values; they know neither Python nor CUDA. The bytes are pictured in
+ * shared_mem/layout.py, and shared_mem/native.py mirrors the structs of this file. All memory ordering of the project's
+ * shared segment is in flags.c and nowhere else.
+ */
+#ifndef LOCKSTEP_FLAGS_H
+#define LOCKSTEP_FLAGS_H
+
+#include <stdint.h>
+
+/* Grows with every change of a struct or function here; native.py refuses another number. */
+#define LS_ABI 1
+
+#define LS_EXPORT __attribute__((visibility("default")))
+
+/* Offsets from ls_view.words. */
+enum {
+    LS_REQ_SEQ = 0,
+    LS_ABORT = 128,
+    LS_HB_ENGINE = 256,
+    LS_HB_GRAMMAR = 384,
+    LS_PERMISSIVE = 512,
+    LS_GRAMMAR_PARKED = 640,
+    LS_ENGINE_PARKED = 768,
+    LS_DOORBELL = 896,
+};
+
+enum { LS_KIND_ALL = 0, LS_KIND_DEFER = 3 };
+
+/* ls_post_args.status and ls_records_args.status */
+enum {
+    LS_OK = 0,
+    LS_EMPTY = 1,         /* no lane has a slot: nothing was posted */
+    LS_NOT_IN_RING = 2,   /* the record was overwritten, or never posted */
+    LS_BAD_SLOT = -1,
+    LS_BAD_N_COMMIT = -2,
+    LS_BAD_N_DRAFT = -3,
+    LS_BAD_COMMIT_POS = -4,
+};
+
+/* Where things are in one process's mapping. Constant after it is filled. */
+struct ls_view {
+    uint8_t *words;
+    uint8_t *rec;
+    uint8_t *ans;
+    uint64_t rec_entry_stride;
+    uint32_t num_slots;
+    uint32_t num_rows;
+    uint32_t num_recs;
+    uint32_t rec_head_bytes;
+    uint32_t rec_stride;
+    uint32_t ans_stride;
+    uint32_t ans_forced;
+    uint32_t ans_need;
+};
+
+/* Private memory of the engine. Only the thread (or stream) that posts touches it. */
+struct ls_counter {
+    uint64_t last;    /* newest sequence ever posted; never goes back */
+    uint64_t current; /* sequence of the last post, 0 when that post published nothing: there is no answer to wait for */
+};
+
+/* A batch of lanes. A lane with slots[i] < 0 (padding, or no grammar) is neither posted nor waited for. */
+struct ls_post_args {
+    const struct ls_view *view;
+    struct ls_counter *counter;
+    const int32_t *slots;
+    const int32_t *slot_gens;
+    const int32_t *commit_pos;
+    const int32_t *n_commit;
+    const int32_t *n_draft;
+    const uint32_t *need_rows;
+    const int32_t *tokens; /* [batch][2 * num_rows]: n_commit committed tokens, then n_draft drafts */
+    int32_t batch;
+    int32_t stage;
+    int32_t status;   /* out */
+    int32_t bad_lane; /* out, with a negative status */
+};
+
+struct ls_await_args {
+    const struct ls_view *view;
+    const uint64_t *seq; /* the sequence to wait for; 0: nothing was posted, so every lane with a slot is deferred */
+    const int32_t *slots;
+    const int32_t *slot_gens;
+    uint8_t *kinds;  /* [batch][num_rows], out */
+    int32_t *forced; /* [batch][num_rows], out */
+    int32_t *need;   /* [batch][num_rows], out */
+    int32_t batch;
+    int32_t missing;      /* out: lanes that were deferred here */
+    int64_t deadline_ns;  /* CLOCK_MONOTONIC; 0: timeout_ns after the call */
+    int64_t timeout_ns;
+    int64_t spin_ns;      /* spin so long before parking */
+    int64_t waited_ns;    /* out: 0 when everything was there already */
+};
+
+struct ls_records_args {
+    const struct ls_view *view;
+    int32_t *slots; /* [num_slots], like the next ones; out */
+    int32_t *slot_gens;
+    int32_t *commit_pos;
+    int32_t *n_commit;
+    int32_t *n_draft;
+    int32_t *stage;
+    uint32_t *need_rows;
+    int32_t *tokens; /* [num_slots][2 * num_rows], out */
+    uint64_t seq;
+    int32_t count;  /* out */
+    int32_t status; /* out */
+};
+
+struct ls_publish_args {
+    const struct ls_view *view;
+    const uint8_t *kinds;  /* [num_rows], like the next ones */
+    const int32_t *forced;
+    const int32_t *need;
+    uint64_t seq;
+    int32_t slot;
+    int32_t slot_gen;
+};
+
+LS_EXPORT int32_t ls_abi(void);
+
+/* Engine step. Both have the type of a CUDA host function; the argument is a struct ls_post_args or ls_await_args. */
+LS_EXPORT void ls_post(void *post_args);
+LS_EXPORT void ls_await(void *await_args);
+
+/* Engine watchdog: 0 clears. A waiting ls_await ends within LS_PARK_SLICE_NS. */
+LS_EXPORT void ls_set_abort(const struct ls_view *view, uint64_t value);
+
+/* Grammar process. ls_wait_req returns the newest posted sequence, which is `last` when the time is over. */
+LS_EXPORT uint64_t ls_wait_req(const struct ls_view *view, uint64_t last, int64_t timeout_ns, int64_t spin_ns);
+LS_EXPORT void ls_records(struct ls_records_args *args);
+LS_EXPORT int32_t ls_publish(const struct ls_publish_args *args); /* 0, or 1: a newer answer is there, nothing written */
+
+/* Single words: load-acquire and store-release. */
+LS_EXPORT uint64_t ls_load64(const void *address);
+LS_EXPORT void ls_store64(void *address, uint64_t value);
+LS_EXPORT uint32_t ls_load32(const void *address);
+LS_EXPORT void ls_store32(void *address, uint32_t value);
+LS_EXPORT void ls_stamp(void *address);          /* now, CLOCK_MONOTONIC ns */
+LS_EXPORT int64_t ls_age_ns(const void *address); /* since ls_stamp; -1: never stamped */
+
+#endif
