@@ -1,7 +1,7 @@
 """Builds the native libraries; everything else about the distribution is in pyproject.toml.
 
-Invariant: plain C without Python.h, compiled by gcc alone and loaded with ctypes, so one artefact serves every Python and
-its suffix and wheel tag say so (abi3). Not here: device code, which is compiled at run time.
+Invariant: plain C without Python.h, compiled by gcc alone and loaded with ctypes, so one artefact serves every Python
+and its suffix and wheel tag say so (abi3). Not here: device code, which is compiled at run time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FLAGS = Extension(
 def kernels() -> list[Extension]:
     """Return the CPU kernels' library, or nothing where there are no sources.
 
-    It is compiled with OpenMP and not linked to a libgomp of its own: two runtimes in one process would fight for the cores.
-    Its loader puts torch's libgomp in place first.
+    It is compiled with OpenMP and not linked to a libgomp of its own: two runtimes in one process would fight for the
+    cores. Its loader puts torch's libgomp in place first.
     """
     sources = sorted(glob("kernels/native/*.c"))
     if not sources:

@@ -3,9 +3,9 @@
 Invariant: two `Layout`s with equal fields describe equal bytes; a header that says otherwise is refused. One process
 writes each 128-byte line (the writer is named below), so no line is ever contended by two writers.
 
-    HDR    offset 0, one page                                                             engine, once, before the hand-over
-           magic "LOCKSTEP" | u32 version | u32 header bytes | u64 generation | u64 total bytes | u32 num_slots, num_rows,
-           vocab_size, num_recs | u64 strides and offsets | u32 crc32 of all that
+    HDR    offset 0, one page                                                             engine, once
+           magic "LOCKSTEP" | u32 version | u32 header bytes | u64 generation | u64 total bytes
+           | u32 num_slots, num_rows, vocab_size, num_recs | u64 strides and offsets | u32 crc32 of all that
 
     WORDS  one page, one word per 128-byte line
            +0    req_seq        u64  engine step      newest posted sequence; 0: none yet
@@ -21,7 +21,7 @@ writes each 128-byte line (the writer is named below), so no line is ever conten
            head  u64 seq | u32 n | u32 0 | u16 slots[num_slots]                           n slots are in this record
            [num_slots] by slot, rec_stride apart:
                  u64 seq | u32 slot_gen | u32 commit_pos | u16 n_commit | u8 n_draft | u8 stage | u32 need_rows
-                 | i32 tokens[2R - 1]                                                     n_commit committed, then n_draft drafts
+                 | i32 tokens[2R - 1]                 n_commit committed, then n_draft drafts, without a gap
 
     ANS    [num_slots], ans_stride apart                                                  grammar
            u64 seq | u32 slot_gen | u8 kind[R] (padded to 4) | i32 forced[R] | i32 need[R]
@@ -32,9 +32,9 @@ writes each 128-byte line (the writer is named below), so no line is ever conten
     OUT    [num_recs][num_slots], out_stride apart                                        engine step
            u64 seq | u32 slot_gen | u8 n | u8 kind | u16 0 | i32 tokens[R]
 
-R = num_rows = K + 1. Row j is the mask of the token that follows drafts[:j]. `commit_pos` is the number of answer tokens
-that were committed before the tokens of the record. Handling a record twice, known by (slot_gen, commit_pos), must change
-nothing. Not here: memory (segment.py), ordering (native/flags.c), meaning of the calls (channel.py).
+R = num_rows = K + 1. Row j is the mask of the token that follows drafts[:j]. `commit_pos` is the number of answer
+tokens that were committed before the tokens of the record. Handling a record twice, known by (slot_gen, commit_pos),
+must change nothing. Not here: memory (segment.py), ordering (native/flags.c), meaning of the calls (channel.py).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _require_range(field: str, value: int, low: int, high: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Shape of one segment. All sizes, strides and offsets are in bytes; offsets count from the start of the segment."""
+    """Shape of one segment. Sizes, strides and offsets are in bytes, from the start of the segment."""
 
     num_slots: int
     """Sequences that run at once, 1 to 4096."""

@@ -1,0 +1,187 @@
+"""What the grammar process may do on the step plane: wait for records, fill mask rows, publish answers.
+
+Invariant: writes ANS, MASK and the grammar process's words, nothing else. One thread waits and reads records; threads
+with different slots may publish at the same time. Not here: matchers. See channel.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shared_mem import native
+from shared_mem.batch import Int32Array
+from shared_mem.errors import InvalidField, RingOverrun
+from shared_mem.layout import Layout, RowKind, Word
+from shared_mem.native import DEFAULT_SPIN_NS
+from shared_mem.segment import Segment, mask_views
+
+
+class Record(NamedTuple):
+    """What the engine says about one slot in one step."""
+
+    slot: int
+    slot_gen: int
+    commit_pos: int
+    """Answer tokens committed before `committed`."""
+    committed: tuple[int, ...]
+    drafts: tuple[int, ...]
+    stage: int
+    need_rows: int = 0xFFFFFFFF
+    """Bit j set: row j is wanted."""
+
+
+class GrammarEnd:
+    """The grammar process's role. Keeps the mapping alive; does not close the segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.layout: Layout = segment.layout
+        self.start_seq = segment.start_seq
+        """The first `wait` starts after this one: what was posted before belongs to a predecessor."""
+        self.row_stride = self.layout.row_stride
+        self._memory = segment.memory
+        self._address = native.address_of(self._memory)
+        self._view = native.View.of(self.layout, self._address)
+        self._masks = mask_views(self.layout, self._memory)
+        slots, rows = self.layout.num_slots, self.layout.num_rows
+        self._in = np.zeros((7, slots), dtype=np.int32)
+        self._in_tokens = np.zeros((slots, 2 * rows), dtype=np.int32)
+        at = native.address_of
+        self._records_args = native.RecordsArgs(ctypes.pointer(self._view), *map(at, self._in), at(self._in_tokens))
+        self._records_pointer = ctypes.addressof(self._records_args)
+        self._kinds = np.zeros((slots, rows), dtype=np.uint8)
+        self._forced = np.zeros((slots, rows), dtype=np.int32)
+        self._need = np.zeros((slots, rows), dtype=np.int32)
+        self._publish_args = [
+            native.PublishArgs(
+                ctypes.pointer(self._view), at(self._kinds[s]), at(self._forced[s]), at(self._need[s]), 0, s, 0
+            )
+            for s in range(slots)
+        ]
+        self._waits = self._records = self._overruns = 0
+        # Per slot: threads with different slots share no counter.
+        self._published = np.zeros((2, slots), dtype=np.int64)
+
+    def wait(self, last_seq: int, timeout_s: float, spin_ns: int = DEFAULT_SPIN_NS) -> int:
+        """Wait until a sequence after `last_seq` is posted, and return the newest; `last_seq` when the time is over.
+
+        Spins for `spin_ns` and then sleeps. Releases the GIL. Both ends of the call are signs of life to the engine.
+        """
+        self._waits += 1
+        seq: int = native.wait_req(self._view, last_seq, int(timeout_s * 1e9), spin_ns)
+        return seq
+
+    def records(self, seq: int) -> list[Record]:
+        """Return the records of `seq`, a copy.
+
+        Raises:
+            RingOverrun: they were overwritten (this end is `num_recs` behind), before or during the copy.
+        """
+        args = self._records_args
+        args.seq = seq
+        native.records(self._records_pointer)
+        if args.status != native.OK:
+            self._overruns += 1
+            raise RingOverrun(seq)
+        n = args.count
+        self._records += n
+        found = []
+        tokens = self._in_tokens[:n].tolist()
+        for lane, row in zip(self._in[:, :n].T.tolist(), tokens, strict=True):
+            slot, slot_gen, commit_pos, n_commit, n_draft, stage, need_rows = lane
+            committed, drafts = tuple(row[:n_commit]), tuple(row[n_commit : n_commit + n_draft])
+            found.append(Record(slot, slot_gen, commit_pos, committed, drafts, stage, need_rows & 0xFFFFFFFF))
+        return found
+
+    def row_address(self, seq: int, slot: int, row: int) -> int:
+        """Return where to write a mask row: W words of `row_stride` bytes. Rows of a slot follow each other."""
+        return self._address + self.layout.row_offset(seq, slot, row)
+
+    def mask_rows(self, seq: int) -> Int32Array:
+        """Return the mask rows of `seq` to write, int32 [num_slots, R, row_stride / 4]."""
+        return self._masks[seq & 1]
+
+    def publish(
+        self,
+        seq: int,
+        slot: int,
+        slot_gen: int,
+        kinds: Sequence[int],
+        forced: Sequence[int] | None = None,
+        need: Sequence[int] | None = None,
+    ) -> bool:
+        """Publish a slot's answer after its mask rows are written. One thread per slot at a time.
+
+        Args:
+            seq: of the record that is answered.
+            slot: 0 <= slot < num_slots.
+            slot_gen: of the record.
+            kinds: at most R RowKinds; the rows after them become DEFER.
+            forced: as long as `kinds`; tokens of the FORCED rows, -1 elsewhere. None: all -1.
+            need: as long as `kinds`; least number of tokens that complete the answer, -1 not known. None: all -1.
+
+        Returns:
+            False when an answer of the same or a newer sequence is there; nothing was written.
+
+        Raises:
+            InvalidField: slot out of range, or more kinds than rows.
+        """
+        if not 0 <= slot < self.layout.num_slots:
+            raise InvalidField("slot", f"{slot} is not in [0, {self.layout.num_slots})")
+        n = len(kinds)
+        if n > self.layout.num_rows:
+            raise InvalidField("kinds", f"{n} rows, the segment has {self.layout.num_rows}")
+        self._kinds[slot, :n] = kinds
+        self._kinds[slot, n:] = RowKind.DEFER
+        _fill(self._forced[slot], forced, n)
+        _fill(self._need[slot], need, n)
+        args = self._publish_args[slot]
+        args.seq = seq
+        args.slot_gen = slot_gen
+        stale: int = native.publish(ctypes.addressof(args))
+        self._published[stale, slot] += 1
+        return not stale
+
+    @property
+    def permissive(self) -> bool:
+        """True: answer ALL to everything (the engine warms up or captures)."""
+        return bool(native.load32(self._word(Word.PERMISSIVE)))
+
+    def heartbeat(self) -> None:
+        """Say that the grammar process is alive, in the middle of long work."""
+        native.stamp(self._word(Word.HB_GRAMMAR))
+
+    def heartbeat_age_ns(self) -> int | None:
+        """Return how long ago the engine showed life, None when it never did."""
+        age: int = native.age_ns(self._word(Word.HB_ENGINE))
+        return None if age < 0 else age
+
+    def stats(self) -> dict[str, int]:
+        """Return counters since the start."""
+        published, stale = self._published.sum(axis=1).tolist()
+        return {
+            "waits": self._waits,
+            "records": self._records,
+            "overruns": self._overruns,
+            "published": published,
+            "stale_answers": stale,
+        }
+
+    def _word(self, word: Word) -> int:
+        return self._address + self.layout.word_offset(word)
+
+    def __repr__(self) -> str:
+        return f"GrammarEnd(generation={self.layout.generation}, {self.stats()})"
+
+
+def _fill(target: Int32Array, values: Sequence[int] | None, n: int) -> None:
+    if values is None:
+        target[:] = -1
+        return
+    if len(values) != n:
+        raise InvalidField("forced, need", f"{len(values)} values for {n} rows")
+    target[:n] = values
+    target[n:] = -1
