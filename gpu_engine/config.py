@@ -60,7 +60,7 @@ class EngineConfig:
         )
         _require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
         _require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
-        _require(self.page_size in (8, 16, 32, 64, 128), "page_size", "must be 8, 16, 32, 64 or 128")
+        _require(self.page_size in (16, 32, 64, 128), "page_size", "must be 16, 32, 64 or 128")
         _require(self.prefill_chunk >= 16, "prefill_chunk", "must be at least 16")
         _require(self.drafter in ("ngram", "none"), "drafter", f"{self.drafter!r} is not ngram or none")
         _require(

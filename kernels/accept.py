@@ -1,0 +1,175 @@
+"""Verification and sampling of one decode step: mask, penalties, filters, shared noise, acceptance, advance.
+
+The rule: the token at absolute position p is argmax(filtered(masked logits) / T + Gumbel(seed, p)); a draft is accepted iff
+it equals that token. The noise is Philox4x32-10 keyed by (seed, position, token), so speculation changes no token.
+Greedy is T = 0. One invariant: a slot's result depends on its own rows alone. Not here: waiting for rows, drafting.
+
+Shapes: B batch entries, S slots, R rows a slot (K + 1), P rows of this step (P <= R), V vocabulary, W = ceil(V / 32).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, fields
+
+import torch
+
+from kernels.library import address, native
+
+MAX_LOGPROBS = 20
+RUN_ON, STOP_TOKEN, STOP_LENGTH = 0, 1, 2
+"""Values of `AcceptResult.finish_B`."""
+
+_POINTERS = (
+    *("logits", "slots", "drafts", "num_drafts", "kinds", "forced", "masks", "history", "length", "prompt_length"),
+    *("max_length", "min_tokens", "temperature", "top_p", "min_p", "repetition", "presence", "frequency", "top_k", "seed"),
+    *("num_logprobs", "rules", "emitted", "num_emitted", "num_accepted", "finish", "blocked", "logprob", "top_ids"),
+    *("top_logprobs", "scratch", "counts"),
+)
+_LONGS = ("logits_stride", "row_stride", "history_stride", "mask_slot_stride", "mask_row_stride", "scratch_stride")
+_INTS = ("num_batch", "num_rows", "vocab_size", "bf16")
+
+
+class _Args(ctypes.Structure):
+    """Mirror of `struct accept_args`."""
+
+    _fields_ = [  # noqa: RUF012
+        *[(name, ctypes.c_void_p) for name in _POINTERS],
+        *[(name, ctypes.c_int64) for name in _LONGS],
+        *[(name, ctypes.c_int32) for name in _INTS],
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotParams:
+    """What does not change while a sequence holds its slot. Writer: the engine, when it seats a sequence. All [S]."""
+
+    prompt_length_S: torch.Tensor  # int32
+    max_length_S: torch.Tensor  # int32, prompt plus answer at most
+    min_tokens_S: torch.Tensor  # int32
+    temperature_S: torch.Tensor  # float32
+    top_p_S: torch.Tensor  # float32
+    min_p_S: torch.Tensor  # float32
+    repetition_S: torch.Tensor  # float32
+    presence_S: torch.Tensor  # float32
+    frequency_S: torch.Tensor  # float32
+    top_k_S: torch.Tensor  # int32, 0: all
+    seed_S: torch.Tensor  # int64, the bits of an unsigned 64-bit seed
+    num_logprobs_S: torch.Tensor  # int32, -1: none
+    rules_S: torch.Tensor  # int64, address of the slot's rules (see `pack_rules`), 0: none
+
+    @classmethod
+    def allocate(cls, num_slots: int) -> SlotParams:
+        """Return zeroed parameters in CPU memory."""
+        floats = {"temperature_S", "top_p_S", "min_p_S", "repetition_S", "presence_S", "frequency_S"}
+        longs = {"seed_S", "rules_S"}
+        return cls(
+            **{
+                f.name: torch.zeros(
+                    num_slots,
+                    dtype=torch.float32 if f.name in floats else torch.int64 if f.name in longs else torch.int32,
+                )
+                for f in fields(cls)
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptResult:
+    """What a step emitted. Writer: the step. Valid until the next step; [B, R] rows beyond `num_emitted_B` are stale."""
+
+    emitted_BR: torch.Tensor  # int32
+    num_emitted_B: torch.Tensor  # int32
+    num_accepted_B: torch.Tensor  # int32, drafts among the emitted
+    finish_B: torch.Tensor  # int32: RUN_ON, STOP_TOKEN, STOP_LENGTH
+    blocked_B: torch.Tensor  # int32, kind of the row at which nothing could be emitted, else 0
+    logprob_BR: torch.Tensor  # float32
+    top_ids_BRN: torch.Tensor  # int32
+    top_logprobs_BRN: torch.Tensor  # float32
+    scratch_BV: torch.Tensor  # float32
+    counts_BV: torch.Tensor  # int32, zero between calls
+
+    @classmethod
+    def allocate(cls, num_batch: int, num_rows: int, vocab_size: int) -> AcceptResult:
+        """Return buffers in CPU memory."""
+        B, R, V = num_batch, num_rows, (vocab_size + 63) // 64 * 64
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32)
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float32)
+
+        return cls(
+            *(ints(B, R), ints(B), ints(B), ints(B), ints(B), floats(B, R)),
+            *(ints(B, R, MAX_LOGPROBS), floats(B, R, MAX_LOGPROBS), floats(B, V), ints(B, V)),
+        )
+
+
+def pack_rules(stop: tuple[int, ...], bad: tuple[int, ...], words: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """Return a slot's rules, int32: stop ids, ids never drawn, and id sequences that must not appear.
+
+    Stop ids end a sequence, and are not drawn before `min_tokens`. The caller keeps the tensor alive while the slot is held.
+    """
+    flat = [len(stop), *stop, len(bad), *bad, len(words)]
+    for word in words:
+        flat += [len(word), *word]
+    return torch.tensor(flat, dtype=torch.int32)
+
+
+def accept(
+    logits_NV: torch.Tensor,
+    slots_B: torch.Tensor,
+    drafts_BR: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    kinds_BR: torch.Tensor,
+    forced_BR: torch.Tensor,
+    mask_address: int,
+    mask_strides: tuple[int, int],
+    history_SL: torch.Tensor,
+    length_S: torch.Tensor,
+    params: SlotParams,
+    result: AcceptResult,
+    *,
+    num_rows: int,
+) -> None:
+    """Verify and sample; append what is emitted to `history_SL` and advance `length_S`; fill `result`.
+
+    `logits_NV` [B * P, V] bf16 or fp32, row b * P + j; `num_rows` is P. `num_drafts_B` <= P - 1. `kinds_BR` uint8 RowKind
+    and `forced_BR` int32 are read at [b, :P]. The bitmask row (slot, j) lies at mask_address + 4 * (slot * mask_strides[0] +
+    j * mask_strides[1]) and is read only for kind APPLY. A row of kind DEFER, DEAD_END or ERROR emits nothing and ends the
+    slot's step; a row without any legal token does the same as DEAD_END. history_SL must have room for P more tokens.
+    """
+    B, R = slots_B.shape[0], kinds_BR.shape[1]
+    V, stride = logits_NV.shape[1], result.scratch_BV.shape[1]
+    assert logits_NV.dtype in (torch.bfloat16, torch.float32), logits_NV.dtype
+    assert logits_NV.shape[0] >= B * num_rows
+    assert logits_NV.stride(1) == 1
+    assert 1 <= num_rows <= R == drafts_BR.shape[1] == result.emitted_BR.shape[1]
+    assert stride >= V
+    assert kinds_BR.dtype == torch.uint8
+    ints = (slots_B, drafts_BR, num_drafts_B, forced_BR, history_SL, length_S)
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
+    p, r = params, result
+    tensors = (
+        *(history_SL, length_S, p.prompt_length_S, p.max_length_S, p.min_tokens_S, p.temperature_S, p.top_p_S, p.min_p_S),
+        *(p.repetition_S, p.presence_S, p.frequency_S, p.top_k_S, p.seed_S, p.num_logprobs_S, p.rules_S),
+        *(r.emitted_BR, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B, r.logprob_BR, r.top_ids_BRN),
+        *(r.top_logprobs_BRN, r.scratch_BV, r.counts_BV),
+    )
+    args = _Args(
+        *[address(t) for t in (logits_NV, slots_B, drafts_BR, num_drafts_B, kinds_BR, forced_BR)],
+        mask_address,
+        *[address(t) for t in tensors],
+        *(logits_NV.stride(0), R, history_SL.stride(0), *mask_strides, stride),
+        *(B, num_rows, V, int(logits_NV.dtype == torch.bfloat16)),
+    )
+    native().lockstep_accept(ctypes.byref(args))
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:
+    """Return the noise of one position, float32 [V]: what `accept` adds to logits / T."""
+    out = torch.empty((vocab_size + 63) // 64 * 64, dtype=torch.float32)
+    lib = native()
+    lib.lockstep_gumbel(ctypes.c_uint64(seed), ctypes.c_uint32(position), ctypes.c_int64(out.numel()), ctypes.c_void_p(out.data_ptr()))
+    return out[:vocab_size]

@@ -1,0 +1,34 @@
+"""Loads the CPU kernels: one plain shared library, no Python ABI, called with the GIL released.
+
+Its parallel loops need an OpenMP runtime and must share torch's: two runtimes would mean two thread pools that spin against
+each other. So the library is linked without one, and torch's is made visible before it is opened. Not here: any kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+
+class KernelLibraryMissing(ImportError):
+    """The native kernels were not built; reinstall the package with a C compiler at hand."""
+
+
+@functools.cache
+def native() -> ctypes.CDLL:
+    """Return the native kernels; raise KernelLibraryMissing when they were not built."""
+    built = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not built:
+        raise KernelLibraryMissing("kernels/_native*.so is missing: install the package with gcc available")
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(built[0]))
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return the address of a CPU tensor's first element; the caller keeps the tensor alive while it is used."""
+    assert tensor.device.type == "cpu", tensor.device
+    return tensor.data_ptr()

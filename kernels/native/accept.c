@@ -1,0 +1,347 @@
+/* Verification and sampling of a decode step on a CPU: masks, penalties, filters, shared noise, acceptance, advance.
+ *
+ * The rule (lossless speculation with common random numbers): the token at absolute position p of a request is
+ *     argmax_v( filtered(masked logits)[v] / T + Gumbel(seed, p, v) ),          T = 0: without noise and filters
+ * and a draft is accepted iff it is that token. The noise is Philox4x32-10 (Salmon et al., SC11): key = seed, counter =
+ * (v / 4, p, 0, 0), word v % 4; so it depends on nothing but (seed, p, v), and speculation cannot change a token.
+ *
+ * Rows of one slot are walked in order and the walk ends at the first rejected draft, so that history holds exactly the
+ * tokens before the row. Slots run in parallel and touch only their own lines. Not here: the wait for the rows.
+ */
+#define _GNU_SOURCE
+#include "simd.h"
+
+enum { KIND_ALL, KIND_APPLY, KIND_FORCED, KIND_DEFER, KIND_DEAD_END, KIND_ERROR };
+enum { RUN_ON, STOP_TOKEN, STOP_LENGTH };
+
+#define MAX_TOP 20
+/* -log(-log(1 - 2^-24)): no Gumbel draw below is larger, so a block that cannot win even with it needs no noise. */
+#define GUMBEL_MAX 16.6356f
+
+struct accept_args {
+    /* The batch, B entries. */
+    const void *logits;        /* [B * P][logits_stride], V columns used */
+    const int32_t *slots;      /* [B] */
+    const int32_t *drafts;     /* [B][row_stride] */
+    const int32_t *num_drafts; /* [B], at most P - 1 */
+    const uint8_t *kinds;      /* [B][row_stride], RowKind */
+    const int32_t *forced;     /* [B][row_stride] */
+    const uint32_t *masks;     /* [slot][mask_slot_stride], row r at r * mask_row_stride words; 1 = allowed */
+    /* Per slot, S entries. */
+    int32_t *history;          /* [S][history_stride], prompt then answer; this kernel appends */
+    int32_t *length;           /* [S], tokens in history; this kernel advances */
+    const int32_t *prompt_length;
+    const int32_t *max_length; /* [S], prompt plus answer at most */
+    const int32_t *min_tokens;
+    const float *temperature, *top_p, *min_p, *repetition, *presence, *frequency;
+    const int32_t *top_k;
+    const uint64_t *seed;
+    const int32_t *num_logprobs; /* [S], -1: none */
+    const int64_t *rules;      /* [S], address of int32: n, stop ids.., n, bad ids.., n, (length, ids..).. ; 0: none */
+    /* Results, B entries. */
+    int32_t *emitted;          /* [B][row_stride] */
+    int32_t *num_emitted;      /* [B] */
+    int32_t *num_accepted;     /* [B] drafts among them */
+    int32_t *finish;           /* [B] RUN_ON, STOP_TOKEN, STOP_LENGTH */
+    int32_t *blocked;          /* [B] kind of the row that emitted nothing, else 0 */
+    float *logprob;            /* [B][row_stride] */
+    int32_t *top_ids;          /* [B][row_stride][MAX_TOP] */
+    float *top_logprobs;       /* [B][row_stride][MAX_TOP] */
+    /* Scratch, B entries of padded V. */
+    float *scratch;            /* [B][scratch_stride] */
+    int32_t *counts;           /* [B][scratch_stride], all zero between calls */
+    int64_t logits_stride, row_stride, history_stride, mask_slot_stride, mask_row_stride, scratch_stride;
+    int32_t num_batch, num_rows, vocab_size, bf16;
+};
+
+typedef uint64_t v16l __attribute__((vector_size(128)));
+
+INLINE void philox_round(v16u c[4], uint32_t k0, uint32_t k1) {
+    v16l p0 = __builtin_convertvector(c[0], v16l) * 0xD2511F53ull;
+    v16l p1 = __builtin_convertvector(c[2], v16l) * 0xCD9E8D57ull;
+    v16u hi0 = __builtin_convertvector(p0 >> 32, v16u), lo0 = __builtin_convertvector(p0, v16u);
+    v16u hi1 = __builtin_convertvector(p1 >> 32, v16u), lo1 = __builtin_convertvector(p1, v16u);
+    c[0] = hi1 ^ c[1] ^ k0;
+    c[1] = lo1;
+    c[2] = hi0 ^ c[3] ^ k1;
+    c[3] = lo0;
+}
+
+/* Noise of the 64 tokens from `first` (a multiple of 64). */
+INLINE void gumbel64(uint64_t seed, uint32_t position, uint32_t first, float out[64]) {
+    const v16u lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    v16u zero = {0}, c[4] = {lane + first / 4, zero + position, zero, zero};
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        philox_round(c, k0, k1);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    for (int w = 0; w < 4; w++) {
+        /* 23 bits and a half: never 0, never 1. */
+        v16f u = (__builtin_convertvector((v16i)(c[w] >> 9), v16f) + splat(0.5f)) * splat(1.0f / 8388608.0f);
+        v16f g = splat(0.0f) - log16(splat(0.0f) - log16(u));
+        for (int i = 0; i < 16; i++)
+            out[4 * i + w] = g[i];
+    }
+}
+
+/* Floats in an order that integers share, so that a threshold can be bisected exactly. */
+INLINE uint32_t order_of(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+
+INLINE float float_of(uint32_t k) {
+    uint32_t u = k & 0x80000000u ? k & 0x7fffffffu : ~k;
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+/* x[] := the row's logits in fp32 with everything illegal at -inf. Entries from V to the padded end are -inf. */
+INLINE void load_masked(const struct accept_args *a, int64_t row, int kind, int32_t forced, const uint32_t *mask, float *x,
+                        int bf16) {
+    const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int64_t v = a->vocab_size, base = row * a->logits_stride;
+    for (int64_t i = v & ~15ll; i < a->scratch_stride; i++)
+        x[i] = i < v ? load1(a->logits, base + i, bf16) : -INFINITY;
+    for (int64_t i = 0; i + 16 <= v; i += 16) {
+        v16f y = load(a->logits, base + i, bf16);
+        memcpy(x + i, &y, sizeof y);
+    }
+    if (kind == KIND_APPLY)
+        for (int64_t i = 0; i < a->scratch_stride; i += 16) {
+            uint32_t bits = i < v ? mask[i / 32] >> (i % 32) & 0xffffu : 0;
+            if (bits == 0xffffu)
+                continue;
+            v16i legal = -(((v16i){0} + (int32_t)bits) >> lane & 1);
+            v16f y = select16(legal, load_f32(x + i), splat(-INFINITY));
+            memcpy(x + i, &y, sizeof y);
+        }
+    if (kind == KIND_FORCED) {
+        float keep = forced >= 0 && forced < v ? x[forced] : -INFINITY;
+        for (int64_t i = 0; i < a->scratch_stride; i++)
+            x[i] = -INFINITY;
+        if (forced >= 0 && forced < v)
+            x[forced] = keep;
+    }
+}
+
+/* Bans from the slot's rules: stop ids before min_tokens, bad ids, and the last id of a bad word whose head stands. */
+static void apply_rules(const int32_t *rule, int early, const int32_t *history, int32_t n, float *x) {
+    int32_t count = *rule++;
+    for (int32_t i = 0; i < count; i++, rule++)
+        if (early)
+            x[*rule] = -INFINITY;
+    count = *rule++;
+    for (int32_t i = 0; i < count; i++, rule++)
+        x[*rule] = -INFINITY;
+    count = *rule++;
+    for (int32_t i = 0; i < count; i++) {
+        int32_t len = *rule++;
+        if (n >= len - 1 && memcmp(history + n - (len - 1), rule, (size_t)(len - 1) * 4) == 0)
+            x[rule[len - 1]] = -INFINITY;
+        rule += len;
+    }
+}
+
+static int is_stop(const int32_t *rule, int32_t token) {
+    for (int32_t i = 0; rule && i < rule[0]; i++)
+        if (rule[1 + i] == token)
+            return 1;
+    return 0;
+}
+
+/* Repetition (prompt and answer), presence and frequency (answer). Two walks: count, then apply once and clear. */
+static void apply_penalties(const struct accept_args *a, int32_t s, const int32_t *history, int32_t n, int32_t *counts,
+                            float *x) {
+    const int32_t seen = 1 << 30;
+    float rep = a->repetition[s], pres = a->presence[s], freq = a->frequency[s];
+    if (rep == 1.0f && pres == 0.0f && freq == 0.0f)
+        return;
+    for (int32_t i = 0; i < n; i++) {
+        counts[history[i]] |= seen;
+        counts[history[i]] += i >= a->prompt_length[s];
+    }
+    for (int32_t i = 0; i < n; i++) {
+        int32_t token = history[i], c = counts[token];
+        if (c == 0)
+            continue;
+        counts[token] = 0;
+        c &= ~seen;
+        x[token] = x[token] > 0.0f ? x[token] / rep : x[token] * rep;
+        x[token] -= freq * (float)c + (c > 0 ? pres : 0.0f);
+    }
+}
+
+/* The largest threshold whose survivors reach `goal`: their number (weights of 1) or their mass (exp(x - peak)). */
+INLINE float threshold(const float *x, int64_t n, float peak, float floor, float goal, int mass) {
+    uint32_t lo = order_of(-INFINITY), hi = order_of(peak); /* lo satisfies, hi + 1 does not */
+    while (lo < hi) {
+        uint32_t mid = lo + (hi - lo + 1) / 2;
+        float cut = float_of(mid) > floor ? float_of(mid) : floor;
+        v16f sum = splat(0.0f);
+        for (int64_t i = 0; i < n; i += 16) {
+            v16f y = load_f32(x + i);
+            sum += select16(y >= splat(cut), mass ? exp16(y - splat(peak)) : splat(1.0f), splat(0.0f));
+        }
+        if (sum16(sum) >= goal)
+            lo = mid;
+        else
+            hi = mid - 1;
+    }
+    return float_of(lo);
+}
+
+INLINE float total_mass(const float *x, int64_t n, float peak, float cut) {
+    v16f sum = splat(0.0f);
+    for (int64_t i = 0; i < n; i += 16) {
+        v16f y = load_f32(x + i);
+        sum += select16(y >= splat(cut), exp16(y - splat(peak)), splat(0.0f));
+    }
+    return sum16(sum);
+}
+
+INLINE float peak_of(const float *x, int64_t n) {
+    v16f m = splat(-INFINITY);
+    for (int64_t i = 0; i < n; i += 16) {
+        v16f y = load_f32(x + i);
+        m = select16(y > m, y, m);
+    }
+    return max16(m);
+}
+
+/* The token of this position, or -1 when nothing is legal. Ties go to the lowest id. */
+INLINE int32_t choose(const struct accept_args *a, int32_t s, uint32_t position, float *x) {
+    int64_t n = a->scratch_stride;
+    float peak = peak_of(x, n), t = a->temperature[s];
+    if (!(peak > -INFINITY))
+        return -1;
+    if (t == 0.0f) {
+        for (int64_t i = 0;; i++)
+            if (x[i] == peak)
+                return (int32_t)i;
+    }
+    /* The peak goes to 0 first: a tiny temperature must not overflow it. */
+    for (int64_t i = 0; i < n; i++)
+        x[i] = (x[i] - peak) / t;
+    peak = 0.0f;
+    float cut = -INFINITY;
+    if (a->top_k[s] > 0 && a->top_k[s] < a->vocab_size)
+        cut = threshold(x, n, peak, cut, (float)a->top_k[s], 0);
+    if (a->top_p[s] < 1.0f) {
+        float by_mass = threshold(x, n, peak, cut, a->top_p[s] * total_mass(x, n, peak, cut), 1);
+        cut = by_mass > cut ? by_mass : cut;
+    }
+    if (a->min_p[s] > 0.0f) {
+        float by_peak = peak + logf(a->min_p[s]);
+        cut = by_peak > cut ? by_peak : cut;
+    }
+    if (cut > peak)
+        cut = peak;
+    int32_t best = -1;
+    float top = -INFINITY, noise[64];
+    for (int64_t i = 0; i < n; i += 64) {
+        float reach = peak_of(x + i, 64);
+        if (!(reach >= cut) || reach == -INFINITY || reach + GUMBEL_MAX < top)
+            continue;
+        gumbel64(a->seed[s], position, (uint32_t)i, noise);
+        for (int j = 0; j < 64; j++)
+            if (x[i + j] >= cut && x[i + j] > -INFINITY && x[i + j] + noise[j] > top) {
+                top = x[i + j] + noise[j];
+                best = (int32_t)(i + j);
+            }
+    }
+    return best;
+}
+
+/* Log-probabilities under the model's own distribution: no mask, no penalty, no temperature. */
+INLINE void report_logprobs(const struct accept_args *a, int64_t row, int64_t out, int32_t token, int32_t top, float *x,
+                            int bf16) {
+    load_masked(a, row, KIND_ALL, 0, 0, x, bf16);
+    float peak = peak_of(x, a->scratch_stride);
+    float lse = peak + logf(total_mass(x, a->scratch_stride, peak, -INFINITY));
+    int32_t *ids = a->top_ids + out * MAX_TOP;
+    float *values = a->top_logprobs + out * MAX_TOP;
+    int32_t held = 0;
+    a->logprob[out] = x[token] - lse;
+    for (int32_t i = 0; i < a->vocab_size && top > 0; i++) {
+        if (held == top && x[i] - lse <= values[held - 1])
+            continue;
+        int32_t at = held < top ? held++ : held - 1;
+        for (; at > 0 && values[at - 1] < x[i] - lse; at--) {
+            values[at] = values[at - 1];
+            ids[at] = ids[at - 1];
+        }
+        values[at] = x[i] - lse;
+        ids[at] = i;
+    }
+}
+
+INLINE void accept_slot(const struct accept_args *a, int64_t b, int bf16) {
+    int32_t s = a->slots[b], *history = a->history + s * a->history_stride, n = a->length[s];
+    const int32_t *rule = (const int32_t *)(intptr_t)a->rules[s];
+    float *x = a->scratch + b * a->scratch_stride;
+    int32_t emitted = 0, accepted = 0, finish = RUN_ON, blocked = 0;
+    for (int32_t j = 0; j <= a->num_drafts[b] && finish == RUN_ON; j++) {
+        int64_t out = b * a->row_stride + j, row = b * a->num_rows + j;
+        int kind = a->kinds[out];
+        if (kind >= KIND_DEFER) {
+            blocked = kind;
+            break;
+        }
+        const uint32_t *mask = a->masks + s * a->mask_slot_stride + j * a->mask_row_stride;
+        load_masked(a, row, kind, a->forced[out], mask, x, bf16);
+        if (rule)
+            apply_rules(rule, n - a->prompt_length[s] < a->min_tokens[s], history, n, x);
+        apply_penalties(a, s, history, n, a->counts + b * a->scratch_stride, x);
+        int32_t token = choose(a, s, (uint32_t)n, x);
+        if (token < 0) {
+            blocked = KIND_DEAD_END;
+            break;
+        }
+        if (a->num_logprobs[s] >= 0)
+            report_logprobs(a, row, out, token, a->num_logprobs[s], x, bf16);
+        a->emitted[out] = token;
+        history[n++] = token;
+        emitted++;
+        int match = j < a->num_drafts[b] && a->drafts[out] == token;
+        accepted += match;
+        finish = is_stop(rule, token) ? STOP_TOKEN : n >= a->max_length[s] ? STOP_LENGTH : RUN_ON;
+        if (!match)
+            break;
+    }
+    a->length[s] = n;
+    a->num_emitted[b] = emitted;
+    a->num_accepted[b] = accepted;
+    a->finish[b] = finish;
+    a->blocked[b] = blocked;
+}
+
+MULTIVERSION static void accept_one(const struct accept_args *a, int64_t b) {
+    if (a->bf16)
+        accept_slot(a, b, 1);
+    else
+        accept_slot(a, b, 0);
+}
+
+void lockstep_accept(const struct accept_args *a) {
+#pragma omp parallel for schedule(dynamic) if (a->num_batch > 1)
+    for (int64_t b = 0; b < a->num_batch; b++)
+        accept_one(a, b);
+}
+
+MULTIVERSION static void fill_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) {
+    float block[64];
+    for (int64_t i = 0; i < n; i += 64) {
+        gumbel64(seed, position, (uint32_t)i, block);
+        memcpy(out + i, block, (size_t)(n - i < 64 ? n - i : 64) * sizeof(float));
+    }
+}
+
+/* The noise alone, for tests and for comparing devices: out[0..n). */
+void lockstep_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) {
+    fill_gumbel(seed, position, n, out);
+}

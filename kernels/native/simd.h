@@ -1,0 +1,134 @@
+/* 16-lane vectors in portable GNU C, for the CPU kernels.
+ *
+ * Invariant: every result depends on its own row alone, in a fixed order of operations, so a row computed alone and in a
+ * batch is the same to the last bit. Not here: threads.
+ */
+#ifndef LOCKSTEP_SIMD_H
+#define LOCKSTEP_SIMD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+typedef float v16f __attribute__((vector_size(64)));
+typedef int32_t v16i __attribute__((vector_size(64)));
+typedef uint32_t v16u __attribute__((vector_size(64)));
+typedef uint16_t v16h __attribute__((vector_size(32)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* One function, compiled for the vector units of the day; the loader picks one at start. */
+#if defined(__x86_64__)
+#define MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), noinline))
+#else
+#define MULTIVERSION __attribute__((noinline))
+#endif
+
+INLINE v16f splat(float x) { return x - (v16f){0}; }
+
+INLINE v16f load_f32(const void *p) {
+    v16f x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE v16f load_bf16(const void *p) {
+    v16h h;
+    memcpy(&h, p, sizeof h);
+    v16u u = __builtin_convertvector(h, v16u) << 16;
+    return (v16f)u;
+}
+
+/* dtype is a compile-time constant at every call site. */
+INLINE v16f load(const void *base, int64_t index, int bf16) {
+    return bf16 ? load_bf16((const uint16_t *)base + index) : load_f32((const float *)base + index);
+}
+
+INLINE float load1(const void *base, int64_t index, int bf16) {
+    if (!bf16)
+        return ((const float *)base)[index];
+    uint32_t u = (uint32_t)((const uint16_t *)base)[index] << 16;
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+/* Round to nearest even, as torch does; NaN stays NaN. */
+INLINE uint16_t to_bf16(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    if ((u & 0x7fffffffu) > 0x7f800000u)
+        return 0x7fc0;
+    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+
+INLINE void store1(void *base, int64_t index, float x, int bf16) {
+    if (bf16)
+        ((uint16_t *)base)[index] = to_bf16(x);
+    else
+        ((float *)base)[index] = x;
+}
+
+INLINE float max16(v16f x) {
+    float m = x[0];
+    for (int i = 1; i < 16; i++)
+        m = x[i] > m ? x[i] : m;
+    return m;
+}
+
+INLINE float sum16(v16f x) {
+    float s = 0.0f;
+    for (int i = 0; i < 16; i++)
+        s += x[i];
+    return s;
+}
+
+INLINE v16f select16(v16i mask, v16f a, v16f b) {
+    return (v16f)((mask & (v16i)a) | (~mask & (v16i)b));
+}
+
+/* exp(x) for x <= 0, within 2 ulp; below -87 it is 0. Cephes' range reduction and polynomial. */
+INLINE v16f exp16(v16f x) {
+    v16i dead = x < splat(-87.0f);
+    x = select16(dead, splat(-87.0f), x);
+    v16f t = x * splat(1.44269504088896341f);
+    v16f magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
+    v16f n = (t + magic) - magic;
+    v16f r = x - n * splat(0.693359375f) - n * splat(-2.12194440e-4f);
+    v16f p = splat(1.9875691500e-4f);
+    p = p * r + splat(1.3981999507e-3f);
+    p = p * r + splat(8.3334519073e-3f);
+    p = p * r + splat(4.1665795894e-2f);
+    p = p * r + splat(1.6666665459e-1f);
+    p = p * r + splat(5.0000001201e-1f);
+    p = p * r * r + r + splat(1.0f);
+    v16i e = (__builtin_convertvector(n, v16i) + 127) << 23;
+    return select16(dead, splat(0.0f), p * (v16f)e);
+}
+
+/* Natural logarithm of normal, positive x, within 2 ulp (Cephes logf). */
+INLINE v16f log16(v16f x) {
+    v16i bits = (v16i)x;
+    v16i e = ((bits >> 23) & 0xff) - 126;
+    v16f m = (v16f)((bits & 0x007fffff) | 0x3f000000); /* in [0.5, 1) */
+    v16i low = m < splat(0.707106781186547524f);
+    e = e + low; /* low is -1 where true */
+    m = m + select16(low, m, splat(0.0f)) - splat(1.0f);
+    v16f z = m * m;
+    v16f p = splat(7.0376836292e-2f);
+    p = p * m + splat(-1.1514610310e-1f);
+    p = p * m + splat(1.1676998740e-1f);
+    p = p * m + splat(-1.2420140846e-1f);
+    p = p * m + splat(1.4249322787e-1f);
+    p = p * m + splat(-1.6668057665e-1f);
+    p = p * m + splat(2.0000714765e-1f);
+    p = p * m + splat(-2.4999993993e-1f);
+    p = p * m + splat(3.3333331174e-1f);
+    v16f fe = __builtin_convertvector(e, v16f);
+    v16f y = p * m * z + fe * splat(-2.12194440e-4f) - splat(0.5f) * z;
+    return m + y + fe * splat(0.693359375f);
+}
+
+#endif

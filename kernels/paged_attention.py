@@ -1,0 +1,140 @@
+"""Attention over a paged KV cache, with the store of the new keys and values in front.
+
+One invariant: a query's result depends on its own sequence alone, bit for bit, whatever else is in the batch. Shapes:
+B sequences, P query positions, Hq query heads, Hkv KV heads, D head size, T tokens a page. Not here: page allocation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from kernels.library import address, native
+
+_LONGS = ("q_stride_b", "q_stride_p", "q_stride_h", "k_stride_b", "k_stride_p", "k_stride_h", "v_stride_b", "v_stride_p")
+_INTS = ("num_batch", "num_queries", "num_heads", "num_kv_heads", "head_dim", "page_size", "bf16", "window")
+
+
+class _Args(ctypes.Structure):
+    """Mirror of `struct paged_attention_args`."""
+
+    _fields_ = [  # noqa: RUF012
+        *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "k_pages", "v_pages", "page_table", "positions")],
+        *[(name, ctypes.c_int64) for name in (*_LONGS, "v_stride_h", "table_stride")],
+        *[(name, ctypes.c_int32) for name in _INTS],
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """One layer's cache. Both tensors have the model's dtype; `k` is channel-major so that tokens are neighbours."""
+
+    k_NHDT: torch.Tensor
+    """[num_pages, Hkv, D, T]."""
+    v_NHTD: torch.Tensor
+    """[num_pages, Hkv, T, D]."""
+
+    @classmethod
+    def allocate(
+        cls, num_pages: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVPages:
+        """Return zeroed pages."""
+        k = torch.zeros(num_pages, num_kv_heads, head_dim, page_size, dtype=dtype, device=device)
+        return cls(k, torch.zeros(num_pages, num_kv_heads, page_size, head_dim, dtype=dtype, device=device))
+
+
+def paged_attention(
+    q_BPHD: torch.Tensor,
+    k_BPHD: torch.Tensor,
+    v_BPHD: torch.Tensor,
+    pages: KVPages,
+    page_table_BN: torch.Tensor,
+    positions_BP: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> torch.Tensor:
+    """Store the new keys and values, then attend; return [B, P, Hq, D], contiguous, in q's dtype.
+
+    `page_table_BN` int32: page numbers of each sequence, covering every position in use. `positions_BP` int32: absolute
+    position of each query, ascending in P; a negative one is padding (nothing is stored, the result is 0). A query at
+    position p sees positions (p - window, p], or [0, p] with window 0. q, k, v may be strided; D must be contiguous and a
+    multiple of 16, at most 256; T a multiple of 16.
+    """
+    if q_BPHD.device.type != "cpu":
+        return paged_attention_reference(
+            q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP, scale=scale, softcap=softcap, window=window
+        )
+    B, P, Hq, D = q_BPHD.shape
+    Hkv, T = pages.v_NHTD.shape[1], pages.v_NHTD.shape[2]
+    assert q_BPHD.dtype in (torch.bfloat16, torch.float32), q_BPHD.dtype
+    assert all(t.dtype == q_BPHD.dtype for t in (k_BPHD, v_BPHD, pages.k_NHDT, pages.v_NHTD))
+    assert k_BPHD.shape == v_BPHD.shape == (B, P, Hkv, D), (k_BPHD.shape, v_BPHD.shape)
+    assert pages.k_NHDT.shape == (pages.v_NHTD.shape[0], Hkv, D, T)
+    assert pages.k_NHDT.is_contiguous()
+    assert pages.v_NHTD.is_contiguous()
+    assert all(t.stride(3) == 1 for t in (q_BPHD, k_BPHD, v_BPHD))
+    assert D % 16 == 0, D
+    assert D <= 256, D
+    assert T % 16 == 0, T
+    assert Hq % Hkv == 0, (Hq, Hkv)
+    assert page_table_BN.dtype == positions_BP.dtype == torch.int32
+    assert positions_BP.shape == (B, P)
+    assert positions_BP.is_contiguous()
+    assert page_table_BN.shape[0] >= B
+    assert page_table_BN.stride(1) == 1
+    out_BPHD = torch.empty(B, P, Hq, D, dtype=q_BPHD.dtype)
+    args = _Args(
+        *[address(t) for t in (q_BPHD, k_BPHD, v_BPHD, out_BPHD, pages.k_NHDT, pages.v_NHTD, page_table_BN, positions_BP)],
+        *q_BPHD.stride()[:3],
+        *k_BPHD.stride()[:3],
+        *v_BPHD.stride()[:3],
+        page_table_BN.stride(0),
+        *(B, P, Hq, Hkv, D, T, int(q_BPHD.dtype == torch.bfloat16), window),
+        scale,
+        softcap,
+    )
+    native().lockstep_paged_attention(ctypes.byref(args))
+    return out_BPHD
+
+
+def paged_attention_reference(
+    q_BPHD: torch.Tensor,
+    k_BPHD: torch.Tensor,
+    v_BPHD: torch.Tensor,
+    pages: KVPages,
+    page_table_BN: torch.Tensor,
+    positions_BP: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> torch.Tensor:
+    """Do the same in plain torch: the oracle of the tests, and the path of devices without a kernel of their own."""
+    B, P, Hq, D = q_BPHD.shape
+    Hkv, T = pages.v_NHTD.shape[1], pages.v_NHTD.shape[2]
+    live_BP = positions_BP >= 0
+    where_BP = positions_BP.clamp(min=0).long()
+    page_BP = page_table_BN[:B].long().gather(1, where_BP // T)
+    b, p = live_BP.nonzero(as_tuple=True)
+    pages.k_NHDT[page_BP[b, p], :, :, where_BP[b, p] % T] = k_BPHD[b, p]
+    pages.v_NHTD[page_BP[b, p], :, where_BP[b, p] % T] = v_BPHD[b, p]
+    table = page_table_BN[:B, : int(where_BP.max()) // T + 1].long()
+    k_BHLD = pages.k_NHDT[table].permute(0, 2, 1, 4, 3).reshape(B, Hkv, -1, D).float()
+    v_BHLD = pages.v_NHTD[table].permute(0, 2, 1, 3, 4).reshape(B, Hkv, -1, D).float()
+    k_BHLD, v_BHLD = (t.repeat_interleave(Hq // Hkv, dim=1) for t in (k_BHLD, v_BHLD))
+    scores_BHPL = torch.einsum("bphd,bhld->bhpl", q_BPHD.float() * scale, k_BHLD)
+    if softcap:
+        scores_BHPL = softcap * torch.tanh(scores_BHPL / softcap)
+    key = torch.arange(k_BHLD.shape[2], device=q_BPHD.device)
+    legal_BPL = key <= positions_BP[..., None]
+    if window:
+        legal_BPL &= key > positions_BP[..., None] - window
+    weights = torch.softmax(scores_BHPL.masked_fill(~legal_BPL[:, None], float("-inf")), dim=-1)
+    out = torch.einsum("bhpl,bhld->bphd", weights.nan_to_num(0.0), v_BHLD)
+    return out.to(q_BPHD.dtype)

@@ -1,0 +1,78 @@
+"""The native attention against plain torch, and against itself in other batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.paged_attention import KVPages, paged_attention, paged_attention_reference
+
+
+def make(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g).to(dtype)
+
+    return rand(B, P, Hq, D), rand(B, P, Hkv, D), rand(B, P, Hkv, D), torch.randperm(4 * B * 8, generator=g)
+
+
+def filled(pages: KVPages, seed: int) -> KVPages:
+    g = torch.Generator().manual_seed(seed)
+    pages.k_NHDT.copy_(torch.randn(pages.k_NHDT.shape, generator=g))
+    pages.v_NHTD.copy_(torch.randn(pages.v_NHTD.shape, generator=g))
+    return pages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("P", "Hq", "Hkv", "D", "T", "softcap", "window"),
+    [(1, 9, 3, 64, 16, 0.0, 0), (8, 9, 3, 64, 16, 0.0, 0), (5, 4, 1, 128, 32, 0.0, 0), (3, 4, 4, 80, 16, 30.0, 0), (8, 8, 2, 256, 16, 0.0, 21)],
+)
+def test_native_equals_reference(
+    dtype: torch.dtype, P: int, Hq: int, Hkv: int, D: int, T: int, softcap: float, window: int
+) -> None:
+    B, N = 3, 8
+    q, k, v, order = make(B, P, Hq, Hkv, D, T, dtype)
+    table = order[: B * N].view(B, N).int()
+    start = torch.tensor([0, 37, 5 * T - 2])
+    positions = (start[:, None] + torch.arange(P)).int()
+    positions[0, P - 1 :] = -1 if P > 1 else 0  # padding at the end of the first sequence
+    native_pages, plain_pages = (
+        filled(KVPages.allocate(4 * B * N, Hkv, D, T, dtype, torch.device("cpu")), seed=1) for _ in range(2)
+    )
+    got = paged_attention(q, k, v, native_pages, table, positions, scale=D**-0.5, softcap=softcap, window=window)
+    want = paged_attention_reference(q, k, v, plain_pages, table, positions, scale=D**-0.5, softcap=softcap, window=window)
+    assert torch.equal(native_pages.k_NHDT, plain_pages.k_NHDT)
+    assert torch.equal(native_pages.v_NHTD, plain_pages.v_NHTD)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_result_is_the_same_bits_alone_and_in_a_batch_and_for_any_number_of_queries() -> None:
+    B, P, N = 4, 8, 8
+    q, k, v, order = make(B, P, 9, 3, 64, 16, torch.float32, seed=3)
+    table = order[: B * N].view(B, N).int()
+    positions = (torch.tensor([3, 40, 77, 100])[:, None] + torch.arange(P)).int()
+
+    def run(b: slice, p: int) -> torch.Tensor:
+        pages = filled(KVPages.allocate(4 * B * N, 3, 64, 16, torch.float32, torch.device("cpu")), seed=4)
+        return paged_attention(
+            q[b, :p], k[b, :p], v[b, :p], pages, table[b], positions[b, :p].contiguous(), scale=0.125
+        )
+
+    whole = run(slice(0, B), P)
+    for b in range(B):
+        assert torch.equal(run(slice(b, b + 1), P)[0], whole[b])
+        assert torch.equal(run(slice(b, b + 1), 1)[0, 0], whole[b, 0])
+
+
+def test_strided_heads_first_inputs_are_read_by_their_strides() -> None:
+    q, k, v, _ = make(2, 4, 4, 2, 64, 16, torch.float32, seed=5)
+    table, positions = torch.arange(4).view(2, 2).int(), torch.arange(4).expand(2, 4).int().contiguous()
+    results = []
+    for change in (False, True):
+        pages = KVPages.allocate(4, 2, 64, 16, torch.float32, torch.device("cpu"))
+        args = [t.transpose(1, 2).contiguous().transpose(1, 2) if change else t for t in (q, k, v)]
+        results.append(paged_attention(*args, pages, table, positions, scale=0.125))
+    assert torch.equal(*results)
