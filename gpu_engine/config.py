@@ -95,6 +95,10 @@ class ServerConfig:
     """"llguidance" or "xgrammar": the default of a spawned sidecar."""
     compile_timeout_s: float = 5.0
     """Bound on one grammar's compilation in a spawned sidecar."""
+    grammar_wait_s: float = 30.0
+    """A guided request waits this long for a grammar process that is starting or was lost, then it is UNAVAILABLE."""
+    grammar_silence_s: float = 5.0
+    """A grammar process without a sign of life for this long counts as lost; a spawned one is killed."""
     max_n: int = 16
     """Most sequences of one request."""
     max_prompt_bytes: int = 4 << 20
@@ -113,4 +117,8 @@ class ServerConfig:
             f"{self.grammar_backend!r} is unknown",
         )
         _require(self.compile_timeout_s > 0, "compile_timeout_s", "must be positive")
+        _require(self.grammar_wait_s > 0, "grammar_wait_s", "must be positive")
+        _require(self.grammar_silence_s > 0, "grammar_silence_s", "must be positive")
+        _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
+        _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
         _require(self.max_n >= 1, "max_n", "must be at least 1")

@@ -1,0 +1,235 @@
+"""The engine's side of the grammar process: a matcher for every guided slot, from `open` to `close`.
+
+The invariant: every `open` is answered by exactly one of grammar_opened, grammar_failed, a newer `open` of the same
+slot, or `close`; a lost grammar process is answered by the engine, which opens every slot again. Called from two sides:
+the servicer on the event loop (`prepare`, `forget`, `stats`) and the engine on its thread (`open`, `close`, which only
+post to the loop). Not here: the connection (`grammar_link.py`) and compilations (`grammar_compile.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from gpu_engine.config import ServerConfig
+from gpu_engine.errors import GrammarUnavailable, InternalError, LockstepError
+from gpu_engine.grammar_compile import Compiled, GrammarCompiler, grammar_error
+from gpu_engine.grammar_link import GrammarLink
+from gpu_engine.owned_tasks import OwnedTasks
+from gpu_engine.ports import GrammarEvents
+from gpu_engine.request import GrammarSpec, Request
+from gpu_engine.servicer import GrammarStats
+from protos.grammar.v1 import grammar_pb2 as gpb
+
+log = logging.getLogger(__name__)
+
+BIND_TIMEOUT_S = 10.0
+STATS_TIMEOUT_S = 1.0
+
+
+class AbortWord(Protocol):
+    """The word in the segment that ends every wait of the engine's step; an EngineEnd has it."""
+
+    def set_abort(self) -> None:
+        """End all waits, now and until cleared."""
+
+    def clear_abort(self) -> None:
+        """Let steps wait again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A slot between `open` and `close`."""
+
+    request_id: str
+    spec: GrammarSpec
+    task: asyncio.Task[None] | None = None
+    binding: bool = False
+    """A Bind is on its way: the matcher may exist by the time a Release is sent, so the Release waits for it."""
+
+
+class GrammarClient:
+    """Made on the event loop; `attach` comes before the first call of any other method."""
+
+    def __init__(self, config: ServerConfig, abort_word: AbortWord) -> None:
+        self._config = config
+        self._wait_s = config.grammar_wait_s
+        self._abort_word = abort_word
+        self._loop = asyncio.get_running_loop()
+        self._tasks = OwnedTasks()
+        self._link: GrammarLink
+        self._compiler: GrammarCompiler
+        self._engine: GrammarEvents
+        self._slots: dict[tuple[int, int], _Slot] = {}
+        self._outage: asyncio.TimerHandle | None = None
+        self._was_lost = False
+        self._closed = False
+
+    def attach(self, engine: GrammarEvents, link: GrammarLink) -> None:
+        """Close the circle: the engine needs this port, and this port answers to the engine."""
+        self._engine = engine
+        self._link = link
+        self._compiler = GrammarCompiler(self._config, link, self._tasks)
+
+    # ---- for the servicer, on the event loop -----------------------------------------------------------------------
+
+    @property
+    def backends(self) -> tuple[int, ...]:
+        """Installed backends, the default first; empty before the first connection."""
+        return self._link.backends
+
+    def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
+        """Start compiling at arrival; `failed` is called when the grammar is refused."""
+        self._compiler.prepare(request_id, spec, failed)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._compiler.forget(request_id)
+
+    async def stats(self) -> GrammarStats:
+        """Ask the grammar process for its gauges; zeros while it is away."""
+        starts = self._link.attached
+        if not self._link.up:
+            return GrammarStats(starts=starts)
+        try:
+            stats = await self._link.stub.GetStats(gpb.GetStatsRequest(), timeout=STATS_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.warning("the grammar process does not answer GetStats: %s", error.details())
+            return GrammarStats(starts=starts)
+        return GrammarStats(starts, True, stats.matchers, stats.cached_grammars)
+
+    # ---- for the engine, on its thread -----------------------------------------------------------------------------
+
+    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
+        """Give the slot a matcher that stands after `committed`; the answer is grammar_opened or grammar_failed."""
+        self._loop.call_soon_threadsafe(self._open, (slot, slot_gen), request, committed)
+
+    def close(self, slot: int, slot_gen: int) -> None:
+        """Drop the slot's matcher."""
+        self._loop.call_soon_threadsafe(self._close, (slot, slot_gen))
+
+    # ---- for the link and the supervisor, on the event loop --------------------------------------------------------
+
+    def link_lost(self) -> None:
+        """Pause guided slots; when no grammar process comes back in time, end them."""
+        self._was_lost = True
+        self._abort_word.set_abort()
+        self._engine.grammar_lost()
+        for state in self._slots.values():
+            if state.task:
+                state.task.cancel()  # the engine opens each again when a grammar process is back
+        self._outage = self._loop.call_later(self._wait_s, self._fail_slots)
+
+    def link_restored(self) -> None:
+        """Let guided slots go on; the engine opens each again."""
+        if self._outage:
+            self._outage.cancel()
+            self._outage = None
+        if self._was_lost:
+            self._abort_word.clear_abort()
+            self._engine.grammar_restored()
+
+    def give_up(self, reason: str) -> None:
+        """No grammar process will come any more: end guided requests now, and refuse new ones with `reason`."""
+        self._link.give_up(reason)
+        self._fail_slots()
+
+    async def aclose(self) -> None:
+        """End all that runs here. The link is its owner's."""
+        self._closed = True
+        if self._outage:
+            self._outage.cancel()
+        await self._tasks.aclose()
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _fail_slots(self) -> None:
+        for slot, slot_gen in self._slots:
+            error = GrammarUnavailable("the grammar process was lost and did not come back; try again")
+            self._engine.grammar_failed(slot, slot_gen, error)
+
+    def _open(self, key: tuple[int, int], request: Request, committed: tuple[int, ...]) -> None:
+        if self._closed or request.grammar is None:
+            return
+        if (old := self._slots.get(key)) and old.task:
+            old.task.cancel()
+        state = self._slots[key] = _Slot(request.request_id, request.grammar)
+        state.task = self._tasks.spawn(self._open_slot(key, state, committed), f"open slot {key[0]}.{key[1]}")
+
+    async def _open_slot(self, key: tuple[int, int], state: _Slot, committed: tuple[int, ...]) -> None:
+        try:
+            compiled = await self._compiler.result(state.request_id, state.spec)
+            state.binding = True
+            try:
+                await self._bind(key, compiled, committed)
+            except _EvictedError:
+                compiled = await self._compiler.again(state.spec)
+                await self._bind(key, compiled, committed)
+        except _EvictedError:
+            self._engine.grammar_failed(
+                *key, GrammarUnavailable("the grammar process drops grammars too fast; try again")
+            )
+        except LockstepError as error:
+            self._engine.grammar_failed(*key, error)
+        else:
+            self._engine.grammar_opened(
+                *key,
+                compile_ms=compiled.compile_ms,
+                cache_hit=compiled.cache_hit,
+                backend=compiled.backend,
+                warnings=compiled.warnings,
+            )
+        finally:
+            state.binding = False
+
+    async def _bind(self, key: tuple[int, int], compiled: Compiled, committed: tuple[int, ...]) -> None:
+        await self._link.ready(self._wait_s)
+        attached = self._link.attached
+        message = gpb.BindRequest(
+            slot=key[0], slot_gen=key[1], grammar_id=compiled.grammar_id, committed_tokens=committed
+        )
+        try:
+            await self._link.stub.Bind(message, timeout=BIND_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            match error.code():
+                case grpc.StatusCode.NOT_FOUND:
+                    raise _EvictedError from error
+                case grpc.StatusCode.INVALID_ARGUMENT:
+                    # They were chosen under this grammar's masks: that they do not fit is nobody's fault but ours.
+                    log.error("the grammar process refused committed tokens: %s", error.details())
+                    raise InternalError("the grammar process refused tokens that it had allowed") from error
+                case grpc.StatusCode.UNAVAILABLE:
+                    # No answer: the link is about to notice, and `link_lost` cancels this task while it waits here.
+                    await self._link.attached_after(attached, self._wait_s)
+            raise grammar_error(error) from error
+
+    def _close(self, key: tuple[int, int]) -> None:
+        state = self._slots.pop(key, None)
+        if state is None or self._closed:
+            return
+        if state.task and not state.binding:
+            state.task.cancel()
+        self._tasks.background(self._release(key, state), f"release slot {key[0]}.{key[1]}")
+
+    async def _release(self, key: tuple[int, int], state: _Slot) -> None:
+        if state.task:
+            await asyncio.wait([state.task])
+        if not self._link.up:
+            return  # its matchers went with the process
+        try:
+            await self._link.stub.Release(gpb.ReleaseRequest(slot=key[0], slot_gen=key[1]), timeout=BIND_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                log.warning("releasing slot %d.%d failed: %s", *key, error.details())
+
+    def __repr__(self) -> str:
+        return f"<GrammarClient slots={len(self._slots)} {self._compiler!r} {self._tasks!r}>"
+
+
+class _EvictedError(Exception):
+    """The grammar process does not know the grammar id any more."""

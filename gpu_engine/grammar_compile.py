@@ -1,0 +1,150 @@
+"""Compilations in the grammar process: one RPC for any number of equal grammars that arrive together.
+
+The invariant: while a compilation runs, an equal spec joins it; its result belongs to every request that holds a ticket
+for it. Finished ones are not kept here, because the grammar process has the cache and must see which grammars are in
+use. A grammar process that dies in the middle costs a retry on the next one. Not here: slots (`grammar_client.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import grpc
+
+from gpu_engine.config import ServerConfig
+from gpu_engine.errors import (
+    GrammarUnavailable,
+    InternalError,
+    InvalidRequest,
+    LimitExceeded,
+    LockstepError,
+    NotSupported,
+)
+from gpu_engine.grammar_link import GrammarLink
+from gpu_engine.owned_tasks import OwnedTasks
+from gpu_engine.request import GrammarSpec
+from protos.grammar.v1 import grammar_pb2 as gpb
+
+log = logging.getLogger(__name__)
+
+COMPILE_MARGIN_S = 30.0
+"""On top of the compile limit, which the grammar process enforces: time in its queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar that is, or was, in the grammar process's cache."""
+
+    grammar_id: str
+    backend: int
+    cache_hit: bool
+    compile_ms: float
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ticket:
+    """The compilation that a request waits for."""
+
+    task: asyncio.Task[Compiled]
+    joined: bool
+    """An earlier request had started it."""
+
+
+class GrammarCompiler:
+    """Used on the event loop. Tasks belong to `tasks`, whose owner ends them."""
+
+    def __init__(self, config: ServerConfig, link: GrammarLink, tasks: OwnedTasks) -> None:
+        self._wait_s = config.grammar_wait_s
+        self._timeout_s = config.compile_timeout_s + COMPILE_MARGIN_S
+        self._link = link
+        self._tasks = tasks
+        self._tickets: dict[str, _Ticket] = {}
+        self._running: dict[GrammarSpec, asyncio.Task[Compiled]] = {}
+
+    def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
+        """Start or join the compilation; `failed` is called once when it fails."""
+        joined = spec in self._running
+        ticket = self._tickets[request_id] = _Ticket(self._start(spec), joined)
+
+        def done(task: asyncio.Task[Compiled]) -> None:
+            if not task.cancelled() and isinstance(error := task.exception(), LockstepError):
+                failed(error)
+
+        ticket.task.add_done_callback(done)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._tickets.pop(request_id, None)
+
+    async def result(self, request_id: str, spec: GrammarSpec) -> Compiled:
+        """Return what the request's ticket stands for; without one compile now. Raises what `failed` is told."""
+        ticket = self._tickets.get(request_id)
+        if ticket is None:
+            return await self.again(spec)
+        # Shielded: others may wait for the same task when this waiter is cancelled.
+        compiled = await asyncio.shield(ticket.task)
+        return replace(compiled, cache_hit=compiled.cache_hit or ticket.joined)
+
+    async def again(self, spec: GrammarSpec) -> Compiled:
+        """Compile whatever the tickets say: the grammar process has dropped an earlier result."""
+        return await asyncio.shield(self._start(spec))
+
+    def _start(self, spec: GrammarSpec) -> asyncio.Task[Compiled]:
+        task = self._running.get(spec)
+        if task is None:
+            task = self._running[spec] = self._tasks.spawn(self._compile(spec), f"compile {spec.kind.name}")
+            task.add_done_callback(lambda _: self._running.pop(spec))
+        return task
+
+    async def _compile(self, spec: GrammarSpec) -> Compiled:
+        message = gpb.CompileRequest(
+            kind=cast("gpb.Kind", spec.kind.value),
+            source=spec.source,
+            whitespace=cast("gpb.Whitespace", spec.whitespace),
+            backend=cast("gpb.Backend", spec.backend),
+        )
+        while True:
+            await self._link.ready(self._wait_s)
+            attached = self._link.attached
+            try:
+                response = await self._link.stub.Compile(message, timeout=self._timeout_s)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise grammar_error(error) from error
+                # The RPC breaks a moment before or after the segment socket: only another connection is worth a retry.
+                await self._link.attached_after(attached, self._wait_s)
+                continue
+            return Compiled(
+                grammar_id=response.grammar_id,
+                backend=int(response.backend),
+                cache_hit=response.cache_hit,
+                compile_ms=response.compile_ms,
+                warnings=tuple(response.warnings),
+            )
+
+    def __repr__(self) -> str:
+        return f"<GrammarCompiler tickets={len(self._tickets)} running={len(self._running)}>"
+
+
+def grammar_error(error: grpc.aio.AioRpcError) -> LockstepError:
+    """Return the engine's error for a status of the grammar process. The one place that knows both."""
+    message = error.details() or error.code().name
+    match error.code():
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidRequest("grammar", message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return LimitExceeded(f"grammar: {message}")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return NotSupported(f"grammar: {message}")
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED | grpc.StatusCode.FAILED_PRECONDITION:
+            return GrammarUnavailable(
+                f"the grammar process does not answer ({error.code().name}: {message}); try again"
+            )
+        case code:
+            log.error("the grammar process failed: %s %s", code, message)
+            return InternalError(f"the grammar process failed ({code.name}); the server's log has the details")
