@@ -182,7 +182,7 @@ class EngineEnd:
         timeout_s: float = 0.2,
         deadline_ns: int = 0,
     ) -> AwaitResult:
-        """Wait for the first `batch` lanes (default: all) of arrays that were posted; as `await_rows`, without copies."""
+        """Wait for the first `batch` lanes (default: all) of posted arrays; as `await_rows`, without a copy."""
         args = arrays.await_args
         lanes = arrays.batch if batch is None else batch
         self._awaited.value = seq

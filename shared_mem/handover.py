@@ -21,6 +21,7 @@ import select
 import socket
 import stat
 import struct
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ _HELLO = struct.Struct("<8sIIQQ")  # magic, layout version, pid, generation, tot
 _ACK = struct.Struct("<8sIIQIH")  # magic, status, layout version, generation, pid, bytes of the message that follows
 _MAX_MESSAGE = 1024
 _MAX_PATH = 107
+_MAX_FDS = 4  # room for more than the one that is right, so that all of a wrong hello are closed
 
 
 class _Status(enum.IntEnum):
@@ -211,11 +213,18 @@ def _read(sock: socket.socket, size: int, what: str) -> bytes:
 def _read_hello(sock: socket.socket) -> tuple[bytes, int]:
     """Return the hello's bytes and its one file descriptor, which is the caller's and close-on-exec."""
     try:
-        data, fds, _flags, _address = socket.recv_fds(sock, _HELLO.size, 4, socket.MSG_CMSG_CLOEXEC)
+        # socket.recv_fds drops its flags in Python 3.11, and close-on-exec must not come a moment later.
+        data, ancillary, _, _ = sock.recvmsg(
+            _HELLO.size, socket.CMSG_SPACE(_MAX_FDS * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+        )
     except TimeoutError as error:
         raise HandshakeError(f"no hello within {sock.gettimeout()} s") from error
     except OSError as error:
         raise PeerGone(f"the peer closed the segment socket before its hello: {error}") from error
+    fds = array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     try:
         if not data:
             raise PeerGone("the peer closed the segment socket before its hello")
