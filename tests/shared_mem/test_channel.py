@@ -1,0 +1,390 @@
+"""The two ends in one process: what is posted arrives, what is not answered is DEFER, who sleeps is woken."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from shared_mem.batch import BatchArrays
+from shared_mem.channel import EngineEnd, GrammarEnd, Record
+from shared_mem.errors import InvalidField, RingOverrun
+from shared_mem.layout import Layout, RowKind, Stage, Word
+from shared_mem.native import load32
+from shared_mem.segment import Segment
+
+Ends = tuple[EngineEnd, GrammarEnd]
+LONG_S = 30.0
+"""A bound that no passing test comes near."""
+
+
+def post_one(engine: EngineEnd, slot: int = 0, slot_gen: int = 1) -> int:
+    return engine.post([slot], [slot_gen], [0], [0], [0], np.zeros((1, 6), dtype=np.int32))
+
+
+def wait_for_word(segment: Segment, word: Word) -> None:
+    """Return when the other thread said that it is about to sleep."""
+    deadline = time.monotonic() + LONG_S
+    while not load32(segment.address + segment.layout.word_offset(word)):
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+@pytest.fixture
+def background() -> Iterator[Callable[[Callable[[], None]], threading.Thread]]:
+    threads: list[threading.Thread] = []
+
+    def start(body: Callable[[], None]) -> threading.Thread:
+        threads.append(threading.Thread(target=body))
+        threads[-1].start()
+        return threads[-1]
+
+    yield start
+    for thread in threads:
+        thread.join()
+
+
+def test_records_arrive_as_posted(ends: Ends) -> None:
+    engine, grammar = ends
+    tokens = [[11, 12, 13, 14, 15, 0], [0, 0, 0, 0, 0, 0], [21, 22, 0, 0, 0, 0]]
+    seq = engine.post(
+        [2, -1, 0], [5, 0, 6], [100, 0, 0], [3, 0, 1], [2, 0, 1], tokens, Stage.DRAFT + 4, [0b100, 0, 0b1]
+    )
+    assert seq == 1
+    assert grammar.wait(0, LONG_S) == seq
+    assert grammar.records(seq) == [
+        Record(2, 5, 100, (11, 12, 13), (14, 15), 5, 0b100),
+        Record(0, 6, 0, (21,), (22,), 5, 0b1),
+    ]
+
+
+def test_extreme_values_survive(ends: Ends) -> None:
+    engine, grammar = ends
+    top = 2**31 - 1
+    seq = engine.post([3], [top], [top], [3], [2], [[top, 0, top, 0, top]], 255)
+    assert grammar.records(seq) == [Record(3, top, top, (top, 0, top), (0, top), 255, 0xFFFFFFFF)]
+
+
+def test_answers_arrive_as_published(ends: Ends) -> None:
+    engine, grammar = ends
+    seq = engine.post([2, -1, 1], [5, 0, 6], [0, 0, 0], [0, 0, 0], [2, 0, 0], np.zeros((3, 6), dtype=np.int32))
+    grammar.mask_rows(seq)[2] = 7
+    assert grammar.publish(seq, 2, 5, [RowKind.APPLY, RowKind.FORCED, RowKind.ALL], [-1, 42, -1], [9, 8, 7])
+    assert grammar.publish(seq, 1, 6, [RowKind.DEAD_END])
+    result = engine.await_rows(seq, [2, -1, 1], [5, 0, 6])
+    assert result.kinds.tolist() == [
+        [RowKind.APPLY, RowKind.FORCED, RowKind.ALL],
+        [RowKind.ALL] * 3,
+        [RowKind.DEAD_END, RowKind.DEFER, RowKind.DEFER],
+    ]
+    assert result.forced.tolist() == [[-1, 42, -1], [-1, -1, -1], [-1, -1, -1]]
+    assert result.need.tolist() == [[9, 8, 7], [-1, -1, -1], [-1, -1, -1]]
+    assert (result.num_missing, result.waited_ns) == (0, 0)
+    assert (engine.mask_rows(seq)[2] == 7).all()
+
+
+def test_consecutive_sequences_use_different_mask_buffers(ends: Ends) -> None:
+    engine, grammar = ends
+    first, second = post_one(engine), post_one(engine)
+    grammar.mask_rows(first)[0, 0] = 1
+    grammar.mask_rows(second)[0, 0] = 2
+    assert (engine.mask_rows(first)[0, 0] == 1).all()
+    assert (engine.mask_rows(second)[0, 0] == 2).all()
+
+
+def test_a_batch_without_grammars_posts_nothing_and_waits_for_nothing(ends: Ends) -> None:
+    engine, grammar = ends
+    before = post_one(engine)
+    assert engine.post([-1, -1], [0, 0], [0, 0], [0, 0], [0, 0], np.zeros((2, 6), dtype=np.int32)) == 0
+    assert grammar.wait(0, LONG_S) == before
+    result = engine.await_rows(0, [-1, -1], [0, 0], timeout_s=LONG_S)
+    assert (result.kinds == RowKind.ALL).all()
+    assert (result.num_missing, result.waited_ns) == (0, 0)
+
+
+def test_an_empty_batch_is_nothing(ends: Ends) -> None:
+    engine, _ = ends
+    assert engine.post([], [], [], [], [], np.zeros((0, 6), dtype=np.int32)) == 0
+    assert engine.await_rows(0, [], []).kinds.shape == (0, 3)
+
+
+def test_a_slot_that_is_not_answered_is_deferred_and_its_neighbour_is_not(ends: Ends) -> None:
+    engine, grammar = ends
+    seq = engine.post([0, 1], [1, 1], [0, 0], [0, 0], [0, 0], np.zeros((2, 6), dtype=np.int32))
+    grammar.publish(seq, 1, 1, [RowKind.ALL] * 3)
+    result = engine.await_rows(seq, [0, 1], [1, 1], timeout_s=0.005)
+    assert result.kinds.tolist() == [[RowKind.DEFER] * 3, [RowKind.ALL] * 3]
+    assert result.num_missing == 1
+    assert result.waited_ns >= 5_000_000
+    assert engine.stats()["missing_lanes"] == 1
+
+
+@pytest.mark.parametrize("spin_ns", [0, 10**9])
+def test_the_deadline_may_be_absolute(ends: Ends, spin_ns: int) -> None:
+    engine, _ = ends
+    engine.spin_ns = spin_ns
+    seq = post_one(engine)
+    result = engine.await_rows(seq, [0], [1], timeout_s=LONG_S, deadline_ns=time.monotonic_ns() + 3_000_000)
+    assert (result.kinds == RowKind.DEFER).all()
+    assert engine.await_rows(seq, [0], [1], timeout_s=LONG_S, deadline_ns=1).num_missing == 1
+
+
+def test_a_deferred_answer_can_still_be_taken_later(ends: Ends) -> None:
+    engine, grammar = ends
+    seq = post_one(engine)
+    assert engine.await_rows(seq, [0], [1], timeout_s=0).num_missing == 1
+    grammar.publish(seq, 0, 1, [RowKind.ALL] * 3)
+    assert engine.await_rows(seq, [0], [1], timeout_s=0).num_missing == 0
+
+
+def test_an_old_answer_is_not_taken_for_a_new_request(ends: Ends) -> None:
+    engine, grammar = ends
+    first = post_one(engine)
+    grammar.publish(first, 0, 1, [RowKind.ALL] * 3)
+    second = post_one(engine)
+    assert (engine.await_rows(second, [0], [1], timeout_s=0).kinds == RowKind.DEFER).all()
+
+
+def test_a_newer_answer_is_not_taken_for_an_old_request(ends: Ends) -> None:
+    engine, grammar = ends
+    first, second = post_one(engine), post_one(engine)
+    grammar.publish(second, 0, 1, [RowKind.ALL] * 3)
+    assert (engine.await_rows(first, [0], [1], timeout_s=LONG_S).kinds == RowKind.DEFER).all()
+
+
+def test_an_answer_to_the_slots_former_owner_is_not_taken(ends: Ends) -> None:
+    engine, grammar = ends
+    seq = post_one(engine, slot_gen=2)
+    grammar.publish(seq, 0, 1, [RowKind.ALL] * 3)
+    result = engine.await_rows(seq, [0], [2], timeout_s=LONG_S)
+    assert (result.kinds == RowKind.DEFER).all()
+    assert result.num_missing == 1
+
+
+def test_publish_never_goes_back(ends: Ends) -> None:
+    engine, grammar = ends
+    first, second = post_one(engine), post_one(engine)
+    assert grammar.publish(second, 0, 1, [RowKind.APPLY] * 3)
+    assert not grammar.publish(first, 0, 1, [RowKind.ALL] * 3)
+    assert not grammar.publish(second, 0, 1, [RowKind.ALL] * 3)
+    assert (engine.await_rows(second, [0], [1]).kinds == RowKind.APPLY).all()
+    assert grammar.stats()["stale_answers"] == 2
+
+
+def test_nothing_posted_means_nothing_to_wait_for(ends: Ends) -> None:
+    engine, _ = ends
+    result = engine.await_rows(0, [0], [1], timeout_s=LONG_S)
+    assert (result.kinds == RowKind.DEFER).all()
+    assert result.waited_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "changed"),
+    [
+        ("slots", {"slots": [4]}),
+        ("n_commit", {"n_commit": [4]}),
+        ("n_commit", {"n_commit": [-1]}),
+        ("n_draft", {"n_draft": [3]}),
+        ("commit_pos", {"commit_pos": [-1]}),
+        ("tokens", {"tokens": [[0] * 7]}),
+        ("tokens", {"tokens": [0]}),
+        ("slot_gens", {"slot_gens": [1, 2]}),
+        ("slots", {"slots": [0] * 5}),
+    ],
+)
+def test_a_bad_post_names_the_field_and_posts_nothing(ends: Ends, field: str, changed: dict[str, list[int]]) -> None:
+    engine, grammar = ends
+    good = {"slots": [0], "slot_gens": [1], "commit_pos": [0], "n_commit": [0], "n_draft": [0], "tokens": [[0] * 6]}
+    with pytest.raises(InvalidField) as caught:
+        engine.post(**{**good, **changed})
+    assert caught.value.field == field
+    assert grammar.wait(0, 0) == 0
+
+
+def test_a_bad_publish_names_the_field(ends: Ends) -> None:
+    _, grammar = ends
+    with pytest.raises(InvalidField, match=r"^slot: 4 is not in \[0, 4\)"):
+        grammar.publish(1, 4, 1, [0])
+    with pytest.raises(InvalidField, match=r"^kinds: 4 rows, the segment has 3"):
+        grammar.publish(1, 0, 1, [0] * 4)
+    with pytest.raises(InvalidField, match="1 values for 2 rows"):
+        grammar.publish(1, 0, 1, [0] * 2, [5])
+
+
+def test_a_full_ring_keeps_the_newest_and_reports_the_rest(ends: Ends) -> None:
+    engine, grammar = ends
+    for _ in range(grammar.layout.num_recs + 1):
+        newest = post_one(engine)
+    with pytest.raises(RingOverrun, match="sequence 1 "):
+        grammar.records(1)
+    with pytest.raises(RingOverrun):
+        grammar.records(newest + 1)
+    assert [len(grammar.records(seq)) for seq in range(2, newest + 1)] == [1] * grammar.layout.num_recs
+    assert grammar.stats()["overruns"] == 2
+
+
+def test_a_record_that_is_being_overwritten_is_not_read(ends: Ends, segment: Segment, layout: Layout) -> None:
+    engine, grammar = ends
+    seq = post_one(engine)
+    for position in (layout.rec_entry_offset(seq), layout.record_offset(seq, 0)):
+        saved = segment.memory[position : position + 8].copy()
+        segment.memory[position : position + 8] = 0
+        with pytest.raises(RingOverrun):
+            grammar.records(seq)
+        segment.memory[position : position + 8] = saved
+    # counts and slots of a torn entry must not lead out of the arrays
+    head = layout.rec_entry_offset(seq)
+    for position, size in ((head + 8, 4), (head + 16, 2), (layout.record_offset(seq, 0) + 16, 4)):
+        saved = segment.memory[position : position + size].copy()
+        segment.memory[position : position + size] = 0xFF
+        with pytest.raises(RingOverrun):
+            grammar.records(seq)
+        segment.memory[position : position + size] = saved
+    assert len(grammar.records(seq)) == 1
+
+
+def test_wait_ends_at_its_time(ends: Ends) -> None:
+    _, grammar = ends
+    assert grammar.wait(0, 0.003, spin_ns=0) == 0
+    assert grammar.wait(0, 0.003, spin_ns=10**9) == 0
+
+
+@pytest.mark.parametrize("spin_ns", [0, int(LONG_S * 1e9)])
+def test_abort_ends_a_running_await_and_the_next_ones(
+    ends: Ends, segment: Segment, background: Callable[[Callable[[], None]], threading.Thread], spin_ns: int
+) -> None:
+    engine, grammar = ends
+    engine.spin_ns = spin_ns
+    seq = post_one(engine)
+    results = []
+    thread = background(lambda: results.append(engine.await_rows(seq, [0], [1], timeout_s=LONG_S).num_missing))
+    if spin_ns == 0:
+        wait_for_word(segment, Word.ENGINE_PARKED)
+    engine.set_abort()
+    thread.join()
+    assert results == [1]
+    assert engine.aborted
+    assert engine.await_rows(seq, [0], [1], timeout_s=LONG_S).num_missing == 1
+    grammar.publish(seq, 0, 1, [RowKind.ALL] * 3)
+    assert engine.await_rows(seq, [0], [1], timeout_s=LONG_S).num_missing == 0
+    engine.clear_abort()
+    assert not engine.aborted
+
+
+def test_a_parked_grammar_process_is_woken_by_a_post(
+    ends: Ends, segment: Segment, background: Callable[[Callable[[], None]], threading.Thread]
+) -> None:
+    engine, grammar = ends
+    for _ in range(50):
+        last, seen = engine.last_seq, []
+        thread = background(lambda last=last, seen=seen: seen.append(grammar.wait(last, LONG_S, spin_ns=0)))
+        wait_for_word(segment, Word.GRAMMAR_PARKED)
+        seq = post_one(engine)
+        thread.join()
+        assert seen == [seq]
+
+
+def test_a_parked_engine_is_woken_by_an_answer(
+    ends: Ends, segment: Segment, background: Callable[[Callable[[], None]], threading.Thread]
+) -> None:
+    engine, grammar = ends
+    engine.spin_ns = 0
+    for _ in range(50):
+        seq, missing = post_one(engine), []
+        thread = background(
+            lambda seq=seq, missing=missing: missing.append(
+                engine.await_rows(seq, [0], [1], timeout_s=LONG_S).num_missing
+            )
+        )
+        wait_for_word(segment, Word.ENGINE_PARKED)
+        grammar.publish(seq, 0, 1, [RowKind.ALL] * 3)
+        thread.join()
+        assert missing == [0]
+
+
+def test_heartbeats_and_flags_cross(ends: Ends) -> None:
+    engine, grammar = ends
+    assert engine.heartbeat_age_ns() is None
+    assert grammar.heartbeat_age_ns() is None
+    engine.heartbeat()
+    grammar.wait(0, 0)
+    age = engine.heartbeat_age_ns()
+    assert age is not None
+    assert 0 <= age < LONG_S * 1e9
+    assert grammar.heartbeat_age_ns() is not None
+    grammar.heartbeat()
+    younger = engine.heartbeat_age_ns()
+    assert younger is not None
+    assert not grammar.permissive
+    engine.permissive = True
+    assert grammar.permissive
+    engine.permissive = False
+    assert not engine.permissive
+
+
+def test_host_calls_need_no_python(ends: Ends) -> None:
+    engine, grammar = ends
+    arrays, post, wait = engine.host_calls(batch=2, timeout_s=0)
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    run_post, run_wait = call(post.function), call(wait.function)
+    run_wait(wait.user_data)
+    assert (arrays.kinds == RowKind.ALL).all()
+    arrays.slots[0], arrays.slot_gens[0], arrays.n_commit[0], arrays.tokens[0, 0] = 3, 9, 1, 77
+    run_wait(wait.user_data)
+    assert arrays.kinds.tolist() == [[RowKind.DEFER] * 3, [RowKind.ALL] * 3]
+    for expected_seq in (1, 2):
+        run_post(post.user_data)
+        assert grammar.records(expected_seq) == [Record(3, 9, 0, (77,), (), 0)]
+        run_wait(wait.user_data)
+        assert arrays.kinds[0].tolist() == [RowKind.DEFER] * 3
+        grammar.publish(expected_seq, 3, 9, [RowKind.FORCED] * 3, [5] * 3, [6] * 3)
+        run_wait(wait.user_data)
+        assert arrays.kinds[0].tolist() == [RowKind.FORCED] * 3
+        assert arrays.forced[0].tolist() == [5] * 3
+    # a post that failed leaves no old answer to be taken for its own
+    arrays.n_draft[0] = 99
+    run_post(post.user_data)
+    run_wait(wait.user_data)
+    assert arrays.kinds[0].tolist() == [RowKind.DEFER] * 3
+
+
+def test_arrays_may_live_in_memory_of_the_caller(ends: Ends) -> None:
+    engine, grammar = ends
+    memory = np.zeros(BatchArrays.nbytes(2, 3), dtype=np.uint8)
+    arrays = engine.batch_arrays(2, memory)
+    arrays.slots[:] = (1, 2)
+    arrays.tokens[:] = 8
+    arrays.n_commit[:] = 1
+    assert [r.committed for r in grammar.records(engine.post_batch(arrays))] == [(8,), (8,)]
+    assert np.shares_memory(memory, arrays.need)
+    with pytest.raises(InvalidField, match=r"^memory:"):
+        BatchArrays(2, 3, memory[:-1])
+    with pytest.raises(InvalidField, match=r"^batch:"):
+        BatchArrays(0, 3)
+
+
+def test_a_failed_batch_raises_with_its_lane(ends: Ends) -> None:
+    engine, _ = ends
+    arrays = engine.batch_arrays(2)
+    arrays.slots[:] = (1, 4)
+    with pytest.raises(InvalidField, match=r"^slots: lane 1: a slot is not in \[0, 4\)"):
+        engine.post_batch(arrays)
+    arrays = engine.batch_arrays(5)
+    arrays.slots[:] = 1
+    with pytest.raises(InvalidField, match="is there twice"):
+        engine.post_batch(arrays)
+
+
+def test_reprs_say_what_is_going_on(ends: Ends) -> None:
+    engine, grammar = ends
+    seq = post_one(engine)
+    grammar.wait(0, LONG_S)
+    grammar.records(seq)
+    grammar.publish(seq, 0, 1, [0])
+    assert "generation=7, last_seq=1" in repr(engine)
+    assert "'published': 1" in repr(grammar)
+    assert repr(engine.batch_arrays(2)) == "BatchArrays(batch=2, rows=3, lanes=0)"

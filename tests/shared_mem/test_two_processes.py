@@ -1,0 +1,154 @@
+"""Two real processes: no stale, torn or lost row, and a killed peer is noticed. `peer.py` is the other one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared_mem.channel import EngineEnd
+from shared_mem.errors import VersionSkew
+from shared_mem.handover import connect, hung_up, send_segment
+from shared_mem.layout import HEADER_BYTES, Layout, RowKind
+from shared_mem.segment import Segment
+
+StartPeer = Callable[..., "subprocess.Popen[str]"]
+
+WORD = 0x7FFFFFFF
+LONG_S = 60.0
+LAYOUT = Layout(num_slots=3, num_rows=2, vocab_size=2000, generation=3)
+
+POLICIES = {"spin": 50_000, "park": 0}
+"""Spin so long before parking; both sides use the same."""
+
+
+@contextmanager
+def attached(
+    start_peer: StartPeer, path: Path, *mode: object
+) -> Iterator[tuple[Segment, socket.socket, subprocess.Popen[str]]]:
+    peer = start_peer(mode[0], path, *mode[1:])
+    with Segment.create(LAYOUT) as segment, connect(path) as sock:
+        assert send_segment(sock, segment).pid == peer.pid
+        yield segment, sock, peer
+
+
+def run_rounds(engine: EngineEnd, rounds: int) -> None:
+    """Post, await and check `rounds` times; every 97th post is left alone, so the peer must also take two at once."""
+    slots = np.array([2, 0], dtype=np.int32)
+    arrays = engine.batch_arrays(2)
+    arrays.slots[:] = slots
+    rows = engine.layout.num_rows
+    for _ in range(rounds):
+        seq = engine.last_seq + 1
+        value = seq & WORD
+        arrays.slot_gens[:] = value
+        arrays.commit_pos[:] = value
+        arrays.tokens[:] = value
+        arrays.n_commit[:] = seq % (rows + 1)
+        arrays.n_draft[:] = seq % rows
+        assert engine.post_batch(arrays, stage=seq % 3) == seq
+        if seq % 97 == 0:
+            continue
+        result = engine.await_batch(arrays, seq, timeout_s=LONG_S)
+        ok = (
+            (result.kinds == RowKind.APPLY).all()
+            and (result.forced == value).all()
+            and (result.need == value).all()
+            and (engine.mask_rows(seq)[slots] == value).all()
+        )
+        assert ok, f"sequence {seq}: {result}, rows {engine.mask_rows(seq)[slots]}"
+
+
+def stress(start_peer: StartPeer, path: Path, rounds: int, spin_ns: int) -> None:
+    with attached(start_peer, path, "pattern", spin_ns) as (segment, sock, peer):
+        engine = EngineEnd(segment, spin_ns)
+        run_rounds(engine, rounds)
+        assert engine.stats()["missing_lanes"] == 0
+        sock.close()
+        _, errors = peer.communicate(timeout=LONG_S)
+        assert (peer.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_row_is_stale_torn_or_lost(start_peer: StartPeer, tmp_path: Path, policy: str) -> None:
+    stress(start_peer, tmp_path / "s", 50_000, POLICIES[policy])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_row_is_stale_torn_or_lost_in_a_million(start_peer: StartPeer, tmp_path: Path, policy: str) -> None:
+    stress(start_peer, tmp_path / "s", 1_000_000, POLICIES[policy])
+
+
+def test_a_killed_peer_hangs_up_and_its_rows_are_deferred(start_peer: StartPeer, tmp_path: Path) -> None:
+    with attached(start_peer, tmp_path / "s", "pattern", 0) as (segment, sock, peer):
+        engine = EngineEnd(segment)
+        run_rounds(engine, 50)
+        assert not hung_up(sock)
+        peer.send_signal(signal.SIGKILL)
+        assert hung_up(sock, timeout_s=LONG_S)
+        seq = engine.post([1], [1], [0], [0], [0], [[0] * 4])
+        result = engine.await_rows(seq, [1], [1], timeout_s=0.02)
+        assert (result.kinds == RowKind.DEFER).all()
+        assert result.num_missing == 1
+        engine.set_abort()
+        assert engine.await_rows(seq, [1], [1], timeout_s=LONG_S).num_missing == 1
+
+
+def test_a_stopped_peer_keeps_its_socket_but_not_its_heartbeat(start_peer: StartPeer, tmp_path: Path) -> None:
+    with attached(start_peer, tmp_path / "s", "pattern", 0) as (segment, sock, peer):
+        engine = EngineEnd(segment)
+        run_rounds(engine, 10)
+        peer.send_signal(signal.SIGSTOP)
+        os.waitpid(peer.pid, os.WUNTRACED)
+        first = engine.heartbeat_age_ns()
+        seq = engine.post([1], [1], [0], [0], [0], [[0] * 4])
+        assert engine.await_rows(seq, [1], [1], timeout_s=0.02).num_missing == 1
+        second = engine.heartbeat_age_ns()
+        assert first is not None
+        assert second is not None
+        assert second - first >= 20_000_000
+        assert not hung_up(sock)
+
+
+def test_a_new_peer_takes_the_same_segment_over(start_peer: StartPeer, tmp_path: Path) -> None:
+    with attached(start_peer, tmp_path / "a", "pattern", 0) as (segment, _, peer):
+        engine = EngineEnd(segment)
+        run_rounds(engine, 200)
+        peer.kill()
+        peer.wait()
+        engine.post([1], [1], [0], [0], [0], [[0] * 4])
+        start_peer("pattern", tmp_path / "b", 0)
+        with connect(tmp_path / "b") as again:
+            send_segment(again, segment)
+            run_rounds(engine, 200)
+        assert engine.stats()["missing_lanes"] == 0
+
+
+def test_the_peer_sees_the_engine_leave(start_peer: StartPeer, tmp_path: Path) -> None:
+    with attached(start_peer, tmp_path / "s", "silent") as (_, sock, peer):
+        assert peer.poll() is None
+        sock.close()
+        _, errors = peer.communicate(timeout=LONG_S)
+        assert (peer.returncode, errors) == (0, "")
+
+
+def test_version_skew_between_processes_names_both_versions(start_peer: StartPeer, tmp_path: Path) -> None:
+    peer = start_peer("silent", tmp_path / "s")
+    with Segment.create(LAYOUT) as segment, connect(tmp_path / "s") as sock:
+        header = bytearray(segment.memory[:HEADER_BYTES])
+        header[8] += 1
+        segment.memory[:HEADER_BYTES] = np.frombuffer(bytes(header), dtype=np.uint8)
+        with pytest.raises(VersionSkew):
+            send_segment(sock, segment)
+        _, errors = peer.communicate(timeout=LONG_S)
+        assert errors.strip().endswith(
+            "VersionSkew: shared-memory layout version 1 here, 2 in the peer: run the same release in both processes"
+        )
