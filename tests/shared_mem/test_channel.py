@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +20,17 @@ from shared_mem.native import load32
 from shared_mem.segment import Segment
 
 Ends = tuple[EngineEnd, GrammarEnd]
+Background = Callable[[Callable[[], None]], threading.Thread]
 LONG_S = 30.0
 """A bound that no passing test comes near."""
 
 
 def post_one(engine: EngineEnd, slot: int = 0, slot_gen: int = 1) -> int:
     return engine.post([slot], [slot_gen], [0], [0], [0], np.zeros((1, 6), dtype=np.int32))
+
+
+def await_into(engine: EngineEnd, seq: int, missing: list[int]) -> None:
+    missing.append(engine.await_rows(seq, [0], [1], timeout_s=LONG_S).num_missing)
 
 
 def wait_for_word(segment: Segment, word: Word) -> None:
@@ -35,7 +42,7 @@ def wait_for_word(segment: Segment, word: Word) -> None:
 
 
 @pytest.fixture
-def background() -> Iterator[Callable[[Callable[[], None]], threading.Thread]]:
+def background() -> Iterator[Background]:
     threads: list[threading.Thread] = []
 
     def start(body: Callable[[], None]) -> threading.Thread:
@@ -198,7 +205,14 @@ def test_nothing_posted_means_nothing_to_wait_for(ends: Ends) -> None:
 )
 def test_a_bad_post_names_the_field_and_posts_nothing(ends: Ends, field: str, changed: dict[str, list[int]]) -> None:
     engine, grammar = ends
-    good = {"slots": [0], "slot_gens": [1], "commit_pos": [0], "n_commit": [0], "n_draft": [0], "tokens": [[0] * 6]}
+    good: dict[str, Any] = {
+        "slots": [0],
+        "slot_gens": [1],
+        "commit_pos": [0],
+        "n_commit": [0],
+        "n_draft": [0],
+        "tokens": [[0] * 6],
+    }
     with pytest.raises(InvalidField) as caught:
         engine.post(**{**good, **changed})
     assert caught.value.field == field
@@ -217,8 +231,7 @@ def test_a_bad_publish_names_the_field(ends: Ends) -> None:
 
 def test_a_full_ring_keeps_the_newest_and_reports_the_rest(ends: Ends) -> None:
     engine, grammar = ends
-    for _ in range(grammar.layout.num_recs + 1):
-        newest = post_one(engine)
+    newest = [post_one(engine) for _ in range(grammar.layout.num_recs + 1)][-1]
     with pytest.raises(RingOverrun, match="sequence 1 "):
         grammar.records(1)
     with pytest.raises(RingOverrun):
@@ -255,13 +268,13 @@ def test_wait_ends_at_its_time(ends: Ends) -> None:
 
 @pytest.mark.parametrize("spin_ns", [0, int(LONG_S * 1e9)])
 def test_abort_ends_a_running_await_and_the_next_ones(
-    ends: Ends, segment: Segment, background: Callable[[Callable[[], None]], threading.Thread], spin_ns: int
+    ends: Ends, segment: Segment, background: Background, spin_ns: int
 ) -> None:
     engine, grammar = ends
     engine.spin_ns = spin_ns
     seq = post_one(engine)
-    results = []
-    thread = background(lambda: results.append(engine.await_rows(seq, [0], [1], timeout_s=LONG_S).num_missing))
+    results: list[int] = []
+    thread = background(functools.partial(await_into, engine, seq, results))
     if spin_ns == 0:
         wait_for_word(segment, Word.ENGINE_PARKED)
     engine.set_abort()
@@ -275,35 +288,28 @@ def test_abort_ends_a_running_await_and_the_next_ones(
     assert not engine.aborted
 
 
-def test_a_parked_grammar_process_is_woken_by_a_post(
-    ends: Ends, segment: Segment, background: Callable[[Callable[[], None]], threading.Thread]
-) -> None:
+def test_a_parked_grammar_process_is_woken_by_a_post(ends: Ends, segment: Segment, background: Background) -> None:
     engine, grammar = ends
+    seen: list[int] = []
     for _ in range(50):
-        last, seen = engine.last_seq, []
-        thread = background(lambda last=last, seen=seen: seen.append(grammar.wait(last, LONG_S, spin_ns=0)))
+        thread = background(lambda: seen.append(grammar.wait(engine.last_seq, LONG_S, spin_ns=0)))
         wait_for_word(segment, Word.GRAMMAR_PARKED)
         seq = post_one(engine)
         thread.join()
-        assert seen == [seq]
+        assert seen[-1] == seq
 
 
-def test_a_parked_engine_is_woken_by_an_answer(
-    ends: Ends, segment: Segment, background: Callable[[Callable[[], None]], threading.Thread]
-) -> None:
+def test_a_parked_engine_is_woken_by_an_answer(ends: Ends, segment: Segment, background: Background) -> None:
     engine, grammar = ends
     engine.spin_ns = 0
+    missing: list[int] = []
     for _ in range(50):
-        seq, missing = post_one(engine), []
-        thread = background(
-            lambda seq=seq, missing=missing: missing.append(
-                engine.await_rows(seq, [0], [1], timeout_s=LONG_S).num_missing
-            )
-        )
+        seq = post_one(engine)
+        thread = background(functools.partial(await_into, engine, seq, missing))
         wait_for_word(segment, Word.ENGINE_PARKED)
         grammar.publish(seq, 0, 1, [RowKind.ALL] * 3)
         thread.join()
-        assert missing == [0]
+        assert missing.pop() == 0
 
 
 def test_heartbeats_and_flags_cross(ends: Ends) -> None:
@@ -319,11 +325,11 @@ def test_heartbeats_and_flags_cross(ends: Ends) -> None:
     grammar.heartbeat()
     younger = engine.heartbeat_age_ns()
     assert younger is not None
-    assert not grammar.permissive
-    engine.permissive = True
-    assert grammar.permissive
-    engine.permissive = False
-    assert not engine.permissive
+    seen = [grammar.permissive]
+    for value in (True, False):
+        engine.permissive = value
+        seen.append(grammar.permissive)
+    assert seen == [False, True, False]
 
 
 def test_host_calls_need_no_python(ends: Ends) -> None:
