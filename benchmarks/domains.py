@@ -77,7 +77,8 @@ EXTRACTION: tuple[Domain, ...] = (
         obj({"invoice_number": text(30), "customer": text(), "date": DATE, "currency": enum("EUR", "USD", "GBP"),
          "lines": array(obj({"item": text(), "quantity": INT, "unit_price": NUM}), 3)}),
         lambda f: (
-            f"Invoice {f['invoice_number']}, issued on {f['date']} to {f['customer']}. All prices in {f['currency']}. " + " ".join(f"{x['quantity']} x {x['item']} at {x['unit_price']} each." for x in f["lines"])
+            f"Invoice {f['invoice_number']}, issued on {f['date']} to {f['customer']}. All prices in {f['currency']}. "
+            + " ".join(f"{x['quantity']} x {x['item']} at {x['unit_price']} each." for x in f["lines"])
         ),
         (
             {"invoice_number": "INV-2041", "customer": "Brightwater Ltd", "date": "2025-03-14", "currency": "GBP",
@@ -166,7 +167,9 @@ EXTRACTION: tuple[Domain, ...] = (
         obj({"title": text(), "company": text(), "location": text(), "salary": obj({"min": INT, "max": INT}),
          "remote": BOOL, "skills": array(text(30), 5)}),
         lambda f: (
-            f"{f['company']} is looking for a {f['title']} in {f['location']}. We pay between {f['salary']['min']} and " f"{f['salary']['max']} euros a year. Remote work possible: {str(f['remote']).lower()}. " f"You know {_join(f['skills'])}."
+            f"{f['company']} is looking for a {f['title']} in {f['location']}. We pay between {f['salary']['min']} and "
+            f"{f['salary']['max']} euros a year. Remote work possible: {str(f['remote']).lower()}. "
+            f"You know {_join(f['skills'])}."
         ),
         (
             {"title": "data analyst", "company": "Solveig Energy", "location": "Oslo", "salary": {"min": 52000,
@@ -180,7 +183,8 @@ EXTRACTION: tuple[Domain, ...] = (
         obj({"title": text(), "author": obj({"first_name": text(30), "last_name": text(30)}), "year": INT,
          "pages": INT, "genre": enum("novel", "poetry", "essay", "biography")}),
         lambda f: (
-            f'"{f["title"]}" is a {f["genre"]} by {f["author"]["first_name"]} {f["author"]["last_name"]}, first ' f"published in {f['year']}. The current edition has {f['pages']} pages."
+            f'"{f["title"]}" is a {f["genre"]} by {f["author"]["first_name"]} {f["author"]["last_name"]}, first '
+            f"published in {f['year']}. The current edition has {f['pages']} pages."
         ),
         (
             {"title": "The Salt Road", "author": {"first_name": "Helena", "last_name": "Brandt"}, "year": 1987,

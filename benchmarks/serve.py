@@ -160,12 +160,13 @@ def start_systems(
 
 def warm_up(system: System, prompts: dict[str, list[Prompt]], levels: Sequence[int]) -> None:
     """Let a system do everything once, uncounted; its failures show up where they count."""
-    for name, ready in prompts.items():
-        short = [Prompt(dataclasses.replace(p.item, max_tokens=8), p.token_ids) for p in ready[: max(levels)]]
-        try:
-            system.run(short, max(levels), lambda: None)
-        except SystemFailed as failure:
-            print(f"warm-up of {system.name} on {name}: {failure}", file=sys.stderr)
+    for level in levels:
+        for name, ready in prompts.items():
+            short = [Prompt(dataclasses.replace(p.item, max_tokens=8), p.token_ids) for p in ready[:level]]
+            try:
+                system.run(short, level, lambda: None)
+            except SystemFailed as failure:
+                print(f"warm-up of {system.name} on {name} c={level}: {failure}", file=sys.stderr)
 
 
 def measure(

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -123,6 +124,16 @@ class EngineServer:
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join([f"command: {' '.join(self.argv)}", f"log: {self.log}", *lines[-25:]])
+
+
+@contextmanager
+def engine_address(address: str | None, options: ServerOptions) -> Iterator[str]:
+    """Yield `address` when given, else the address of an engine started with `options` for as long as this lasts."""
+    if address is not None:
+        yield address
+        return
+    with EngineServer(options) as server:
+        yield server.address
 
 
 def _serving(health: health_pb2_grpc.HealthStub) -> bool:

@@ -74,9 +74,12 @@ def hf_directory(model: str, given: str | None) -> Path:
 
     """
     if given is None and model == "embedded":
-        from gpu_engine.model.embedded import ensure_embedded
+        from gpu_engine.model.embedded import EmbeddedModelMissing, ensure_embedded
 
-        return ensure_embedded()
+        try:
+            return ensure_embedded()
+        except EmbeddedModelMissing as missing:
+            raise ValueError(f"--hf-model: {missing}") from missing
     path = Path(given if given is not None else model)
     if not (path / "config.json").is_file():
         raise ValueError(f"--hf-model: {path} is not a directory with config.json")

@@ -18,8 +18,8 @@ from typing import Any
 
 def run_job(engine: Any, job: dict[str, Any], number: int) -> dict[str, Any]:
     """Run one job in a closed loop of `concurrency` requests; return answers with their times in seconds."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
+    from vllm.sampling_params import StructuredOutputsParams  # type: ignore[import-not-found,unused-ignore]
 
     engine.reset_prefix_cache()  # jobs repeat prompts; a hit from an earlier job would be the harness's doing
     waiting = deque(enumerate(job["prompts"]))
