@@ -1,7 +1,8 @@
 """`python -m benchmarks.lossless`: are the tokens the same with speculation on or off, alone or in a batch?
 
 Invariant: every variant is compared with one reference, the run with no drafts at concurrency 1, token by token. In
-float32 any difference fails the run; in bfloat16 the share is reported, because rounding there depends on the number of rows.
+float32 any difference fails the run; in bfloat16 the share is reported, because rounding there depends on the
+number of rows.
 """
 
 from __future__ import annotations

@@ -1,0 +1,99 @@
+"""The harness's own rules: turns rotate, failures are kept, wrong arguments are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks import serve
+from benchmarks.measure import Answer, Run, Summary
+from benchmarks.plot import draw
+from benchmarks.report import as_json
+from benchmarks.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.systems import Prompt, SystemFailed, hf_directory
+from benchmarks.validity import Judge
+from benchmarks.workloads import workload
+
+
+class FakeSystem:
+    """Answers each prompt with two tokens, or fails; notes its turns in a shared list."""
+
+    def __init__(self, name: str, turns: list[str], fails: bool = False) -> None:
+        self.name = name
+        self._turns = turns
+        self._fails = fails
+
+    def run(self, prompts: Sequence[Prompt], concurrency: int, on_answer: Callable[[], None]) -> Run:
+        self._turns.append(self.name)
+        if self._fails:
+            raise SystemFailed("AssertionError: hf.py:96")
+        answers = tuple(Answer(p.item.name, "{}", (1, 2), "stop", 0.0, 0.1, 0.2, 2) for p in prompts)
+        return Run(answers, 1.0)
+
+    def describe(self) -> str:
+        return self.name
+
+    def close(self) -> None:
+        self._turns.append(f"closed {self.name}")
+
+
+def prompts(count: int) -> dict[str, list[Prompt]]:
+    return {"chat": [Prompt(item, (1, 2, 3)) for item in workload("chat", count)]}
+
+
+def test_systems_take_turns_and_the_first_one_changes() -> None:
+    turns: list[str] = []
+    systems = [FakeSystem(name, turns) for name in "abc"]
+    results = serve.measure(systems, prompts(2), [1], 3, Judge())
+    assert turns == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    summary = results["chat", 1]["a"]
+    assert isinstance(summary, Summary)
+    assert (summary.answers, summary.tokens, summary.tokens_per_s) == (6, 12, 4.0)
+
+
+def test_a_failure_is_kept_and_not_tried_again() -> None:
+    turns: list[str] = []
+    systems = [FakeSystem("good", turns), FakeSystem("bad", turns, fails=True)]
+    results = serve.measure(systems, prompts(1), [1], 2, Judge())
+    assert results["chat", 1]["bad"] == "AssertionError: hf.py:96"
+    assert turns.count("bad") == 1
+    data = as_json(results, {})
+    assert data["workloads"][0]["systems"]["bad"] == "AssertionError: hf.py:96"
+
+
+def test_a_plot_is_written_for_results_with_failures(tmp_path: Path) -> None:
+    turns: list[str] = []
+    systems = [FakeSystem("good", turns), FakeSystem("bad", turns, fails=True)]
+    results = serve.measure(systems, prompts(1), [1, 2], 1, Judge())
+    path = tmp_path / "plot.png"
+    draw(results, ["good", "bad"], "title", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--systems", "nope"], "--systems: nope not among"),
+        (["--workloads", "nope", "--hf-model", "/"], "workload: 'nope'"),
+        (["--concurrency", "0"], "must be at least 1"),
+        (["--hf-model", "/nonexistent"], "--hf-model: /nonexistent is not a directory"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_a_model_directory_serves_the_peers_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert hf_directory(str(tmp_path), None) == tmp_path
+
+
+def test_an_engine_that_exits_is_reported_with_its_log() -> None:
+    server = EngineServer(ServerOptions(extra=("--no-such-flag",)))
+    with pytest.raises(ServerFailed, match=r"the engine exited with \d+"), server:
+        pytest.fail("the server must not start")
+    server.log.unlink()
