@@ -22,8 +22,15 @@ PROTO_NAMES = ("engine", "grammar")
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 MAX_LINES = 300
-LONGER_ON_PURPOSE: dict[str, int] = {}
-"""Path -> the length it may have. An entry says in a comment why the file is one piece."""
+LONGER_ON_PURPOSE = {
+    # All ordering between the two processes is in this one file, so that it can be read against itself.
+    "shared_mem/native/flags.c": 400,
+    # One rule: mask, penalties, filters, noise and acceptance of a position share its row in cache.
+    "kernels/native/accept.c": 400,
+    # The picture of every byte and the numbers that draw it.
+    "shared_mem/layout.py": 320,
+}
+"""Path -> the length it may have."""
 
 NAMES_THAT_SAY_NOTHING = {"common", "helper", "helpers", "manager", "managers", "misc", "util", "utils"}
 
