@@ -171,15 +171,20 @@ class PublishArgs(ctypes.Structure):
     slot_gen: int
 
 
-def _library() -> Path:
-    directory = Path(__file__).parent
-    found = sorted(directory.glob("_flags*.so"))
+def library_path(directory: Path | None = None) -> Path:
+    """Return the compiled library in `directory` (default: beside this file).
+
+    Raises:
+        NativeMissing: it is not there.
+    """
+    where = directory or Path(__file__).parent
+    found = sorted(where.glob("_flags*.so"))
     if not found:
-        raise NativeMissing(f"no _flags*.so in {directory}: build it with `pip install -e .`")
+        raise NativeMissing(f"no _flags*.so in {where}: build it with `pip install -e .`")
     return found[0]
 
 
-_PATH = _library()
+_PATH = library_path()
 _waiting = ctypes.CDLL(str(_PATH))
 _short = ctypes.PyDLL(str(_PATH))
 
