@@ -173,3 +173,13 @@ class GrammarPort(Protocol):
 
     def close(self, slot: int, slot_gen: int) -> None:
         """Drop the slot's matcher."""
+
+
+class ServedEngine(EngineCore, GrammarEvents, Protocol):
+    """What the server builds, starts and closes."""
+
+    def start(self) -> None:
+        """Start the thread and warm up; blocks until warm."""
+
+    def close(self, timeout_s: float) -> None:
+        """End running requests with ABORTED and stop the thread; blocks for at most `timeout_s`."""

@@ -89,6 +89,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._warm = asyncio.Event()
         self._finished: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
 
@@ -128,6 +129,10 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             return True
         return self._engine.abort(request_id)
 
+    def warm(self) -> None:
+        """The engine runs: requests that came early go on."""
+        self._warm.set()
+
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, give the running ones `timeout_s` to end, then abort them."""
         self._draining = True
@@ -143,6 +148,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         arrived_s = time.monotonic()
         if self._draining:
             raise ShuttingDown("the server is shutting down")
+        await self._warm.wait()
         checked = check(message, self._limits, self._calls)
         call = self._calls[checked.request_id] = _Call()
         self._idle.clear()

@@ -1,0 +1,114 @@
+"""The flags of `generate`, and the request that they make.
+
+The invariant: a flag that was not given leaves its field unset, so the server's default holds. Values are checked by
+the server alone, which says what is wrong. Not here: sending it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from protos.engine.v1 import engine_pb2 as pb
+
+_WHITESPACE = {"compact": pb.WHITESPACE_COMPACT, "bounded": pb.WHITESPACE_BOUNDED, "any": pb.WHITESPACE_ANY}
+_BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE}
+_FILE_KINDS = {"schema": "json_schema", "ebnf": "ebnf", "lark": "lark", "structural_tag": "structural_tag"}
+_SAMPLING: list[tuple[str, type, str]] = [
+    ("max_tokens", int, "most tokens to generate"),
+    ("min_tokens", int, "no end before this many tokens"),
+    ("temperature", float, "0 is greedy"),
+    ("top_p", float, "smallest set of tokens with this probability, in (0, 1]"),
+    ("top_k", int, "the k most likely tokens; 0: all"),
+    ("min_p", float, "drop tokens below this times the most likely one's probability"),
+    ("seed", int, "equal seeds give equal answers"),
+    ("repetition_penalty", float, "> 1 discourages tokens seen before"),
+    ("presence_penalty", float, "subtracted once from tokens seen in the answer"),
+    ("frequency_penalty", float, "subtracted per occurrence in the answer"),
+]
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for prompt, grammar, sampling and speculation."""
+    prompt = parser.add_argument_group(
+        "prompt", "One of --prompt and --chat; without either the prompt is read from stdin."
+    )
+    prompt.add_argument("--prompt", metavar="TEXT", help="plain text to go on from")
+    prompt.add_argument("--chat", metavar="TEXT", help="a user's message, put into the model's chat template")
+    prompt.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    grammar = parser.add_argument_group("grammar", "What the answer must look like; none of them: free text.")
+    kind = grammar.add_mutually_exclusive_group()
+    kind.add_argument("--json", action="store_true", help="any JSON object")
+    kind.add_argument("--schema", metavar="FILE", help="JSON that fits this JSON Schema")
+    kind.add_argument("--regex", metavar="PATTERN", help="text that the pattern matches as a whole")
+    kind.add_argument("--choice", metavar="TEXT", action="append", help="one of these texts; repeat the flag")
+    kind.add_argument("--ebnf", metavar="FILE", help="text of this GBNF grammar (rule `root`)")
+    kind.add_argument("--lark", metavar="FILE", help="text of this Lark grammar (rule `start`)")
+    kind.add_argument("--structural-tag", metavar="FILE", help="free text with guided regions, as JSON")
+    grammar.add_argument("--whitespace", choices=sorted(_WHITESPACE), help="where white space may stand in JSON")
+    grammar.add_argument("--backend", choices=sorted(_BACKENDS), help="which matcher library")
+    sampling = parser.add_argument_group("sampling", "Unset: the server's default.")
+    for name, kind_of_value, text in _SAMPLING:
+        flag = "--" + name.replace("_", "-")
+        sampling.add_argument(flag, type=kind_of_value, metavar=kind_of_value.__name__.upper(), help=text)
+    sampling.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    sampling.add_argument("--draft-tokens", type=int, metavar="INT", help="drafts per step; 0: no speculation")
+
+
+def build_request(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> pb.GenerateRequest:
+    """Make the request. Raises OSError for an unreadable file and ValueError for a value that no field holds."""
+    request = pb.GenerateRequest()
+    _fill_prompt(request, flags, stdin)
+    for name, _, _ in _SAMPLING:
+        if (value := getattr(flags, name)) is not None:
+            try:
+                setattr(request.sampling, name, value)
+            except ValueError as error:
+                raise ValueError(f"--{name.replace('_', '-')}: {error}") from error
+    request.sampling.stop.extend(flags.stop)
+    request.sampling.ignore_eos = flags.ignore_eos
+    if flags.draft_tokens is not None:
+        request.speculation.num_draft_tokens = flags.draft_tokens
+    grammar = _grammar(flags)
+    if grammar is not None:
+        request.grammar.CopyFrom(grammar)
+    return request
+
+
+def _fill_prompt(request: pb.GenerateRequest, flags: argparse.Namespace, stdin: TextIO) -> None:
+    if flags.prompt is not None and flags.chat is not None:
+        raise ValueError("--prompt and --chat exclude each other")
+    if flags.system is not None and flags.chat is None:
+        raise ValueError("--system needs --chat")
+    if flags.chat is None:
+        request.text = flags.prompt if flags.prompt is not None else stdin.read()
+        return
+    if flags.system is not None:
+        request.messages.messages.add(role="system", content=flags.system)
+    request.messages.messages.add(role="user", content=flags.chat)
+
+
+def _grammar(flags: argparse.Namespace) -> pb.Grammar | None:
+    options: dict[str, Any] = {}
+    if flags.whitespace:
+        options["whitespace"] = _WHITESPACE[flags.whitespace]
+    if flags.backend:
+        options["backend"] = _BACKENDS[flags.backend]
+    if flags.json:
+        return pb.Grammar(json_object=True, **options)
+    if flags.regex is not None:
+        return pb.Grammar(regex=flags.regex, **options)
+    if flags.choice:
+        return pb.Grammar(choice=pb.Choice(choices=flags.choice), **options)
+    for flag, field in _FILE_KINDS.items():
+        if (path := getattr(flags, flag)) is not None:
+            source: dict[str, Any] = {field: Path(path).read_text(encoding="utf-8")}
+            return pb.Grammar(**source, **options)
+    if options:
+        raise ValueError("--whitespace and --backend need a grammar")
+    return None

@@ -1,0 +1,156 @@
+"""A grammar process of our own: started, watched, started again, and never left behind.
+
+The invariant: at most one child lives, and it dies with this process, even by SIGKILL (PR_SET_PDEATHSIG, set by the
+child itself before it becomes the grammar process). It runs in a session of its own, so that Ctrl-C reaches us alone
+and requests can end in order. Not here: what is said to it (`grammar_link.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gpu_engine.config import ServerConfig
+
+log = logging.getLogger(__name__)
+output_log = logging.getLogger("grammar_service")
+
+MAX_FAILURES = 8
+FAILURE_WINDOW_S = 60.0
+FIRST_RETRY_S = 0.05
+LONGEST_RETRY_S = 5.0
+TERM_TIMEOUT_S = 3.0
+
+# Runs in the child: ask the kernel for SIGKILL at the parent's death, look whether it has died before that, become the
+# grammar process. (A preexec_fn would do the same between fork and exec, where other threads' locks may be held.)
+_DIE_WITH_PARENT = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def grammar_command(config: ServerConfig, directory: Path) -> list[str]:
+    """Return the command line of the grammar process."""
+    return [
+        *(sys.executable, "-m", "grammar_service"),
+        *("--dir", str(directory)),
+        *("--backend", config.grammar_backend),
+        *("--compile-timeout-s", f"{config.compile_timeout_s:g}"),
+    ]
+
+
+class Sidecar:
+    """Runs `command` as long as `run` runs."""
+
+    def __init__(self, command: Sequence[str], give_up: Callable[[str], None]) -> None:
+        """Args: `give_up` is told why when the process failed too often; `run` returns after that."""
+        self._command = list(command)
+        self._give_up = give_up
+        self._process: asyncio.subprocess.Process | None = None
+        self._failures: deque[float] = deque()
+        self.starts = 0
+        self.gave_up: str | None = None
+        """Why `run` returned."""
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id while it runs."""
+        process = self._process
+        return process.pid if process and process.returncode is None else None
+
+    async def run(self) -> None:
+        """Start the child, and start it again whenever it ends, until cancelled."""
+        retry_s = FIRST_RETRY_S
+        while True:
+            started_s = time.monotonic()
+            code = await self._run_once()
+            now_s = time.monotonic()
+            if now_s - started_s > FAILURE_WINDOW_S:
+                retry_s = FIRST_RETRY_S
+            log.error("the grammar process ended (%s); it is started again in %.2f s", _describe(code), retry_s)
+            self._failures.append(now_s)
+            while now_s - self._failures[0] > FAILURE_WINDOW_S:
+                self._failures.popleft()
+            if len(self._failures) >= MAX_FAILURES:
+                break
+            await asyncio.sleep(retry_s)
+            retry_s = min(retry_s * 2, LONGEST_RETRY_S)
+        reason = f"the grammar process failed {MAX_FAILURES} times within {FAILURE_WINDOW_S:g} s; see the server's log"
+        log.error("%s. Guided requests are refused from now on; the others go on", reason)
+        self.gave_up = reason
+        self._give_up(reason)
+
+    def kill(self) -> None:
+        """End a child that does not react any more; `run` starts the next one."""
+        if self._process and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _run_once(self) -> int:
+        process = self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid())),
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"},
+        )
+        self.starts += 1
+        log.info("grammar process %d started", process.pid)
+        try:
+            assert process.stdout is not None
+            await _forward(process.stdout)
+            return await process.wait()
+        finally:
+            await self._end(process)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(TERM_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            self.kill()
+            await process.wait()
+
+    def __repr__(self) -> str:
+        return f"<Sidecar pid={self.pid} starts={self.starts} failures={len(self._failures)}>"
+
+
+async def _forward(stream: asyncio.StreamReader) -> None:
+    # By chunks and not by readline(), which raises on a line longer than its buffer.
+    rest = b""
+    while chunk := await stream.read(1 << 16):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            output_log.info("%s", line.decode("utf-8", "replace"))
+        rest = rest[-(1 << 16) :]
+    if rest:
+        output_log.info("%s", rest.decode("utf-8", "replace"))
+
+
+def _python_path() -> str:
+    # The child must find grammar_service where we found gpu_engine, whatever the working directory is.
+    root = str(Path(__file__).resolve().parents[1])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    return f"killed by {signal.Signals(-code).name}"

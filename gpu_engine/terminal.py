@@ -1,0 +1,52 @@
+"""What a person at the terminal sees: loading progress, and the summary of an answer.
+
+The invariant: all of it goes to stderr; stdout carries answers alone. Not here: logging.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from protos.engine.v1 import engine_pb2 as pb
+
+
+@contextmanager
+def loading_progress(stream: TextIO = sys.stderr) -> Iterator[Callable[[str, float], None]]:
+    """Give a callback for (stage, share done), for any thread: a bar on a terminal, else a line a stage."""
+    if not stream.isatty():
+        yield lambda stage, done: print(f"{100 * done:3.0f}% {stage}", file=stream, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=stream), transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+        yield lambda stage, done: progress.update(task, description=stage, completed=done)
+
+
+def summary(response: pb.GenerateResponse) -> str:
+    """Return one line on how the last response of a sequence came about."""
+    usage, t = response.usage, response.telemetry
+    reason = pb.FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
+    parts = [
+        f"[{reason}] {usage.prompt_tokens} + {usage.completion_tokens} tokens",
+        f"{tokens_per_second(response):.1f} tokens/s",
+        f"first token {t.ttft_ms:.0f} ms",
+        f"{t.acceptance_length:.2f} tokens/step",
+        f"seed {t.seed}",
+    ]
+    if t.backend:
+        backend = pb.Backend.Name(t.backend).removeprefix("BACKEND_").lower()
+        cached = " (cached)" if t.compile_cache_hit else ""
+        parts.append(f"{backend}: compiled in {t.compile_ms:.1f} ms{cached}, masks waited for {t.mask_wait_ms:.1f} ms")
+    return " | ".join([*parts, *(f"warning: {warning}" for warning in t.warnings)])
+
+
+def tokens_per_second(response: pb.GenerateResponse) -> float:
+    """Return the decode rate of a finished sequence: tokens after the first over the time after the first."""
+    seconds = (response.telemetry.total_ms - response.telemetry.ttft_ms) / 1e3
+    return (response.usage.completion_tokens - 1) / seconds if seconds > 0 else 0.0
