@@ -1,0 +1,208 @@
+"""The llguidance backend: masks are computed on the fly, so compiling is cheap and an artifact is grammar text.
+
+Invariant: nothing here loads torch or transformers. The matcher keeps stop tokens to itself (the library counts a stop
+token as a step in one state and not in another, and knows one at a time), so accept and rollback are exact.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from grammar_service.backends import MatcherFailed, Rows
+from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
+from grammar_service.grammar import MAX_WHITESPACE, Grammar, Kind, Whitespace
+from grammar_service.structural_tag import StructuralTag
+from grammar_service.text_grammar import gbnf_to_lark, lark_literal, refuse_token_references
+from grammar_service.vocabulary import Vocabulary
+
+_WHITESPACE: dict[Whitespace, dict[str, Any]] = {
+    Whitespace.COMPACT: {"whitespace_flexible": False},
+    Whitespace.BOUNDED: {
+        "whitespace_flexible": True,
+        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
+    },
+    Whitespace.ANY: {"whitespace_flexible": True},
+}
+
+_PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
+
+_LIMIT_WORDS = ("too big", "too large", "too complex", "fuel", "limit")
+"""The library names its own limits in words only."""
+
+
+class LlguidanceBackend:
+    """llguidance with one vocabulary. The tokenizer inside is shared by all grammars."""
+
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        try:
+            self._tokenizer = LLTokenizer(
+                vocabulary.tokenizer_json.decode(), n_vocab=vocabulary.size, eos_token=list(vocabulary.stop_ids)
+            )
+        except (ValueError, UnicodeDecodeError) as error:
+            raise InvalidField("tokenizer_json", f"llguidance cannot read it: {error}") from None
+        self._limits = LLParserLimits(verbose_errors=False)
+        self._never = _SpecialBits(vocabulary, stops_too=True)
+        self._never_but_stops = _SpecialBits(vocabulary, stops_too=False)
+
+    def compile(self, grammar: Grammar) -> bytes:
+        """Return the grammar in the library's own notation, checked against its limits."""
+        text = self._notation(grammar)
+        failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._tokenizer, limits=self._limits)
+        if not failed:
+            # Validation stops short of building the lexer; the matcher's own limits show only here.
+            matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+            failed, messages = matcher.is_error(), messages or [matcher.get_error()]
+            if failed:
+                messages = [matcher.get_error()]
+        if failed:
+            message = _readable("; ".join(messages), grammar.kind)
+            if any(word in message for word in _LIMIT_WORDS):
+                raise LimitExceeded(f"llguidance: {message}")
+            raise InvalidGrammar(f"llguidance: {message}")
+        if messages and messages[0]:
+            raise InvalidGrammar(f"llguidance would not enforce all of it: {'; '.join(messages)}")
+        return text.encode()
+
+    def load(self, grammar: Grammar, artifact: bytes) -> LlguidanceCompiled:
+        """Return the compiled form. Costs what the compilation cost (milliseconds), without the GIL."""
+        pristine = LLMatcher(self._tokenizer, artifact.decode(), log_level=0, limits=self._limits)
+        if pristine.is_error():
+            raise InvalidGrammar(f"llguidance: {pristine.get_error()}")
+        return LlguidanceCompiled(pristine, len(artifact), self._vocabulary, self._never, self._never_but_stops)
+
+    def _notation(self, grammar: Grammar) -> str:
+        # Forcing spells a text that can only go one way in its canonical tokens; for a text that holds the name of a
+        # special token that would be the special token itself.
+        forcing = self._vocabulary.named_special(grammar) is None
+        match grammar.kind:
+            case Kind.JSON_SCHEMA | Kind.JSON_OBJECT:
+                return _lark("start: %json " + self._schema(json.loads(grammar.text), grammar.whitespace), forcing)
+            case Kind.CHOICE:
+                choices = json.loads(grammar.text)
+                return _lark("start: " + " | ".join(lark_literal(choice) for choice in choices), forcing)
+            case Kind.REGEX:
+                lark = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
+                return _lark(lark, forcing)
+            case Kind.EBNF:
+                return gbnf_to_lark(grammar.text)
+            case Kind.LARK:
+                refuse_token_references(grammar.text)
+                return grammar.text
+            case Kind.STRUCTURAL_TAG:
+                tag = StructuralTag.parse(grammar.text)
+                return _lark(tag.to_lark(lambda schema: self._schema(schema, grammar.whitespace)), forcing)
+
+    def _schema(self, schema: Any, whitespace: Whitespace) -> str:
+        if schema is True:
+            schema = {}
+        if "x-guidance" in schema:
+            raise InvalidGrammar("JSON Schema: /x-guidance: options of the library are not the request's to set")
+        return json.dumps({**schema, "x-guidance": _WHITESPACE[whitespace]}, ensure_ascii=False)
+
+
+def _readable(message: str, kind: Kind) -> str:
+    """Return the library's message without the places and lines of text that the user did not write."""
+    if kind is Kind.LARK:
+        return message.strip()
+    return _PLACE.sub("", message.splitlines()[0] if kind is not Kind.REGEX else message.split("\n   1 |")[0]).strip()
+
+
+def _lark(body: str, forcing: bool) -> str:
+    return f"%llguidance {json.dumps({} if forcing else {'no_forcing': True})}\n{body}"
+
+
+class _SpecialBits:
+    """The words of a row that hold bits of special tokens or of padding, and what may stay of them."""
+
+    def __init__(self, vocabulary: Vocabulary, *, stops_too: bool) -> None:
+        allowed = np.zeros(vocabulary.num_words * 32, dtype=bool)
+        allowed[: vocabulary.size] = True
+        allowed[list(vocabulary.special)] = False
+        allowed[list(vocabulary.stop_ids)] = not stops_too
+        keep = np.packbits(allowed, bitorder="little").view(np.int32)
+        self.where = np.flatnonzero(keep != -1)
+        self.keep = keep[self.where]
+
+
+class LlguidanceCompiled:
+    """A matcher that never moves, to be copied."""
+
+    def __init__(
+        self,
+        pristine: LLMatcher,
+        text_bytes: int,
+        vocabulary: Vocabulary,
+        never: _SpecialBits,
+        never_but_stops: _SpecialBits,
+    ) -> None:
+        self._pristine = pristine
+        self._vocabulary = vocabulary
+        self._never = never
+        self._never_but_stops = never_but_stops
+        self.memory_bytes = (64 << 10) + 40 * text_bytes
+        """Estimate: the lexer's tables grow with use; 40 bytes a character of the text was seen on large schemas."""
+
+    def matcher(self) -> LlguidanceMatcher:
+        """Return a copy at the start of an answer; the copy costs microseconds."""
+        return LlguidanceMatcher(self._pristine.deep_copy(), self._vocabulary, self._never, self._never_but_stops)
+
+
+class LlguidanceMatcher:
+    """One answer. Stop tokens live here, text tokens in the library."""
+
+    def __init__(
+        self, inner: LLMatcher, vocabulary: Vocabulary, never: _SpecialBits, never_but_stops: _SpecialBits
+    ) -> None:
+        self._inner = inner
+        self._stops = frozenset(vocabulary.stop_ids)
+        self._special = vocabulary.special
+        self._row_bytes = vocabulary.num_words * 4
+        self._never = never
+        self._never_but_stops = never_but_stops
+        self.terminated = False
+
+    def accept(self, token: int) -> bool:
+        """Move over `token`; see `Matcher.accept`."""
+        if self.terminated:
+            return False
+        if token in self._stops:
+            self.terminated = self._inner.is_accepting()
+            return self.terminated
+        if token < 0 or token in self._special:
+            return False
+        if self._inner.try_consume_tokens([token]) == 1:
+            return True
+        self._check()
+        return False
+
+    def rollback(self, count: int) -> None:
+        """Take back `count` tokens; see `Matcher.rollback`."""
+        if count and self.terminated:
+            self.terminated = False
+            count -= 1
+        if count and not self._inner.rollback(count):
+            raise MatcherFailed(self._inner.get_error())
+
+    def fill(self, rows: Rows, index: int) -> None:
+        """Compute the row in place; see `Matcher.fill`."""
+        self._inner.unsafe_compute_mask_ptr(rows.address(index), self._row_bytes)
+        self._check()
+        special = self._never_but_stops if self._inner.is_accepting() else self._never
+        words = rows.words[index]
+        words[special.where] &= special.keep
+
+    def _check(self) -> None:
+        # In the error state the library's mask allows the stop token alone, which would pass for a finished answer.
+        if self._inner.is_error():
+            raise MatcherFailed(self._inner.get_error())
+
+    def __repr__(self) -> str:
+        return f"<LlguidanceMatcher terminated={self.terminated} stop_reason={self._inner.stop_reason()}>"

@@ -1,0 +1,238 @@
+"""The xgrammar backend: compiling is expensive (up to seconds), masks are cheap; needs torch for its tensors.
+
+Invariant: whatever the library says it ignores, and whatever it was seen to ignore in silence (`xgrammar_schema`), is an
+error. An artifact is the serialised compilation, or empty when loading it would cost more than compiling it again: it grows
+to 40 times the memory of the grammar, and only within what the killable process has already done in its time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import xgrammar
+
+from grammar_service.backends import MatcherFailed, Rows
+from grammar_service.backends.stderr_capture import captured_stderr
+from grammar_service.backends.xgrammar_schema import check_schema
+from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotSupported
+from grammar_service.grammar import MAX_WHITESPACE, Grammar, Kind, Whitespace
+from grammar_service.structural_tag import formats, modern
+from grammar_service.text_grammar import gbnf_literal, refuse_token_functions
+from grammar_service.vocabulary import Vocabulary
+
+MAX_ARTIFACT_BYTES = 4 << 20
+"""Above this, `load` compiles again. Reading 85 MB back took 1.1 s, and held the GIL for 66 ms of it; compiling took 2 s."""
+
+_SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)
+_T = TypeVar("_T")
+
+
+class XgrammarBackend:
+    """xgrammar with one vocabulary. One compilation at a time per object."""
+
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        tokens, vocab_type = _encoded_tokens(vocabulary)
+        self._tokenizer = xgrammar.TokenizerInfo(
+            tokens, vocab_type, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.stop_ids)
+        )
+        self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
+
+    def compile(self, grammar: Grammar) -> bytes:
+        """Compile within this process; see `Backend.compile`. Redirects the process's stderr meanwhile."""
+        artifact = _strictly(lambda: self._compile(grammar)).serialize_json().encode()
+        return artifact if len(artifact) <= MAX_ARTIFACT_BYTES else b""
+
+    def load(self, grammar: Grammar, artifact: bytes) -> XgrammarCompiled:
+        """Return the compiled form; an empty artifact compiles again, without the GIL."""
+        if artifact:
+            compiled = xgrammar.CompiledGrammar.deserialize_json(artifact.decode(), self._tokenizer)
+        else:
+            compiled = self._compile(grammar)
+        return XgrammarCompiled(compiled, self._vocabulary)
+
+    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        compiler = self._compiler
+        match grammar.kind:
+            case Kind.JSON_SCHEMA | Kind.JSON_OBJECT:
+                check_schema(json.loads(grammar.text))
+                return self._schema(grammar)
+            case Kind.REGEX:
+                return compiler.compile_regex(grammar.text)
+            case Kind.EBNF:
+                refuse_token_functions(grammar.text)
+                return compiler.compile_grammar(grammar.text)
+            case Kind.CHOICE:
+                choices = json.loads(grammar.text)
+                return compiler.compile_grammar("root ::= " + " | ".join(gbnf_literal(choice) for choice in choices))
+            case Kind.STRUCTURAL_TAG:
+                return compiler.compile_structural_tag(self._structural_tag(grammar))
+            case Kind.LARK:
+                raise NotSupported("Lark grammars need the backend llguidance; this is xgrammar")
+
+    def _schema(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        if grammar.whitespace is not Whitespace.COMPACT:
+            count = MAX_WHITESPACE if grammar.whitespace is Whitespace.BOUNDED else None
+            return self._compiler.compile_json_schema(
+                grammar.text, any_whitespace=True, max_whitespace_cnt=count, strict_mode=False
+            )
+        # The rules for values without a schema keep ", " between their members whatever the separators are.
+        rules = str(
+            xgrammar.Grammar.from_json_schema(
+                grammar.text, any_whitespace=False, separators=(",", ":"), strict_mode=False
+            )
+        )
+        for rule in ("basic_array_items", "basic_object_properties"):
+            rules = rules.replace(f'{rule} ::= ((", " ', f'{rule} ::= (("," ')
+        return self._compiler.compile_grammar(rules)
+
+    def _structural_tag(self, grammar: Grammar) -> str:
+        document = modern(json.loads(grammar.text))
+        for path, node in formats(document["format"], "/format"):
+            if "json_schema" in node:
+                if node.get("style", "json") == "json":
+                    node["max_whitespace_cnt"] = _structural_whitespace(grammar.whitespace)
+                check_schema(node["json_schema"], f"{path}/json_schema")
+            if node.get("type") == "grammar":
+                refuse_token_functions(str(node.get("grammar")))
+        return json.dumps(document)
+
+
+def _structural_whitespace(whitespace: Whitespace) -> int | None:
+    if whitespace is Whitespace.COMPACT:
+        raise NotSupported("whitespace: compact is not possible in xgrammar's structural tags; bounded and any are")
+    return MAX_WHITESPACE if whitespace is Whitespace.BOUNDED else None
+
+
+def _strictly(action: Callable[[], _T]) -> _T:
+    """Run a compilation; every error and every warning of the library becomes one of ours."""
+    try:
+        with captured_stderr() as said:
+            result = action()
+    except MemoryError:
+        raise LimitExceeded("xgrammar: the compilation needs more memory than compile_memory_mb allows") from None
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise InvalidGrammar(f"xgrammar: {_clean(str(error))}") from None
+    warnings = [_clean(line).removeprefix("Warning: ") for line in said() if "Warning" in line]
+    if warnings:
+        raise InvalidGrammar(f"xgrammar would not enforce all of it: {'; '.join(dict.fromkeys(warnings))}")
+    return result
+
+
+def _clean(message: str) -> str:
+    return " ".join(_SOURCE_PLACE.sub("", message).split())
+
+
+def _encoded_tokens(vocabulary: Vocabulary) -> tuple[list[str], xgrammar.VocabType]:
+    """Return the token texts by id, as tokenizer.json writes them, and how they are to be read.
+
+    A special token gets the empty text: the library then never lets it stand for text.
+    """
+    document = json.loads(vocabulary.tokenizer_json)
+    vocab = document["model"].get("vocab")
+    if isinstance(vocab, list):
+        pairs: Any = ((entry[0], i) for i, entry in enumerate(vocab))
+    elif isinstance(vocab, dict):
+        pairs = vocab.items()
+    else:
+        raise InvalidField("tokenizer_json", "xgrammar needs an object or an array `model.vocab`")
+    tokens = [""] * vocabulary.size
+    for text, token in pairs:
+        if token < vocabulary.size:
+            tokens[token] = text
+    for added in document.get("added_tokens", ()):
+        if added["id"] < vocabulary.size:
+            tokens[added["id"]] = added["content"]
+    for token in vocabulary.special:
+        tokens[token] = ""
+    kinds = {found for part in ("decoder", "pre_tokenizer") for found in _types(document.get(part))}
+    if "ByteLevel" in kinds:
+        return tokens, xgrammar.VocabType.BYTE_LEVEL
+    if "ByteFallback" in kinds or "Metaspace" in kinds:
+        return tokens, xgrammar.VocabType.BYTE_FALLBACK
+    return tokens, xgrammar.VocabType.RAW
+
+
+def _types(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        return [str(node.get("type")), *(t for child in node.values() for t in _types(child))]
+    if isinstance(node, list):
+        return [t for child in node for t in _types(child)]
+    return []
+
+
+class XgrammarCompiled:
+    """A compiled grammar; shared by all its matchers."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary) -> None:
+        self._compiled = compiled
+        self._vocabulary = vocabulary
+        self.memory_bytes: int = compiled.memory_size_bytes
+
+    def matcher(self) -> XgrammarMatcher:
+        """Return a matcher at the start of an answer."""
+        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._vocabulary)
+
+
+class XgrammarMatcher:
+    """One answer."""
+
+    def __init__(self, inner: xgrammar.GrammarMatcher, vocabulary: Vocabulary) -> None:
+        self._inner = inner
+        self._vocabulary = vocabulary
+        self._num_words = vocabulary.num_words
+        self._all = _full_row(vocabulary)
+
+    @property
+    def terminated(self) -> bool:
+        """A stop token was accepted."""
+        return bool(self._inner.is_terminated())
+
+    def accept(self, token: int) -> bool:
+        """Move over `token`; see `Matcher.accept`."""
+        if not 0 <= token < self._vocabulary.size or self._inner.is_terminated():
+            return False
+        try:
+            return bool(self._inner.accept_token(token))
+        except RuntimeError as error:
+            raise MatcherFailed(_clean(str(error))) from None
+
+    def rollback(self, count: int) -> None:
+        """Take back `count` tokens; see `Matcher.rollback`."""
+        if count:
+            try:
+                self._inner.rollback(count)
+            except RuntimeError as error:
+                raise MatcherFailed(_clean(str(error))) from None
+
+    def fill(self, rows: Rows, index: int) -> None:
+        """Fill the row in place through a tensor over the same memory; see `Matcher.fill`."""
+        if rows.handle is None:
+            rows.handle = torch.from_numpy(rows.words)[:, : self._num_words]
+        try:
+            constrained = self._inner.fill_next_token_bitmask(rows.handle, index)
+        except RuntimeError as error:
+            raise MatcherFailed(_clean(str(error))) from None
+        if not constrained:
+            rows.words[index, : self._num_words] = self._all
+
+    def __repr__(self) -> str:
+        return f"<XgrammarMatcher terminated={self.terminated}>"
+
+
+def _full_row(vocabulary: Vocabulary) -> Any:
+    bits = np.zeros(vocabulary.num_words * 32, dtype=bool)
+    bits[: vocabulary.size] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+if sys.byteorder != "little":
+    raise ImportError("mask rows are little-endian words; this machine is not")

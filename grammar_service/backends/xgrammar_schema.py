@@ -1,0 +1,205 @@
+"""What xgrammar 0.2.8 does not enforce in a JSON Schema, and does not say so either.
+
+Invariant: a schema that passes means to xgrammar at most what it means to JSON Schema (answers may be fewer, never others).
+Found by giving the library each keyword with values that break it; the tests repeat that. What the library warns about
+(overlapping oneOf, several allOf branches, pattern with minLength, ...) is caught from its warnings, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from grammar_service.errors import InvalidGrammar
+
+_IGNORED = {
+    "not": "is not enforced",
+    "if": "is not enforced, nor are then and else",
+    "contains": "is not enforced",
+    "dependentRequired": "is not enforced",
+    "dependentSchemas": "is not enforced",
+    "dependencies": "is not enforced",
+    "unevaluatedProperties": "is not enforced; additionalProperties is",
+    "unevaluatedItems": "is not enforced; items is",
+    "$dynamicRef": "is not followed",
+    "$recursiveRef": "is not followed",
+}
+"""Keywords without effect, whatever stands beside them."""
+
+_HARMLESS = {"unevaluatedProperties": True, "unevaluatedItems": True, "uniqueItems": False}
+"""Values that forbid nothing."""
+
+_FORMATS = frozenset(
+    "date time date-time duration email hostname ipv4 ipv6 uri uri-reference uri-template uuid json-pointer"
+    " relative-json-pointer".split()
+)
+"""Formats that are enforced; any other is taken as any string."""
+
+_OF_TYPE = {
+    "minimum": "number",
+    "maximum": "number",
+    "exclusiveMinimum": "number",
+    "exclusiveMaximum": "number",
+    "multipleOf": "number",
+    "minLength": "string",
+    "maxLength": "string",
+    "pattern": "string",
+    "format": "string",
+    "minItems": "array",
+    "maxItems": "array",
+    "minProperties": "object",
+    "maxProperties": "object",
+}
+"""Keywords that have an effect only beside a `type`."""
+
+_IMPLY_TYPE = ("properties", "required", "patternProperties", "additionalProperties", "propertyNames", "items", "prefixItems")
+"""Keywords that the library takes for a type: the schema becomes stricter than it says."""
+
+_SCHEMAS = ("items", "additionalProperties", "propertyNames", "contains")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+
+_ASSERTIONS = frozenset(
+    {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "uniqueItems", *_IGNORED, *_OF_TYPE, *_IMPLY_TYPE}
+)
+
+
+def check_schema(schema: Any, path: str = "") -> None:
+    """Raise InvalidGrammar naming the first keyword, and its JSON path, that xgrammar would not enforce."""
+    seen: set[int] = set()
+    waiting = [(path, schema)]
+    while waiting:
+        where, node = waiting.pop()
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        problem = _problem(node)
+        if problem:
+            keyword, reason = problem
+            raise InvalidGrammar(f"xgrammar would not enforce all of it: {where}/{keyword}: {reason}")
+        waiting.extend(_children(node, where))
+        reference = node.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            waiting.append((path + reference[1:], _resolve(schema, reference)))
+
+
+def _children(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for key in _SCHEMAS:
+        yield f"{path}/{key}", node.get(key)
+    for key in _SCHEMA_LISTS:
+        children = node.get(key)
+        for i, child in enumerate(children if isinstance(children, list) else ()):
+            yield f"{path}/{key}/{i}", child
+    for key in _SCHEMA_MAPS:
+        members = node.get(key)
+        for name, child in (members.items() if isinstance(members, dict) else ()):
+            yield f"{path}/{key}/{name}", child
+
+
+def _resolve(root: Any, reference: str) -> Any:
+    """Return what a local reference points at, or None: the library itself refuses those that lead nowhere."""
+    node = root
+    for part in reference[2:].split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict) and name in node:
+            node = node[name]
+        elif isinstance(node, list) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
+        else:
+            return None
+    return node
+
+
+def _problem(node: dict[str, Any]) -> tuple[str, str] | None:
+    for keyword, reason in _IGNORED.items():
+        if keyword in node and node[keyword] is not _HARMLESS.get(keyword, _ABSENT):
+            return keyword, reason
+    if node.get("uniqueItems"):
+        return "uniqueItems", "is not enforced"
+    for rule in (_alone, _values, _typed, _strings, _objects):
+        problem = rule(node)
+        if problem:
+            return problem
+    return None
+
+
+_ABSENT = object()
+
+
+def _alone(node: dict[str, Any]) -> tuple[str, str] | None:
+    """Keywords that replace the rest of the schema instead of adding to it."""
+    for keyword in ("$ref", "const", "enum", "anyOf", "oneOf", "allOf"):
+        if keyword not in node:
+            continue
+        others = sorted((_ASSERTIONS & node.keys()) - {keyword})
+        if keyword in ("const", "enum"):
+            others = [other for other in others if other != "type"]
+        if keyword in ("anyOf", "oneOf") and others == ["type"]:
+            branches = node[keyword]
+            same = isinstance(branches, list) and all(
+                isinstance(b, dict) and b.get("type") == node["type"] for b in branches
+            )
+            others = [] if same else others
+        if others:
+            return others[0], f"is not enforced beside {keyword}"
+        return None
+    return None
+
+
+def _values(node: dict[str, Any]) -> tuple[str, str] | None:
+    """`type` is not held against the values of enum and const."""
+    if "type" not in node:
+        return None
+    types = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    for keyword in ("enum", "const"):
+        values = node.get(keyword, []) if keyword == "enum" else [node[keyword]] if keyword in node else []
+        for value in values if isinstance(values, list) else ():
+            if not any(_has_type(value, name) for name in types):
+                return "type", f"is not enforced on the values of {keyword}, and {value!r} is of another type"
+    return None
+
+
+def _has_type(value: Any, name: Any) -> bool:
+    if name in ("integer", "number"):
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return not isinstance(value, bool) and (whole if name == "integer" else isinstance(value, int | float))
+    kinds = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict}
+    return name in kinds and isinstance(value, kinds[name])
+
+
+def _typed(node: dict[str, Any]) -> tuple[str, str] | None:
+    """Without a type, bounds are ignored."""
+    if "type" in node:
+        return None
+    implied = {"array" for k in ("items", "prefixItems") if k in node} | {
+        "object" for k in _IMPLY_TYPE[:5] if k in node
+    }
+    if len(implied) > 1:
+        return "type", "is missing beside keywords for arrays and for objects"
+    for keyword, kind in _OF_TYPE.items():
+        if keyword in node and kind not in implied:
+            return keyword, 'is not enforced without "type"'
+    return None
+
+
+def _strings(node: dict[str, Any]) -> tuple[str, str] | None:
+    if "format" in node:
+        if node["format"] not in _FORMATS:
+            return "format", f"{node['format']!r} is not enforced"
+        if "pattern" in node:
+            return "pattern", "is not enforced beside format"
+    return None
+
+
+def _objects(node: dict[str, Any]) -> tuple[str, str] | None:
+    properties = node.get("properties")
+    known = properties if isinstance(properties, dict) else {}
+    for i, name in enumerate(node["required"] if isinstance(node.get("required"), list) else ()):
+        if name not in known:
+            return f"required/{i}", f"{name!r} is not enforced, since it is not in properties"
+    for keyword in ("patternProperties", "propertyNames"):
+        if keyword in node and known:
+            return keyword, "is not enforced beside properties"
+    if "patternProperties" in node and "propertyNames" in node:
+        return "propertyNames", "is not enforced beside patternProperties"
+    return None

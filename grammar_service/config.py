@@ -1,0 +1,145 @@
+"""What a sidecar is told at its start: one frozen dataclass, validated once, never changed.
+
+Filled from flags, environment and TOML under the same names (see `read`). Not here: anything that a request can choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+ENVIRONMENT_PREFIX = "LOCKSTEP_GRAMMAR_"
+
+_TEACHES = """\
+The grammar process of Lockstep: it compiles grammars and fills token masks in shared memory for one engine at a time.
+
+An engine started with --grammar spawn starts and supervises one of these by itself. Start one by hand to run it in its
+own container or under its own supervisor, and start the engine with --grammar connect --grammar-dir DIR:
+
+  python -m grammar_service --dir /run/lockstep
+  python -m grammar_service --dir /run/lockstep --backend xgrammar --compile-timeout-s 10
+
+Both processes must see DIR; nothing else is shared (the segment travels as a file descriptor through a socket in it).
+"""
+
+_CLOSING = f"""\
+Every setting is also an environment variable ({ENVIRONMENT_PREFIX}COMPILE_TIMEOUT_S) and a key of the TOML file named with
+--config (compile_timeout_s, or the same under a table [grammar]). A flag beats the environment, which beats the file.
+Exit status: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 when a mask computation hangs and cannot be ended.
+"""
+
+
+def _setting(default: Any, teaches: str) -> Any:
+    return field(default=default, metadata={"help": teaches})
+
+
+def _require(condition: bool, name: str, problem: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: {problem}")
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use: its CPU set, and its control group's quota rounded up."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarConfig:
+    """One sidecar. The help text of each field says what it is, and in which unit."""
+
+    dir: str = _setting("", "directory of the sockets grammar.sock and segment.sock; made with mode 0700 when missing; required")
+    backend: str = _setting("llguidance", "default matcher library, llguidance or xgrammar; a request may name another one")
+    compile_timeout_s: float = _setting(5.0, "bound on one compilation; its process is killed at the end of it")
+    compile_workers: int = _setting(2, "processes per backend that compile; they wait warm")
+    compile_queue: int = _setting(256, "compilations that may wait for a worker; one more is refused")
+    compile_memory_mb: int = _setting(2048, "what one compile worker may allocate beyond its start, in MiB")
+    max_grammar_bytes: int = _setting(256 << 10, "longest grammar text, in bytes")
+    cache_bytes: int = _setting(256 << 20, "bound on the compiled grammars kept; the least recently used leaves first")
+    threads: int = _setting(0, "threads that fill rows; 0: one on up to 4 cores, else half of the cores, at most 8")
+    spin_us: float = _setting(50.0, "how long to spin for the next step before sleeping; with a core to spare 1000000")
+    log_level: str = _setting("info", "debug, info, warning or error")
+
+    def __post_init__(self) -> None:
+        _require(bool(self.dir), "dir", "is required")
+        _require(self.backend in ("llguidance", "xgrammar"), "backend", f"{self.backend!r} is not llguidance or xgrammar")
+        _require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
+        _require(1 <= self.compile_workers <= 64, "compile_workers", "must be in [1, 64]")
+        _require(self.compile_queue >= 1, "compile_queue", "must be at least 1")
+        _require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
+        _require(1 <= self.max_grammar_bytes <= 64 << 20, "max_grammar_bytes", "must be in [1, 67108864]")
+        _require(self.cache_bytes >= 1 << 20, "cache_bytes", "must be at least 1048576")
+        _require(0 <= self.threads <= 64, "threads", "must be in [0, 64]")
+        _require(0 <= self.spin_us <= 1e6, "spin_us", "must be in [0, 1000000]")
+        _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", f"{self.log_level!r} is unknown")
+
+    @property
+    def fill_threads(self) -> int:
+        """`threads`, with 0 resolved for this machine."""
+        cores = usable_cores()
+        return self.threads or (1 if cores <= 4 else min(8, cores // 2))
+
+
+def read(arguments: Sequence[str], environment: Mapping[str, str]) -> GrammarConfig:
+    """Return the configuration from flags, environment and TOML.
+
+    Ends the process with status 2 and a message on a wrong setting, and with status 0 on --help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m grammar_service",
+        description=_TEACHES,
+        epilog=_CLOSING,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with any of these settings")
+    settings = dataclasses.fields(GrammarConfig)
+    for setting in settings:
+        shown = "" if setting.default == "" else f" (default: {setting.default})"
+        parser.add_argument(
+            "--" + setting.name.replace("_", "-"),
+            metavar=type(setting.default).__name__.upper(),
+            help=setting.metadata["help"] + shown,
+        )
+    flags = vars(parser.parse_args(arguments))
+    path = flags.pop("config") or environment.get(ENVIRONMENT_PREFIX + "CONFIG")
+    try:
+        values: dict[str, Any] = _from_file(path, {s.name for s in settings}) if path else {}
+        for setting in settings:
+            name = setting.name
+            given = flags[name] if flags[name] is not None else environment.get(ENVIRONMENT_PREFIX + name.upper())
+            if given is not None:
+                values[name] = given
+            if name in values:
+                values[name] = _convert(name, values[name], type(setting.default))
+        return GrammarConfig(**values)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\nTry --help.\n")
+
+
+def _from_file(path: str, names: set[str]) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        document = tomllib.load(file)
+    table = document.get("grammar", document)
+    unknown = sorted(set(table) - names)
+    if unknown:
+        raise ValueError(f"{path}: unknown setting {unknown[0]!r}")
+    return dict(table)
+
+
+def _convert(name: str, value: Any, kind: type) -> Any:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"{name}: {value!r} is not {kind.__name__}")
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(f"{name}: {value!r} is not {kind.__name__}") from None

@@ -1,0 +1,95 @@
+"""The sidecar's errors, and the one place where they become gRPC status codes.
+
+    GrammarServiceError
+    |- InvalidGrammar    INVALID_ARGUMENT      the grammar is wrong, or the backend does not enforce all of it
+    |- InvalidField      INVALID_ARGUMENT      another field of the request is wrong; names the field
+    |- LimitExceeded     RESOURCE_EXHAUSTED    a stated bound on bytes, memory or time; names the setting and its value
+    |- NotConfigured     FAILED_PRECONDITION   Configure has not been called
+    |- UnknownGrammar    NOT_FOUND             the grammar left the cache: compile it again
+    |- NotSupported      UNIMPLEMENTED         the backend is not installed, or does not know this kind of grammar
+    `- InternalError     INTERNAL              a defect of ours, or a compile worker that crashed
+
+Only `status_of` knows gRPC, and it imports it when called: compile workers use this tree and never load grpc.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import grpc
+
+
+class GrammarServiceError(Exception):
+    """Base of every error that the engine may see. `str(error)` is the message; `status` the name of the gRPC code."""
+
+    status = "INTERNAL"
+
+
+class InvalidGrammar(GrammarServiceError):
+    """The grammar does not compile, or a part of it would not be enforced. The message says where."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class InvalidField(GrammarServiceError):
+    """A field of the request is wrong. `field` is its name."""
+
+    status = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class LimitExceeded(GrammarServiceError):
+    """A stated bound is reached; the message names the setting and its value."""
+
+    status = "RESOURCE_EXHAUSTED"
+
+
+class NotConfigured(GrammarServiceError):
+    """There is no tokenizer yet."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class UnknownGrammar(GrammarServiceError):
+    """No grammar with this id is in the cache."""
+
+    status = "NOT_FOUND"
+
+
+class NotSupported(GrammarServiceError):
+    """Known, but not by this backend, or the backend is not installed."""
+
+    status = "UNIMPLEMENTED"
+
+
+class InternalError(GrammarServiceError):
+    """A defect of ours; the log has the details."""
+
+
+_BY_NAME: dict[str, type[GrammarServiceError]] = {
+    kind.__name__: kind for kind in (InvalidGrammar, LimitExceeded, NotSupported, InternalError)
+}
+
+
+def to_wire(error: BaseException) -> tuple[str, str]:
+    """Return (class name, message) of an error of a compile worker; anything outside the tree is an InternalError."""
+    if type(error).__name__ in _BY_NAME and isinstance(error, GrammarServiceError):
+        return type(error).__name__, str(error)
+    return InternalError.__name__, f"{type(error).__name__}: {error}"
+
+
+def from_wire(name: str, message: str) -> GrammarServiceError:
+    """Return the error that `to_wire` described."""
+    return _BY_NAME.get(name, InternalError)(message)
+
+
+def status_of(error: BaseException) -> grpc.StatusCode:
+    """Return the gRPC status of `error`; anything outside the tree is INTERNAL."""
+    import grpc
+
+    name = error.status if isinstance(error, GrammarServiceError) else "INTERNAL"
+    return grpc.StatusCode[name]

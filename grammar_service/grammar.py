@@ -1,0 +1,181 @@
+"""What a grammar is before a backend sees it: kind, text, white space; and the checks that hold for every backend.
+
+Invariant: `parse(...)` returns a source that is well formed as far as can be told without a tokenizer (JSON is JSON, a
+choice list is a list of strings), in one canonical text, so equal grammars have equal keys. Not here: what a backend
+enforces (its own module), special tokens (`vocabulary`).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from grammar_service.errors import InvalidGrammar
+
+MAX_WHITESPACE = 8
+"""Characters in a row under Whitespace.BOUNDED."""
+
+MAX_JSON_DEPTH = 128
+"""Levels of a schema, choice list or structural tag."""
+
+
+class Kind(enum.IntEnum):
+    """Kinds of grammar; the values are those of the proto enum."""
+
+    JSON_OBJECT = 1
+    JSON_SCHEMA = 2
+    REGEX = 3
+    EBNF = 4
+    LARK = 5
+    CHOICE = 6
+    STRUCTURAL_TAG = 7
+
+
+class Whitespace(enum.IntEnum):
+    """White space between JSON tokens; the values are those of the proto enum."""
+
+    COMPACT = 1
+    BOUNDED = 2
+    ANY = 3
+
+
+JSON_KINDS = frozenset({Kind.JSON_OBJECT, Kind.JSON_SCHEMA, Kind.STRUCTURAL_TAG})
+"""Kinds on which `Whitespace` has an effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that passed `parse`."""
+
+    kind: Kind
+    text: str
+    """JSON kinds and choices: compact JSON with the keys in the user's order (it is the order of properties)."""
+    whitespace: Whitespace
+    """COMPACT for the kinds that it does not concern, so that they share one compilation."""
+
+    def key(self, backend: str) -> str:
+        """Return the id of this grammar under `backend`: a digest, equal for equal grammars."""
+        head = f"{backend}\0{self.kind.name}\0{self.whitespace.name}\0"
+        return hashlib.blake2b((head + self.text).encode(), digest_size=16).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"<Grammar {self.kind.name} {len(self.text)} chars {self.whitespace.name}>"
+
+
+def parse(kind: Kind, source: str, whitespace: Whitespace) -> Grammar:
+    """Check and canonicalise a grammar as it came over the wire.
+
+    Raises InvalidGrammar: text that is not JSON where it must be (with line and column), a schema that is neither an
+    object nor a boolean, an empty choice list or regex, nesting deeper than MAX_JSON_DEPTH.
+    """
+    if kind not in JSON_KINDS:
+        whitespace = Whitespace.COMPACT
+    if kind is Kind.JSON_OBJECT:
+        if source:
+            raise InvalidGrammar("source: must be empty for a JSON object; use a JSON Schema to say more")
+        return Grammar(Kind.JSON_SCHEMA, '{"type":"object"}', whitespace)
+    if not source.strip():
+        raise InvalidGrammar(f"source: is empty; {_WANTED[kind]} is required")
+    if kind is Kind.JSON_SCHEMA:
+        return Grammar(kind, _compact(_schema(source)), whitespace)
+    if kind is Kind.CHOICE:
+        return Grammar(kind, _compact(_choices(source)), whitespace)
+    if kind is Kind.STRUCTURAL_TAG:
+        tag = _load(source, "structural tag")
+        if not isinstance(tag, dict):
+            raise InvalidGrammar(f"structural tag: must be a JSON object, not {_type_name(tag)}")
+        return Grammar(kind, _compact(tag), whitespace)
+    return Grammar(kind, source, whitespace)
+
+
+_WANTED = {
+    Kind.JSON_SCHEMA: "a JSON Schema",
+    Kind.REGEX: "a regular expression",
+    Kind.EBNF: "a GBNF grammar with a rule `root`",
+    Kind.LARK: "a Lark grammar with a rule `start`",
+    Kind.CHOICE: "a JSON array of strings",
+    Kind.STRUCTURAL_TAG: "a structural tag as JSON",
+}
+
+
+def _schema(source: str) -> Any:
+    schema = _load(source, "JSON Schema")
+    if schema is True:
+        return {}
+    if schema is False:
+        raise InvalidGrammar("JSON Schema: `false` admits no answer")
+    if not isinstance(schema, dict):
+        raise InvalidGrammar(f"JSON Schema: must be an object or a boolean, not {_type_name(schema)}")
+    return schema
+
+
+def _choices(source: str) -> list[str]:
+    choices = _load(source, "choice")
+    if not isinstance(choices, list):
+        raise InvalidGrammar(f"choice: must be a JSON array of strings, not {_type_name(choices)}")
+    if not choices:
+        raise InvalidGrammar("choice: the list is empty")
+    for i, choice in enumerate(choices):
+        if not isinstance(choice, str):
+            raise InvalidGrammar(f"choice[{i}]: must be a string, not {_type_name(choice)}")
+        if not choice:
+            raise InvalidGrammar(f"choice[{i}]: is empty")
+    return list(dict.fromkeys(choices))
+
+
+def _load(source: str, what: str) -> Any:
+    def no_constant(name: str) -> Any:
+        raise InvalidGrammar(f"{what}: {name} is not JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InvalidGrammar(f"{what}: the key {twice!r} stands twice in one object")
+        return out
+
+    try:
+        value = json.loads(source, parse_constant=no_constant, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise InvalidGrammar(f"{what}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+    except RecursionError:
+        raise InvalidGrammar(f"{what}: nested deeper than {MAX_JSON_DEPTH} levels") from None
+    if _deeper_than(value, MAX_JSON_DEPTH):
+        raise InvalidGrammar(f"{what}: nested deeper than {MAX_JSON_DEPTH} levels")
+    return value
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _compact(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidGrammar("source: holds a lone surrogate (\\ud800-\\udfff), which is not a character") from None
+    except ValueError:
+        raise InvalidGrammar("source: holds a number beyond the range of a double") from None
+    return text
+
+
+def _type_name(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array", dict: "an object"}
+    return names[type(value)]

@@ -1,0 +1,245 @@
+"""The slots' matchers, and the walk: one record in, one answer per row out.
+
+Invariant: a matcher has accepted exactly `tokens`, of which the first `certain` are committed and the rest are drafts of the
+last step. A row is filled only in the state that its record describes; when that state cannot be reached the answer is
+DEFER or ERROR, never a guess. Handling a record twice gives the same answer.
+
+Pure over the `Matcher` protocol and a view of rows: no sockets, no sequence numbers, no threads of its own. One thread uses a
+slot at a time.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grammar_service.backends import Matcher, MatcherFailed, Rows
+from shared_mem.layout import RowKind
+
+
+class Record(Protocol):
+    """What the walk reads of a record of the step plane (`shared_mem.channel.Record`)."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def slot_gen(self) -> int: ...
+    @property
+    def commit_pos(self) -> int: ...
+    @property
+    def committed(self) -> Sequence[int]: ...
+    @property
+    def drafts(self) -> Sequence[int]: ...
+    @property
+    def need_rows(self) -> int: ...
+
+
+class Answer(NamedTuple):
+    """One kind, forced token (-1: none) and least number of tokens to the end (-1: not known) per row 0..len(drafts)."""
+
+    kinds: list[int]
+    forced: list[int]
+    need: list[int]
+
+
+class Health(enum.Enum):
+    """How a slot's matcher is."""
+
+    GOOD = enum.auto()
+    GAP = enum.auto()
+    """A record spoke of tokens that never came; it needs a new Bind."""
+    FAILED = enum.auto()
+    """It refused a committed token, or its library failed on one; its request is over."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """The matcher of one owner of one slot."""
+
+    gen: int
+    fresh: Callable[[], Matcher]
+    """Makes a matcher at the start of the answer, for a rebuild."""
+    matcher: Matcher
+    tokens: list[int]
+    certain: int
+    health: Health = Health.GOOD
+    problem: str = ""
+    cost_ns: int = 0
+    """What the last record of this slot took; the worker serves cheap slots first."""
+
+    @staticmethod
+    def bind(gen: int, fresh: Callable[[], Matcher], committed: Sequence[int]) -> Slot:
+        """Return a slot whose matcher has moved over `committed`.
+
+        Raises MatcherRejected when a token does not fit.
+        """
+        matcher = fresh()
+        for i, token in enumerate(committed):
+            if not matcher.accept(token):
+                raise MatcherRejected(i, token)
+        return Slot(gen, fresh, matcher, list(committed), len(committed))
+
+
+class MatcherRejected(Exception):
+    """Token number `index` of the committed tokens is illegal."""
+
+    def __init__(self, index: int, token: int) -> None:
+        super().__init__(f"token {token} at {index} does not fit the grammar")
+        self.index = index
+        self.token = token
+
+
+class Classifier:
+    """Tells from a filled row what kind it is. `vocab_size` columns; bits beyond them are 0."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.num_words = (vocab_size + 31) // 32
+        bits = np.zeros(self.num_words * 32, dtype=bool)
+        bits[:vocab_size] = True
+        self._full: NDArray[np.int32] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def classify(self, row: NDArray[np.int32]) -> tuple[RowKind, int]:
+        """Return the kind and, for FORCED, the token (else -1)."""
+        words = row[: self.num_words]
+        # Counting words costs a fifth of counting bits, and nearly every row has many words.
+        used = int(np.count_nonzero(words))
+        if used == 0:
+            return RowKind.DEAD_END, -1
+        if used == 1:
+            at = int(np.flatnonzero(words)[0])
+            word = int(words[at]) & 0xFFFFFFFF
+            if word & (word - 1) == 0:
+                return RowKind.FORCED, at * 32 + word.bit_length() - 1
+        if words[0] == self._full[0] and used == self.num_words and bool((words == self._full).all()):
+            return RowKind.ALL, -1
+        return RowKind.APPLY, -1
+
+
+@dataclass(slots=True)
+class SlotTable:
+    """Every slot's matcher. Slots are independent: threads with different slots may call `answer` at the same time."""
+
+    classifier: Classifier
+    slots: dict[int, Slot] = field(default_factory=dict)
+    released: dict[int, int] = field(default_factory=dict)
+    """slot -> newest gen whose matcher was dropped: its late records are answered without one."""
+    gaps: int = 0
+    rebuilds: int = 0
+
+    def bind(self, slot: int, state: Slot) -> None:
+        """Install a matcher. One of an older owner, or of the same, is replaced; an older `state` is dropped."""
+        current = self.slots.get(slot)
+        newest = max(current.gen if current else -1, self.released.get(slot, -1))
+        if state.gen >= newest:
+            self.slots[slot] = state
+
+    def release(self, slot: int, gen: int) -> None:
+        """Drop the matcher of (slot, gen), if it is there."""
+        current = self.slots.get(slot)
+        if current is not None and current.gen <= gen:
+            del self.slots[slot]
+        self.released[slot] = max(gen, self.released.get(slot, -1))
+
+    def answer(self, record: Record, rows: Rows, first: int) -> Answer:
+        """Move the slot's matcher as the record says and fill rows `first`, `first + 1`, ... in place.
+
+        Rows are written only where the kind is APPLY or FORCED. Never raises for anything that a record can say.
+        """
+        count = len(record.drafts) + 1
+        slot = self.slots.get(record.slot)
+        if slot is None or slot.gen != record.slot_gen:
+            newest = max(slot.gen if slot else -1, self.released.get(record.slot, -1))
+            return _same(RowKind.ALL if record.slot_gen <= newest else RowKind.DEFER, count)
+        if slot.health is Health.FAILED:
+            return _same(RowKind.ERROR, count)
+        if record.commit_pos > slot.certain:
+            slot.health = Health.GAP
+            slot.problem = f"record at {record.commit_pos}, matcher at {slot.certain}"
+            self.gaps += 1
+            return _same(RowKind.DEFER, count)
+        try:
+            if not self._move(slot, record):
+                return _same(RowKind.ERROR, count)
+        except MatcherFailed as error:
+            _fail(slot, str(error))
+            return _same(RowKind.ERROR, count)
+        slot.health = Health.GOOD
+        return self._walk(slot, record, rows, first)
+
+    def _move(self, slot: Slot, record: Record) -> bool:
+        """Bring the matcher to just after the committed tokens. False: one of them is illegal, and the slot has failed."""
+        start, committed = record.commit_pos, record.committed
+        certain = start + len(committed)
+        keep = start
+        while keep < certain and keep < len(slot.tokens) and slot.tokens[keep] == committed[keep - start]:
+            keep += 1
+        _rollback(slot, keep)
+        slot.certain = keep
+        for token in committed[keep - start :]:
+            if not slot.matcher.accept(token):
+                _fail(slot, f"token {token} at {slot.certain} does not fit the grammar")
+                return False
+            slot.tokens.append(token)
+            slot.certain += 1
+        return True
+
+    def _walk(self, slot: Slot, record: Record, rows: Rows, first: int) -> Answer:
+        """Fill row 0, accept draft 0, fill row 1, ... until a draft is illegal or ends the answer."""
+        count = len(record.drafts) + 1
+        answer = _same(RowKind.DEFER, count)
+        row = 0
+        try:
+            for row in range(count):
+                if row:
+                    token = record.drafts[row - 1]
+                    if not slot.matcher.accept(token):
+                        break
+                    slot.tokens.append(token)
+                if slot.matcher.terminated:
+                    break
+                if record.need_rows >> row & 1:
+                    slot.matcher.fill(rows, first + row)
+                    answer.kinds[row], answer.forced[row] = self.classifier.classify(rows.words[first + row])
+        except MatcherFailed as error:
+            if row == 0:
+                _fail(slot, str(error))
+                return _same(RowKind.ERROR, count)
+            # Only a draft led here. The rows so far stand; the matcher is made anew from what is certain.
+            answer.kinds[row:] = [RowKind.DEFER] * (count - row)
+            answer.forced[row:] = [-1] * (count - row)
+            self._rebuild(slot)
+        return answer
+
+    def _rebuild(self, slot: Slot) -> None:
+        self.rebuilds += 1
+        try:
+            anew = Slot.bind(slot.gen, slot.fresh, slot.tokens[: slot.certain])
+        except (MatcherRejected, MatcherFailed) as error:
+            _fail(slot, str(error))
+            return
+        slot.matcher, slot.tokens = anew.matcher, anew.tokens
+
+    def stats(self) -> dict[str, int]:
+        """Return gauges and counters."""
+        return {"matchers": len(self.slots), "gaps": self.gaps, "rebuilds": self.rebuilds}
+
+
+def _rollback(slot: Slot, length: int) -> None:
+    extra = len(slot.tokens) - length
+    if extra > 0:
+        slot.matcher.rollback(extra)
+        del slot.tokens[length:]
+
+
+def _fail(slot: Slot, problem: str) -> None:
+    slot.health = Health.FAILED
+    slot.problem = problem
+
+
+def _same(kind: RowKind, count: int) -> Answer:
+    return Answer([kind] * count, [-1] * count, [-1] * count)

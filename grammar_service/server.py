@@ -1,0 +1,162 @@
+"""The sidecar's two sockets: gRPC for the control plane, and one that takes the engine's segment.
+
+Invariant: one engine at a time. Its open segment socket is its life: when that hangs up, matchers and mapping go, compiled
+grammars stay, and the next engine is awaited. A worker that cannot be stopped ends the process, since its memory cannot
+be taken away from it safely.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from grammar_service.backends import import_library
+from grammar_service.config import GrammarConfig
+from grammar_service.servicer import GrammarServicer
+from grammar_service.worker import Worker
+from protos.grammar.v1 import grammar_pb2, grammar_pb2_grpc
+from shared_mem.channel import GrammarEnd
+from shared_mem.errors import SharedMemoryError
+from shared_mem.handover import SOCKET_NAME, listen, recv_segment
+from shared_mem.segment import Segment
+
+logger = logging.getLogger(__name__)
+
+GRPC_SOCKET_NAME = "grammar.sock"
+MAX_MESSAGE_BYTES = 128 << 20
+"""A tokenizer.json has tens of megabytes at most."""
+
+EXIT_HUNG = 70
+_GRACE_S = 1.0
+_SERVICE = grammar_pb2.DESCRIPTOR.services_by_name["Grammar"].full_name
+
+
+def run(config: GrammarConfig) -> None:
+    """Run a sidecar in this thread until SIGTERM or SIGINT."""
+    directory = Path(config.dir)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths = directory / GRPC_SOCKET_NAME, directory / SOCKET_NAME
+    listener = listen(paths[1])
+    # Only a socket file that nobody listens on can stand here: the other one's listener would have refused.
+    paths[0].unlink(missing_ok=True)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, paths[0], listener))
+    finally:
+        listener.close()
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+async def _serve(config: GrammarConfig, path: Path, listener: socket.socket) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    servicer = GrammarServicer(config)
+    server, alive = await _start_grpc(path, servicer)
+    # What the default backend imports may take seconds; Configure waits for it, health and the sockets do not.
+    importing = asyncio.create_task(asyncio.to_thread(import_library, config.backend), name="import-backend")
+    engines = asyncio.create_task(_serve_engines(listener, servicer, config), name="engines")
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    logger.info("ready in %s: %s, %d fill threads", path.parent, config.backend, config.fill_threads)
+    try:
+        await asyncio.wait((engines, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if engines.done():
+            engines.result()
+    finally:
+        await alive.enter_graceful_shutdown()
+        for task in (engines, stopped, importing):
+            task.cancel()
+        await asyncio.gather(engines, stopped, importing, return_exceptions=True)
+        await server.stop(_GRACE_S)
+        await servicer.close()
+        logger.info("stopped")
+
+
+async def _start_grpc(path: Path, servicer: GrammarServicer) -> tuple[grpc.aio.Server, Any]:
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ]
+    )
+    grammar_pb2_grpc.add_GrammarServicer_to_server(servicer, server)
+    alive = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_pb2_grpc.add_HealthServicer_to_server(alive, server)
+    for service in ("", _SERVICE):
+        await alive.set(service, health_pb2.HealthCheckResponse.SERVING)
+    # The socket gets its mode from the umask of this moment.
+    umask = os.umask(0o177)
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    finally:
+        os.umask(umask)
+    await server.start()
+    return server, alive
+
+
+async def _serve_engines(listener: socket.socket, servicer: GrammarServicer, config: GrammarConfig) -> None:
+    loop = asyncio.get_running_loop()
+    listener.setblocking(False)
+    while True:
+        connection, _ = await loop.sock_accept(listener)
+        with connection:
+            try:
+                segment = await asyncio.to_thread(recv_segment, connection)
+            except (SharedMemoryError, OSError) as error:
+                logger.error("no segment: %s", error)
+                continue
+            with segment:
+                await _serve_engine(connection, segment, servicer, config)
+
+
+async def _serve_engine(
+    connection: socket.socket, segment: Segment, servicer: GrammarServicer, config: GrammarConfig
+) -> None:
+    """Answer one engine until its socket hangs up."""
+    layout = segment.layout
+    worker = Worker(GrammarEnd(segment), threads=config.fill_threads, spin_s=config.spin_us * 1e-6)
+    worker.start()
+    servicer.attach(worker, layout)
+    logger.info("engine attached: %r", layout)
+    try:
+        await _hang_up(connection, worker)
+    finally:
+        servicer.detach()
+        if not await asyncio.shield(asyncio.to_thread(worker.stop)):
+            logger.critical("a mask computation hangs; ending the process")
+            os._exit(EXIT_HUNG)
+    if worker.error is not None:
+        raise worker.error
+    logger.info("engine of generation %d is gone", layout.generation)
+
+
+async def _hang_up(connection: socket.socket, worker: Worker) -> None:
+    """Return when the peer closes `connection`, or the worker ends by itself."""
+    loop = asyncio.get_running_loop()
+    connection.setblocking(False)
+    gone = asyncio.create_task(_closed(loop, connection), name="engine-hang-up")
+    try:
+        while not gone.done() and worker.alive:
+            await asyncio.wait((gone,), timeout=0.5)
+    finally:
+        gone.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await gone
+
+
+async def _closed(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+    with contextlib.suppress(ConnectionError):
+        while await loop.sock_recv(connection, 64):
+            logger.warning("the engine wrote to its segment socket; nothing is expected there")

@@ -1,0 +1,206 @@
+"""The Grammar service: protobuf in, protobuf out, errors to status codes. The logic is in `compiler` and `worker`.
+
+Invariant: a Bind is acknowledged only when its matcher stands in the worker's queue, so a record posted after the
+acknowledgement meets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from grammar_service.backends import NAMES, MatcherFailed, installed, installed_version
+from grammar_service.compiler import Compiler
+from grammar_service.config import GrammarConfig
+from grammar_service.errors import (
+    GrammarServiceError,
+    InternalError,
+    InvalidField,
+    NotConfigured,
+    NotSupported,
+    status_of,
+)
+from grammar_service.grammar import Kind, Whitespace
+from grammar_service.matchers import MatcherRejected, Slot
+from grammar_service.vocabulary import Vocabulary
+from grammar_service.worker import Worker
+from protos.grammar.v1 import grammar_pb2 as pb
+from protos.grammar.v1 import grammar_pb2_grpc as pb_grpc
+from shared_mem.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+_BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE}
+_BACKEND_NAMES = {number: name for name, number in _BACKENDS.items()}
+ATTACH_WAIT_S = 2.0
+"""The engine may call as soon as its segment was acknowledged; the worker then stands a moment later."""
+
+_MANY_TOKENS = 64
+"""More committed tokens than this are replayed off the event loop."""
+
+
+@asynccontextmanager
+async def _statuses(context: Any) -> AsyncIterator[None]:
+    try:
+        yield
+    except GrammarServiceError as error:
+        if isinstance(error, InternalError):
+            logger.error("%s", error)
+        await context.abort(status_of(error), str(error))
+
+
+class GrammarServicer(pb_grpc.GrammarServicer):
+    """State of one sidecar: at most one vocabulary with its compiler, at most one attached engine with its worker."""
+
+    def __init__(self, config: GrammarConfig) -> None:
+        self._config = config
+        self._vocabulary: Vocabulary | None = None
+        self._compiler: Compiler | None = None
+        self._configuring = asyncio.Lock()
+        self._worker: Worker | None = None
+        self._layout: Layout | None = None
+        self._attachment = asyncio.Event()
+
+    def attach(self, worker: Worker, layout: Layout) -> None:
+        """An engine's segment is mapped and its worker runs."""
+        self._worker, self._layout = worker, layout
+        self._attachment.set()
+
+    def detach(self) -> None:
+        """The engine is gone. Compiled grammars stay for the next one."""
+        self._worker = self._layout = None
+        self._attachment.clear()
+
+    async def close(self) -> None:
+        """End the compile workers."""
+        if self._compiler is not None:
+            await self._compiler.close()
+
+    async def Configure(self, request: pb.ConfigureRequest, context: Any) -> pb.ConfigureResponse:
+        """See grammar.proto."""
+        async with _statuses(context), self._configuring:
+            vocabulary = await asyncio.to_thread(
+                Vocabulary.load, request.tokenizer_json, request.vocab_size, tuple(request.stop_token_ids)
+            )
+            if self._vocabulary is None or self._vocabulary.digest != vocabulary.digest:
+                await self._replace(vocabulary)
+        names = [self._config.backend, *(name for name in NAMES if name != self._config.backend and installed(name))]
+        return pb.ConfigureResponse(
+            backends=[_BACKENDS[name] for name in names],
+            versions=[installed_version(name) for name in names],
+            pid=os.getpid(),
+        )
+
+    async def _replace(self, vocabulary: Vocabulary) -> None:
+        old, self._compiler, self._vocabulary = self._compiler, None, None
+        if self._worker is not None:
+            self._worker.drop_all()
+        if old is not None:
+            await old.close()
+        compiler = Compiler(self._config, vocabulary)
+        try:
+            await compiler.ready()
+        except BaseException:
+            await compiler.close()
+            raise
+        self._compiler, self._vocabulary = compiler, vocabulary
+        logger.info("configured: %r", vocabulary)
+
+    async def Compile(self, request: pb.CompileRequest, context: Any) -> pb.CompileResponse:
+        """See grammar.proto."""
+        async with _statuses(context):
+            compiler = self._configured()
+            kind = _kind(request.kind)
+            whitespace = Whitespace(request.whitespace or Whitespace.BOUNDED) if request.whitespace <= 3 else None
+            if whitespace is None:
+                raise InvalidField("whitespace", f"{request.whitespace} is unknown")
+            backend = self._config.backend
+            if request.backend:
+                backend = _BACKEND_NAMES.get(request.backend, "")
+                if not backend:
+                    raise InvalidField("backend", f"{request.backend} is unknown")
+                if not installed(backend):
+                    raise NotSupported(f"backend: {backend} is not installed in this sidecar")
+            entry, hit = await compiler.compile(kind, request.source, whitespace, backend)
+            return pb.CompileResponse(
+                grammar_id=entry.grammar_id,
+                backend=_BACKENDS[entry.backend],
+                cache_hit=hit,
+                compile_ms=entry.compile_ms,
+                memory_bytes=entry.compiled.memory_bytes,
+            )
+        raise AssertionError("abort raises")
+
+    async def Bind(self, request: pb.BindRequest, context: Any) -> pb.BindResponse:
+        """See grammar.proto."""
+        async with _statuses(context):
+            entry = self._configured().get(request.grammar_id)
+            worker = await self._attached(request.slot)
+            tokens = list(request.committed_tokens)
+            try:
+                if len(tokens) > _MANY_TOKENS:
+                    state = await asyncio.to_thread(Slot.bind, request.slot_gen, entry.compiled.matcher, tokens)
+                else:
+                    state = Slot.bind(request.slot_gen, entry.compiled.matcher, tokens)
+            except MatcherRejected as error:
+                raise InvalidField(f"committed_tokens[{error.index}]", str(error)) from None
+            except MatcherFailed as error:
+                raise InternalError(f"the matcher failed: {error}") from None
+            worker.bind(request.slot, state)
+        return pb.BindResponse()
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        """See grammar.proto."""
+        async with _statuses(context):
+            if self._worker is not None:
+                worker = await self._attached(request.slot)
+                worker.release(request.slot, request.slot_gen)
+        return pb.ReleaseResponse()
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        """See grammar.proto."""
+        response = pb.GetStatsResponse()
+        if self._compiler is not None:
+            for name, value in self._compiler.stats().items():
+                setattr(response, name, value)
+        worker, layout = self._worker, self._layout
+        if worker is not None and layout is not None:
+            stats, kinds = worker.stats(), worker.rows_by_kind()
+            response.matchers = int(stats["matchers"])
+            response.records = int(stats["records"])
+            response.fill_p50_us = stats["fill_p50_us"]
+            response.fill_p99_us = stats["fill_p99_us"]
+            response.rows_filled = kinds["APPLY"] + kinds["FORCED"] + kinds["DEAD_END"]
+            response.rows_by_kind.update(kinds)
+            response.generation = layout.generation
+        return response
+
+    def _configured(self) -> Compiler:
+        if self._compiler is None:
+            raise NotConfigured("the sidecar has no tokenizer yet: call Configure first")
+        return self._compiler
+
+    async def _attached(self, slot: int) -> Worker:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ATTACH_WAIT_S):
+                await self._attachment.wait()
+        worker, layout, vocabulary = self._worker, self._layout, self._vocabulary
+        if worker is None or layout is None:
+            raise NotConfigured("no segment is attached: send it to segment.sock first")
+        if vocabulary is not None and vocabulary.size != layout.vocab_size:
+            raise NotConfigured(f"vocab_size: {vocabulary.size} in Configure, {layout.vocab_size} in the segment")
+        if slot >= layout.num_slots:
+            raise InvalidField("slot", f"{slot} is not in [0, {layout.num_slots})")
+        return worker
+
+
+def _kind(number: int) -> Kind:
+    try:
+        return Kind(number)
+    except ValueError:
+        raise InvalidField("kind", "is required" if number == 0 else f"{number} is unknown") from None

@@ -1,0 +1,212 @@
+"""The thread that answers the step plane: wait for a record, move matchers, fill rows, publish, slot by slot.
+
+Invariant: this thread (with its fill threads) is the only one that touches a bound matcher. Binds and releases reach it
+through a queue that it empties between seeing a sequence and reading its records; so whoever posts after a Bind was
+acknowledged meets that matcher. Its sign of life comes from this thread alone: a hang shows within a wait.
+
+Not here: the walk itself (matchers), sockets and compiling (server, compiler).
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grammar_service.backends import Rows
+from grammar_service.matchers import Answer, Classifier, Record, Slot, SlotTable
+from shared_mem.errors import RingOverrun
+from shared_mem.layout import Layout, RowKind
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 0.01
+"""One wait at most; both ends of it are signs of life."""
+
+_SAMPLES = 4096
+
+
+class Channel(Protocol):
+    """What the worker needs of `shared_mem.channel.GrammarEnd`."""
+
+    layout: Layout
+    start_seq: int
+
+    def wait(self, last_seq: int, timeout_s: float, spin_ns: int) -> int: ...
+    def records(self, seq: int) -> Sequence[Record]: ...
+    def mask_rows(self, seq: int) -> NDArray[np.int32]: ...
+    def publish(
+        self, seq: int, slot: int, slot_gen: int, kinds: Sequence[int], forced: Sequence[int], need: Sequence[int]
+    ) -> bool: ...
+    def heartbeat(self) -> None: ...
+    @property
+    def permissive(self) -> bool: ...
+
+
+class Worker:
+    """Answers one engine, from `start` to `stop`.
+
+    Args:
+        channel: the grammar process's end of the mapped segment.
+        threads: 1 fills rows on the worker thread itself; more spread the slots of a step.
+        spin_s: how long a wait spins before it sleeps.
+    """
+
+    def __init__(self, channel: Channel, *, threads: int = 1, spin_s: float = 50e-6) -> None:
+        layout = channel.layout
+        self._channel = channel
+        self._num_rows = layout.num_rows
+        self._num_slots = layout.num_slots
+        self._table = SlotTable(Classifier(layout.vocab_size))
+        self._rows = tuple(Rows(channel.mask_rows(i).reshape(layout.num_slots * layout.num_rows, -1)) for i in (0, 1))
+        self._spin_ns = int(spin_s * 1e9)
+        self._pool = ThreadPoolExecutor(threads, "lockstep-fill") if threads > 1 else None
+        self._busy: dict[int, Future[None]] = {}
+        self._inbox: collections.deque[tuple[int, Slot | int | None]] = collections.deque()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-grammar-worker", daemon=True)
+        self._counts = np.zeros((self._num_slots, len(RowKind)), dtype=np.int64)
+        self._records = 0
+        self._overruns = 0
+        self._fill_ns: collections.deque[int] = collections.deque(maxlen=_SAMPLES)
+        self.error: BaseException | None = None
+        """Why the thread ended, when it ended by itself."""
+
+    def start(self) -> None:
+        """Start the thread. Once."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 2.0) -> bool:
+        """End the thread and drop every matcher; False when it did not end in time (a library hangs)."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        return not self._thread.is_alive()
+
+    def bind(self, slot: int, state: Slot) -> None:
+        """Hand a matcher over; from the next record on it answers for its slot. Any thread."""
+        self._inbox.append((slot, state))
+
+    def release(self, slot: int, gen: int) -> None:
+        """Have the matcher of (slot, gen) dropped. Any thread."""
+        self._inbox.append((slot, gen))
+
+    def drop_all(self) -> None:
+        """Have every matcher dropped: the vocabulary is another one now. Any thread."""
+        for slot in range(self._num_slots):
+            self._inbox.append((slot, None))
+
+    @property
+    def alive(self) -> bool:
+        """The thread runs."""
+        return self._thread.is_alive()
+
+    def stats(self) -> dict[str, float]:
+        """Return counters since the start, gauges, and fill times of the last records in microseconds."""
+        samples = np.asarray(list(self._fill_ns) or [0]) / 1e3
+        out: dict[str, float] = dict(self._table.stats())
+        out.update(records=self._records, overruns=self._overruns)
+        out.update(fill_p50_us=float(np.percentile(samples, 50)), fill_p99_us=float(np.percentile(samples, 99)))
+        return out
+
+    def rows_by_kind(self) -> dict[str, int]:
+        """Return how many rows were answered with each kind."""
+        totals = self._counts.sum(axis=0)
+        return {kind.name: int(totals[kind]) for kind in RowKind}
+
+    def _run(self) -> None:
+        try:
+            last = self._channel.start_seq
+            while not self._stopping.is_set():
+                newest = self._channel.wait(last, WAIT_S, self._spin_ns)
+                self._empty_inbox()
+                for seq in range(last + 1, newest + 1):
+                    self._step(seq)
+                last = newest
+        except BaseException as error:
+            self.error = error
+            logger.exception("the grammar worker ended")
+            raise
+        finally:
+            self._table.slots.clear()
+
+    def _step(self, seq: int) -> None:
+        try:
+            records = self._channel.records(seq)
+        except RingOverrun:
+            # The engine has gone on without this step; the gap shows in the next record of each slot.
+            self._overruns += 1
+            return
+        if self._channel.permissive:
+            for record in records:
+                kinds = [int(RowKind.ALL)] * (len(record.drafts) + 1)
+                self._channel.publish(seq, record.slot, record.slot_gen, kinds, [-1] * len(kinds), [-1] * len(kinds))
+            return
+        if len(records) > 1:
+            records = sorted(records, key=self._cost)
+        if self._pool is None:
+            for record in records:
+                self._answer(seq, record)
+                self._channel.heartbeat()
+            return
+        for record in records:
+            before = self._busy.get(record.slot)
+            self._busy[record.slot] = self._pool.submit(self._after, before, seq, record)
+
+    def _after(self, before: Future[None] | None, seq: int, record: Record) -> None:
+        # A slot's records keep their order; a slow slot holds a fill thread, not the others.
+        if before is not None:
+            wait((before,))
+        self._answer(seq, record)
+
+    def _cost(self, record: Record) -> int:
+        slot = self._table.slots.get(record.slot)
+        return slot.cost_ns if slot else 0
+
+    def _answer(self, seq: int, record: Record) -> None:
+        begun = time.perf_counter_ns()
+        answer = self._fill(seq, record)
+        self._channel.publish(seq, record.slot, record.slot_gen, *answer)
+        took = time.perf_counter_ns() - begun
+        slot = self._table.slots.get(record.slot)
+        if slot is not None:
+            slot.cost_ns = took
+        self._fill_ns.append(took)
+        self._records += 1
+        for kind in answer.kinds:
+            self._counts[record.slot, kind] += 1
+
+    def _fill(self, seq: int, record: Record) -> Answer:
+        try:
+            return self._table.answer(record, self._rows[seq & 1], record.slot * self._num_rows)
+        except Exception:
+            # A defect of ours must end one request, not the worker and every other request with it.
+            logger.exception("slot %d: record %r", record.slot, record)
+            count = len(record.drafts) + 1
+            return Answer([RowKind.ERROR] * count, [-1] * count, [-1] * count)
+
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            slot, what = self._inbox.popleft()
+            before = self._busy.pop(slot, None)
+            if before is not None:
+                wait((before,))
+            if isinstance(what, Slot):
+                self._table.bind(slot, what)
+            elif what is None:
+                self._table.slots.pop(slot, None)
+            else:
+                self._table.release(slot, what)
+
+    def __repr__(self) -> str:
+        state = "alive" if self.alive else "not running"
+        return f"<Worker {state} matchers={len(self._table.slots)} records={self._records}>"
