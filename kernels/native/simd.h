@@ -19,14 +19,7 @@ typedef uint16_t v16h __attribute__((vector_size(32)));
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* One function, compiled for the vector units of the day; the loader picks one at start. */
-#if defined(__x86_64__)
-#define MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), noinline))
-#else
-#define MULTIVERSION __attribute__((noinline))
-#endif
-
-INLINE v16f splat(float x) { return x - (v16f){0}; }
+INLINE v16f splat(float x) { return (v16f){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 INLINE v16f load_f32(const void *p) {
     v16f x;
@@ -71,22 +64,31 @@ INLINE void store1(void *base, int64_t index, float x, int bf16) {
         ((float *)base)[index] = x;
 }
 
+INLINE v16f select16(v16i mask, v16f a, v16f b) {
+    return (v16f)((mask & (v16i)a) | (~mask & (v16i)b));
+}
+
+/* Across the lanes, in the order of a tree: 8 + 8, 4 + 4, ... */
+#define FOLD16(x, op)                                                                                                   \
+    do {                                                                                                                \
+        x = op(x, __builtin_shuffle(x, (v16i){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));                   \
+        x = op(x, __builtin_shuffle(x, (v16i){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));                   \
+        x = op(x, __builtin_shuffle(x, (v16i){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));                   \
+        x = op(x, __builtin_shuffle(x, (v16i){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));                   \
+    } while (0)
+
+INLINE v16f larger(v16f a, v16f b) { return select16(a > b, a, b); }
+
+INLINE v16f plus(v16f a, v16f b) { return a + b; }
+
 INLINE float max16(v16f x) {
-    float m = x[0];
-    for (int i = 1; i < 16; i++)
-        m = x[i] > m ? x[i] : m;
-    return m;
+    FOLD16(x, larger);
+    return x[0];
 }
 
 INLINE float sum16(v16f x) {
-    float s = 0.0f;
-    for (int i = 0; i < 16; i++)
-        s += x[i];
-    return s;
-}
-
-INLINE v16f select16(v16i mask, v16f a, v16f b) {
-    return (v16f)((mask & (v16i)a) | (~mask & (v16i)b));
+    FOLD16(x, plus);
+    return x[0];
 }
 
 /* exp(x) for x <= 0, within 2 ulp; below -87 it is 0. Cephes' range reduction and polynomial. */

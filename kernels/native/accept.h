@@ -8,7 +8,6 @@
  * Rows of one slot are walked in order and the walk ends at the first rejected draft, so that history holds exactly the
  * tokens before the row. Slots run in parallel and touch only their own lines. Not here: the wait for the rows.
  */
-#define _GNU_SOURCE
 #include "simd.h"
 
 enum { KIND_ALL, KIND_APPLY, KIND_FORCED, KIND_DEFER, KIND_DEAD_END, KIND_ERROR };
@@ -116,7 +115,7 @@ INLINE void load_masked(const struct accept_args *a, int64_t row, int kind, int3
             uint32_t bits = i < v ? mask[i / 32] >> (i % 32) & 0xffffu : 0;
             if (bits == 0xffffu)
                 continue;
-            v16i legal = -(((v16i){0} + (int32_t)bits) >> lane & 1);
+            v16i legal = -((v16i)((v16u){bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits, bits} >> (v16u)lane) & 1);
             v16f y = select16(legal, load_f32(x + i), splat(-INFINITY));
             memcpy(x + i, &y, sizeof y);
         }
@@ -320,28 +319,24 @@ INLINE void accept_slot(const struct accept_args *a, int64_t b, int bf16) {
     a->blocked[b] = blocked;
 }
 
-MULTIVERSION static void accept_one(const struct accept_args *a, int64_t b) {
+static void accept_one(const struct accept_args *a, int64_t b) {
     if (a->bf16)
         accept_slot(a, b, 1);
     else
         accept_slot(a, b, 0);
 }
 
-void lockstep_accept(const struct accept_args *a) {
+void VARIANT(lockstep_accept)(const struct accept_args *a) {
 #pragma omp parallel for schedule(dynamic) if (a->num_batch > 1)
     for (int64_t b = 0; b < a->num_batch; b++)
         accept_one(a, b);
 }
 
-MULTIVERSION static void fill_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) {
+/* The noise alone, for tests and for comparing devices: out[0..n). */
+void VARIANT(lockstep_gumbel)(uint64_t seed, uint32_t position, int64_t n, float *out) {
     float block[64];
     for (int64_t i = 0; i < n; i += 64) {
         gumbel64(seed, position, (uint32_t)i, block);
         memcpy(out + i, block, (size_t)(n - i < 64 ? n - i : 64) * sizeof(float));
     }
-}
-
-/* The noise alone, for tests and for comparing devices: out[0..n). */
-void lockstep_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) {
-    fill_gumbel(seed, position, n, out);
 }

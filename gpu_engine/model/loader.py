@@ -1,0 +1,168 @@
+"""Loads a causal language model and makes it ours: dtype, packed linears, paged attention, tokenizer.
+
+One invariant: a model that does not route every layer through our attention is refused at load, never run. Not here: what
+is generated with it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from gpu_engine.config import EMBEDDED_MODEL, EngineConfig
+from gpu_engine.model import attention
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.embedded import Progress, ensure_embedded
+from gpu_engine.model.linear import pack_linears
+from kernels.paged_attention import KVPages
+
+
+class ModelNotSupported(ValueError):
+    """The model cannot be served: wrong kind of attention, no fast tokenizer, or a shape the kernels do not take."""
+
+
+@dataclass(slots=True, eq=False)
+class LoadedModel:
+    """A model ready to run. Owned by the engine thread once that runs; the tokenizer is read by everybody."""
+
+    name: str
+    net: Any
+    """The transformers model, in eval mode."""
+    tokenizer: PreTrainedTokenizerFast
+    vocab_size: int
+    """Columns of the logits, padding included."""
+    eos_token_ids: tuple[int, ...]
+    model_type: str
+    dtype: torch.dtype
+    device: torch.device
+    num_parameters: int
+    max_model_len: int
+    """The smaller of what was asked for and what the model was made for."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def dtype_name(self) -> str:
+        """"bfloat16" or "float32"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def allocate_pages(self, num_pages: int, page_size: int) -> list[KVPages]:
+        """Return the KV cache, one entry a layer."""
+        shape = (num_pages, self.num_kv_heads, self.head_dim, page_size)
+        return [KVPages.allocate(*shape, self.dtype, self.device) for _ in range(self.num_layers)]
+
+    def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        """Run the target over B sequences of P positions; return logits [B * P, V]. Padding rows are garbage."""
+        positions = ctx.positions_BP.clamp(min=0).long()
+        out = self.net(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx)
+        logits: torch.Tensor = out.logits
+        return logits.view(-1, logits.shape[-1])
+
+    def prefill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
+        """Fill the cache; no logits are computed."""
+        positions = ctx.positions_BP.clamp(min=0).long()
+        self.net.get_decoder()(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx)
+
+    def __repr__(self) -> str:
+        return f"<LoadedModel {self.name} {self.model_type} {self.dtype_name} {self.device} V={self.vocab_size}>"
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of "auto": bfloat16 where the device multiplies it natively, else float32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cuda":
+        return torch.bfloat16
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return torch.float32
+    return torch.bfloat16 if flags & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
+
+
+def load_model(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
+    """Load `config.model`; raise ModelNotSupported, FileNotFoundError or EmbeddedModelMissing with a reason."""
+    report: Progress = progress or (lambda stage, done: None)
+    device = torch.device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    path = ensure_embedded(progress) if config.model == EMBEDDED_MODEL else Path(config.model)
+    if not path.exists():
+        raise FileNotFoundError(f"model: {path} is neither a directory, a GGUF file nor {EMBEDDED_MODEL!r}")
+    source: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+    folder = path.parent if path.is_file() else path
+    attention.register()
+    report("loading the tokenizer", 0.1)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelNotSupported(f"model: {type(tokenizer).__name__} has no tokenizer.json, which the grammar process needs")
+    report("loading the weights", 0.2)
+    dtype = resolve_dtype(config.dtype, device)
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, **source)
+    net.eval().requires_grad_(False)
+    num_parameters = sum(p.numel() for p in net.parameters())
+    report("preparing the weights", 0.8)
+    if device.type == "cpu":
+        pack_linears(net)
+    else:
+        net.to(device)
+    model = _describe(config, net, tokenizer, dtype, device, num_parameters)
+    _probe(model)
+    report("loaded", 1.0)
+    return model
+
+
+def _describe(
+    config: EngineConfig,
+    net: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_parameters: int,
+) -> LoadedModel:
+    text = net.config.get_text_config()
+    eos = net.generation_config.eos_token_id if net.generation_config else None
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    ids += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    return LoadedModel(
+        name=config.model,
+        net=net,
+        tokenizer=tokenizer,
+        vocab_size=net.get_output_embeddings().out_features,
+        eos_token_ids=tuple(dict.fromkeys(ids)),
+        model_type=text.model_type,
+        dtype=dtype,
+        device=device,
+        num_parameters=num_parameters,
+        max_model_len=min(config.max_model_len, getattr(text, "max_position_embeddings", config.max_model_len)),
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+    )
+
+
+@torch.inference_mode()
+def _probe(model: LoadedModel) -> None:
+    """Run two tokens and check that every layer used our attention."""
+    if model.head_dim % 16 or model.head_dim > 256:
+        raise ModelNotSupported(f"model: head size {model.head_dim} is not a multiple of 16 up to 256")
+    ctx = AttentionContext(
+        model.allocate_pages(1, 16),
+        torch.zeros(1, 1, dtype=torch.int32, device=model.device),
+        torch.arange(2, dtype=torch.int32, device=model.device)[None],
+    )
+    logits = model.logits(torch.zeros(1, 2, dtype=torch.long, device=model.device), ctx)
+    if ctx.layers_seen != set(range(model.num_layers)):
+        raise ModelNotSupported(
+            f"model: {model.model_type} sends {len(ctx.layers_seen)} of {model.num_layers} layers through the attention interface"
+        )
+    if not isinstance(model.net, nn.Module) or not bool(torch.isfinite(logits).all()):
+        raise ModelNotSupported(f"model: {model.model_type} gives logits that are not finite in {model.dtype_name}")
