@@ -28,7 +28,7 @@ from shared_mem.handover import SOCKET_NAME, connect, hung_up, listen, recv_segm
 from shared_mem.layout import Layout, RowKind
 from shared_mem.segment import Segment
 
-POLICIES = {"spin": 10**12, "spin, then park": DEFAULT_SPIN_NS, "park": 0}
+POLICIES = {"spin": 10**12, "brief": DEFAULT_SPIN_NS, "park": 0}
 """How long both sides spin before they sleep on a futex, in nanoseconds."""
 
 EXAMPLES = """
@@ -38,7 +38,7 @@ examples:
   python -m benchmarks.bench_channel --policy park --rounds 200000  one policy, a better tail
 
 reading the table:
-  policy    spin: never sleep, needs a core to itself; park: sleep at once; between: spin briefly, then sleep
+  policy    spin: never sleep, needs a core to itself; brief: spin for 20 us, then sleep; park: sleep at once
   p50 ...   microseconds per round at that percentile, Python on both sides included
   wait      mean of the time inside the await; the rest is the engine's own post and call overhead
   slow      rounds above a millisecond: the scheduler gave a core to somebody else

@@ -51,6 +51,14 @@ class HostCall(NamedTuple):
     user_data: int
 
 
+def _lanes(arrays: BatchArrays, batch: int | None) -> int:
+    if batch is None:
+        return arrays.batch
+    if not 0 <= batch <= arrays.batch:
+        raise InvalidField("batch", f"{batch} is not in [0, {arrays.batch}]")
+    return batch
+
+
 class EngineEnd:
     """The engine's role. Keeps the mapping alive; does not close the segment.
 
@@ -133,7 +141,7 @@ class EngineEnd:
     def post_batch(self, arrays: BatchArrays, batch: int | None = None, stage: int = Stage.VERIFY) -> int:
         """Post the first `batch` lanes (default: all) of filled arrays; as `post`, without a copy."""
         args = arrays.post_args
-        args.batch = arrays.batch if batch is None else batch
+        args.batch = _lanes(arrays, batch)
         args.stage = stage
         native.post(arrays.post_pointer)
         if args.status < 0:
@@ -154,7 +162,8 @@ class EngineEnd:
     ) -> AwaitResult:
         """Wait until every lane's slot is answered under `seq`; lanes that are not become DEFER in every row.
 
-        Returns at once for what is there, at the deadline, or when the abort word is set. Releases the GIL.
+        Returns at once for what is there, at the deadline, or when the abort word is set. Releases the GIL
+        when it has to wait.
 
         Args:
             seq: from `post`; 0 defers every lane that has a slot.
@@ -184,13 +193,14 @@ class EngineEnd:
     ) -> AwaitResult:
         """Wait for the first `batch` lanes (default: all) of posted arrays; as `await_rows`, without a copy."""
         args = arrays.await_args
-        lanes = arrays.batch if batch is None else batch
+        lanes = _lanes(arrays, batch)
         self._awaited.value = seq
         args.batch = lanes
         args.deadline_ns = deadline_ns
         args.timeout_ns = int(timeout_s * 1e9)
         args.spin_ns = self.spin_ns
-        native.await_rows(arrays.await_pointer)
+        if native.take(arrays.await_pointer):
+            native.await_rows(arrays.await_pointer)
         missing, waited_ns = args.missing, args.waited_ns
         self._awaits += 1
         self._missing += missing

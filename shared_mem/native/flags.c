@@ -212,6 +212,13 @@ static int32_t take_from(struct ls_await_args *a, uint64_t seq, int32_t i) {
     return i;
 }
 
+int32_t ls_take(void *await_args) {
+    struct ls_await_args *a = await_args;
+    a->missing = 0;
+    a->waited_ns = 0;
+    return a->batch - take_from(a, *a->seq, 0);
+}
+
 void ls_await(void *await_args) {
     struct ls_await_args *a = await_args;
     const struct ls_view *v = a->view;

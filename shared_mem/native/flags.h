@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Grows with every change of a struct or function here; native.py refuses another number. */
-#define LS_ABI 1
+#define LS_ABI 2
 
 #define LS_EXPORT __attribute__((visibility("default")))
 
@@ -124,6 +124,9 @@ LS_EXPORT int32_t ls_abi(void);
 /* Engine step. Both have the type of a CUDA host function; the argument is a struct ls_post_args or ls_await_args. */
 LS_EXPORT void ls_post(void *post_args);
 LS_EXPORT void ls_await(void *await_args);
+
+/* Takes what is there without waiting; returns the number of lanes that an ls_await would still wait for. */
+LS_EXPORT int32_t ls_take(void *await_args);
 
 /* Engine watchdog: 0 clears. A waiting ls_await ends within LS_PARK_SLICE_NS. */
 LS_EXPORT void ls_set_abort(const struct ls_view *view, uint64_t value);

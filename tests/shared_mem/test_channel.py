@@ -379,6 +379,9 @@ def test_a_failed_batch_raises_with_its_lane(ends: Ends) -> None:
     arrays.slots[:] = (1, 4)
     with pytest.raises(InvalidField, match=r"^slots: lane 1: a slot is not in \[0, 4\)"):
         engine.post_batch(arrays)
+    for call in (engine.post_batch, lambda arrays, batch: engine.await_batch(arrays, 1, batch)):
+        with pytest.raises(InvalidField, match=r"^batch: 3 is not in \[0, 2\]"):
+            call(arrays, 3)
     arrays = engine.batch_arrays(5)
     arrays.slots[:] = 1
     with pytest.raises(InvalidField, match="is there twice"):
