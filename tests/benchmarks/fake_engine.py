@@ -10,6 +10,7 @@ import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -33,6 +34,9 @@ def stable_tokens(request: pb.GenerateRequest) -> list[int]:
     return [(seed >> shift) & 0xFF for shift in range(0, 24, 4)]
 
 
+ServicerContext = grpc.aio.ServicerContext[Any, Any]
+
+
 class FakeEngine(engine_pb2_grpc.EngineServicer):
     """Answers in two deltas of tokens and a last response; counts how many calls ran at once."""
 
@@ -43,7 +47,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.requests: list[pb.GenerateRequest] = []
 
     async def Generate(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+        self, request: pb.GenerateRequest, context: ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
         self.running += 1
@@ -65,7 +69,11 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         finally:
             self.running -= 1
 
-    async def GetModelInfo(
-        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
-    ) -> pb.GetModelInfoResponse:
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: ServicerContext) -> pb.GetModelInfoResponse:
         return pb.GetModelInfoResponse(model="fake", version="0", num_draft_tokens=7, drafter="ngram")
+
+    async def Abort(self, request: pb.AbortRequest, context: ServicerContext) -> pb.AbortResponse:
+        return pb.AbortResponse(aborted=False)
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: ServicerContext) -> pb.GetStatsResponse:
+        return pb.GetStatsResponse(running=self.running)

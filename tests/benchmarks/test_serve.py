@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_a_failure_is_kept_and_not_tried_again() -> None:
     assert results["chat", 1]["bad"] == "AssertionError: hf.py:96"
     assert turns.count("bad") == 1
     data = as_json(results, {})
-    assert data["workloads"][0]["systems"]["bad"] == "AssertionError: hf.py:96"
+    assert json.loads(json.dumps(data))["workloads"][0]["systems"]["bad"] == "AssertionError: hf.py:96"
 
 
 def test_a_plot_is_written_for_results_with_failures(tmp_path: Path) -> None:

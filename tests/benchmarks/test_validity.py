@@ -54,11 +54,11 @@ def test_only_complete_answers_are_judged() -> None:
     judge = Judge()
     tally.answered("a", "stop", '{"age":1}', PERSON, judge)
     tally.answered("b", "grammar_incomplete", '{"ag', PERSON, judge)
-    assert not tally.failed
+    failed_before = tally.failed
     tally.answered("c", "stop", '{"age":"1"}', PERSON, judge)
     tally.refused("INVALID_ARGUMENT", "oneOf")
     assert tally.endings == {"stop/valid": 1, "grammar_incomplete": 1, "stop/INVALID": 1, "refused INVALID_ARGUMENT": 1}
     assert tally.refusals == {"INVALID_ARGUMENT: oneOf": 1}
-    assert tally.failed
+    assert (failed_before, tally.failed) == (False, True)
     assert [(name, text) for name, _, text in tally.invalid] == [("c", '{"age":"1"}')]
     assert "$.age" in tally.invalid[0][1]
