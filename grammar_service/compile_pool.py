@@ -1,7 +1,7 @@
 """Warm processes that compile, one grammar each at a time, killed at the end of their time.
 
-Invariant: a caller waits at most for a free worker and then `timeout_s`; a worker that overran is dead and replaced before
-the next caller needs it. A crash is an error of one request. Owned by one event loop.
+Invariant: a caller waits at most for a free worker and then `timeout_s`; a worker that overran is dead and replaced
+before the next caller needs it. A crash is an error of one request. Owned by one event loop.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class CompilePool:
             self.crashed += 1
             code = await worker.kill()
             logger.error("a compile worker of %s ended with %d on %r", self._backend, code, grammar)
-            raise InternalError(f"the compile worker of {self._backend} crashed on this grammar (exit {code})") from None
+            raise InternalError(f"the compile worker of {self._backend} crashed on the grammar (exit {code})") from None
         finally:
             if healthy:
                 self._spare.append(task)

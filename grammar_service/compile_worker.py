@@ -1,8 +1,9 @@
 """The process that compiles: reads one request, compiles, writes one reply, and again; made to be killed.
 
-Invariant: it holds nothing that anybody needs. It dies with its parent, runs at low priority, and may allocate only so much.
-Frames on stdin and stdout: u32 length, then a JSON head up to the first newline, then bytes. Started as
-`python -m grammar_service.compile_worker`; the first frame is the backend and the vocabulary, and its reply says "ready".
+Invariant: it holds nothing that anybody needs. It dies with its parent, runs at low priority, and may allocate only
+so much. Frames on stdin and stdout: u32 length, then a JSON head up to the first newline, then bytes. Started as
+`python -m grammar_service.compile_worker`; the first frame is the backend and the vocabulary, and its reply says
+"ready".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From a grammar's text to its compiled form, once: checks, cache, single flight, processes that can be killed.
 
-Invariant: equal grammars share one compilation and one cache entry; what failed is not remembered, so a grammar that ran out
-of time may succeed later. Compiling happens in other processes (`compile_pool`); here a grammar is only loaded, in a thread
-of low priority. Owned by one event loop.
+Invariant: equal grammars share one compilation and one cache entry; what failed is not remembered, so a grammar that
+ran out of time may succeed later. Compiling happens in other processes (`compile_pool`); here a grammar is only
+loaded, in a thread of low priority. Owned by one event loop.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Compiler:
         self._pool(config.backend)
 
     async def ready(self) -> None:
-        """Wait until the default backend has taken the vocabulary; its workers start meanwhile. Raises what that raised."""
+        """Wait until the default backend has taken the vocabulary, or raise why not; its workers start meanwhile."""
         await asyncio.shield(self._backend(self._config.backend))
 
     async def compile(self, kind: Kind, source: str, whitespace: Whitespace, backend: str) -> tuple[Entry, bool]:

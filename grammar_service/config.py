@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grammar_service.backends import NAMES
+
 ENVIRONMENT_PREFIX = "LOCKSTEP_GRAMMAR_"
 
 _TEACHES = """\
@@ -28,9 +30,10 @@ Both processes must see DIR; nothing else is shared (the segment travels as a fi
 """
 
 _CLOSING = f"""\
-Every setting is also an environment variable ({ENVIRONMENT_PREFIX}COMPILE_TIMEOUT_S) and a key of the TOML file named with
---config (compile_timeout_s, or the same under a table [grammar]). A flag beats the environment, which beats the file.
-Exit status: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 when a mask computation hangs and cannot be ended.
+Every setting is also an environment variable ({ENVIRONMENT_PREFIX}COMPILE_TIMEOUT_S) and a key of the TOML file named
+with --config (compile_timeout_s, or the same under a table [grammar]). A flag beats the environment, which beats the
+file. Exit status: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 when a mask computation hangs and cannot be
+ended.
 """
 
 
@@ -58,8 +61,8 @@ def usable_cores() -> int:
 class GrammarConfig:
     """One sidecar. The help text of each field says what it is, and in which unit."""
 
-    dir: str = _setting("", "directory of the sockets grammar.sock and segment.sock; made with mode 0700 when missing; required")
-    backend: str = _setting("llguidance", "default matcher library, llguidance or xgrammar; a request may name another one")
+    dir: str = _setting("", "directory of grammar.sock and segment.sock; made with mode 0700 when missing; required")
+    backend: str = _setting("llguidance", "default library, llguidance or xgrammar; a request may name another one")
     compile_timeout_s: float = _setting(5.0, "bound on one compilation; its process is killed at the end of it")
     compile_workers: int = _setting(2, "processes per backend that compile; they wait warm")
     compile_queue: int = _setting(256, "compilations that may wait for a worker; one more is refused")
@@ -72,7 +75,7 @@ class GrammarConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.dir), "dir", "is required")
-        _require(self.backend in ("llguidance", "xgrammar"), "backend", f"{self.backend!r} is not llguidance or xgrammar")
+        _require(self.backend in NAMES, "backend", f"{self.backend!r} is not one of {', '.join(NAMES)}")
         _require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
         _require(1 <= self.compile_workers <= 64, "compile_workers", "must be in [1, 64]")
         _require(self.compile_queue >= 1, "compile_queue", "must be at least 1")

@@ -177,5 +177,6 @@ def _compact(value: Any) -> str:
 def _type_name(value: Any) -> str:
     if value is None:
         return "null"
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array", dict: "an object"}
-    return names[type(value)]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number"
+    return {bool: "a boolean", str: "a string", list: "an array", dict: "an object"}[type(value)]

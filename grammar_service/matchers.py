@@ -1,11 +1,11 @@
 """The slots' matchers, and the walk: one record in, one answer per row out.
 
-Invariant: a matcher has accepted exactly `tokens`, of which the first `certain` are committed and the rest are drafts of the
-last step. A row is filled only in the state that its record describes; when that state cannot be reached the answer is
-DEFER or ERROR, never a guess. Handling a record twice gives the same answer.
+Invariant: a matcher has accepted exactly `tokens`, of which the first `certain` are committed and the rest are drafts
+of the last step. A row is filled only in the state that its record describes; when that state cannot be reached the
+answer is DEFER or ERROR, never a guess. Handling a record twice gives the same answer.
 
-Pure over the `Matcher` protocol and a view of rows: no sockets, no sequence numbers, no threads of its own. One thread uses a
-slot at a time.
+Pure over the `Matcher` protocol and a view of rows: no sockets, no sequence numbers, no threads of its own. One
+thread uses a slot at a time.
 """
 
 from __future__ import annotations
@@ -13,34 +13,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grammar_service.backends import Matcher, MatcherFailed, Rows
+from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind
 
 
-class Record(Protocol):
-    """What the walk reads of a record of the step plane (`shared_mem.channel.Record`)."""
-
-    @property
-    def slot(self) -> int: ...
-    @property
-    def slot_gen(self) -> int: ...
-    @property
-    def commit_pos(self) -> int: ...
-    @property
-    def committed(self) -> Sequence[int]: ...
-    @property
-    def drafts(self) -> Sequence[int]: ...
-    @property
-    def need_rows(self) -> int: ...
-
-
 class Answer(NamedTuple):
-    """One kind, forced token (-1: none) and least number of tokens to the end (-1: not known) per row 0..len(drafts)."""
+    """Per row 0..len(drafts): kind, forced token (-1: none), least number of tokens to the end (-1: not known)."""
 
     kinds: list[int]
     forced: list[int]
@@ -172,7 +156,7 @@ class SlotTable:
         return self._walk(slot, record, rows, first)
 
     def _move(self, slot: Slot, record: Record) -> bool:
-        """Bring the matcher to just after the committed tokens. False: one of them is illegal, and the slot has failed."""
+        """Bring the matcher to just after the committed tokens. False: one is illegal, and the slot has failed."""
         start, committed = record.commit_pos, record.committed
         certain = start + len(committed)
         keep = start

@@ -1,8 +1,8 @@
 """The sidecar's two sockets: gRPC for the control plane, and one that takes the engine's segment.
 
-Invariant: one engine at a time. Its open segment socket is its life: when that hangs up, matchers and mapping go, compiled
-grammars stay, and the next engine is awaited. A worker that cannot be stopped ends the process, since its memory cannot
-be taken away from it safely.
+Invariant: one engine at a time. Its open segment socket is its life: when that hangs up, matchers and mapping go,
+compiled grammars stay, and the next engine is awaited. A worker that cannot be stopped ends the process, since its
+memory cannot be taken away from it safely.
 """
 
 from __future__ import annotations

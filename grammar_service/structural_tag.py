@@ -1,8 +1,8 @@
 """Structural tags: free text in which a trigger opens a guided region.
 
-Invariant: a parsed tag has at least one region, and every region's `begin` starts with a trigger. Two spellings are read,
-today's (`format` of type `triggered_tags`) and the older one (`structures` and `triggers`). The other formats that xgrammar
-knows are its own, and stay JSON (see its backend). Regions named by tokens are refused everywhere.
+Invariant: a parsed tag has at least one region, and every region's `begin` starts with a trigger. Two spellings are
+read, today's (`format` of type `triggered_tags`) and the older one (`structures` and `triggers`). The other formats
+that xgrammar knows are its own, and stay JSON (see its backend). Regions named by tokens are refused everywhere.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Grammars that users write by hand: GBNF and Lark, and what they may not say.
 
-Invariant: a grammar that passes describes text only. Token ids, special tokens and references to other grammars are the
-server's business: a user who can name them can switch roles in a conversation. Reads literals, patterns and comments apart
-from the rest, so that the same characters inside a quoted text stay allowed.
+Invariant: a grammar that passes describes text only. Token ids, special tokens and references to other grammars are
+the server's business: a user who can name them can switch roles in a conversation. Reads literals, patterns and
+comments apart from the rest, so that the same characters inside a quoted text stay allowed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def refuse_token_references(lark: str) -> None:
     loud = _LARK_QUIET.sub(_blank, lark)
     found = _LARK_TOKEN.search(loud)
     if found:
-        raise InvalidGrammar(f"source: line {_line(loud, found)}: {found[0]!r} names a token; a grammar may describe text only")
+        raise InvalidGrammar(
+            f"source: line {_line(loud, found)}: {found[0]!r} names a token; only text may be described"
+        )
     options = _LARK_OPTIONS.search(loud)
     if options:
         raise InvalidGrammar(f"source: line {_line(loud, options)}: %llguidance options are not the request's to set")
@@ -44,7 +46,7 @@ def refuse_token_functions(gbnf: str) -> None:
     found = _XGRAMMAR_TOKENS.search(loud)
     if found:
         raise InvalidGrammar(
-            f"source: line {_line(loud, found)}: {found[1]}() names tokens; a grammar may describe text only"
+            f"source: line {_line(loud, found)}: {found[1]}() names tokens; only text may be described"
         )
 
 
@@ -71,9 +73,7 @@ def lark_literal(text: str) -> str:
 
 def gbnf_literal(text: str) -> str:
     """Return `text` as a quoted GBNF literal; control characters are escaped by code point."""
-    quoted = "".join(
-        "\\" + c if c in '"\\' else c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in text
-    )
+    quoted = "".join("\\" + c if c in '"\\' else c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in text)
     return f'"{quoted}"'
 
 

@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grammar_service.backends import Rows
-from grammar_service.matchers import Answer, Classifier, Record, Slot, SlotTable
+from grammar_service.matchers import Answer, Classifier, Slot, SlotTable
 from shared_mem.errors import RingOverrun
+from shared_mem.grammar_end import Record
 from shared_mem.layout import Layout, RowKind
 
 logger = logging.getLogger(__name__)
@@ -39,15 +40,32 @@ class Channel(Protocol):
     layout: Layout
     start_seq: int
 
-    def wait(self, last_seq: int, timeout_s: float, spin_ns: int) -> int: ...
-    def records(self, seq: int) -> Sequence[Record]: ...
-    def mask_rows(self, seq: int) -> NDArray[np.int32]: ...
+    def wait(self, last_seq: int, timeout_s: float, spin_ns: int) -> int:
+        """Return the newest sequence; `last_seq` when nothing came in time."""
+        ...
+
+    def records(self, seq: int) -> Sequence[Record]:
+        """Return the records of `seq`. Raises RingOverrun."""
+        ...
+
+    def mask_rows(self, seq: int) -> NDArray[np.int32]:
+        """Return the rows to write, int32 [num_slots, R, row_stride / 4]."""
+        ...
+
     def publish(
         self, seq: int, slot: int, slot_gen: int, kinds: Sequence[int], forced: Sequence[int], need: Sequence[int]
-    ) -> bool: ...
-    def heartbeat(self) -> None: ...
+    ) -> bool:
+        """Publish a slot's answer."""
+        ...
+
+    def heartbeat(self) -> None:
+        """Show life."""
+        ...
+
     @property
-    def permissive(self) -> bool: ...
+    def permissive(self) -> bool:
+        """Answer ALL to everything."""
+        ...
 
 
 class Worker:

@@ -1,8 +1,9 @@
 """What xgrammar 0.2.8 does not enforce in a JSON Schema, and does not say so either.
 
-Invariant: a schema that passes means to xgrammar at most what it means to JSON Schema (answers may be fewer, never others).
-Found by giving the library each keyword with values that break it; the tests repeat that. What the library warns about
-(overlapping oneOf, several allOf branches, pattern with minLength, ...) is caught from its warnings, not here.
+Invariant: a schema that passes means to xgrammar at most what it means to JSON Schema (answers may be fewer, never
+others). Found by giving the library each keyword with values that break it; the tests repeat that. What the library
+warns about (overlapping oneOf, several allOf branches, pattern with minLength, ...) is caught from its warnings, not
+here.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ _HARMLESS = {"unevaluatedProperties": True, "unevaluatedItems": True, "uniqueIte
 """Values that forbid nothing."""
 
 _FORMATS = frozenset(
-    "date time date-time duration email hostname ipv4 ipv6 uri uri-reference uri-template uuid json-pointer"
-    " relative-json-pointer".split()
+    {
+        *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
+        *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    }
 )
 """Formats that are enforced; any other is taken as any string."""
 
@@ -52,7 +55,8 @@ _OF_TYPE = {
 }
 """Keywords that have an effect only beside a `type`."""
 
-_IMPLY_TYPE = ("properties", "required", "patternProperties", "additionalProperties", "propertyNames", "items", "prefixItems")
+_IMPLY_OBJECT = ("properties", "required", "patternProperties", "additionalProperties", "propertyNames")
+_IMPLY_ARRAY = ("items", "prefixItems")
 """Keywords that the library takes for a type: the schema becomes stricter than it says."""
 
 _SCHEMAS = ("items", "additionalProperties", "propertyNames", "contains")
@@ -60,7 +64,20 @@ _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 _ASSERTIONS = frozenset(
-    {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "uniqueItems", *_IGNORED, *_OF_TYPE, *_IMPLY_TYPE}
+    {
+        "type",
+        "enum",
+        "const",
+        "$ref",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "uniqueItems",
+        *_IGNORED,
+        *_OF_TYPE,
+        *_IMPLY_OBJECT,
+        *_IMPLY_ARRAY,
+    }
 )
 
 
@@ -92,7 +109,7 @@ def _children(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}/{key}/{i}", child
     for key in _SCHEMA_MAPS:
         members = node.get(key)
-        for name, child in (members.items() if isinstance(members, dict) else ()):
+        for name, child in members.items() if isinstance(members, dict) else ():
             yield f"{path}/{key}/{name}", child
 
 
@@ -171,9 +188,7 @@ def _typed(node: dict[str, Any]) -> tuple[str, str] | None:
     """Without a type, bounds are ignored."""
     if "type" in node:
         return None
-    implied = {"array" for k in ("items", "prefixItems") if k in node} | {
-        "object" for k in _IMPLY_TYPE[:5] if k in node
-    }
+    implied = {"array" for k in _IMPLY_ARRAY if k in node} | {"object" for k in _IMPLY_OBJECT if k in node}
     if len(implied) > 1:
         return "type", "is missing beside keywords for arrays and for objects"
     for keyword, kind in _OF_TYPE.items():
