@@ -1,0 +1,339 @@
+"""`python -m benchmarks.maskbench`: does each backend take the schemas, and do its masks survive the shared memory?
+
+Invariant: grammars are compiled as the sidecar compiles them (in processes that are killed at the end of their time),
+and rows are filled by the sidecar's own worker. A row read through a segment is compared, bit by bit, with the
+backend called directly on a second matcher; drafts are accepted and rejected on the way, so that rollbacks are part
+of it. Nothing is tuned to the file. Not here: models, latencies of a whole step (`bench_channel`, `serve`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLTokenizer
+from numpy.typing import NDArray
+
+from benchmarks.tables import Progress, number, table
+from grammar_service.backends import NAMES, Compiled, Matcher, MatcherFailed, Rows
+from grammar_service.compiler import Compiler
+from grammar_service.config import GrammarConfig
+from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded
+from grammar_service.grammar import Kind, Whitespace
+from grammar_service.matchers import Slot
+from grammar_service.vocabulary import Vocabulary
+from grammar_service.worker import Worker
+from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.layout import Layout, RowKind
+from shared_mem.segment import Segment
+
+NUM_ROWS = 4
+"""Rows per record: three drafts."""
+
+EXAMPLES = """
+data: one JSON object a line, as MaskBench has them: name, group, schema, tests [{description, valid, data}]
+
+examples:
+  python -m benchmarks.maskbench --data maskbench.jsonl --tokenizer model/ --limit 50 python -m benchmarks.maskbench
+  --data maskbench.jsonl --tokenizer model/tokenizer.json --backend llguidance --check-shm
+
+reading the table:
+  compiled          schemas that the backend takes; refused: it says which keyword it would not enforce; timeout:
+  killed valid ok/lost     instances marked valid that the grammar accepts (its stop token included), and those it
+  rejects invalid ok/let by instances marked invalid that it rejects, and those it accepts: a let-by is a constraint
+  not enforced rows, differing   rows read through shared memory, and those that differ from the backend called
+  directly (must be 0) mask              microseconds to fill one row, called directly from Python, at the percentiles
+  50 / 99 / 100
+
+A valid instance may be lost although the grammar is right: both backends hold the properties to the order of the
+schema. The exit status is 1 when a row differed or a compile worker crashed.
+"""
+
+
+@dataclass(slots=True)
+class Tally:
+    """One backend's counts."""
+
+    schemas: int = 0
+    compiled: int = 0
+    refused: int = 0
+    timeouts: int = 0
+    crashed: int = 0
+    reasons: collections.Counter[str] = field(default_factory=collections.Counter)
+    verdicts: collections.Counter[tuple[bool, bool]] = field(default_factory=collections.Counter)
+    """(marked valid, accepted) -> instances."""
+    let_by: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    untokenised: int = 0
+    failed: int = 0
+    """Instances on which the library hit one of its limits."""
+    rows: int = 0
+    differing: int = 0
+    compile_ms: list[float] = field(default_factory=list)
+    mask_us: list[float] = field(default_factory=list)
+
+    def cells(self, name: str) -> list[str]:
+        """Return the backend's line of the table."""
+        v = self.verdicts
+        return [
+            name,
+            f"{self.compiled} / {self.schemas}",
+            str(self.refused),
+            str(self.timeouts),
+            str(self.crashed),
+            f"{v[True, True]} / {v[True, False]}",
+            f"{v[False, False]} / {v[False, True]}",
+            f"{self.rows} / {self.differing}",
+            _percentiles(self.compile_ms),
+            _percentiles(self.mask_us),
+        ]
+
+
+HEADER = ["backend", "compiled", "refused", "timeout", "crash", "valid ok/lost", "invalid ok/let by"]
+HEADER += ["rows, differing", "compile ms", "mask us"]
+
+
+class SharedRows:
+    """A worker behind a real segment, asked as an engine asks: the other way to the same masks."""
+
+    def __init__(self, vocab_size: int) -> None:
+        layout = Layout(num_slots=1, num_rows=NUM_ROWS, vocab_size=vocab_size)
+        self._segment = Segment.create(layout)
+        self._engine = EngineEnd(self._segment)
+        self._worker = Worker(GrammarEnd(self._segment))
+        self._worker.start()
+        self._gen = 0
+        self._random = random.Random(0)
+
+    def compare(
+        self, compiled: Compiled, tokens: Sequence[int], direct: Sequence[NDArray[np.int32]]
+    ) -> tuple[int, int]:
+        """Walk `tokens` in steps of 1 to 4 with true and false drafts; return how many rows came, and how many differ.
+
+        `direct` holds the row before each token, and the one after the last.
+        """
+        self._gen += 1
+        self._worker.bind(0, Slot.bind(self._gen, compiled.matcher, ()))
+        words = direct[0].size
+        at, rows, differing = 0, 0, 0
+        step: Sequence[int] = ()
+        while at <= len(tokens):
+            drafts = list(tokens[at : at + NUM_ROWS - 1])
+            if drafts and self._random.random() < 0.5:
+                drafts[self._random.randrange(len(drafts))] = self._random.randrange(words * 32)
+            said = [*step, *drafts]
+            seq = self._engine.post([0], [self._gen], [at - len(step)], [len(step)], [len(drafts)], [said])
+            kinds = self._engine.await_rows(seq, [0], [self._gen], timeout_s=60).kinds[0]
+            true = next((i for i, draft in enumerate(drafts) if draft != tokens[at + i]), len(drafts))
+            for row in range(true + 1):
+                rows += 1
+                differing += not _equal(kinds[row], self._engine.mask_rows(seq)[0, row, :words], direct[at + row])
+            taken = self._random.randrange(true + 1) + 1
+            step = tokens[at : at + taken]
+            at += taken
+        return rows, differing
+
+    def close(self) -> None:
+        """Stop the worker and unmap."""
+        self._worker.stop()
+        self._segment.close()
+
+
+def _equal(kind: int, shared: NDArray[np.int32], direct: NDArray[np.int32]) -> bool:
+    if kind in (RowKind.APPLY, RowKind.FORCED):
+        return bool((shared == direct).all())
+    return kind == RowKind.DEAD_END and not direct.any()
+
+
+class Bench:
+    """All lines against one backend."""
+
+    def __init__(self, backend: str, vocabulary: Vocabulary, options: argparse.Namespace) -> None:
+        self.tally = Tally()
+        self._backend = backend
+        self._stop = vocabulary.stop_ids[0]
+        self._whitespace = Whitespace[options.whitespace.upper()]
+        separators = (",", ":") if self._whitespace is Whitespace.COMPACT else (", ", ": ")
+        self._encoder = json.JSONEncoder(ensure_ascii=False, separators=separators)
+        self._tokenizer = LLTokenizer(vocabulary.tokenizer_json.decode(), n_vocab=vocabulary.size)
+        self._special = vocabulary.special
+        self._buffer = Rows(np.zeros((1, vocabulary.num_words), dtype=np.int32))
+        config = GrammarConfig(
+            dir="none",
+            backend=backend,
+            compile_timeout_s=options.compile_timeout_s,
+            max_grammar_bytes=64 << 20,
+        )
+        self._compiler = Compiler(config, vocabulary)
+        self._shared = SharedRows(vocabulary.size) if options.check_shm else None
+
+    async def run(self, lines: Sequence[dict[str, Any]], progress: Progress) -> None:
+        """Compile each schema and try its instances."""
+        try:
+            await self._compiler.ready()
+            for line in lines:
+                progress.step(f"{self._backend} {line['name']}")
+                await self._schema(line)
+        finally:
+            await self._compiler.close()
+            if self._shared is not None:
+                self._shared.close()
+
+    async def _schema(self, line: dict[str, Any]) -> None:
+        tally = self.tally
+        tally.schemas += 1
+        try:
+            entry, _ = await self._compiler.compile(
+                Kind.JSON_SCHEMA, json.dumps(line["schema"]), self._whitespace, self._backend
+            )
+        except GrammarServiceError as error:
+            if isinstance(error, LimitExceeded):
+                tally.timeouts += 1
+            elif isinstance(error, InternalError):
+                tally.crashed += 1
+            else:
+                tally.refused += 1
+            tally.reasons[_reason(str(error))] += 1
+            return
+        tally.compiled += 1
+        tally.compile_ms.append(entry.compile_ms)
+        for test in line["tests"]:
+            await asyncio.to_thread(self._instance, line["name"], entry.compiled, test)
+
+    def _instance(self, name: str, compiled: Compiled, test: dict[str, Any]) -> None:
+        tally = self.tally
+        text = self._encoder.encode(test["data"])
+        tokens = self._tokenizer.tokenize_str(text)
+        if any(token in self._special for token in tokens) or self._tokenizer.decode_str(tokens) != text:
+            tally.untokenised += 1
+            return
+        try:
+            accepted, rows = self._walk(compiled.matcher(), tokens)
+        except MatcherFailed as error:
+            tally.failed += 1
+            tally.reasons[_reason(f"while masking: {error}")] += 1
+            return
+        tally.verdicts[bool(test["valid"]), accepted] += 1
+        if accepted != bool(test["valid"]):
+            (tally.let_by if accepted else tally.lost).append(f"{name}: {test.get('description', '')}")
+        if self._shared is not None:
+            compared, differing = self._shared.compare(compiled, tokens[: len(rows) - 1], rows)
+            tally.rows += compared
+            tally.differing += differing
+
+    def _walk(self, matcher: Matcher, tokens: Sequence[int]) -> tuple[bool, list[NDArray[np.int32]]]:
+        """Return whether the whole text and a stop token are accepted, and the rows before each accepted token and
+        after."""
+        rows = []
+        for token in (*tokens, self._stop):
+            begun = time.perf_counter_ns()
+            matcher.fill(self._buffer, 0)
+            self.tally.mask_us.append((time.perf_counter_ns() - begun) / 1e3)
+            row = self._buffer.words[0].copy()
+            rows.append(row)
+            legal = bool(row[token >> 5] >> (token & 31) & 1)
+            if matcher.accept(token) != legal:
+                raise MatcherFailed(f"the row and the matcher disagree on token {token}")
+            if not legal:
+                return False, rows
+        return True, rows
+
+
+def _reason(message: str) -> str:
+    """Return a message without what is of one schema only."""
+    message = re.sub(r"would not enforce all of it: \S*/", "would not enforce all of it: .../", message)
+    message = re.sub(r"'[^']*'|\"[^\"]{12,}\"|\d+", "..", message.splitlines()[0])
+    return message[:110]
+
+
+def _percentiles(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    return " / ".join(number(float(value), 1) for value in np.percentile(values, (50, 99, 100)))
+
+
+def _lines(path: Path, limit: int) -> list[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file if line.strip()]
+    return lines[:limit] if limit else lines
+
+
+def _vocabulary(path: Path, stop_ids: Sequence[int]) -> Vocabulary:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    content = file.read_bytes()
+    document = json.loads(content)
+    size = 1 + max(*document["model"]["vocab"].values(), *(token["id"] for token in document["added_tokens"]))
+    if not stop_ids:
+        config = file.with_name("config.json")
+        found = json.loads(config.read_text())["eos_token_id"] if config.exists() else None
+        stop_ids = found if isinstance(found, list) else [found] if found is not None else []
+    return Vocabulary.load(content, size, tuple(stop_ids))
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Progress]:
+    progress = Progress(total)
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.maskbench",
+        description="Compiles every schema of a file with each backend and tries its instances token by token.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, required=True, help="the schemas, one JSON object a line")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a directory with one")
+    parser.add_argument("--stop-id", type=int, action="append", default=[], help="default: eos_token_id of config.json")
+    parser.add_argument("--backend", choices=[*NAMES, "both"], default="both")
+    parser.add_argument("--limit", type=int, default=0, help="only the first N schemas")
+    parser.add_argument("--whitespace", choices=["compact", "bounded", "any"], default="any")
+    parser.add_argument("--compile-timeout-s", type=float, default=5.0)
+    parser.add_argument("--check-shm", action="store_true", help="compare every row with one through shared memory")
+    parser.add_argument("--details", action="store_true", help="list the instances that were lost or let by")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the harness; return the exit status."""
+    options = _parse(arguments)
+    lines = _lines(options.data, options.limit)
+    vocabulary = _vocabulary(options.tokenizer, options.stop_id)
+    backends = NAMES if options.backend == "both" else (options.backend,)
+    benches: dict[str, Tally] = {}
+
+    async def run_all(progress: Progress) -> None:
+        for backend in backends:
+            bench = Bench(backend, vocabulary, options)
+            benches[backend] = bench.tally
+            await bench.run(lines, progress)
+
+    with _bar(len(lines) * len(backends)) as progress:
+        asyncio.run(run_all(progress))
+    print(table(HEADER, [tally.cells(name) for name, tally in benches.items()]))
+    for name, tally in benches.items():
+        print(f"\n{name}: {tally.untokenised} instances not tokenised, {tally.failed} failed while masking")
+        print(table(["schemas", "not compiled because"], [[str(n), why] for why, n in tally.reasons.most_common(25)]))
+        if options.details:
+            print("\n".join([*(f"let by: {each}" for each in tally.let_by), *(f"lost: {each}" for each in tally.lost)]))
+    return int(any(tally.differing or tally.crashed for tally in benches.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
