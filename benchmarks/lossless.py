@@ -134,7 +134,7 @@ def equality_table(
 
 
 async def compare_with_transformers(
-    address: str, prompts: Sequence[Prompt], directory: Path, dtype: str, threads: int
+    address: str, prompts: Sequence[Prompt], directory: Path, args: argparse.Namespace
 ) -> list[Difference]:
     """Greedy free text of the engine (its default drafts) against `generate` on the same token ids."""
     from benchmarks.peer_transformers import Transformers, Weights
@@ -150,7 +150,7 @@ async def compare_with_transformers(
         ours = await client.run(calls, 1, lambda: progress.step("engine"))
     finally:
         await client.close()
-    peer = Transformers(Weights(directory, dtype, threads), grammar=False)
+    peer = Transformers(Weights(directory, args.dtype, args.threads, args.device), grammar=False)
     theirs = peer.run(prompts, 1, lambda: progress.step("transformers"))
     progress.close()
     return compare({a.name: a for a in theirs.answers}, {a.name: a for a in ours.answers})
@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results = asyncio.run(run_variants(address, cases, variants))
             if directory is not None:
                 prompts = load_prompts(workload("chat", None, args.max_tokens), directory)
-                compared = compare_with_transformers(address, prompts, directory, args.dtype, args.threads)
+                compared = compare_with_transformers(address, prompts, directory, args)
                 peer = asyncio.run(compared)
     except (ValueError, ServerFailed, SystemFailed, CallRefused) as failure:
         print(f"cannot run: {failure}", file=sys.stderr)

@@ -51,20 +51,21 @@ class Clock(BaseStreamer):  # type: ignore[no-untyped-call,misc,unused-ignore]
 class Weights:
     """The model, tokenizer and grammar compiler that all transformers systems share."""
 
-    def __init__(self, directory: Path, dtype: str, num_threads: int) -> None:
+    def __init__(self, directory: Path, dtype: str, num_threads: int, device: str = "cpu") -> None:
         torch.set_num_threads(num_threads)
         self.num_threads = num_threads
         self.dtype = dtype
+        self.device = device
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
-        self.model = model.eval()
+        self.model = model.to(device).eval()
         eos = self.model.generation_config.eos_token_id
         self.eos_ids: set[int] = set(eos) if isinstance(eos, list) else {eos}
         info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=self.model.config.vocab_size)
         self.compiler = xgrammar.GrammarCompiler(info)
 
     def __repr__(self) -> str:
-        return f"<Weights {self.model.config.model_type} {self.dtype} threads={self.num_threads}>"
+        return f"<Weights {self.model.config.model_type} {self.dtype} {self.device} threads={self.num_threads}>"
 
 
 class Transformers:
@@ -88,7 +89,7 @@ class Transformers:
         """Versions, dtype and threads."""
         return (
             f"transformers {transformers.__version__}, xgrammar {version('xgrammar')}, torch {torch.__version__}: "
-            f"{self._weights.dtype}, {self._weights.num_threads} threads, static batches"
+            f"{self._weights.dtype} on {self._weights.device}, {self._weights.num_threads} threads, static batches"
         )
 
     def run(self, prompts: Sequence[Prompt], concurrency: int, on_answer: Callable[[], None]) -> Run:
@@ -118,8 +119,8 @@ class Transformers:
         options: dict[str, Any] = {"prompt_lookup_num_tokens": self._lookup} if self._lookup else {}
         with torch.inference_mode():
             out_BT = weights.model.generate(
-                ids_BP,
-                attention_mask=mask_BP,
+                ids_BP.to(weights.device),
+                attention_mask=mask_BP.to(weights.device),
                 do_sample=False,
                 max_new_tokens=max(prompt.item.max_tokens for prompt in prompts),
                 pad_token_id=min(weights.eos_ids),

@@ -60,7 +60,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", default="embedded", help="model of this engine: a directory, a GGUF file or 'embedded' (default)")
     add("--hf-model", metavar="DIR", help="the same model as a Hugging Face directory, for the peers")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    add("--device", default="cpu", help="device of this engine; the peers stay on the CPU and run only with 'cpu'")
+    add(
+        "--device",
+        default="cpu",
+        help="device of this engine and of transformers (default cpu); vLLM takes what its build is for",
+    )
     add(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of every system (default: all cores)"
     )
@@ -134,7 +138,7 @@ def start_systems(
         nonlocal weights
         from benchmarks.peer_transformers import Transformers, Weights
 
-        weights = weights or Weights(directory, args.dtype, args.threads)
+        weights = weights or Weights(directory, args.dtype, args.threads, args.device)
         return Transformers(weights, lookup=lookup, grammar=grammar)
 
     makers: dict[str, Callable[[], System]] = {
@@ -148,9 +152,6 @@ def start_systems(
     }
     for name in names:
         print(f"starting {name} ...", file=sys.stderr)
-        if args.device != "cpu" and not name.startswith("lockstep"):
-            absent[name] = f"left out: runs on the CPU alone, this run is on {args.device}"
-            continue
         try:
             started.append(makers[name]())
         except (SystemFailed, ServerFailed, ImportError) as failure:

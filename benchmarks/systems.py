@@ -15,7 +15,7 @@ from typing import Protocol
 
 from benchmarks.client import Call, CallRefused, EngineClient, make_call
 from benchmarks.measure import Answer, Run
-from benchmarks.server import EngineServer, ServerOptions
+from benchmarks.server import ServerOptions, engine_address
 from benchmarks.workloads import Item
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -87,23 +87,23 @@ def hf_directory(model: str, given: str | None) -> Path:
 
 
 class Lockstep:
-    """This engine, over gRPC, in a process of its own."""
+    """This engine, over gRPC, in a process of its own; or, given its address, an engine that runs already."""
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, address: str | None = None) -> None:
         self.options = options
         self.name = f"lockstep K={options.num_draft_tokens}"
         with ExitStack() as stack:
-            self._server = stack.enter_context(EngineServer(options))
+            self.address = stack.enter_context(engine_address(address, options))
             self._runner = stack.enter_context(asyncio.Runner())
             self._client = self._runner.run(self._connect())
             self._info = self._runner.run(self._client.info())
             self._stack = stack.pop_all()
 
     def __repr__(self) -> str:
-        return f"<Lockstep {self.name} {self._server!r}>"
+        return f"<Lockstep {self.name} {self.address}>"
 
     async def _connect(self) -> EngineClient:
-        return EngineClient(self._server.address)
+        return EngineClient(self.address)
 
     def describe(self) -> str:
         """Version, drafter, backend, K and threads."""

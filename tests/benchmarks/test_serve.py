@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import grpc
 import pytest
 
 from benchmarks import serve
@@ -13,9 +14,11 @@ from benchmarks.measure import Answer, Run, Summary
 from benchmarks.plot import draw
 from benchmarks.report import as_json
 from benchmarks.server import EngineServer, ServerFailed, ServerOptions
-from benchmarks.systems import Prompt, SystemFailed, hf_directory
+from benchmarks.systems import Lockstep, Prompt, SystemFailed, hf_directory
 from benchmarks.validity import Judge
 from benchmarks.workloads import workload
+from tests.benchmarks.conftest import Serve
+from tests.benchmarks.fake_engine import Script
 
 
 class FakeSystem:
@@ -62,6 +65,25 @@ def test_a_failure_is_kept_and_not_tried_again() -> None:
     assert turns.count("bad") == 1
     data = as_json(results, {})
     assert json.loads(json.dumps(data))["workloads"][0]["systems"]["bad"] == "AssertionError: hf.py:96"
+
+
+def test_guided_answers_are_paired_with_free_ones_of_the_same_length(serve_fake: Serve) -> None:
+    address, engine = serve_fake(Script(tokens=lambda request: [1, 2, 3]))
+    ours = Lockstep(ServerOptions(), address)
+    extraction = [Prompt(item, (1,)) for item in workload("extraction", 3)]
+    pairs = ours.run_guidance_pairs(extraction, 1, lambda: None)
+    ours.close()
+    assert [(guided.name, free.name) for guided, free in pairs] == [(p.item.name, p.item.name) for p in extraction]
+    asked = [(r.HasField("grammar"), r.sampling.ignore_eos, r.sampling.max_tokens) for r in engine.requests]
+    assert asked == [(True, False, 192), (False, True, 3)] * 3
+
+
+def test_a_refusal_is_a_failed_system(serve_fake: Serve) -> None:
+    address, _ = serve_fake(Script(refuse=(grpc.StatusCode.FAILED_PRECONDITION, "no grammar process")))
+    ours = Lockstep(ServerOptions(), address)
+    with pytest.raises(SystemFailed, match="FAILED_PRECONDITION: no grammar process"):
+        ours.run(prompts(2)["chat"], 2, lambda: None)
+    ours.close()
 
 
 def test_a_plot_is_written_for_results_with_failures(tmp_path: Path) -> None:
