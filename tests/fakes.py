@@ -1,0 +1,209 @@
+"""Small fakes behind the seams of `gpu_engine.ports`: they do what the protocol says with nothing behind it.
+
+The invariant: a fake holds no assertion. Not here: fixtures.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from gpu_engine.config import EngineConfig
+from gpu_engine.errors import LockstepError
+from gpu_engine.request import FinishReason, GrammarSpec, Request, TokenEvent
+from gpu_engine.servicer import GrammarStats
+
+EOS = 256
+"""End of sequence of `ByteTokenizer`; 257 is its other special token."""
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """Return a byte-level tokenizer without merges: token b is byte b, 256 and 257 are special."""
+    # The byte-level alphabet of GPT-2: printable bytes stand for themselves, the others for characters from U+0100 on.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|start|>"])
+    return tokenizer
+
+
+class ByteTokenizer:
+    """A `ports.Tokenizer` over `byte_tokenizer`; its template refuses the content "refuse"."""
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.backend_tokenizer = byte_tokenizer()
+        self.chat_template = chat_template or (
+            "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('no') }}{% endif %}"
+            "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+        )
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        def raise_exception(message: str) -> None:
+            raise jinja2.exceptions.TemplateError(message)
+
+        return jinja2.Template(self.chat_template).render(messages=conversation, raise_exception=raise_exception)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.backend_tokenizer.encode(text).ids)
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """A `ports.Model` without a model."""
+
+    tokenizer: Any = field(default_factory=ByteTokenizer)
+    vocab_size: int = 320
+    eos_token_ids: tuple[int, ...] = (EOS,)
+    model_type: str = "fake"
+    dtype_name: str = "float32"
+    num_parameters: int = 7
+    name: str = "fake-model"
+    max_model_len: int = 256
+
+
+@dataclass(frozen=True)
+class FakeStats:
+    """A `ports.Stats`."""
+
+    waiting: int = 0
+    running: int = 0
+    num_slots: int = 4
+    pages_used: int = 0
+    num_pages: int = 64
+    steps: int = 0
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[str, int] = field(default_factory=dict)
+    mask_wait_ms: float = 0.0
+    deferred_rows: int = 0
+
+
+Script = Callable[[Request], Iterable[TokenEvent]]
+
+
+def says(text: str, tokens_per_step: int = 1) -> Script:
+    """Return a script that answers every request with `text` and end of sequence."""
+
+    def script(request: Request) -> Iterable[TokenEvent]:
+        ids = [*text.encode(), EOS]
+        for start in range(0, len(ids), tokens_per_step):
+            part = tuple(ids[start : start + tokens_per_step])
+            last = start + tokens_per_step >= len(ids)
+            yield TokenEvent(
+                request.index,
+                part,
+                finish=FinishReason.STOP if last else None,
+                matched_token_id=EOS if last else None,
+            )
+
+    return script
+
+
+class FakeEngine:
+    """A `ports.ServedEngine` whose thread plays a script for every request. Without a script the test calls `emit`."""
+
+    def __init__(self, config: EngineConfig | None = None, script: Script | None = None) -> None:
+        self.config = config or EngineConfig(max_model_len=256)
+        self.script = script
+        self.submitted: list[Request] = []
+        self.dropped: list[Request] = []
+        self.opened: list[tuple[int, int]] = []
+        self.failed: list[tuple[int, int, LockstepError]] = []
+        self.outages: list[str] = []
+        self.refuse_with: LockstepError | None = None
+        self.refuse_from = 0
+        """`refuse_with` is raised once so many requests are in."""
+        self.closed = False
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="fake engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while work := self._work.get():
+            work()
+
+    def start(self) -> None:
+        """Nothing to warm up."""
+
+    def submit(self, request: Request) -> None:
+        if self.refuse_with and len(self.submitted) >= self.refuse_from:
+            raise self.refuse_with
+        self.submitted.append(request)
+        if self.script:
+            for event in self.script(request):
+                self.emit(request, event)
+
+    def emit(self, request: Request, event: TokenEvent) -> None:
+        """Send `event` from the engine thread, unless the request was dropped."""
+
+        def send() -> None:
+            if request not in self.dropped:
+                request.sink(event)
+
+        self._work.put(send)
+
+    def abort(self, request_id: str) -> bool:
+        found = [request for request in self.submitted if request.request_id == request_id]
+        for request in found:
+            self.emit(request, TokenEvent(request.index, finish=FinishReason.ABORTED))
+        return bool(found)
+
+    def drop(self, request: Request) -> None:
+        self.dropped.append(request)
+
+    def stats(self) -> FakeStats:
+        return FakeStats(running=len(self.submitted) - len(self.dropped))
+
+    def grammar_opened(
+        self, slot: int, slot_gen: int, *, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]
+    ) -> None:
+        self.opened.append((slot, slot_gen))
+
+    def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
+        self.failed.append((slot, slot_gen, error))
+
+    def grammar_lost(self) -> None:
+        self.outages.append("lost")
+
+    def grammar_restored(self) -> None:
+        self.outages.append("restored")
+
+    def close(self, timeout_s: float) -> None:
+        if not self.closed:
+            self.closed = True
+            self._work.put(None)
+            self._thread.join(timeout_s)
+
+
+class FakeGrammar:
+    """A `servicer.GrammarAccess` that refuses grammars by their source."""
+
+    def __init__(self, refusals: Mapping[str, LockstepError] | None = None) -> None:
+        self.refusals = dict(refusals or {})
+        self.backends = (2, 1)
+        self.prepared: list[tuple[str, GrammarSpec]] = []
+        self.forgotten: list[str] = []
+
+    def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
+        self.prepared.append((request_id, spec))
+        if error := self.refusals.get(spec.source):
+            failed(error)
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+
+    async def stats(self) -> GrammarStats:
+        return GrammarStats(starts=1, ready=True, matchers=2, cached_grammars=3)

@@ -1,0 +1,397 @@
+"""The grammar client against a fake grammar process: real sockets, a real segment hand-over, scripted answers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+
+from gpu_engine.config import ServerConfig
+from gpu_engine.errors import (
+    GrammarUnavailable,
+    InternalError,
+    InvalidRequest,
+    LimitExceeded,
+    LockstepError,
+    NotSupported,
+)
+from gpu_engine.grammar_client import GrammarClient
+from gpu_engine.grammar_link import GrammarLink, GrammarSetup, segment_hand_over
+from gpu_engine.request import GrammarKind, GrammarSpec, Request, SamplingParams
+from protos.grammar.v1 import grammar_pb2 as gpb
+from protos.grammar.v1 import grammar_pb2_grpc
+from shared_mem.channel import EngineEnd
+from shared_mem.errors import PeerGone, VersionSkew
+from shared_mem.handover import SOCKET_NAME, listen, recv_segment
+from shared_mem.layout import Layout
+from shared_mem.segment import Segment
+from tests.fakes import FakeEngine
+from tests.waiting import eventually
+
+SETUP = GrammarSetup(b"{}", 320, (2,), 7)
+
+
+class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
+    """Answers as scripted; `stop` is its death."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.calls: Counter[str] = Counter()
+        self.configured: list[gpb.ConfigureRequest] = []
+        self.bound: list[gpb.BindRequest] = []
+        self.released: list[gpb.ReleaseRequest] = []
+        self.refuse_compile: tuple[grpc.StatusCode, str] | None = None
+        self.refuse_bind: list[grpc.StatusCode] = []
+        self.hold_compile = asyncio.Event()
+        self.hold_compile.set()
+        self._stack = AsyncExitStack()
+        self._server: grpc.aio.Server
+        self._peers: list[socket.socket] = []
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server()
+        grammar_pb2_grpc.add_GrammarServicer_to_server(self, self._server)
+        self._server.add_insecure_port(f"unix:{self.directory}/grammar.sock")
+        await self._server.start()
+        self._listener = listen(self.directory / SOCKET_NAME)
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def _accept(self) -> None:
+        while True:
+            peer, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            self._peers.append(peer)
+            segment = await asyncio.to_thread(recv_segment, peer)
+            segment.close()
+
+    async def stop(self) -> None:
+        self._accepting.cancel()
+        await asyncio.wait([self._accepting])
+        self._listener.close()
+        for peer in self._peers:
+            peer.close()
+        await self._server.stop(None)
+
+    async def Configure(  # type: ignore[override]
+        self, request: gpb.ConfigureRequest, context: object
+    ) -> gpb.ConfigureResponse:
+        self.configured.append(request)
+        return gpb.ConfigureResponse(backends=[gpb.BACKEND_LLGUIDANCE], versions=["1"], pid=1)
+
+    async def Compile(  # type: ignore[override]
+        self, request: gpb.CompileRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> gpb.CompileResponse:
+        self.calls["compile"] += 1
+        await self.hold_compile.wait()
+        if self.refuse_compile:
+            await context.abort(*self.refuse_compile)
+        return gpb.CompileResponse(
+            grammar_id=f"id:{request.source}", backend=gpb.BACKEND_LLGUIDANCE, compile_ms=3.0, warnings=["w"]
+        )
+
+    async def Bind(  # type: ignore[override]
+        self, request: gpb.BindRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> gpb.BindResponse:
+        self.bound.append(request)
+        if self.refuse_bind:
+            await context.abort(self.refuse_bind.pop(0), "no")
+        return gpb.BindResponse()
+
+    async def Release(  # type: ignore[override]
+        self, request: gpb.ReleaseRequest, context: object
+    ) -> gpb.ReleaseResponse:
+        self.released.append(request)
+        return gpb.ReleaseResponse()
+
+    async def GetStats(  # type: ignore[override]
+        self, request: gpb.GetStatsRequest, context: object
+    ) -> gpb.GetStatsResponse:
+        return gpb.GetStatsResponse(matchers=4, cached_grammars=5)
+
+
+@dataclass
+class FakeChannel:
+    """Abort word and heartbeats without a segment. The grammar process beats while `age_ns` is 0."""
+
+    words: list[str] = field(default_factory=list)
+    age_ns: int | None = 0
+    beats: int = 0
+
+    def set_abort(self) -> None:
+        self.words.append("abort")
+
+    def clear_abort(self) -> None:
+        self.words.append("run")
+
+    def heartbeat(self) -> None:
+        self.beats += 1
+
+    def heartbeat_age_ns(self) -> int | None:
+        return self.age_ns
+
+
+@dataclass
+class Setup:
+    process: FakeGrammarProcess
+    client: GrammarClient
+    link: GrammarLink
+    engine: FakeEngine
+    channel: FakeChannel
+    stuck: list[str]
+
+
+@asynccontextmanager
+async def connected(tmp_path: Path, *, wait_s: float = 20.0, silence_s: float = 20.0) -> AsyncIterator[Setup]:
+    process = FakeGrammarProcess(tmp_path)
+    await process.start()
+    channel, engine, stuck = FakeChannel(), FakeEngine(), list[str]()
+    config = ServerConfig(grammar="connect", grammar_dir=str(tmp_path), grammar_wait_s=wait_s)
+    with Segment.create(Layout(num_slots=2, num_rows=2, vocab_size=320, generation=7)) as segment:
+        client = GrammarClient(config, channel)
+        link = GrammarLink(
+            tmp_path,
+            SETUP,
+            segment_hand_over(segment),
+            client,
+            channel,
+            silence_s=silence_s,
+            on_stuck=lambda: stuck.append("kill"),
+        )
+        client.attach(engine, link)
+        running = asyncio.create_task(link.run())
+        try:
+            await link.ready(20)
+            yield Setup(process, client, link, engine, channel, stuck)
+        finally:
+            await client.aclose()
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+            await process.stop()
+            engine.close(5)
+
+
+def spec(source: str = "a") -> GrammarSpec:
+    return GrammarSpec(GrammarKind.REGEX, source, whitespace=1, backend=2)
+
+
+def request(request_id: str = "r", source: str = "a") -> Request:
+    params = SamplingParams(max_tokens=9, seed=0)
+    return Request(request_id, 0, [1], params, lambda event: None, grammar=spec(source))
+
+
+async def test_the_process_is_configured_with_the_tokenizer(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        (message,) = s.process.configured
+        assert (message.tokenizer_json, message.vocab_size, message.generation) == (b"{}", 320, 7)
+        assert list(message.stop_token_ids) == [2]
+        assert s.client.backends == (gpb.BACKEND_LLGUIDANCE,)
+        assert s.channel.words == []
+        stats = await s.client.stats()
+        assert (stats.starts, stats.ready, stats.matchers, stats.cached_grammars) == (1, True, 4, 5)
+
+
+async def test_a_slot_is_opened_with_its_tokens_and_released(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.client.prepare("r", spec(), lambda error: None)
+        await asyncio.to_thread(s.client.open, 1, 5, request(), (8, 9))
+        await eventually(lambda: s.engine.opened == [(1, 5)])
+        (bind,) = s.process.bound
+        assert (bind.slot, bind.slot_gen, bind.grammar_id, list(bind.committed_tokens)) == (1, 5, "id:a", [8, 9])
+        assert s.process.calls["compile"] == 1
+        s.client.forget("r")
+        await asyncio.to_thread(s.client.close, 1, 5)
+        await eventually(lambda: s.process.released)
+        assert (s.process.released[0].slot, s.process.released[0].slot_gen) == (1, 5)
+
+
+async def test_equal_grammars_share_one_compilation(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.process.hold_compile.clear()
+        for i in range(10):
+            s.client.prepare(f"r{i}", spec(), lambda error: None)
+        s.client.prepare("other", spec("b"), lambda error: None)
+        for i in range(2):
+            s.client.open(i, 1, request(f"r{i}"), ())
+        await eventually(lambda: s.process.calls["compile"] == 2)
+        s.process.hold_compile.set()
+        await eventually(lambda: len(s.engine.opened) == 2)
+        assert s.process.calls["compile"] == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "text"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest, "grammar: line 3"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, LimitExceeded, "grammar: line 3"),
+        (grpc.StatusCode.UNIMPLEMENTED, NotSupported, "grammar: line 3"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, GrammarUnavailable, "line 3"),
+        (grpc.StatusCode.INTERNAL, InternalError, "INTERNAL"),
+    ],
+)
+async def test_a_refused_grammar_fails_at_arrival_and_at_its_slot(
+    tmp_path: Path, status: grpc.StatusCode, kind: type[LockstepError], text: str
+) -> None:
+    async with connected(tmp_path) as s:
+        s.process.refuse_compile = (status, "line 3")
+        refused: list[LockstepError] = []
+        s.client.prepare("r", spec(), refused.append)
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.engine.failed and refused)
+        assert s.engine.failed[0][:2] == (0, 1)
+        for error in (refused[0], s.engine.failed[0][2]):
+            assert type(error) is kind
+            assert text in str(error)
+
+
+async def test_an_evicted_grammar_is_compiled_again_once(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.process.refuse_bind = [grpc.StatusCode.NOT_FOUND]
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.engine.opened)
+        assert (s.process.calls["compile"], len(s.process.bound)) == (2, 2)
+        s.process.refuse_bind = [grpc.StatusCode.NOT_FOUND] * 2
+        s.client.open(1, 1, request(), ())
+        await eventually(lambda: s.engine.failed)
+        assert isinstance(s.engine.failed[0][2], GrammarUnavailable)
+
+
+async def test_refused_tokens_are_our_defect(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.process.refuse_bind = [grpc.StatusCode.INVALID_ARGUMENT]
+        s.client.open(0, 1, request(), (1,))
+        await eventually(lambda: s.engine.failed)
+        assert isinstance(s.engine.failed[0][2], InternalError)
+
+
+async def test_a_slot_closed_while_it_compiles_is_never_bound(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.process.hold_compile.clear()
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.process.calls["compile"])
+        s.client.close(0, 1)
+        s.process.hold_compile.set()
+        await eventually(lambda: s.process.released)
+        assert s.process.bound == []
+        assert s.engine.opened == []
+        assert s.engine.failed == []
+
+
+async def test_a_lost_process_pauses_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.engine.opened)
+        await s.process.stop()
+        await eventually(lambda: s.engine.outages == ["lost"])
+        assert s.channel.words == ["abort"]
+        s.client.prepare("late", spec("late"), lambda error: None)
+        await s.process.start()
+        await eventually(lambda: s.engine.outages == ["lost", "restored"])
+        assert s.channel.words == ["abort", "run"]
+        assert len(s.process.configured) == 2
+        s.client.open(0, 1, request(), (5, 6))
+        await eventually(lambda: len(s.engine.opened) == 2)
+        assert list(s.process.bound[-1].committed_tokens) == [5, 6]
+        await eventually(lambda: s.process.calls["compile"] == 3)
+        assert s.engine.failed == []
+        assert (await s.client.stats()).starts == 2
+
+
+async def test_a_compilation_cut_by_a_crash_is_made_again(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.process.hold_compile.clear()
+        refused: list[LockstepError] = []
+        s.client.prepare("r", spec(), refused.append)
+        await eventually(lambda: s.process.calls["compile"])
+        await s.process.stop()
+        s.process.hold_compile.set()
+        await s.process.start()
+        await eventually(lambda: s.link.up)
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.engine.opened)
+        assert refused == []
+
+
+async def test_a_process_that_does_not_come_back_ends_guided_requests(tmp_path: Path) -> None:
+    async with connected(tmp_path, wait_s=0.3) as s:
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.engine.opened)
+        await s.process.stop()
+        await eventually(lambda: s.engine.failed)
+        assert isinstance(s.engine.failed[0][2], GrammarUnavailable)
+        refused: list[LockstepError] = []
+        s.client.prepare("late", spec("late"), refused.append)
+        await eventually(lambda: refused)
+        assert isinstance(refused[0], GrammarUnavailable)
+        await s.process.start()
+
+
+async def test_after_giving_up_nobody_waits(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.engine.opened)
+        await s.process.stop()
+        await eventually(lambda: not s.link.up)
+        waiting: list[LockstepError] = []
+        s.client.prepare("r1", spec("b"), waiting.append)
+        s.client.give_up("failed 8 times")
+        s.client.prepare("r2", spec("c"), waiting.append)
+        await eventually(lambda: len(waiting) == 2)
+        assert all("failed 8 times" in str(error) for error in waiting)
+        assert len(s.engine.failed) == 1
+        await s.process.start()
+
+
+async def test_a_process_without_heartbeats_is_lost(tmp_path: Path) -> None:
+    async with connected(tmp_path, silence_s=0.3) as s:
+        assert s.channel.beats > 0
+        s.channel.age_ns = 10**12
+        await eventually(lambda: s.engine.outages[:1] == ["lost"])
+        assert s.stuck[0] == "kill"
+        s.channel.age_ns = 0
+        await eventually(lambda: s.link.up)
+
+
+async def test_another_release_is_not_tried_again(tmp_path: Path) -> None:
+    def hand_over(directory: Path) -> socket.socket:
+        raise VersionSkew(1, 2)
+
+    client = GrammarClient(ServerConfig(), FakeChannel())
+    link = GrammarLink(tmp_path, SETUP, hand_over, client, FakeChannel(), silence_s=1, on_stuck=lambda: None)
+    with pytest.raises(VersionSkew):
+        await link.run()
+
+
+async def test_nobody_there_is_tried_again(tmp_path: Path) -> None:
+    tries: list[Path] = []
+
+    def hand_over(directory: Path) -> socket.socket:
+        tries.append(directory)
+        raise PeerGone("nobody")
+
+    client = GrammarClient(ServerConfig(), FakeChannel())
+    link = GrammarLink(tmp_path, SETUP, hand_over, client, FakeChannel(), silence_s=1, on_stuck=lambda: None)
+    task = asyncio.create_task(link.run())
+    await eventually(lambda: len(tries) >= 3)
+    with pytest.raises(GrammarUnavailable, match=r"within 0\.01 s"):
+        await link.ready(0.01)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def test_the_channel_has_what_the_client_needs() -> None:
+    with Segment.create(Layout(num_slots=2, num_rows=2, vocab_size=320)) as segment:
+        end = EngineEnd(segment)
+        end.set_abort()
+        assert end.aborted
+        end.clear_abort()
+        assert not end.aborted
+        end.heartbeat()
+        assert end.heartbeat_age_ns() is None

@@ -1,0 +1,101 @@
+"""The limits that need a tokenizer, and what a Request is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from gpu_engine.errors import InvalidRequest
+from gpu_engine.prompt import build_requests, is_large, sequence_seed
+from gpu_engine.request import Request
+from gpu_engine.validation import Limits, check
+from protos.engine.v1 import engine_pb2 as pb
+from tests.fakes import ByteTokenizer
+
+LIMITS = Limits(vocab_size=320, max_model_len=64, num_draft_tokens=7, max_n=4, max_prompt_bytes=1 << 20)
+
+
+def build(message: pb.GenerateRequest, tokenizer: ByteTokenizer | None = None) -> list[Request]:
+    checked = check(message, LIMITS, ())
+    return build_requests(checked, tokenizer or ByteTokenizer(), LIMITS, lambda event: None, 12.5)
+
+
+def chat(*pairs: tuple[str, str]) -> pb.GenerateRequest:
+    turns = [pb.ChatMessage(role=role, content=content) for role, content in pairs]
+    return pb.GenerateRequest(messages=pb.ChatMessages(messages=turns))
+
+
+def test_max_tokens_is_the_room_that_is_left() -> None:
+    (request,) = build(pb.GenerateRequest(text="hello"))
+    assert request.prompt_ids == list(b"hello")
+    assert request.sampling.max_tokens == 64 - 5
+    assert request.telemetry.arrived_s == 12.5
+
+
+def test_a_larger_max_tokens_is_cut_to_the_room() -> None:
+    (request,) = build(pb.GenerateRequest(text="hello", sampling=pb.SamplingParams(max_tokens=10**6)))
+    assert request.sampling.max_tokens == 64 - 5
+
+
+def test_a_prompt_of_full_length_is_refused_with_both_numbers() -> None:
+    assert build(pb.GenerateRequest(text="x" * 63))[0].sampling.max_tokens == 1
+    with pytest.raises(InvalidRequest, match=r"text: has 64 tokens, at most 63 fit \(max_model_len 64"):
+        build(pb.GenerateRequest(text="x" * 64))
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling\.min_tokens: is 9, at most 8"):
+        build(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(min_tokens=9, max_tokens=8)))
+
+
+def test_each_sequence_has_its_own_seed_and_the_first_the_given_one() -> None:
+    requests = build(pb.GenerateRequest(text="x", sampling=pb.SamplingParams(n=4, seed=7)))
+    seeds = [request.sampling.seed for request in requests]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 4
+    assert seeds == [sequence_seed(7, i) for i in range(4)]
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert [request.index for request in requests] == [0, 1, 2, 3]
+    assert requests[0].prompt_ids is not requests[1].prompt_ids
+
+
+def test_a_chat_is_rendered_by_the_template() -> None:
+    (request,) = build(chat(("system", "s"), ("user", "u")))
+    assert bytes(request.prompt_ids) == b"system: s\nuser: u\nassistant:"
+
+
+def test_what_the_template_refuses_is_invalid() -> None:
+    with pytest.raises(InvalidRequest, match="messages: the model's chat template refuses them: no"):
+        build(chat(("user", "refuse")))
+
+
+def test_an_unknown_role_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\.messages\[1\]\.role: 'wizard'"):
+        build(chat(("user", "u"), ("wizard", "w")))
+
+
+def test_a_role_that_the_template_mentions_is_known() -> None:
+    tokenizer = ByteTokenizer("{% for m in messages %}{% if m.role == 'tool' %}T{% endif %}{% endfor %}!")
+    assert bytes(build(chat(("tool", "w")), tokenizer)[0].prompt_ids) == b"T!"
+
+
+def test_a_model_without_a_template_refuses_chats() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = ""
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        build(chat(("user", "u")), tokenizer)
+
+
+def test_bad_words_are_forbidden_with_and_without_a_space() -> None:
+    message = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(bad_words=["a", "bc"], bad_token_ids=[5]))
+    sampling = build(message)[0].sampling
+    assert sampling.bad_token_ids == (5, ord("a"))
+    assert sampling.bad_words == ((32, ord("a")), (ord("b"), ord("c")), (32, ord("b"), ord("c")))
+
+
+def test_only_small_prompts_are_tokenised_on_the_loop() -> None:
+    checked = check(pb.GenerateRequest(text="x"), LIMITS, ())
+    assert not is_large(checked)
+    assert is_large(dataclasses.replace(checked, prompt="x" * 100_000))
+    assert is_large(check(chat(("user", "u")), LIMITS, ()))

@@ -1,0 +1,265 @@
+"""The public API over a real gRPC connection, with a fake engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from gpu_engine.client import Client
+from gpu_engine.config import EngineConfig, ServerConfig
+from gpu_engine.errors import GrammarUnavailable, InvalidRequest, LimitExceeded
+from gpu_engine.request import FinishReason, Logprobs, Request, TokenEvent
+from gpu_engine.servicer import EngineServicer
+from gpu_engine.validation import Limits
+from protos.engine.v1 import engine_pb2 as pb
+from protos.engine.v1 import engine_pb2_grpc
+from tests.fakes import EOS, FakeEngine, FakeGrammar, FakeModel, Script, says
+from tests.waiting import eventually
+
+
+@dataclass
+class Setup:
+    client: Client
+    engine: FakeEngine
+    servicer: EngineServicer
+    grammar: FakeGrammar
+
+
+@asynccontextmanager
+async def serving(
+    tmp_path: Path, script: Script | None = None, *, with_grammar: bool = True, **engine_fields: int
+) -> AsyncIterator[Setup]:
+    engine = FakeEngine(EngineConfig(max_model_len=256, **engine_fields), script)  # type: ignore[arg-type]
+    model, grammar = FakeModel(), FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
+    limits = Limits.of(engine.config, ServerConfig(max_n=4, max_prompt_bytes=10_000), vocab_size=320, max_model_len=256)
+    servicer = EngineServicer(engine, model, limits, grammar if with_grammar else None, version="1.2")
+    servicer.warm()
+    server = grpc.aio.server()
+    engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
+    address = f"unix:{tmp_path}/s"
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        async with Client(address) as client:
+            yield Setup(client, engine, servicer, grammar)
+    finally:
+        await server.stop(None)
+        engine.close(5)
+
+
+def ask(text: str = "hi", **fields: object) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text=text, **fields)  # type: ignore[arg-type]
+
+
+async def answer(client: Client, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    return [response async for response in client.generate(request, timeout_s=20)]
+
+
+async def refusal(client: Client, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer(client, request)
+    return caught.value
+
+
+async def test_an_answer_streams_and_ends_with_usage_and_telemetry(tmp_path: Path) -> None:
+    async with serving(tmp_path, says("h\u00e9llo")) as s:
+        responses = await answer(s.client, ask(request_id="mine", sampling=pb.SamplingParams(seed=5)))
+    assert "".join(r.text for r in responses) == "h\u00e9llo"
+    assert [t for r in responses for t in r.token_ids] == [*"h\u00e9llo".encode(), EOS]
+    last = responses[-1]
+    assert {r.request_id for r in responses} == {"mine"}
+    assert last.finish_reason == pb.FINISH_REASON_STOP
+    assert last.matched_token_id == EOS
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (2, 7)
+    assert last.telemetry.seed == 5
+    assert last.telemetry.total_ms > 0
+    assert not any(r.finish_reason or r.HasField("usage") for r in responses[:-1])
+
+
+async def test_every_sequence_ends_once_with_its_own_index(tmp_path: Path) -> None:
+    async with serving(tmp_path, says("abc", tokens_per_step=2)) as s:
+        responses = await answer(s.client, ask(sampling=pb.SamplingParams(n=3)))
+        stats = await s.client.stats()
+    for index in range(3):
+        mine = [r for r in responses if r.index == index]
+        assert "".join(r.text for r in mine) == "abc"
+        assert [bool(r.finish_reason) for r in mine] == [False] * (len(mine) - 1) + [True]
+    assert len({r.telemetry.seed for r in responses if r.finish_reason}) == 3
+    assert dict(stats.finished) == {"STOP": 3}
+    assert s.engine.dropped == []
+
+
+async def test_a_stop_string_ends_the_sequence_and_frees_it(tmp_path: Path) -> None:
+    async with serving(tmp_path, says("one two three", tokens_per_step=5)) as s:
+        responses = await answer(s.client, ask(sampling=pb.SamplingParams(stop=["two"])))
+    assert "".join(r.text for r in responses) == "one "
+    assert bytes(t for r in responses for t in r.token_ids) == b"one two"
+    assert responses[-1].matched_stop_str == "two"
+    assert responses[-1].usage.completion_tokens == 7
+    assert s.engine.dropped == s.engine.submitted
+
+
+async def test_a_client_that_leaves_frees_every_sequence(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        call = s.client.generate(ask(sampling=pb.SamplingParams(n=2), grammar=pb.Grammar(regex="a"), request_id="x"))
+        async with aclosing(call):
+            task = asyncio.create_task(anext(call))
+            await eventually(lambda: len(s.engine.submitted) == 2)
+            s.engine.emit(s.engine.submitted[0], TokenEvent(0, (65,)))
+            assert (await task).text == "A"
+        await eventually(lambda: len(s.engine.dropped) == 2)
+        assert s.grammar.forgotten == ["x"]
+        await eventually(lambda: "calls=0" in repr(s.servicer))
+
+
+async def test_a_deadline_frees_the_request(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in s.client.generate(ask(), timeout_s=0.2):
+                pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await eventually(lambda: s.engine.dropped == s.engine.submitted and s.engine.dropped)
+
+
+async def test_events_that_wait_are_merged(tmp_path: Path) -> None:
+    def script(request: Request) -> Iterable[TokenEvent]:
+        return [TokenEvent(0, (65,))] * 50 + [TokenEvent(0, finish=FinishReason.LENGTH)]
+
+    async with serving(tmp_path, script) as s:
+        responses = await answer(s.client, ask())
+    assert "".join(r.text for r in responses) == "A" * 50
+    assert len(responses) < 51
+
+
+async def test_an_error_of_the_engine_ends_the_call_with_its_status(tmp_path: Path) -> None:
+    def script(request: Request) -> Iterable[TokenEvent]:
+        if request.index == 1:
+            yield TokenEvent(1, (66,))
+            yield TokenEvent(1, error=GrammarUnavailable("sidecar gone"))
+
+    async with serving(tmp_path, script) as s:
+        error = await refusal(s.client, ask(sampling=pb.SamplingParams(n=2)))
+        stats = await s.client.stats()
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert error.details() == "sidecar gone"
+        assert dict(stats.failed) == {"UNAVAILABLE": 1}
+        assert s.engine.dropped == [s.engine.submitted[0]]
+
+
+async def test_a_wrong_grammar_is_refused_before_its_turn(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        error = await refusal(s.client, ask(grammar=pb.Grammar(regex="bad")))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.details() == "grammar: line 1: no"
+        assert s.engine.dropped == s.engine.submitted
+
+
+async def test_a_grammar_without_a_grammar_process_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path, with_grammar=False) as s:
+        error = await refusal(s.client, ask(grammar=pb.Grammar(json_object=True)))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "grammar=none" in (error.details() or "")
+        assert list((await s.client.info()).backends) == []
+        assert not (await s.client.stats()).grammar_ready
+
+
+async def test_a_full_queue_gives_back_the_sequences_that_were_in(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.engine.refuse_with, s.engine.refuse_from = LimitExceeded("the queue is full (max_queue_size 2)"), 2
+        error = await refusal(s.client, ask(sampling=pb.SamplingParams(n=3)))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert s.engine.dropped == s.engine.submitted
+        assert len(s.engine.dropped) == 2
+
+
+async def test_a_defect_is_internal_and_says_nothing_of_the_inside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(request: Request) -> Iterable[TokenEvent]:
+        raise RuntimeError("secret")
+
+    async with serving(tmp_path, script) as s:
+        error = await refusal(s.client, ask())
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in (error.details() or "")
+    assert "secret" in caplog.text
+
+
+async def test_a_bad_field_is_an_invalid_argument(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        error = await refusal(s.client, ask(sampling=pb.SamplingParams(max_tokens=0)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.details() == "sampling.max_tokens: is 0, must be at least 1"
+        assert s.engine.submitted == []
+
+
+async def test_abort_ends_all_sequences(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        task = asyncio.create_task(answer(s.client, ask(request_id="a", sampling=pb.SamplingParams(n=2))))
+        await eventually(lambda: len(s.engine.submitted) == 2)
+        assert await s.client.abort("a")
+        responses = await task
+        assert [r.finish_reason for r in responses] == [pb.FINISH_REASON_ABORTED] * 2
+        await eventually(lambda: "calls=0" in repr(s.servicer))
+        assert not await s.client.abort("a")
+        assert not await s.client.abort("never")
+
+
+async def test_a_request_id_is_free_again_after_its_request(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        task = asyncio.create_task(answer(s.client, ask(request_id="a")))
+        await eventually(lambda: s.engine.submitted)
+        error = await refusal(s.client, ask(request_id="a"))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "request_id" in (error.details() or "")
+        s.engine.emit(s.engine.submitted[0], TokenEvent(0, finish=FinishReason.LENGTH))
+        await task
+        s.engine.script = says("again")
+        assert (await answer(s.client, ask(request_id="a")))[-1].finish_reason == pb.FINISH_REASON_STOP
+
+
+async def test_responses_carry_what_was_asked_for(tmp_path: Path) -> None:
+    def script(request: Request) -> Iterable[TokenEvent]:
+        logprobs = (Logprobs(-0.5, ((65, -0.5), (66, -1.5))),) if request.sampling.logprobs else ()
+        yield TokenEvent(0, (65,), logprobs)
+        yield TokenEvent(0, (EOS,), logprobs and (Logprobs(0.0, ()),), FinishReason.STOP, EOS)
+
+    async with serving(tmp_path, script) as s:
+        no_text = await answer(s.client, ask(response=pb.ResponseOptions(omit_text=True)))
+        no_ids = await answer(s.client, ask(response=pb.ResponseOptions(omit_token_ids=True)))
+        scored = await answer(s.client, ask(sampling=pb.SamplingParams(logprobs=2)))
+    assert not any(r.text for r in no_text)
+    assert [t for r in no_text for t in r.token_ids] == [65, EOS]
+    assert "".join(r.text for r in no_ids) == "A"
+    assert not any(r.token_ids for r in no_ids)
+    entries = [entry for r in scored for entry in r.logprobs]
+    assert len(entries) == 2
+    assert [t.token_id for t in entries[0].top] == [65, 66]
+
+
+async def test_draining_refuses_new_requests_and_aborts_the_last(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        task = asyncio.create_task(answer(s.client, ask()))
+        await eventually(lambda: s.engine.submitted)
+        drain = asyncio.create_task(s.servicer.drain(0.2))
+        await asyncio.sleep(0)
+        error = await refusal(s.client, ask())
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "shutting down" in (error.details() or "")
+        assert (await task)[-1].finish_reason == pb.FINISH_REASON_ABORTED
+        await drain
+
+
+async def test_info_and_stats(tmp_path: Path) -> None:
+    async with serving(tmp_path, num_draft_tokens=3) as s:
+        info, stats = await s.client.info(), await s.client.stats()
+    assert (info.model, info.version, info.max_model_len, info.num_draft_tokens) == ("fake-model", "1.2", 256, 3)
+    assert list(info.backends) == [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR]
+    assert (stats.num_slots, stats.matchers, stats.cached_grammars, stats.grammar_starts) == (4, 2, 3, 1)
+    assert stats.grammar_ready

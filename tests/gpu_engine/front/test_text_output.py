@@ -1,0 +1,146 @@
+"""Text does not depend on how tokens are grouped into steps, characters stay whole, stop strings are never shown."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gpu_engine.detokenizer import MAX_HELD_TOKENS, Detokenizer
+from gpu_engine.errors import GrammarUnavailable
+from gpu_engine.request import FinishReason, Logprobs, Request, SamplingParams, TokenEvent
+from gpu_engine.sequence_output import Delta, SequenceOutput
+from gpu_engine.stop_strings import StopMatch, StopScanner
+from tests.fakes import EOS, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def decode(ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(ids), skip_special_tokens=True))
+
+
+def output(**sampling: object) -> SequenceOutput:
+    params = SamplingParams(max_tokens=1000, seed=0, **sampling)  # type: ignore[arg-type]
+    return SequenceOutput(Request("r", 0, list(b"prompt"), params, lambda event: None), decode)
+
+
+def steps_of(ids: Sequence[int], cuts: Sequence[int]) -> list[tuple[int, ...]]:
+    edges = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
+    return [tuple(ids[a:b]) for a, b in itertools.pairwise(edges)]
+
+
+def run(
+    out: SequenceOutput, steps: Sequence[tuple[int, ...]], finish: FinishReason = FinishReason.LENGTH
+) -> list[Delta]:
+    events = [TokenEvent(0, step) for step in steps] + [TokenEvent(0, finish=finish)]
+    return [out.take([event]) for event in events]
+
+
+token_ids = st.lists(st.sampled_from([*b"ab c", *"\u00e9\u20ac\U0001f600".encode(), 0xFF, 0xC3, EOS]), max_size=40)
+
+
+@given(token_ids)
+@example([*"\u00e9".encode()])
+@example([0xF0, 0x9F, 0x98])
+@example([EOS, 0xC3, EOS, 0xA9])
+def test_deltas_make_the_whole_text_and_no_character_is_split(ids: list[int]) -> None:
+    detokenizer = Detokenizer(decode)
+    deltas = [detokenizer.push(token) for token in ids]
+    assert "".join(deltas) + detokenizer.flush() == decode(ids)
+
+
+@given(st.text(max_size=20))
+def test_valid_text_never_shows_a_replacement_character(text: str) -> None:
+    detokenizer = Detokenizer(decode)
+    shown = ""
+    for token in text.encode("utf-8", "ignore"):
+        shown += detokenizer.push(token)
+        assert text.encode("utf-8", "ignore").decode().startswith(shown)
+
+
+def test_bytes_that_never_become_text_are_held_in_bounds() -> None:
+    detokenizer = Detokenizer(decode)
+    shown = "".join(detokenizer.push(0xC3) for _ in range(10 * MAX_HELD_TOKENS))
+    assert len(shown) >= 8 * MAX_HELD_TOKENS
+
+
+def test_a_character_may_begin_in_the_prompt() -> None:
+    detokenizer = Detokenizer(decode, [*b"x", 0xC3])
+    assert detokenizer.push(0xA9) == "\u00e9"
+
+
+@given(
+    token_ids, st.lists(st.integers(0, 100), max_size=8), st.lists(st.text("ab c", min_size=1, max_size=4), max_size=3)
+)
+def test_the_result_does_not_depend_on_the_steps(ids: list[int], cuts: list[int], stops: list[str]) -> None:
+    def result(steps: Sequence[tuple[int, ...]]) -> tuple[object, ...]:
+        out = output(stop=tuple(stops))
+        deltas = run(out, steps)
+        text = "".join(delta.text for delta in deltas)
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        ends = [(delta.finish, delta.matched_stop) for delta in deltas if delta.finish]
+        assert len(ends) == 1
+        assert out.completion_tokens == len(tokens)
+        if ends[0][1] is None:
+            assert text == decode(ids)
+        assert not any(stop in text for stop in stops)
+        return text, tokens, ends
+
+    assert result(steps_of(ids, cuts)) == result([(token,) for token in ids])
+
+
+def test_the_token_that_completes_a_stop_string_is_the_last() -> None:
+    out = output(stop=("lo w",))
+    delta = out.take([TokenEvent(0, tuple(b"hello world"), tuple(Logprobs(0.0, ()) for _ in b"hello world"))])
+    assert (delta.text, delta.finish, delta.matched_stop) == ("hel", FinishReason.STOP, "lo w")
+    assert bytes(delta.token_ids) == b"hello w"
+    assert len(delta.logprobs) == 7
+    assert out.completion_tokens == 7
+    assert out.take([TokenEvent(0, tuple(b"more"), finish=FinishReason.STOP)]).token_ids == []
+
+
+def test_the_stop_string_is_kept_when_asked_for() -> None:
+    delta = output(stop=("lo",), include_stop_str_in_output=True).take([TokenEvent(0, tuple(b"hello"))])
+    assert delta.text == "hello"
+
+
+def test_a_beginning_of_a_stop_string_is_held_and_given_back() -> None:
+    out = output(stop=("STOP",))
+    assert out.take([TokenEvent(0, tuple(b"a ST"))]).text == "a "
+    assert out.take([TokenEvent(0, tuple(b"ART S"))]).text == "START "
+    last = out.take([TokenEvent(0, finish=FinishReason.LENGTH)])
+    assert (last.text, last.finish) == ("S", FinishReason.LENGTH)
+
+
+def test_stop_strings_do_not_count_before_min_tokens() -> None:
+    delta = output(stop=("a",), min_tokens=3).take([TokenEvent(0, tuple(b"aabba"))])
+    assert (delta.text, delta.matched_stop) == ("aabb", "a")
+
+
+@pytest.mark.parametrize(("keep", "text"), [(False, "hi"), (True, "hix")])
+def test_the_text_of_a_stop_token_is_not_shown_unless_asked_for(keep: bool, text: str) -> None:
+    out = output(include_stop_str_in_output=keep)
+    delta = out.take([TokenEvent(0, tuple(b"hix"), finish=FinishReason.STOP, matched_token_id=ord("x"))])
+    assert (delta.text, delta.matched_token_id, out.completion_tokens) == (text, ord("x"), 3)
+
+
+def test_an_error_comes_after_the_tokens_before_it() -> None:
+    error = GrammarUnavailable("gone")
+    delta = output().take([TokenEvent(0, tuple(b"ab")), TokenEvent(0, error=error)])
+    assert (delta.text, delta.error, delta.finish, delta.ended) == ("ab", error, None, True)
+
+
+def test_without_text_only_stop_strings_are_found() -> None:
+    params = SamplingParams(max_tokens=9, seed=0, stop=("b",))
+    out = SequenceOutput(Request("r", 0, [1], params, lambda event: None), decode, with_text=False)
+    delta = out.take([TokenEvent(0, tuple(b"abc"))])
+    assert (delta.text, delta.matched_stop, len(delta.token_ids)) == ("", "b", 2)
+
+
+def test_of_two_matches_the_earlier_wins_then_the_longer() -> None:
+    assert StopScanner(("bc", "abc"), keep_match=False).push("xabc") == StopMatch("x", "abc")
+    assert StopScanner(("ab", "abc"), keep_match=False).push("abc") == StopMatch("", "abc")

@@ -1,0 +1,162 @@
+"""Every limit of the proto, one row each: the field is named, and so is the limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from gpu_engine.errors import InvalidRequest, NotSupported
+from gpu_engine.request import GrammarKind
+from gpu_engine.validation import Chat, Limits, Tokens, check
+from protos.engine.v1 import engine_pb2 as pb
+
+LIMITS = Limits(vocab_size=320, max_model_len=64, num_draft_tokens=7, max_n=4, max_prompt_bytes=1000)
+Change = Callable[[pb.GenerateRequest], object]
+
+
+def request(change: Change | None = None) -> pb.GenerateRequest:
+    message = pb.GenerateRequest(text="hello")
+    if change:
+        change(message)
+    return message
+
+
+def sampling(**fields: object) -> Change:
+    return lambda m: m.sampling.MergeFrom(pb.SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+def grammar(**fields: object) -> Change:
+    return lambda m: m.grammar.CopyFrom(pb.Grammar(**fields))  # type: ignore[arg-type]
+
+
+def prompt(**fields: object) -> Change:
+    return lambda m: m.MergeFrom(pb.GenerateRequest(**fields))  # type: ignore[arg-type]
+
+
+def turns(*pairs: tuple[str, str]) -> pb.ChatMessages:
+    return pb.ChatMessages(messages=[pb.ChatMessage(role=role, content=content) for role, content in pairs])
+
+
+BAD: list[tuple[str, str, Change]] = [
+    ("sampling.max_tokens", "at least 1", sampling(max_tokens=0)),
+    ("sampling.temperature", "[0, 100]", sampling(temperature=-1.0)),
+    ("sampling.temperature", "[0, 100]", sampling(temperature=100.5)),
+    ("sampling.temperature", "finite", sampling(temperature=math.nan)),
+    ("sampling.temperature", "finite", sampling(temperature=math.inf)),
+    ("sampling.top_p", "(0, 1]", sampling(top_p=0.0)),
+    ("sampling.top_p", "(0, 1]", sampling(top_p=1.5)),
+    ("sampling.top_p", "finite", sampling(top_p=-math.inf)),
+    ("sampling.top_k", "at least -1", sampling(top_k=-2)),
+    ("sampling.min_p", "[0, 1]", sampling(min_p=-0.5)),
+    ("sampling.min_p", "finite", sampling(min_p=math.nan)),
+    ("sampling.repetition_penalty", "(0, 10]", sampling(repetition_penalty=0.0)),
+    ("sampling.repetition_penalty", "(0, 10]", sampling(repetition_penalty=11.0)),
+    ("sampling.presence_penalty", "[-2, 2]", sampling(presence_penalty=2.5)),
+    ("sampling.frequency_penalty", "[-2, 2]", sampling(frequency_penalty=-2.5)),
+    ("sampling.frequency_penalty", "finite", sampling(frequency_penalty=math.nan)),
+    ("sampling.stop", "at most 16", sampling(stop=[str(i) for i in range(17)])),
+    ("sampling.stop[1]", "empty", sampling(stop=["a", ""])),
+    ("sampling.stop[0]", "at most 256", sampling(stop=["\u00e9" * 129])),
+    ("sampling.stop_token_ids[1]", "[0, 320)", sampling(stop_token_ids=[0, 320])),
+    ("sampling.bad_token_ids[0]", "[0, 320)", sampling(bad_token_ids=[2**32 - 1])),
+    ("sampling.bad_token_ids", "all 320", sampling(bad_token_ids=list(range(320)))),
+    ("sampling.bad_words", "at most 64", sampling(bad_words=[str(i) for i in range(65)])),
+    ("sampling.bad_words[0]", "empty", sampling(bad_words=[""])),
+    ("sampling.logprobs", "at most 20", sampling(logprobs=21)),
+    ("sampling.n", "at least 1", sampling(n=0)),
+    ("sampling.n", "at most 4", sampling(n=5)),
+    ("speculation.num_draft_tokens", "at most 7", lambda m: m.speculation.__setattr__("num_draft_tokens", 8)),
+    ("request_id", "at most 128", prompt(request_id="x" * 129)),
+    ("request_id", "control", prompt(request_id="a\nb")),
+    ("request_id", "running", prompt(request_id="taken")),
+    ("prompt", "required", lambda m: m.ClearField("text")),
+    ("text", "empty", prompt(text="")),
+    ("text", "at most 1000 (max_prompt_bytes)", prompt(text="x" * 1001)),
+    ("text", "1002 bytes", prompt(text="\u00e9" * 501)),
+    ("token_ids.ids", "empty", prompt(token_ids=pb.TokenIds())),
+    ("token_ids.ids[1]", "[0, 320)", prompt(token_ids=pb.TokenIds(ids=[1, 320]))),
+    ("token_ids.ids", "has 64 tokens, at most 63 fit (max_model_len 64", prompt(token_ids=pb.TokenIds(ids=[1] * 64))),
+    ("messages.messages", "empty", prompt(messages=pb.ChatMessages())),
+    ("messages.messages[1].role", "empty", prompt(messages=turns(("user", "a"), ("", "b")))),
+    ("messages.messages", "at most 1000", prompt(messages=turns(("user", "x" * 1000)))),
+    ("grammar.spec", "required", grammar()),
+    ("grammar.json_object", "must be true", grammar(json_object=False)),
+    ("grammar.json_schema", "empty", grammar(json_schema="")),
+    ("grammar.json_schema", "empty", grammar(json_schema=" \n")),
+    ("grammar.regex", "empty", grammar(regex="")),
+    ("grammar.ebnf", "empty", grammar(ebnf="")),
+    ("grammar.lark", "empty", grammar(lark="")),
+    ("grammar.structural_tag", "empty", grammar(structural_tag="")),
+    ("grammar.choice.choices", "empty", grammar(choice=pb.Choice())),
+    ("grammar.choice.choices[1]", "empty", grammar(choice=pb.Choice(choices=["a", ""]))),
+    ("grammar.choice.choices[2]", "equal to choice 0", grammar(choice=pb.Choice(choices=["a", "b", "a"]))),
+    ("grammar.whitespace", "99", grammar(regex="a", whitespace=99)),
+    ("grammar.backend", "77", grammar(regex="a", backend=77)),
+]
+
+
+@pytest.mark.parametrize(("field", "limit", "change"), BAD, ids=[f"{field}-{limit}" for field, limit, _ in BAD])
+def test_a_bad_field_is_named_with_its_limit(field: str, limit: str, change: Change) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check(request(change), LIMITS, {"taken"})
+    assert caught.value.field == field
+    assert limit in str(caught.value)
+
+
+def test_a_grammar_excludes_ignore_eos() -> None:
+    message = request(grammar(json_object=True))
+    message.sampling.ignore_eos = True
+    with pytest.raises(InvalidRequest, match=r"sampling\.ignore_eos"):
+        check(message, LIMITS, ())
+
+
+def test_a_grammar_id_is_not_served() -> None:
+    with pytest.raises(NotSupported, match="grammar_id"):
+        check(request(grammar(grammar_id="g1")), LIMITS, ())
+
+
+def test_unset_fields_take_the_stated_defaults() -> None:
+    checked = check(request(), LIMITS, ())
+    assert (checked.temperature, checked.top_p, checked.top_k, checked.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (checked.repetition_penalty, checked.presence_penalty, checked.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert (checked.n, checked.min_tokens, checked.max_tokens, checked.logprobs) == (1, 0, None, None)
+    assert checked.skip_special_tokens
+    assert checked.num_draft_tokens == LIMITS.num_draft_tokens
+    assert checked.grammar is None
+    assert len(checked.request_id) == 32
+    assert 0 <= checked.seed < 2**64
+    assert checked.seed != check(request(), LIMITS, ()).seed
+
+
+def test_values_at_the_limits_pass() -> None:
+    change = sampling(
+        temperature=0.0, top_p=1.0, top_k=-1, min_p=1.0, presence_penalty=-2.0, n=4, logprobs=20, max_tokens=1, seed=0
+    )
+    checked = check(request(change), LIMITS, ())
+    assert (checked.temperature, checked.top_k, checked.seed, checked.logprobs) == (0.0, 0, 0, 20)
+
+
+def test_zero_drafts_is_not_the_default() -> None:
+    message = request()
+    message.speculation.num_draft_tokens = 0
+    assert check(message, LIMITS, ()).num_draft_tokens == 0
+
+
+def test_the_forms_of_a_prompt() -> None:
+    assert check(request(), LIMITS, ()).prompt == "hello"
+    assert check(request(prompt(token_ids=pb.TokenIds(ids=[1, 2]))), LIMITS, ()).prompt == Tokens((1, 2))
+    assert check(request(prompt(messages=turns(("user", "x")))), LIMITS, ()).prompt == Chat((("user", "x"),))
+
+
+def test_choices_become_a_json_list() -> None:
+    spec = check(request(grammar(choice=pb.Choice(choices=["a", '"']), backend=2, whitespace=1)), LIMITS, ()).grammar
+    assert spec is not None
+    assert (spec.kind, spec.source, spec.backend, spec.whitespace) == (GrammarKind.CHOICE, '["a", "\\""]', 2, 1)
+
+
+def test_a_regex_of_one_space_is_a_regex() -> None:
+    spec = check(request(grammar(regex=" ")), LIMITS, ()).grammar
+    assert spec is not None
+    assert spec.source == " "
