@@ -49,7 +49,7 @@ class EngineConfig:
     """Longest suffix that the n-gram drafter looks up."""
     ngram_min: int = 1
     """Shortest one."""
-    row_timeout_ms: float = 200.0
+    row_timeout_ms: float = 50.0
     """A step waits this long for a guided slot's rows, then defers the slot."""
     max_queue_size: int = 256
     """Sequences that may wait for a slot."""

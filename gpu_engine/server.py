@@ -13,14 +13,10 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
-import shutil
 import signal
-import tempfile
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -28,18 +24,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gpu_engine.config import EngineConfig, ServerConfig
-from gpu_engine.errors import GrammarUnavailable
-from gpu_engine.grammar_client import GrammarClient
-from gpu_engine.grammar_link import GrammarLink, GrammarSetup, segment_hand_over
+from gpu_engine.grammar_process import GrammarProcess
 from gpu_engine.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.servicer import EngineServicer
-from gpu_engine.sidecar import Sidecar, grammar_command
+from gpu_engine.sidecar import Sidecar
 from gpu_engine.validation import Limits
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from shared_mem.channel import EngineEnd
 from shared_mem.errors import VersionSkew
-from shared_mem.layout import Layout
-from shared_mem.segment import Segment
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +98,19 @@ async def open_server(
     try:
         async with AsyncExitStack() as stack:
             yield await _start(stack, engine_config, server_config, progress, parts or real_parts())
-    except* VersionSkew as group:
-        raise ServerError(str(group.exceptions[0])) from None
+    except BaseExceptionGroup as group:
+        # The task group wraps whatever passes through it, even when it is one error of the block.
+        error = _only_error(group)
+        if isinstance(error, VersionSkew):
+            raise ServerError(str(error)) from error
+        raise error from None
+
+
+def _only_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 async def _start(
@@ -120,7 +123,7 @@ async def _start(
     server, health_servicer, address = _bind(server_config)
     stack.push_async_callback(server.stop, None)
     background = await stack.enter_async_context(asyncio.TaskGroup())
-    grammar = _Grammar(server_config, background, stack) if server_config.grammar != "none" else None
+    grammar = GrammarProcess(server_config, background, stack) if server_config.grammar != "none" else None
     model = await asyncio.to_thread(parts.load_model, engine_config, progress)
     _prepare_tokenizer(model)
     limits = Limits.of(engine_config, server_config, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
@@ -162,74 +165,6 @@ async def serve(
         log.info("shutting down: running requests get %.1f s to end", server_config.drain_timeout_s)
 
 
-class _Grammar:
-    """The way to the grammar process, built in three parts around the model and the engine."""
-
-    def __init__(self, config: ServerConfig, background: asyncio.TaskGroup, stack: AsyncExitStack) -> None:
-        self.config = config
-        self.directory = _grammar_directory(config, stack)
-        self.sidecar: Sidecar | None = None
-        self.channel: EngineEnd
-        self.client: GrammarClient
-        self._background = background
-        self._link: GrammarLink
-        self._attached = False
-        self._sidecar_task: asyncio.Task[None] | None = None
-        if config.grammar == "spawn":
-            self.sidecar = Sidecar(grammar_command(config, self.directory), self._give_up)
-            self._sidecar_task = background.create_task(self.sidecar.run(), name="sidecar")
-
-    def share(self, stack: AsyncExitStack, engine_config: EngineConfig, model: Model) -> None:
-        """Make the segment and the client, which the engine is built with."""
-        layout = Layout(
-            num_slots=engine_config.max_batch_size,
-            num_rows=engine_config.num_rows,
-            vocab_size=model.vocab_size,
-            # A grammar process that outlives engines tells their segments apart by this number.
-            generation=time.time_ns(),
-        )
-        segment = stack.enter_context(Segment.create(layout))
-        if self._sidecar_task:
-            stack.push_async_callback(_end_task, self._sidecar_task)
-        self.channel = EngineEnd(segment)
-        self.client = GrammarClient(self.config, self.channel)
-        setup = GrammarSetup(
-            tokenizer_json=model.tokenizer.backend_tokenizer.to_str().encode(),
-            vocab_size=model.vocab_size,
-            stop_token_ids=model.eos_token_ids,
-            generation=layout.generation,
-        )
-        self._link = GrammarLink(
-            self.directory,
-            setup,
-            segment_hand_over(segment),
-            self.client,
-            self.channel,
-            silence_s=self.config.grammar_silence_s,
-            on_stuck=self.sidecar.kill if self.sidecar else lambda: None,
-        )
-        stack.push_async_callback(self.client.aclose)
-
-    def attach(self, stack: AsyncExitStack, engine: ServedEngine) -> None:
-        """Start to connect."""
-        self.client.attach(engine, self._link)
-        self._attached = True
-        stack.push_async_callback(_end_task, self._background.create_task(self._link.run(), name="grammar link"))
-        if self.sidecar and self.sidecar.gave_up:
-            self._give_up(self.sidecar.gave_up)
-
-    async def first_attachment(self) -> None:
-        """Wait for the grammar process, in bounds: unguided requests can be served without it."""
-        try:
-            await self._link.ready(self.config.grammar_wait_s)
-        except GrammarUnavailable as error:
-            log.warning("serving without guided requests for now: %s", error)
-
-    def _give_up(self, reason: str) -> None:
-        if self._attached:  # else `attach` finds it in the sidecar
-            self.client.give_up(reason)
-
-
 def _bind(config: ServerConfig) -> tuple[grpc.aio.Server, HealthServicer, str]:
     server = grpc.aio.server(
         options=[
@@ -261,19 +196,6 @@ async def _drain(
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
     await servicer.drain(timeout_s)
     await server.stop(STOP_GRACE_S)
-
-
-async def _end_task(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
-
-
-def _grammar_directory(config: ServerConfig, stack: AsyncExitStack) -> Path:
-    if config.grammar_dir:
-        return Path(config.grammar_dir)
-    path = Path(tempfile.mkdtemp(prefix="lockstep-"))
-    stack.callback(shutil.rmtree, path, ignore_errors=True)
-    return path
 
 
 def _prepare_tokenizer(model: Model) -> None:

@@ -59,6 +59,8 @@ class Sidecar:
         self._give_up = give_up
         self._process: asyncio.subprocess.Process | None = None
         self._failures: deque[float] = deque()
+        self.term_timeout_s = TERM_TIMEOUT_S
+        self.longest_retry_s = LONGEST_RETRY_S
         self.starts = 0
         self.gave_up: str | None = None
         """Why `run` returned."""
@@ -85,7 +87,7 @@ class Sidecar:
             if len(self._failures) >= MAX_FAILURES:
                 break
             await asyncio.sleep(retry_s)
-            retry_s = min(retry_s * 2, LONGEST_RETRY_S)
+            retry_s = min(retry_s * 2, self.longest_retry_s)
         reason = f"the grammar process failed {MAX_FAILURES} times within {FAILURE_WINDOW_S:g} s; see the server's log"
         log.error("%s. Guided requests are refused from now on; the others go on", reason)
         self.gave_up = reason
@@ -122,7 +124,7 @@ class Sidecar:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            async with asyncio.timeout(TERM_TIMEOUT_S):
+            async with asyncio.timeout(self.term_timeout_s):
                 await process.wait()
         except TimeoutError:
             self.kill()

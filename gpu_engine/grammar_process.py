@@ -1,0 +1,111 @@
+"""The way to the grammar process, put together: its supervisor, the segment, the client and the link.
+
+The invariant: it is built around the model and the engine in three calls, and what it opens is closed by the exit stack
+in the opposite order: client, link, process, segment. Not here: what any of the pieces does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from gpu_engine.config import EngineConfig, ServerConfig
+from gpu_engine.errors import GrammarUnavailable
+from gpu_engine.grammar_client import GrammarClient
+from gpu_engine.grammar_link import GrammarLink, GrammarSetup, segment_hand_over
+from gpu_engine.ports import Model, ServedEngine
+from gpu_engine.sidecar import Sidecar, grammar_command
+from shared_mem.channel import EngineEnd
+from shared_mem.layout import Layout
+from shared_mem.segment import Segment
+
+log = logging.getLogger(__name__)
+
+
+class GrammarProcess:
+    """Construction starts a spawned process; `share` needs the model; `attach` needs the engine."""
+
+    def __init__(self, config: ServerConfig, background: asyncio.TaskGroup, stack: AsyncExitStack) -> None:
+        self.config = config
+        self.directory = _grammar_directory(config, stack)
+        self.sidecar: Sidecar | None = None
+        self.channel: EngineEnd
+        self.client: GrammarClient
+        self._background = background
+        self._link: GrammarLink
+        self._attached = False
+        self._sidecar_task: asyncio.Task[None] | None = None
+        if config.grammar == "spawn":
+            self.sidecar = Sidecar(grammar_command(config, self.directory), self._give_up)
+            self._sidecar_task = background.create_task(self.sidecar.run(), name="sidecar")
+
+    def share(self, stack: AsyncExitStack, engine_config: EngineConfig, model: Model) -> None:
+        """Make the segment and the client, which the engine is built with."""
+        layout = Layout(
+            num_slots=engine_config.max_batch_size,
+            num_rows=engine_config.num_rows,
+            vocab_size=model.vocab_size,
+            # A grammar process that outlives engines tells their segments apart by this number.
+            generation=time.time_ns(),
+        )
+        segment = stack.enter_context(Segment.create(layout))
+        if self._sidecar_task:
+            stack.push_async_callback(_end_task, self._sidecar_task)
+        self.channel = EngineEnd(segment)
+        self.client = GrammarClient(self.config, self.channel)
+        setup = GrammarSetup(
+            tokenizer_json=model.tokenizer.backend_tokenizer.to_str().encode(),
+            vocab_size=model.vocab_size,
+            stop_token_ids=model.eos_token_ids,
+            generation=layout.generation,
+        )
+        self._link = GrammarLink(
+            self.directory,
+            setup,
+            segment_hand_over(segment),
+            self.client,
+            self.channel,
+            silence_s=self.config.grammar_silence_s,
+            on_stuck=self.sidecar.kill if self.sidecar else lambda: None,
+        )
+        stack.push_async_callback(self.client.aclose)
+
+    def attach(self, stack: AsyncExitStack, engine: ServedEngine) -> None:
+        """Start to connect."""
+        self.client.attach(engine, self._link)
+        self._attached = True
+        stack.push_async_callback(_end_task, self._background.create_task(self._link.run(), name="grammar link"))
+        if self.sidecar and self.sidecar.gave_up:
+            self._give_up(self.sidecar.gave_up)
+
+    async def first_attachment(self) -> None:
+        """Wait for the grammar process, in bounds: unguided requests can be served without it."""
+        try:
+            await self._link.ready(self.config.grammar_wait_s)
+        except GrammarUnavailable as error:
+            log.warning("serving without guided requests for now: %s", error)
+
+    def _give_up(self, reason: str) -> None:
+        if self._attached:  # else `attach` finds it in the sidecar
+            self.client.give_up(reason)
+
+    def __repr__(self) -> str:
+        return f"<GrammarProcess {self.config.grammar} {self.directory} {self.sidecar!r}>"
+
+
+async def _end_task(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def _grammar_directory(config: ServerConfig, stack: AsyncExitStack) -> Path:
+    if config.grammar_dir:
+        return Path(config.grammar_dir)
+    path = Path(tempfile.mkdtemp(prefix="lockstep-"))
+    stack.callback(shutil.rmtree, path, ignore_errors=True)
+    return path

@@ -1,0 +1,194 @@
+"""The whole process but its engine: order of start and close, health, reflection, limits of the transport."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from gpu_engine.client import Client
+from gpu_engine.config import EngineConfig, ServerConfig
+from gpu_engine.ports import GrammarPort
+from gpu_engine.request import GrammarKind, GrammarSpec, Request, SamplingParams, TokenEvent
+from gpu_engine.server import SERVICE, Parts, ServerError, open_server
+from protos.engine.v1 import engine_pb2 as pb
+from shared_mem.handover import SOCKET_NAME, listen
+from tests.fakes import FakeEngine, FakeModel, Script, says
+from tests.waiting import eventually
+
+ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)
+
+
+def parts(
+    script: Script | None = None, engines: list[FakeEngine] | None = None, ports: list[GrammarPort] | None = None
+) -> Parts:
+    def build(config: EngineConfig, model: Any, channel: object, grammar: GrammarPort | None) -> FakeEngine:
+        if ports is not None and grammar is not None:
+            ports.append(grammar)
+        engine = FakeEngine(config, script)
+        if engines is not None:
+            engines.append(engine)
+        return engine
+
+    return Parts(lambda config, progress: FakeModel(), build)
+
+
+def config(tmp_path: Path, **fields: Any) -> ServerConfig:
+    return ServerConfig(**{"listen": f"unix:{tmp_path}/s", "grammar": "none"} | fields)
+
+
+async def health_of(address: str) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return int((await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True)).status)
+
+
+async def test_it_answers_and_says_that_it_serves(tmp_path: Path) -> None:
+    engines: list[FakeEngine] = []
+    async with open_server(ENGINE, config(tmp_path), parts=parts(says("yes"), engines)) as server:
+        async with Client(server.address) as client:
+            responses = [r async for r in client.generate(pb.GenerateRequest(text="x"))]
+        assert "".join(r.text for r in responses) == "yes"
+        assert await health_of(server.address) == health_pb2.HealthCheckResponse.SERVING
+    assert engines[0].closed
+
+
+async def test_it_is_not_serving_while_it_warms_up(tmp_path: Path) -> None:
+    warming, go_on = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Cold(FakeEngine):
+        def start(self) -> None:
+            loop.call_soon_threadsafe(warming.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(20)
+
+    cold = Parts(lambda config, progress: FakeModel(), lambda c, m, channel, grammar: Cold(c, says("ok")))
+    asked: list[pb.GenerateResponse] = []
+
+    async def look() -> None:
+        await warming.wait()
+        address = f"unix:{tmp_path}/s"
+        async with Client(address) as client:
+            early = asyncio.create_task(anext(client.generate(pb.GenerateRequest(text="x"))))
+            assert await health_of(address) == health_pb2.HealthCheckResponse.NOT_SERVING
+            go_on.set()
+            asked.append(await early)
+
+    looking = asyncio.create_task(look())
+    async with open_server(ENGINE, config(tmp_path), parts=cold):
+        await looking
+    assert asked
+
+
+async def test_reflection_lists_the_service(tmp_path: Path) -> None:
+    async with (
+        open_server(ENGINE, config(tmp_path), parts=parts()) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        response = await anext(aiter(call))
+        assert SERVICE in {service.name for service in response.list_services_response.service}
+
+
+async def test_a_prompt_of_ten_megabytes_is_refused_by_name(tmp_path: Path) -> None:
+    async with open_server(ENGINE, config(tmp_path), parts=parts()) as server, Client(server.address) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(client.generate(pb.GenerateRequest(text="x" * (10 << 20))))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "text: has 10485760 bytes, at most 4194304 (max_prompt_bytes) are allowed"
+
+
+async def test_a_port_that_is_taken_is_said_at_once() -> None:
+    loopback = ServerConfig(listen="127.0.0.1:0", grammar="none")
+    async with open_server(ENGINE, loopback, parts=parts()) as server:
+        assert not server.address.endswith(":0")
+        with pytest.raises(ServerError, match=f"listen: cannot bind '{server.address}'"):
+            async with open_server(ENGINE, ServerConfig(listen=server.address, grammar="none"), parts=parts()):
+                pass
+
+
+async def test_leaving_drains_what_runs(tmp_path: Path) -> None:
+    engines: list[FakeEngine] = []
+    async with Client(f"unix:{tmp_path}/s") as client:
+
+        async def ask() -> list[pb.GenerateResponse]:
+            return [r async for r in client.generate(pb.GenerateRequest(text="x"))]
+
+        async with open_server(ENGINE, config(tmp_path, drain_timeout_s=20.0), parts=parts(None, engines)):
+            task = asyncio.create_task(ask())
+            await eventually(lambda: engines[0].submitted)
+            request = engines[0].submitted[0]
+            asyncio.get_running_loop().call_later(0.1, engines[0].emit, request, _last(request))
+        assert (await task)[-1].finish_reason == pb.FINISH_REASON_STOP
+
+
+def _last(request: Request) -> TokenEvent:
+    return list(says("z")(request))[-1]
+
+
+async def test_a_model_that_does_not_load_closes_what_was_open(tmp_path: Path) -> None:
+    def broken(config: EngineConfig, progress: object) -> FakeModel:
+        raise FileNotFoundError("model: nowhere")
+
+    broken_parts = Parts(broken, parts().build_engine)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        async with open_server(ENGINE, config(tmp_path, grammar="spawn"), parts=broken_parts):
+            pass
+    async with open_server(ENGINE, config(tmp_path), parts=parts()):
+        pass
+
+
+async def test_it_spawns_and_uses_a_grammar_process(tmp_path: Path) -> None:
+    engines: list[FakeEngine] = []
+    ports: list[GrammarPort] = []
+    spawn = config(tmp_path, grammar="spawn", grammar_dir=str(tmp_path / "g"))
+    async with (
+        open_server(ENGINE, spawn, parts=parts(None, engines, ports)) as server,
+        Client(server.address) as client,
+    ):
+        assert server.sidecar is not None
+        assert pb.BACKEND_LLGUIDANCE in (await client.info()).backends
+        spec = GrammarSpec(GrammarKind.REGEX, "[ab]+")
+        request = Request("r", 0, [1], SamplingParams(max_tokens=4, seed=0), lambda event: None, grammar=spec)
+        ports[0].open(0, 1, request, (ord("a"),))
+        await eventually(lambda: engines[0].opened or engines[0].failed)
+        assert engines[0].failed == []
+        stats = await client.stats()
+        assert (stats.grammar_ready, stats.grammar_starts, stats.matchers, stats.cached_grammars) == (True, 1, 1, 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(client.generate(pb.GenerateRequest(text="x", grammar=pb.Grammar(regex="("))))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith("grammar: ")
+        server.sidecar.kill()
+        await eventually(lambda: engines[0].outages == ["lost", "restored"])
+        pid = server.sidecar.pid
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_grammar_process_of_another_release_stops_the_start(tmp_path: Path) -> None:
+    version_skew = struct.pack("<8sIIQIH", b"LKSTPSEG", 1, 99, 0, 1, 0)
+    listener = listen(tmp_path / SOCKET_NAME)
+    listener.setblocking(False)
+
+    async def refuse() -> None:
+        loop = asyncio.get_running_loop()
+        peer, _ = await loop.sock_accept(listener)
+        with peer:
+            await loop.sock_sendall(peer, version_skew)
+
+    refusing = asyncio.create_task(refuse())
+    connect = config(tmp_path, grammar="connect", grammar_dir=str(tmp_path))
+    with listener, pytest.raises(ServerError, match=r"version \d+ here, 99 in the peer"):
+        async with open_server(ENGINE, connect, parts=parts()):
+            await asyncio.sleep(20)
+    await refusing

@@ -1,0 +1,116 @@
+"""The supervisor with small scripts in the place of the grammar process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.config import ServerConfig
+from gpu_engine.sidecar import MAX_FAILURES, Sidecar, grammar_command
+from tests.waiting import eventually
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+SLEEPS = python("import time; print('up', flush=True); time.sleep(600)")
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_output_is_forwarded_and_the_child_ends_with_run(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sidecar = Sidecar(SLEEPS, lambda reason: None)
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: ("grammar_service", logging.INFO, "up") in caplog.record_tuples)
+    pid = sidecar.pid
+    assert pid is not None
+    await end(task)
+    assert not alive(pid)
+
+
+async def test_a_killed_child_is_started_again() -> None:
+    sidecar = Sidecar(SLEEPS, lambda reason: None)
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.pid)
+    first = sidecar.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await eventually(lambda: sidecar.pid not in (None, first))
+    second = sidecar.pid
+    sidecar.kill()
+    await eventually(lambda: sidecar.pid not in (None, first, second))
+    assert sidecar.starts == 3
+    await end(task)
+
+
+async def test_a_child_that_ignores_sigterm_is_killed() -> None:
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    sidecar = Sidecar(python(code), lambda reason: None)
+    sidecar.term_timeout_s = 0.2
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.pid)
+    pid = sidecar.pid
+    assert pid is not None
+    await end(task)
+    assert not alive(pid)
+
+
+async def test_too_many_failures_end_it_with_a_reason() -> None:
+    reasons: list[str] = []
+    sidecar = Sidecar(python("raise SystemExit(3)"), reasons.append)
+    sidecar.longest_retry_s = 0.05
+    await sidecar.run()
+    assert sidecar.starts == MAX_FAILURES
+    assert reasons == [sidecar.gave_up]
+    assert f"failed {MAX_FAILURES} times" in reasons[0]
+
+
+def test_the_child_dies_with_a_parent_that_is_killed() -> None:
+    code = f"""
+import asyncio
+from gpu_engine.sidecar import Sidecar
+async def main():
+    sidecar = Sidecar({SLEEPS!r}, print)
+    task = asyncio.create_task(sidecar.run())
+    while sidecar.pid is None:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    print(sidecar.pid, flush=True)
+    await task
+asyncio.run(main())
+"""
+    with subprocess.Popen(python(code), stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+    asyncio.run(eventually(lambda: not alive(pid)))
+
+
+def test_the_command_line_of_the_grammar_process() -> None:
+    command = grammar_command(ServerConfig(grammar_backend="xgrammar", compile_timeout_s=2.5), Path("/run/x"))
+    assert command[1:] == [
+        *("-m", "grammar_service", "--dir", "/run/x", "--backend", "xgrammar", "--compile-timeout-s", "2.5")
+    ]
