@@ -1,0 +1,207 @@
+"""The command line as a user sees it: streams, exit statuses, messages."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gpu_engine import cli
+from gpu_engine.config import EngineConfig, ServerConfig
+from gpu_engine.request import FinishReason, Request, TokenEvent
+from gpu_engine.request_flags import build_request
+from gpu_engine.server import Parts, open_server
+from gpu_engine.terminal import loading_progress, summary
+from protos.engine.v1 import engine_pb2 as pb
+from tests.fakes import FakeEngine, FakeModel, Script, says
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, script: Script) -> AsyncIterator[str]:
+    parts = Parts(
+        lambda config, progress: FakeModel(), lambda config, model, channel, grammar: FakeEngine(config, script)
+    )
+    config = ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none")
+    async with open_server(EngineConfig(max_model_len=256), config, parts=parts) as server:
+        yield server.address
+
+
+async def run(*arguments: str) -> int:
+    return await asyncio.to_thread(cli.main, arguments)
+
+
+def flags(*arguments: str) -> pb.GenerateRequest:
+    parsed = cli._parser().parse_args(["generate", *arguments])
+    return build_request(parsed, io.StringIO("from stdin"))
+
+
+async def test_generate_streams_to_stdout_and_sums_up_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(tmp_path, says("hello")) as address:
+        assert await run("generate", "--server", address, "--prompt", "x", "--seed", "3") == cli.OK
+    out, err = capsys.readouterr()
+    assert out == "hello\n"
+    assert "[stop] 1 + 6 tokens" in err
+    assert "seed 3" in err
+
+
+async def test_generate_tells_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(tmp_path, says("hello")) as address:
+        assert await run("generate", "--server", address, "--prompt", "x", "--max-tokens", "0") == cli.FAILED
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "INVALID_ARGUMENT: sampling.max_tokens: is 0, must be at least 1" in err
+
+
+@pytest.mark.parametrize(
+    ("finish", "status"),
+    [
+        (FinishReason.LENGTH, cli.OK),
+        (FinishReason.GRAMMAR_INCOMPLETE, cli.NOT_COMPLETE),
+        (FinishReason.GRAMMAR_ERROR, cli.NOT_COMPLETE),
+        (FinishReason.ABORTED, cli.NOT_COMPLETE),
+    ],
+)
+async def test_the_exit_status_tells_how_the_answer_ended(tmp_path: Path, finish: FinishReason, status: int) -> None:
+    def script(request: Request) -> Iterable[TokenEvent]:
+        return [TokenEvent(0, finish=finish)]
+
+    async with serving(tmp_path, script) as address:
+        assert await run("generate", "--server", address, "--prompt", "x") == status
+
+
+async def test_no_server_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run("generate", "--server", f"unix:{tmp_path}/nobody", "--prompt", "x") == cli.FAILED
+    assert "UNAVAILABLE" in capsys.readouterr().err
+
+
+async def test_info_shows_model_and_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(tmp_path, says("hello")) as address:
+        assert await run("info", "--server", address) == cli.OK
+    shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert shown["model_type"] == ["fake"]
+    assert shown["backends"] == ["none"]
+    assert shown["eos_token_ids"] == ["[256]"]
+    assert shown["num_slots"] == ["4"]
+
+
+def test_unset_flags_leave_fields_unset() -> None:
+    request = flags("--prompt", "x")
+    assert request == pb.GenerateRequest(text="x", sampling=pb.SamplingParams())
+    assert not request.HasField("speculation")
+
+
+def test_flags_make_the_request(tmp_path: Path) -> None:
+    schema = tmp_path / "s.json"
+    schema.write_text("{}")
+    request = flags(
+        *("--chat", "u", "--system", "s", "--schema", str(schema), "--whitespace", "compact", "--backend", "xgrammar"),
+        *("--max-tokens", "5", "--temperature", "0", "--stop", "a", "--stop", "b", "--draft-tokens", "0"),
+    )
+    assert [(m.role, m.content) for m in request.messages.messages] == [("system", "s"), ("user", "u")]
+    assert request.grammar.json_schema == "{}"
+    assert (request.grammar.whitespace, request.grammar.backend) == (pb.WHITESPACE_COMPACT, pb.BACKEND_XGRAMMAR)
+    assert request.sampling.HasField("temperature")
+    assert (request.sampling.max_tokens, list(request.sampling.stop)) == (5, ["a", "b"])
+    assert request.speculation.HasField("num_draft_tokens")
+    assert flags().text == "from stdin"
+    assert list(flags("--choice", "a", "--choice", "b").grammar.choice.choices) == ["a", "b"]
+    assert flags("--json").grammar.json_object
+    assert flags("--regex", "").grammar.WhichOneof("spec") == "regex"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x", "--chat", "y"], "--prompt and --chat exclude each other"),
+        (["--prompt", "x", "--system", "y"], "--system needs --chat"),
+        (["--prompt", "x", "--schema", "nowhere.json"], "nowhere.json"),
+        (["--prompt", "x", "--backend", "xgrammar"], "need a grammar"),
+        (["--prompt", "x", "--max-tokens", "-1"], "--max-tokens: "),
+    ],
+)
+def test_wrong_usage_is_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", *arguments]) == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-batch-size", "0"], "max_batch_size: must be in [1, 256]"),
+        (["--max-batch-size", "x"], "--max-batch-size: 'x' is not an integer"),
+        (["--grammar", "connect"], "grammar_dir: is required"),
+        (["--config", "nowhere.toml"], "nowhere.toml"),
+    ],
+)
+def test_wrong_settings_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *arguments]) == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["info"], ["demo"]])
+def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*command, "--help"])
+    assert caught.value.code == 0
+    assert len(capsys.readouterr().out) > 200
+
+
+def test_clients_do_not_load_the_model_libraries() -> None:
+    code = (
+        "import sys, gpu_engine.cli; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_progress_is_a_line_a_stage_without_a_terminal() -> None:
+    stream = io.StringIO()
+    with loading_progress(stream) as progress:
+        progress("loading the weights", 0.25)
+    assert stream.getvalue() == " 25% loading the weights\n"
+
+
+def test_the_summary_speaks_of_the_grammar_and_its_warnings() -> None:
+    telemetry = pb.Telemetry(ttft_ms=100, total_ms=1100, acceptance_length=2.5, seed=9, backend=pb.BACKEND_XGRAMMAR)
+    telemetry.warnings.append("format is not enforced")
+    response = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, telemetry=telemetry)
+    response.usage.completion_tokens = 11
+    line = summary(response)
+    for part in (
+        "[stop]",
+        "10.0 tokens/s",
+        "2.50 tokens/step",
+        "seed 9",
+        "xgrammar",
+        "warning: format is not enforced",
+    ):
+        assert part in line
+
+
+def test_serve_ends_in_order_on_sigterm(tmp_path: Path) -> None:
+    code = f"""
+import asyncio
+from gpu_engine.config import EngineConfig, ServerConfig
+from gpu_engine.server import Parts, serve
+from tests.fakes import FakeEngine, FakeModel
+parts = Parts(lambda c, p: FakeModel(), lambda c, m, channel, grammar: FakeEngine(c))
+config = ServerConfig(listen="unix:{tmp_path}/s", grammar="none")
+ready = lambda server: print("ready", flush=True)
+asyncio.run(serve(EngineConfig(max_model_len=256), config, None, ready, parts))
+print("closed", flush=True)
+"""
+    root = Path(__file__).parents[3]
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=root, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "closed\n"
+        assert process.wait(20) == 0
