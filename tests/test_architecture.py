@@ -26,7 +26,7 @@ LONGER_ON_PURPOSE = {
     # All ordering between the two processes is in this one file, so that it can be read against itself.
     "shared_mem/native/flags.c": 400,
     # One rule: mask, penalties, filters, noise and acceptance of a position share its row in cache.
-    "kernels/native/accept.c": 400,
+    "kernels/native/accept.h": 400,
     # The picture of every byte and the numbers that draw it.
     "shared_mem/layout.py": 320,
 }
