@@ -33,7 +33,7 @@ class Rows:
     """Mask rows of one step: a 2-D view of memory that the caller owns, and that must outlive this object.
 
     `words` is int32 [N, S], S >= W, C-contiguous and writable. Row i begins at `address(i)`. A backend may keep its own
-    handle over the same memory in `handle` (a tensor for xgrammar), so that nothing is built per row.
+    handles over the same memory in `handle` (tensors for xgrammar), so that nothing is built per row.
     """
 
     __slots__ = ("_base", "_stride", "handle", "words")

@@ -164,6 +164,7 @@ class LlguidanceMatcher:
         self._inner = inner
         self._stops = frozenset(vocabulary.stop_ids)
         self._special = vocabulary.special
+        self._vocab_size = vocabulary.size
         self._row_bytes = vocabulary.num_words * 4
         self._never = never
         self._never_but_stops = never_but_stops
@@ -176,7 +177,8 @@ class LlguidanceMatcher:
         if token in self._stops:
             self.terminated = self._inner.is_accepting()
             return self.terminated
-        if token < 0 or token in self._special:
+        # Out of range would be an error of the whole matcher.
+        if not 0 <= token < self._vocab_size or token in self._special:
             return False
         if self._inner.try_consume_tokens([token]) == 1:
             return True

@@ -45,6 +45,8 @@ class XgrammarBackend:
         self._tokenizer = xgrammar.TokenizerInfo(
             tokens, vocab_type, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.stop_ids)
         )
+        # The library refuses these by itself, and prints a line about each.
+        self._never = frozenset(i for i, text in enumerate(tokens) if not text) - set(vocabulary.stop_ids)
         self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
 
     def compile(self, grammar: Grammar) -> bytes:
@@ -58,7 +60,7 @@ class XgrammarBackend:
             compiled = xgrammar.CompiledGrammar.deserialize_json(artifact.decode(), self._tokenizer)
         else:
             compiled = self._compile(grammar)
-        return XgrammarCompiled(compiled, self._vocabulary)
+        return XgrammarCompiled(compiled, self._vocabulary, self._never)
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         compiler = self._compiler
@@ -173,24 +175,27 @@ def _types(node: Any) -> list[str]:
 class XgrammarCompiled:
     """A compiled grammar; shared by all its matchers."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary) -> None:
+    def __init__(self, compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary, never: frozenset[int]) -> None:
         self._compiled = compiled
         self._vocabulary = vocabulary
+        self._never = never
         self.memory_bytes: int = compiled.memory_size_bytes
 
     def matcher(self) -> XgrammarMatcher:
         """Return a matcher at the start of an answer."""
-        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._vocabulary)
+        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._vocabulary, self._never)
 
 
 class XgrammarMatcher:
     """One answer."""
 
-    def __init__(self, inner: xgrammar.GrammarMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(self, inner: xgrammar.GrammarMatcher, vocabulary: Vocabulary, never: frozenset[int]) -> None:
         self._inner = inner
-        self._vocabulary = vocabulary
+        self._vocab_size = vocabulary.size
+        self._never = never
         self._num_words = vocabulary.num_words
         self._all = _full_row(vocabulary)
+        self._has_tail = vocabulary.size % 32 != 0
 
     @property
     def terminated(self) -> bool:
@@ -199,7 +204,7 @@ class XgrammarMatcher:
 
     def accept(self, token: int) -> bool:
         """Move over `token`; see `Matcher.accept`."""
-        if not 0 <= token < self._vocabulary.size or self._inner.is_terminated():
+        if not 0 <= token < self._vocab_size or token in self._never or self._inner.is_terminated():
             return False
         try:
             return bool(self._inner.accept_token(token))
@@ -215,15 +220,20 @@ class XgrammarMatcher:
                 raise MatcherFailed(_clean(str(error))) from None
 
     def fill(self, rows: Rows, index: int) -> None:
-        """Fill the row in place through a tensor over the same memory; see `Matcher.fill`."""
-        if rows.handle is None:
-            rows.handle = torch.from_numpy(rows.words)[:, : self._num_words]
+        """Fill the row in place, through a tensor over the same memory; see `Matcher.fill`."""
+        # One tensor per row: given a matrix, the library takes its rows for contiguous whatever their stride is.
+        rows.handle = tensors = rows.handle or {}
+        tensor = tensors.get(index)
+        if tensor is None:
+            tensor = tensors[index] = torch.from_numpy(rows.words[index : index + 1, : self._num_words])
         try:
-            constrained = self._inner.fill_next_token_bitmask(rows.handle, index)
+            constrained = self._inner.fill_next_token_bitmask(tensor, 0)
         except RuntimeError as error:
             raise MatcherFailed(_clean(str(error))) from None
         if not constrained:
             rows.words[index, : self._num_words] = self._all
+        elif self._has_tail:
+            rows.words[index, self._num_words - 1] &= self._all[-1]
 
     def __repr__(self) -> str:
         return f"<XgrammarMatcher terminated={self.terminated}>"

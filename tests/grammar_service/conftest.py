@@ -1,0 +1,64 @@
+"""Both backends over a small vocabulary, compiled in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from grammar_service.backends import NAMES, Backend, Compiled, Matcher, Rows, load_backend
+from grammar_service.grammar import Kind, Whitespace, parse
+from grammar_service.vocabulary import Vocabulary
+from tests.grammar_service.toy import PADDED, STOPS, spell, tokenizer_json, tokens_in
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Vocabulary:
+    return Vocabulary.load(tokenizer_json(), PADDED, STOPS)
+
+
+class Library:
+    """A backend with the verbs of the tests."""
+
+    def __init__(self, backend: Backend, vocabulary: Vocabulary) -> None:
+        self.name = backend.name
+        self.backend = backend
+        self.rows = Rows(np.zeros((2, vocabulary.num_words + 3), dtype=np.int32))
+        self.num_words = vocabulary.num_words
+
+    def compiled(self, kind: Kind, source: str, whitespace: Whitespace = Whitespace.BOUNDED) -> Compiled:
+        grammar = parse(kind, source, whitespace)
+        return self.backend.load(grammar, self.backend.compile(grammar))
+
+    def legal(self, matcher: Matcher) -> set[int]:
+        """Fill a row over old bits, and return its tokens, tail included."""
+        self.rows.words[1] = -1
+        matcher.fill(self.rows, 1)
+        return tokens_in(self.rows.words[1, : self.num_words])
+
+    def takes(self, compiled: Compiled, text: str) -> bool:
+        """Say whether `text` and then a stop token are accepted."""
+        matcher = compiled.matcher()
+        return all(matcher.accept(token) for token in spell(text)) and matcher.accept(STOPS[0])
+
+
+@pytest.fixture(scope="session")
+def libraries(vocabulary: Vocabulary) -> Callable[[str], Library]:
+    made: dict[str, Library] = {}
+
+    def library(name: str) -> Library:
+        if name not in made:
+            made[name] = Library(load_backend(name, vocabulary), vocabulary)
+        return made[name]
+
+    return library
+
+
+@pytest.fixture(params=NAMES)
+def library(request: pytest.FixtureRequest, libraries: Callable[[str], Library]) -> Library:
+    name: str = request.param
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    return libraries(name)

@@ -1,0 +1,127 @@
+"""A matcher whose language can be read at a glance, and a tokenizer.json of a few hundred tokens.
+
+The toy language: the texts of a finite set, spelled in tokens; token STOP ends a complete one. A row holds exactly the
+tokens that keep some text possible. It records what was asked of it, and fails where a test says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from grammar_service.backends import MatcherFailed, Rows
+
+STOP = 9
+VOCAB = 70
+"""Not a multiple of 32: rows have a tail."""
+
+
+class ToyMatcher:
+    """Accepts one of `texts` and then STOP. `fail_at` lists positions at which `fill` fails."""
+
+    def __init__(self, texts: Iterable[Sequence[int]], fail_at: Iterable[int] = ()) -> None:
+        self.texts = [tuple(text) for text in texts]
+        self.fail_at = frozenset(fail_at)
+        self.taken: list[int] = []
+        self.fills = 0
+        self.rollbacks: list[int] = []
+
+    @property
+    def terminated(self) -> bool:
+        return bool(self.taken) and self.taken[-1] == STOP
+
+    def legal(self) -> set[int]:
+        at, prefix = len(self.taken), tuple(self.taken)
+        possible = [text for text in self.texts if text[:at] == prefix]
+        return {text[at] if at < len(text) else STOP for text in possible}
+
+    def accept(self, token: int) -> bool:
+        if self.terminated or token not in self.legal():
+            return False
+        self.taken.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        if count > len(self.taken):
+            raise MatcherFailed(f"{count} of {len(self.taken)}")
+        self.rollbacks.append(count)
+        del self.taken[len(self.taken) - count :]
+
+    def fill(self, rows: Rows, index: int) -> None:
+        if self.terminated:
+            raise AssertionError("filled after the end")
+        self.fills += 1
+        if len(self.taken) in self.fail_at:
+            raise MatcherFailed("limit")
+        rows.words[index] = row_of(self.legal(), rows.words.shape[1])
+
+
+def row_of(legal: Iterable[int], words: int) -> Any:
+    """Return a mask row with these tokens."""
+    bits = np.zeros(words * 32, dtype=bool)
+    bits[list(legal)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def tokens_in(row: Any) -> set[int]:
+    """Return the tokens of a mask row."""
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+
+
+SPECIAL = ("<|end|>", "<|eot|>", "<|start|>")
+"""Ids 0, 1 and 2; 0 and 1 stop."""
+
+STOPS = (0, 1)
+PADDED = 301
+"""Columns of the logits in the tests: more than tokens, and not a multiple of 32."""
+
+_MERGES = ['{ "', '" :', "t r", "tr u", "tru e", "Ġ Ġ", "a b", "ab c", "< |", "e n", "en d", "| >"]
+
+
+def byte_characters() -> list[str]:
+    """Return the characters that stand for bytes 0..255 in a byte-level tokenizer."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in kept]
+    return [chr(byte) if byte in kept else chr(256 + moved.index(byte)) for byte in range(256)]
+
+
+def tokenizer_json() -> bytes:
+    """Return a byte-level BPE tokenizer: 3 special tokens, 256 bytes, a few merges."""
+    texts = [*SPECIAL, *byte_characters(), *(merge.replace(" ", "") for merge in _MERGES)]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    added = [
+        {"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        | {"special": True}
+        for i, text in enumerate(SPECIAL)
+    ]
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": {text: i for i, text in enumerate(texts)},
+        "merges": _MERGES,
+    }
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }
+    return json.dumps(document).encode()
+
+
+def spell(text: str) -> list[int]:
+    """Return `text` in byte tokens: legal in every grammar that forces nothing, and never a special token."""
+    return [len(SPECIAL) + byte for byte in text.encode()]
