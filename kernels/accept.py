@@ -22,7 +22,18 @@ RUN_ON, STOP_TOKEN, STOP_LENGTH = 0, 1, 2
 
 _POINTERS = (
     *("logits", "slots", "drafts", "num_drafts", "kinds", "forced", "masks", "history", "length", "prompt_length"),
-    *("max_length", "min_tokens", "temperature", "top_p", "min_p", "repetition", "presence", "frequency", "top_k", "seed"),
+    *(
+        "max_length",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "min_p",
+        "repetition",
+        "presence",
+        "frequency",
+        "top_k",
+        "seed",
+    ),
     *("num_logprobs", "rules", "emitted", "num_emitted", "num_accepted", "finish", "blocked", "logprob", "top_ids"),
     *("top_logprobs", "scratch", "counts"),
 )
@@ -152,7 +163,16 @@ def accept(
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
     p, r = params, result
     tensors = (
-        *(history_SL, length_S, p.prompt_length_S, p.max_length_S, p.min_tokens_S, p.temperature_S, p.top_p_S, p.min_p_S),
+        *(
+            history_SL,
+            length_S,
+            p.prompt_length_S,
+            p.max_length_S,
+            p.min_tokens_S,
+            p.temperature_S,
+            p.top_p_S,
+            p.min_p_S,
+        ),
         *(p.repetition_S, p.presence_S, p.frequency_S, p.top_k_S, p.seed_S, p.num_logprobs_S, p.rules_S),
         *(r.emitted_BR, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B, r.logprob_BR, r.top_ids_BRN),
         *(r.top_logprobs_BRN, r.scratch_BV, r.counts_BV),
@@ -171,5 +191,7 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:
     """Return the noise of one position, float32 [V]: what `accept` adds to logits / T."""
     out = torch.empty((vocab_size + 63) // 64 * 64, dtype=torch.float32)
     lib = native()
-    lib.lockstep_gumbel(ctypes.c_uint64(seed), ctypes.c_uint32(position), ctypes.c_int64(out.numel()), ctypes.c_void_p(out.data_ptr()))
+    lib.lockstep_gumbel(
+        ctypes.c_uint64(seed), ctypes.c_uint32(position), ctypes.c_int64(out.numel()), ctypes.c_void_p(out.data_ptr())
+    )
     return out[:vocab_size]

@@ -13,7 +13,16 @@ import torch
 
 from kernels.library import address, native
 
-_LONGS = ("q_stride_b", "q_stride_p", "q_stride_h", "k_stride_b", "k_stride_p", "k_stride_h", "v_stride_b", "v_stride_p")
+_LONGS = (
+    "q_stride_b",
+    "q_stride_p",
+    "q_stride_h",
+    "k_stride_b",
+    "k_stride_p",
+    "k_stride_h",
+    "v_stride_b",
+    "v_stride_p",
+)
 _INTS = ("num_batch", "num_queries", "num_heads", "num_kv_heads", "head_dim", "page_size", "bf16", "window")
 
 
@@ -90,7 +99,10 @@ def paged_attention(
     assert page_table_BN.stride(1) == 1
     out_BPHD = torch.empty(B, P, Hq, D, dtype=q_BPHD.dtype)
     args = _Args(
-        *[address(t) for t in (q_BPHD, k_BPHD, v_BPHD, out_BPHD, pages.k_NHDT, pages.v_NHTD, page_table_BN, positions_BP)],
+        *[
+            address(t)
+            for t in (q_BPHD, k_BPHD, v_BPHD, out_BPHD, pages.k_NHDT, pages.v_NHTD, page_table_BN, positions_BP)
+        ],
         *q_BPHD.stride()[:3],
         *k_BPHD.stride()[:3],
         *v_BPHD.stride()[:3],

@@ -50,7 +50,7 @@ class LoadedModel:
 
     @property
     def dtype_name(self) -> str:
-        """"bfloat16" or "float32"."""
+        """ "bfloat16" or "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
     def allocate_pages(self, num_pages: int, page_size: int) -> list[KVPages]:
@@ -103,7 +103,9 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     report("loading the tokenizer", 0.1)
     tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelNotSupported(f"model: {type(tokenizer).__name__} has no tokenizer.json, which the grammar process needs")
+        raise ModelNotSupported(
+            f"model: {type(tokenizer).__name__} has no tokenizer.json, which the grammar process needs"
+        )
     report("loading the weights", 0.2)
     dtype = resolve_dtype(config.dtype, device)
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, **source)

@@ -131,7 +131,16 @@ def run(cases: list[Case], logits: torch.Tensor, rows: int, R: int) -> tuple[Acc
         keep.append(pack_rules(c.stop, c.bad, c.words))
         params.rules_S[b] = keep[-1].data_ptr()
         params.seed_S[b] = c.seed
-        for name in ("prompt_length", "max_length", "min_tokens", "temperature", "top_p", "min_p", "repetition", "presence"):
+        for name in (
+            "prompt_length",
+            "max_length",
+            "min_tokens",
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition",
+            "presence",
+        ):
             getattr(params, f"{name}_S")[b] = getattr(c, name)
         params.frequency_S[b], params.top_k_S[b], params.num_logprobs_S[b] = c.frequency, c.top_k, c.num_logprobs
     result = AcceptResult.allocate(B, R, V)

@@ -8,7 +8,9 @@ import torch
 from kernels.paged_attention import KVPages, paged_attention, paged_attention_reference
 
 
-def make(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+def make(
+    B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[torch.Tensor, ...]:
     g = torch.Generator().manual_seed(seed)
 
     def rand(*shape: int) -> torch.Tensor:
@@ -27,7 +29,13 @@ def filled(pages: KVPages, seed: int) -> KVPages:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("P", "Hq", "Hkv", "D", "T", "softcap", "window"),
-    [(1, 9, 3, 64, 16, 0.0, 0), (8, 9, 3, 64, 16, 0.0, 0), (5, 4, 1, 128, 32, 0.0, 0), (3, 4, 4, 80, 16, 30.0, 0), (8, 8, 2, 256, 16, 0.0, 21)],
+    [
+        (1, 9, 3, 64, 16, 0.0, 0),
+        (8, 9, 3, 64, 16, 0.0, 0),
+        (5, 4, 1, 128, 32, 0.0, 0),
+        (3, 4, 4, 80, 16, 30.0, 0),
+        (8, 8, 2, 256, 16, 0.0, 21),
+    ],
 )
 def test_native_equals_reference(
     dtype: torch.dtype, P: int, Hq: int, Hkv: int, D: int, T: int, softcap: float, window: int
@@ -42,7 +50,9 @@ def test_native_equals_reference(
         filled(KVPages.allocate(4 * B * N, Hkv, D, T, dtype, torch.device("cpu")), seed=1) for _ in range(2)
     )
     got = paged_attention(q, k, v, native_pages, table, positions, scale=D**-0.5, softcap=softcap, window=window)
-    want = paged_attention_reference(q, k, v, plain_pages, table, positions, scale=D**-0.5, softcap=softcap, window=window)
+    want = paged_attention_reference(
+        q, k, v, plain_pages, table, positions, scale=D**-0.5, softcap=softcap, window=window
+    )
     assert torch.equal(native_pages.k_NHDT, plain_pages.k_NHDT)
     assert torch.equal(native_pages.v_NHTD, plain_pages.v_NHTD)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2

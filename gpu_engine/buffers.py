@@ -1,0 +1,112 @@
+"""The static tensors of the step program, per slot and per lane of a batch.
+
+One invariant: nothing here is allocated or moved after the start, so a captured program may keep the addresses. A lane is a
+place in the batch; a slot belongs to a sequence. Writers are named with the fields. Not here: any decision.
+
+Shapes: S slots, B lanes of this step, R rows a slot (K + 1), P rows of this step, L tokens of a full sequence, N pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.accept import AcceptResult, SlotParams
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBuffers:
+    """What belongs to a sequence while it holds its slot."""
+
+    history_SL: torch.Tensor
+    """int32, prompt then answer. The engine writes the prompt, the step appends."""
+    length_S: torch.Tensor
+    """int32, tokens in history. The engine when it seats, then the step."""
+    drafts_SR: torch.Tensor
+    """int32, proposed for the next step. Writer: the drafter."""
+    num_drafts_S: torch.Tensor
+    """int32. Writer: the drafter; the engine zeroes it when it seats."""
+    draft_limit_S: torch.Tensor
+    """int32, drafts per step that the request allows. Writer: the engine, when it seats."""
+    posted_S: torch.Tensor
+    """int32, answer tokens that the sidecar was told. The engine when a matcher is bound, then the step."""
+    page_table_SN: torch.Tensor
+    """int32, page numbers. Writer: the engine, before a step that needs them."""
+    params: SlotParams
+    """Writer: the engine, when it seats."""
+
+    @classmethod
+    def allocate(cls, num_slots: int, num_rows: int, max_model_len: int, page_size: int) -> SlotBuffers:
+        """Return zeroed buffers in CPU memory."""
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32)
+
+        return cls(
+            history_SL=ints(num_slots, max_model_len + num_rows),
+            length_S=ints(num_slots),
+            drafts_SR=ints(num_slots, num_rows),
+            num_drafts_S=ints(num_slots),
+            draft_limit_S=ints(num_slots),
+            posted_S=ints(num_slots),
+            page_table_SN=ints(num_slots, -(-(max_model_len + num_rows) // page_size)),
+            params=SlotParams.allocate(num_slots),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LaneBuffers:
+    """What one step reads and writes, lane by lane. Views of the first B lanes are cut with `lanes`."""
+
+    slots_B: torch.Tensor
+    """int32. Writer: the engine, before the step."""
+    guided_B: torch.Tensor
+    """bool, the lane waits for rows. Writer: the engine, before the step."""
+    slot_gens_B: torch.Tensor
+    """int32. Writer: the engine, before the step."""
+    drafts_BR: torch.Tensor
+    """int32, the drafts under verification. Writer: the step."""
+    num_drafts_B: torch.Tensor
+    """int32. Writer: the step."""
+    kinds_BR: torch.Tensor
+    """uint8 RowKind. Writer: the sync."""
+    forced_BR: torch.Tensor
+    """int32. Writer: the sync."""
+    result: AcceptResult
+    """Writer: the step."""
+
+    @classmethod
+    def allocate(cls, num_lanes: int, num_rows: int, vocab_size: int) -> LaneBuffers:
+        """Return zeroed buffers in CPU memory."""
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32)
+
+        return cls(
+            slots_B=ints(num_lanes),
+            guided_B=torch.zeros(num_lanes, dtype=torch.bool),
+            slot_gens_B=ints(num_lanes),
+            drafts_BR=ints(num_lanes, num_rows),
+            num_drafts_B=ints(num_lanes),
+            kinds_BR=torch.zeros(num_lanes, num_rows, dtype=torch.uint8),
+            forced_BR=ints(num_lanes, num_rows),
+            result=AcceptResult.allocate(num_lanes, num_rows, vocab_size),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step's cut of the static buffers: the first `num_lanes` lanes, `num_rows` rows each."""
+
+    slot: SlotBuffers
+    lane: LaneBuffers
+    num_lanes: int
+    num_rows: int
+    """P: 1 + the most drafts of any lane."""
+    any_guided: bool
+
+    @property
+    def slots_B(self) -> torch.Tensor:
+        """int32 slot numbers of the lanes in use."""
+        return self.lane.slots_B[: self.num_lanes]

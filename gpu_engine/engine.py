@@ -1,0 +1,147 @@
+"""The engine as other threads see it: messages in, counters out. The work is loop.py's, on a thread of its own.
+
+One invariant: a public method returns at once and touches no sequence; it leaves a message for the engine thread. Not here:
+gRPC and tokenisation (asyncio side), and everything that a turn of the loop does.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from gpu_engine.config import EngineConfig
+from gpu_engine.errors import InternalError, LimitExceeded, LockstepError, ShuttingDown
+from gpu_engine.loop import EngineLoop
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.ports import GrammarPort
+from gpu_engine.request import FinishReason, Request
+from gpu_engine.seating import Running, Seat
+from gpu_engine.stats import EngineStats
+from shared_mem.channel import EngineEnd
+
+log = logging.getLogger(__name__)
+
+_IDLE_S = 0.1
+"""An idle engine wakes this often to say that it lives."""
+_PARKED_S = 0.001
+"""With nothing else to do, deferred slots are looked at this often."""
+
+
+class Engine:
+    """Owns the model's thread. Every method but `start` and `close` may be called from any thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        channel: EngineEnd | None = None,
+        grammar: GrammarPort | None = None,
+    ) -> None:
+        self.config, self.model = config, model
+        self._channel = channel
+        self._loop = EngineLoop(config, model, channel, grammar)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def _run(self) -> None:
+        busy = True
+        while not self._closing.is_set():
+            self._hear(wait=not busy)
+            try:
+                busy = self._loop.turn()
+            except Exception:
+                log.exception("a turn of the engine failed; every sequence ends")
+                self._loop.end_every(error=InternalError("the engine failed in a step; see its log"))
+                busy = False
+        self._hear(wait=False)
+        self._loop.end_every(finish=FinishReason.ABORTED)
+
+    def _hear(self, *, wait: bool) -> None:
+        """Handle the inbox; with nothing to do, wait for its first message."""
+        if self._channel is not None:
+            self._channel.heartbeat()
+        try:
+            if wait:
+                self._inbox.get(timeout=_PARKED_S if self._loop.any_parked else _IDLE_S)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def start(self) -> None:
+        """Warm up and start the thread; blocks until the first request can be served."""
+        self._loop.warm_up()
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a sequence. Raises LimitExceeded when the line is full, ShuttingDown when the engine closes."""
+        loop, config = self._loop, self.config
+        with loop.live_lock:
+            if self._closing.is_set():
+                raise ShuttingDown("the server is shutting down")
+            if loop.live >= config.max_queue_size + config.max_batch_size:
+                raise LimitExceeded(f"{loop.live} sequences run or wait; max_queue_size = {config.max_queue_size}")
+            loop.live += 1
+        seat: Seat = Seat(Running(request), len(request.prompt_ids), request.grammar is not None)
+        self._inbox.put(lambda: loop.admit(seat))
+
+    def abort(self, request_id: str) -> bool:
+        """End every sequence of the request with ABORTED; False when none was running."""
+        found = any(request.request_id == request_id for request in list(self._loop.sequences))
+        self._inbox.put(lambda: self._loop.end_request(request_id))
+        return found
+
+    def drop(self, request: Request) -> None:
+        """Free everything the sequence holds, with no more events. Not an error when it has ended."""
+        self._inbox.put(lambda: self._loop.drop(request))
+
+    def grammar_opened(
+        self,
+        slot: int,
+        slot_gen: int,
+        *,
+        compile_ms: float,
+        cache_hit: bool,
+        backend: int,
+        warnings: tuple[str, ...] = (),
+    ) -> None:
+        """The slot's matcher stands at its committed tokens."""
+        self._inbox.put(lambda: self._loop.grammar_opened(slot, slot_gen, compile_ms, cache_hit, backend, warnings))
+
+    def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
+        """End the slot's sequence with `error`."""
+        self._inbox.put(lambda: self._loop.grammar_failed(slot, slot_gen, error))
+
+    def grammar_lost(self) -> None:
+        """The sidecar is gone: guided slots pause and keep their pages."""
+        self._inbox.put(self._loop.grammar_lost)
+
+    def grammar_restored(self) -> None:
+        """A sidecar is attached again: every guided slot is opened at its committed tokens."""
+        self._inbox.put(self._loop.grammar_restored)
+
+    def stats(self) -> EngineStats:
+        """Return a copy of the counters with the gauges of now."""
+        stats = copy.deepcopy(self._loop.stats)
+        stats.running = len(self._loop.scheduler.seated)
+        stats.waiting = max(self._loop.live - stats.running, 0)
+        stats.pages_used = self._loop.allocator.used
+        return stats
+
+    def check_integrity(self) -> None:
+        """Assert that every slot and page has one owner; meant for an idle engine."""
+        self._loop.scheduler.check_integrity()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End running sequences with ABORTED and stop the thread. Idempotent; blocks for at most `timeout_s`."""
+        with self._loop.live_lock:
+            self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.model} {self._loop.scheduler}>"

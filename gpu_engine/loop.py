@@ -1,0 +1,267 @@
+"""The engine's thread: plan, prefill, step, tell. `turn` is the table of contents; everything else hangs off it.
+
+One invariant: only the engine thread calls in here; other threads go through `engine.Engine`, which leaves messages. Not
+here: gRPC, tokenisation, compilation of grammars, and the program that a step runs (step.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from gpu_engine.buffers import LaneBuffers, SlotBuffers
+from gpu_engine.collect import LaneOutcome, outcomes
+from gpu_engine.config import EngineConfig
+from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
+from gpu_engine.errors import GrammarUnavailable, LockstepError, status_of
+from gpu_engine.kv_cache import PageAllocator
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.ports import GrammarPort
+from gpu_engine.request import FinishReason, Request, TokenEvent
+from gpu_engine.scheduler import Chunk, Guide, Scheduler
+from gpu_engine.seating import Running, Seat, Seating
+from gpu_engine.stats import EngineStats
+from gpu_engine.step import StepProgram
+from gpu_engine.sync import InlineSync, NoSync
+from shared_mem.channel import EngineEnd
+
+_STALL_S = 10.0
+"""A slot deferred for so long ends with UNAVAILABLE."""
+_REFUSALS = 4
+"""Answers in a row that only defer: the matcher lost the thread and is bound again."""
+
+
+class EngineLoop:
+    """Scheduler, buffers and program of one engine, and the sequences in them."""
+
+    def __init__(
+        self, config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, grammar: GrammarPort | None
+    ) -> None:
+        self.config, self.grammar = config, grammar
+        S, R, L = config.max_batch_size, config.num_rows, model.max_model_len
+        num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(-R // config.page_size)
+        self.allocator = PageAllocator(num_pages, config.page_size)
+        self.scheduler: Scheduler[Running] = Scheduler(
+            S, self.allocator, prefill_chunk=config.prefill_chunk, lookahead=R
+        )
+        self._seating = Seating(
+            SlotBuffers.allocate(S, R, L, config.page_size),
+            LaneBuffers.allocate(S, R, model.vocab_size),
+            max_model_len=L,
+            eos_token_ids=model.eos_token_ids,
+        )
+        self._sync = NoSync() if channel is None else InlineSync(channel, S, row_timeout_ms=config.row_timeout_ms)
+        drafter = NoDrafter() if config.drafter == "none" else NgramDrafter(config.ngram_max, config.ngram_min)
+        self._program = StepProgram(model, model.allocate_pages(num_pages, config.page_size), self._sync, drafter)
+        self.sequences: dict[Request, Seat] = {}
+        self.stats = EngineStats(num_slots=S, num_pages=num_pages)
+        self.live, self.live_lock = (
+            0,
+            threading.Lock(),
+        )  # submitted and not ended: the queue bound, shared with submitters
+        self._grammar_up = True
+
+    def turn(self) -> bool:
+        """Plan, prefill one chunk, run one step, tell what came of it; False when there was nothing to do."""
+        self._unpark()
+        plan = self.scheduler.plan()
+        for seat in plan.preempted:
+            self._stand_up(seat)
+        for seat in plan.seated:
+            self._sit_down(seat)
+        if plan.prefill is not None:
+            self._prefill(plan.prefill)
+        if plan.decode:
+            begin = time.perf_counter()
+            batch = self._seating.batch(plan.decode)
+            self._program.run(batch)
+            self._tell(plan.decode, batch.num_rows, (time.perf_counter() - begin) * 1e3)
+        return not plan.idle
+
+    # -- one sequence ------------------------------------------------------------------------------------------------
+
+    def _sit_down(self, seat: Seat) -> None:
+        self._seating.sit(seat)
+        telemetry = seat.payload.request.telemetry
+        telemetry.scheduled_s = telemetry.scheduled_s or time.monotonic()
+        if seat.guided:
+            self._open(seat)
+
+    def _open(self, seat: Seat) -> None:
+        """Ask for a matcher that stands behind the tokens emitted so far."""
+        seat.guide = Guide.OPENING if self._grammar_up else Guide.LOST
+        seat.parked, seat.payload.refusals, seat.payload.deferred_s = False, 0, 0.0
+        if self._grammar_up and self.grammar is not None:
+            self._seating.slot.posted_S[seat.slot] = len(seat.payload.answer)
+            seat.payload.bound = (seat.slot, seat.slot_gen)
+            self.grammar.open(seat.slot, seat.slot_gen, seat.payload.request, tuple(seat.payload.answer))
+
+    def _stand_up(self, seat: Seat) -> None:
+        """The scheduler took the slot back: its matcher goes too."""
+        self.stats.preemptions += 1
+        self._close_grammar(seat)
+
+    def _close_grammar(self, seat: Seat) -> None:
+        if seat.payload.bound is not None and self.grammar is not None:
+            self.grammar.close(*seat.payload.bound)
+        seat.payload.bound = None
+
+    def _prefill(self, chunk: Chunk[Running]) -> None:
+        self._program.prefill(self._seating.one(chunk.sequence), chunk.start, chunk.end)
+        chunk.sequence.prefilled = chunk.end
+        self.stats.prefill_tokens += chunk.end - chunk.start
+
+    def _tell(self, seats: tuple[Seat, ...], num_rows: int, step_ms: float) -> None:
+        """Read the step's results; send the events; end who is done."""
+        waited_ms = self._sync.waited_ns / 1e6
+        self.stats.steps += 1
+        self.stats.step_rows += num_rows * len(seats)
+        self.stats.step_ms += step_ms
+        self.stats.mask_wait_ms += waited_ms
+        wanted = [seat.payload.request.sampling.logprobs for seat in seats]
+        results = outcomes(self._seating.lane, len(seats), guided=[seat.guided for seat in seats], logprobs=wanted)
+        for seat, outcome in zip(seats, results, strict=True):
+            self._count(seat, outcome, waited_ms)
+            if outcome.deferred:
+                self._defer(seat)
+            elif seat.guided:
+                seat.payload.refusals, seat.payload.deferred_s = 0, 0.0
+            if outcome.finish is not None:
+                self.end(seat, outcome, finish=outcome.finish)
+            elif outcome.token_ids:
+                request = seat.payload.request
+                request.sink(TokenEvent(request.index, outcome.token_ids, outcome.logprobs))
+
+    def _count(self, seat: Seat, outcome: LaneOutcome, waited_ms: float) -> None:
+        telemetry, stats, count = seat.payload.request.telemetry, self.stats, len(outcome.token_ids)
+        seat.payload.answer.extend(outcome.token_ids)
+        seat.length += count
+        seat.prefilled = seat.length - 1  # the keys of every token but the last stand, rejected drafts are overwritten
+        if count and not telemetry.first_token_s:
+            telemetry.first_token_s = time.monotonic()
+        telemetry.steps += 1
+        telemetry.mask_wait_ms += waited_ms if seat.guided else 0.0
+        stats.generated_tokens += count
+        if count:
+            telemetry.draft_tokens += outcome.num_drafts
+            telemetry.accepted_draft_tokens += outcome.num_accepted
+            stats.draft_tokens += outcome.num_drafts
+            stats.accepted_draft_tokens += outcome.num_accepted
+
+    def _defer(self, seat: Seat) -> None:
+        """A slot without its rows leaves the batch until they are there, so that it holds up nobody."""
+        notes = seat.payload
+        notes.request.telemetry.deferred_rows += 1
+        self.stats.deferred_rows += 1
+        notes.deferred_s = notes.deferred_s or time.monotonic()
+        notes.deferred_seq = self._sync.seq
+        if self._sync.answered(notes.deferred_seq, seat.slot, seat.slot_gen):
+            notes.refusals += 1
+            if notes.refusals >= _REFUSALS:
+                self._open(seat)
+        else:
+            seat.parked = True
+
+    def _unpark(self) -> None:
+        for seat in self.scheduler.seated:
+            if (
+                seat.guide is Guide.OPEN
+                and seat.payload.deferred_s
+                and time.monotonic() > seat.payload.deferred_s + _STALL_S
+            ):
+                self.end(seat, error=GrammarUnavailable(f"the grammar process gave no rows for {_STALL_S:g} s"))
+            elif seat.parked and self._sync.answered(seat.payload.deferred_seq, seat.slot, seat.slot_gen):
+                seat.parked = False
+
+    def end(
+        self,
+        seat: Seat,
+        outcome: LaneOutcome | None = None,
+        *,
+        finish: FinishReason | None = None,
+        error: LockstepError | None = None,
+        silent: bool = False,
+    ) -> None:
+        """Free everything the sequence holds, then send its last event."""
+        request = seat.payload.request
+        del self.sequences[request]
+        with self.live_lock:
+            self.live -= 1
+        self.scheduler.leave(seat)
+        self._close_grammar(seat)
+        request.telemetry.finished_s = time.monotonic()
+        if error is not None:
+            self.stats.failed[status_of(error).name] += 1
+        else:
+            self.stats.finished[finish.name if finish else "DROPPED"] += 1
+        if silent:
+            return
+        ids, logprobs = (outcome.token_ids, outcome.logprobs) if outcome else ((), ())
+        matched = ids[-1] if finish is FinishReason.STOP and ids else None
+        request.sink(TokenEvent(request.index, ids, logprobs, finish, matched, error))
+
+    @property
+    def any_parked(self) -> bool:
+        """Some slot waits for rows that came too late."""
+        return any(seat.parked for seat in self.scheduler.seated)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Run every shape class once, before the first request."""
+        for num_rows in sorted({1, self.config.num_rows}):
+            self._program.warm_up(self._seating.slot, self._seating.lane, num_rows)
+
+    def admit(self, seat: Seat) -> None:
+        """Put a submitted sequence in line."""
+        self.sequences[seat.payload.request] = seat
+        self.scheduler.add(seat)
+
+    def end_request(self, request_id: str) -> None:
+        """End every sequence of the request with ABORTED."""
+        for request, seat in list(self.sequences.items()):
+            if request.request_id == request_id:
+                self.end(seat, finish=FinishReason.ABORTED)
+
+    def end_every(self, *, finish: FinishReason | None = None, error: LockstepError | None = None) -> None:
+        """End every sequence there is."""
+        for seat in list(self.sequences.values()):
+            self.end(seat, finish=finish, error=error)
+
+    def drop(self, request: Request) -> None:
+        """Free everything the sequence holds, with no more events."""
+        seat = self.sequences.get(request)
+        if seat is not None:
+            self.end(seat, silent=True)
+
+    def grammar_opened(
+        self, slot: int, slot_gen: int, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]
+    ) -> None:
+        """The slot's matcher stands; news of an owner that is gone is ignored."""
+        seat = self.scheduler.seat(slot, slot_gen)
+        if seat is None or seat.guide is not Guide.OPENING:
+            return
+        seat.guide = Guide.OPEN
+        telemetry = seat.payload.request.telemetry
+        telemetry.compile_ms, telemetry.compile_cache_hit = compile_ms, cache_hit
+        telemetry.backend, telemetry.warnings = backend, warnings
+
+    def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
+        """End the slot's sequence; news of an owner that is gone is ignored."""
+        seat = self.scheduler.seat(slot, slot_gen)
+        if seat is not None:
+            self.end(seat, error=error)
+
+    def grammar_lost(self) -> None:
+        """Guided slots leave the batch and keep their pages."""
+        self._grammar_up = False
+        for seat in self.scheduler.seated:
+            if seat.guided:
+                seat.guide, seat.parked = Guide.LOST, False
+
+    def grammar_restored(self) -> None:
+        """Open every guided slot again, at its committed tokens."""
+        self._grammar_up = True
+        for seat in self.scheduler.seated:
+            if seat.guided:
+                self._open(seat)

@@ -1,0 +1,185 @@
+"""Who runs next: seats sequences in slots, cuts prompts into prefill chunks, picks the decode batch, preempts.
+
+Decides and returns a `Plan`; the engine acts on it. First come, first served. One invariant: a seated sequence owns its
+pages and its (slot, slot_gen), and `leave` or `preempt` takes both back. Pure: no tensors, no clocks, no I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from gpu_engine.kv_cache import PageAllocator
+
+Payload = TypeVar("Payload")
+
+
+class Guide(enum.Enum):
+    """Where a sequence stands with its grammar."""
+
+    FREE = enum.auto()  # no grammar
+    OPENING = enum.auto()  # the sidecar compiles or binds; prefill may go on
+    OPEN = enum.auto()  # its matcher stands; may decode
+    LOST = enum.auto()  # the sidecar died; waits with its pages for the next one
+
+
+@dataclass(slots=True, eq=False)
+class Sequence(Generic[Payload]):
+    """Scheduling state of one request. The scheduler writes slot, slot_gen and pages; the engine the rest."""
+
+    payload: Payload
+    length: int
+    """Tokens known: prompt plus answer."""
+    guided: bool
+    guide: Guide = Guide.FREE
+    slot: int = -1
+    slot_gen: int = 0
+    pages: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    """Tokens whose keys and values are in the pages."""
+    parked: bool = False
+    """Deferred by the sidecar: out of the batch until its answer is there."""
+    order: int = 0
+    """Arrival; younger sequences are preempted first."""
+
+    @property
+    def prefill_end(self) -> int:
+        """All but the last token: that one is the first input of the first step."""
+        return self.length - 1
+
+    @property
+    def decoding(self) -> bool:
+        """May be in a decode batch."""
+        ready = self.guide in (Guide.FREE, Guide.OPEN)
+        return self.slot >= 0 and ready and not self.parked and self.prefilled >= self.prefill_end
+
+    def __repr__(self) -> str:
+        state = "waiting" if self.slot < 0 else f"slot {self.slot} gen {self.slot_gen} pages {len(self.pages)}"
+        return f"<Sequence {self.payload} {state} {self.guide.name} {self.prefilled}/{self.length}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Generic[Payload]):
+    """Tokens [start, end) of a sequence to be prefilled now."""
+
+    sequence: Sequence[Payload]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[Payload]):
+    """One turn of the engine loop, in this order."""
+
+    preempted: tuple[Sequence[Payload], ...]
+    """Lost their slot and pages; they are waiting again, at the front."""
+    seated: tuple[Sequence[Payload], ...]
+    """Got a slot just now."""
+    prefill: Chunk[Payload] | None
+    decode: tuple[Sequence[Payload], ...]
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to run."""
+        return self.prefill is None and not self.decode
+
+
+class Scheduler(Generic[Payload]):
+    """Slots and waiting line. Used by the engine thread alone."""
+
+    def __init__(self, num_slots: int, allocator: PageAllocator, *, prefill_chunk: int, lookahead: int) -> None:
+        """`lookahead`: tokens beyond its length that a decode step may write (K + 1)."""
+        self.allocator = allocator
+        self._chunk, self._lookahead = prefill_chunk, lookahead
+        self._seats: list[Sequence[Payload] | None] = [None] * num_slots
+        self._gens = [0] * num_slots
+        self._waiting: deque[Sequence[Payload]] = deque()
+        self._arrivals = 0
+
+    def add(self, sequence: Sequence[Payload]) -> None:
+        """Put a new sequence at the end of the line."""
+        self._arrivals += 1
+        sequence.order = self._arrivals
+        self._waiting.append(sequence)
+
+    def leave(self, sequence: Sequence[Payload]) -> None:
+        """Forget a sequence, wherever it is; its slot and pages are free."""
+        if sequence.slot >= 0:
+            self._unseat(sequence)
+        else:
+            self._waiting.remove(sequence)
+
+    def plan(self) -> Plan[Payload]:
+        """Decide one turn: make room for the decode batch, seat who fits, choose a prefill chunk."""
+        preempted = self._make_room()
+        seated = () if preempted else self._seat_waiting()
+        # The chunk of the oldest: chunks end at multiples of the chunk size, so a prompt is cut the same way every time.
+        behind = [s for s in self.seated if s.prefilled < s.prefill_end]
+        first = min(behind, key=lambda s: s.order, default=None)
+        prefill = None
+        if first is not None:
+            end = min(first.prefill_end, (first.prefilled // self._chunk + 1) * self._chunk)
+            prefill = Chunk(first, first.prefilled, end)
+        return Plan(tuple(preempted), tuple(seated), prefill, tuple(s for s in self.seated if s.decoding))
+
+    def preempt(self, sequence: Sequence[Payload]) -> None:
+        """Take the slot and the pages; the sequence waits at the front and will be prefilled again."""
+        self._unseat(sequence)
+        sequence.prefilled = 0
+        self._waiting.appendleft(sequence)
+
+    def _make_room(self) -> list[Sequence[Payload]]:
+        preempted: list[Sequence[Payload]] = []
+        for sequence in sorted((s for s in self.seated if s.decoding), key=lambda s: s.order):
+            while sequence.slot >= 0 and not self.allocator.grow(sequence.pages, sequence.length + self._lookahead):
+                youngest = max(self.seated, key=lambda s: s.order)
+                self.preempt(youngest)
+                preempted.append(youngest)
+        return preempted
+
+    def _seat_waiting(self) -> list[Sequence[Payload]]:
+        seated: list[Sequence[Payload]] = []
+        free = [slot for slot, seat in enumerate(self._seats) if seat is None]
+        for slot in free:
+            if not self._waiting or not self.allocator.grow(
+                self._waiting[0].pages, self._waiting[0].length + self._lookahead
+            ):
+                break
+            sequence = self._waiting.popleft()
+            self._gens[slot] += 1
+            sequence.slot, sequence.slot_gen = slot, self._gens[slot]
+            sequence.guide = Guide.OPENING if sequence.guided else Guide.FREE
+            self._seats[slot] = sequence
+            seated.append(sequence)
+        return seated
+
+    def _unseat(self, sequence: Sequence[Payload]) -> None:
+        self._seats[sequence.slot] = None
+        sequence.slot, sequence.parked = -1, False
+        self.allocator.free(sequence.pages)
+
+    @property
+    def seated(self) -> list[Sequence[Payload]]:
+        """Sequences that hold a slot, by slot."""
+        return [s for s in self._seats if s is not None]
+
+    @property
+    def waiting(self) -> list[Sequence[Payload]]:
+        """The line, first first."""
+        return list(self._waiting)
+
+    def seat(self, slot: int, slot_gen: int) -> Sequence[Payload] | None:
+        """Return who holds (slot, slot_gen); None when that owner is gone."""
+        holder = self._seats[slot]
+        return holder if holder is not None and holder.slot_gen == slot_gen else None
+
+    def check_integrity(self) -> None:
+        """Assert that every page and slot has one owner."""
+        self.allocator.check_integrity([s.pages for s in self.seated])
+        assert all(s is None or s.slot == slot for slot, s in enumerate(self._seats))
+        assert all(s.slot < 0 and not s.pages for s in self._waiting)
+
+    def __repr__(self) -> str:
+        return f"<Scheduler seated={len(self.seated)}/{len(self._seats)} waiting={len(self._waiting)} {self.allocator}>"

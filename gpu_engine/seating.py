@@ -1,0 +1,99 @@
+"""Puts a sequence's numbers into the static buffers when it gets a slot, and cuts batches out of them.
+
+One invariant: what a slot's rules address points to is alive while the slot is held. Not here: who gets a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.request import Request
+from gpu_engine.scheduler import Guide, Sequence
+from kernels.accept import pack_rules
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """The engine's notes on one sequence: the payload of the scheduler's `Sequence`."""
+
+    request: Request
+    answer: list[int] = field(default_factory=list)
+    """Tokens emitted so far."""
+    deferred_seq: int = 0
+    """The post that was not answered in time; meaningful while the sequence is parked."""
+    deferred_s: float = 0.0
+    """`time.monotonic()` of the first deferral in a row; 0: the last row came."""
+    refusals: int = 0
+    """Answers in a row that said DEFER though they came in time."""
+    bound: tuple[int, int] | None = None
+    """(slot, slot_gen) that the sidecar was asked to open; to be closed."""
+    pages_written: int = 0
+    """Entries of the page table that stand."""
+
+    def __repr__(self) -> str:
+        return f"{self.request.key} +{len(self.answer)}"
+
+
+Seat = Sequence[Running]
+
+
+class Seating:
+    """Writes the slot and lane buffers. Used by the engine thread, between steps."""
+
+    def __init__(
+        self, slot: SlotBuffers, lane: LaneBuffers, *, max_model_len: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        self.slot, self.lane = slot, lane
+        self._max_model_len, self._eos = max_model_len, eos_token_ids
+        self._rules: list[torch.Tensor | None] = [None] * len(slot.length_S)
+
+    def sit(self, seat: Seat) -> None:
+        """Write the history and parameters of a sequence that just got its slot."""
+        s, request, sampling, slot = seat.slot, seat.payload.request, seat.payload.request.sampling, self.slot
+        tokens = request.prompt_ids + seat.payload.answer
+        stop = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos)
+        rules = pack_rules(stop, sampling.bad_token_ids, sampling.bad_words)
+        self._rules[s] = rules
+        slot.history_SL[s, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        slot.length_S[s] = len(tokens)
+        slot.num_drafts_S[s] = 0
+        slot.draft_limit_S[s] = min(request.num_draft_tokens, slot.drafts_SR.shape[1] - 1)
+        slot.posted_S[s] = len(seat.payload.answer)
+        p = slot.params
+        p.prompt_length_S[s] = len(request.prompt_ids)
+        p.max_length_S[s] = min(len(request.prompt_ids) + sampling.max_tokens, self._max_model_len)
+        p.min_tokens_S[s] = sampling.min_tokens
+        p.temperature_S[s] = sampling.temperature
+        p.top_p_S[s], p.top_k_S[s], p.min_p_S[s] = sampling.top_p, sampling.top_k, sampling.min_p
+        p.repetition_S[s] = sampling.repetition_penalty
+        p.presence_S[s], p.frequency_S[s] = sampling.presence_penalty, sampling.frequency_penalty
+        p.seed_S[s] = sampling.seed - (1 << 64) if sampling.seed >= 1 << 63 else sampling.seed
+        p.num_logprobs_S[s] = -1 if sampling.logprobs is None else sampling.logprobs
+        p.rules_S[s] = rules.data_ptr()
+        seat.payload.pages_written = 0
+
+    def one(self, seat: Seat) -> StepBatch:
+        """Return a batch of this sequence alone, for prefill."""
+        return self._cut([seat], num_rows=1)
+
+    def batch(self, seats: tuple[Seat, ...]) -> StepBatch:
+        """Return the batch of a decode step: as many rows as the longest draft needs."""
+        slots = [seat.slot for seat in seats]
+        return self._cut(list(seats), num_rows=1 + int(self.slot.num_drafts_S[slots].max()))
+
+    def _cut(self, seats: list[Seat], *, num_rows: int) -> StepBatch:
+        B, lane = len(seats), self.lane
+        for seat in seats:
+            new = seat.pages[seat.payload.pages_written :]
+            if new:
+                at = seat.payload.pages_written
+                self.slot.page_table_SN[seat.slot, at : at + len(new)] = torch.tensor(new, dtype=torch.int32)
+                seat.payload.pages_written += len(new)
+        lane.slots_B[:B] = torch.tensor([seat.slot for seat in seats], dtype=torch.int32)
+        lane.slot_gens_B[:B] = torch.tensor([seat.slot_gen for seat in seats], dtype=torch.int32)
+        guided = [seat.guide is not Guide.FREE for seat in seats]
+        lane.guided_B[:B] = torch.tensor(guided)
+        return StepBatch(self.slot, lane, B, num_rows, any(guided))
