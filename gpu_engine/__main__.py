@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
-
-from gpu_engine import cli
 
 
 def main() -> None:
     """Run the command line and exit with its status."""
+    # gRPC reads this when it is imported. Its fork handlers are for children that go on with gRPC; ours execs at once.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    from gpu_engine import cli
+
     sys.exit(cli.main())
 
 

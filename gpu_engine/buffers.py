@@ -1,7 +1,7 @@
 """The static tensors of the step program, per slot and per lane of a batch.
 
-One invariant: nothing here is allocated or moved after the start, so a captured program may keep the addresses. A lane is a
-place in the batch; a slot belongs to a sequence. Writers are named with the fields. Not here: any decision.
+One invariant: nothing here is allocated or moved after the start, so a captured program may keep the addresses. A lane
+is a place in the batch; a slot belongs to a sequence. Writers are named with the fields. Not here: any decision.
 
 Shapes: S slots, B lanes of this step, R rows a slot (K + 1), P rows of this step, L tokens of a full sequence, N pages.
 """

@@ -132,8 +132,13 @@ def _configs(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
 
 def _log_to_stderr(level: str) -> None:
     logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    # Lines of the grammar process come with a head of their own.
+    forwarded = logging.StreamHandler(sys.stderr)
+    grammar_log = logging.getLogger("grammar_service")
+    grammar_log.addHandler(forwarded)
+    grammar_log.propagate = False
 
 
 def _run_serve(flags: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """The engine as other threads see it: messages in, counters out. The work is loop.py's, on a thread of its own.
 
-One invariant: a public method returns at once and touches no sequence; it leaves a message for the engine thread. Not here:
-gRPC and tokenisation (asyncio side), and everything that a turn of the loop does.
+One invariant: a public method returns at once and touches no sequence; it leaves a message for the engine thread. Not
+here: gRPC and tokenisation (asyncio side), and everything that a turn of the loop does.
 """
 
 from __future__ import annotations

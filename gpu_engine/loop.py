@@ -1,7 +1,7 @@
 """The engine's thread: plan, prefill, step, tell. `turn` is the table of contents; everything else hangs off it.
 
-One invariant: only the engine thread calls in here; other threads go through `engine.Engine`, which leaves messages. Not
-here: gRPC, tokenisation, compilation of grammars, and the program that a step runs (step.py).
+One invariant: only the engine thread calls in here; other threads go through `engine.Engine`, which leaves messages.
+Not here: gRPC, tokenisation, compilation of grammars, and the program that a step runs (step.py).
 """
 
 from __future__ import annotations

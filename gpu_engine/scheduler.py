@@ -115,7 +115,8 @@ class Scheduler(Generic[Payload]):
         """Decide one turn: make room for the decode batch, seat who fits, choose a prefill chunk."""
         preempted = self._make_room()
         seated = () if preempted else self._seat_waiting()
-        # The chunk of the oldest: chunks end at multiples of the chunk size, so a prompt is cut the same way every time.
+        # The chunk of the oldest: chunks end at multiples of the chunk size, so a prompt is cut the same way every
+        # time.
         behind = [s for s in self.seated if s.prefilled < s.prefill_end]
         first = min(behind, key=lambda s: s.order, default=None)
         prefill = None

@@ -66,9 +66,12 @@ class Parts:
 
 def real_parts() -> Parts:
     """Return the parts that need torch; imported here, so that clients and tests start without it."""
+    from transformers.utils import logging as transformers_logging
+
     from gpu_engine.engine import Engine
     from gpu_engine.model.loader import load_model
 
+    transformers_logging.disable_progress_bar()  # `progress` is told of the loading
     return Parts(load_model, Engine)
 
 

@@ -127,7 +127,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         if not call.outputs:
             call.aborted = True
             return True
-        return self._engine.abort(request_id)
+        self._engine.abort(request_id)
+        return any(not output.ended for output in call.outputs)
 
     def warm(self) -> None:
         """The engine runs: requests that came early go on."""

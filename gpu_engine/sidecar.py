@@ -140,10 +140,17 @@ async def _forward(stream: asyncio.StreamReader) -> None:
     while chunk := await stream.read(1 << 16):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            output_log.info("%s", line.decode("utf-8", "replace"))
+            _log_line(line)
         rest = rest[-(1 << 16) :]
     if rest:
-        output_log.info("%s", rest.decode("utf-8", "replace"))
+        _log_line(rest)
+
+
+def _log_line(line: bytes) -> None:
+    # "date time LEVEL logger: message", as the grammar process logs; anything else is the end of it, a traceback say.
+    text = line.decode("utf-8", "replace")
+    level = logging.getLevelNamesMapping().get((text.split(" ", 3) + [""] * 3)[2], logging.WARNING)
+    output_log.log(level, "%s", text)
 
 
 def _python_path() -> str:

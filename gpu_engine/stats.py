@@ -1,4 +1,4 @@
-"""What an engine counts, as one readable value. Writer: the engine thread; a reader gets a copy that may be a step old."""
+"""What an engine counts, as one readable value. Writer: the engine thread; a reader gets a copy, a step old at most."""
 
 from __future__ import annotations
 

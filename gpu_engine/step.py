@@ -1,4 +1,4 @@
-"""The step program: verify K drafts with the target, sample, draft again. Written once, over static buffers and a `Sync`.
+"""The step program: verify K drafts with the target, sample, draft again. Over static buffers and a `Sync`.
 
 One invariant: between `post` and the end nothing depends on the host's knowledge of a token, so on a GPU the whole of
 `run` can be one captured graph. Not here: who is in the batch (scheduler), what became of the tokens (engine).
@@ -50,7 +50,7 @@ class StepProgram:
         self.model.prefill(batch.slot.history_SL[slots, start:end].long(), context)
 
     def warm_up(self, slot: SlotBuffers, lane: LaneBuffers, num_rows: int) -> None:
-        """Run the target over a made-up token in page 0, so that libraries allocate and choose before the first request."""
+        """Run the target over a made-up token in page 0, so that libraries choose and allocate before a request does."""
         slot.length_S[0] = 1
         slot.num_drafts_S[0] = num_rows - 1
         lane.slots_B[0] = 0

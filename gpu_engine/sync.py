@@ -1,7 +1,7 @@
 """How the step program meets the grammar process: post tokens, await rows. `Sync` is the seam, one class a mechanism.
 
-One invariant: a guided row that did not arrive in time is DEFER, never free. `InlineSync` is the CPU's: plain calls into the
-native flags with the GIL released. Not here: what is done with a row.
+One invariant: a guided row that did not arrive in time is DEFER, never free. `InlineSync` is the CPU's: plain calls
+into the native flags with the GIL released. Not here: what is done with a row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Verification and sampling of one decode step: mask, penalties, filters, shared noise, acceptance, advance.
 
-The rule: the token at absolute position p is argmax(filtered(masked logits) / T + Gumbel(seed, p)); a draft is accepted iff
-it equals that token. The noise is Philox4x32-10 keyed by (seed, position, token), so speculation changes no token.
+The rule: the token at absolute position p is argmax(filtered(masked logits) / T + Gumbel(seed, p)); a draft is accepted
+iff it equals that token. The noise is Philox4x32-10 keyed by (seed, position, token), so speculation changes no token.
 Greedy is T = 0. One invariant: a slot's result depends on its own rows alone. Not here: waiting for rows, drafting.
 
 Shapes: B batch entries, S slots, R rows a slot (K + 1), P rows of this step (P <= R), V vocabulary, W = ceil(V / 32).
@@ -44,7 +44,7 @@ _INTS = ("num_batch", "num_rows", "vocab_size", "bf16")
 class _Args(ctypes.Structure):
     """Mirror of `struct accept_args`."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *[(name, ctypes.c_void_p) for name in _POINTERS],
         *[(name, ctypes.c_int64) for name in _LONGS],
         *[(name, ctypes.c_int32) for name in _INTS],
@@ -87,7 +87,7 @@ class SlotParams:
 
 @dataclass(frozen=True, slots=True)
 class AcceptResult:
-    """What a step emitted. Writer: the step. Valid until the next step; [B, R] rows beyond `num_emitted_B` are stale."""
+    """What a step emitted. Writer: the step. Valid until the next; [B, R] rows beyond `num_emitted_B` are stale."""
 
     emitted_BR: torch.Tensor  # int32
     num_emitted_B: torch.Tensor  # int32
@@ -120,7 +120,7 @@ class AcceptResult:
 def pack_rules(stop: tuple[int, ...], bad: tuple[int, ...], words: tuple[tuple[int, ...], ...]) -> torch.Tensor:
     """Return a slot's rules, int32: stop ids, ids never drawn, and id sequences that must not appear.
 
-    Stop ids end a sequence, and are not drawn before `min_tokens`. The caller keeps the tensor alive while the slot is held.
+    Stop ids end a sequence, and are not drawn before `min_tokens`. The caller keeps the tensor while the slot is held.
     """
     flat = [len(stop), *stop, len(bad), *bad, len(words)]
     for word in words:
@@ -147,9 +147,10 @@ def accept(
     """Verify and sample; append what is emitted to `history_SL` and advance `length_S`; fill `result`.
 
     `logits_NV` [B * P, V] bf16 or fp32, row b * P + j; `num_rows` is P. `num_drafts_B` <= P - 1. `kinds_BR` uint8 RowKind
-    and `forced_BR` int32 are read at [b, :P]. The bitmask row (slot, j) lies at mask_address + 4 * (slot * mask_strides[0] +
-    j * mask_strides[1]) and is read only for kind APPLY. A row of kind DEFER, DEAD_END or ERROR emits nothing and ends the
-    slot's step; a row without any legal token does the same as DEAD_END. history_SL must have room for P more tokens.
+    and `forced_BR` int32 are read at [b, :P]. The bitmask row (slot, j) lies at mask_address + 4 * (slot *
+    mask_strides[0] + j * mask_strides[1]) and is read only for kind APPLY. A row of kind DEFER, DEAD_END or ERROR emits
+    nothing and ends the slot's step; a row without any legal token does the same as DEAD_END. history_SL must have room
+    for P more tokens.
     """
     B, R = slots_B.shape[0], kinds_BR.shape[1]
     V, stride = logits_NV.shape[1], result.scratch_BV.shape[1]

@@ -29,7 +29,7 @@ _INTS = ("num_batch", "num_queries", "num_heads", "num_kv_heads", "head_dim", "p
 class _Args(ctypes.Structure):
     """Mirror of `struct paged_attention_args`."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "k_pages", "v_pages", "page_table", "positions")],
         *[(name, ctypes.c_int64) for name in (*_LONGS, "v_stride_h", "table_stride")],
         *[(name, ctypes.c_int32) for name in _INTS],
@@ -72,8 +72,8 @@ def paged_attention(
 
     `page_table_BN` int32: page numbers of each sequence, covering every position in use. `positions_BP` int32: absolute
     position of each query, ascending in P; a negative one is padding (nothing is stored, the result is 0). A query at
-    position p sees positions (p - window, p], or [0, p] with window 0. q, k, v may be strided; D must be contiguous and a
-    multiple of 16, at most 256; T a multiple of 16.
+    position p sees positions (p - window, p], or [0, p] with window 0. q, k, v may be strided; D must be contiguous and
+    a multiple of 16, at most 256; T a multiple of 16.
     """
     if q_BPHD.device.type != "cpu":
         return paged_attention_reference(
@@ -128,7 +128,7 @@ def paged_attention_reference(
     window: int = 0,
 ) -> torch.Tensor:
     """Do the same in plain torch: the oracle of the tests, and the path of devices without a kernel of their own."""
-    B, P, Hq, D = q_BPHD.shape
+    B, _, Hq, D = q_BPHD.shape
     Hkv, T = pages.v_NHTD.shape[1], pages.v_NHTD.shape[2]
     live_BP = positions_BP >= 0
     where_BP = positions_BP.clamp(min=0).long()

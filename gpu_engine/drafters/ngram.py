@@ -1,7 +1,8 @@
-"""Prompt lookup: the tokens that followed the last occurrence of the answer's own suffix (Saxena 2023; LLMA, Yang 2023).
+"""Prompt lookup: the tokens behind the last occurrence of the answer's own suffix (Saxena 2023; LLMA, Yang 2023).
 
-Vectorised over the lanes and without data-dependent shapes or host reads, so it can stand inside a captured step. One
-invariant: it proposes only tokens of the slot's own history. Not here: masks; a draft that breaks the grammar is rejected.
+Vectorised over the lanes and without data-dependent shapes or host reads, so it can stand inside a captured step.
+One invariant: it proposes only tokens of the slot's own history. Not here: masks; a draft that breaks the grammar is
+rejected.
 """
 
 from __future__ import annotations

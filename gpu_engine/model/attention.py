@@ -1,7 +1,8 @@
 """How a transformers model reaches our paged cache: its own attention modules, our attention function.
 
-The function is registered once under a name that the model's config carries; what it needs of the step travels as a keyword
-argument through the model's forward. One invariant: the context is read, never changed, during a forward.
+The function is registered once under a name that the model's config carries; what it needs of the step travels as a
+keyword argument through the model's forward. One invariant: the pages, table and positions of a context are its
+caller's; a forward writes nothing but keys and values. Not here: which page belongs to whom.
 """
 
 from __future__ import annotations

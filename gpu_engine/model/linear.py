@@ -1,8 +1,8 @@
 """Linear layers for CPUs: oneDNN's prepacked products behind `nn.Linear`'s face.
 
 Packing once spares the reorder that a plain product does at every call (2x per step, measured in docs/log.md). One
-invariant: a row's result has the same bits for any number of rows; oneDNN keeps it from two rows on, so one row is doubled.
-Not here: quantisation.
+invariant: a row's result has the same bits for any number of rows; oneDNN keeps it from two rows on, so one row is
+doubled. Not here: quantisation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight = linear.weight.detach().contiguous()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
         self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,8 @@ class PackedLinear(nn.Module):
         if x.numel() == self.in_features:
             pair = torch.cat([x.reshape(1, -1)] * 2)
             y = torch.ops.mkldnn._linear_pointwise(pair, self.packed, self.bias, "none", [], "")
-            return y[:1].reshape(*x.shape[:-1], self.out_features)
+            single: torch.Tensor = y[:1].reshape(*x.shape[:-1], self.out_features)
+            return single
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
@@ -40,7 +41,7 @@ class PackedLinear(nn.Module):
 
 def pack_linears(model: nn.Module) -> int:
     """Replace every `nn.Linear` of a CPU model in place; return how many. A no-op where oneDNN is not built in."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return 0
     found = [
         (parent, name, child)

@@ -1,7 +1,7 @@
 """Loads a causal language model and makes it ours: dtype, packed linears, paged attention, tokenizer.
 
-One invariant: a model that does not route every layer through our attention is refused at load, never run. Not here: what
-is generated with it.
+One invariant: a model that does not route every layer through our attention is refused at load, never run. Not here:
+what is generated with it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         )
     report("loading the weights", 0.2)
     dtype = resolve_dtype(config.dtype, device)
-    net = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, **source)
+    net: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, **source)
     net.eval().requires_grad_(False)
     num_parameters = sum(p.numel() for p in net.parameters())
     report("preparing the weights", 0.8)
@@ -164,7 +164,8 @@ def _probe(model: LoadedModel) -> None:
     logits = model.logits(torch.zeros(1, 2, dtype=torch.long, device=model.device), ctx)
     if ctx.layers_seen != set(range(model.num_layers)):
         raise ModelNotSupported(
-            f"model: {model.model_type} sends {len(ctx.layers_seen)} of {model.num_layers} layers through the attention interface"
+            f"model: {model.model_type} sends {len(ctx.layers_seen)} of {model.num_layers} layers through the attention "
+            "interface"
         )
     if not isinstance(model.net, nn.Module) or not bool(torch.isfinite(logits).all()):
         raise ModelNotSupported(f"model: {model.model_type} gives logits that are not finite in {model.dtype_name}")
