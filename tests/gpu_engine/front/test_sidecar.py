@@ -22,7 +22,8 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-SLEEPS = python("import time; print('up', flush=True); time.sleep(600)")
+LINE = "2026-01-01 10:00:00,000 INFO grammar_service.server: ready"
+SLEEPS = python(f"import time; print('{LINE}\\nup', flush=True); time.sleep(600)")
 
 
 def alive(pid: int) -> bool:
@@ -43,7 +44,8 @@ async def test_output_is_forwarded_and_the_child_ends_with_run(caplog: pytest.Lo
     caplog.set_level(logging.INFO)
     sidecar = Sidecar(SLEEPS, lambda reason: None)
     task = asyncio.create_task(sidecar.run())
-    await eventually(lambda: ("grammar_service", logging.INFO, "up") in caplog.record_tuples)
+    await eventually(lambda: ("grammar_service", logging.WARNING, "up") in caplog.record_tuples)
+    assert ("grammar_service", logging.INFO, LINE) in caplog.record_tuples
     pid = sidecar.pid
     assert pid is not None
     await end(task)

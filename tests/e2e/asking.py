@@ -1,0 +1,62 @@
+"""Short ways to ask a running server and to put an answer together. Not here: checks."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpu_engine.client import Client
+from protos.engine.v1 import engine_pb2 as pb
+
+ANSWER_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """One sequence, whole."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    deltas: int = 0
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    last: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
+
+
+def chat(content: str, **fields: Any) -> pb.GenerateRequest:
+    """Return a request with one user message."""
+    return pb.GenerateRequest(
+        messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=content)]), **fields
+    )
+
+
+async def answers(client: Client, request: pb.GenerateRequest) -> list[Answer]:
+    """Return all sequences of the request, by index."""
+    by_index: dict[int, Answer] = {}
+    async for response in client.generate(request, timeout_s=ANSWER_TIMEOUT_S):
+        answer = by_index.setdefault(response.index, Answer())
+        answer.text += response.text
+        answer.token_ids.extend(response.token_ids)
+        answer.logprobs.extend(response.logprobs)
+        answer.deltas += 1
+        answer.last = response
+    return [by_index[index] for index in sorted(by_index)]
+
+
+async def answer(client: Client, request: pb.GenerateRequest) -> Answer:
+    """Return the one sequence of the request."""
+    (only,) = await answers(client, request)
+    return only
+
+
+async def idle_stats(client: Client, timeout_s: float = 30.0) -> pb.GetStatsResponse:
+    """Return the counters once nothing is held any more, or as they are after `timeout_s`."""
+    stats = await client.stats()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while stats.running or stats.waiting or stats.pages_used or stats.matchers or not stats.grammar_ready:
+                await asyncio.sleep(0.05)
+                stats = await client.stats()
+    except TimeoutError:
+        return stats
+    return stats
