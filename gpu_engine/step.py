@@ -50,7 +50,7 @@ class StepProgram:
         self.model.prefill(batch.slot.history_SL[slots, start:end].long(), context)
 
     def warm_up(self, slot: SlotBuffers, lane: LaneBuffers, num_rows: int) -> None:
-        """Run the target over a made-up token in page 0, so that libraries choose and allocate before a request does."""
+        """Run the target over a made-up token in page 0, so that libraries choose and allocate early."""
         slot.length_S[0] = 1
         slot.num_drafts_S[0] = num_rows - 1
         lane.slots_B[0] = 0

@@ -1,1 +1,1 @@
-"""Device code: leaves that import nothing of ours. This file imports nothing: transformers looks for a hub `kernels`."""
+"""Device code: leaves that import nothing of ours. It imports nothing: transformers looks for a hub `kernels`."""

@@ -146,7 +146,7 @@ def accept(
 ) -> None:
     """Verify and sample; append what is emitted to `history_SL` and advance `length_S`; fill `result`.
 
-    `logits_NV` [B * P, V] bf16 or fp32, row b * P + j; `num_rows` is P. `num_drafts_B` <= P - 1. `kinds_BR` uint8 RowKind
+    `logits_NV` [B * P, V] bf16 or fp32, row b * P + j; `num_rows` is P. `num_drafts_B` < P. `kinds_BR` uint8 RowKind
     and `forced_BR` int32 are read at [b, :P]. The bitmask row (slot, j) lies at mask_address + 4 * (slot *
     mask_strides[0] + j * mask_strides[1]) and is read only for kind APPLY. A row of kind DEFER, DEAD_END or ERROR emits
     nothing and ends the slot's step; a row without any legal token does the same as DEAD_END. history_SL must have room

@@ -164,7 +164,7 @@ def _probe(model: LoadedModel) -> None:
     logits = model.logits(torch.zeros(1, 2, dtype=torch.long, device=model.device), ctx)
     if ctx.layers_seen != set(range(model.num_layers)):
         raise ModelNotSupported(
-            f"model: {model.model_type} sends {len(ctx.layers_seen)} of {model.num_layers} layers through the attention "
+            f"model: {model.model_type} sends {len(ctx.layers_seen)} of {model.num_layers} layers through our attention "
             "interface"
         )
     if not isinstance(model.net, nn.Module) or not bool(torch.isfinite(logits).all()):
