@@ -129,6 +129,10 @@ class SlotTable:
             del self.slots[slot]
         self.released[slot] = max(gen, self.released.get(slot, -1))
 
+    def drop(self, slot: int) -> None:
+        """Drop a slot's matcher as if it had never been bound: its records are deferred until the next bind."""
+        self.slots.pop(slot, None)
+
     def answer(self, record: Record, rows: Rows, first: int) -> Answer:
         """Move the slot's matcher as the record says and fill rows `first`, `first + 1`, ... in place.
 

@@ -13,14 +13,14 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grammar_service.backends import Rows
+from grammar_service.lanes import Lanes
 from grammar_service.matchers import Answer, Classifier, Slot, SlotTable
 from shared_mem.errors import RingOverrun
 from shared_mem.grammar_end import Record
@@ -68,6 +68,27 @@ class Channel(Protocol):
         ...
 
 
+class _Question:
+    """A record to be answered. It takes the place of a queued one that says the same: the engine asked again."""
+
+    __slots__ = ("_answer", "_record", "_seq")
+
+    def __init__(self, seq: int, record: Record, answer: Callable[[int, Record], None]) -> None:
+        self._seq = seq
+        self._record = record
+        self._answer = answer
+
+    def __call__(self) -> None:
+        self._answer(self._seq, self._record)
+
+    def replaces(self, other: Callable[[], None]) -> bool:
+        """Say whether `other` asks for the same rows under an older sequence."""
+        return isinstance(other, _Question) and other._moves() == self._moves()
+
+    def _moves(self) -> tuple[int, int, tuple[int, ...]]:
+        return self._record.slot_gen, self._record.commit_pos, self._record.committed
+
+
 class Worker:
     """Answers one engine, from `start` to `stop`.
 
@@ -85,9 +106,8 @@ class Worker:
         self._table = SlotTable(Classifier(layout.vocab_size))
         self._rows = tuple(Rows(channel.mask_rows(i).reshape(layout.num_slots * layout.num_rows, -1)) for i in (0, 1))
         self._spin_ns = int(spin_s * 1e9)
-        self._pool = ThreadPoolExecutor(threads, "lockstep-fill") if threads > 1 else None
-        self._busy: dict[int, Future[None]] = {}
-        self._inbox: collections.deque[tuple[int, Slot | int | None]] = collections.deque()
+        self._lanes = Lanes(threads) if threads > 1 else None
+        self._inbox: collections.deque[tuple[int, Callable[[], None]]] = collections.deque()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-grammar-worker", daemon=True)
         self._counts = np.zeros((self._num_slots, len(RowKind)), dtype=np.int64)
@@ -106,22 +126,21 @@ class Worker:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        return not self._thread.is_alive()
+        ended = self._lanes is None or self._lanes.close(timeout_s)
+        return ended and not self._thread.is_alive()
 
     def bind(self, slot: int, state: Slot) -> None:
         """Hand a matcher over; from the next record on it answers for its slot. Any thread."""
-        self._inbox.append((slot, state))
+        self._inbox.append((slot, lambda: self._table.bind(slot, state)))
 
     def release(self, slot: int, gen: int) -> None:
         """Have the matcher of (slot, gen) dropped. Any thread."""
-        self._inbox.append((slot, gen))
+        self._inbox.append((slot, lambda: self._table.release(slot, gen)))
 
     def drop_all(self) -> None:
         """Have every matcher dropped: the vocabulary is another one now. Any thread."""
         for slot in range(self._num_slots):
-            self._inbox.append((slot, None))
+            self._inbox.append((slot, lambda slot=slot: self._table.drop(slot)))  # type: ignore[misc]
 
     @property
     def alive(self) -> bool:
@@ -169,22 +188,13 @@ class Worker:
                 kinds = [int(RowKind.ALL)] * (len(record.drafts) + 1)
                 self._channel.publish(seq, record.slot, record.slot_gen, kinds, [-1] * len(kinds), [-1] * len(kinds))
             return
-        if len(records) > 1:
-            records = sorted(records, key=self._cost)
-        if self._pool is None:
-            for record in records:
+        for record in sorted(records, key=self._cost) if len(records) > 1 else records:
+            if self._lanes is None:
                 self._answer(seq, record)
                 self._channel.heartbeat()
-            return
-        for record in records:
-            before = self._busy.get(record.slot)
-            self._busy[record.slot] = self._pool.submit(self._after, before, seq, record)
-
-    def _after(self, before: Future[None] | None, seq: int, record: Record) -> None:
-        # A slot's records keep their order; a slow slot holds a fill thread, not the others.
-        if before is not None:
-            wait((before,))
-        self._answer(seq, record)
+            else:
+                question = _Question(seq, record, self._answer)
+                self._lanes.put(record.slot, question, question.replaces)
 
     def _cost(self, record: Record) -> int:
         slot = self._table.slots.get(record.slot)
@@ -214,16 +224,11 @@ class Worker:
 
     def _empty_inbox(self) -> None:
         while self._inbox:
-            slot, what = self._inbox.popleft()
-            before = self._busy.pop(slot, None)
-            if before is not None:
-                wait((before,))
-            if isinstance(what, Slot):
-                self._table.bind(slot, what)
-            elif what is None:
-                self._table.slots.pop(slot, None)
+            slot, change = self._inbox.popleft()
+            if self._lanes is None or self._lanes.idle(slot):
+                change()
             else:
-                self._table.release(slot, what)
+                self._lanes.put(slot, change)
 
     def __repr__(self) -> str:
         state = "alive" if self.alive else "not running"

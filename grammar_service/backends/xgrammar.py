@@ -21,7 +21,7 @@ import xgrammar
 from grammar_service.backends import MatcherFailed, Rows
 from grammar_service.backends.stderr_capture import captured_stderr
 from grammar_service.backends.xgrammar_schema import check_schema
-from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotSupported
+from grammar_service.errors import InternalError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar import MAX_WHITESPACE, Grammar, Kind, Whitespace
 from grammar_service.structural_tag import formats, modern
 from grammar_service.text_grammar import gbnf_literal, refuse_token_functions
@@ -29,6 +29,9 @@ from grammar_service.vocabulary import Vocabulary
 
 MAX_ARTIFACT_BYTES = 4 << 20
 """Above this, `load` compiles again: reading 85 MB back took 1.1 s, 66 ms of them with the GIL; compiling took 2 s."""
+
+MAX_SERIALISED_BYTES = 3 << 19
+"""Grammars that hold more are not even serialised: the text has 2 to 40 times their size, and may not fit."""
 
 _SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)
 _T = TypeVar("_T")
@@ -51,7 +54,10 @@ class XgrammarBackend:
 
     def compile(self, grammar: Grammar) -> bytes:
         """Compile within this process; see `Backend.compile`. Redirects the process's stderr meanwhile."""
-        artifact = _strictly(lambda: self._compile(grammar)).serialize_json().encode()
+        compiled = _strictly(lambda: self._compile(grammar))
+        if compiled.memory_size_bytes > MAX_SERIALISED_BYTES:
+            return b""
+        artifact = compiled.serialize_json().encode()
         return artifact if len(artifact) <= MAX_ARTIFACT_BYTES else b""
 
     def load(self, grammar: Grammar, artifact: bytes) -> XgrammarCompiled:
@@ -59,7 +65,10 @@ class XgrammarBackend:
         if artifact:
             compiled = xgrammar.CompiledGrammar.deserialize_json(artifact.decode(), self._tokenizer)
         else:
-            compiled = self._compile(grammar)
+            try:
+                compiled = self._compile(grammar)
+            except RuntimeError as error:
+                raise InternalError(f"xgrammar: it compiled once and not again: {_clean(str(error))}") from None
         return XgrammarCompiled(compiled, self._vocabulary, self._never)
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
@@ -120,9 +129,9 @@ def _strictly(action: Callable[[], _T]) -> _T:
     try:
         with captured_stderr() as said:
             result = action()
-    except MemoryError:
-        raise LimitExceeded("xgrammar: the compilation needs more memory than compile_memory_mb allows") from None
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+            raise LimitExceeded("compile_memory_mb: the compilation needs more memory than it allows") from None
         raise InvalidGrammar(f"xgrammar: {_clean(str(error))}") from None
     warnings = [_clean(line).removeprefix("Warning: ") for line in said() if "Warning" in line]
     if warnings:

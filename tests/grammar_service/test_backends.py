@@ -76,7 +76,7 @@ def test_rollback_over_the_stop_token_and_beyond(library: Library, end: str) -> 
 
 def test_any_rollback_restores_the_rows(library: Library) -> None:
     draw = random.Random(1)
-    text = [*spell('{"a": 10, "b": ["q", "\\u00e9", ""]}'), STOPS[0]]
+    text = [*spell('{"a": 10, "b": ["q", "\\n\u00e9", ""]}'), STOPS[0]]
     matcher = library.compiled(*schema(POINT)).matcher()
     rows: list[set[int]] = []
     at = 0

@@ -1,0 +1,206 @@
+"""The worker thread behind a real segment, in one process: what an engine sees of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from grammar_service.backends import Rows
+from grammar_service.matchers import Slot
+from grammar_service.worker import Worker
+from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.layout import Layout, RowKind
+from shared_mem.segment import Segment
+from tests.grammar_service.toy import VOCAB, ToyMatcher, tokens_in
+
+TEXTS = [(1, 2, 3, 4), (1, 2, 5), (1, 6, 7, 8), (2,)]
+LAYOUT = Layout(num_slots=3, num_rows=3, vocab_size=VOCAB, num_recs=4)
+
+StartWorker = Callable[..., Worker]
+
+
+def fresh() -> ToyMatcher:
+    return ToyMatcher(TEXTS)
+
+
+class SlowMatcher(ToyMatcher):
+    """Fills only when it is let."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__(TEXTS)
+        self.gate = gate
+
+    def fill(self, rows: Rows, index: int) -> None:
+        assert self.gate.wait(30)
+        super().fill(rows, index)
+
+
+class BrokenMatcher(ToyMatcher):
+    """Has a defect that no matcher should have."""
+
+    def fill(self, rows: Rows, index: int) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    with Segment.create(LAYOUT) as created:
+        yield created
+
+
+@pytest.fixture
+def engine(segment: Segment) -> EngineEnd:
+    return EngineEnd(segment)
+
+
+@pytest.fixture
+def start(segment: Segment) -> Iterator[StartWorker]:
+    started: list[Worker] = []
+
+    def make(*, threads: int = 1, spin_s: float = 0.0) -> Worker:
+        worker = Worker(GrammarEnd(Segment.attach(os.dup(segment.fileno()))), threads=threads, spin_s=spin_s)
+        worker.start()
+        started.append(worker)
+        return worker
+
+    yield make
+    for worker in started:
+        assert worker.stop()
+
+
+def ask(engine: EngineEnd, slot: int, at: int, committed: list[int], drafts: list[int], gen: int = 1) -> list[int]:
+    seq = engine.post([slot], [gen], [at], [len(committed)], [len(drafts)], [[*committed, *drafts]])
+    return engine.await_rows(seq, [slot], [gen], timeout_s=20).kinds[0].tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("spin_s", [0.0, 0.001])
+def test_rows_come_through_shared_memory(engine: EngineEnd, start: StartWorker, threads: int, spin_s: float) -> None:
+    worker = start(threads=threads, spin_s=spin_s)
+    worker.bind(0, Slot.bind(1, fresh, []))
+    worker.bind(2, Slot.bind(4, fresh, [1]))
+    seq = engine.post([0, 2], [1, 4], [0, 1], [1, 1], [2, 0], [[1, 2, 3], [2, 0, 0]])
+    result = engine.await_rows(seq, [0, 2], [1, 4], timeout_s=20)
+    assert result.kinds.tolist() == [
+        [RowKind.APPLY, RowKind.APPLY, RowKind.FORCED],
+        [RowKind.APPLY, RowKind.DEFER, RowKind.DEFER],
+    ]
+    assert result.forced[0].tolist() == [-1, -1, 4]
+    rows = engine.mask_rows(seq)[:, :, :3]
+    assert [tokens_in(rows[0, row]) for row in range(3)] == [{2, 6}, {3, 5}, {4}]
+    assert tokens_in(rows[2, 0]) == {3, 5}
+
+
+def test_a_bind_is_in_force_for_whatever_is_posted_after_it(engine: EngineEnd, start: StartWorker) -> None:
+    worker = start()
+    for gen in range(1, 60):
+        worker.bind(1, Slot.bind(gen, fresh, []))
+        assert ask(engine, 1, 0, [1], [], gen)[0] == RowKind.APPLY
+        worker.release(1, gen)
+    assert ask(engine, 1, 0, [1], [], 59)[0] == RowKind.ALL
+
+
+def test_dropping_everything_defers_until_the_next_bind(engine: EngineEnd, start: StartWorker) -> None:
+    worker = start()
+    worker.bind(0, Slot.bind(3, fresh, []))
+    assert ask(engine, 0, 0, [1], [], 3)[0] == RowKind.APPLY
+    worker.drop_all()
+    assert ask(engine, 0, 1, [2], [], 3)[0] == RowKind.DEFER
+    worker.bind(0, Slot.bind(3, fresh, [1]))
+    assert ask(engine, 0, 1, [2], [], 3)[0] == RowKind.APPLY
+
+
+def test_a_slow_slot_does_not_hold_the_others(engine: EngineEnd, start: StartWorker) -> None:
+    gate = threading.Event()
+    worker = start(threads=2)
+    worker.bind(0, Slot.bind(1, lambda: SlowMatcher(gate), []))
+    worker.bind(1, Slot.bind(1, fresh, []))
+    seq = 0
+    try:
+        for step in range(3):
+            committed = [[1], [2], [3]][step]
+            seq = engine.post([0, 1], [1, 1], [step, step], [1, 1], [0, 0], [committed, committed])
+            assert engine.await_rows(seq, [1], [1], timeout_s=20).kinds[0, 0] in (RowKind.APPLY, RowKind.FORCED)
+            assert engine.await_rows(seq, [0], [1], timeout_s=0.001).kinds[0, 0] == RowKind.DEFER
+    finally:
+        gate.set()
+    # Its records were kept in order: the last one is answered, and nothing is missing.
+    result = engine.await_rows(seq, [0], [1], timeout_s=20)
+    assert result.kinds[0, 0] == RowKind.FORCED
+    assert result.forced[0, 0] == 4
+
+
+def test_a_defect_ends_one_request_only(
+    engine: EngineEnd, start: StartWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = start()
+    worker.bind(0, Slot.bind(1, lambda: BrokenMatcher(TEXTS), []))
+    worker.bind(1, Slot.bind(1, fresh, []))
+    assert ask(engine, 0, 0, [1], [2])[:2] == [RowKind.ERROR] * 2
+    assert ask(engine, 1, 0, [1], [])[0] == RowKind.APPLY
+    assert worker.alive
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_permissive_engine_gets_all(engine: EngineEnd, start: StartWorker) -> None:
+    start()
+    engine.permissive = True
+    assert ask(engine, 2, 5, [1], [2])[:2] == [RowKind.ALL] * 2
+    engine.permissive = False
+    assert ask(engine, 2, 5, [1], [2])[:2] == [RowKind.DEFER] * 2
+
+
+def test_records_that_were_overwritten_show_as_a_gap(segment: Segment, engine: EngineEnd, start: StartWorker) -> None:
+    worker = Worker(GrammarEnd(Segment.attach(os.dup(segment.fileno()))))
+    worker.bind(0, Slot.bind(1, fresh, []))
+    for at, token in enumerate([1, 2, 3, 4]):
+        engine.post([0], [1], [at], [1], [0], [[token]])
+    engine.post([0], [1], [4], [1], [0], [[9]])
+    seq = engine.post([0], [1], [5], [0], [0], [[0]])
+    worker.start()
+    try:
+        assert engine.await_rows(seq, [0], [1], timeout_s=20).kinds[0, 0] == RowKind.DEFER
+        assert worker.stats()["overruns"] >= 1
+    finally:
+        assert worker.stop()
+
+
+def test_its_sign_of_life_is_its_own(engine: EngineEnd, start: StartWorker) -> None:
+    gate = threading.Event()
+    worker = start()
+    worker.bind(0, Slot.bind(1, lambda: SlowMatcher(gate), []))
+    _until(lambda: (engine.heartbeat_age_ns() or 10**12) < 100_000_000)
+    engine.post([0], [1], [0], [1], [0], [[1]])
+    try:
+        _until(lambda: (engine.heartbeat_age_ns() or 0) > 100_000_000)
+    finally:
+        gate.set()
+    _until(lambda: (engine.heartbeat_age_ns() or 10**12) < 100_000_000)
+
+
+def test_stats_count_rows_by_kind(engine: EngineEnd, start: StartWorker) -> None:
+    worker = start()
+    worker.bind(0, Slot.bind(1, fresh, []))
+    ask(engine, 0, 0, [1], [2, 3])
+    _until(lambda: worker.stats()["records"] == 1)
+    assert worker.rows_by_kind() == {"ALL": 0, "APPLY": 2, "FORCED": 1, "DEFER": 0, "DEAD_END": 0, "ERROR": 0}
+    assert worker.stats()["matchers"] == 1
+    assert worker.stats()["fill_p99_us"] >= worker.stats()["fill_p50_us"] > 0
+
+
+def test_it_stops_while_nobody_posts(start: StartWorker) -> None:
+    worker = start()
+    assert worker.stop()
+    assert not worker.alive
+    assert worker.error is None
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.002)
