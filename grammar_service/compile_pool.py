@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grammar_service.compile_worker import pack, unpack
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """Bound on a worker's start; importing torch on a busy machine takes seconds."""
+
+COMMAND = (sys.executable, "-m", "grammar_service.compile_worker")
 
 _LENGTH = struct.Struct("<I")
 
@@ -62,6 +67,12 @@ class _Process:
         return await self.process.wait()
 
 
+def _environment() -> dict[str, str]:
+    """Return ours, in which a child finds this package wherever it was started."""
+    root = str(Path(__file__).resolve().parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+
 class CompilePool:
     """Workers of one backend with one vocabulary.
 
@@ -72,16 +83,26 @@ class CompilePool:
         timeout_s: bound on one compilation.
         memory_mb: bound on what a worker may allocate beyond its start.
         queue: compilations that may wait for a worker.
+        command: what to start; speaks as `compile_worker` does.
     """
 
     def __init__(
-        self, backend: str, vocabulary: Vocabulary, *, workers: int, timeout_s: float, memory_mb: int, queue: int
+        self,
+        backend: str,
+        vocabulary: Vocabulary,
+        *,
+        workers: int,
+        timeout_s: float,
+        memory_mb: int,
+        queue: int,
+        command: Sequence[str] = COMMAND,
     ) -> None:
         self._backend = backend
         self._vocabulary = vocabulary
         self._timeout_s = timeout_s
         self._memory_mb = memory_mb
         self._queue = queue
+        self._command = command
         self._waiting = 0
         self._closed = False
         self._slots = asyncio.Semaphore(workers)
@@ -97,11 +118,10 @@ class CompilePool:
 
     async def _start(self) -> _Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "grammar_service.compile_worker",
+            *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            env=_environment(),
         )
         worker = _Process(process)
         self._all.add(worker)

@@ -12,10 +12,11 @@ import collections
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grammar_service.backends import Backend, Compiled, load_backend
-from grammar_service.compile_pool import CompilePool
+from grammar_service.compile_pool import COMMAND, CompilePool
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import GrammarServiceError, InvalidGrammar, LimitExceeded, UnknownGrammar
 from grammar_service.grammar import Grammar, Kind, Whitespace, parse
@@ -37,7 +38,8 @@ class Entry:
 class Compiler:
     """Grammars of one vocabulary. Workers of the default backend start at once, others when first asked for."""
 
-    def __init__(self, config: GrammarConfig, vocabulary: Vocabulary) -> None:
+    def __init__(self, config: GrammarConfig, vocabulary: Vocabulary, command: Sequence[str] = COMMAND) -> None:
+        self._command = command
         self._config = config
         self._vocabulary = vocabulary
         self._pools: dict[str, CompilePool] = {}
@@ -153,6 +155,7 @@ class Compiler:
                 timeout_s=self._config.compile_timeout_s,
                 memory_mb=self._config.compile_memory_mb,
                 queue=self._config.compile_queue,
+                command=self._command,
             )
         return pool
 

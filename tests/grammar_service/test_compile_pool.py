@@ -1,0 +1,147 @@
+"""Compile processes: killed when slow, replaced when dead, gone when closed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from grammar_service.compile_pool import CompilePool
+from grammar_service.errors import GrammarServiceError, InternalError, InvalidGrammar, LimitExceeded, NotSupported
+from grammar_service.grammar import Grammar, Kind, Whitespace, parse
+from grammar_service.vocabulary import Vocabulary
+
+PRETEND = (sys.executable, str(Path(__file__).with_name("pretend_worker.py")))
+
+
+def grammar(text: str) -> Grammar:
+    return Grammar(Kind.REGEX, text, Whitespace.COMPACT)
+
+
+@asynccontextmanager
+async def pool(
+    vocabulary: Vocabulary,
+    *,
+    workers: int = 1,
+    timeout_s: float = 20.0,
+    queue: int = 8,
+    memory_mb: int = 512,
+) -> AsyncIterator[CompilePool]:
+    made = CompilePool(
+        "llguidance",
+        vocabulary,
+        workers=workers,
+        timeout_s=timeout_s,
+        memory_mb=memory_mb,
+        queue=queue,
+        command=PRETEND,
+    )
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def pid(workers: CompilePool, text: str = "a") -> int:
+    return int((await workers.compile(grammar(text))).data.split()[0])
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_worker_serves_many_grammars(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        first = await workers.compile(grammar("one"))
+        assert first.data.endswith(b" one")
+        assert first.compile_ms == 1.5
+        assert await pid(workers, "two") == int(first.data.split()[0])
+
+
+async def test_a_slow_grammar_costs_its_worker_only(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary, workers=2, timeout_s=1.0) as workers:
+        await workers.ready()
+        victim = asyncio.create_task(workers.compile(grammar("sleep")))
+        other = await pid(workers)
+        with pytest.raises(LimitExceeded, match=r"compile_timeout_s: .* within 1 s"):
+            await victim
+        assert await pid(workers) == other
+        await workers.ready()
+        stats = workers.stats()
+        assert (stats["killed"], stats["started"]) == (1, 3)
+
+
+async def test_a_crash_is_one_requests_error(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        before = await pid(workers)
+        with pytest.raises(InternalError, match="exit -11"):
+            await workers.compile(grammar("crash"))
+        assert await pid(workers) != before
+        assert not alive(before)
+
+
+async def test_a_refusal_keeps_the_worker(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        before = await pid(workers)
+        with pytest.raises(InvalidGrammar, match="it says refuse"):
+            await workers.compile(grammar("refuse"))
+        assert await pid(workers) == before
+
+
+async def test_a_cancelled_call_frees_its_worker(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        before = await pid(workers)
+        call = asyncio.create_task(workers.compile(grammar("sleep")))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await pid(workers) != before
+
+
+async def test_the_queue_has_a_bound(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary, queue=2) as workers:
+        calls = [asyncio.create_task(workers.compile(grammar("pause"))) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with pytest.raises(LimitExceeded, match="compile_queue: 2"):
+            await workers.compile(grammar("a"))
+        await asyncio.gather(*calls)
+
+
+async def test_a_worker_that_cannot_start_says_why(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary, memory_mb=666) as workers:
+        for _ in range(2):
+            with pytest.raises(GrammarServiceError, match="tokenizer_json: cannot be read"):
+                await workers.compile(grammar("a"))
+
+
+async def test_nothing_is_left_after_close(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        process = await pid(workers)
+        assert alive(process)
+    assert not alive(process)
+
+
+async def test_the_real_worker_compiles_and_never_loads_torch(vocabulary: Vocabulary) -> None:
+    workers = CompilePool("llguidance", vocabulary, workers=1, timeout_s=20, memory_mb=512, queue=1)
+    try:
+        artifact = await workers.compile(parse(Kind.JSON_OBJECT, "", Whitespace.COMPACT))
+        assert b"%json" in artifact.data
+        assert [process.loads_torch for process in workers._all] == [False]
+        with pytest.raises(InvalidGrammar, match="uniqueItems"):
+            await workers.compile(parse(Kind.JSON_SCHEMA, '{"uniqueItems":true}', Whitespace.COMPACT))
+        sequence = parse(Kind.STRUCTURAL_TAG, '{"format":{"type":"sequence","elements":[]}}', Whitespace.ANY)
+        with pytest.raises(NotSupported):
+            await workers.compile(sequence)
+    finally:
+        await workers.close()

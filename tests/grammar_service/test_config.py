@@ -1,0 +1,59 @@
+"""Settings from flags, environment and file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grammar_service.config import GrammarConfig, read
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "sidecar.toml"
+    file.write_text('[grammar]\ndir = "/from/file"\nbackend = "xgrammar"\ncompile_timeout_s = 3\nspin_us = 7\n')
+    environment = {"LOCKSTEP_GRAMMAR_BACKEND": "llguidance", "LOCKSTEP_GRAMMAR_COMPILE_TIMEOUT_S": "4.5"}
+    config = read(["--config", str(file), "--compile-timeout-s", "9"], environment)
+    assert config == GrammarConfig(dir="/from/file", backend="llguidance", compile_timeout_s=9.0, spin_us=7.0)
+    assert read([], environment | {"LOCKSTEP_GRAMMAR_CONFIG": str(file)}).compile_timeout_s == 4.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ([], {}, "dir: is required"),
+        (["--dir", "d", "--backend", "outlines"], {}, "backend: 'outlines' is not one of llguidance, xgrammar"),
+        (["--dir", "d", "--threads", "many"], {}, "threads: 'many' is not int"),
+        (["--dir", "d"], {"LOCKSTEP_GRAMMAR_COMPILE_WORKERS": "0"}, "compile_workers: must be in [1, 64]"),
+        (["--dir", "d", "--config", "/nowhere.toml"], {}, "/nowhere.toml"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    arguments: list[str], environment: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read(arguments, environment)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_key_of_the_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sidecar.toml"
+    file.write_text('dir = "d"\ncompile_timout_s = 3\n')
+    with pytest.raises(SystemExit):
+        read(["--config", str(file)], {})
+    assert "unknown setting 'compile_timout_s'" in capsys.readouterr().err
+
+
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read(["--help"], {})
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    for name in GrammarConfig.__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in shown
+
+
+def test_threads_follow_the_machine_unless_they_are_set() -> None:
+    assert GrammarConfig(dir="d", threads=5).fill_threads == 5
+    assert 1 <= GrammarConfig(dir="d").fill_threads <= 8

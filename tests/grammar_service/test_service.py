@@ -1,0 +1,278 @@
+"""A real sidecar process, called as an engine calls it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.grammar.v1 import grammar_pb2 as pb
+from protos.grammar.v1 import grammar_pb2_grpc as pb_grpc
+from shared_mem.channel import EngineEnd
+from shared_mem.handover import SOCKET_NAME, connect, send_segment
+from shared_mem.layout import Layout, RowKind
+from shared_mem.segment import Segment
+from tests.grammar_service.toy import PADDED, STOPS, spell, tokenizer_json, tokens_in
+
+LAYOUT = Layout(num_slots=2, num_rows=8, vocab_size=PADDED)
+SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"],"additionalProperties":false}'
+
+
+class Sidecar:
+    """The process, a stub, and the engine's side of its sockets."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self.directory = directory
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "grammar_service", "--dir", str(directory), "--compile-workers", "1", *flags],
+            cwd=Path(__file__).resolve().parents[2],
+        )
+        self.channel = grpc.insecure_channel(f"unix:{directory}/grammar.sock")
+        grpc.channel_ready_future(self.channel).result(timeout=60)
+        self.stub = pb_grpc.GrammarStub(self.channel)
+        self._open: list[socket.socket | Segment] = []
+
+    def configure(self, **changes: object) -> pb.ConfigureResponse:
+        fields = {"tokenizer_json": tokenizer_json(), "vocab_size": PADDED, "stop_token_ids": STOPS}
+        return self.stub.Configure(pb.ConfigureRequest(**(fields | changes)))  # type: ignore[arg-type]
+
+    def compile(self, source: str = SCHEMA, kind: pb.Kind = pb.KIND_JSON_SCHEMA, **more: object) -> pb.CompileResponse:
+        return self.stub.Compile(pb.CompileRequest(kind=kind, source=source, **more))  # type: ignore[arg-type]
+
+    def bind(self, grammar: pb.CompileResponse, slot: int = 0, gen: int = 1, tokens: list[int] | None = None) -> None:
+        self.stub.Bind(
+            pb.BindRequest(slot=slot, slot_gen=gen, grammar_id=grammar.grammar_id, committed_tokens=tokens or [])
+        )
+
+    def attach(self, layout: Layout = LAYOUT) -> tuple[socket.socket, EngineEnd]:
+        segment = Segment.create(layout)
+        connection = connect(self.directory / SOCKET_NAME)
+        self._open += [segment, connection]
+        assert send_segment(connection, segment).pid == self.process.pid
+        return connection, EngineEnd(segment)
+
+    def close(self) -> None:
+        for each in self._open:
+            each.close()
+        self.channel.close()
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(30) == 0
+
+
+Start = Callable[..., Sidecar]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made: list[Sidecar] = []
+
+    def starting(*flags: str) -> Sidecar:
+        made.append(Sidecar(tmp_path / f"s{len(made)}", *flags))
+        return made[-1]
+
+    yield starting
+    for sidecar in made:
+        sidecar.close()
+
+
+@pytest.fixture
+def sidecar(start: Start) -> Sidecar:
+    return start()
+
+
+def ask(engine: EngineEnd, text: str, drafts: str = "", *, at: int = 0, gen: int = 1) -> list[int]:
+    committed, guessed = spell(text), spell(drafts)
+    seq = engine.post([0], [gen], [at], [len(committed)], [len(guessed)], [[*committed, *guessed]])
+    return engine.await_rows(seq, [0], [gen], timeout_s=20).kinds[0, : len(guessed) + 1].tolist()
+
+
+def refused(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    error = caught.value
+    assert isinstance(error, grpc.Call)
+    return error.code(), error.details()
+
+
+def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
+    configured = sidecar.configure()
+    assert configured.backends[0] == pb.BACKEND_LLGUIDANCE
+    assert configured.versions[0]
+    assert configured.pid == sidecar.process.pid
+    grammar = sidecar.compile()
+    assert (grammar.backend, grammar.cache_hit) == (pb.BACKEND_LLGUIDANCE, False)
+    assert sidecar.compile(SCHEMA.replace(":", ": ")).cache_hit
+    _, engine = sidecar.attach()
+    sidecar.bind(grammar)
+    assert ask(engine, '{"a"', ":1}")[0] == RowKind.APPLY
+    row = engine.mask_rows(engine.last_seq)[0, 3, : LAYOUT.words]
+    assert tokens_in(row) == set(STOPS)
+    sidecar.bind(grammar, gen=2, tokens=spell('{"a":1'))
+    assert ask(engine, "2", at=6, gen=2) == [RowKind.APPLY]
+    assert ask(engine, "3", at=6, gen=1) == [RowKind.ALL]
+    stats = sidecar.stub.GetStats(pb.GetStatsRequest())
+    assert (stats.matchers, stats.cached_grammars, stats.compiled, stats.cache_hits) == (1, 1, 1, 1)
+    assert (stats.records, stats.generation) == (3, 1)
+    sidecar.stub.Release(pb.ReleaseRequest(slot=0, slot_gen=2))
+    assert ask(engine, "3", at=7, gen=2) == [RowKind.ALL]
+
+
+def test_the_sockets_are_private(sidecar: Sidecar) -> None:
+    for name in ("grammar.sock", SOCKET_NAME):
+        assert stat.S_IMODE((sidecar.directory / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE(sidecar.directory.stat().st_mode) == 0o700
+
+
+def test_health_is_served(sidecar: Sidecar) -> None:
+    health = health_pb2_grpc.HealthStub(sidecar.channel)
+    for service in ("", "lockstep.grammar.v1.Grammar"):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_errors_become_statuses(sidecar: Sidecar) -> None:
+    code = grpc.StatusCode
+    assert refused(sidecar.compile)[0] == code.FAILED_PRECONDITION
+    assert refused(lambda: sidecar.configure(stop_token_ids=[]))[0] == code.INVALID_ARGUMENT
+    assert refused(lambda: sidecar.configure(tokenizer_json=b"no"))[0] == code.INVALID_ARGUMENT
+    sidecar.configure()
+    assert refused(lambda: sidecar.compile("{")) == (
+        code.INVALID_ARGUMENT,
+        "JSON Schema: not JSON: Expecting property name enclosed in double quotes at line 1 column 2",
+    )
+    assert refused(lambda: sidecar.compile(kind=pb.KIND_UNSPECIFIED)) == (code.INVALID_ARGUMENT, "kind: is required")
+    assert refused(lambda: sidecar.compile("x" * (1 << 19)))[0] == code.RESOURCE_EXHAUSTED
+    status, message = refused(lambda: sidecar.compile('{"type":"array","uniqueItems":true}'))
+    assert status == code.INVALID_ARGUMENT
+    assert "uniqueItems" in message
+    grammar = sidecar.compile()
+    _, _ = sidecar.attach()
+    assert refused(lambda: sidecar.bind(grammar, slot=2)) == (code.INVALID_ARGUMENT, "slot: 2 is not in [0, 2)")
+    assert refused(lambda: sidecar.bind(grammar, tokens=spell('{"b')))[1].startswith("committed_tokens[2]: token")
+    assert refused(lambda: sidecar.bind(pb.CompileResponse(grammar_id="none")))[0] == code.NOT_FOUND
+    sidecar.stub.Release(pb.ReleaseRequest(slot=1, slot_gen=7))
+
+
+def test_another_engine_follows_the_first(sidecar: Sidecar) -> None:
+    sidecar.configure()
+    grammar = sidecar.compile()
+    connection, engine = sidecar.attach()
+    sidecar.bind(grammar)
+    assert ask(engine, '{"a":') == [RowKind.APPLY]
+    connection.close()
+    _, engine = sidecar.attach(Layout(num_slots=1, num_rows=2, vocab_size=PADDED, generation=2))
+    # Matchers went with their engine, grammars stay.
+    assert ask(engine, "{") == [RowKind.DEFER]
+    assert sidecar.compile().cache_hit
+    sidecar.bind(grammar, tokens=spell("{"))
+    assert ask(engine, '"', at=1) == [RowKind.FORCED]
+    assert sidecar.stub.GetStats(pb.GetStatsRequest()).generation == 2
+
+
+def test_the_same_configuration_keeps_everything_and_another_drops_it(sidecar: Sidecar) -> None:
+    sidecar.configure()
+    grammar = sidecar.compile()
+    _, engine = sidecar.attach()
+    sidecar.bind(grammar)
+    sidecar.configure()
+    assert ask(engine, "{")[0] in (RowKind.APPLY, RowKind.FORCED)
+    sidecar.configure(stop_token_ids=STOPS[:1])
+    assert ask(engine, '"', at=1) == [RowKind.DEFER]
+    assert refused(lambda: sidecar.bind(grammar))[0] == grpc.StatusCode.NOT_FOUND
+
+
+def test_a_segment_of_another_vocabulary_is_not_bound_to(sidecar: Sidecar) -> None:
+    sidecar.configure()
+    grammar = sidecar.compile()
+    sidecar.attach(Layout(num_slots=1, num_rows=2, vocab_size=PADDED + 1))
+    assert refused(lambda: sidecar.bind(grammar)) == (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        f"vocab_size: {PADDED} in Configure, {PADDED + 1} in the segment",
+    )
+
+
+def test_a_second_sidecar_does_not_take_the_place_of_the_first(sidecar: Sidecar) -> None:
+    second = subprocess.run(
+        [sys.executable, "-m", "grammar_service", "--dir", str(sidecar.directory)],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert second.returncode != 0
+    assert "another process listens" in second.stderr
+    sidecar.configure()
+
+
+def test_compile_workers_die_with_a_killed_sidecar(sidecar: Sidecar, start: Start) -> None:
+    victim = start()
+    victim.configure()
+    victim.compile()
+    children = _children(victim.process.pid)
+    assert children
+    victim.process.kill()
+    victim.process.wait()
+    give_up = time.monotonic() + 20
+    while any(Path(f"/proc/{child}").exists() and _state(child) != "Z" for child in children):
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    # A successor takes the directory over.
+    start_again = Sidecar(victim.directory)
+    start_again.configure()
+    victim.process = start_again.process
+
+
+def test_the_llguidance_sidecar_never_loads_torch(sidecar: Sidecar) -> None:
+    sidecar.configure()
+    sidecar.attach()
+    sidecar.bind(sidecar.compile())
+    for pid in (sidecar.process.pid, *_children(sidecar.process.pid)):
+        mapped = Path(f"/proc/{pid}/maps").read_text()
+        assert "llguidance" in mapped
+        assert "libtorch" not in mapped
+
+
+@pytest.mark.parametrize("module", ["grammar_service.server", "grammar_service.compile_worker"])
+def test_what_the_processes_import_is_free_of_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers', 'xgrammar'}} & set(sys.modules)))"
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, env=os.environ, timeout=60).returncode == 0
+
+
+@pytest.mark.slow
+def test_xgrammar_beside_llguidance(start: Start) -> None:
+    pytest.importorskip("xgrammar", reason="needs xgrammar")
+    sidecar = start("--backend", "xgrammar")
+    assert sidecar.configure().backends[0] == pb.BACKEND_XGRAMMAR
+    _, engine = sidecar.attach()
+    for gen, backend in enumerate((pb.BACKEND_XGRAMMAR, pb.BACKEND_LLGUIDANCE), 1):
+        grammar = sidecar.compile(backend=backend, whitespace=pb.WHITESPACE_COMPACT)
+        assert grammar.backend == backend
+        sidecar.bind(grammar, gen=gen)
+        assert ask(engine, '{"a":1', "2}", gen=gen) == [RowKind.APPLY] * 3
+        row = engine.mask_rows(engine.last_seq)[0, 2, : LAYOUT.words]
+        assert tokens_in(row) == set(STOPS)
+    status, message = refused(lambda: sidecar.compile('start: "a"', pb.KIND_LARK, backend=pb.BACKEND_XGRAMMAR))
+    assert status == grpc.StatusCode.UNIMPLEMENTED
+    assert "llguidance" in message
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
