@@ -33,6 +33,7 @@ def _fields(batch: int, rows: int) -> Iterator[tuple[str, type[np.generic], tupl
     yield "kinds", np.uint8, (batch, rows)
     yield "forced", np.int32, (batch, rows)
     yield "need", np.int32, (batch, rows)
+    yield "awaited", np.uint64, (1,)
 
 
 def _padded(dtype: type[np.generic], shape: tuple[int, ...]) -> int:
@@ -72,6 +73,8 @@ class BatchArrays:
     """[B, R] out: the one legal token, or -1."""
     need: Int32Array
     """[B, R] out: least number of tokens that complete the answer, or -1 when not known."""
+    awaited: npt.NDArray[np.uint64]
+    """[1] out: the sequence that the answers belong to."""
 
     def __init__(self, batch: int, rows: int, memory: ByteArray | None = None) -> None:
         if batch < 1:
@@ -111,10 +114,20 @@ class BatchArrays:
             kinds=at(self.kinds),
             forced=at(self.forced),
             need=at(self.need),
+            awaited=at(self.awaited),
             batch=batch,
         )
         self.post_pointer = ctypes.addressof(self.post_args)
         self.await_pointer = ctypes.addressof(self.await_args)
+
+    @staticmethod
+    def fields(batch: int, rows: int) -> dict[str, tuple[int, np.dtype[np.generic], tuple[int, ...]]]:
+        """Return where each field lies in the memory: name -> (offset in bytes, dtype, shape), inputs before outputs."""
+        places, offset = {}, 0
+        for name, dtype, shape in _fields(batch, rows):
+            places[name] = (offset, np.dtype(dtype), shape)
+            offset += _padded(dtype, shape)
+        return places
 
     @staticmethod
     def nbytes(batch: int, rows: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from shared_mem.errors import NativeMissing
 from shared_mem.layout import Layout
 
-ABI = 2
+ABI = 3
 
 DEFAULT_SPIN_NS = 20_000
 """Spin so long before parking: longer than a futex round trip on an idle machine, shorter than a scheduler tick."""
@@ -113,6 +113,7 @@ class AwaitArgs(ctypes.Structure):
         ("kinds", c_void_p),
         ("forced", c_void_p),
         ("need", c_void_p),
+        ("awaited", c_void_p),
         ("batch", c_int32),
         ("missing", c_int32),
         ("deadline_ns", c_int64),

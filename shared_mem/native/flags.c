@@ -216,6 +216,7 @@ int32_t ls_take(void *await_args) {
     struct ls_await_args *a = await_args;
     a->missing = 0;
     a->waited_ns = 0;
+    *a->awaited = *a->seq;
     return a->batch - take_from(a, *a->seq, 0);
 }
 
@@ -225,6 +226,7 @@ void ls_await(void *await_args) {
     const uint64_t seq = *a->seq;
     a->missing = 0;
     a->waited_ns = 0;
+    *a->awaited = seq;
     /* Lanes are taken in order; all must be there before the step goes on, so the order costs nothing. */
     int32_t i = take_from(a, seq, 0);
     if (i == a->batch) return;

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Grows with every change of a struct or function here; native.py refuses another number. */
-#define LS_ABI 2
+#define LS_ABI 3
 
 #define LS_EXPORT __attribute__((visibility("default")))
 
@@ -86,6 +86,7 @@ struct ls_await_args {
     uint8_t *kinds;  /* [batch][num_rows], out */
     int32_t *forced; /* [batch][num_rows], out */
     int32_t *need;   /* [batch][num_rows], out */
+    uint64_t *awaited; /* [1], out: the sequence these answers belong to; a device that fetches rows needs its parity */
     int32_t batch;
     int32_t missing;      /* out: lanes that were deferred here */
     int64_t deadline_ns;  /* CLOCK_MONOTONIC; 0: timeout_ns after the call */
