@@ -31,6 +31,8 @@ _WHITESPACE: dict[Whitespace, dict[str, Any]] = {
 
 _PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
+
 _LIMIT_WORDS = ("too big", "too large", "too complex", "fuel", "limit")
 """The library names its own limits in words only."""
 
@@ -63,7 +65,7 @@ class LlguidanceBackend:
             if failed:
                 messages = [matcher.get_error()]
         if failed:
-            message = _readable("; ".join(messages), grammar.kind)
+            message = _readable("; ".join(messages), grammar.kind) + _places("; ".join(messages), grammar)
             if any(word in message for word in _LIMIT_WORDS):
                 raise LimitExceeded(f"llguidance: {message}")
             raise InvalidGrammar(f"llguidance: {message}")
@@ -113,6 +115,22 @@ def _readable(message: str, kind: Kind) -> str:
     if kind is Kind.LARK:
         return message.strip()
     return _PLACE.sub("", message.splitlines()[0] if kind is not Kind.REGEX else message.split("\n   1 |")[0]).strip()
+
+
+def _places(message: str, grammar: Grammar) -> str:
+    """Return where in a schema the keywords stand that the message speaks of; the library does not say."""
+    named = _UNIMPLEMENTED.search(message)
+    if named is None or grammar.kind is Kind.CHOICE:
+        return ""
+    keywords = frozenset(json.loads(named[1]))
+    waiting = [("", json.loads(grammar.text))]
+    for path, node in waiting:
+        children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        for name, child in children:
+            if isinstance(node, dict) and name in keywords:
+                return f" (at {path}/{name})"
+            waiting.append((f"{path}/{name}", child))
+    return ""
 
 
 def _lark(body: str, forcing: bool) -> str:

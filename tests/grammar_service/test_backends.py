@@ -317,6 +317,18 @@ def test_no_keyword_is_weakened_in_silence(library: Library, source: dict[str, o
     assert [value for value in invalid if library.takes(compiled, json.dumps(value))] == []
 
 
+def test_a_refused_keyword_is_named_with_its_place(library: Library) -> None:
+    source = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(InvalidGrammar, match="/properties/a/uniqueItems"):
+        library.compiled(*schema(source))
+
+
+def test_options_of_a_library_are_not_the_requests_to_set(library: Library) -> None:
+    source = {"type": "string", "format": "zzz", "x-guidance": {"lenient": True}}
+    with pytest.raises(InvalidGrammar):
+        library.compiled(*schema(source))
+
+
 def test_what_a_backend_can_do_is_not_refused(library: Library) -> None:
     taken = [
         POINT,
