@@ -138,6 +138,11 @@ def test_source_files_can_be_held_in_mind(root: Path) -> None:
     assert not too_long
 
 
+def test_every_folder_with_modules_is_a_package(root: Path) -> None:
+    """An editable install finds a folder without __init__.py, a wheel leaves it out."""
+    assert not [path for path in _sources(root, ".py") if not (path.parent / "__init__.py").exists()]
+
+
 def test_module_names_say_what_they_hold(root: Path) -> None:
     assert not [path for path in _sources(root, ".py") if path.stem in NAMES_THAT_SAY_NOTHING]
 
