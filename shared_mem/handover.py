@@ -125,7 +125,8 @@ def send_segment(sock: socket.socket, segment: Segment, timeout_s: float = 5.0) 
     sock.settimeout(timeout_s)
     try:
         sent = socket.send_fds(sock, [hello], [segment.fileno()])
-        sock.sendall(hello[sent:])
+        if sent < len(hello):  # even an empty send fails on a peer that has refused and closed already
+            sock.sendall(hello[sent:])
     except TimeoutError as error:
         raise HandshakeError(f"the grammar process did not take the segment within {timeout_s} s") from error
     except OSError as error:

@@ -58,7 +58,7 @@ def compile_cubin(source: str, name: str, architecture: str) -> bytes:
         raise CudaError(f"{name}: {status}\n{text.decode()}")
     code = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
     check(nvrtc.nvrtcGetCUBIN(program, code))
-    return code
+    return bytes(code)
 
 
 @functools.cache
