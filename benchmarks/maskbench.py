@@ -12,11 +12,10 @@ import argparse
 import asyncio
 import collections
 import json
-import random
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,21 +25,14 @@ import numpy as np
 from llguidance import LLTokenizer
 from numpy.typing import NDArray
 
+from benchmarks.shared_rows import SharedRows
 from benchmarks.tables import Progress, number, table
 from grammar_service.backends import NAMES, Compiled, Matcher, MatcherFailed, Rows
 from grammar_service.compiler import Compiler
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded
 from grammar_service.grammar import Kind, Whitespace
-from grammar_service.matchers import Slot
 from grammar_service.vocabulary import Vocabulary
-from grammar_service.worker import Worker
-from shared_mem.channel import EngineEnd, GrammarEnd
-from shared_mem.layout import Layout, RowKind
-from shared_mem.segment import Segment
-
-NUM_ROWS = 4
-"""Rows per record: three drafts."""
 
 EXAMPLES = """
 data: one JSON object a line, as MaskBench has them: name, group, schema, tests [{description, valid, data}]
@@ -105,58 +97,6 @@ class Tally:
 
 HEADER = ["backend", "compiled", "refused", "timeout", "crash", "valid ok/lost", "invalid ok/let by"]
 HEADER += ["rows, differing", "compile ms", "mask us"]
-
-
-class SharedRows:
-    """A worker behind a real segment, asked as an engine asks: the other way to the same masks."""
-
-    def __init__(self, vocab_size: int) -> None:
-        layout = Layout(num_slots=1, num_rows=NUM_ROWS, vocab_size=vocab_size)
-        self._segment = Segment.create(layout)
-        self._engine = EngineEnd(self._segment)
-        self._worker = Worker(GrammarEnd(self._segment))
-        self._worker.start()
-        self._gen = 0
-        self._random = random.Random(0)
-
-    def compare(
-        self, compiled: Compiled, tokens: Sequence[int], direct: Sequence[NDArray[np.int32]]
-    ) -> tuple[int, int]:
-        """Walk `tokens` in steps of 1 to 4 with true and false drafts; return how many rows came, and how many differ.
-
-        `direct` holds the row before each token, and the one after the last.
-        """
-        self._gen += 1
-        self._worker.bind(0, Slot.bind(self._gen, compiled.matcher, ()))
-        words = direct[0].size
-        at, rows, differing = 0, 0, 0
-        step: Sequence[int] = ()
-        while at <= len(tokens):
-            drafts = list(tokens[at : at + NUM_ROWS - 1])
-            if drafts and self._random.random() < 0.5:
-                drafts[self._random.randrange(len(drafts))] = self._random.randrange(words * 32)
-            said = [*step, *drafts]
-            seq = self._engine.post([0], [self._gen], [at - len(step)], [len(step)], [len(drafts)], [said])
-            kinds = self._engine.await_rows(seq, [0], [self._gen], timeout_s=60).kinds[0]
-            true = next((i for i, draft in enumerate(drafts) if draft != tokens[at + i]), len(drafts))
-            for row in range(true + 1):
-                rows += 1
-                differing += not _equal(kinds[row], self._engine.mask_rows(seq)[0, row, :words], direct[at + row])
-            taken = self._random.randrange(true + 1) + 1
-            step = tokens[at : at + taken]
-            at += taken
-        return rows, differing
-
-    def close(self) -> None:
-        """Stop the worker and unmap."""
-        self._worker.stop()
-        self._segment.close()
-
-
-def _equal(kind: int, shared: NDArray[np.int32], direct: NDArray[np.int32]) -> bool:
-    if kind in (RowKind.APPLY, RowKind.FORCED):
-        return bool((shared == direct).all())
-    return kind == RowKind.DEAD_END and not direct.any()
 
 
 class Bench:
@@ -269,6 +209,28 @@ def _percentiles(values: Sequence[float]) -> str:
     return " / ".join(number(float(value), 1) for value in np.percentile(values, (50, 99, 100)))
 
 
+def _draw(benches: Mapping[str, Tally], path: Path) -> None:
+    """Write a PNG: which share of compilations and of masks took at most how long."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    for name, tally in benches.items():
+        for axis, values in zip(axes, (tally.compile_ms, tally.mask_us), strict=True):
+            ordered = np.sort(values)
+            axis.plot(ordered, np.arange(1, len(ordered) + 1) / max(len(ordered), 1), label=name)
+    for axis, label in zip(axes, ("compilation, ms", "mask of one row, us"), strict=True):
+        axis.set_xscale("log")
+        axis.set_xlabel(label)
+        axis.set_ylabel("share that took at most this")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def _lines(path: Path, limit: int) -> list[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
         lines = [json.loads(line) for line in file if line.strip()]
@@ -311,6 +273,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--whitespace", choices=["compact", "bounded", "any"], default="any")
     parser.add_argument("--compile-timeout-s", type=float, default=5.0)
     parser.add_argument("--check-shm", action="store_true", help="compare every row with one through shared memory")
+    parser.add_argument("--plot", type=Path, help="draw compile and mask times as a PNG (needs matplotlib)")
     parser.add_argument("--details", action="store_true", help="list the instances that were lost or let by")
     return parser.parse_args(arguments)
 
@@ -338,6 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(["schemas", "not compiled because"], [[str(n), why] for why, n in tally.reasons.most_common(25)]))
         if options.details:
             print("\n".join([*(f"let by: {each}" for each in tally.let_by), *(f"lost: {each}" for each in tally.lost)]))
+    if options.plot:
+        _draw(benches, options.plot)
     return int(any(tally.differing or tally.crashed for tally in benches.values()))
 
 

@@ -1,0 +1,63 @@
+"""The MaskBench harness on four schemas and a small tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import maskbench
+from tests.grammar_service.toy import tokenizer_json
+
+INT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+LINES = [
+    {
+        "name": "int",
+        "group": "g",
+        "schema": INT,
+        "tests": [
+            {"description": "good", "valid": True, "data": {"a": 12345}},
+            {"description": "bad", "valid": False, "data": {"a": "x"}},
+            {"description": "wrongly marked", "valid": True, "data": {"b": 1}},
+        ],
+    },
+    {"name": "not", "group": "g", "schema": {"not": {}}, "tests": [{"description": "", "valid": False, "data": 1}]},
+    {"name": "broken", "group": "g", "schema": {"type": "intger"}, "tests": []},
+    {"name": "any", "group": "g", "schema": {}, "tests": [{"description": "", "valid": True, "data": ["é", None]}]},
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json())
+    (tmp_path / "config.json").write_text('{"eos_token_id": [0, 1]}')
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return tmp_path
+
+
+def test_counts_and_compares(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data", str(data / "data.jsonl"), "--tokenizer", str(data), "--backend", "llguidance"]
+    assert maskbench.main([*flags, "--check-shm", "--details", "--plot", str(data / "times.png")]) == 0
+    shown = capsys.readouterr().out
+    cells = [cell.strip() for cell in shown.splitlines()[2].split("|")[1:-1]]
+    assert cells[:7] == ["llguidance", "2 / 4", "2", "0", "0", "2 / 1", "1 / 0"]
+    rows, differing = cells[7].split(" / ")
+    assert int(rows) > 30
+    assert differing == "0"
+    assert "Unimplemented keys" in shown
+    assert "lost: int: wrongly marked" in shown
+    assert (data / "times.png").stat().st_size > 1000
+
+
+def test_white_space_is_as_the_grammar_allows(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data", str(data / "data.jsonl"), "--tokenizer", str(data / "tokenizer.json"), "--limit", "1"]
+    for whitespace in ("compact", "bounded"):
+        assert maskbench.main([*flags, "--backend", "llguidance", "--whitespace", whitespace]) == 0
+        assert "| 1 / 1" in capsys.readouterr().out
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        maskbench.main(["--help"])
+    assert "reading the table" in capsys.readouterr().out
