@@ -28,8 +28,8 @@ class AttentionContext:
     """int32, page numbers of each sequence of the batch."""
     positions_BP: torch.Tensor
     """int32, absolute positions; negative is padding."""
-    layers_seen: set[int] = field(default_factory=set)
-    """Layers that came through here; the loader's probe reads it."""
+    layers_seen: dict[int, int] = field(default_factory=dict)
+    """Layers that came through here, and their windows; the loader's probe reads it."""
 
 
 def _attend(
@@ -48,7 +48,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend; q, k, v are [B, H, P, D], the result is [B, P, Hq, D]."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    ctx.layers_seen.add(layer)
+    ctx.layers_seen[layer] = sliding_window or 0
     out = paged_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from gpu_engine.config import EMBEDDED_MODEL, EngineConfig
@@ -116,7 +115,10 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         pack_linears(net)
     else:
         net.to(device)
-    model = _describe(config, net, tokenizer, dtype, device, num_parameters)
+    try:
+        model = _describe(config, net, tokenizer, dtype, device, num_parameters)
+    except AttributeError as error:
+        raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
     _probe(model)
     report("loaded", 1.0)
     return model
@@ -134,38 +136,71 @@ def _describe(
     eos = net.generation_config.eos_token_id if net.generation_config else None
     ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     ids += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    vocab_size = net.get_output_embeddings().out_features
     return LoadedModel(
         name=config.model,
         net=net,
         tokenizer=tokenizer,
-        vocab_size=net.get_output_embeddings().out_features,
-        eos_token_ids=tuple(dict.fromkeys(ids)),
+        vocab_size=vocab_size,
+        eos_token_ids=tuple(dict.fromkeys(i for i in ids if i < vocab_size)),
         model_type=text.model_type,
         dtype=dtype,
         device=device,
         num_parameters=num_parameters,
-        max_model_len=min(config.max_model_len, getattr(text, "max_position_embeddings", config.max_model_len)),
+        max_model_len=min([config.max_model_len, *_position_limits(text)]),
         num_layers=text.num_hidden_layers,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
     )
 
 
+def _position_limits(text: Any) -> list[int]:
+    """Return the lengths that the model's positions allow."""
+    limits = [getattr(text, "max_position_embeddings", None)]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if parameters.get("rope_type") == "longrope":
+            # Beyond it the longest sequence of a batch would change the positions of all.
+            limits.append(parameters.get("original_max_position_embeddings"))
+    return [limit for limit in limits if limit]
+
+
+_PROBE_TOKENS = 24
+_PROBE_ERROR = 0.1
+"""Largest relative distance from the model's own attention: rounding of bfloat16 is a few hundredths."""
+
+
 @torch.inference_mode()
 def _probe(model: LoadedModel) -> None:
-    """Run two tokens and check that every layer used our attention."""
+    """Run a few tokens and check that every layer uses our attention and that nothing of the model's is lost in it."""
     if model.head_dim % 16 or model.head_dim > 256:
         raise ModelNotSupported(f"model: head size {model.head_dim} is not a multiple of 16 up to 256")
+    page_size = 32
     ctx = AttentionContext(
-        model.allocate_pages(1, 16),
+        model.allocate_pages(1, page_size),
         torch.zeros(1, 1, dtype=torch.int32, device=model.device),
-        torch.arange(2, dtype=torch.int32, device=model.device)[None],
+        torch.arange(_PROBE_TOKENS, dtype=torch.int32, device=model.device)[None],
     )
-    logits = model.logits(torch.zeros(1, 2, dtype=torch.long, device=model.device), ctx)
-    if ctx.layers_seen != set(range(model.num_layers)):
+    ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] * 37 % model.vocab_size
+    try:
+        model.prefill(ids, ctx)
+        logits = model.logits(ids, ctx)
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        raise ModelNotSupported(f"model: {model.model_type} does not fit our attention: {error}") from error
+    if set(ctx.layers_seen) != set(range(model.num_layers)):
         raise ModelNotSupported(
-            f"model: {model.model_type} sends {len(ctx.layers_seen)} of {model.num_layers} layers through our attention "
-            "interface"
+            f"model: {model.model_type} sends {len(ctx.layers_seen)} of {model.num_layers} layers through our attention"
         )
-    if not isinstance(model.net, nn.Module) or not bool(torch.isfinite(logits).all()):
+    kinds = getattr(model.net.config.get_text_config(), "layer_types", None) or ["full_attention"] * model.num_layers
+    for layer, kind in enumerate(kinds):
+        if kind != "full_attention" and not (kind == "sliding_attention" and ctx.layers_seen[layer]):
+            raise ModelNotSupported(f"model: layer {layer} of {model.model_type} is {kind}, which is not supported")
+    if not bool(torch.isfinite(logits).all()):
         raise ModelNotSupported(f"model: {model.model_type} gives logits that are not finite in {model.dtype_name}")
+    # Sinks, biases and the like travel in arguments of the model's own attention: without them the logits differ.
+    net: Any = model.net
+    net.set_attn_implementation("eager")
+    own = net(input_ids=ids, use_cache=False).logits[0].float()
+    net.set_attn_implementation(attention.NAME)
+    if float((logits.float() - own).norm() / own.norm()) > _PROBE_ERROR:
+        raise ModelNotSupported(f"model: the attention of {model.model_type} does more than ours; it cannot be served")
