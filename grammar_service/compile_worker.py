@@ -25,7 +25,7 @@ from grammar_service.vocabulary import Vocabulary
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
-_NICENESS = 10
+_NICENESS = 5
 
 
 def pack(head: dict[str, Any], body: bytes = b"") -> bytes:

@@ -22,7 +22,7 @@ from grammar_service.errors import GrammarServiceError, InvalidGrammar, LimitExc
 from grammar_service.grammar import Grammar, Kind, Whitespace, parse
 from grammar_service.vocabulary import Vocabulary
 
-_NICENESS = 10
+_NICENESS = 5
 
 
 @dataclass(frozen=True, slots=True)
