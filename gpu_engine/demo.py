@@ -26,23 +26,33 @@ SCHEMA: dict[str, Any] = {
         "country": {"type": "string", "maxLength": 40},
         "year": {"type": "integer", "minimum": 1000, "maximum": 2100},
         "architect": {"type": "string", "maxLength": 60},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 2, "maxItems": 4},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 1, "maxItems": 3},
     },
     "required": ["name", "city", "country", "year", "architect", "tags"],
     "additionalProperties": False,
 }
 
-TEXT = (
-    "The Sydney Opera House is a performing arts centre on the harbour of Sydney, Australia. It was designed by the "
-    "Danish architect Jorn Utzon and opened in 1973. It is known for its concrete shells and its concert hall."
-)
+EXAMPLE = {
+    "name": "Eiffel Tower",
+    "city": "Paris",
+    "country": "France",
+    "year": 1889,
+    "architect": "Gustave Eiffel",
+    "tags": ["iron", "tower", "view"],
+}
 
-PROMPT = f"""Extract the facts from the text as one JSON object with the keys name, city, country,
-year, architect and tags.
+PROMPT = f"""Extract the facts as JSON.
 
-Text: {TEXT}
+Text: The Eiffel Tower is an iron tower in Paris, France. It was designed by Gustave Eiffel and opened in 1889. \
+Keywords: iron, tower, view.
+JSON:
+{json.dumps(EXAMPLE, indent=2)}
 
-JSON:"""
+Text: The Sydney Opera House is a concert hall in Sydney, Australia. It was designed by Jorn Utzon and opened in 1973. \
+Keywords: music, opera, theatre.
+JSON:
+"""
+"""One example and one task: what an answer repeats of its prompt is what the n-gram drafter can guess."""
 
 
 async def run_demo(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -60,8 +70,7 @@ async def run_demo(engine_config: EngineConfig, server_config: ServerConfig) -> 
                 f"server: {server.address}, grammar process {server.sidecar.pid if server.sidecar else 'connected'}\n"
             )
             print(f"schema: {json.dumps(SCHEMA)}\n")
-            print(f"prompt: {PROMPT}\n")
-            print("answer: ", end="", flush=True)
+            print(f"prompt: {PROMPT}\nanswer: ", end="", flush=True)
             text, last = await _ask(client, show=True)
             print("\n")
             valid = _check(jsonschema, text, last)

@@ -22,7 +22,7 @@ from gpu_engine.grammar_compile import Compiled, GrammarCompiler, grammar_error
 from gpu_engine.grammar_link import GrammarLink
 from gpu_engine.owned_tasks import OwnedTasks
 from gpu_engine.ports import GrammarEvents
-from gpu_engine.request import GrammarSpec, Request
+from gpu_engine.request import GrammarKind, GrammarSpec, Request
 from gpu_engine.servicer import GrammarStats
 from protos.grammar.v1 import grammar_pb2 as gpb
 
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 BIND_TIMEOUT_S = 10.0
 STATS_TIMEOUT_S = 1.0
+WARM_UP = GrammarSpec(GrammarKind.REGEX, "a")
 
 
 class AbortWord(Protocol):
@@ -90,6 +91,10 @@ class GrammarClient:
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self._compiler.forget(request_id)
+
+    async def warm_up(self) -> None:
+        """Compile a small grammar: then the process has what a first request needs. Raises LockstepError."""
+        await self._compiler.again(WARM_UP)
 
     async def stats(self) -> GrammarStats:
         """Ask the grammar process for its gauges; zeros while it is away."""

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from gpu_engine.config import EngineConfig, ServerConfig
-from gpu_engine.errors import GrammarUnavailable
+from gpu_engine.errors import LockstepError
 from gpu_engine.grammar_client import GrammarClient
 from gpu_engine.grammar_link import GrammarLink, GrammarSetup, segment_hand_over
 from gpu_engine.ports import Model, ServedEngine
@@ -84,11 +84,13 @@ class GrammarProcess:
             self._give_up(self.sidecar.gave_up)
 
     async def first_attachment(self) -> None:
-        """Wait for the grammar process, in bounds: unguided requests can be served without it."""
+        """Wait until the grammar process is warm, in bounds: unguided requests can be served without it."""
         try:
-            await self._link.ready(self.config.grammar_wait_s)
-        except GrammarUnavailable as error:
-            log.warning("serving without guided requests for now: %s", error)
+            async with asyncio.timeout(self.config.grammar_wait_s):
+                await self._link.ready(self.config.grammar_wait_s)
+                await self.client.warm_up()
+        except (LockstepError, TimeoutError) as error:
+            log.warning("serving before the grammar process is ready for guided requests: %s", error)
 
     def _give_up(self, reason: str) -> None:
         if self._attached:  # else `attach` finds it in the sidecar

@@ -165,7 +165,7 @@ async def test_it_spawns_and_uses_a_grammar_process(tmp_path: Path) -> None:
             # The matcher is handed to the worker thread, which counts it at its next look.
             while (stats := await client.stats()).matchers == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert (stats.grammar_ready, stats.grammar_starts, stats.matchers, stats.cached_grammars) == (True, 1, 1, 1)
+        assert (stats.grammar_ready, stats.grammar_starts, stats.matchers, stats.cached_grammars) == (True, 1, 1, 2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(client.generate(pb.GenerateRequest(text="x", grammar=pb.Grammar(regex="("))))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
