@@ -50,8 +50,8 @@ class Engine:
     def _run(self) -> None:
         busy = True
         while not self._closing.is_set():
-            self._hear(wait=not busy)
             try:
+                self._hear(wait=not busy)
                 busy = self._loop.turn()
             except Exception:
                 log.exception("a turn of the engine failed; every sequence ends")
@@ -86,8 +86,8 @@ class Engine:
             if loop.live >= config.max_queue_size + config.max_batch_size:
                 raise LimitExceeded(f"{loop.live} sequences run or wait; max_queue_size = {config.max_queue_size}")
             loop.live += 1
-        seat: Seat = Seat(Running(request), len(request.prompt_ids), request.grammar is not None)
-        self._inbox.put(lambda: loop.admit(seat))
+            seat: Seat = Seat(Running(request), len(request.prompt_ids), request.grammar is not None)
+            self._inbox.put(lambda: loop.admit(seat))  # under the lock: what is admitted is heard before the close
 
     def abort(self, request_id: str) -> bool:
         """End every sequence of the request with ABORTED; False when none was running."""

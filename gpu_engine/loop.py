@@ -25,14 +25,15 @@ from gpu_engine.step import StepProgram
 from gpu_engine.sync import InlineSync, NoSync
 from shared_mem.channel import EngineEnd
 
-_STALL_S = 10.0
-"""A slot deferred for so long ends with UNAVAILABLE."""
 _REFUSALS = 4
 """Answers in a row that only defer: the matcher lost the thread and is bound again."""
 
 
 class EngineLoop:
     """Scheduler, buffers and program of one engine, and the sequences in them."""
+
+    stall_s: float = 10.0
+    """A slot without any row for so long ends with UNAVAILABLE, however often it was opened again."""
 
     def __init__(
         self, config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, grammar: GrammarPort | None
@@ -158,7 +159,9 @@ class EngineLoop:
         if self._sync.answered(notes.deferred_seq, seat.slot, seat.slot_gen):
             notes.refusals += 1
             if notes.refusals >= _REFUSALS:
+                since_s = notes.deferred_s
                 self._open(seat)
+                notes.deferred_s = since_s
         else:
             seat.parked = True
 
@@ -167,9 +170,9 @@ class EngineLoop:
             if (
                 seat.guide is Guide.OPEN
                 and seat.payload.deferred_s
-                and time.monotonic() > seat.payload.deferred_s + _STALL_S
+                and time.monotonic() > seat.payload.deferred_s + self.stall_s
             ):
-                self.end(seat, error=GrammarUnavailable(f"the grammar process gave no rows for {_STALL_S:g} s"))
+                self.end(seat, error=GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s"))
             elif seat.parked and self._sync.answered(seat.payload.deferred_seq, seat.slot, seat.slot_gen):
                 seat.parked = False
 
