@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from grammar_service.backends import load_backend
+from grammar_service.backends import Rows, load_backend
 from grammar_service.errors import InvalidField, InvalidGrammar, NotSupported
-from grammar_service.grammar import Kind, Whitespace
+from grammar_service.grammar import Kind, Whitespace, parse
 from grammar_service.vocabulary import Vocabulary
 from tests.grammar_service.conftest import Library
-from tests.grammar_service.toy import PADDED, SPECIAL, STOPS, spell, tokenizer_json
+from tests.grammar_service.toy import PADDED, SPECIAL, STOPS, spell, tokenizer_json, tokens_in
 
 TEXT_TOKENS = range(len(SPECIAL), len(SPECIAL) + 256)
 FREE = {"type": "object"}
@@ -347,8 +349,6 @@ def test_what_a_backend_can_do_is_not_refused(library: Library) -> None:
 
 
 def test_a_grammar_loads_from_its_artifact_in_another_backend_object(library: Library, vocabulary: Vocabulary) -> None:
-    from grammar_service.grammar import parse
-
     grammar = parse(*schema(POINT), Whitespace.COMPACT)
     artifact = library.backend.compile(grammar)
     compiled = load_backend(library.name, vocabulary).load(grammar, artifact)
@@ -371,3 +371,20 @@ def test_every_byte_is_text(library: Library) -> None:
     legal = library.legal(library.compiled(Kind.REGEX, "(.|\n)*").matcher())
     ascii_tokens = {TEXT_TOKENS[byte] for byte in range(0x80)}
     assert ascii_tokens <= legal
+
+
+def test_an_xgrammar_grammar_without_an_artifact_is_compiled_again(libraries: Callable[[str], Library]) -> None:
+    pytest.importorskip("xgrammar", reason="needs xgrammar")
+    library = libraries("xgrammar")
+    compiled = library.backend.load(parse(*schema(POINT), Whitespace.COMPACT), b"")
+    assert library.takes(compiled, '{"a":1,"b":[]}')
+    assert not library.takes(compiled, '{"a": 1,"b":[]}')
+
+
+def test_rows_of_two_strides_and_slots_do_not_touch_each_other(library: Library) -> None:
+    rows = Rows(np.full((5, library.num_words + 6), 0x5A5A5A5A, dtype=np.int32))
+    matcher = library.compiled(Kind.REGEX, "a|b").matcher()
+    matcher.fill(rows, 3)
+    assert tokens_in(rows.words[3, : library.num_words]) == {*spell("a"), *spell("b")}
+    assert (np.delete(rows.words, 3, axis=0) == 0x5A5A5A5A).all()
+    assert (rows.words[3, library.num_words :] == 0x5A5A5A5A).all()
