@@ -90,7 +90,7 @@ class DeviceFlags:
     ) -> None:
         """Wait for the last post's answers and fetch APPLY rows into `mask_SRW`; what is not there in time is DEFER."""
         B, R = kinds_BR.shape
-        assert R == self.numbers.num_rows
+        assert self.numbers.num_rows == R
         assert kinds_BR.dtype == torch.uint8
         assert all(t.dtype == torch.int32 for t in (slots_B, slot_gens_B, forced_BR, need_BR))
         tensors = (self.cfg, self.counter, slots_B, slot_gens_B, kinds_BR, forced_BR, need_BR, self.mask_SRW)
@@ -99,6 +99,6 @@ class DeviceFlags:
     def fetch(self, seq: torch.Tensor, slots_B: torch.Tensor, kinds_BR: torch.Tensor, *, rows_wanted: int) -> None:
         """Fetch the APPLY rows of a sequence (int64 [1], device) that a host function has waited for."""
         B, R = kinds_BR.shape
-        assert R == self.numbers.num_rows
+        assert self.numbers.num_rows == R
         tensors = (self.cfg, seq, slots_B, kinds_BR, self.mask_SRW)
         self._fetch((B, R), 256, *[t.data_ptr() for t in tensors], rows_wanted)
