@@ -126,7 +126,6 @@ def send_segment(sock: socket.socket, segment: Segment, timeout_s: float = 5.0) 
     try:
         sent = socket.send_fds(sock, [hello], [segment.fileno()])
         if sent < len(hello):  # even an empty send fails on a peer that has refused and closed already
-            if sent < len(hello):  # a peer that refuses at once has closed by now, and its answer is still to be read
             sock.sendall(hello[sent:])
     except TimeoutError as error:
         raise HandshakeError(f"the grammar process did not take the segment within {timeout_s} s") from error
