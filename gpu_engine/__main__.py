@@ -10,6 +10,8 @@ def main() -> None:
     """Run the command line and exit with its status."""
     # gRPC reads this when it is imported. Its fork handlers are for children that go on with gRPC; ours execs at once.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    # Prompts are tokenised one by one; the library's thread pool would only warn when a child is started after its use.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from gpu_engine import cli
 
     sys.exit(cli.main())

@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
 
     @property
     def backend_tokenizer(self) -> Any:
-        """The Rust tokenizer: `encode`, `decode`, `to_str`."""
+        """The Rust tokenizer: `encode_batch_fast`, `decode`, `to_str`."""
 
     @property
     def chat_template(self) -> Any:

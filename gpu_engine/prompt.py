@@ -15,10 +15,12 @@ from gpu_engine.ports import Tokenizer
 from gpu_engine.request import Request, SamplingParams, Telemetry, TokenEvent
 from gpu_engine.validation import Chat, Checked, Limits, Prompt, Tokens, check_prompt_length
 
-LARGE_PROMPT_BYTES = 8 << 10
+LARGE_PROMPT_CHARS = 8 << 10
 """Tokenising this much takes some milliseconds: longer texts must not hold up the event loop."""
 
 FEW_BAD_WORDS = 8
+HEAD_CHARS_PER_TOKEN = 16
+HEAD_MARGIN_TOKENS = 64
 
 STANDARD_ROLES = frozenset({"system", "user", "assistant"})
 _MASK_64 = (1 << 64) - 1
@@ -26,13 +28,14 @@ _MASK_64 = (1 << 64) - 1
 
 def is_large(checked: Checked) -> bool:
     """Whether `build_requests` takes long enough to be moved to a thread."""
+    size = 0
     match checked.prompt:
         case str(text):
-            return len(text) > LARGE_PROMPT_BYTES or len(checked.bad_words) > FEW_BAD_WORDS
-        case Chat():  # the template may be slow, and is compiled at its first use
-            return True
-        case Tokens():
-            return len(checked.bad_words) > FEW_BAD_WORDS
+            size = len(text)
+        case Chat(turns):
+            size = sum(len(content) for _, content in turns)
+    # A small prompt must not stand in the threads' line behind large ones.
+    return size > LARGE_PROMPT_CHARS or len(checked.bad_words) > FEW_BAD_WORDS
 
 
 def build_requests(
@@ -43,7 +46,7 @@ def build_requests(
     arrived_s: float,
 ) -> list[Request]:
     """Make the n sequences of a request; they share `sink`. Raises InvalidRequest."""
-    field, prompt_ids = _prompt_ids(checked.prompt, tokenizer)
+    field, prompt_ids = _prompt_ids(checked.prompt, tokenizer, limits)
     if not prompt_ids:
         raise InvalidRequest(field, "has no tokens")
     check_prompt_length(field, len(prompt_ids), limits.max_model_len)
@@ -102,14 +105,30 @@ def sequence_seed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer, limits: Limits) -> tuple[str, list[int]]:
     match prompt:
         case str(text):
+            _check_head("text", text, tokenizer, limits)
             return "text", _encode(tokenizer, text, add_special_tokens=True)
         case Tokens(ids):
             return "token_ids.ids", list(ids)
         case Chat(turns):  # the template writes the special tokens itself
-            return "messages", _encode(tokenizer, _render(turns, tokenizer), add_special_tokens=False)
+            text = _render(turns, tokenizer)
+            _check_head("messages", text, tokenizer, limits)
+            return "messages", _encode(tokenizer, text, add_special_tokens=False)
+
+
+def _check_head(field: str, text: str, tokenizer: Tokenizer, limits: Limits) -> None:
+    # Megabytes cost seconds of a core. What is far too long is seen from its beginning, which has at most a few tokens
+    # fewer when it is followed by the rest.
+    head = HEAD_CHARS_PER_TOKEN * limits.max_model_len
+    if len(text) > 2 * head:
+        length = len(_encode(tokenizer, text[:head], add_special_tokens=False))
+        if length > limits.max_model_len + HEAD_MARGIN_TOKENS:
+            most = limits.max_model_len - 1
+            raise InvalidRequest(
+                field, f"has more than {length} tokens, at most {most} fit (max_model_len {limits.max_model_len})"
+            )
 
 
 def _render(turns: tuple[tuple[str, str], ...], tokenizer: Tokenizer) -> str:
@@ -127,7 +146,9 @@ def _render(turns: tuple[tuple[str, str], ...], tokenizer: Tokenizer) -> str:
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    # The batch call lets other threads run meanwhile; `encode` holds the interpreter's lock for seconds on a long text.
+    (encoding,) = tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
 
 
 def _bad_words(checked: Checked, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:

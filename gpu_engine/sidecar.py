@@ -76,11 +76,14 @@ class Sidecar:
         retry_s = FIRST_RETRY_S
         while True:
             started_s = time.monotonic()
-            code = await self._run_once()
+            try:
+                ended = _describe(await self._run_once())
+            except OSError as error:  # no memory or no process ids left, for now
+                ended = str(error)
             now_s = time.monotonic()
             if now_s - started_s > FAILURE_WINDOW_S:
                 retry_s = FIRST_RETRY_S
-            log.error("the grammar process ended (%s); it is started again in %.2f s", _describe(code), retry_s)
+            log.error("the grammar process ended (%s); it is started again in %.2f s", ended, retry_s)
             self._failures.append(now_s)
             while now_s - self._failures[0] > FAILURE_WINDOW_S:
                 self._failures.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -98,4 +99,23 @@ def test_only_small_prompts_are_tokenised_on_the_loop() -> None:
     checked = check(pb.GenerateRequest(text="x"), LIMITS, ())
     assert not is_large(checked)
     assert is_large(dataclasses.replace(checked, prompt="x" * 100_000))
-    assert is_large(check(chat(("user", "u")), LIMITS, ()))
+    assert not is_large(check(chat(("user", "u")), LIMITS, ()))
+    assert is_large(check(chat(("user", "u" * 100_000)), LIMITS, ()))
+
+
+def test_what_is_far_too_long_is_not_tokenised_to_its_end() -> None:
+    with pytest.raises(InvalidRequest, match=r"text: has more than 1024 tokens, at most 63 fit \(max_model_len 64"):
+        build(pb.GenerateRequest(text="x" * 500_000))
+
+
+async def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
+    tokenizer = ByteTokenizer()
+    wide = dataclasses.replace(LIMITS, max_model_len=1 << 24)
+    checked = dataclasses.replace(check(pb.GenerateRequest(text="x"), LIMITS, ()), prompt="a b c " * 150_000)
+    work = asyncio.create_task(asyncio.to_thread(build_requests, checked, tokenizer, wide, lambda event: None, 0.0))
+    turns = 0
+    while not work.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert len((await work)[0].prompt_ids) == 900_000
+    assert turns > 100

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from gpu_engine.detokenizer import MAX_HELD_TOKENS, Detokenizer
 from gpu_engine.errors import GrammarUnavailable
@@ -60,6 +62,42 @@ def test_valid_text_never_shows_a_replacement_character(text: str) -> None:
     for token in text.encode("utf-8", "ignore"):
         shown += detokenizer.push(token)
         assert text.encode("utf-8", "ignore").decode().startswith(shown)
+
+
+SPACE = "\u2581"
+PIECES = [SPACE, "a", "b", f"{SPACE}a", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+
+
+def sentencepiece_tokenizer() -> tokenizers.Tokenizer:
+    """Return one as Llama 2 and Mistral have it: a space is a character, unknown characters are bytes."""
+    vocab = {piece: i for i, piece in enumerate(PIECES)}
+    model = models.BPE(vocab=vocab, merges=[], byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+SENTENCEPIECE = sentencepiece_tokenizer()
+
+
+def as_bytes(character: str) -> list[int]:
+    return [5 + byte for byte in character.encode()]
+
+
+@given(st.lists(st.sampled_from([[0], [1], [2], [3], as_bytes("\u00e9"), as_bytes("\u20ac")]), max_size=30))
+@example([[3], [0], [0], [1]])
+@example([[0], [0], as_bytes("\u00e9"), [3]])
+def test_spaces_survive_where_a_space_is_part_of_a_token(characters: list[list[int]]) -> None:
+    ids = [token for character in characters for token in character]
+
+    def decode_pieces(window: Sequence[int]) -> str:
+        return str(SENTENCEPIECE.decode(list(window), skip_special_tokens=True))
+
+    prompt = [1, 2]
+    detokenizer = Detokenizer(decode_pieces, prompt)
+    shown = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
+    assert decode_pieces(prompt) + shown == decode_pieces(prompt + ids)
 
 
 def test_bytes_that_never_become_text_are_held_in_bounds() -> None:
