@@ -177,6 +177,8 @@ def _run_demo(flags: argparse.Namespace) -> int:
 
     try:
         return asyncio.run(run_demo(engine_config, server_config))
+    except grpc.aio.AioRpcError as error:
+        return _refused("the demo's server", error)
     except (ServerError, OSError, ValueError, RuntimeError) as error:
         return _failed(error)
 
