@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 ENV_PREFIX = "LOCKSTEP_"
 
+_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
 C = TypeVar("C")
 
 
@@ -48,8 +50,8 @@ class Setting:
     def parse(self, text: str, where: str) -> Any:
         """Return the value that `text` stands for."""
         try:
-            return self.kind(text)
-        except ValueError:
+            return _BOOLS[text.lower()] if self.kind is bool else self.kind(text)
+        except (ValueError, KeyError):
             raise SettingsError(f"{where}: {text!r} is not {_article(self.kind)}") from None
 
     def accept(self, value: Any, where: str) -> Any:
@@ -62,9 +64,9 @@ class Setting:
 
 
 def settings_of(config_class: type[Any]) -> list[Setting]:
-    """Return the settings of a config dataclass, in order. Fields are str, int or float."""
+    """Return the settings of a config dataclass, in order. Fields are str, int, float or bool."""
     docs = _field_docs(config_class)
-    kinds: dict[str, type] = {"str": str, "int": int, "float": float}
+    kinds: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
     return [
         Setting(field.name, kinds[str(field.type)], field.default, docs[field.name])
         for field in dataclasses.fields(config_class)
@@ -139,4 +141,4 @@ def _field_docs(config_class: type[Any]) -> dict[str, str]:
 
 
 def _article(kind: type) -> str:
-    return {str: "a string", int: "an integer", float: "a number"}[kind]
+    return {str: "a string", int: "an integer", float: "a number", bool: "true or false"}[kind]

@@ -23,6 +23,8 @@ class Config:
     """How many."""
     share: float = 0.5
     """How much."""
+    quick: bool = False
+    """Whether."""
 
 
 def resolve(arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
@@ -53,6 +55,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
         ("count = '1'", "count: '1' is not an integer"),
         ("count = true", "count: True is not an integer"),
         ("count = 1.5", "count: 1.5 is not an integer"),
+        ("quick = 1", "quick: 1 is not true or false"),
         ("share = 'x'", "share: 'x' is not a number"),
         ("[engine]\ncount = 1", "unknown setting 'engine'"),
         ("count =", "c.toml: "),
@@ -69,8 +72,17 @@ def test_a_bad_file_is_refused_with_its_name(tmp_path: Path, text: str, message:
 def test_a_bad_value_is_refused_with_its_place() -> None:
     with pytest.raises(SettingsError, match="--count: 'x' is not an integer"):
         resolve(["--count", "x"])
+    with pytest.raises(SettingsError, match="--quick: 'maybe' is not true or false"):
+        resolve(["--quick", "maybe"])
     with pytest.raises(SettingsError, match="LOCKSTEP_SHARE: 'x' is not a number"):
         resolve([], {"LOCKSTEP_SHARE": "x"})
+
+
+def test_a_switch_is_spelled_out(tmp_path: Path) -> None:
+    assert resolve(["--quick", "true"]).quick
+    assert resolve([], {"LOCKSTEP_QUICK": "1"}).quick
+    assert not resolve(["--quick", "off"], {"LOCKSTEP_QUICK": "1"}).quick
+    assert resolve(["--config", toml(tmp_path, "quick = true")]).quick
 
 
 def test_a_missing_file_is_refused() -> None:
