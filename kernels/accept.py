@@ -70,8 +70,8 @@ class SlotParams:
     rules_S: torch.Tensor  # int64, address of the slot's rules (see `pack_rules`), 0: none
 
     @classmethod
-    def allocate(cls, num_slots: int) -> SlotParams:
-        """Return zeroed parameters in CPU memory."""
+    def allocate(cls, num_slots: int, device: torch.device | str = "cpu") -> SlotParams:
+        """Return zeroed parameters. On a GPU `rules_S` is not read: kernels/cuda/row_state.py has the rules."""
         floats = {"temperature_S", "top_p_S", "min_p_S", "repetition_S", "presence_S", "frequency_S"}
         longs = {"seed_S", "rules_S"}
         return cls(
@@ -79,6 +79,7 @@ class SlotParams:
                 f.name: torch.zeros(
                     num_slots,
                     dtype=torch.float32 if f.name in floats else torch.int64 if f.name in longs else torch.int32,
+                    device=device,
                 )
                 for f in fields(cls)
             }
@@ -101,15 +102,18 @@ class AcceptResult:
     counts_BV: torch.Tensor  # int32, zero between calls
 
     @classmethod
-    def allocate(cls, num_batch: int, num_rows: int, vocab_size: int) -> AcceptResult:
-        """Return buffers in CPU memory."""
-        B, R, V = num_batch, num_rows, (vocab_size + 63) // 64 * 64
+    def allocate(
+        cls, num_batch: int, num_rows: int, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> AcceptResult:
+        """Return buffers. On a GPU the scratch is empty: `kernels.cuda.row_state.RowScratch` is used there."""
+        B, R = num_batch, num_rows
+        V = (vocab_size + 63) // 64 * 64 if torch.device(device).type == "cpu" else 0
 
         def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32)
+            return torch.zeros(shape, dtype=torch.int32, device=device)
 
         def floats(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.float32)
+            return torch.zeros(shape, dtype=torch.float32, device=device)
 
         return cls(
             *(ints(B, R), ints(B), ints(B), ints(B), ints(B), floats(B, R)),
@@ -128,64 +132,72 @@ def pack_rules(stop: tuple[int, ...], bad: tuple[int, ...], words: tuple[tuple[i
     return torch.tensor(flat, dtype=torch.int32)
 
 
-def accept(
-    logits_NV: torch.Tensor,
-    slots_B: torch.Tensor,
-    drafts_BR: torch.Tensor,
-    num_drafts_B: torch.Tensor,
-    kinds_BR: torch.Tensor,
-    forced_BR: torch.Tensor,
-    mask_address: int,
-    mask_strides: tuple[int, int],
-    history_SL: torch.Tensor,
-    length_S: torch.Tensor,
-    params: SlotParams,
-    result: AcceptResult,
-    *,
-    num_rows: int,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What verification and drafting read and write besides logits: the same tensors at every step.
+
+    `slots_B`, `num_drafts_B` int32 [B]; `drafts_BR`, `forced_BR` int32 and `kinds_BR` uint8 RowKind [>= B, R]; the
+    bitmask row (slot, j) lies at mask_address + 4 * (slot * mask_strides[0] + j * mask_strides[1]) and is read only for
+    kind APPLY; `history_SL` int32 has room for R more tokens than a sequence may have; `length_S` int32.
+    """
+
+    slots_B: torch.Tensor
+    drafts_BR: torch.Tensor
+    num_drafts_B: torch.Tensor
+    kinds_BR: torch.Tensor
+    forced_BR: torch.Tensor
+    mask_address: int
+    mask_strides: tuple[int, int]
+    history_SL: torch.Tensor
+    length_S: torch.Tensor
+    params: SlotParams
+    result: AcceptResult
+
+    def arguments(self, logits_NV: torch.Tensor, num_rows: int) -> _Args:
+        """Return the native arguments for logits [B * num_rows, V], bf16 or fp32; asserts every shape and dtype."""
+        B, R = self.slots_B.shape[0], self.kinds_BR.shape[1]
+        V, stride = logits_NV.shape[1], self.result.scratch_BV.shape[1]
+        assert logits_NV.dtype in (torch.bfloat16, torch.float32), logits_NV.dtype
+        assert logits_NV.shape[0] >= B * num_rows
+        assert logits_NV.stride(1) == 1
+        assert 1 <= num_rows <= R == self.drafts_BR.shape[1] == self.result.emitted_BR.shape[1]
+        assert stride >= V
+        assert self.kinds_BR.dtype == torch.uint8
+        ints = (self.slots_B, self.drafts_BR, self.num_drafts_B, self.forced_BR, self.history_SL, self.length_S)
+        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
+        p, r = self.params, self.result
+        tensors = (
+            *(self.history_SL, self.length_S, p.prompt_length_S, p.max_length_S, p.min_tokens_S, p.temperature_S),
+            *(p.top_p_S, p.min_p_S, p.repetition_S, p.presence_S, p.frequency_S, p.top_k_S, p.seed_S),
+            *(p.num_logprobs_S, p.rules_S, r.emitted_BR, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B),
+            *(r.logprob_BR, r.top_ids_BRN, r.top_logprobs_BRN, r.scratch_BV, r.counts_BV),
+        )
+        batch = (logits_NV, self.slots_B, self.drafts_BR, self.num_drafts_B, self.kinds_BR, self.forced_BR)
+        return _Args(
+            *[address(t) for t in batch],
+            self.mask_address,
+            *[address(t) for t in tensors],
+            *(logits_NV.stride(0), R, self.history_SL.stride(0), *self.mask_strides, stride),
+            *(B, num_rows, V, int(logits_NV.dtype == torch.bfloat16)),
+        )
+
+
+def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None:
     """Verify and sample; append what is emitted to `history_SL` and advance `length_S`; fill `result`.
 
-    `logits_NV` [B * P, V] bf16 or fp32, row b * P + j; `num_rows` is P. `num_drafts_B` < P. `kinds_BR` uint8 RowKind
-    and `forced_BR` int32 are read at [b, :P]. The bitmask row (slot, j) lies at mask_address + 4 * (slot *
-    mask_strides[0] + j * mask_strides[1]) and is read only for kind APPLY. A row of kind DEFER, DEAD_END or ERROR emits
-    nothing and ends the slot's step; a row without any legal token does the same as DEAD_END. history_SL must have room
-    for P more tokens.
+    `logits_NV` [B * P, V], row b * P + j; `num_rows` is P; `num_drafts_B` < P. A row of kind DEFER, DEAD_END or ERROR
+    emits nothing and ends the slot's step; a row without any legal token does the same as DEAD_END.
     """
-    B, R = slots_B.shape[0], kinds_BR.shape[1]
-    V, stride = logits_NV.shape[1], result.scratch_BV.shape[1]
-    assert logits_NV.dtype in (torch.bfloat16, torch.float32), logits_NV.dtype
-    assert logits_NV.shape[0] >= B * num_rows
-    assert logits_NV.stride(1) == 1
-    assert 1 <= num_rows <= R == drafts_BR.shape[1] == result.emitted_BR.shape[1]
-    assert stride >= V
-    assert kinds_BR.dtype == torch.uint8
-    ints = (slots_B, drafts_BR, num_drafts_B, forced_BR, history_SL, length_S)
-    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
-    p, r = params, result
-    tensors = (
-        *(
-            history_SL,
-            length_S,
-            p.prompt_length_S,
-            p.max_length_S,
-            p.min_tokens_S,
-            p.temperature_S,
-            p.top_p_S,
-            p.min_p_S,
-        ),
-        *(p.repetition_S, p.presence_S, p.frequency_S, p.top_k_S, p.seed_S, p.num_logprobs_S, p.rules_S),
-        *(r.emitted_BR, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B, r.logprob_BR, r.top_ids_BRN),
-        *(r.top_logprobs_BRN, r.scratch_BV, r.counts_BV),
-    )
-    args = _Args(
-        *[address(t) for t in (logits_NV, slots_B, drafts_BR, num_drafts_B, kinds_BR, forced_BR)],
-        mask_address,
-        *[address(t) for t in tensors],
-        *(logits_NV.stride(0), R, history_SL.stride(0), *mask_strides, stride),
-        *(B, num_rows, V, int(logits_NV.dtype == torch.bfloat16)),
-    )
-    native().lockstep_accept(ctypes.byref(args))
+    native().lockstep_accept(ctypes.byref(step.arguments(logits_NV, num_rows)))
+
+
+def draw_drafts(logits_BV: torch.Tensor, step: StepTensors, k: int) -> None:
+    """Draw draft number k of every lane into `drafts_BR[:, k]` by the target's own rule, from a drafter's logits [B, V].
+
+    Position and noise are those that verification will use at row k; kinds and forced are read at [b, k]. The draft also
+    goes into `history_SL` behind `length_S`, where the next draft's penalties find it. -1: nothing is legal there.
+    """
+    native().lockstep_draft(ctypes.byref(step.arguments(logits_BV, 1)), ctypes.c_int32(k))
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:

@@ -6,12 +6,17 @@ Fakes are in `tests/fakes.py`. Not here: fixtures of one folder, which stand bes
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+if not Path("/dev/nvidiactl").exists():
+    # Triton decides at its first import, whoever causes it, whether kernels run in its interpreter, on a CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @cache

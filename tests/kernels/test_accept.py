@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from kernels.accept import RUN_ON, STOP_LENGTH, STOP_TOKEN, AcceptResult, SlotParams, accept, gumbel_noise, pack_rules
-
-ALL, APPLY, FORCED, DEFER, DEAD_END = 0, 1, 2, 3, 4
+from kernels.accept import RUN_ON, STOP_LENGTH, STOP_TOKEN, AcceptResult, StepTensors, accept, gumbel_noise, pack_rules
+from tests.kernels.accept_cases import ALL, APPLY, DEAD_END, DEFER, Case, expected, random_cases, tensors
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> list[int]:
@@ -45,128 +43,19 @@ def test_noise_has_the_mean_and_variance_of_gumbel() -> None:
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.03)
 
 
-@dataclass
-class Case:
-    """One slot: what `accept` is given, with plain lists."""
-
-    history: list[int]
-    prompt_length: int
-    drafts: list[int] = field(default_factory=list)
-    kinds: list[int] | None = None
-    forced: dict[int, int] = field(default_factory=dict)
-    masks: dict[int, torch.Tensor] = field(default_factory=dict)
-    max_length: int = 10_000
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition: float = 1.0
-    presence: float = 0.0
-    frequency: float = 0.0
-    top_k: int = 0
-    seed: int = 0
-    num_logprobs: int = -1
-    stop: tuple[int, ...] = ()
-    bad: tuple[int, ...] = ()
-    words: tuple[tuple[int, ...], ...] = ()
-
-
-def reference_token(case: Case, history: list[int], logits: torch.Tensor, row: int) -> int | None:
-    """The definition, in float64."""
-    x = logits.double().clone()
-    kind = case.kinds[row] if case.kinds else ALL
-    if kind == APPLY:
-        x[~case.masks[row]] = -math.inf
-    if kind == FORCED:
-        keep = x[case.forced[row]].clone()
-        x[:] = -math.inf
-        x[case.forced[row]] = keep
-    answer = history[case.prompt_length :]
-    if len(answer) < case.min_tokens:
-        x[list(case.stop)] = -math.inf
-    x[list(case.bad)] = -math.inf
-    for word in case.words:
-        if tuple(history[len(history) - len(word) + 1 :]) == word[:-1]:
-            x[word[-1]] = -math.inf
-    for token in set(history):
-        x[token] = x[token] / case.repetition if x[token] > 0 else x[token] * case.repetition
-        count = answer.count(token)
-        x[token] -= case.frequency * count + (case.presence if count else 0.0)
-    if x.max() == -math.inf:
-        return None
-    if case.temperature == 0:
-        return int(x.argmax())
-    x = x / case.temperature
-    if 0 < case.top_k < len(x):
-        x[x < x.topk(case.top_k).values[-1]] = -math.inf
-    if case.top_p < 1:
-        p, order = x.softmax(-1).sort(descending=True)
-        cut = x[order[int((p.cumsum(-1) < case.top_p).sum())]]
-        x[x < cut] = -math.inf
-    if case.min_p > 0:
-        x[x < x.max() + math.log(case.min_p)] = -math.inf
-    return int((x + gumbel_noise(case.seed, len(history), len(x)).double()).argmax())
-
-
 def run(cases: list[Case], logits: torch.Tensor, rows: int, R: int) -> tuple[AcceptResult, torch.Tensor, torch.Tensor]:
     B, V = len(cases), logits.shape[1]
-    words = (V + 31) // 32
-    history, length = torch.zeros(B, 200, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
-    drafts, num = torch.zeros(B, R, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
-    kinds, forced = torch.zeros(B, R, dtype=torch.uint8), torch.full((B, R), -1, dtype=torch.int32)
-    masks = torch.zeros(B, R, words, dtype=torch.int64)
-    params, keep = SlotParams.allocate(B), []
-    for b, c in enumerate(cases):
-        history[b, : len(c.history)] = torch.tensor(c.history)
-        length[b], num[b] = len(c.history), len(c.drafts)
-        drafts[b, : len(c.drafts)] = torch.tensor(c.drafts, dtype=torch.int32)
-        kinds[b, : len(c.kinds or [])] = torch.tensor(c.kinds or [], dtype=torch.uint8)
-        for row, token in c.forced.items():
-            forced[b, row] = token
-        for row, mask in c.masks.items():
-            padded = torch.zeros(words * 32, dtype=torch.int64)
-            padded[:V] = mask
-            padded[V:] = 1  # bits past the vocabulary mean nothing
-            masks[b, row] = (padded.view(-1, 32) << torch.arange(32)).sum(1)
-        keep.append(pack_rules(c.stop, c.bad, c.words))
-        params.rules_S[b] = keep[-1].data_ptr()
-        params.seed_S[b] = c.seed
-        for name in (
-            "prompt_length",
-            "max_length",
-            "min_tokens",
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition",
-            "presence",
-        ):
-            getattr(params, f"{name}_S")[b] = getattr(c, name)
-        params.frequency_S[b], params.top_k_S[b], params.num_logprobs_S[b] = c.frequency, c.top_k, c.num_logprobs
-    result = AcceptResult.allocate(B, R, V)
-    bits = masks.to(torch.uint32).view(torch.int32).contiguous()
-    accept(
-        *(logits, torch.arange(B, dtype=torch.int32), drafts, num, kinds, forced, bits.data_ptr(), (R * words, words)),
-        *(history, length, params, result),
-        num_rows=rows,
+    t = tensors(cases, V, R)
+    rules = [pack_rules(c.stop, c.bad, c.words) for c in cases]
+    t.params.rules_S.copy_(torch.tensor([r.data_ptr() for r in rules]))
+    result, words = AcceptResult.allocate(B, R, V), t.masks_SRW.shape[2]
+    step = StepTensors(
+        *(torch.arange(B, dtype=torch.int32), t.drafts_BR, t.num_drafts_B, t.kinds_BR, t.forced_BR),
+        *(t.masks_SRW.data_ptr(), (R * words, words), t.history_SL, t.length_S, t.params, result),
     )
+    accept(logits, step, num_rows=rows)
     assert int(result.counts_BV.abs().sum()) == 0
-    return result, history, length
-
-
-def expected(case: Case, logits: torch.Tensor, first_row: int) -> list[int]:
-    history, out = list(case.history), []
-    for j in range(len(case.drafts) + 1):
-        if case.kinds and case.kinds[j] >= DEFER:
-            break
-        token = reference_token(case, history, logits[first_row + j], j)
-        if token is None:
-            break
-        history.append(token)
-        out.append(token)
-        if token in case.stop or len(history) >= case.max_length or j >= len(case.drafts) or token != case.drafts[j]:
-            break
-    return out
+    return result, t.history_SL, t.length_S
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -180,35 +69,7 @@ def test_accept_follows_the_definition_on_random_cases(dtype: torch.dtype, V: in
     for _ in range(12):
         B, rows = 1 + pick(3), 1 + pick(4)
         logits = (torch.randn(B * rows, V, generator=g) * 3).to(dtype)
-        cases = []
-        for _ in range(B):
-            kinds = [pick(3) for _ in range(rows)]
-            cases.append(
-                Case(
-                    history=[pick(V) for _ in range(5 + pick(20))],
-                    prompt_length=3,
-                    kinds=kinds,
-                    forced={j: pick(V) for j, k in enumerate(kinds) if k == FORCED},
-                    masks={j: torch.rand(V, generator=g) < 0.3 for j, k in enumerate(kinds) if k == APPLY},
-                    temperature=[0.0, 0.3, 1.0, 2.0][pick(4)],
-                    top_p=[1.0, 0.9, 0.3][pick(3)],
-                    top_k=[0, 1, 5, 40][pick(4)],
-                    min_p=[0.0, 0.2][pick(2)],
-                    repetition=[1.0, 1.3][pick(2)],
-                    presence=[0.0, 0.7][pick(2)],
-                    frequency=[0.0, 0.4, -0.4][pick(3)],
-                    seed=pick(2**31) << 20,
-                    min_tokens=[0, 50][pick(2)],
-                    stop=(pick(V),),
-                    bad=(pick(V), pick(V)),
-                )
-            )
-        for b, case in enumerate(cases):  # drafts that are right for a while, so that acceptance is exercised
-            history = list(case.history)
-            for j in range(rows - 1):
-                token = reference_token(case, history, logits[b * rows + j], j)
-                case.drafts.append(token if token is not None and pick(4) else pick(V))
-                history.append(case.drafts[-1])
+        cases = random_cases(g, logits, B, rows)
         result, history, length = run(cases, logits, rows, R=rows + 1)
         for b, case in enumerate(cases):
             want = expected(case, logits, b * rows)

@@ -1,0 +1,72 @@
+"""Log-probabilities of emitted tokens under the model's own distribution: no mask, no penalty, no temperature.
+
+One program a row, for the rows that were emitted by a slot that asked. One invariant: equal values are listed by lowest
+id first. Not here: the choice of the token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from kernels.cuda.rows import NO_COLUMN
+
+
+@triton.jit
+def logprobs_kernel(
+    logits: Any,
+    slots: Any,
+    emitted: Any,
+    num_emitted: Any,
+    num_logprobs: Any,
+    logprob: Any,
+    top_ids: Any,
+    top_logprobs: Any,
+    logits_stride: Any,
+    lane_stride: Any,
+    V: Any,
+    num_rows: Any,
+    MOST: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Grid (B * num_rows). `top_ids` and `top_logprobs` have MOST entries a row."""
+    row = tl.program_id(0)
+    b = row // num_rows
+    j = row % num_rows
+    s = tl.load(slots + b)
+    if s < 0:
+        return
+    wanted = tl.load(num_logprobs + s)
+    if (wanted < 0) | (j >= tl.load(num_emitted + b)):
+        return
+    x = logits + row.to(tl.int64) * logits_stride
+    at = tl.arange(0, TILE)
+    tops = tl.full([TILE], float("-inf"), tl.float32)
+    for first in range(0, V, TILE):
+        y = tl.load(x + first + at, mask=first + at < V, other=float("-inf")).to(tl.float32)
+        tops = tl.maximum(tops, y)
+    peak = tl.max(tops, axis=0)
+    mass = tl.zeros([TILE], tl.float32)
+    for first in range(0, V, TILE):
+        y = tl.load(x + first + at, mask=first + at < V, other=float("-inf")).to(tl.float32)
+        mass += tl.exp(y - peak)
+    lse = peak + tl.log(tl.sum(mass, axis=0))
+    out = b * lane_stride + j
+    tl.store(logprob + out, tl.load(x + tl.load(emitted + out)).to(tl.float32) - lse)
+    before = tl.full([], float("inf"), tl.float32)
+    before_id = tl.full([], -1, tl.int32)
+    for i in range(wanted):  # the largest pair (value, lowest id) behind the previous one
+        values = tl.full([TILE], float("-inf"), tl.float32)
+        ids = tl.full([TILE], NO_COLUMN, tl.int32)
+        for first in range(0, V, TILE):
+            y = tl.load(x + first + at, mask=first + at < V, other=float("-inf")).to(tl.float32) - lse
+            behind = (y < before) | ((y == before) & (first + at > before_id))
+            better = behind & (y > values)
+            values = tl.where(better, y, values)
+            ids = tl.where(better, first + at, ids)
+        before = tl.max(values, axis=0)
+        before_id = tl.min(tl.where(values == before, ids, NO_COLUMN), axis=0)
+        tl.store(top_logprobs + out * MOST + i, before)
+        tl.store(top_ids + out * MOST + i, before_id)

@@ -1,0 +1,83 @@
+"""What sampling on a device keeps beside the slots' parameters: rules, token counts, mask rows, and scratch.
+
+One invariant: everything is allocated before capture and never moves. Needs no Triton, so that any process may plan
+with it. Not here: kernels.
+
+Shapes: S slots, R rows a slot, V vocabulary, W' words of a mask row's stride, X numbers of packed rules, N rows of a
+step at most (lanes times rows), C tiles of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 2048
+"""Columns of a tile: small enough that four rows of a large vocabulary fill the chip."""
+SEEN = 1 << 30
+"""Bit of `seen_SV`: the token is in the prompt or the answer; the bits below count it in the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """What a slot's sampling needs besides `SlotParams`."""
+
+    masks_SRW: torch.Tensor
+    """int32 bitmasks, bit v % 32 of word v / 32: token v is legal. Writer: the sync. The last stride is 1."""
+    rules_SX: torch.Tensor
+    """int32, `pack_rules` of the slot, zeros: none. Writer: the engine, when it seats (`write_rules`)."""
+    seen_SV: torch.Tensor
+    """int32, see `SEEN`. The engine when it seats (`count_seen`), then the step."""
+
+    @classmethod
+    def allocate(
+        cls, num_slots: int, vocab_size: int, masks_SRW: torch.Tensor, *, max_rules: int = 256
+    ) -> SlotRows:
+        """Return zeroed state beside the given mask rows, on their device."""
+        zeros = {"dtype": torch.int32, "device": masks_SRW.device}
+        return cls(masks_SRW, torch.zeros(num_slots, max_rules, **zeros), torch.zeros(num_slots, vocab_size, **zeros))
+
+    def write_rules(self, slot: int, packed: torch.Tensor) -> None:
+        """Set a slot's rules (`kernels.accept.pack_rules`); ValueError when they have more than X numbers."""
+        room = self.rules_SX.shape[1]
+        if len(packed) > room:
+            raise ValueError(f"rules of slot {slot}: {len(packed)} numbers, at most {room} are allowed")
+        self.rules_SX[slot, : len(packed)] = packed.to(self.rules_SX.device, non_blocking=True)
+
+    def count_seen(self, slot: int, tokens_L: torch.Tensor, prompt_length: int) -> None:
+        """Count a sequence that takes the slot: `tokens_L` is prompt and answer, any integer dtype."""
+        tokens, row = tokens_L.to(self.seen_SV.device).long(), self.seen_SV[slot]
+        row.zero_()
+        row.index_add_(0, tokens[prompt_length:], torch.ones_like(tokens[prompt_length:], dtype=torch.int32))
+        row[tokens] |= SEEN
+
+
+@dataclass(frozen=True, slots=True)
+class RowScratch:
+    """Scratch of the row kernels; content has no meaning between calls. One stream at a time."""
+
+    best_NC: torch.Tensor  # float32
+    best_column_NC: torch.Tensor  # int32
+    peak_NC: torch.Tensor  # float32
+    logits_NV: torch.Tensor  # float32, masked logits of the rows with filters
+    chosen_N: torch.Tensor  # int32, columns of the rows with filters
+    block: int
+    """Columns of a tile; a multiple of 32 and a power of two."""
+
+    @classmethod
+    def allocate(
+        cls, num_rows: int, vocab_size: int, device: torch.device | str, *, filters: bool = True, block: int = BLOCK
+    ) -> RowScratch:
+        """Return scratch for `num_rows` rows of `vocab_size` columns; without `filters` it is small."""
+        tiles = -(-vocab_size // block)
+
+        def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            *(empty(dtype, num_rows, tiles) for dtype in (torch.float32, torch.int32, torch.float32)),
+            empty(torch.float32, num_rows if filters else 0, tiles * block),
+            empty(torch.int32, num_rows),
+            block,
+        )

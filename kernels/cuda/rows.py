@@ -1,0 +1,215 @@
+"""One row of logits to its best column, a tile of columns a program: mask, bans, penalties, temperature, shared noise.
+
+Row j of a lane assumes that drafts[:j] were accepted, so all rows are computed at once. One invariant: what a program
+writes depends on its slot, row and tile alone, and the tile size is fixed by the workspace, never by the batch. The
+best columns of the tiles meet in `pick`. Not here: filters (filters.py), what is accepted (walk.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from kernels.cuda.noise import gumbel_at, gumbel_tile
+
+APPLY = tl.constexpr(1)
+FORCED = tl.constexpr(2)
+DEFER = tl.constexpr(3)
+SEEN = tl.constexpr(1 << 30)
+NO_COLUMN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def ban(
+    x: Any,
+    token: Any,
+    rule: Any,
+    early: Any,
+    tokens: Any,
+    drafts: Any,
+    num_committed: Any,
+    n: Any,
+) -> Any:
+    """Apply a slot's packed rules: stop ids while `early`, bad ids, the last id of a bad word whose head stands."""
+    stops = tl.load(rule)
+    for i in range(tl.where(early, stops, 0)):
+        x = tl.where(token == tl.load(rule + 1 + i), float("-inf"), x)
+    rule += 1 + stops
+    bad = tl.load(rule)
+    for i in range(bad):
+        x = tl.where(token == tl.load(rule + 1 + i), float("-inf"), x)
+    rule += 1 + bad
+    words = tl.load(rule)
+    at = 1
+    for _ in range(words):
+        size = tl.load(rule + at)
+        differs = tl.where(n >= size - 1, 0, 1)
+        for i in range(size - 1):
+            p = n - (size - 1) + i
+            old = tl.load(tokens + p, mask=(p >= 0) & (p < num_committed), other=-1)
+            new = tl.load(drafts + p - num_committed, mask=p >= num_committed, other=-1)
+            stands = tl.where(p < num_committed, old, new)
+            differs += tl.where(stands == tl.load(rule + at + 1 + i), 0, 1)
+        last = tl.load(rule + at + size)
+        x = tl.where((token == last) & (differs == 0), float("-inf"), x)
+        at += 1 + size
+    return x
+
+
+@triton.jit
+def row_kernel(
+    logits: Any,
+    slots: Any,
+    drafts: Any,
+    num_drafts: Any,
+    kinds: Any,
+    forced: Any,
+    masks: Any,
+    d2t: Any,
+    history: Any,
+    length: Any,
+    prompt_length: Any,
+    min_tokens: Any,
+    temperature: Any,
+    top_p: Any,
+    min_p: Any,
+    repetition: Any,
+    presence: Any,
+    frequency: Any,
+    top_k: Any,
+    seed: Any,
+    rules: Any,
+    seen: Any,
+    best: Any,
+    best_column: Any,
+    peaks: Any,
+    scratch: Any,
+    logits_stride: Any,
+    lane_stride: Any,
+    draft_stride: Any,
+    history_stride: Any,
+    mask_slot_stride: Any,
+    mask_row_stride: Any,
+    rules_stride: Any,
+    seen_stride: Any,
+    scratch_stride: Any,
+    partial_stride: Any,
+    V: Any,
+    num_rows: Any,
+    first_row: Any,
+    ROWS: tl.constexpr,
+    DRAFT: tl.constexpr,
+    D2T: tl.constexpr,
+    FILTERS: tl.constexpr,
+) -> None:
+    """Grid (tiles, B * num_rows): best score, its column and the peak of one tile of one row.
+
+    DRAFT: a row without an answer is free, and drafts are those of the slot. D2T: column c is token c + d2t[c].
+    FILTERS: rows whose slot filters leave their masked logits in `scratch`.
+    """
+    tile = tl.program_id(0)
+    row = tl.program_id(1)
+    b = row // num_rows
+    j = first_row + row % num_rows
+    s = tl.load(slots + b).to(tl.int64)
+    if s < 0:
+        return
+    kind = tl.load(kinds + b * lane_stride + j).to(tl.int32)
+    if DRAFT:
+        drafts += s * draft_stride
+        kind = tl.where(kind >= DEFER, 0, kind)
+    else:
+        drafts += b * draft_stride
+        if (j > tl.load(num_drafts + b)) | (kind >= DEFER):
+            return
+    first = tile * (ROWS * 32)
+    column = first + tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    inside = column < V
+    x = tl.load(logits + row.to(tl.int64) * logits_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    num_committed = tl.load(length + s)
+    n = num_committed + j
+    t = tl.load(temperature + s)
+    token = column
+    if D2T:
+        token = column + tl.load(d2t + column, mask=inside, other=0)
+    if kind == APPLY:
+        mask_row = masks + s * mask_slot_stride + j * mask_row_stride
+        if D2T:
+            legal = (tl.load(mask_row + token // 32, mask=inside, other=0) >> (token % 32)) & 1
+        else:
+            word = tile * ROWS + tl.arange(0, ROWS)
+            words = tl.load(mask_row + word, mask=word * 32 < V, other=0)
+            legal = (words[:, None] >> tl.arange(0, 32)[None, :]) & 1
+        x = tl.where(legal != 0, x, float("-inf"))
+    if kind == FORCED:
+        x = tl.where(token == tl.load(forced + b * lane_stride + j), x, float("-inf"))
+    early = n - tl.load(prompt_length + s) < tl.load(min_tokens + s)
+    x = ban(x, token, rules + s * rules_stride, early, history + s * history_stride, drafts, num_committed, n)
+    rep, pres, freq = tl.load(repetition + s), tl.load(presence + s), tl.load(frequency + s)
+    if (rep != 1.0) | (pres != 0.0) | (freq != 0.0):
+        count = tl.load(seen + s * seen_stride + token, mask=inside, other=0)
+        for i in range(j):
+            count = tl.where(token == tl.load(drafts + i), (count | SEEN) + 1, count)
+        times = count & (SEEN - 1)
+        y = tl.where(x > 0.0, tl.div_rn(x, rep), x * rep)
+        y -= freq * times.to(tl.float32) + tl.where(times > 0, pres, 0.0)
+        x = tl.where(count != 0, y, x)
+    peak = tl.max(tl.max(x, axis=1), axis=0)
+    score = x
+    if t > 0.0:
+        # The tile's peak goes to 0 first: a tiny temperature must not overflow it.
+        base = tl.where(peak > float("-inf"), peak, 0.0)
+        if D2T:
+            noise = gumbel_at(tl.load(seed + s), n, token)
+        else:
+            noise = gumbel_tile(tl.load(seed + s), n, first, ROWS)
+        score = tl.where(x > float("-inf"), tl.div_rn(x - base, t) + noise, float("-inf"))
+    top = tl.max(tl.max(score, axis=1), axis=0)
+    lowest = tl.where(score == top, column, NO_COLUMN)
+    at = row * partial_stride + tile
+    tl.store(best + at, top)
+    tl.store(best_column + at, tl.min(tl.min(lowest, axis=1), axis=0))
+    tl.store(peaks + at, peak)
+    if FILTERS:
+        k, p, m = tl.load(top_k + s), tl.load(top_p + s), tl.load(min_p + s)
+        if filters(t, k, p, m, V):
+            tl.store(scratch + row.to(tl.int64) * scratch_stride + column, x)
+
+
+@triton.jit
+def filters(t: Any, k: Any, p: Any, m: Any, V: Any) -> Any:
+    """Whether the slot's parameters leave tokens out."""
+    return (t > 0.0) & (((k > 0) & (k < V)) | (p < 1.0) | (m > 0.0))
+
+
+@triton.jit
+def pick(
+    best: Any,
+    best_column: Any,
+    peaks: Any,
+    first: Any,
+    num_rows: Any,
+    t: Any,
+    partial_stride: Any,
+    tiles: Any,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+) -> Any:
+    """Column and peak of `num_rows` rows from row `first`, both [ROWS]; column -1 where nothing is legal."""
+    row = tl.arange(0, ROWS)[:, None]
+    tile = tl.arange(0, TILES)[None, :]
+    at = (first + row) * partial_stride + tile
+    inside = (row < num_rows) & (tile < tiles)
+    tops = tl.load(peaks + at, mask=inside, other=float("-inf"))
+    scores = tl.load(best + at, mask=inside, other=float("-inf"))
+    columns = tl.load(best_column + at, mask=inside, other=NO_COLUMN)
+    peak = tl.max(tops, axis=1)
+    hot = t > 0.0
+    base = tl.where(peak > float("-inf"), peak, 0.0)
+    shifted = tl.div_rn(tops - base[:, None], tl.where(hot, t, 1.0)) + scores
+    scores = tl.where(tops > float("-inf"), tl.where(hot, shifted, scores), float("-inf"))
+    top = tl.max(scores, axis=1)
+    column = tl.min(tl.where(scores == top[:, None], columns, NO_COLUMN), axis=1)
+    return tl.where((peak > float("-inf")) & (column < NO_COLUMN), column, -1), peak

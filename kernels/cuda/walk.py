@@ -1,0 +1,143 @@
+"""Acceptance: from the best column of each row to what a lane emits. One tiny program a lane.
+
+A draft is accepted iff it is the token of its row, and the walk ends at the first that is not, at a stop token, at the
+length limit, or at a row that may emit nothing. One invariant: only emitted tokens reach history, length and counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from kernels.cuda.rows import DEFER, SEEN, filters, pick
+
+DEAD_END = tl.constexpr(4)
+
+
+@triton.jit
+def walk_kernel(
+    slots: Any,
+    drafts: Any,
+    num_drafts: Any,
+    kinds: Any,
+    history: Any,
+    length: Any,
+    max_length: Any,
+    temperature: Any,
+    top_p: Any,
+    min_p: Any,
+    top_k: Any,
+    rules: Any,
+    seen: Any,
+    best: Any,
+    best_column: Any,
+    peaks: Any,
+    chosen: Any,
+    emitted: Any,
+    num_emitted: Any,
+    num_accepted: Any,
+    finish: Any,
+    blocked: Any,
+    lane_stride: Any,
+    history_stride: Any,
+    rules_stride: Any,
+    seen_stride: Any,
+    partial_stride: Any,
+    tiles: Any,
+    V: Any,
+    num_rows: Any,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    RULES: tl.constexpr,
+    FILTERS: tl.constexpr,
+) -> None:
+    """Grid (B): fill the lane's results, append to history, advance length, count what was emitted."""
+    b = tl.program_id(0)
+    s = tl.load(slots + b).to(tl.int64)
+    if s < 0:
+        tl.store(num_emitted + b, 0)
+        tl.store(num_accepted + b, 0)
+        tl.store(finish + b, 0)
+        tl.store(blocked + b, 0)
+        return
+    j = tl.arange(0, ROWS)
+    last = tl.load(num_drafts + b)
+    n = tl.load(length + s)
+    live = (j <= last) & (j < num_rows)
+    lane = b * lane_stride + j
+    kind = tl.load(kinds + lane, mask=live, other=0).to(tl.int32)
+    draft = tl.load(drafts + lane, mask=live & (j < last), other=-1)
+    t = tl.load(temperature + s)
+    token, _ = pick(best, best_column, peaks, b * num_rows, num_rows, t, partial_stride, tiles, ROWS, TILES)
+    if FILTERS:
+        if filters(t, tl.load(top_k + s), tl.load(top_p + s), tl.load(min_p + s), V):
+            token = tl.load(chosen + b * num_rows + j, mask=live, other=-1)
+    at = tl.arange(0, RULES)
+    rule = rules + s * rules_stride
+    stop_ids = tl.load(rule + at, mask=(at >= 1) & (at <= tl.load(rule)), other=-1)
+    stop = tl.max((token[:, None] == stop_ids[None, :]).to(tl.int32), axis=1) > 0
+    full = n + j + 1 >= tl.load(max_length + s)
+    shut = (kind >= DEFER) | (token < 0)
+    match = (j < last) & (draft == token)
+    end = tl.min(tl.where(live & match & ~shut & ~stop & ~full, ROWS, j), axis=0)  # the first row that ends the walk
+    gives = live & (j <= end) & ~shut
+    tl.store(emitted + lane, token, mask=gives)
+    tl.store(history + s * history_stride + n + j, token, mask=gives)
+    count = tl.sum(gives.to(tl.int32), axis=0)
+    tl.store(length + s, n + count)
+    tl.store(num_emitted + b, count)
+    tl.store(num_accepted + b, tl.sum((gives & match).to(tl.int32), axis=0))
+    tl.store(finish + b, tl.sum(tl.where(gives, tl.where(stop, 1, tl.where(full, 2, 0)), 0), axis=0))
+    kind = tl.where(kind >= DEFER, kind, DEAD_END)
+    tl.store(blocked + b, tl.sum(tl.where(live & (j == end) & shut, kind, 0), axis=0))
+    word = seen + s * seen_stride + token
+    tl.atomic_or(word, tl.full([ROWS], SEEN, tl.int32), mask=gives)
+    tl.atomic_add(word, tl.full([ROWS], 1, tl.int32), mask=gives)
+
+
+@triton.jit
+def draft_kernel(
+    slots: Any,
+    kinds: Any,
+    forced: Any,
+    d2t: Any,
+    drafts: Any,
+    num_drafts: Any,
+    temperature: Any,
+    top_p: Any,
+    min_p: Any,
+    top_k: Any,
+    best: Any,
+    best_column: Any,
+    peaks: Any,
+    chosen: Any,
+    lane_stride: Any,
+    draft_stride: Any,
+    partial_stride: Any,
+    tiles: Any,
+    V: Any,
+    row: Any,
+    TILES: tl.constexpr,
+    FILTERS: tl.constexpr,
+    D2T: tl.constexpr,
+) -> None:
+    """Grid (B): write the draft of `row`; where nothing is legal write 0 and end the slot's drafts before it."""
+    b = tl.program_id(0)
+    s = tl.load(slots + b).to(tl.int64)
+    if s < 0:
+        return
+    t = tl.load(temperature + s)
+    columns, _ = pick(best, best_column, peaks, b, 1, t, partial_stride, tiles, 1, TILES)
+    token = tl.sum(columns, axis=0)
+    if FILTERS:
+        if filters(t, tl.load(top_k + s), tl.load(top_p + s), tl.load(min_p + s), V):
+            token = tl.load(chosen + b)
+    if D2T:
+        token += tl.load(d2t + token, mask=token >= 0, other=0)
+    if tl.load(kinds + b * lane_stride + row).to(tl.int32) == 2:
+        token = tl.load(forced + b * lane_stride + row)
+    tl.store(drafts + s * draft_stride + row, tl.maximum(token, 0))
+    if token < 0:
+        tl.store(num_drafts + s, tl.minimum(tl.load(num_drafts + s), row))

@@ -1,0 +1,227 @@
+"""The accept kernels against the CPU's and against the definition, on the same cases."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from kernels.accept import (
+    RUN_ON,
+    STOP_LENGTH,
+    STOP_TOKEN,
+    AcceptResult,
+    SlotParams,
+    gumbel_noise,
+    pack_rules,
+)
+from kernels.cuda.accept import accept, sample_draft
+from kernels.cuda.noise import noise_kernel
+from kernels.cuda.row_state import SEEN, RowScratch, SlotRows
+from tests.kernels.accept_cases import (
+    ALL,
+    APPLY,
+    DEAD_END,
+    DEFER,
+    FORCED,
+    Case,
+    expected,
+    random_cases,
+    reference_token,
+    tensors,
+)
+
+
+def on(params: SlotParams, device: torch.device) -> SlotParams:
+    return SlotParams(**{f.name: getattr(params, f.name).to(device) for f in fields(params)})
+
+
+def run(
+    cases: list[Case], logits: torch.Tensor, rows: int, R: int, device: torch.device, *, filters: bool = True
+) -> tuple[AcceptResult, torch.Tensor, torch.Tensor, SlotRows]:
+    B, V = len(cases), logits.shape[1]
+    t = tensors(cases, V, R)
+    state = SlotRows.allocate(B, V, t.masks_SRW.to(device), max_rules=64)
+    for b, c in enumerate(cases):
+        state.write_rules(b, pack_rules(c.stop, c.bad, c.words))
+        state.count_seen(b, torch.tensor(c.history), c.prompt_length)
+    result = AcceptResult.allocate(B, R, V, device)
+    history, length = t.history_SL.to(device), t.length_S.to(device)
+    accept(
+        *(logits.to(device), torch.arange(B, dtype=torch.int32, device=device)),
+        *(t.drafts_BR.to(device), t.num_drafts_B.to(device), t.kinds_BR.to(device), t.forced_BR.to(device)),
+        *(history, length, on(t.params, device), state),
+        RowScratch.allocate(B * rows, V, device, block=256, filters=filters),
+        result,
+        num_rows=rows,
+        filters=filters,
+    )
+    for b, c in enumerate(cases):  # the counts are those of the new history
+        want = SlotRows.allocate(1, V, t.masks_SRW)
+        want.count_seen(0, history[b, : int(length[b])].cpu(), c.prompt_length)
+        assert torch.equal(state.seen_SV[b].cpu(), want.seen_SV[0])
+    return result, history.cpu(), length.cpu(), state
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (0x0123456789ABCDEF, 77), (2**63 - 1, 2**31 - 1)])
+def test_noise_is_the_cpus(device: torch.device, seed: int, position: int) -> None:
+    out = torch.empty(600, device=device)
+    noise_kernel[(3,)](out, seed, position, 600, ROWS=8)
+    torch.testing.assert_close(out.cpu(), gumbel_noise(seed, position, 600), rtol=1e-6, atol=5e-7)
+
+
+@pytest.mark.parametrize(("V", "dtype"), [(50, torch.float32), (600, torch.bfloat16), (519, torch.float16)])
+def test_accept_follows_the_definition_on_random_cases(device: torch.device, V: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(V)
+    for _ in range(2 if device.type == "cpu" else 20):
+        B, rows = 3, 1 + int(torch.randint(4, (1,), generator=g))
+        logits = (torch.randn(B * rows, V, generator=g) * 3).to(dtype)
+        cases = random_cases(g, logits, B, rows)
+        result, history, length, _ = run(cases, logits, rows, rows + 1, device)
+        for b, case in enumerate(cases):
+            want = expected(case, logits, b * rows)
+            assert result.emitted_BR[b, : int(result.num_emitted_B[b])].tolist() == want, case
+            assert history[b, : int(length[b])].tolist() == case.history + want
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_k": 3},
+        {"top_k": 40, "top_p": 0.9},
+        {"top_p": 0.2},
+        {"top_p": 1e-6},
+        {"min_p": 0.3},
+        {"min_p": 1.0, "top_k": 5},
+        {"top_k": 2, "top_p": 0.5, "min_p": 0.01, "temperature": 1e-30},
+    ],
+)
+def test_filters_keep_what_exact_thresholds_keep(device: torch.device, sampling: dict[str, float]) -> None:
+    V, rows = 300, 8
+    logits = torch.randn(rows, V, generator=torch.Generator().manual_seed(4)).round(decimals=1)  # with ties
+    cases = [Case([1, 2], 1, seed=j, **{"temperature": 1.3, **sampling}) for j in range(rows)]
+    result, _, _, _ = run(cases, logits, 1, 1, device)
+    for j, case in enumerate(cases):
+        assert result.emitted_BR[j].tolist() == [reference_token(case, case.history, logits[j], 0)], case
+
+
+def test_a_program_without_filters_draws_the_same(device: torch.device) -> None:
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(2))
+    cases = [Case([1], 1, temperature=0.8, seed=3), Case([1], 1)]
+    tokens = [run(cases, logits, 1, 1, device, filters=f)[0].emitted_BR.tolist() for f in (True, False)]
+    assert tokens[0] == tokens[1]
+
+
+def test_blocked_rows_emit_nothing_and_keep_what_came_before(device: torch.device) -> None:
+    logits = torch.zeros(3, 50)
+    logits[0, 7] = logits[1, 8] = logits[2, 9] = 5.0
+    empty = torch.zeros(50, dtype=torch.bool)
+    for kinds, masks, want in (
+        ([ALL, DEFER, ALL], {}, (1, DEFER, 3)),
+        ([DEFER, ALL, ALL], {}, (0, DEFER, 2)),
+        ([ALL, ALL, APPLY], {2: empty}, (2, DEAD_END, 4)),
+        ([APPLY, ALL, ALL], {0: empty}, (0, DEAD_END, 2)),
+        ([ALL, ALL, 5], {}, (2, 5, 4)),
+    ):
+        case = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks)
+        result, _, length, _ = run([case], logits, 3, 3, device)
+        assert (int(result.num_emitted_B[0]), int(result.blocked_B[0]), int(length[0])) == want
+
+
+def test_stop_token_and_length_end_the_walk_inside_a_draft_block(device: torch.device) -> None:
+    logits = torch.zeros(12, 50)
+    for j in range(12):
+        logits[j, 7 + j % 4] = 5.0
+    stop = Case([1, 2], 2, drafts=[7, 8, 9], stop=(8,))
+    limit = Case([1, 2], 2, drafts=[7, 8, 9], max_length=5)
+    result, _, length, _ = run([stop, limit, Case([1, 2], 2, drafts=[7, 8, 9])], logits, 4, 4, device)
+    assert result.finish_B.tolist() == [STOP_TOKEN, STOP_LENGTH, RUN_ON]
+    assert result.num_emitted_B.tolist() == [2, 3, 4]
+    assert result.num_accepted_B.tolist() == [2, 3, 3]
+    assert length.tolist() == [4, 5, 6]
+
+
+def test_bad_words_reach_into_the_drafts(device: torch.device) -> None:
+    logits = torch.zeros(4, 50)
+    logits[0, 7], logits[1, 9], logits[1, 3] = 5.0, 5.0, 4.0
+    logits[2, 7], logits[3, 9], logits[3, 3] = 5.0, 5.0, 4.0
+    cases = [Case([1, head], 1, drafts=[7], words=((2,), (6, 7, 9))) for head in (6, 5)]
+    result, _, _, _ = run(cases, logits, 2, 2, device)
+    assert result.emitted_BR.tolist() == [[7, 3], [7, 9]]
+
+
+def test_logprobs_are_of_the_models_own_distribution(device: torch.device) -> None:
+    logits = torch.randn(2, 70, generator=torch.Generator().manual_seed(0))
+    logits[:, 40] = logits[:, 20] = 9.0  # a tie: the lower id is listed first
+    mask = torch.zeros(70, dtype=torch.bool)
+    mask[11] = True
+    cases = [
+        Case([1, 11], 1, kinds=[APPLY], masks={0: mask}, num_logprobs=20, repetition=1.5, temperature=0.5),
+        Case([1, 11], 1, kinds=[FORCED], forced={0: 5}, num_logprobs=0),
+    ]
+    result, _, _, _ = run(cases, logits, 1, 1, device)
+    want = logits.log_softmax(-1)
+    assert result.emitted_BR[:, 0].tolist() == [11, 5]
+    torch.testing.assert_close(result.logprob_BR[:, 0].cpu(), want[[0, 1], [11, 5]], atol=1e-5, rtol=0)
+    values, ids = want[0].sort(descending=True, stable=True)
+    assert result.top_ids_BRN[0, 0].tolist() == ids[:20].tolist()
+    torch.testing.assert_close(result.top_logprobs_BRN[0, 0].cpu(), values[:20], atol=1e-5, rtol=0)
+
+
+def test_idle_lanes_emit_nothing_and_touch_no_slot(device: torch.device) -> None:
+    t = tensors([Case([1, 2], 1)], 50, 2)
+    history, length = t.history_SL.to(device), t.length_S.to(device)
+    state = SlotRows.allocate(1, 50, t.masks_SRW.to(device))
+    result = AcceptResult.allocate(2, 2, 50, device)
+    result.num_emitted_B.fill_(7)
+    lanes = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    accept(
+        *(torch.ones(2, 50, device=device), torch.tensor([-1, 0], dtype=torch.int32, device=device), lanes),
+        *(lanes[:, 0].contiguous(), lanes.to(torch.uint8), lanes, history, length, on(t.params, device), state),
+        *(RowScratch.allocate(2, 50, device, block=64), result),
+        num_rows=1,
+    )
+    assert result.num_emitted_B.tolist() == [0, 1]
+    assert length.tolist() == [3]
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4, "top_p": 0.8}])
+def test_a_draft_is_what_its_row_will_draw(device: torch.device, sampling: dict[str, float], pruned: bool) -> None:
+    V, R, row = 200, 4, 2
+    g = torch.Generator().manual_seed(5)
+    kept = torch.randperm(V, generator=g)[:70].sort().values if pruned else torch.arange(V)
+    small = torch.randn(4, len(kept), generator=g)
+    full = torch.full((4, V), -torch.inf).index_copy(1, kept, small)
+    masks = [torch.rand(V, generator=g) < 0.5, torch.zeros(V, dtype=torch.bool)]
+    cases = [
+        Case([1, 2], 1, drafts=[5, 6, 0], kinds=kinds, masks={row: mask}, forced={row: 33}, repetition=1.2, **sampling)
+        for kinds, mask in zip(
+            ([0, 0, ALL, 0], [0, 0, APPLY, 0], [0, 0, APPLY, 0], [0, 0, FORCED, 0]),
+            (masks[0], masks[0], masks[1], masks[0]),
+            strict=True,
+        )
+    ]
+    t = tensors(cases, V, R)
+    state = SlotRows.allocate(4, V, t.masks_SRW.to(device))
+    for b, c in enumerate(cases):
+        state.count_seen(b, torch.tensor(c.history), c.prompt_length)
+    drafts, num = t.drafts_BR.to(device), t.num_drafts_B.to(device)
+    sample_draft(
+        *(small.to(device), torch.arange(4, dtype=torch.int32, device=device), row, drafts, num),
+        *(t.kinds_BR.to(device), t.forced_BR.to(device), t.history_SL.to(device), t.length_S.to(device)),
+        *(on(t.params, device), state, RowScratch.allocate(4, V, device, block=64)),
+        d2t_V=(kept - torch.arange(len(kept))).int().to(device) if pruned else None,
+    )
+    for b in (0, 1):
+        assert int(drafts[b, row]) == reference_token(cases[b], [*cases[b].history, 5, 6], full[b], row)
+    assert drafts[2:, row].tolist() == [0, 33]
+    assert num.tolist() == [3, 3, 2, 3]
+
+
+def test_rules_that_do_not_fit_are_refused(device: torch.device) -> None:
+    state = SlotRows.allocate(1, 50, torch.zeros(1, 1, 2, dtype=torch.int32, device=device), max_rules=4)
+    with pytest.raises(ValueError, match="at most 4"):
+        state.write_rules(0, pack_rules((1, 2, 3), (), ()))
+    assert SEEN == 1 << 30
