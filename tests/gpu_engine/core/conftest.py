@@ -1,0 +1,35 @@
+"""Models of the core's tests, loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+from gpu_engine.model.loader import LoadedModel, load_model
+from tests.gpu_engine.core import tiny
+from tests.gpu_engine.core.harness import config
+
+transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from a family's name to its folder."""
+    folders: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in folders:
+            folders[family] = tiny.save(tiny.FAMILIES[family](), tmp_path_factory.mktemp("model"))
+        return folders[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A tiny Llama in float32 that repeats itself. Engines of the tests run one after another, so they may share it."""
+    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("rounds"), rounds=True)
+    return load_model(config(model=str(folder), dtype="float32"))

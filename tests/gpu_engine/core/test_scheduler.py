@@ -1,0 +1,271 @@
+"""The scheduler as a pure machine: what it promises after any order of arrivals, endings and outages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from gpu_engine.kv_cache import PageAllocator
+from gpu_engine.scheduler import Guide, Plan, Scheduler, Sequence
+
+PAGE, CHUNK, ROWS = 16, 32, 4
+
+Names = Scheduler[str]
+
+
+def scheduler(num_slots: int = 2, num_pages: int = 16) -> Names:
+    return Scheduler(num_slots, PageAllocator(num_pages, PAGE), prefill_chunk=CHUNK, lookahead=ROWS)
+
+
+def sequence(name: str, length: int = 10, *, guided: bool = False) -> Sequence[str]:
+    return Sequence(name, length, guided)
+
+
+def names(sequences: tuple[Sequence[str], ...] | list[Sequence[str]]) -> list[str]:
+    return [s.payload for s in sequences]
+
+
+def act(machine: Names, plan: Plan[str], emitted: int = 1) -> None:
+    """Do what an engine does with a plan."""
+    if plan.prefill is not None:
+        plan.prefill.sequence.prefilled = plan.prefill.end
+    for s in plan.decode:
+        s.length += emitted
+        s.prefilled = s.length - 1
+    machine.check_integrity()
+
+
+def test_first_come_first_seated_in_the_lowest_slot() -> None:
+    machine = scheduler(num_slots=2)
+    for name in "abc":
+        machine.add(sequence(name))
+    plan = machine.plan()
+    assert [(s.payload, s.slot, s.slot_gen) for s in plan.seated] == [("a", 0, 1), ("b", 1, 1)]
+    assert names(machine.waiting) == ["c"]
+    machine.leave(plan.seated[0])
+    (seated,) = machine.plan().seated
+    assert (seated.payload, seated.slot, seated.slot_gen) == ("c", 0, 2)
+
+
+def test_nobody_passes_the_first_in_line_even_if_he_alone_would_fit() -> None:
+    machine = scheduler(num_slots=3, num_pages=4)
+    for name, length in (("a", 28), ("long", 40), ("short", 5)):
+        machine.add(sequence(name, length))
+    assert names(machine.plan().seated) == ["a"]
+    assert names(machine.waiting) == ["long", "short"]
+
+
+def test_a_prompt_is_cut_at_multiples_of_the_chunk_and_oldest_first() -> None:
+    machine = scheduler()
+    machine.add(sequence("a", 70))
+    machine.add(sequence("b", 33))
+    chunks = []
+    while (plan := machine.plan()).prefill is not None:
+        chunks.append((plan.prefill.sequence.payload, plan.prefill.start, plan.prefill.end))
+        plan.prefill.sequence.prefilled = plan.prefill.end
+    assert chunks == [("a", 0, 32), ("a", 32, 64), ("a", 64, 69), ("b", 0, 32)]
+
+
+def test_decoding_goes_on_while_another_prompt_is_prefilled() -> None:
+    machine = scheduler()
+    machine.add(sequence("a", 1))
+    machine.add(sequence("b", 100))
+    for _ in range(3):
+        plan = machine.plan()
+        assert names(plan.decode) == ["a"]
+        assert plan.prefill is not None
+        act(machine, plan)
+
+
+def test_a_guided_sequence_prefills_but_does_not_decode_before_its_matcher_stands() -> None:
+    machine = scheduler()
+    guided = sequence("g", 10, guided=True)
+    machine.add(guided)
+    act(machine, machine.plan())
+    assert guided.guide is Guide.OPENING
+    assert guided.prefilled == 9
+    assert machine.plan().idle
+    guided.guide = Guide.OPEN
+    assert names(machine.plan().decode) == ["g"]
+    guided.parked = True
+    assert machine.plan().idle
+    guided.parked, guided.guide = False, Guide.LOST
+    assert machine.plan().idle
+
+
+def test_pages_run_out_and_the_youngest_gives_way_then_comes_back_and_ends() -> None:
+    machine = scheduler(num_slots=3, num_pages=9)
+    for name in "abc":
+        machine.add(sequence(name, 30))
+    preempted: list[str] = []
+    gens: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    ended: list[str] = []
+    for _ in range(500):
+        plan = machine.plan()
+        preempted += names(plan.preempted)
+        for s in plan.preempted:
+            assert (s.slot, s.pages, s.prefilled) == (-1, [], 0)
+        for s in plan.seated:
+            gens[s.payload].append(s.slot_gen)
+        act(machine, plan)
+        for s in list(machine.seated):
+            if s.length >= 100:
+                machine.leave(s)
+                ended.append(s.payload)
+        if len(ended) == 3:
+            break
+    assert ended == ["a", "b", "c"]
+    assert preempted[0] == "c"
+    assert "a" not in preempted
+    assert len(gens["c"]) == 1 + preempted.count("c")
+    assert machine.allocator.used == 0
+
+
+def test_who_is_preempted_waits_before_those_who_never_ran() -> None:
+    machine = scheduler(num_slots=2, num_pages=5)
+    for name in "abc":
+        machine.add(sequence(name, 20))
+    act(machine, machine.plan())
+    while not (plan := machine.plan()).preempted:
+        act(machine, plan, emitted=ROWS)
+    assert names(plan.preempted) == ["b"]
+    assert plan.seated == ()
+    assert names(machine.waiting) == ["b", "c"]
+
+
+def test_several_victims_of_one_turn_keep_their_order() -> None:
+    machine = scheduler(num_slots=4, num_pages=8)
+    for name in "abcd":
+        machine.add(sequence(name, 12))
+    plan = machine.plan()
+    assert len(plan.seated) == 4
+    (a, *_) = plan.seated
+    while machine.plan().prefill is not None:
+        act(machine, machine.plan(), emitted=0)
+    machine.allocator.grow(a.pages, 80)  # somebody took the rest
+    a.length = 110
+    a.prefilled = 109
+    plan = machine.plan()
+    assert names(plan.preempted) == ["d", "c", "b"]
+    assert names(machine.waiting) == ["b", "c", "d"]
+
+
+def test_leaving_from_the_line_and_from_a_seat() -> None:
+    machine = scheduler(num_slots=1)
+    a, b = sequence("a"), sequence("b")
+    machine.add(a)
+    machine.add(b)
+    machine.plan()
+    machine.leave(b)
+    assert machine.waiting == []
+    assert machine.seat(0, 1) is a
+    machine.leave(a)
+    assert machine.seat(0, 1) is None
+    assert machine.allocator.used == 0
+    with pytest.raises(ValueError, match="deque"):
+        machine.leave(a)
+
+
+def test_a_seat_is_known_by_its_generation() -> None:
+    machine = scheduler(num_slots=1)
+    a, b = sequence("a"), sequence("b")
+    machine.add(a)
+    machine.plan()
+    machine.leave(a)
+    machine.add(b)
+    machine.plan()
+    assert machine.seat(0, 1) is None
+    assert machine.seat(0, 2) is b
+    assert "seated=1/1" in repr(machine)
+    assert "slot 0 gen 2" in repr(b)
+
+
+MAX_LENGTH = 90
+
+
+class Turns(RuleBasedStateMachine):
+    """Arrivals, turns, grammars that open, park and get lost, endings: in any order."""
+
+    alive = Bundle("alive")
+
+    def __init__(self) -> None:
+        super().__init__()
+        # One sequence of full length always fits, as the engine's configuration makes sure.
+        self.machine: Names = scheduler(num_slots=3, num_pages=-(-(MAX_LENGTH + ROWS) // PAGE) + 2)
+        self.count = 0
+        self.gens: dict[int, int] = {}
+
+    @rule(target=alive, length=st.integers(1, MAX_LENGTH), guided=st.booleans())
+    def arrive(self, length: int, guided: bool) -> Sequence[str]:
+        self.count += 1
+        new = sequence(str(self.count), length, guided=guided)
+        self.machine.add(new)
+        return new
+
+    @rule(gone=consumes(alive))
+    def leave(self, gone: Sequence[str]) -> None:
+        if gone.slot >= 0 or gone in self.machine.waiting:
+            self.machine.leave(gone)
+        assert gone.slot == -1
+        assert gone.pages == []
+
+    @rule(emitted=st.integers(0, ROWS))
+    def turn(self, emitted: int) -> None:
+        line = names(self.machine.waiting)
+        plan = self.machine.plan()
+        assert not (plan.preempted and plan.seated)
+        assert names(plan.seated) == line[: len(plan.seated)]
+        for s in plan.seated:
+            assert s.slot_gen == self.gens.get(s.slot, 0) + 1
+            self.gens[s.slot] = s.slot_gen
+            assert s.guide is (Guide.OPENING if s.guided else Guide.FREE)
+        for s in plan.preempted:
+            assert all(other.order < s.order for other in self.machine.seated)
+        for s in plan.decode:
+            assert len(s.pages) * PAGE >= s.length + ROWS
+            assert s.prefilled >= s.length - 1
+        if (chunk := plan.prefill) is not None:
+            assert chunk.start == chunk.sequence.prefilled
+            assert chunk.start < chunk.end <= chunk.sequence.prefill_end
+            assert chunk.end - chunk.start <= CHUNK
+            assert chunk.end % CHUNK == 0 or chunk.end == chunk.sequence.prefill_end
+            assert len(chunk.sequence.pages) * PAGE >= chunk.end
+            chunk.sequence.prefilled = chunk.end
+        for s in plan.decode:
+            s.length = min(s.length + emitted, MAX_LENGTH)
+            s.prefilled = s.length - 1
+            if s.length == MAX_LENGTH:
+                self.machine.leave(s)
+
+    @precondition(lambda self: self.machine.seated)
+    @rule(data=st.data())
+    def grammar_news(self, data: Any) -> None:
+        one = data.draw(st.sampled_from(self.machine.seated))
+        if one.guided:
+            one.guide = data.draw(st.sampled_from([Guide.OPENING, Guide.OPEN, Guide.LOST]))
+            one.parked = one.guide is Guide.OPEN and data.draw(st.booleans())
+
+    @invariant()
+    def whole(self) -> None:
+        self.machine.check_integrity()
+
+    def teardown(self) -> None:
+        """Nobody starves: when every grammar answers, all that is left ends."""
+        for _ in range(2000):
+            for s in self.machine.seated:
+                s.guide, s.parked = Guide.OPEN if s.guided else Guide.FREE, False
+            if not self.machine.seated and not self.machine.waiting:
+                return
+            self.turn(1)
+            self.machine.check_integrity()
+        raise AssertionError(f"{self.machine} does not come to an end")
+
+
+TestTurns = Turns.TestCase
+TestTurns.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,130 @@
+"""Tiny real models of several families, saved as a user would have them: weights, config and a byte-level tokenizer.
+
+The invariant: everything is drawn from a fixed seed, so a family's files are the same in every run. Weights are larger
+than an initialiser's, so that different inputs give different answers. Not here: fixtures and engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests.fakes import EOS, byte_tokenizer
+
+VOCAB = 300
+"""Columns of the logits; ids from 258 on have no token, as in a padded vocabulary."""
+WINDOW = 24
+"""Sliding window of the families that have one: shorter than the tests' sequences, and no multiple of a page."""
+ROUND = 7
+"""Length of the circles of `save`."""
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 257,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SHAPE),
+    "mistral": lambda: MistralConfig(**_SHAPE, head_dim=32, sliding_window=WINDOW),
+    "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=True),
+    "qwen2 sliding": lambda: Qwen2Config(**_SHAPE, use_sliding_window=True, **_LAYERS),
+    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),
+    "gemma2": lambda: Gemma2Config(
+        **_SHAPE,
+        **_LAYERS,
+        tie_word_embeddings=False,
+        head_dim=256,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=8.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(**_SHAPE, **_LAYERS, tie_word_embeddings=False, head_dim=32),
+}
+"""What the engine serves."""
+
+
+def bloom() -> PreTrainedConfig:
+    """Return a family with position biases and an attention of its own."""
+    return BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4)
+
+
+def gpt_oss() -> PreTrainedConfig:
+    """Return a family with attention sinks."""
+    return GptOssConfig(**_SHAPE, **_LAYERS, head_dim=32, num_local_experts=2, num_experts_per_tok=1)
+
+
+def mamba() -> PreTrainedConfig:
+    """Return a family without attention."""
+    return MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2)
+
+
+def deepseek() -> PreTrainedConfig:
+    """Return a family whose keys and values have different sizes."""
+    shape = {**_SHAPE, "num_key_value_heads": 4}
+    latent = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    return DeepseekV3Config(**shape, **latent, n_routed_experts=4, first_k_dense_replace=2)
+
+
+def save(config: PreTrainedConfig, folder: Path, *, rounds: bool = False) -> Path:
+    """Write a float32 model with random weights, and the tokenizer, to `folder`.
+
+    With `rounds` most of what it says goes round in circles of `ROUND` ids, so that a drafter has something to find.
+    """
+    torch.manual_seed(0)
+    gain = 1.1 if rounds else 2.0
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                # Gemma multiplies its embeddings by 8, the root of the hidden size.
+                embedding = 1.0 / 8 if "gemma" in config.model_type else 1.0
+                weight.normal_(0.0, embedding if "embed" in name else gain / weight.shape[-1] ** 0.5)
+            elif "bias" in name or "sinks" in name:
+                weight.normal_(0.0, 0.5)
+        if rounds:
+            ids = torch.arange(VOCAB)
+            after = torch.where(ids % ROUND == ROUND - 1, ids - ROUND + 1, ids + 1).clamp(max=VOCAB - 1)
+            head = model.get_output_embeddings().weight
+            head[after] = model.get_input_embeddings().weight * 0.18
+    model.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token="<|end|>", bos_token="<|start|>")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def generate(folder: Path, prompt: list[int], max_tokens: int) -> list[int]:
+    """Return transformers' own greedy answer of `max_tokens` tokens, with its own attention."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=EOS
+    )
+    answer: list[int] = out[0, len(prompt) :].tolist()
+    return answer
