@@ -122,7 +122,7 @@ class BatchArrays:
 
     @staticmethod
     def fields(batch: int, rows: int) -> dict[str, tuple[int, np.dtype[np.generic], tuple[int, ...]]]:
-        """Return where each field lies in the memory: name -> (offset in bytes, dtype, shape), inputs before outputs."""
+        """Return where each field lies: name -> (offset in bytes, dtype, shape), inputs before outputs."""
         places, offset = {}, 0
         for name, dtype, shape in _fields(batch, rows):
             places[name] = (offset, np.dtype(dtype), shape)
