@@ -97,7 +97,7 @@ class Bench:
             graph.replay()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / times / self.args.pairs
+        return float(begin.elapsed_time(end)) * 1e3 / times / self.args.pairs
 
     def device_flag(self, flags: DeviceFlags) -> None:
         """Post and wait as kernels."""

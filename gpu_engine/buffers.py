@@ -65,8 +65,10 @@ class LaneBuffers:
     """bool, the lane waits for rows. Writer: the engine, before the step."""
     slot_gens_B: torch.Tensor
     """int32. Writer: the engine, before the step."""
+    drafting_B: torch.Tensor
+    """bool, the lane goes on and may be drafted for. Writer: the step, after accept."""
     drafts_BR: torch.Tensor
-    """int32, the drafts under verification. Writer: the step."""
+    """int32, the drafts under verification, then the new ones. Writer: the step."""
     num_drafts_B: torch.Tensor
     """int32. Writer: the step."""
     kinds_BR: torch.Tensor
@@ -87,6 +89,7 @@ class LaneBuffers:
             slots_B=ints(num_lanes),
             guided_B=torch.zeros(num_lanes, dtype=torch.bool),
             slot_gens_B=ints(num_lanes),
+            drafting_B=torch.zeros(num_lanes, dtype=torch.bool),
             drafts_BR=ints(num_lanes, num_rows),
             num_drafts_B=ints(num_lanes),
             kinds_BR=torch.zeros(num_lanes, num_rows, dtype=torch.uint8),

@@ -42,7 +42,13 @@ class EngineConfig:
     prefill_chunk: int = 256
     """Prompt tokens per prefill call; decode steps run between the chunks."""
     drafter: str = "ngram"
-    """"ngram" or "none"."""
+    """"ngram", "model" or "none"."""
+    draft_model: str = ""
+    """With drafter=model: a model with the same tokenizer, in the forms of `model`."""
+    draft_masks: bool = True
+    """With drafter=model: drafts are held to the grammar too, a row a draft."""
+    draft_timeout_ms: float = 5.0
+    """A draft waits this long for its row, then goes unmasked; verification guards it."""
     num_draft_tokens: int = 7
     """K: drafts per step, the default and the upper limit of a request."""
     ngram_max: int = 4
@@ -62,7 +68,13 @@ class EngineConfig:
         _require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
         _require(self.page_size in (16, 32, 64, 128), "page_size", "must be 16, 32, 64 or 128")
         _require(self.prefill_chunk >= 16, "prefill_chunk", "must be at least 16")
-        _require(self.drafter in ("ngram", "none"), "drafter", f"{self.drafter!r} is not ngram or none")
+        _require(self.drafter in ("ngram", "model", "none"), "drafter", f"{self.drafter!r} is not ngram, model or none")
+        _require(
+            (self.drafter == "model") == bool(self.draft_model),
+            "draft_model",
+            "goes with drafter=model, and only with it",
+        )
+        _require(self.draft_timeout_ms > 0, "draft_timeout_ms", "must be positive")
         _require(
             0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS, "num_draft_tokens", f"must be in [0, {MAX_DRAFT_TOKENS}]"
         )

@@ -12,7 +12,7 @@ import time
 from gpu_engine.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.collect import LaneOutcome, outcomes
 from gpu_engine.config import EngineConfig
-from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
+from gpu_engine.drafters.build import build_drafter
 from gpu_engine.errors import GrammarUnavailable, LockstepError, status_of
 from gpu_engine.kv_cache import PageAllocator
 from gpu_engine.model.loader import LoadedModel
@@ -51,15 +51,17 @@ class EngineLoop:
             max_model_len=L,
             eos_token_ids=model.eos_token_ids,
         )
-        self._sync = NoSync() if channel is None else InlineSync(channel, S, row_timeout_ms=config.row_timeout_ms)
-        drafter = NoDrafter() if config.drafter == "none" else NgramDrafter(config.ngram_max, config.ngram_min)
+        self._sync: InlineSync | NoSync = NoSync()
+        if channel is not None:
+            timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
+            self._sync = InlineSync(channel, S, **timeouts)
+        drafter = build_drafter(config, model, self._sync, num_pages)
         self._program = StepProgram(model, model.allocate_pages(num_pages, config.page_size), self._sync, drafter)
         self.sequences: dict[Request, Seat] = {}
         self.stats = EngineStats(num_slots=S, num_pages=num_pages)
-        self.live, self.live_lock = (
-            0,
-            threading.Lock(),
-        )  # submitted and not ended: the queue bound, shared with submitters
+        self.live = 0
+        """Submitted and not ended; the queue bound. Under the lock: submitters count up, the engine thread down."""
+        self.live_lock = threading.Lock()
         self._grammar_up = True
 
     def turn(self) -> bool:
@@ -83,6 +85,7 @@ class EngineLoop:
 
     def _sit_down(self, seat: Seat) -> None:
         self._seating.sit(seat)
+        self._sync.forget(seat.slot)
         telemetry = seat.payload.request.telemetry
         telemetry.scheduled_s = telemetry.scheduled_s or time.monotonic()
         if seat.guided:
@@ -92,6 +95,7 @@ class EngineLoop:
         """Ask for a matcher that stands behind the tokens emitted so far."""
         seat.guide = Guide.OPENING if self._grammar_up else Guide.LOST
         seat.parked, seat.payload.refusals, seat.payload.deferred_s = False, 0, 0.0
+        self._sync.forget(seat.slot)
         if self._grammar_up and self.grammar is not None:
             self._seating.slot.posted_S[seat.slot] = len(seat.payload.answer)
             seat.payload.bound = (seat.slot, seat.slot_gen)
@@ -124,7 +128,7 @@ class EngineLoop:
         for seat, outcome in zip(seats, results, strict=True):
             self._count(seat, outcome, waited_ms)
             if outcome.deferred:
-                self._defer(seat)
+                self._defer(seat, moved=bool(outcome.token_ids))
             elif seat.guided:
                 seat.payload.refusals, seat.payload.deferred_s = 0, 0.0
             if outcome.finish is not None:
@@ -149,21 +153,22 @@ class EngineLoop:
             stats.draft_tokens += outcome.num_drafts
             stats.accepted_draft_tokens += outcome.num_accepted
 
-    def _defer(self, seat: Seat) -> None:
+    def _defer(self, seat: Seat, *, moved: bool) -> None:
         """A slot without its rows leaves the batch until they are there, so that it holds up nobody."""
         notes = seat.payload
         notes.request.telemetry.deferred_rows += 1
         self.stats.deferred_rows += 1
         notes.deferred_s = notes.deferred_s or time.monotonic()
         notes.deferred_seq = self._sync.seq
-        if self._sync.answered(notes.deferred_seq, seat.slot, seat.slot_gen):
-            notes.refusals += 1
-            if notes.refusals >= _REFUSALS:
-                since_s = notes.deferred_s
-                self._open(seat)
-                notes.deferred_s = since_s
-        else:
-            seat.parked = True
+        if moved:
+            return  # what is late answers a past that it has left: the next step asks for the present
+        came = self._sync.late(notes.deferred_seq, seat.slot, seat.slot_gen)
+        seat.parked = came is None
+        notes.refusals += came == 0
+        if notes.refusals >= _REFUSALS:
+            since_s = notes.deferred_s
+            self._open(seat)
+            notes.deferred_s = since_s
 
     def _unpark(self) -> None:
         for seat in self.scheduler.seated:
@@ -173,8 +178,8 @@ class EngineLoop:
                 and time.monotonic() > seat.payload.deferred_s + self.stall_s
             ):
                 self.end(seat, error=GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s"))
-            elif seat.parked and self._sync.answered(seat.payload.deferred_seq, seat.slot, seat.slot_gen):
-                seat.parked = False
+            elif seat.parked:
+                seat.parked = self._sync.late(seat.payload.deferred_seq, seat.slot, seat.slot_gen) is None
 
     def end(
         self,

@@ -14,14 +14,17 @@ from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.sync import Sync
-from kernels.accept import accept
+from kernels.accept import RUN_ON, StepTensors, accept
 from kernels.paged_attention import KVPages
 
 
 class Drafter(Protocol):
     """Proposes the tokens that the next step verifies."""
 
-    def propose(self, batch: StepBatch) -> None:
+    def prefill(self, batch: StepBatch, start: int, end: int) -> None:
+        """See tokens [start, end) of the one lane's sequence go by."""
+
+    def propose(self, batch: StepBatch, step: StepTensors) -> None:
         """Write `drafts_SR` and `num_drafts_S` of the lanes' slots."""
 
 
@@ -38,8 +41,10 @@ class StepProgram:
         self.sync.post(batch)  # the sidecar rolls back, accepts and fills rows while the target runs
         logits_NV = self.model.logits(ids_BP, context)
         self.sync.await_rows(batch)
-        self._accept(logits_NV, batch)
-        self.drafter.propose(batch)
+        step = self._tensors(batch)
+        accept(logits_NV, step, num_rows=batch.num_rows)
+        self._settle(batch)
+        self.drafter.propose(batch, step)
 
     @torch.inference_mode()
     def prefill(self, batch: StepBatch, start: int, end: int) -> None:
@@ -48,6 +53,7 @@ class StepProgram:
         positions_BP = torch.arange(start, end, dtype=torch.int32)[None]
         context = AttentionContext(self.pages, batch.slot.page_table_SN[slots], positions_BP)
         self.model.prefill(batch.slot.history_SL[slots, start:end].long(), context)
+        self.drafter.prefill(batch, start, end)
 
     def warm_up(self, slot: SlotBuffers, lane: LaneBuffers, num_rows: int) -> None:
         """Run the target over a made-up token in page 0, so that libraries choose and allocate early."""
@@ -73,21 +79,25 @@ class StepProgram:
         ids_BP = torch.where(live_BP, ids_BP, 0).long()
         return ids_BP, AttentionContext(self.pages, slot.page_table_SN[slots], positions_BP)
 
-    def _accept(self, logits_NV: torch.Tensor, batch: StepBatch) -> None:
+    def _tensors(self, batch: StepBatch) -> StepTensors:
         slot, lane = batch.slot, batch.lane
-        address, strides = self.sync.rows()
-        accept(
-            logits_NV,
+        return StepTensors(
             batch.slots_B,
             lane.drafts_BR,
             lane.num_drafts_B,
             lane.kinds_BR,
             lane.forced_BR,
-            address,
-            strides,
+            *self.sync.rows(),
             slot.history_SL,
             slot.length_S,
             slot.params,
             lane.result,
-            num_rows=batch.num_rows,
         )
+
+    def _settle(self, batch: StepBatch) -> None:
+        """Who goes on: a lane that emitted and did not end. The rows of the others' past are forgotten."""
+        lane, result, B = batch.lane, batch.lane.result, batch.num_lanes
+        lane.drafting_B[:B] = (
+            (result.num_emitted_B[:B] > 0) & (result.finish_B[:B] == RUN_ON) & (result.blocked_B[:B] == 0)
+        )
+        self.sync.settle(batch)

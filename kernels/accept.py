@@ -192,10 +192,10 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
 
 
 def draw_drafts(logits_BV: torch.Tensor, step: StepTensors, k: int) -> None:
-    """Draw draft number k of every lane into `drafts_BR[:, k]` by the target's own rule, from a drafter's logits [B, V].
+    """Draw draft k of every lane into `drafts_BR[:, k]` by the target's own rule, from a drafter's logits [B, V].
 
-    Position and noise are those that verification will use at row k; kinds and forced are read at [b, k]. The draft also
-    goes into `history_SL` behind `length_S`, where the next draft's penalties find it. -1: nothing is legal there.
+    Position and noise are those that verification will use at row k; kinds and forced are read at [b, k]. The draft
+    also goes into `history_SL` behind `length_S`, where the next draft's penalties find it. -1: nothing is legal.
     """
     native().lockstep_draft(ctypes.byref(step.arguments(logits_BV, 1)), ctypes.c_int32(k))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from gpu_engine.buffers import StepBatch
+from kernels.accept import StepTensors
 
 
 class NgramDrafter:
@@ -18,7 +19,10 @@ class NgramDrafter:
     def __init__(self, ngram_max: int, ngram_min: int) -> None:
         self._max, self._min = ngram_max, ngram_min
 
-    def propose(self, batch: StepBatch) -> None:
+    def prefill(self, batch: StepBatch, start: int, end: int) -> None:
+        """Nothing: the history is all it needs."""
+
+    def propose(self, batch: StepBatch, step: StepTensors) -> None:
         """Write `drafts_SR` and `num_drafts_S` of the lanes' slots, within draft_limit and max_length.
 
         The longest match wins, then the latest. Cost: ngram_max comparisons over the history.
@@ -49,6 +53,9 @@ class NgramDrafter:
 class NoDrafter:
     """Proposes nothing: one token a step."""
 
-    def propose(self, batch: StepBatch) -> None:
+    def prefill(self, batch: StepBatch, start: int, end: int) -> None:
+        """Nothing."""
+
+    def propose(self, batch: StepBatch, step: StepTensors) -> None:
         """Leave the slots without drafts."""
         batch.slot.num_drafts_S[batch.slots_B.long()] = 0

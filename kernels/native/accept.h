@@ -21,7 +21,7 @@ struct accept_args {
     /* The batch, B entries. */
     const void *logits;        /* [B * P][logits_stride], V columns used */
     const int32_t *slots;      /* [B] */
-    const int32_t *drafts;     /* [B][row_stride] */
+    int32_t *drafts;           /* [B][row_stride]; accept reads it, draft writes column k */
     const int32_t *num_drafts; /* [B], at most P - 1 */
     const uint8_t *kinds;      /* [B][row_stride], RowKind */
     const int32_t *forced;     /* [B][row_stride] */
@@ -330,6 +330,33 @@ void VARIANT(lockstep_accept)(const struct accept_args *a) {
 #pragma omp parallel for schedule(dynamic) if (a->num_batch > 1)
     for (int64_t b = 0; b < a->num_batch; b++)
         accept_one(a, b);
+}
+
+/* Draft number k of slot s: the target's own rule at position length + k, over the drafter's logits (row b). The draft goes
+ * into drafts and, beyond `length`, into history, where the next draft's penalties find it. -1: nothing is legal. */
+INLINE void draft_slot(const struct accept_args *a, int64_t b, int32_t k, int bf16) {
+    int32_t s = a->slots[b], *history = a->history + s * a->history_stride, n = a->length[s] + k;
+    const int32_t *rule = (const int32_t *)(intptr_t)a->rules[s];
+    const uint32_t *mask = a->masks + s * a->mask_slot_stride + k * a->mask_row_stride;
+    float *x = a->scratch + b * a->scratch_stride;
+    int64_t out = b * a->row_stride + k;
+    load_masked(a, b, a->kinds[out], a->forced[out], mask, x, bf16);
+    if (rule)
+        apply_rules(rule, n - a->prompt_length[s] < a->min_tokens[s], history, n, x);
+    apply_penalties(a, s, history, n, a->counts + b * a->scratch_stride, x);
+    int32_t token = a->kinds[out] >= KIND_DEFER ? -1 : choose(a, s, (uint32_t)n, x);
+    a->drafts[out] = token;
+    history[n] = token < 0 ? 0 : token;
+}
+
+void VARIANT(lockstep_draft)(const struct accept_args *a, int32_t k) {
+#pragma omp parallel for schedule(dynamic) if (a->num_batch > 1)
+    for (int64_t b = 0; b < a->num_batch; b++) {
+        if (a->bf16)
+            draft_slot(a, b, k, 1);
+        else
+            draft_slot(a, b, k, 0);
+    }
 }
 
 /* The noise alone, for tests and for comparing devices: out[0..n). */

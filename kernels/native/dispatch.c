@@ -6,6 +6,7 @@ struct paged_attention_args;
 
 #define DECLARE(variant)                                                                                                \
     void lockstep_accept_##variant(const struct accept_args *);                                                         \
+    void lockstep_draft_##variant(const struct accept_args *, int32_t);                                                 \
     void lockstep_paged_attention_##variant(const struct paged_attention_args *);                                       \
     void lockstep_gumbel_##variant(uint64_t, uint32_t, int64_t, float *);
 
@@ -35,6 +36,8 @@ static int level(void) {
 #endif
 
 void lockstep_accept(const struct accept_args *a) { CALL(lockstep_accept, a); }
+
+void lockstep_draft(const struct accept_args *a, int32_t k) { CALL(lockstep_draft, a, k); }
 
 void lockstep_paged_attention(const struct paged_attention_args *a) { CALL(lockstep_paged_attention, a); }
 

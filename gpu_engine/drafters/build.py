@@ -1,0 +1,31 @@
+"""Makes the drafter that the configuration names. Models are loaded here, once, before the first request."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gpu_engine.config import EngineConfig
+from gpu_engine.drafters.model import ModelDrafter
+from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from gpu_engine.step import Drafter
+from gpu_engine.sync import Sync
+
+
+def build_drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pages: int) -> Drafter:
+    """Return the drafter. Raises ModelNotSupported when a draft model does not share the target's vocabulary."""
+    if config.drafter == "none" or config.num_draft_tokens == 0:
+        return NoDrafter()
+    if config.drafter == "ngram":
+        return NgramDrafter(config.ngram_max, config.ngram_min)
+    model = load_model(dataclasses.replace(config, model=config.draft_model, drafter="none", draft_model=""))
+    if model.vocab_size != target.vocab_size or model.tokenizer.get_vocab() != target.tokenizer.get_vocab():
+        raise ModelNotSupported(
+            f"draft_model: its tokenizer is not that of {target.name}, so its drafts mean other tokens"
+        )
+    if model.max_model_len < target.max_model_len:
+        raise ModelNotSupported(
+            f"draft_model: made for {model.max_model_len} tokens, the target serves {target.max_model_len}"
+        )
+    pages = model.allocate_pages(num_pages, config.page_size)
+    return ModelDrafter(model, pages, sync, masked=config.draft_masks)
