@@ -1,6 +1,6 @@
 """What the core's tests talk to an engine with: requests from plain numbers, answers that collect events.
 
-The invariant: nothing here sleeps; a wait ends with its event, or fails the test. Not here: fixtures and models.
+The invariant: a wait ends with what it waits for, or fails the test; nothing sleeps for a fixed time. Not here: fixtures and models.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -103,6 +104,14 @@ def with_drafts(num_drafts: int, **fields: object) -> EngineConfig:
     """Return `config` with K drafts a step."""
     drafter = "ngram" if num_drafts else "none"
     return config(drafter=drafter, num_draft_tokens=num_drafts, **fields)
+
+
+def until_false(condition: Callable[[], bool]) -> None:
+    """Return when `condition()` is false, which another thread sees to."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.0005)
 
 
 @contextmanager

@@ -1,0 +1,301 @@
+"""Guided steps against a toy grammar process: legal, lossless, and robust against everything it may do."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+
+from gpu_engine.errors import GrammarUnavailable, InvalidRequest
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.request import FinishReason
+from shared_mem.channel import Record
+from tests.fakes import EOS
+from tests.gpu_engine.core.harness import (
+    PATIENCE_S,
+    Answer,
+    answer_all,
+    answer_each,
+    answer_staggered,
+    ask,
+    tokens,
+    until_false,
+    with_drafts,
+)
+from tests.gpu_engine.core.toy_sidecar import Automaton, ToyGrammar, guided_engine
+
+MIX = [
+    partial(ask, tokens(30, 1, repeat=10), grammar="50", max_tokens=90),
+    partial(ask, tokens(12, 2), max_tokens=60, ignore_eos=True),
+    partial(ask, tokens(20, 3), grammar="40", max_tokens=90, temperature=1.0, seed=3),
+    partial(ask, tokens(33, 4), grammar="45", max_tokens=30, temperature=0.5, top_p=0.9),
+    partial(ask, tokens(9, 5), max_tokens=50, temperature=0.6, seed=5, ignore_eos=True),
+    partial(ask, tokens(21, 6), grammar="1", max_tokens=60),
+    partial(ask, tokens(40, 7), grammar="48", max_tokens=90, repetition_penalty=1.3, presence_penalty=0.4),
+]
+
+
+def made() -> list[Answer]:
+    return [make() for make in MIX]
+
+
+def legal(answer: Answer) -> bool:
+    assert answer.request.grammar is not None
+    return Automaton.parse(answer.request.grammar.source).allows(answer.tokens)
+
+
+@pytest.fixture(scope="module")
+def expected(llama: LoadedModel) -> list[list[int]]:
+    """One request at a time, one token a step."""
+    answers = made()
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+        answer_each(engine, answers)
+    for answer in answers:
+        if answer.request.grammar is not None:
+            assert legal(answer)
+            whole = answer.tokens[-1] == EOS
+            assert answer.finish is (FinishReason.STOP if whole else FinishReason.GRAMMAR_INCOMPLETE)
+    assert [len(answer.tokens) for answer in answers] == [51, 60, 41, 30, 50, 2, 49]
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3, 7])
+@pytest.mark.parametrize("answer", [answer_all, answer_staggered])
+def test_guided_tokens_do_not_depend_on_speculation_or_company(
+    llama: LoadedModel, expected: list[list[int]], num_drafts: int, answer: object
+) -> None:
+    with guided_engine(llama, with_drafts(num_drafts, row_timeout_ms=2000.0)) as (engine, grammar):
+        assert answer(engine, made()) == expected  # type: ignore[operator]
+        stats = engine.stats()
+        assert stats.deferred_rows == 0
+        assert len(grammar.opened) == 5
+        assert (stats.accepted_draft_tokens > 50) == (num_drafts > 0)
+
+
+def test_the_grammar_is_told_nothing_of_free_requests(llama: LoadedModel) -> None:
+    with guided_engine(llama, with_drafts(7)) as (engine, grammar):
+        answer_all(engine, [ask(tokens(9, 1), ignore_eos=True)])
+        assert grammar.sidecar.records == []
+        assert engine.stats().mask_wait_ms == 0
+
+
+def test_news_of_the_compilation_reach_the_telemetry(llama: LoadedModel) -> None:
+    with guided_engine(llama, with_drafts(3, row_timeout_ms=2000.0)) as (engine, _):
+        answer = ask(tokens(9, 1), grammar="20", max_tokens=60)
+        answer_all(engine, [answer])
+    telemetry = answer.request.telemetry
+    assert (telemetry.compile_ms, telemetry.compile_cache_hit) == (1.5, True)
+    assert (telemetry.backend, telemetry.warnings) == (2, ("toy",))
+    assert telemetry.arrived_s <= telemetry.scheduled_s <= telemetry.first_token_s <= telemetry.finished_s
+
+
+def test_a_grammar_that_is_slow_to_open_holds_up_nobody(llama: LoadedModel) -> None:
+    with guided_engine(llama, with_drafts(7, row_timeout_ms=2000.0)) as (engine, grammar):
+        grammar.hold = True
+        slow = ask(tokens(9, 1), grammar="20", max_tokens=60)
+        engine.submit(slow.request)
+        answer_all(engine, [ask(tokens(9, 2), ignore_eos=True)])
+        assert slow.events == []
+        grammar.hold = False
+        engine.grammar_restored()
+        assert legal(slow.wait())
+
+
+def test_a_refused_grammar_ends_its_request_alone(llama: LoadedModel) -> None:
+    with guided_engine(llama, with_drafts(7, row_timeout_ms=2000.0)) as (engine, _):
+        bad = ask(tokens(9, 1), grammar="what")
+        good = ask(tokens(9, 2), grammar="20", max_tokens=60)
+        answer_all(engine, [bad, good])
+        assert isinstance(bad.error, InvalidRequest)
+        assert good.finish is FinishReason.STOP
+        assert engine.stats().failed == {"INVALID_ARGUMENT": 1}
+
+
+@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize("trouble", ["dead", "error"])
+def test_a_dead_end_or_an_error_ends_its_request_alone(
+    llama: LoadedModel, expected: list[list[int]], trouble: str, num_drafts: int
+) -> None:
+    with guided_engine(llama, with_drafts(num_drafts, row_timeout_ms=2000.0)) as (engine, _):
+        answers = made()
+        broken = ask(answers[0].request.prompt_ids, grammar=f"50 {trouble} 20", max_tokens=90)
+        assert answer_all(engine, [*answers, broken])[:-1] == expected
+    assert broken.finish is FinishReason.GRAMMAR_ERROR
+    assert broken.tokens == expected[0][:20]
+
+
+def test_a_late_answer_defers_its_slot_and_holds_up_no_other(llama: LoadedModel, expected: list[list[int]]) -> None:
+    with guided_engine(llama, with_drafts(7, row_timeout_ms=5.0)) as (engine, grammar):
+        seen_free, withheld = threading.Event(), threading.Event()
+        free_at: list[int] = []
+
+        def late_once(record: Record) -> None:
+            # The answer comes when a free request has gone on by 30 tokens, however long that takes.
+            if record.commit_pos > 10 and not withheld.is_set():
+                withheld.set()
+                assert seen_free.wait(PATIENCE_S)
+
+        def watch(answer: Answer) -> None:
+            if withheld.is_set():
+                free_at.append(len(answer.tokens))
+                if len(answer.tokens) >= free_at[0] + 30:
+                    seen_free.set()
+
+        grammar.sidecar.before = late_once
+        guided = MIX[0]()
+        free = ask(tokens(9, 9), max_tokens=240, ignore_eos=True, drafts=0, on_event=watch)
+        answer_all(engine, [guided, free])
+        assert guided.tokens == expected[0]
+        assert guided.request.telemetry.deferred_rows >= 1
+        assert len(grammar.opened) == 1
+
+
+@pytest.mark.parametrize("num_drafts", [0, 7])
+def test_every_answer_late_still_gives_the_same_tokens(
+    llama: LoadedModel, expected: list[list[int]], num_drafts: int
+) -> None:
+    with guided_engine(llama, with_drafts(num_drafts, row_timeout_ms=0.01)) as (engine, grammar):
+
+        def when_given_up(record: Record) -> None:
+            def waiting() -> bool:
+                seat = engine._loop.scheduler.seat(record.slot, record.slot_gen)
+                return seat is not None and not seat.parked
+
+            until_false(waiting)
+
+        grammar.sidecar.before = when_given_up
+        assert answer_all(engine, made()) == expected
+        assert engine.stats().deferred_rows > 20
+        assert len(grammar.opened) == 5
+
+
+def test_answers_that_only_defer_make_the_engine_open_the_slot_again(
+    llama: LoadedModel, expected: list[list[int]]
+) -> None:
+    with guided_engine(llama, with_drafts(7, row_timeout_ms=2000.0)) as (engine, grammar):
+
+        def lost_the_thread(record: Record) -> bool:
+            return record.commit_pos + len(record.committed) > 10 and len(grammar.opened) == 1
+
+        grammar.sidecar.refuse = lost_the_thread
+        answer = MIX[0]()
+        answer_all(engine, [answer])
+        assert answer.tokens == expected[0]
+        assert engine.stats().deferred_rows == 4
+        ((slot, gen, nothing), (again, same, committed)) = grammar.opened
+        assert (slot, gen, nothing) == (again, same, ())
+        assert list(committed) == expected[0][: len(committed)]
+        assert len(committed) > 10
+        grammar.opened.pop()
+
+
+def test_a_matcher_that_never_answers_ends_its_request(llama: LoadedModel) -> None:
+    with guided_engine(llama, with_drafts(7, row_timeout_ms=2000.0)) as (engine, grammar):
+        engine._loop.stall_s = 0.3
+        grammar.sidecar.refuse = lambda record: record.slot == 0
+        stuck, fine = (ask(tokens(9, seed), grammar="30", max_tokens=60) for seed in (1, 2))
+        answer_all(engine, [stuck, fine])
+        assert isinstance(stuck.error, GrammarUnavailable)
+        assert stuck.tokens == []
+        assert fine.finish is FinishReason.STOP
+        assert len(grammar.opened) > 3
+
+
+def test_an_answer_for_an_earlier_owner_of_the_slot_frees_no_token(llama: LoadedModel) -> None:
+    with guided_engine(llama, with_drafts(7, row_timeout_ms=20.0)) as (engine, grammar):
+        engine._loop.stall_s = 0.3
+        grammar.sidecar.gen_shift = -1
+        answer = ask(tokens(9, 1), grammar="30", max_tokens=60)
+        answer_all(engine, [answer])
+        assert isinstance(answer.error, GrammarUnavailable)
+        assert answer.tokens == []
+
+
+@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize("during_a_step", [False, True])
+def test_a_lost_and_restored_sidecar_changes_no_token(
+    llama: LoadedModel, expected: list[list[int]], num_drafts: int, during_a_step: bool
+) -> None:
+    with guided_engine(llama, with_drafts(num_drafts, row_timeout_ms=20.0)) as (engine, grammar):
+        reached, first = threading.Event(), grammar.sidecar
+        answers = made()
+
+        def die(record: Record) -> None:
+            if record.commit_pos + len(record.committed) >= 15:
+                first.stopping |= during_a_step
+                reached.set()
+
+        first.before = die
+        for answer in answers:
+            engine.submit(answer.request)
+        assert reached.wait(PATIENCE_S)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
+        free = [answer for answer in answers if answer.request.grammar is None]
+        for answer in free:
+            answer.wait()
+        assert not all(answer.over for answer in answers)
+        grammar.start_sidecar()
+        engine.grammar_restored()
+        assert [answer.wait().tokens for answer in answers] == expected
+        assert first.problems == []
+
+
+def test_a_request_that_comes_during_an_outage_waits_for_its_end(llama: LoadedModel) -> None:
+    with guided_engine(llama, with_drafts(3, row_timeout_ms=2000.0)) as (engine, grammar):
+        engine.grammar_lost()
+        guided = ask(tokens(9, 1), grammar="20", max_tokens=60)
+        engine.submit(guided.request)
+        answer_all(engine, [ask(tokens(9, 2), ignore_eos=True)])
+        assert grammar.opened == []
+        assert guided.events == []
+        engine.grammar_restored()
+        assert legal(guided.wait())
+
+
+def test_news_for_an_earlier_owner_of_a_slot_are_ignored(llama: LoadedModel, expected: list[list[int]]) -> None:
+    with guided_engine(llama, with_drafts(3, max_batch_size=1, row_timeout_ms=2000.0)) as (engine, grammar):
+        answer_all(engine, [ask(tokens(9, 1), grammar="12", max_tokens=60)])
+
+        def news(answer: Answer) -> None:
+            if not answer.over:
+                engine.grammar_failed(0, 1, GrammarUnavailable("of somebody else"))
+                engine.grammar_opened(0, 1, compile_ms=9.0, cache_hit=False, backend=1)
+
+        answer = MIX[0]()
+        answer.on_event = news
+        assert answer_all(engine, [answer]) == expected[:1]
+        assert [(slot, gen) for slot, gen, _ in grammar.opened] == [(0, 1), (0, 2)]
+        assert answer.request.telemetry.backend == 2
+
+
+def test_a_preempted_guided_request_goes_on_behind_its_own_tokens(llama: LoadedModel) -> None:
+    def run(**fields: int) -> tuple[list[list[int]], ToyGrammar, int]:
+        settings = with_drafts(7, max_model_len=128, row_timeout_ms=2000.0, **fields)
+        with guided_engine(llama, settings) as (engine, grammar):
+            answers = [ask(tokens(20, seed), grammar="70", max_tokens=80) for seed in range(4)]
+            return answer_all(engine, answers), grammar, engine.stats().preemptions
+
+    undisturbed, _, never = run()
+    tight, grammar, preemptions = run(kv_cache_tokens=128)
+    assert tight == undisturbed
+    assert never == 0 < preemptions
+    assert len(grammar.opened) == 4 + preemptions
+    assert all(list(committed) == [] or len(committed) > 1 for _, _, committed in grammar.opened)
+
+
+def test_a_stop_inside_a_block_of_drafts_ends_a_guided_answer(llama: LoadedModel) -> None:
+    # The history holds whole answers with their stops, so the drafter proposes them.
+    with guided_engine(llama, with_drafts(7, row_timeout_ms=2000.0)) as (engine, grammar):
+        start = tokens(8, 1)
+        first = ask(start, grammar="14", max_tokens=60)
+        answer_all(engine, [first])
+        prompt = start + first.tokens + start
+        again = [ask(prompt, grammar=str(length), max_tokens=60) for length in range(8, 15)]
+        answer_all(engine, again)
+        drafted_stops = [record for record in grammar.sidecar.records if EOS in record.drafts]
+    assert all(legal(answer) and answer.finish is FinishReason.STOP for answer in again)
+    assert all(answer.events[-1].matched_token_id == EOS for answer in again)
+    assert drafted_stops
+    assert any(len(answer.events[-1].token_ids) > 1 for answer in again)

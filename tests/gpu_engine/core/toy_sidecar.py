@@ -1,0 +1,229 @@
+"""A grammar process as a thread: the real segment and channel, a toy automaton, and every kind of misbehaviour.
+
+The invariant: it notes whatever the engine says that it may not say (`problems`): a gap, a repeated or an illegal
+committed token. One thread owns the matchers. Not here: compilation, RPC, and what the engine makes of the answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from gpu_engine.config import EngineConfig
+from gpu_engine.engine import Engine
+from gpu_engine.errors import InvalidRequest
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.ports import GrammarEvents
+from gpu_engine.request import Request
+from shared_mem.channel import EngineEnd, GrammarEnd, Record
+from shared_mem.layout import Layout, RowKind, Stage
+from shared_mem.segment import Segment
+from tests.fakes import EOS
+from tests.gpu_engine.core.harness import PATIENCE_S, running
+from tests.gpu_engine.core.tiny import VOCAB
+
+EVERY = frozenset(range(VOCAB))
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """Legal tokens by the number of tokens so far. Its source reads "length", or "length dead|error at"."""
+
+    length: int
+    trouble: str = ""
+    at: int = -1
+
+    @staticmethod
+    def parse(source: str) -> Automaton:
+        length, *rest = source.split()
+        return Automaton(int(length), rest[0], int(rest[1])) if rest else Automaton(int(length))
+
+    def legal(self, said: list[int]) -> frozenset[int]:
+        """Circles of six: five of a small set, one forced; the one in the middle is free. At the end only a stop."""
+        n = len(said)
+        if said and said[-1] == EOS:
+            return frozenset()
+        if n >= self.length:
+            return frozenset({EOS})
+        match n % 6:
+            case 2:
+                return EVERY
+            case 5:
+                return frozenset({65})
+            case place:
+                return frozenset(range(100 + place, 256, 3))
+
+    def allows(self, said: list[int]) -> bool:
+        """Whether every token is legal, in order."""
+        return all(token in self.legal(said[:i]) for i, token in enumerate(said))
+
+
+@dataclass
+class Matcher:
+    """What stands behind one owner of a slot."""
+
+    gen: int
+    automaton: Automaton
+    certain: list[int]
+
+
+@dataclass(eq=False)
+class ToySidecar:
+    """Call `run` on a thread of its own, once. `bind`, `release` and `stop` are for any thread."""
+
+    end: GrammarEnd
+    before: Callable[[Record], None] | None = None
+    """Called before a record is answered; may block."""
+    refuse: Callable[[Record], bool] = lambda record: False
+    """True: answer DEFER in every row, in time."""
+    gen_shift: int = 0
+    """Added to the owner's generation in the answers: not 0 is a stale answer."""
+    records: list[Record] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    matchers: dict[int, Matcher] = field(default_factory=dict)
+    stopping: bool = False
+    _inbox: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def bind(self, slot: int, matcher: Matcher, bound: Callable[[], None]) -> None:
+        def install() -> None:
+            self.matchers[slot] = matcher
+            bound()
+
+        self._inbox.append(install)
+
+    def release(self, slot: int, gen: int) -> None:
+        def drop() -> None:
+            if slot in self.matchers and self.matchers[slot].gen == gen:
+                del self.matchers[slot]
+
+        self._inbox.append(drop)
+
+    def run(self) -> None:
+        last = self.end.start_seq
+        while not self.stopping:
+            newest = self.end.wait(last, 0.002, 0)
+            while self._inbox:
+                self._inbox.popleft()()
+            for seq in range(last + 1, newest + 1):
+                for record in self.end.records(seq):
+                    self.records.append(record)
+                    if self.before is not None:
+                        self.before(record)
+                    if not self.stopping:
+                        self._answer(seq, record)
+            last = newest
+
+    def _answer(self, seq: int, record: Record) -> None:
+        kinds, forced = self._walk(seq, record)
+        self.end.publish(seq, record.slot, record.slot_gen + self.gen_shift, kinds, forced)
+
+    def _walk(self, seq: int, record: Record) -> tuple[list[int], list[int]]:
+        count = len(record.drafts) + 1
+        kinds, forced = [int(RowKind.DEFER)] * count, [-1] * count
+        matcher = self.matchers.get(record.slot)
+        if matcher is None or matcher.gen != record.slot_gen:
+            return kinds, forced
+        if record.commit_pos != len(matcher.certain):
+            self.problems.append(f"{record} after {len(matcher.certain)} tokens")
+            return kinds, forced
+        matcher.certain += record.committed
+        if not matcher.automaton.allows(matcher.certain):
+            self.problems.append(f"illegal tokens were committed: {matcher.certain}")
+        if record.stage != Stage.VERIFY and not record.drafts and record.need_rows & 1 == 0:
+            self.problems.append(f"{record} asks for nothing")
+        if self.refuse(record):
+            return kinds, forced
+        said = list(matcher.certain)
+        for row in range(count):
+            if row:
+                if record.drafts[row - 1] not in matcher.automaton.legal(said):
+                    break
+                said.append(record.drafts[row - 1])
+            legal = matcher.automaton.legal(said)
+            if not legal:
+                break
+            if record.need_rows >> row & 1:
+                kinds[row], forced[row] = self._fill(seq, record.slot, row, matcher.automaton, len(said), legal)
+        return kinds, forced
+
+    def _fill(
+        self, seq: int, slot: int, row: int, automaton: Automaton, place: int, legal: frozenset[int]
+    ) -> tuple[int, int]:
+        if place == automaton.at:
+            return {"dead": int(RowKind.DEAD_END), "error": int(RowKind.ERROR)}[automaton.trouble], -1
+        if legal == EVERY:
+            return int(RowKind.ALL), -1
+        words = self.end.mask_rows(seq)[slot, row].view("uint32")
+        words[:] = 0
+        for token in legal:
+            words[token // 32] |= 1 << token % 32
+        return (int(RowKind.FORCED), *legal) if len(legal) == 1 else (int(RowKind.APPLY), -1)
+
+
+@dataclass(eq=False)
+class ToyGrammar:
+    """A `ports.GrammarPort` over one sidecar after another. Sources that are no number are refused."""
+
+    segment: Segment
+    engine: GrammarEvents = field(init=False)
+    sidecar: ToySidecar = field(init=False)
+    opened: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    """(slot, slot_gen, committed) of every open."""
+    closed: list[tuple[int, int]] = field(default_factory=list)
+    hold: bool = False
+    """True: opens are noted and not answered."""
+    _thread: threading.Thread = field(init=False)
+
+    def start_sidecar(self) -> ToySidecar:
+        """Start a sidecar that knows nothing of the ones before it."""
+        # A process of its own would map the segment when it starts; so does this one's descriptor of it.
+        self.segment.start_seq = EngineEnd(self.segment).last_seq
+        self.sidecar = ToySidecar(GrammarEnd(self.segment))
+        self._thread = threading.Thread(target=self.sidecar.run, name="toy sidecar", daemon=True)
+        self._thread.start()
+        return self.sidecar
+
+    def kill_sidecar(self) -> None:
+        """End it without another answer; not on its own thread."""
+        self.sidecar.stopping = True
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
+        assert request.grammar is not None
+        self.opened.append((slot, slot_gen, committed))
+        source = request.grammar.source
+        if not source.split()[0].isdigit():
+            self.engine.grammar_failed(slot, slot_gen, InvalidRequest("grammar", "is no number"))
+        elif not self.hold:
+            matcher = Matcher(slot_gen, Automaton.parse(source), list(committed))
+            self.sidecar.bind(slot, matcher, lambda: self._bound(slot, slot_gen))
+
+    def _bound(self, slot: int, slot_gen: int) -> None:
+        self.engine.grammar_opened(slot, slot_gen, compile_ms=1.5, cache_hit=True, backend=2, warnings=("toy",))
+
+    def close(self, slot: int, slot_gen: int) -> None:
+        self.closed.append((slot, slot_gen))
+        self.sidecar.release(slot, slot_gen)
+
+
+@contextmanager
+def guided_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[Engine, ToyGrammar]]:
+    """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
+    layout = Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)
+    with Segment.create(layout) as segment:
+        grammar = ToyGrammar(segment)
+        engine = Engine(settings, replace(model, max_model_len=settings.max_model_len), EngineEnd(segment), grammar)
+        grammar.engine = engine
+        grammar.start_sidecar()
+        try:
+            with running(engine):
+                yield engine, grammar
+                assert {(slot, gen) for slot, gen, _ in grammar.opened} == set(grammar.closed)
+                assert len(set(grammar.closed)) == len(grammar.closed)
+            assert grammar.sidecar.problems == []
+        finally:
+            grammar.kill_sidecar()
