@@ -40,20 +40,33 @@ class _Args(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """One layer's cache. Both tensors have the model's dtype; `k` is channel-major so that tokens are neighbours."""
+    """One layer's cache, in the model's dtype.
 
-    k_NHDT: torch.Tensor
-    """[num_pages, Hkv, D, T]."""
-    v_NHTD: torch.Tensor
+    On a CPU the keys are channel-major, so that a vector holds neighbouring tokens; on a GPU they are token-major like
+    the values, so that a token's key is one run of bytes.
+    """
+
+    k: torch.Tensor
+    """[num_pages, Hkv, D, T], or [num_pages, Hkv, T, D] when `token_major`."""
+    v: torch.Tensor
     """[num_pages, Hkv, T, D]."""
+    token_major: bool = False
+    """How `k` is laid out."""
+
+    @property
+    def k_NHTD(self) -> torch.Tensor:
+        """The keys token by token, a view."""
+        return self.k if self.token_major else self.k.transpose(2, 3)
 
     @classmethod
     def allocate(
         cls, num_pages: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVPages:
-        """Return zeroed pages."""
-        k = torch.zeros(num_pages, num_kv_heads, head_dim, page_size, dtype=dtype, device=device)
-        return cls(k, torch.zeros(num_pages, num_kv_heads, page_size, head_dim, dtype=dtype, device=device))
+        """Return zeroed pages in the layout of the device."""
+        v = torch.zeros(num_pages, num_kv_heads, page_size, head_dim, dtype=dtype, device=device)
+        if device.type != "cpu":
+            return cls(torch.zeros_like(v), v, token_major=True)
+        return cls(torch.zeros(num_pages, num_kv_heads, head_dim, page_size, dtype=dtype, device=device), v)
 
 
 def paged_attention(
@@ -75,18 +88,21 @@ def paged_attention(
     position p sees positions (p - window, p], or [0, p] with window 0. q, k, v may be strided; D must be contiguous and
     a multiple of 16, at most 256; T a multiple of 16.
     """
-    if q_BPHD.device.type != "cpu":
-        return paged_attention_reference(
+    if q_BPHD.device.type == "cuda":
+        from kernels.cuda import paged_attention as device  # a CPU install has no Triton
+
+        return device.paged_attention(
             q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP, scale=scale, softcap=softcap, window=window
         )
     B, P, Hq, D = q_BPHD.shape
-    Hkv, T = pages.v_NHTD.shape[1], pages.v_NHTD.shape[2]
+    Hkv, T = pages.v.shape[1], pages.v.shape[2]
     assert q_BPHD.dtype in (torch.bfloat16, torch.float32), q_BPHD.dtype
-    assert all(t.dtype == q_BPHD.dtype for t in (k_BPHD, v_BPHD, pages.k_NHDT, pages.v_NHTD))
+    assert all(t.dtype == q_BPHD.dtype for t in (k_BPHD, v_BPHD, pages.k, pages.v))
     assert k_BPHD.shape == v_BPHD.shape == (B, P, Hkv, D), (k_BPHD.shape, v_BPHD.shape)
-    assert pages.k_NHDT.shape == (pages.v_NHTD.shape[0], Hkv, D, T)
-    assert pages.k_NHDT.is_contiguous()
-    assert pages.v_NHTD.is_contiguous()
+    assert not pages.token_major
+    assert pages.k.shape == (pages.v.shape[0], Hkv, D, T)
+    assert pages.k.is_contiguous()
+    assert pages.v.is_contiguous()
     assert all(t.stride(3) == 1 for t in (q_BPHD, k_BPHD, v_BPHD))
     assert D % 16 == 0, D
     assert D <= 256, D
@@ -99,10 +115,7 @@ def paged_attention(
     assert page_table_BN.stride(1) == 1
     out_BPHD = torch.empty(B, P, Hq, D, dtype=q_BPHD.dtype)
     args = _Args(
-        *[
-            address(t)
-            for t in (q_BPHD, k_BPHD, v_BPHD, out_BPHD, pages.k_NHDT, pages.v_NHTD, page_table_BN, positions_BP)
-        ],
+        *[address(t) for t in (q_BPHD, k_BPHD, v_BPHD, out_BPHD, pages.k, pages.v, page_table_BN, positions_BP)],
         *q_BPHD.stride()[:3],
         *k_BPHD.stride()[:3],
         *v_BPHD.stride()[:3],
@@ -127,18 +140,18 @@ def paged_attention_reference(
     softcap: float = 0.0,
     window: int = 0,
 ) -> torch.Tensor:
-    """Do the same in plain torch: the oracle of the tests, and the path of devices without a kernel of their own."""
+    """Do the same in plain torch: the oracle of the tests, for either layout."""
     B, _, Hq, D = q_BPHD.shape
-    Hkv, T = pages.v_NHTD.shape[1], pages.v_NHTD.shape[2]
+    Hkv, T = pages.v.shape[1], pages.v.shape[2]
     live_BP = positions_BP >= 0
     where_BP = positions_BP.clamp(min=0).long()
     page_BP = page_table_BN[:B].long().gather(1, where_BP // T)
     b, p = live_BP.nonzero(as_tuple=True)
-    pages.k_NHDT[page_BP[b, p], :, :, where_BP[b, p] % T] = k_BPHD[b, p]
-    pages.v_NHTD[page_BP[b, p], :, where_BP[b, p] % T] = v_BPHD[b, p]
+    pages.k_NHTD[page_BP[b, p], :, where_BP[b, p] % T] = k_BPHD[b, p]
+    pages.v[page_BP[b, p], :, where_BP[b, p] % T] = v_BPHD[b, p]
     table = page_table_BN[:B, : int(where_BP.max()) // T + 1].long()
-    k_BHLD = pages.k_NHDT[table].permute(0, 2, 1, 4, 3).reshape(B, Hkv, -1, D).float()
-    v_BHLD = pages.v_NHTD[table].permute(0, 2, 1, 3, 4).reshape(B, Hkv, -1, D).float()
+    k_BHLD = pages.k_NHTD[table].permute(0, 2, 1, 3, 4).reshape(B, Hkv, -1, D).float()
+    v_BHLD = pages.v[table].permute(0, 2, 1, 3, 4).reshape(B, Hkv, -1, D).float()
     k_BHLD, v_BHLD = (t.repeat_interleave(Hq // Hkv, dim=1) for t in (k_BHLD, v_BHLD))
     scores_BHPL = torch.einsum("bphd,bhld->bhpl", q_BPHD.float() * scale, k_BHLD)
     if softcap:

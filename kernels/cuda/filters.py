@@ -8,8 +8,6 @@ too). The same token as from exact thresholds with ties kept. One invariant: row
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -18,7 +16,9 @@ from kernels.cuda.rows import DEFER, NO_COLUMN, filters, pick
 
 
 @triton.jit
-def kth_largest(x: Any, peak: Any, t: Any, k: Any, width: Any, ROWS: tl.constexpr) -> Any:
+def kth_largest(
+    x: tl.tensor, peak: tl.tensor, t: tl.tensor, k: tl.tensor, width: tl.tensor, ROWS: tl.constexpr
+) -> tl.tensor:
     """Return a threshold that exactly the k largest of (x - peak) / t reach, ties of the k-th included."""
     lo = order_of(tl.full([], float("-inf"), tl.float32))
     hi = order_of(tl.full([], 0.0, tl.float32))
@@ -38,29 +38,29 @@ def kth_largest(x: Any, peak: Any, t: Any, k: Any, width: Any, ROWS: tl.constexp
 
 @triton.jit
 def filter_kernel(
-    slots: Any,
-    num_drafts: Any,
-    kinds: Any,
-    d2t: Any,
-    length: Any,
-    temperature: Any,
-    top_p: Any,
-    min_p: Any,
-    top_k: Any,
-    seed: Any,
-    best: Any,
-    best_column: Any,
-    peaks: Any,
-    scratch: Any,
-    chosen: Any,
-    lane_stride: Any,
-    scratch_stride: Any,
-    partial_stride: Any,
-    tiles: Any,
-    width: Any,
-    V: Any,
-    num_rows: Any,
-    first_row: Any,
+    slots: tl.tensor,
+    num_drafts: tl.tensor,
+    kinds: tl.tensor,
+    d2t: tl.tensor,
+    length: tl.tensor,
+    temperature: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    top_k: tl.tensor,
+    seed: tl.tensor,
+    best: tl.tensor,
+    best_column: tl.tensor,
+    peaks: tl.tensor,
+    scratch: tl.tensor,
+    chosen: tl.tensor,
+    lane_stride: tl.tensor,
+    scratch_stride: tl.tensor,
+    partial_stride: tl.tensor,
+    tiles: tl.tensor,
+    width: tl.tensor,
+    V: tl.tensor,
+    num_rows: tl.tensor,
+    first_row: tl.tensor,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     DRAFT: tl.constexpr,

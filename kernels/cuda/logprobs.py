@@ -6,8 +6,6 @@ id first. Not here: the choice of the token.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -16,18 +14,18 @@ from kernels.cuda.rows import NO_COLUMN
 
 @triton.jit
 def logprobs_kernel(
-    logits: Any,
-    slots: Any,
-    emitted: Any,
-    num_emitted: Any,
-    num_logprobs: Any,
-    logprob: Any,
-    top_ids: Any,
-    top_logprobs: Any,
-    logits_stride: Any,
-    lane_stride: Any,
-    V: Any,
-    num_rows: Any,
+    logits: tl.tensor,
+    slots: tl.tensor,
+    emitted: tl.tensor,
+    num_emitted: tl.tensor,
+    num_logprobs: tl.tensor,
+    logprob: tl.tensor,
+    top_ids: tl.tensor,
+    top_logprobs: tl.tensor,
+    logits_stride: tl.tensor,
+    lane_stride: tl.tensor,
+    V: tl.tensor,
+    num_rows: tl.tensor,
     MOST: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:

@@ -6,14 +6,12 @@ a token drawn on either device is the same. Triton functions, called from other 
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def log_normal(x: Any) -> Any:
+def log_normal(x: tl.tensor) -> tl.tensor:
     """Natural logarithm of normal positive fp32, within 2 ulp (Cephes logf).
 
     The hardware's approximation is absolute near 1, where the largest draws come from.
@@ -38,14 +36,14 @@ def log_normal(x: Any) -> Any:
 
 
 @triton.jit
-def gumbel_of_word(word: Any) -> Any:
+def gumbel_of_word(word: tl.tensor) -> tl.tensor:
     """-log(-log u) of a random 32-bit word: 23 bits and a half, never 0, never 1."""
     u = ((word >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
     return 0.0 - log_normal(0.0 - log_normal(u))
 
 
 @triton.jit
-def gumbel_tile(seed: Any, position: Any, first: Any, ROWS: tl.constexpr) -> Any:
+def gumbel_tile(seed: tl.tensor, position: tl.tensor, first: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
     """Noise of the ROWS * 32 tokens from `first` (a multiple of 4), as [ROWS, 32]: one Philox call for four tokens."""
     counter = (first // 4 + tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]).to(tl.uint32)
     zero = tl.zeros([ROWS, 8], tl.uint32)
@@ -55,7 +53,7 @@ def gumbel_tile(seed: Any, position: Any, first: Any, ROWS: tl.constexpr) -> Any
 
 
 @triton.jit
-def gumbel_at(seed: Any, position: Any, token: Any) -> Any:
+def gumbel_at(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
     """Noise of any tokens, in their shape: four times the work of `gumbel_tile`."""
     zero = (token * 0).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, (token // 4).to(tl.uint32), zero + position.to(tl.uint32), zero, zero)
@@ -64,21 +62,21 @@ def gumbel_at(seed: Any, position: Any, token: Any) -> Any:
 
 
 @triton.jit
-def order_of(x: Any) -> Any:
+def order_of(x: tl.tensor) -> tl.tensor:
     """fp32 as int64 in [0, 2^32) with the same order, so that a threshold can be bisected exactly."""
     bits = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     return tl.where(bits >= 0x80000000, 0xFFFFFFFF - bits, bits + 0x80000000)
 
 
 @triton.jit
-def float_of(order: Any) -> Any:
+def float_of(order: tl.tensor) -> tl.tensor:
     """Inverse of `order_of`."""
     bits = tl.where(order >= 0x80000000, order - 0x80000000, 0xFFFFFFFF - order)
     return bits.to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def noise_kernel(out: Any, seed: Any, position: Any, n: Any, ROWS: tl.constexpr) -> None:
+def noise_kernel(out: tl.tensor, seed: tl.tensor, position: tl.tensor, n: tl.tensor, ROWS: tl.constexpr) -> None:
     """out[0..n) := the noise of one position."""
     first = tl.program_id(0) * ROWS * 32
     token = first + tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :]

@@ -31,9 +31,7 @@ class SlotRows:
     """int32, see `SEEN`. The engine when it seats (`count_seen`), then the step."""
 
     @classmethod
-    def allocate(
-        cls, num_slots: int, vocab_size: int, masks_SRW: torch.Tensor, *, max_rules: int = 256
-    ) -> SlotRows:
+    def allocate(cls, num_slots: int, vocab_size: int, masks_SRW: torch.Tensor, *, max_rules: int = 256) -> SlotRows:
         """Return zeroed state beside the given mask rows, on their device."""
         zeros = {"dtype": torch.int32, "device": masks_SRW.device}
         return cls(masks_SRW, torch.zeros(num_slots, max_rules, **zeros), torch.zeros(num_slots, vocab_size, **zeros))

@@ -7,8 +7,6 @@ best columns of the tiles meet in `pick`. Not here: filters (filters.py), what i
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -23,15 +21,15 @@ NO_COLUMN = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def ban(
-    x: Any,
-    token: Any,
-    rule: Any,
-    early: Any,
-    tokens: Any,
-    drafts: Any,
-    num_committed: Any,
-    n: Any,
-) -> Any:
+    x: tl.tensor,
+    token: tl.tensor,
+    rule: tl.tensor,
+    early: tl.tensor,
+    tokens: tl.tensor,
+    drafts: tl.tensor,
+    num_committed: tl.tensor,
+    n: tl.tensor,
+) -> tl.tensor:
     """Apply a slot's packed rules: stop ids while `early`, bad ids, the last id of a bad word whose head stands."""
     stops = tl.load(rule)
     for i in range(tl.where(early, stops, 0)):
@@ -60,45 +58,45 @@ def ban(
 
 @triton.jit
 def row_kernel(
-    logits: Any,
-    slots: Any,
-    drafts: Any,
-    num_drafts: Any,
-    kinds: Any,
-    forced: Any,
-    masks: Any,
-    d2t: Any,
-    history: Any,
-    length: Any,
-    prompt_length: Any,
-    min_tokens: Any,
-    temperature: Any,
-    top_p: Any,
-    min_p: Any,
-    repetition: Any,
-    presence: Any,
-    frequency: Any,
-    top_k: Any,
-    seed: Any,
-    rules: Any,
-    seen: Any,
-    best: Any,
-    best_column: Any,
-    peaks: Any,
-    scratch: Any,
-    logits_stride: Any,
-    lane_stride: Any,
-    draft_stride: Any,
-    history_stride: Any,
-    mask_slot_stride: Any,
-    mask_row_stride: Any,
-    rules_stride: Any,
-    seen_stride: Any,
-    scratch_stride: Any,
-    partial_stride: Any,
-    V: Any,
-    num_rows: Any,
-    first_row: Any,
+    logits: tl.tensor,
+    slots: tl.tensor,
+    drafts: tl.tensor,
+    num_drafts: tl.tensor,
+    kinds: tl.tensor,
+    forced: tl.tensor,
+    masks: tl.tensor,
+    d2t: tl.tensor,
+    history: tl.tensor,
+    length: tl.tensor,
+    prompt_length: tl.tensor,
+    min_tokens: tl.tensor,
+    temperature: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    repetition: tl.tensor,
+    presence: tl.tensor,
+    frequency: tl.tensor,
+    top_k: tl.tensor,
+    seed: tl.tensor,
+    rules: tl.tensor,
+    seen: tl.tensor,
+    best: tl.tensor,
+    best_column: tl.tensor,
+    peaks: tl.tensor,
+    scratch: tl.tensor,
+    logits_stride: tl.tensor,
+    lane_stride: tl.tensor,
+    draft_stride: tl.tensor,
+    history_stride: tl.tensor,
+    mask_slot_stride: tl.tensor,
+    mask_row_stride: tl.tensor,
+    rules_stride: tl.tensor,
+    seen_stride: tl.tensor,
+    scratch_stride: tl.tensor,
+    partial_stride: tl.tensor,
+    V: tl.tensor,
+    num_rows: tl.tensor,
+    first_row: tl.tensor,
     ROWS: tl.constexpr,
     DRAFT: tl.constexpr,
     D2T: tl.constexpr,
@@ -179,24 +177,24 @@ def row_kernel(
 
 
 @triton.jit
-def filters(t: Any, k: Any, p: Any, m: Any, V: Any) -> Any:
+def filters(t: tl.tensor, k: tl.tensor, p: tl.tensor, m: tl.tensor, V: tl.tensor) -> tl.tensor:
     """Whether the slot's parameters leave tokens out."""
     return (t > 0.0) & (((k > 0) & (k < V)) | (p < 1.0) | (m > 0.0))
 
 
 @triton.jit
 def pick(
-    best: Any,
-    best_column: Any,
-    peaks: Any,
-    first: Any,
-    num_rows: Any,
-    t: Any,
-    partial_stride: Any,
-    tiles: Any,
+    best: tl.tensor,
+    best_column: tl.tensor,
+    peaks: tl.tensor,
+    first: tl.tensor,
+    num_rows: tl.tensor,
+    t: tl.tensor,
+    partial_stride: tl.tensor,
+    tiles: tl.tensor,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """Column and peak of `num_rows` rows from row `first`, both [ROWS]; column -1 where nothing is legal."""
     row = tl.arange(0, ROWS)[:, None]
     tile = tl.arange(0, TILES)[None, :]

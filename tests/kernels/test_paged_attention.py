@@ -21,8 +21,8 @@ def make(
 
 def filled(pages: KVPages, seed: int) -> KVPages:
     g = torch.Generator().manual_seed(seed)
-    pages.k_NHDT.copy_(torch.randn(pages.k_NHDT.shape, generator=g))
-    pages.v_NHTD.copy_(torch.randn(pages.v_NHTD.shape, generator=g))
+    pages.k.copy_(torch.randn(pages.k.shape, generator=g))
+    pages.v.copy_(torch.randn(pages.v.shape, generator=g))
     return pages
 
 
@@ -53,8 +53,8 @@ def test_native_equals_reference(
     want = paged_attention_reference(
         q, k, v, plain_pages, table, positions, scale=D**-0.5, softcap=softcap, window=window
     )
-    assert torch.equal(native_pages.k_NHDT, plain_pages.k_NHDT)
-    assert torch.equal(native_pages.v_NHTD, plain_pages.v_NHTD)
+    assert torch.equal(native_pages.k, plain_pages.k)
+    assert torch.equal(native_pages.v, plain_pages.v)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
 

@@ -1,0 +1,48 @@
+"""One block of keys and values against a tile of queries: the online softmax that decode and prefill share.
+
+One invariant: a query's numbers do not depend on the tile that it is in: maxima are exact, and sums over keys are
+matrix products, whose order over keys is that of the keys. Triton functions. Not here: where keys come from.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MASKED = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def attend(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    token: tl.tensor,
+    position: tl.tensor,
+    acc: tl.tensor,
+    peak: tl.tensor,
+    total: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    SOFTCAP: tl.constexpr,
+) -> tl.tensor:
+    """Add keys `k` [D, N] and values `v` [N, D] at positions `token` [N] to acc [M, D], peak [M] and total [M, 16].
+
+    Query m, at `position[m]`, sees tokens up to its own and, with a window, the `window` last of them. Scores are in
+    powers of 2: `scale` carries log2(e) unless SOFTCAP is set.
+    """
+    s = tl.dot(q, k, input_precision="ieee") * scale
+    if SOFTCAP:
+        s = softcap * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
+    legal = token[None, :] <= position[:, None]
+    legal = legal & ((token[None, :] > position[:, None] - window) | (window == 0))
+    s = tl.where(legal, s, MASKED)
+    higher = tl.maximum(peak, tl.max(s, axis=1))
+    base = tl.where(higher > MASKED, higher, 0.0)
+    p = tl.exp2(s - base[:, None]).to(v.dtype)
+    shrink = tl.exp2(peak - base)
+    acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
+    ones = tl.full([v.shape[0], 16], 1.0, v.dtype)
+    total = tl.dot(p, ones, total * shrink[:, None], input_precision="ieee")
+    return acc, higher, total

@@ -1,0 +1,162 @@
+"""Paged attention for a few query positions: the context is split over programs, a second kernel combines the splits.
+
+The query positions and heads of one KV head are the rows of a tile, so keys are read once for all of them. Keys and
+values of the step itself are stored to their pages by the programs that read them, so that no launch of its own is
+needed. One invariant: split s holds positions [s * SPLIT, (s + 1) * SPLIT), whatever the batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.cuda.attention_block import MASKED, attend
+
+
+@triton.jit
+def bounds(positions: tl.tensor, b: tl.tensor, P: tl.tensor, window: tl.tensor, QUERIES: tl.constexpr) -> tl.tensor:
+    """First and last query position of sequence b (-1: none), and the first position that a query sees."""
+    i = tl.arange(0, QUERIES)
+    last = tl.max(tl.load(positions + b * P + i, mask=i < P, other=-1), axis=0)
+    first = tl.load(positions + b * P)
+    low = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0)
+    return first, last, low
+
+
+@triton.jit
+def decode_kernel(
+    q: tl.tensor,
+    k_new: tl.tensor,
+    v_new: tl.tensor,
+    k_pages: tl.tensor,
+    v_pages: tl.tensor,
+    table: tl.tensor,
+    positions: tl.tensor,
+    partial: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    q_stride_b: tl.tensor,
+    q_stride_p: tl.tensor,
+    q_stride_h: tl.tensor,
+    k_stride_b: tl.tensor,
+    k_stride_p: tl.tensor,
+    k_stride_h: tl.tensor,
+    v_stride_b: tl.tensor,
+    v_stride_p: tl.tensor,
+    v_stride_h: tl.tensor,
+    table_stride: tl.tensor,
+    P: tl.tensor,
+    Hkv: tl.tensor,
+    splits: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """Grid (row tiles, B * Hkv, splits): partial [B * Hkv * P * G, splits, D], peaks and totals without the D."""
+    tile = tl.program_id(0)
+    b = (tl.program_id(1) // Hkv).to(tl.int64)
+    h = tl.program_id(1) % Hkv
+    split = tl.program_id(2)
+    first, last, low = bounds(positions, b, P, window, QUERIES)
+    start = split * SPLIT
+    end = tl.minimum(start + SPLIT, last + 1)
+    if (start >= end) | (start + SPLIT <= low):
+        return
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = P * G
+    d = tl.arange(0, BLOCK_D)
+    real = d < D
+    position = tl.load(positions + b * P + m // G, mask=m < rows, other=-1)
+    at = q + b * q_stride_b + (m // G) * q_stride_p + (h * G + m % G) * q_stride_h
+    query = tl.load(at[:, None] + d[None, :], mask=(m < rows)[:, None] & real[None, :], other=0.0)
+    k_head = k_pages + h * (T * D)
+    v_head = v_pages + h * (T * D)
+    page_stride = Hkv.to(tl.int64) * (T * D)
+    if end > first:
+        # Every program stores what it will read itself, so programs need not wait for each other; equal bytes twice
+        # are no race.
+        i = tl.arange(0, QUERIES)
+        token = first + i
+        writes = (token >= start) & (token < end)
+        page = tl.load(table + b * table_stride + token // T, mask=writes, other=0)
+        row = (page * page_stride + (token % T) * D)[:, None] + d[None, :]
+        cells = writes[:, None] & real[None, :]
+        k_row = k_new + b * k_stride_b + i * k_stride_p + h * k_stride_h
+        v_row = v_new + b * v_stride_b + i * v_stride_p + h * v_stride_h
+        tl.store(k_head + row, tl.load(k_row[:, None] + d[None, :], mask=cells), mask=cells)
+        tl.store(v_head + row, tl.load(v_row[:, None] + d[None, :], mask=cells), mask=cells)
+        tl.debug_barrier()
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], MASKED, tl.float32)
+    total = tl.zeros([BLOCK_M, 16], tl.float32)
+    for n in range(tl.maximum(start, low // BLOCK_N * BLOCK_N), end, BLOCK_N):
+        token = n + tl.arange(0, BLOCK_N)
+        inside = token < end
+        page = tl.load(table + b * table_stride + token // T, mask=inside, other=0)
+        row = page * page_stride + (token % T) * D
+        k = tl.load(k_head + row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
+        v = tl.load(v_head + row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+        acc, peak, total = attend(query, k, v, token, position, acc, peak, total, window, scale, softcap, SOFTCAP)
+    out = (tl.program_id(1).to(tl.int64) * rows + m) * splits + split
+    tl.store(partial + out[:, None] * D + d[None, :], acc, mask=(m < rows)[:, None] & real[None, :])
+    tl.store(peaks + out, peak, mask=m < rows)
+    tl.store(totals + out, tl.max(total, axis=1), mask=m < rows)
+
+
+@triton.jit
+def combine_kernel(
+    partial: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    positions: tl.tensor,
+    out: tl.tensor,
+    P: tl.tensor,
+    Hq: tl.tensor,
+    splits: tl.tensor,
+    window: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    G: tl.constexpr,
+    SPLIT: tl.constexpr,
+    QUERIES: tl.constexpr,
+    COMBINE: tl.constexpr,
+) -> None:
+    """Grid (B * P * Hq): one output row, the weighted mean of its splits; 0 for padding."""
+    row = tl.program_id(0)
+    b = row // (P * Hq)
+    p = row // Hq % P
+    head = row % Hq
+    d = tl.arange(0, BLOCK_D)
+    real = d < D
+    _, last, low = bounds(positions, b, P, window, QUERIES)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    if tl.load(positions + b * P + p) >= 0:
+        at = ((b * (Hq // G) + head // G) * (P * G) + p * G + head % G).to(tl.int64) * splits
+        peak = tl.full([], MASKED, tl.float32)
+        total = tl.zeros([], tl.float32)
+        begin = low // SPLIT // COMBINE * COMBINE
+        for s in range(begin, last // SPLIT + 1, COMBINE):
+            split = s + tl.arange(0, COMBINE)
+            ran = (split <= last // SPLIT) & (split >= low // SPLIT)
+            m = tl.load(peaks + at + split, mask=ran, other=MASKED)
+            n = tl.load(totals + at + split, mask=ran, other=0.0)
+            cells = (at + split)[:, None] * D + d[None, :]
+            values = tl.load(partial + cells, mask=ran[:, None] & real[None, :], other=0.0)
+            higher = tl.maximum(peak, tl.max(m, axis=0))
+            base = tl.where(higher > MASKED, higher, 0.0)
+            weight = tl.exp2(m - base)
+            shrink = tl.exp2(peak - base)
+            acc = acc * shrink + tl.sum(values * weight[:, None], axis=0)
+            total = total * shrink + tl.sum(n * weight, axis=0)
+            peak = higher
+        acc = acc / total
+    tl.store(out + row.to(tl.int64) * D + d, acc.to(out.dtype.element_ty), mask=real)

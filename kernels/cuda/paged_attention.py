@@ -1,0 +1,133 @@
+"""Attention over the paged KV cache on a GPU: the launches behind `kernels.paged_attention.paged_attention`.
+
+Up to 16 query positions a sequence go to the decode kernels (a split of the context a program, then a combine), more to
+the prefill kernels. One invariant: a query's result depends on its own sequence alone, bit for bit: splits and blocks
+begin at absolute positions, and their sizes follow from static shapes. No launch depends on data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from kernels.cuda.decode_attention import combine_kernel, decode_kernel
+from kernels.cuda.prefill_attention import prefill_kernel, store_kernel
+from kernels.paged_attention import KVPages
+
+MAX_DECODE_QUERIES = 16
+_LOG2_E = 1.4426950408889634
+_MAX_SPLITS = 128
+_MIN_SPLIT = 128
+_COMBINE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """How the decode kernel is cut; `block_n` is part of the result's bits, the rest is speed."""
+
+    block_n: int
+    """Tokens of a block; a power of two that divides the split."""
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, head_dim: int, itemsize: int) -> DecodeTuning:
+        """Return what suits the bytes of a head: shared memory holds two stages of keys and values."""
+        small = triton.next_power_of_2(head_dim) * itemsize <= 256
+        return cls(block_n=64, num_warps=4, num_stages=2) if small else cls(block_n=32, num_warps=8, num_stages=2)
+
+
+def split_length(max_tokens: int) -> int:
+    """Return the tokens of a split for page tables of `max_tokens`: short, so that one sequence fills the chip."""
+    return max(_MIN_SPLIT, triton.next_power_of_2(-(-max_tokens // _MAX_SPLITS)))
+
+
+def paged_attention(
+    q_BPHD: torch.Tensor,
+    k_BPHD: torch.Tensor,
+    v_BPHD: torch.Tensor,
+    pages: KVPages,
+    page_table_BN: torch.Tensor,
+    positions_BP: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    split_len: int | None = None,
+    tuning: DecodeTuning | None = None,
+) -> torch.Tensor:
+    """Store the new keys and values, then attend; return [B, P, Hq, D], contiguous, in q's dtype.
+
+    As `kernels.paged_attention.paged_attention`, and: the pages are token-major; a sequence's positions are consecutive,
+    with its padding (negative) at the end; fp16 is taken too; D is a multiple of 16 and at most 256. `split_len`
+    (default: from the width of the page table) is part of the result's bits, so an engine keeps it.
+    """
+    B, P, Hq, D = q_BPHD.shape
+    Hkv, T = pages.v.shape[1], pages.v.shape[2]
+    assert q_BPHD.dtype in (torch.bfloat16, torch.float16, torch.float32), q_BPHD.dtype
+    assert all(t.dtype == q_BPHD.dtype for t in (k_BPHD, v_BPHD, pages.k, pages.v))
+    assert k_BPHD.shape == v_BPHD.shape == (B, P, Hkv, D), (k_BPHD.shape, v_BPHD.shape)
+    assert pages.token_major
+    assert pages.k.shape == pages.v.shape == (pages.v.shape[0], Hkv, T, D)
+    assert pages.k.is_contiguous()
+    assert pages.v.is_contiguous()
+    assert all(t.stride(3) == 1 for t in (q_BPHD, k_BPHD, v_BPHD))
+    assert D % 16 == 0, D
+    assert D <= 256, D
+    assert T % 16 == 0, T
+    assert Hq % Hkv == 0, (Hq, Hkv)
+    assert page_table_BN.dtype == positions_BP.dtype == torch.int32
+    assert positions_BP.shape == (B, P)
+    assert positions_BP.is_contiguous()
+    assert page_table_BN.shape[0] >= B
+    assert page_table_BN.stride(1) == 1
+    out = torch.empty(B, P, Hq, D, dtype=q_BPHD.dtype, device=q_BPHD.device)
+    scales = (scale, softcap) if softcap else (scale * _LOG2_E, 0.0)
+    strides = (*q_BPHD.stride()[:3], *k_BPHD.stride()[:3], *v_BPHD.stride()[:3], page_table_BN.stride(0))
+    shape = {"D": D, "BLOCK_D": triton.next_power_of_2(D), "T": T, "G": Hq // Hkv, "SOFTCAP": softcap != 0.0}
+    tuning = tuning or DecodeTuning.of(D, q_BPHD.element_size())
+    if P > MAX_DECODE_QUERIES:
+        tensors = (k_BPHD, v_BPHD, pages.k, pages.v, page_table_BN, positions_BP)
+        store_kernel[(B * P,)](*tensors, *strides[3:], P, Hkv, D=D, BLOCK_D=shape["BLOCK_D"], T=T, num_warps=4)
+        big = shape["BLOCK_D"] * q_BPHD.element_size() > 256
+        rows = 64 if P <= 64 or big else 128
+        prefill_kernel[(-(-P // rows), Hq, B)](
+            *(q_BPHD, pages.k, pages.v, page_table_BN, positions_BP, out, *strides[:3], page_table_BN.stride(0)),
+            *(P, Hq, Hkv, window, *scales),
+            **shape,
+            BLOCK_M=rows,
+            BLOCK_N=32 if big else 64,
+            num_warps=8 if rows == 128 or big else 4,
+            num_stages=2,
+        )
+        return out
+    split = split_len or split_length(page_table_BN.shape[1] * T)
+    assert split % tuning.block_n == 0, (split, tuning)
+    splits, rows = -(-page_table_BN.shape[1] * T // split), P * (Hq // Hkv)
+    partial = torch.empty(B * Hkv * rows, splits, D, dtype=torch.float32, device=out.device)
+    weights = torch.empty(2, B * Hkv * rows, splits, dtype=torch.float32, device=out.device)
+    tile = 16 if rows <= 16 else 32
+    decode_kernel[(-(-rows // tile), B * Hkv, splits)](
+        *(q_BPHD, k_BPHD, v_BPHD, pages.k, pages.v, page_table_BN, positions_BP, partial, weights[0], weights[1]),
+        *(*strides, P, Hkv, splits, window, *scales),
+        **shape,
+        SPLIT=split,
+        QUERIES=triton.next_power_of_2(P),
+        BLOCK_M=tile,
+        BLOCK_N=tuning.block_n,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    combine_kernel[(B * P * Hq,)](
+        *(partial, weights[0], weights[1], positions_BP, out, P, Hq, splits, window),
+        D=D,
+        BLOCK_D=shape["BLOCK_D"],
+        G=shape["G"],
+        SPLIT=split,
+        QUERIES=triton.next_power_of_2(P),
+        COMBINE=_COMBINE,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,111 @@
+"""Paged attention for a chunk of a prompt: store the chunk's keys and values, then a tile of queries a program.
+
+One invariant: a tile reads only positions up to its last query, all of them already stored. Not here: many sequences
+of few queries (decode_attention.py).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.cuda.attention_block import MASKED, attend
+
+
+@triton.jit
+def store_kernel(
+    k: tl.tensor,
+    v: tl.tensor,
+    k_pages: tl.tensor,
+    v_pages: tl.tensor,
+    table: tl.tensor,
+    positions: tl.tensor,
+    k_stride_b: tl.tensor,
+    k_stride_p: tl.tensor,
+    k_stride_h: tl.tensor,
+    v_stride_b: tl.tensor,
+    v_stride_p: tl.tensor,
+    v_stride_h: tl.tensor,
+    table_stride: tl.tensor,
+    P: tl.tensor,
+    Hkv: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+) -> None:
+    """Grid (B * P): one token's keys and values to its page."""
+    b = (tl.program_id(0) // P).to(tl.int64)
+    p = tl.program_id(0) % P
+    position = tl.load(positions + tl.program_id(0))
+    if position < 0:
+        return
+    page = tl.load(table + b * table_stride + position // T).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    for h in range(Hkv):
+        at = ((page * Hkv + h) * T + position % T) * D + d
+        tl.store(
+            k_pages + at, tl.load(k + b * k_stride_b + p * k_stride_p + h * k_stride_h + d, mask=d < D), mask=d < D
+        )
+        tl.store(
+            v_pages + at, tl.load(v + b * v_stride_b + p * v_stride_p + h * v_stride_h + d, mask=d < D), mask=d < D
+        )
+
+
+@triton.jit
+def prefill_kernel(
+    q: tl.tensor,
+    k_pages: tl.tensor,
+    v_pages: tl.tensor,
+    table: tl.tensor,
+    positions: tl.tensor,
+    out: tl.tensor,
+    q_stride_b: tl.tensor,
+    q_stride_p: tl.tensor,
+    q_stride_h: tl.tensor,
+    table_stride: tl.tensor,
+    P: tl.tensor,
+    Hq: tl.tensor,
+    Hkv: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """Grid (query tiles, Hq, B): out [B, P, Hq, D]; rows of padding are 0."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    real = d < D
+    cells = (m < P)[:, None] & real[None, :]
+    position = tl.load(positions + b * P + m, mask=m < P, other=-1)
+    query = tl.load(
+        (q + b * q_stride_b + m * q_stride_p + head * q_stride_h)[:, None] + d[None, :], mask=cells, other=0.0
+    )
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], MASKED, tl.float32)
+    total = tl.zeros([BLOCK_M, 16], tl.float32)
+    last = tl.max(position, axis=0)
+    first = tl.min(tl.where(position >= 0, position, last), axis=0)
+    low = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0)
+    k_head = k_pages + head // G * (T * D)
+    v_head = v_pages + head // G * (T * D)
+    page_stride = Hkv.to(tl.int64) * (T * D)
+    for n in range(low // BLOCK_N * BLOCK_N, last + 1, BLOCK_N):
+        token = n + tl.arange(0, BLOCK_N)
+        inside = token <= last
+        page = tl.load(table + b * table_stride + token // T, mask=inside, other=0)
+        row = page * page_stride + (token % T) * D
+        k = tl.load(k_head + row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
+        v = tl.load(v_head + row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+        acc, peak, total = attend(query, k, v, token, position, acc, peak, total, window, scale, softcap, SOFTCAP)
+    norm = tl.max(total, axis=1)
+    acc = tl.where(position[:, None] >= 0, acc / tl.where(norm > 0.0, norm, 1.0)[:, None], 0.0)
+    at = ((b * P + m) * Hq + head)[:, None] * D + d[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=cells)

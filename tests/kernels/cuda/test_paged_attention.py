@@ -1,0 +1,111 @@
+"""The paged attention kernels against plain torch, and against themselves in other batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cuda.paged_attention import DecodeTuning, paged_attention, split_length
+from kernels.paged_attention import KVPages, paged_attention_reference
+
+
+def pages_of(N: int, Hkv: int, T: int, D: int, dtype: torch.dtype, device: torch.device, seed: int) -> KVPages:
+    g = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(N, Hkv, T, D, generator=g).to(device, dtype) for _ in range(2))
+    return KVPages(k, v, token_major=True)
+
+
+def inputs(B: int, P: int, Hq: int, Hkv: int, D: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(P)
+    return [torch.randn(B, P, h, D, generator=g).to(device, dtype) for h in (Hq, Hkv, Hkv)]
+
+
+@pytest.mark.parametrize(
+    ("P", "Hq", "Hkv", "D", "T", "softcap", "window", "dtype"),
+    [
+        (1, 9, 3, 64, 16, 0.0, 0, torch.bfloat16),
+        (4, 8, 2, 128, 32, 0.0, 0, torch.float16),
+        (8, 6, 1, 80, 16, 30.0, 0, torch.float32),
+        (16, 2, 2, 96, 64, 0.0, 21, torch.float32),
+        (2, 2, 1, 256, 128, 0.0, 140, torch.bfloat16),
+        (70, 4, 2, 64, 16, 0.0, 0, torch.bfloat16),
+        (40, 2, 2, 80, 32, 20.0, 33, torch.float32),
+        (130, 2, 1, 128, 16, 0.0, 0, torch.float32),
+        (20, 2, 1, 256, 64, 0.0, 0, torch.bfloat16),
+    ],
+)
+def test_kernels_equal_reference(
+    device: torch.device,
+    P: int,
+    Hq: int,
+    Hkv: int,
+    D: int,
+    T: int,
+    softcap: float,
+    window: int,
+    dtype: torch.dtype,
+) -> None:
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        dtype = torch.float16  # the interpreter multiplies the bits of bf16
+    B, N = 2, 320 // T + 1
+    q, k, v = inputs(B, P, Hq, Hkv, D, dtype, device)
+    table = torch.randperm(4 * B * N, generator=torch.Generator().manual_seed(0))[: B * N].view(B, N).int().to(device)
+    positions = (torch.tensor([0, 181])[:, None] + torch.arange(P)).int()
+    positions[0, P - P // 3 :] = -1  # padding
+    positions = positions.to(device)
+    ours, plain = (pages_of(4 * B * N, Hkv, T, D, dtype, device, seed=1) for _ in range(2))
+    args = {"scale": D**-0.5, "softcap": softcap, "window": window}
+    got = paged_attention(q, k, v, ours, table, positions, **args)
+    want = paged_attention_reference(q, k, v, plain, table, positions, **args)
+    assert torch.equal(ours.k, plain.k)
+    assert torch.equal(ours.v, plain.v)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_result_is_the_same_bits_alone_and_in_a_batch_and_for_any_number_of_queries(device: torch.device) -> None:
+    B, P, N, dtype = 4, 8, 20, torch.float16
+    q, k, v = inputs(B, P, 9, 3, 64, dtype, device)
+    table = torch.randperm(B * N, generator=torch.Generator().manual_seed(2)).view(B, N).int().to(device)
+    positions = (torch.tensor([3, 40, 250, 127])[:, None] + torch.arange(P)).int().to(device)
+
+    def run(b: slice, p: int) -> torch.Tensor:
+        pages = pages_of(B * N, 3, 16, 64, dtype, device, seed=4)
+        return paged_attention(
+            q[b, :p], k[b, :p], v[b, :p], pages, table[b], positions[b, :p].contiguous(), scale=0.125
+        )
+
+    whole = run(slice(0, B), P)
+    for b in range(B):
+        assert torch.equal(run(slice(b, b + 1), P)[0], whole[b])
+        assert torch.equal(run(slice(b, b + 1), 1)[0, 0], whole[b, 0])
+    assert torch.equal(run(slice(0, B), 3), whole[:, :3])
+
+
+def test_a_lane_of_padding_stores_nothing_and_gives_zeros(device: torch.device) -> None:
+    q, k, v = inputs(1, 2, 4, 2, 64, torch.float32, device)
+    pages = pages_of(4, 2, 16, 64, torch.float32, device, seed=1)
+    before = pages.k.clone()
+    positions = torch.full((1, 2), -1, dtype=torch.int32, device=device)
+    out = paged_attention(q, k, v, pages, torch.zeros(1, 4, dtype=torch.int32, device=device), positions, scale=1.0)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(pages.k, before)
+
+
+def test_strided_heads_first_inputs_are_read_by_their_strides(device: torch.device) -> None:
+    tensors = inputs(2, 4, 4, 2, 64, torch.float32, device)
+    table = torch.arange(4, device=device).view(2, 2).int()
+    positions = torch.arange(4, device=device).expand(2, 4).int().contiguous()
+    results = []
+    for change in (False, True):
+        pages = pages_of(4, 2, 16, 64, torch.float32, device, seed=0)
+        args = [t.transpose(1, 2).contiguous().transpose(1, 2) if change else t for t in tensors]
+        results.append(paged_attention(*args, pages, table, positions, scale=0.125))
+    assert torch.equal(*results)
+
+
+def test_splits_are_whole_blocks_and_bounded_in_number() -> None:
+    for max_tokens in (16, 2048, 8192, 32_768, 131_072, 1_000_000):
+        split = split_length(max_tokens)
+        assert -(-max_tokens // split) <= 128
+        assert all(split % DecodeTuning.of(D, size).block_n == 0 for D in (64, 128, 256) for size in (2, 4))
