@@ -16,6 +16,7 @@ import torch
 from gpu_engine.buffers import StepBatch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.prefill import prefill
 from gpu_engine.sync import Sync
 from kernels.accept import StepTensors, draw_drafts
 from kernels.paged_attention import KVPages
@@ -29,10 +30,7 @@ class ModelDrafter:
 
     def prefill(self, batch: StepBatch, start: int, end: int) -> None:
         """Fill the drafter's cache with the same tokens."""
-        slots = batch.slots_B.long()
-        positions_BP = torch.arange(start, end, dtype=torch.int32)[None]
-        context = AttentionContext(self._pages, batch.slot.page_table_SN[slots], positions_BP)
-        self.model.prefill(batch.slot.history_SL[slots, start:end].long(), context)
+        prefill(self.model, self._pages, batch, start, end)
 
     def propose(self, batch: StepBatch, step: StepTensors) -> None:
         """Draft up to K tokens a lane; a lane without news keeps the drafts it has."""
@@ -48,7 +46,8 @@ class ModelDrafter:
         ids_BP = slot.history_SL[slots].gather(1, tail_B2.clamp(min=0).long())
         count_B = torch.zeros_like(wanted_B)
         for k in range(chain):
-            lane.drafting_B[:B] = drafting_B & (wanted_B > k)
+            # A chain that met a dead end asks for no more rows: what follows is no token.
+            lane.drafting_B[:B] = drafting_B & (wanted_B > k) & (count_B == k)
             if self._masked:
                 self._sync.post_draft(batch, k)
             context = AttentionContext(self._pages, slot.page_table_SN[slots], positions_BP.int().contiguous())
@@ -59,8 +58,7 @@ class ModelDrafter:
                 lane.kinds_BR[:B, k] = 0
             draw_drafts(logits_BV, step, k)
             drawn_B1 = lane.drafts_BR[:B, k : k + 1]
-            # A chain that met a dead end stays as long as it is.
-            count_B += (drawn_B1[:, 0] >= 0) & (count_B == k) & lane.drafting_B[:B]
+            count_B += (drawn_B1[:, 0] >= 0) & lane.drafting_B[:B]
             ids_BP = drawn_B1.clamp(min=0)
             # A lane that wants no more writes no more: behind its last position it owns no page.
             positions_BP = torch.where((drafting_B & (wanted_B > k + 1))[:, None], length_B1 + k, -1)
