@@ -41,7 +41,7 @@ class DecodeTuning:
 
 def split_length(max_tokens: int) -> int:
     """Return the tokens of a split for page tables of `max_tokens`: short, so that one sequence fills the chip."""
-    return max(_MIN_SPLIT, triton.next_power_of_2(-(-max_tokens // _MAX_SPLITS)))
+    return max(_MIN_SPLIT, 1 << (-(-max_tokens // _MAX_SPLITS) - 1).bit_length())
 
 
 def paged_attention(
@@ -60,9 +60,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """Store the new keys and values, then attend; return [B, P, Hq, D], contiguous, in q's dtype.
 
-    As `kernels.paged_attention.paged_attention`, and: the pages are token-major; a sequence's positions are consecutive,
-    with its padding (negative) at the end; fp16 is taken too; D is a multiple of 16 and at most 256. `split_len`
-    (default: from the width of the page table) is part of the result's bits, so an engine keeps it.
+    As `kernels.paged_attention.paged_attention`, and: the pages are token-major; a sequence's positions are
+    consecutive, with its padding (negative) at the end; fp16 is taken too; D is a multiple of 16 and at most 256.
+    `split_len` (default: from the width of the page table) is part of the result's bits, so an engine keeps it.
     """
     B, P, Hq, D = q_BPHD.shape
     Hkv, T = pages.v.shape[1], pages.v.shape[2]

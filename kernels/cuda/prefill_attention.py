@@ -107,5 +107,5 @@ def prefill_kernel(
         acc, peak, total = attend(query, k, v, token, position, acc, peak, total, window, scale, softcap, SOFTCAP)
     norm = tl.max(total, axis=1)
     acc = tl.where(position[:, None] >= 0, acc / tl.where(norm > 0.0, norm, 1.0)[:, None], 0.0)
-    at = ((b * P + m) * Hq + head)[:, None] * D + d[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=cells)
+    cell = ((b * P + m) * Hq + head)[:, None] * D + d[None, :]
+    tl.store(out + cell, acc.to(out.dtype.element_ty), mask=cells)

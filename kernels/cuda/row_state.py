@@ -33,8 +33,11 @@ class SlotRows:
     @classmethod
     def allocate(cls, num_slots: int, vocab_size: int, masks_SRW: torch.Tensor, *, max_rules: int = 256) -> SlotRows:
         """Return zeroed state beside the given mask rows, on their device."""
-        zeros = {"dtype": torch.int32, "device": masks_SRW.device}
-        return cls(masks_SRW, torch.zeros(num_slots, max_rules, **zeros), torch.zeros(num_slots, vocab_size, **zeros))
+        rules_SX, seen_SV = (
+            torch.zeros(num_slots, width, dtype=torch.int32, device=masks_SRW.device)
+            for width in (max_rules, vocab_size)
+        )
+        return cls(masks_SRW, rules_SX, seen_SV)
 
     def write_rules(self, slot: int, packed: torch.Tensor) -> None:
         """Set a slot's rules (`kernels.accept.pack_rules`); ValueError when they have more than X numbers."""
@@ -74,7 +77,9 @@ class RowScratch:
             return torch.empty(shape, dtype=dtype, device=device)
 
         return cls(
-            *(empty(dtype, num_rows, tiles) for dtype in (torch.float32, torch.int32, torch.float32)),
+            empty(torch.float32, num_rows, tiles),
+            empty(torch.int32, num_rows, tiles),
+            empty(torch.float32, num_rows, tiles),
             empty(torch.float32, num_rows if filters else 0, tiles * block),
             empty(torch.int32, num_rows),
             block,
