@@ -13,6 +13,7 @@ import torch
 from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.prefill import prefill
 from gpu_engine.sync import Sync
 from kernels.accept import RUN_ON, StepTensors, accept
 from kernels.paged_attention import KVPages
@@ -49,10 +50,7 @@ class StepProgram:
     @torch.inference_mode()
     def prefill(self, batch: StepBatch, start: int, end: int) -> None:
         """Fill the cache with tokens [start, end) of the one lane's sequence."""
-        slots = batch.slots_B.long()
-        positions_BP = torch.arange(start, end, dtype=torch.int32)[None]
-        context = AttentionContext(self.pages, batch.slot.page_table_SN[slots], positions_BP)
-        self.model.prefill(batch.slot.history_SL[slots, start:end].long(), context)
+        prefill(self.model, self.pages, batch, start, end)
         self.drafter.prefill(batch, start, end)
 
     def warm_up(self, slot: SlotBuffers, lane: LaneBuffers, num_rows: int) -> None:

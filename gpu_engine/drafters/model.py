@@ -5,8 +5,8 @@ position length + k with the noise that verification will use there, from logits
 apply there. So a drafter that equals the target is always accepted. The rows asked for here are kept for the next
 verify.
 
-One invariant: the drafter's cache holds every token before `length - 2` when `propose` begins; it writes the rest itself.
-The pages are the target's page numbers over tensors of its own. Not here: which token is accepted.
+One invariant: the drafter's cache holds every token before `length - 2` when `propose` begins; it writes the rest
+itself. The pages are the target's page numbers over tensors of its own. Not here: which token is accepted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ModelDrafter:
     def propose(self, batch: StepBatch, step: StepTensors) -> None:
         """Draft up to K tokens a lane; a lane without news keeps the drafts it has."""
         slot, lane, B, slots = batch.slot, batch.lane, batch.num_lanes, batch.slots_B.long()
-        length_B1, drafting_B = slot.length_S[slots][:, None], lane.drafting_B[:B]
+        length_B1, drafting_B = slot.length_S[slots][:, None], lane.drafting_B[:B].clone()
         room_B = slot.params.max_length_S[slots] - length_B1[:, 0] - 1
         wanted_B = torch.minimum(slot.draft_limit_S[slots], room_B).clamp(min=0) * drafting_B
         # On a CPU the longest wish bounds the chain; a captured step always runs K.
