@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from gpu_engine.errors import InvalidRequest, NotSupported
+from gpu_engine.errors import InvalidRequest
 from gpu_engine.request import GrammarKind, GrammarSpec
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -22,7 +22,7 @@ _TEXT_KINDS = {
 
 
 def check_grammar(grammar: pb.Grammar) -> GrammarSpec:
-    """Make the spec; raises InvalidRequest, or NotSupported for a form that this server does not serve."""
+    """Make the spec; raises InvalidRequest."""
     if grammar.whitespace not in pb.Whitespace.values():
         raise InvalidRequest("grammar.whitespace", f"{grammar.whitespace} is not a value of Whitespace")
     if grammar.backend not in pb.Backend.values():
@@ -41,8 +41,6 @@ def _kind_and_source(grammar: pb.Grammar) -> tuple[GrammarKind, str]:
         return GrammarKind.JSON_OBJECT, ""
     if name == "choice":
         return GrammarKind.CHOICE, _choice(grammar.choice)
-    if name == "grammar_id":
-        raise NotSupported("grammar.grammar_id: this server has no call that compiles a grammar ahead; send its text")
     source = str(getattr(grammar, name))
     if not source.strip() and not (name == "regex" and source):
         raise InvalidRequest(f"grammar.{name}", "is empty")

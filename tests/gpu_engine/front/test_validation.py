@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpu_engine.errors import InvalidRequest, NotSupported
+from gpu_engine.errors import InvalidRequest
 from gpu_engine.request import GrammarKind
 from gpu_engine.validation import Chat, Limits, Tokens, check
 from protos.engine.v1 import engine_pb2 as pb
@@ -110,11 +110,6 @@ def test_a_grammar_excludes_ignore_eos() -> None:
     message.sampling.ignore_eos = True
     with pytest.raises(InvalidRequest, match=r"sampling\.ignore_eos"):
         check(message, LIMITS, ())
-
-
-def test_a_grammar_id_is_not_served() -> None:
-    with pytest.raises(NotSupported, match="grammar_id"):
-        check(request(grammar(grammar_id="g1")), LIMITS, ())
 
 
 def test_unset_fields_take_the_stated_defaults() -> None:
