@@ -32,4 +32,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     """A tiny Llama in float32 that repeats itself. Engines of the tests run one after another, so they may share it."""
     folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("rounds"), rounds=True)
-    return load_model(config(model=str(folder), dtype="float32"))
+    return load_model(config(model=str(folder)))
+
+
+@pytest.fixture(scope="session")
+def draft_models(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of draft models: "same" is the tiny Llama itself, "other" agrees with it now and then."""
+    other = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("other"), rounds=True, seed=1)
+    return {"same": llama.name, "other": str(other)}

@@ -1,6 +1,7 @@
 """What the core's tests talk to an engine with: requests from plain numbers, answers that collect events.
 
-The invariant: a wait ends with what it waits for, or fails the test; nothing sleeps for a fixed time. Not here: fixtures and models.
+The invariant: a wait ends with what it waits for, or fails the test; nothing sleeps for a fixed time. Not here:
+fixtures and models.
 """
 
 from __future__ import annotations
@@ -96,13 +97,14 @@ def tokens(count: int, seed: int, *, repeat: int = 0) -> list[int]:
 
 def config(**fields: object) -> EngineConfig:
     """Return a small engine's configuration: 4 slots, chunks of 16, K = 7."""
-    base: dict[str, object] = {"max_batch_size": 4, "max_model_len": 256, "prefill_chunk": 16, "num_threads": 1}
+    base: dict[str, object] = {"dtype": "float32", "num_threads": 1}
+    base |= {"max_batch_size": 4, "max_model_len": 256, "prefill_chunk": 16}
     return EngineConfig(**{**base, **fields})  # type: ignore[arg-type]
 
 
 def with_drafts(num_drafts: int, **fields: object) -> EngineConfig:
-    """Return `config` with K drafts a step."""
-    drafter = "ngram" if num_drafts else "none"
+    """Return `config` with K drafts a step, of the n-gram drafter unless `draft_model` names a folder."""
+    drafter = "none" if not num_drafts else "model" if fields.get("draft_model") else "ngram"
     return config(drafter=drafter, num_draft_tokens=num_drafts, **fields)
 
 

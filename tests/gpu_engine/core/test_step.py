@@ -62,6 +62,55 @@ def test_tokens_do_not_depend_on_speculation_or_company(
     assert stats.accepted_draft_tokens <= stats.draft_tokens
 
 
+@pytest.mark.parametrize(
+    ("drafts_by", "answer"), [("same", answer_all), ("other", answer_all), ("other", answer_staggered)]
+)
+def test_tokens_do_not_depend_on_a_draft_model(
+    llama: LoadedModel,
+    draft_models: dict[str, str],
+    expected: list[list[int]],
+    drafts_by: str,
+    answer: Callable[..., list[list[int]]],
+) -> None:
+    with free_engine(llama, with_drafts(3, draft_model=draft_models[drafts_by])) as engine:
+        assert answer(engine, made()) == expected
+        stats = engine.stats()
+    # Drafts and tokens share their noise: the target as its own drafter is always right.
+    assert (stats.accepted_draft_tokens == stats.draft_tokens) == (drafts_by == "same")
+    assert stats.accepted_draft_tokens > 40
+
+
+def test_each_request_of_a_batch_gets_its_own_number_of_drafts(
+    llama: LoadedModel, draft_models: dict[str, str]
+) -> None:
+    answers = [ask(tokens(20, drafts), max_tokens=25, ignore_eos=True, drafts=drafts) for drafts in range(4)]
+    with free_engine(llama, with_drafts(3, draft_model=draft_models["same"])) as engine:
+        answer_all(engine, answers)
+    # Nothing is known to draft from before the first token; then every draft is right.
+    assert [[len(event.token_ids) for event in answer.events] for answer in answers] == [
+        [1] * 25,
+        [1] + [2] * 12,
+        [1] + [3] * 8,
+        [1] + [4] * 6,
+    ]
+
+
+@pytest.mark.parametrize("draft_model", ["", "other"])
+def test_preempted_requests_come_back_and_say_the_same(
+    llama: LoadedModel, draft_models: dict[str, str], draft_model: str
+) -> None:
+    def run(**fields: int) -> tuple[list[list[int]], int]:
+        settings = with_drafts(3, max_model_len=128, draft_model=draft_models.get(draft_model, ""), **fields)
+        with free_engine(llama, settings) as engine:
+            answers = [ask(tokens(20, s), max_tokens=90, temperature=0.5, seed=s, ignore_eos=True) for s in range(4)]
+            return answer_all(engine, answers), engine.stats().preemptions
+
+    undisturbed, never = run()
+    tight, preemptions = run(kv_cache_tokens=128)
+    assert tight == undisturbed
+    assert never == 0 < preemptions
+
+
 def test_a_request_may_draft_less_than_the_server(llama: LoadedModel, expected: list[list[int]]) -> None:
     with free_engine(llama, with_drafts(7)) as engine:
         answers = made()
@@ -92,7 +141,7 @@ def test_seeds_matter_above_temperature_zero_only(llama: LoadedModel) -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_greedy_answers_are_those_of_transformers(saved: Callable[[str], Path], family: str) -> None:
-    model = load_model(config(model=str(saved(family)), dtype="float32"))
+    model = load_model(config(model=str(saved(family))))
     prompts = [tokens(70, 1, repeat=20), tokens(9, 2)]
     expected = [tiny.generate(saved(family), prompt, 40) for prompt in prompts]
     assert all(len(set(answer)) > 5 for answer in expected)
@@ -107,7 +156,7 @@ def test_a_model_that_the_attention_does_not_fit_is_refused(
 ) -> None:
     tiny.save(family(), tmp_path)
     with pytest.raises(ModelNotSupported, match=r"^model: "):
-        load_model(config(model=str(tmp_path), dtype="float32"))
+        load_model(config(model=str(tmp_path)))
 
 
 def test_a_position_limit_that_depends_on_the_batch_is_not_passed(tmp_path: Path) -> None:
@@ -121,7 +170,7 @@ def test_a_position_limit_that_depends_on_the_batch_is_not_passed(tmp_path: Path
         "original_max_position_embeddings": 64,
     }
     tiny.save(shape, tmp_path)
-    assert load_model(config(model=str(tmp_path), dtype="float32")).max_model_len == 64
+    assert load_model(config(model=str(tmp_path))).max_model_len == 64
 
 
 def test_logprobs_are_those_of_the_model_before_any_rule(llama: LoadedModel) -> None:

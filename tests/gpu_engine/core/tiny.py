@@ -91,12 +91,12 @@ def deepseek() -> PreTrainedConfig:
     return DeepseekV3Config(**shape, **latent, n_routed_experts=4, first_k_dense_replace=2)
 
 
-def save(config: PreTrainedConfig, folder: Path, *, rounds: bool = False) -> Path:
+def save(config: PreTrainedConfig, folder: Path, *, rounds: bool = False, seed: int = 0) -> Path:
     """Write a float32 model with random weights, and the tokenizer, to `folder`.
 
     With `rounds` most of what it says goes round in circles of `ROUND` ids, so that a drafter has something to find.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     gain = 1.1 if rounds else 2.0
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

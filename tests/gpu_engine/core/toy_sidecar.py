@@ -132,8 +132,12 @@ class ToySidecar:
         matcher.certain += record.committed
         if not matcher.automaton.allows(matcher.certain):
             self.problems.append(f"illegal tokens were committed: {matcher.certain}")
-        if record.stage != Stage.VERIFY and not record.drafts and record.need_rows & 1 == 0:
+        if not EVERY.issuperset(record.drafts):
+            self.problems.append(f"{record} has drafts that are no tokens")
+        if not record.need_rows & (1 << count) - 1:
             self.problems.append(f"{record} asks for nothing")
+        if record.stage != Stage.VERIFY and record.stage != Stage.DRAFT + len(record.drafts):
+            self.problems.append(f"{record} is of another stage")
         if self.refuse(record):
             return kinds, forced
         said = list(matcher.certain)
