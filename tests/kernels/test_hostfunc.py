@@ -1,0 +1,258 @@
+"""`@hostfunc` over a driver that is not CUDA's: real C callbacks on a thread of their own, graphs as lists of calls."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+
+from kernels.hostfunc import HostCall, HostFunction, HostFunctionError, HostFunctions
+
+CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@dataclass(eq=False)
+class FakeDriver:
+    """One stream with a thread of its own, as CUDA has; a captured graph is a list of (function, user data)."""
+
+    owns: bool = True
+    refuse: bool = False
+    capture: int = 0
+    nodes: list[tuple[int, int]] = field(default_factory=list)
+    owned: list[tuple[int, int]] = field(default_factory=list)
+    ran_on: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="cuda callbacks")
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (node := self._queue.get()) is not None:
+            function, user_data = node
+            self.ran_on.append(threading.current_thread().name)
+            CALLBACK(function)(user_data)
+
+    def capture_id(self) -> int:
+        return self.capture
+
+    def launch(self, function: int, user_data: int) -> None:
+        if self.refuse:
+            raise RuntimeError("CUDA_ERROR_INVALID_HANDLE")
+        if self.capture:
+            self.nodes.append((function, user_data))
+        else:
+            self._queue.put((function, user_data))
+
+    def own(self, user_data: int, destroy: int) -> bool:
+        if self.owns:
+            self.owned.append((user_data, destroy))
+        return self.owns
+
+    def replay(self) -> None:
+        for node in self.nodes:
+            self._queue.put(node)
+
+    def destroy_graph(self) -> None:
+        """As the driver does it: the destructors run on a thread that knows no Python."""
+        self.nodes.clear()
+        while self.owned:
+            user_data, destroy = self.owned.pop()
+            CALLBACK(destroy)(user_data)
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        marker = CALLBACK(lambda _: done.set())
+        self._queue.put((ctypes.cast(marker, ctypes.c_void_p).value or 0, 0))
+        assert done.wait(10)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(10)
+
+
+@pytest.fixture
+def driver() -> Iterator[FakeDriver]:
+    fake = FakeDriver()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def functions(driver: FakeDriver) -> HostFunctions:
+    return HostFunctions(driver)
+
+
+class Argument:
+    """Something with a life that can be watched."""
+
+
+def test_call_outside_a_graph_runs_once_on_the_other_thread_and_frees_its_arguments(
+    driver: FakeDriver, functions: HostFunctions
+) -> None:
+    seen: list[object] = []
+    argument = Argument()
+    watched = weakref.ref(argument)
+
+    @functions.hostfunc
+    def note(what: Argument, *, twice: bool) -> None:
+        seen.append((type(what).__name__, twice))
+
+    assert note(argument, twice=True) is None
+    del argument
+    driver.synchronize()
+    functions.check()
+    gc.collect()
+    assert seen == [("Argument", True)]
+    assert watched() is None
+    assert driver.ran_on[0] == "cuda callbacks"
+    stats = functions.stats()
+    assert (stats.runs, stats.waiting, stats.captured) == (1, 0, 0)
+
+
+def captured(driver: FakeDriver, *calls: Callable[[], HostCall | None], capture: int = 7) -> list[HostCall]:
+    driver.capture = capture
+    made = [call() for call in calls]
+    driver.capture = 0
+    assert None not in made
+    return [call for call in made if call is not None]
+
+
+def test_captured_twice_and_replayed_ten_times_runs_twenty_times(driver: FakeDriver, functions: HostFunctions) -> None:
+    total = [0]
+
+    @functions.hostfunc
+    def increase(by: int) -> None:
+        total[0] += by
+
+    captured(driver, lambda: increase(1), lambda: increase(1))
+    assert total == [0]
+    for _ in range(10):
+        driver.replay()
+    driver.synchronize()
+    functions.check()
+    assert total == [20]
+    assert functions.stats().captured == 2
+
+
+def test_end_of_the_graph_frees_what_it_owned(driver: FakeDriver, functions: HostFunctions) -> None:
+    argument = Argument()
+    watched = weakref.ref(argument)
+
+    @functions.hostfunc
+    def nothing(what: Argument) -> None: ...
+
+    captured(driver, partial(nothing, argument))
+    del argument
+    driver.replay()
+    driver.synchronize()
+    assert watched() is not None
+    driver.destroy_graph()
+    assert functions.stats().captured == 0
+    gc.collect()
+    assert watched() is None
+
+
+@pytest.mark.parametrize("how", ["call", "context", "capture"])
+def test_release_frees_early_and_a_later_replay_is_an_error(
+    driver: FakeDriver, functions: HostFunctions, how: str
+) -> None:
+    @functions.hostfunc
+    def nothing() -> None: ...
+
+    first, second = captured(driver, nothing, nothing)
+    match how:
+        case "call":
+            first.release()
+            second.release()
+        case "context":
+            with first, second:
+                driver.replay()
+                driver.synchronize()
+        case _:
+            functions.release(first.capture_id)
+    assert functions.stats().captured == 0
+    functions.check()
+    driver.replay()
+    driver.synchronize()
+    with pytest.raises(HostFunctionError, match=r"released .*\(and 1 more\)"):
+        functions.check()
+    driver.destroy_graph()
+    assert functions.stats().captured == 0
+
+
+def test_release_of_one_capture_leaves_the_other(driver: FakeDriver, functions: HostFunctions) -> None:
+    @functions.hostfunc
+    def nothing() -> None: ...
+
+    (one,) = captured(driver, nothing, capture=1)
+    captured(driver, nothing, capture=2)
+    functions.release(one.capture_id)
+    assert functions.stats().captured == 1
+
+
+def test_without_user_objects_a_call_lives_until_its_release(driver: FakeDriver, functions: HostFunctions) -> None:
+    driver.owns = False
+
+    @functions.hostfunc
+    def nothing() -> None: ...
+
+    (call,) = captured(driver, nothing)
+    driver.destroy_graph()
+    assert functions.stats().captured == 1
+    call.release()
+    assert functions.stats().captured == 0
+
+
+def test_errors_are_recorded_told_and_raised_at_the_next_call(driver: FakeDriver, functions: HostFunctions) -> None:
+    told: list[str] = []
+
+    @functions.hostfunc(on_error=lambda error: told.append(str(error)))
+    def fail(text: str) -> None:
+        raise ValueError(text)
+
+    fail("first")
+    fail_silently: HostFunction[[]] = functions.hostfunc(lambda: [][0])
+    driver.synchronize()
+    assert told == ["first"]
+    with pytest.raises(HostFunctionError, match="fail: ValueError: first") as caught:
+        fail("second")
+    assert isinstance(caught.value.__cause__, ValueError)
+    functions.check()
+    fail_silently()
+    driver.synchronize()
+    with pytest.raises(HostFunctionError, match="IndexError"):
+        functions.check()
+    assert functions.stats().errors == 2
+
+
+def test_an_error_in_on_error_is_recorded_too(driver: FakeDriver, functions: HostFunctions) -> None:
+    def worse(error: BaseException) -> None:
+        raise KeyError("worse")
+
+    @functions.hostfunc(on_error=worse)
+    def fail() -> None:
+        raise ValueError("bad")
+
+    fail()
+    driver.synchronize()
+    with pytest.raises(HostFunctionError, match=r"bad \(and 1 more\)"):
+        functions.check()
+
+
+def test_a_refused_launch_keeps_nothing(driver: FakeDriver, functions: HostFunctions) -> None:
+    driver.refuse = True
+
+    @functions.hostfunc
+    def nothing() -> None: ...
+
+    with pytest.raises(RuntimeError, match="INVALID_HANDLE"):
+        nothing()
+    assert functions.stats().waiting == 0
