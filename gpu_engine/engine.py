@@ -55,10 +55,20 @@ class Engine:
                 busy = self._loop.turn()
             except Exception:
                 log.exception("a turn of the engine failed; every sequence ends")
-                self._loop.end_every(error=InternalError("the engine failed in a step; see its log"))
+                self._end_every(error=InternalError("the engine failed in a step; see its log"))
                 busy = False
-        self._hear(wait=False)
-        self._loop.end_every(finish=FinishReason.ABORTED)
+        try:
+            self._hear(wait=False)
+        finally:
+            self._end_every(finish=FinishReason.ABORTED)
+
+    def _end_every(self, *, finish: FinishReason | None = None, error: LockstepError | None = None) -> None:
+        """End every sequence, even if something fails at one of them: each is off the list before it is told."""
+        while self._loop.sequences:
+            try:
+                self._loop.end_every(finish=finish, error=error)
+            except Exception:
+                log.exception("a sequence did not end cleanly")
 
     def _hear(self, *, wait: bool) -> None:
         """Handle the inbox; with nothing to do, wait for its first message."""
