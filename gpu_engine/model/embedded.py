@@ -19,6 +19,9 @@ _NAME = "SmolLM2-135M-Instruct-0.1.2"
 Progress = Callable[[str, float], None]
 """Told (what is being done, share done in [0, 1])."""
 
+Convert = Callable[[Path, Path, Progress], None]
+"""Writes the model of a GGUF file to a folder that does not exist yet."""
+
 
 class EmbeddedModelMissing(RuntimeError):
     """The package that carries the embedded model's weights is not installed."""
@@ -38,10 +41,11 @@ def weights_file() -> Path:
     return Path(spec.origin).parent / _FILE
 
 
-def ensure_embedded(progress: Progress | None = None) -> Path:
+def ensure_embedded(progress: Progress | None = None, *, convert: Convert | None = None) -> Path:
     """Return a directory with the model in Hugging Face's format (float32), converting it the first time (some 20 s).
 
-    Safe to call from several processes at once: one converts, the others wait.
+    Safe to call from several processes at once: one converts, the others wait. Raises EmbeddedModelMissing. `convert`
+    is the real conversion, unless a test has another.
     """
     target = cache_dir() / _NAME
     if (target / "config.json").exists():
@@ -50,17 +54,19 @@ def ensure_embedded(progress: Progress | None = None) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.parent / f"{_NAME}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (target / "config.json").exists():
-            _convert(source, target, progress or (lambda stage, done: None))
+        if not target.exists():
+            # Whatever a conversion that was killed has left: nobody else is at it, by the lock.
+            partial = target.with_name(f"{_NAME}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            (convert or _convert)(source, partial, progress or (lambda stage, done: None))
+            partial.rename(target)
     return target
 
 
-def _convert(source: Path, target: Path, progress: Progress) -> None:
+def _convert(source: Path, folder: Path, progress: Progress) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    partial = target.with_suffix(f".{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
     progress("reading the embedded model's tokenizer (first start only)", 0.05)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     progress("converting the embedded model (first start only)", 0.3)
@@ -71,7 +77,6 @@ def _convert(source: Path, target: Path, progress: Progress) -> None:
         quantization_config=GgufConfig(dequantize=True),
     )
     progress("writing the converted model (first start only)", 0.9)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(target)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     progress("converted the embedded model", 1.0)
