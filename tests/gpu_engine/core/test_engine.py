@@ -1,0 +1,252 @@
+"""The engine's life: bounds, endings from outside, faults in a turn, and threads that all talk to it at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpu_engine.config import EngineConfig
+from gpu_engine.engine import Engine
+from gpu_engine.errors import InternalError, LimitExceeded, ShuttingDown
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.request import FinishReason
+from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.layout import Layout
+from shared_mem.segment import Segment
+from tests.gpu_engine.core.harness import (
+    PATIENCE_S,
+    Answer,
+    answer_all,
+    ask,
+    config,
+    free_engine,
+    running,
+    tokens,
+    until_false,
+    with_drafts,
+)
+
+
+def endless(seed: int = 1, **fields: Any) -> Answer:
+    return ask(tokens(5, seed), max_tokens=10_000, ignore_eos=True, **fields)
+
+
+def wait_for_tokens(answer: Answer, count: int = 1) -> None:
+    until_false(lambda: len(answer.tokens) < count and not answer.over)
+
+
+def test_the_queue_has_a_bound_that_is_named(llama: LoadedModel) -> None:
+    engine = Engine(config(max_batch_size=2, max_queue_size=3), llama)
+    answers = [ask(tokens(5, seed)) for seed in range(6)]
+    for answer in answers[:5]:
+        engine.submit(answer.request)
+    with pytest.raises(LimitExceeded, match="max_queue_size = 3"):
+        engine.submit(answers[5].request)
+    assert engine.stats().waiting == 5
+    with running(engine):
+        for answer in answers[:5]:
+            answer.wait()
+        # Whoever has ended makes room.
+        answer_all(engine, answers[5:])
+
+
+def test_more_requests_than_slots_are_answered_in_the_order_of_arrival(llama: LoadedModel) -> None:
+    begun: list[Answer] = []
+
+    def note(answer: Answer) -> None:
+        if answer not in begun:
+            begun.append(answer)
+
+    with free_engine(llama, config(max_batch_size=2)) as engine:
+        answers = [ask(tokens(5, seed), ignore_eos=True, max_tokens=9, on_event=note) for seed in range(9)]
+        answer_all(engine, answers)
+    assert begun == answers
+    assert [len(answer.tokens) for answer in answers] == [9] * 9
+
+
+def test_closing_ends_what_runs_and_what_waits(llama: LoadedModel) -> None:
+    with free_engine(llama, config(max_batch_size=1, max_model_len=256)) as engine:
+        runs, waits = endless(), endless(2)
+        engine.submit(runs.request)
+        engine.submit(waits.request)
+        wait_for_tokens(runs)
+        engine.close()
+        engine.close()
+        assert runs.wait().finish is waits.wait().finish is FinishReason.ABORTED
+        assert waits.tokens == []
+        with pytest.raises(ShuttingDown):
+            engine.submit(endless().request)
+
+
+def test_whatever_was_accepted_before_the_close_gets_an_end(llama: LoadedModel) -> None:
+    with free_engine(llama, config(max_queue_size=10_000)) as engine:
+        accepted: list[Answer] = []
+        enough = threading.Event()
+
+        def submit_until_closed() -> None:
+            try:
+                while True:
+                    answer = ask(tokens(3, 1), max_tokens=2)
+                    engine.submit(answer.request)
+                    accepted.append(answer)
+                    if len(accepted) > 50:
+                        enough.set()
+            except (LimitExceeded, ShuttingDown):
+                return
+
+        threads = [threading.Thread(target=submit_until_closed) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        assert enough.wait(PATIENCE_S)
+        engine.close(PATIENCE_S)
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert all(answer.over for answer in accepted)
+
+
+def test_threads_may_submit_and_read_counters_at_once(llama: LoadedModel) -> None:
+    with free_engine(llama, with_drafts(3)) as engine:
+        answers = [ask(tokens(6, seed), max_tokens=8, ignore_eos=True) for seed in range(24)]
+
+        def submit(part: list[Answer]) -> None:
+            for answer in part:
+                engine.submit(answer.request)
+                engine.stats()
+
+        threads = [threading.Thread(target=submit, args=(answers[i::4],)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for answer in answers:
+            assert len(answer.wait().tokens) == 8
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        stats = engine.stats()
+    assert stats.finished == {"LENGTH": 24}
+    assert (stats.generated_tokens, stats.failed) == (24 * 8, {})
+
+
+@pytest.mark.parametrize("seated", [True, False])
+def test_abort_ends_every_sequence_of_a_request(llama: LoadedModel, seated: bool) -> None:
+    with free_engine(llama, config(max_batch_size=3 if seated else 1)) as engine:
+        other = endless(9)
+        engine.submit(other.request)
+        parts = [endless(seed, name="n") for seed in (1, 2)]
+        for part in parts:
+            engine.submit(part.request)
+        wait_for_tokens(parts[1] if seated else other, 5)
+        assert engine.abort("n")
+        assert [part.wait().finish for part in parts] == [FinishReason.ABORTED] * 2
+        assert not other.over
+        assert not engine.abort("n")
+        engine.abort(other.request.request_id)
+        other.wait()
+
+
+def test_a_dropped_request_says_no_more_and_frees_its_place(llama: LoadedModel) -> None:
+    with free_engine(llama, config(max_batch_size=1)) as engine:
+        gone, line = endless(), endless(2)
+        engine.submit(gone.request)
+        engine.submit(line.request)
+        wait_for_tokens(gone, 3)
+        engine.drop(line.request)
+        engine.drop(gone.request)
+        engine.drop(gone.request)
+        answer_all(engine, [ask(tokens(5, 3))])
+        assert not gone.over
+        assert line.events == []
+        assert engine.stats().finished["DROPPED"] == 2
+
+
+class FailsOnce:
+    """A net that raises in one forward of its life, when told to."""
+
+    def __init__(self, net: Any) -> None:
+        self._net, self.fails_next = net, False
+
+    def __call__(self, **arguments: Any) -> Any:
+        if self.fails_next:
+            self.fails_next = False
+            raise RuntimeError("a fault of the test")
+        return self._net(**arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._net, name)
+
+
+def test_a_fault_in_a_turn_ends_what_was_there_and_nothing_else(
+    llama: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = FailsOnce(llama.net)
+    with free_engine(replace(llama, net=net), config(max_batch_size=2)) as engine:
+        before = ask(tokens(5, 3))
+        (expected,) = answer_all(engine, [before])
+        answers = [endless(seed) for seed in range(3)]
+        for answer in answers:
+            engine.submit(answer.request)
+        wait_for_tokens(answers[0], 5)
+        with caplog.at_level(logging.CRITICAL):
+            net.fails_next = True
+            for answer in answers:
+                assert isinstance(answer.wait().error, InternalError)
+        engine.check_integrity()
+        assert answer_all(engine, [ask(tokens(5, 3))]) == [expected]
+        assert engine.stats().failed == {"INTERNAL": 3}
+
+
+class RaisingPort:
+    """A grammar port that is broken."""
+
+    def open(self, *_: object) -> None:
+        raise RuntimeError("no way to the grammar process")
+
+    def close(self, *_: object) -> None:
+        raise RuntimeError("no way to the grammar process")
+
+
+def test_a_broken_way_to_the_grammar_process_does_not_end_the_thread(llama: LoadedModel) -> None:
+    settings = with_drafts(3, max_batch_size=2)
+    with Segment.create(Layout(2, settings.num_rows, llama.vocab_size)) as segment:
+        engine = Engine(settings, llama, EngineEnd(segment), RaisingPort())
+        engine.start()
+        guided = ask(tokens(5, 1), grammar="9")
+        engine.submit(guided.request)
+        until_false(lambda: bool(engine.stats().waiting + engine.stats().running))
+        free = ask(tokens(5, 2), ignore_eos=True)
+        assert len(answer_all(engine, [free])[0]) == 40
+        engine.close()
+
+
+def test_an_idle_engine_shows_life_to_the_grammar_process(llama: LoadedModel) -> None:
+    settings = config()
+    with Segment.create(Layout(settings.max_batch_size, settings.num_rows, llama.vocab_size)) as segment:
+        grammar = GrammarEnd(segment)
+        assert grammar.heartbeat_age_ns() is None
+        with running(Engine(settings, llama, EngineEnd(segment))):
+            until_false(lambda: grammar.heartbeat_age_ns() is None)
+            first_ns = grammar.heartbeat_age_ns()
+            assert first_ns is not None
+            # A second sign of life makes the age smaller.
+            until_false(lambda: (grammar.heartbeat_age_ns() or 0) >= first_ns)
+
+
+def test_telemetry_counts_steps_and_drafts(llama: LoadedModel) -> None:
+    with free_engine(llama, with_drafts(7)) as engine:
+        answer = ask(tokens(30, 1, repeat=10), max_tokens=60)
+        answer_all(engine, [answer])
+        stats = engine.stats()
+    telemetry = answer.request.telemetry
+    assert telemetry.steps == len(answer.events) == stats.steps
+    assert telemetry.accepted_draft_tokens == len(answer.tokens) - telemetry.steps
+    assert telemetry.draft_tokens == stats.draft_tokens
+    assert stats.step_rows >= stats.draft_tokens + stats.steps
+    assert telemetry.arrived_s <= telemetry.scheduled_s <= telemetry.first_token_s <= telemetry.finished_s
+
+
+def test_reprs_name_what_a_human_looks_for(llama: LoadedModel) -> None:
+    engine = Engine(EngineConfig(max_batch_size=2, max_model_len=256, num_threads=1), llama)
+    assert "llama float32 cpu" in repr(engine)
+    assert "seated=0/2 waiting=0" in repr(engine)
