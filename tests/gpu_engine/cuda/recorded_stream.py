@@ -1,0 +1,281 @@
+"""A CUDA stream without CUDA: CPU tensors stand for device memory, a thread for the device.
+
+What it keeps of CUDA: the order of one stream, asynchrony, host functions called through their C address, and capture.
+A capture runs a kernel's Python once, as CUDA does: the torch operations are recorded with the tensors and constants of
+that moment, and a replay repeats the operations, not the Python. So a number that was read from the host at capture
+stays what it was, and reading a tensor back is an error. Memory that a capture wrote is put back, since capturing runs
+nothing. After a device error nothing runs any more, host functions included. What it does not keep: time, and races of
+kernels. `opaque` marks a stand-in of a native kernel, which is called anew at each replay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+P = ParamSpec("P")
+Node = Callable[[], object]
+
+PATIENCE_S = 60.0
+"""Only a failing test waits so long."""
+
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_aten = torch.ops.aten
+_READS_BACK = {
+    _aten._local_scalar_dense,
+    _aten.nonzero,
+    _aten.masked_select,
+    _aten.equal,
+    _aten.is_nonzero,
+    _aten._unique2,
+    _aten.bincount,
+}
+
+
+class DeviceFailed(RuntimeError):
+    """Every call after a device error raises this, as CUDA's sticky errors do."""
+
+
+class ReadsBack(AssertionError):
+    """A kernel needs a value on the host, which a graph cannot give it."""
+
+
+@dataclass(eq=False)
+class _Tracer(TorchDispatchMode):
+    """Records torch's operations; at the end memory is as it was."""
+
+    nodes: list[Node]
+    kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket in _READS_BACK or (
+            func.overloadpacket is _aten.index and any(t is not None and t.dtype == torch.bool for t in args[1])
+        ):
+            raise ReadsBack(f"{func} in a captured kernel")
+        named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+        written = [
+            leaf
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for leaf in tree_leaves(named.get(argument.name))
+            if isinstance(leaf, torch.Tensor)
+        ]
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            self.kept.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        out = func(*args, **kwargs)
+        if written:
+            self.nodes.append(lambda: func(*args, **kwargs))
+        elif any(value.alias_info is None for value in func._schema.returns):
+            self.nodes.append(functools.partial(_compute, func, args, kwargs, tree_leaves(out)))
+        return out
+
+    def restore(self) -> None:
+        for storage, before in self.kept.values():
+            storage.copy_(before)
+
+
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: list[Any]) -> None:
+    """Repeat an operation into the memory that its result has in this graph."""
+    for old, new in zip(out, tree_leaves(func(*args, **kwargs)), strict=True):
+        if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+            old.copy_(new)
+
+
+_tracing: list[_Tracer] = []
+
+
+def opaque(function: Callable[P, None]) -> Callable[P, None]:
+    """Mark a stand-in of a native kernel: a replay calls it again with the arguments of the capture."""
+
+    @functools.wraps(function)
+    def launch(*args: P.args, **kwargs: P.kwargs) -> None:
+        if _tracing:
+            _tracing[-1].nodes.append(lambda: function(*args, **kwargs))
+        else:
+            with _disable_current_modes():
+                function(*args, **kwargs)
+
+    return launch
+
+
+@dataclass(eq=False)
+class RecordedGraph:
+    stream: RecordedStream
+    nodes: list[Node] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    """"kernel", "copy" and "host" in order; a kernel is what one call of `Stream.kernel` launched."""
+    replays: int = 0
+
+    def replay(self) -> None:
+        assert self.nodes, "the graph was reset"
+        self.replays += 1
+        for node in self.nodes:
+            self.stream._enqueue(node)
+
+    def reset(self) -> None:
+        self.nodes = []
+
+
+@dataclass(eq=False)
+class RecordedEvent:
+    stream: RecordedStream
+    _flag: threading.Event = field(default_factory=threading.Event)
+
+    def mark(self) -> None:
+        self._flag = flag = threading.Event()
+        self.stream._queue.put(flag.set)
+
+    def reached(self) -> bool:
+        self.stream._raise()
+        return self._flag.is_set()
+
+    def wait(self) -> None:
+        assert self._flag.wait(PATIENCE_S), "the stream does not come to the event"
+        self.stream._raise()
+
+
+@dataclass(eq=False)
+class RecordedStream:
+    """`before` is called on the device's thread before every node; it may block; what it raises fails the device."""
+
+    before: Callable[[Node], None] | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    ran: int = 0
+    skipped: int = 0
+    """Nodes that were not run because the device had failed."""
+    eager: list[str] = field(default_factory=list)
+    """Kinds of the nodes that were enqueued outside a capture."""
+    failure: BaseException | None = None
+    _graph: RecordedGraph | None = None
+
+    def __post_init__(self) -> None:
+        self._queue: queue.SimpleQueue[Node | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
+        self._thread.start()
+
+    # -- what the program calls ---------------------------------------------------------------------------------------
+
+    def kernel(self, function: Callable[..., None], *args: object) -> None:
+        if self._graph is None:
+            self._put("kernel", functools.partial(_guarded, function, args))
+            return
+        tracer = _Tracer(self._graph.nodes)
+        _tracing.append(tracer)
+        try:
+            with torch.inference_mode(False), torch.no_grad(), tracer:
+                function(*args)
+        finally:
+            _tracing.pop()
+            tracer.restore()
+        self._graph.kinds.append("kernel")
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert target.shape == source.shape
+        assert target.dtype == source.dtype
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        self._put("copy", lambda: target.copy_(source))
+
+    def host(self, function: int, user_data: int) -> None:
+        call = _HOST_FUNCTION(function)
+        self._put("host", lambda: call(user_data))
+
+    def event(self) -> RecordedEvent:
+        return RecordedEvent(self)
+
+    @contextmanager
+    def capture(self) -> Iterator[RecordedGraph]:
+        self._raise()
+        assert self._graph is None, "captures do not nest"
+        self._graph = graph = RecordedGraph(self)
+        try:
+            yield graph
+        finally:
+            self._graph = None
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def synchronize(self) -> None:
+        assert self._graph is None, "cudaErrorStreamCaptureUnsupported"
+        event = self.event()
+        event.mark()
+        event.wait()
+
+    # -- the device ---------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException | None = None) -> None:
+        """Break the context: from the next node on nothing runs."""
+        self.failure = error or RuntimeError("an illegal memory access was encountered")
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def _put(self, kind: str, node: Node) -> None:
+        if self._graph is not None:
+            self._graph.nodes.append(node)
+            self._graph.kinds.append(kind)
+        else:
+            self.eager.append(kind)
+            self._enqueue(node)
+
+    def _enqueue(self, node: Node) -> None:
+        self._raise()
+        self._queue.put(functools.partial(self._run, node))
+
+    def _run(self, node: Node) -> None:
+        if self.failure is None and self.before is not None:
+            try:
+                self.before(node)
+            except Exception as error:
+                self.failure = error
+        if self.failure is not None:
+            self.skipped += 1
+            return
+        self.ran += 1
+        try:
+            node()
+        except Exception as error:
+            self.failure = error
+
+    def _serve(self) -> None:
+        torch.set_grad_enabled(False)
+        while (node := self._queue.get()) is not None:
+            node()
+
+    def _raise(self) -> None:
+        if self.failure is not None:
+            raise DeviceFailed(f"{type(self.failure).__name__}: {self.failure}") from self.failure
+
+
+class _NoReadingBack(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in _READS_BACK:
+            raise ReadsBack(f"{func} in a kernel")
+        return func(*args, **(kwargs or {}))
+
+
+def _guarded(function: Callable[..., None], args: tuple[object, ...]) -> None:
+    with _NoReadingBack():
+        function(*args)
