@@ -29,6 +29,9 @@ class SlotBuffers:
     """int32. Writer: the drafter; the engine zeroes it when it seats."""
     draft_limit_S: torch.Tensor
     """int32, drafts per step that the request allows. Writer: the engine, when it seats."""
+    done_S: torch.Tensor
+    """bool: stopped on the device, though the host may not know yet; further steps leave the slot alone. The engine
+    clears it when it seats, the step sets it."""
     posted_S: torch.Tensor
     """int32, answer tokens that the sidecar was told. The engine when a matcher is bound, then the step."""
     page_table_SN: torch.Tensor
@@ -49,6 +52,7 @@ class SlotBuffers:
             drafts_SR=ints(num_slots, num_rows),
             num_drafts_S=ints(num_slots),
             draft_limit_S=ints(num_slots),
+            done_S=torch.zeros(num_slots, dtype=torch.bool),
             posted_S=ints(num_slots),
             page_table_SN=ints(num_slots, -(-(max_model_len + num_rows) // page_size)),
             params=SlotParams.allocate(num_slots),

@@ -55,6 +55,8 @@ class EngineConfig:
     """Longest suffix that the n-gram drafter looks up."""
     ngram_min: int = 1
     """Shortest one."""
+    overlap: bool = False
+    """Launch a step before the last one's tokens are read. Pays on a GPU; on a CPU a stop is then found a step late."""
     row_timeout_ms: float = 50.0
     """A step waits this long for a guided slot's rows, then defers the slot."""
     max_queue_size: int = 256

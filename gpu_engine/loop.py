@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 
 from gpu_engine.buffers import LaneBuffers, SlotBuffers
-from gpu_engine.collect import LaneOutcome, outcomes
+from gpu_engine.collect import LaneOutcome
 from gpu_engine.config import EngineConfig
 from gpu_engine.drafters.build import build_drafter
 from gpu_engine.errors import GrammarUnavailable, LockstepError, status_of
@@ -18,6 +19,7 @@ from gpu_engine.kv_cache import PageAllocator
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ports import GrammarPort
 from gpu_engine.request import FinishReason, Request, TokenEvent
+from gpu_engine.runner import EagerRunner, StepRunner, Ticket
 from gpu_engine.scheduler import Chunk, Guide, Scheduler
 from gpu_engine.seating import Running, Seat, Seating
 from gpu_engine.stats import EngineStats
@@ -40,13 +42,16 @@ class EngineLoop:
     ) -> None:
         self.config, self.grammar = config, grammar
         S, R, L = config.max_batch_size, config.num_rows, model.max_model_len
-        num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(-R // config.page_size)
+        depth = 1 if config.overlap else 0
+        # Every step in flight may write R tokens behind the last that the host knows.
+        ahead = R * (depth + 1)
+        num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(-ahead // config.page_size)
         self.allocator = PageAllocator(num_pages, config.page_size)
         self.scheduler: Scheduler[Running] = Scheduler(
-            S, self.allocator, prefill_chunk=config.prefill_chunk, lookahead=R
+            S, self.allocator, prefill_chunk=config.prefill_chunk, lookahead=R * (depth + 1)
         )
         self._seating = Seating(
-            SlotBuffers.allocate(S, R, L, config.page_size),
+            SlotBuffers.allocate(S, R, L + ahead, config.page_size),
             LaneBuffers.allocate(S, R, model.vocab_size),
             max_model_len=L,
             eos_token_ids=model.eos_token_ids,
@@ -57,6 +62,8 @@ class EngineLoop:
             self._sync = InlineSync(channel, S, **timeouts)
         drafter = build_drafter(config, model, self._sync, num_pages)
         self._program = StepProgram(model, model.allocate_pages(num_pages, config.page_size), self._sync, drafter)
+        self._runner: StepRunner = EagerRunner(self._program, self._seating, depth)
+        self._in_flight: deque[Ticket] = deque()
         self.sequences: dict[Request, Seat] = {}
         self.stats = EngineStats(num_slots=S, num_pages=num_pages)
         self.live = 0
@@ -75,11 +82,10 @@ class EngineLoop:
         if plan.prefill is not None:
             self._prefill(plan.prefill)
         if plan.decode:
-            begin = time.perf_counter()
-            batch = self._seating.batch(plan.decode)
-            self._program.run(batch)
-            self._tell(plan.decode, batch.num_rows, (time.perf_counter() - begin) * 1e3)
-        return not plan.idle
+            self._in_flight.append(self._runner.launch(plan.decode))
+        if len(self._in_flight) > (self._runner.depth if plan.decode else 0):
+            self._tell(self._in_flight.popleft())
+        return not plan.idle or bool(self._in_flight)
 
     # -- one sequence ------------------------------------------------------------------------------------------------
 
@@ -116,19 +122,20 @@ class EngineLoop:
         chunk.sequence.prefilled = chunk.end
         self.stats.prefill_tokens += chunk.end - chunk.start
 
-    def _tell(self, seats: tuple[Seat, ...], num_rows: int, step_ms: float) -> None:
-        """Read the step's results; send the events; end who is done."""
-        waited_ms = self._sync.waited_ns / 1e6
+    def _tell(self, ticket: Ticket) -> None:
+        """Read a step's results; send the events; end who is done. Who left the seat since the launch is not meant."""
+        collected = self._runner.collect(ticket)
         self.stats.steps += 1
-        self.stats.step_rows += num_rows * len(seats)
-        self.stats.step_ms += step_ms
-        self.stats.mask_wait_ms += waited_ms
-        wanted = [seat.payload.request.sampling.logprobs for seat in seats]
-        results = outcomes(self._seating.lane, len(seats), guided=[seat.guided for seat in seats], logprobs=wanted)
-        for seat, outcome in zip(seats, results, strict=True):
-            self._count(seat, outcome, waited_ms)
+        self.stats.step_rows += ticket.num_rows * len(ticket.lanes)
+        self.stats.step_ms += collected.step_ms
+        self.stats.mask_wait_ms += collected.waited_ms
+        for lane, outcome in zip(ticket.lanes, collected.outcomes, strict=True):
+            if not lane.holds:
+                continue
+            seat = lane.seat
+            self._count(seat, outcome, collected.waited_ms)
             if outcome.deferred:
-                self._defer(seat, moved=bool(outcome.token_ids))
+                self._defer(seat, ticket.seq, moved=bool(outcome.token_ids))
             elif seat.guided:
                 seat.payload.refusals, seat.payload.deferred_s = 0, 0.0
             if outcome.finish is not None:
@@ -153,15 +160,15 @@ class EngineLoop:
             stats.draft_tokens += outcome.num_drafts
             stats.accepted_draft_tokens += outcome.num_accepted
 
-    def _defer(self, seat: Seat, *, moved: bool) -> None:
+    def _defer(self, seat: Seat, seq: int, *, moved: bool) -> None:
         """A slot without its rows leaves the batch until they are there, so that it holds up nobody."""
         notes = seat.payload
         notes.request.telemetry.deferred_rows += 1
         self.stats.deferred_rows += 1
         notes.deferred_s = notes.deferred_s or time.monotonic()
-        notes.deferred_seq = self._sync.seq
-        if moved:
-            return  # what is late answers a past that it has left: the next step asks for the present
+        notes.deferred_seq = seq
+        if moved or self._in_flight:
+            return  # what is late may answer a past that it has left: the next step asks for the present
         came = self._sync.late(notes.deferred_seq, seat.slot, seat.slot_gen)
         seat.parked = came is None
         notes.refusals += came == 0
@@ -196,17 +203,16 @@ class EngineLoop:
         with self.live_lock:
             self.live -= 1
         self.scheduler.leave(seat)
-        self._close_grammar(seat)
         request.telemetry.finished_s = time.monotonic()
         if error is not None:
             self.stats.failed[status_of(error).name] += 1
         else:
             self.stats.finished[finish.name if finish else "DROPPED"] += 1
-        if silent:
-            return
-        ids, logprobs = (outcome.token_ids, outcome.logprobs) if outcome else ((), ())
-        matched = ids[-1] if finish is FinishReason.STOP and ids else None
-        request.sink(TokenEvent(request.index, ids, logprobs, finish, matched, error))
+        if not silent:
+            ids, logprobs = (outcome.token_ids, outcome.logprobs) if outcome else ((), ())
+            matched = ids[-1] if finish is FinishReason.STOP and ids else None
+            request.sink(TokenEvent(request.index, ids, logprobs, finish, matched, error))
+        self._close_grammar(seat)  # last: a port that fails must not keep the end from the client
 
     @property
     def any_parked(self) -> bool:

@@ -60,6 +60,7 @@ class Seating:
         slot.history_SL[s, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         slot.length_S[s] = len(tokens)
         slot.num_drafts_S[s] = 0
+        slot.done_S[s] = False
         slot.draft_limit_S[s] = min(request.num_draft_tokens, slot.drafts_SR.shape[1] - 1)
         slot.posted_S[s] = len(seat.payload.answer)
         p = slot.params

@@ -17,6 +17,7 @@ from gpu_engine.model.prefill import prefill
 from gpu_engine.sync import Sync
 from kernels.accept import RUN_ON, StepTensors, accept
 from kernels.paged_attention import KVPages
+from shared_mem.layout import RowKind
 
 
 class Drafter(Protocol):
@@ -42,6 +43,7 @@ class StepProgram:
         self.sync.post(batch)  # the sidecar rolls back, accepts and fills rows while the target runs
         logits_NV = self.model.logits(ids_BP, context)
         self.sync.await_rows(batch)
+        self._hold(batch)
         step = self._tensors(batch)
         accept(logits_NV, step, num_rows=batch.num_rows)
         self._settle(batch)
@@ -70,7 +72,7 @@ class StepProgram:
         lane.drafts_BR[:B] = slot.drafts_SR[slots]
         lane.num_drafts_B[:B] = slot.num_drafts_S[slots].clamp(max=P - 1)
         row_P = torch.arange(P, dtype=torch.int32)
-        live_BP = row_P <= lane.num_drafts_B[:B, None]
+        live_BP = (row_P <= lane.num_drafts_B[:B, None]) & ~slot.done_S[slots][:, None]
         positions_BP = torch.where(live_BP, last_B1 + row_P, -1)
         last_id_B1 = slot.history_SL[slots].gather(1, last_B1.long())
         ids_BP = torch.cat([last_id_B1, lane.drafts_BR[:B, : P - 1]], dim=1)
@@ -92,9 +94,17 @@ class StepProgram:
             lane.result,
         )
 
+    def _hold(self, batch: StepBatch) -> None:
+        """A slot that stopped in a step nobody has read yet emits nothing more."""
+        done_B = batch.slot.done_S[batch.slots_B.long()]
+        batch.lane.kinds_BR[: batch.num_lanes].masked_fill_(done_B[:, None], int(RowKind.DEFER))
+
     def _settle(self, batch: StepBatch) -> None:
         """Who goes on: a lane that emitted and did not end. The rows of the others' past are forgotten."""
         lane, result, B = batch.lane, batch.lane.result, batch.num_lanes
+        batch.slot.done_S[batch.slots_B.long()] |= (result.finish_B[:B] != RUN_ON) | (
+            result.blocked_B[:B] > int(RowKind.DEFER)
+        )
         lane.drafting_B[:B] = (
             (result.num_emitted_B[:B] > 0) & (result.finish_B[:B] == RUN_ON) & (result.blocked_B[:B] == 0)
         )

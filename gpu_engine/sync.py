@@ -19,6 +19,14 @@ from shared_mem.layout import RowKind, Stage
 class Sync(Protocol):
     """The step program's view of the grammar process."""
 
+    @property
+    def seq(self) -> int:
+        """Sequence of the last verify post; 0: it had nothing to ask."""
+
+    @property
+    def waited_ns(self) -> int:
+        """Time that the last step stood waiting."""
+
     def post(self, batch: StepBatch) -> None:
         """Tell committed tokens and drafts of the guided lanes; the sidecar starts on the rows that are missing."""
 
@@ -68,7 +76,9 @@ class InlineSync:
             return
         lane, B = batch.lane, batch.num_lanes
         wanted_R = torch.arange(lane.drafts_BR.shape[1]) <= lane.num_drafts_B[:B, None]
-        missing_BR = wanted_R & ~self.store.kept_SR[batch.slots_B.long()] & lane.guided_B[:B, None]
+        slots = batch.slots_B.long()
+        asking_B = lane.guided_B[:B] & ~batch.slot.done_S[slots]
+        missing_BR = wanted_R & ~self.store.kept_SR[slots] & asking_B[:, None]
         self.seq = self._post(batch, lane.num_drafts_B[:B], missing_BR, Stage.VERIFY)
 
     def await_rows(self, batch: StepBatch) -> None:
