@@ -1,0 +1,171 @@
+"""`Sync` for a stream, captured by CUDA graphs: two mechanisms over one protocol of the shared memory.
+
+`HostCallbackSync`: one copy to pinned memory, the native post as a host function; the native await, one copy back, one
+kernel that fetches rows. `DeviceFlagSync`: two kernels on the mapped segment, no host function. Both are compared on a
+GPU in one run (benchmarks/bench_sync.py, bench_graph.py); configuration chooses.
+
+One invariant: function addresses, user data and device addresses that are enqueued live as long as the sync, which
+outlives every graph over it. Not here: packing and kept rows (sync_stream.py), the kernels (kernels/cuda/flags.py).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from gpu_engine.lane_box import HostBox, LaneBox
+from gpu_engine.stream import Stream
+from gpu_engine.sync_stream import StreamSync
+from shared_mem.channel import EngineEnd
+from shared_mem.layout import Stage
+
+
+class RowFetcher(Protocol):
+    """The device's copy of mask rows; `kernels.cuda.flags.DeviceFlags` is one."""
+
+    mask_SRW: torch.Tensor
+
+    def fetch(self, seq: torch.Tensor, slots_B: torch.Tensor, kinds_BR: torch.Tensor, *, rows_wanted: int) -> None:
+        """Copy the APPLY rows of sequence `seq` (int64 [1]) from the segment into `mask_SRW`."""
+
+
+class FlagKernels(RowFetcher, Protocol):
+    """Post and wait without a host function; `kernels.cuda.flags.DeviceFlags` is one."""
+
+    counter: torch.Tensor
+    """int64 [4]: last sequence, the one to wait for, nanoseconds waited, lanes not answered in time."""
+
+    def post(
+        self,
+        slots_B: torch.Tensor,
+        slot_gens_B: torch.Tensor,
+        commit_pos_B: torch.Tensor,
+        n_commit_B: torch.Tensor,
+        n_draft_B: torch.Tensor,
+        need_rows_B: torch.Tensor,
+        tokens_BT: torch.Tensor,
+        stage: int,
+    ) -> None:
+        """Write the records of lanes with slot >= 0 and release their sequence."""
+
+    def wait(
+        self,
+        slots_B: torch.Tensor,
+        slot_gens_B: torch.Tensor,
+        kinds_BR: torch.Tensor,
+        forced_BR: torch.Tensor,
+        need_BR: torch.Tensor,
+        *,
+        rows_wanted: int,
+        timeout_ns: int,
+    ) -> None:
+        """Wait for the last post's answers and fetch APPLY rows into `mask_SRW`."""
+
+
+class HostCallbackSync(StreamSync):
+    """Posts and waits through native host functions.
+
+    Args:
+        stream: of the step.
+        channel: the engine's end; its counter gives the sequences.
+        fetcher: the device's mask rows.
+        row_timeout_ms: a verify step waits so long for its rows.
+        draft_timeout_ms: a draft step waits so long.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        channel: EngineEnd,
+        fetcher: RowFetcher,
+        *,
+        row_timeout_ms: float,
+        draft_timeout_ms: float = 5.0,
+    ) -> None:
+        super().__init__(
+            stream, channel, fetcher.mask_SRW, row_timeout_ms=row_timeout_ms, draft_timeout_ms=draft_timeout_ms
+        )
+        self._fetcher = fetcher
+        self._boxes: dict[int, HostBox] = {}
+
+    @property
+    def waited_ns(self) -> int:
+        """Time that the host functions of the last steps stood waiting, over all batch sizes. A glance."""
+        return sum(box.waited_ns for box in self._boxes.values())
+
+    def check(self) -> None:
+        """Raise InvalidField when a record of an earlier step was refused. Does not wait."""
+        for box in self._boxes.values():
+            box.check()
+
+    def _box(self, num_lanes: int) -> HostBox:
+        if num_lanes not in self._boxes:
+            timeouts = {"timeout_ns": self._timeout_ns, "draft_timeout_ns": self._draft_timeout_ns}
+            self._boxes[num_lanes] = HostBox(self.stream, self.channel, num_lanes, **timeouts)
+        return self._boxes[num_lanes]
+
+    def _send(self, box: LaneBox, stage: int, timeout_ns: int) -> None:
+        assert isinstance(box, HostBox)
+        box.post(self.stream, stage)
+
+    def _receive(self, box: LaneBox, stage: int, rows_wanted: int, timeout_ns: int) -> None:
+        assert isinstance(box, HostBox)
+        box.wait(self.stream, stage)
+        self.stream.kernel(self._fetch, box, stage, rows_wanted)
+
+    def _fetch(self, box: LaneBox, stage: int, rows_wanted: int) -> None:
+        # Rows that were not asked for are DEFER in the answer, so kept rows are not overwritten.
+        self._fetcher.fetch(box.awaited, box.slots, box.kinds, rows_wanted=rows_wanted)
+        if stage == Stage.VERIFY:
+            self.report_2[:1].copy_(box.awaited)
+
+
+class DeviceFlagSync(StreamSync):
+    """Posts and waits with kernels on the mapped segment; the graph has no host node and needs no host thread.
+
+    The sequence is counted on the device. Arguments as those of `HostCallbackSync`.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        channel: EngineEnd,
+        flags: FlagKernels,
+        *,
+        row_timeout_ms: float,
+        draft_timeout_ms: float = 5.0,
+    ) -> None:
+        super().__init__(
+            stream, channel, flags.mask_SRW, row_timeout_ms=row_timeout_ms, draft_timeout_ms=draft_timeout_ms
+        )
+        self._flags = flags
+        self._boxes: dict[int, LaneBox] = {}
+
+    waited_ns = 0
+    """Waiting is counted on the device: `report_2[1]`."""
+
+    def check(self) -> None:
+        """Nothing is checked by the post kernel."""
+
+    def _box(self, num_lanes: int) -> LaneBox:
+        if num_lanes not in self._boxes:
+            self._boxes[num_lanes] = LaneBox(num_lanes, self.channel.layout.num_rows, self.stream.device)
+        return self._boxes[num_lanes]
+
+    def _send(self, box: LaneBox, stage: int, timeout_ns: int) -> None:
+        self.stream.kernel(self._post, box, stage)
+
+    def _post(self, box: LaneBox, stage: int) -> None:
+        inputs = (box.slots, box.slot_gens, box.commit_pos, box.n_commit, box.n_draft, box.need_rows, box.tokens)
+        self._flags.post(*inputs, stage)
+        if stage == Stage.VERIFY:
+            self.report_2[:1].copy_(self._flags.counter[1:2])
+
+    def _receive(self, box: LaneBox, stage: int, rows_wanted: int, timeout_ns: int) -> None:
+        self.stream.kernel(self._wait, box, rows_wanted, timeout_ns)
+
+    def _wait(self, box: LaneBox, rows_wanted: int, timeout_ns: int) -> None:
+        outputs = (box.kinds, box.forced, box.need)
+        self._flags.wait(box.slots, box.slot_gens, *outputs, rows_wanted=rows_wanted, timeout_ns=timeout_ns)
+        self.report_2[1:].copy_(self._flags.counter[2:3])
