@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.library import address, native
+
+if TYPE_CHECKING:
+    from kernels.cuda.row_state import DeviceRows
 
 MAX_LOGPROBS = 20
 RUN_ON, STOP_TOKEN, STOP_LENGTH = 0, 1, 2
@@ -152,6 +156,8 @@ class StepTensors:
     length_S: torch.Tensor
     params: SlotParams
     result: AcceptResult
+    device: DeviceRows | None = None
+    """Needed on a GPU; None on a CPU."""
 
     def arguments(self, logits_NV: torch.Tensor, num_rows: int) -> _Args:
         """Return the native arguments for logits [B * num_rows, V], bf16 or fp32; asserts every shape and dtype."""
@@ -188,6 +194,10 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
     `logits_NV` [B * P, V], row b * P + j; `num_rows` is P; `num_drafts_B` < P. A row of kind DEFER, DEAD_END or ERROR
     emits nothing and ends the slot's step; a row without any legal token does the same as DEAD_END.
     """
+    if logits_NV.device.type == "cuda":
+        from kernels.cuda import accept as device  # a CPU install has no Triton
+
+        return device.accept(logits_NV, step, num_rows=num_rows)
     native().lockstep_accept(ctypes.byref(step.arguments(logits_NV, num_rows)))
 
 
@@ -197,6 +207,10 @@ def draw_drafts(logits_BV: torch.Tensor, step: StepTensors, k: int) -> None:
     Position and noise are those that verification will use at row k; kinds and forced are read at [b, k]. The draft
     also goes into `history_SL` behind `length_S`, where the next draft's penalties find it. -1: nothing is legal.
     """
+    if logits_BV.device.type == "cuda":
+        from kernels.cuda import accept as device
+
+        return device.draw_drafts(logits_BV, step, k)
     native().lockstep_draft(ctypes.byref(step.arguments(logits_BV, 1)), ctypes.c_int32(k))
 
 

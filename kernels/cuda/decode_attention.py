@@ -80,7 +80,6 @@ def decode_kernel(
     query = tl.load(at[:, None] + d[None, :], mask=(m < rows)[:, None] & real[None, :], other=0.0)
     k_head = k_pages + h * (T * D)
     v_head = v_pages + h * (T * D)
-    page_stride = Hkv.to(tl.int64) * (T * D)
     if end > first:
         # Every program stores what it will read itself, so programs need not wait for each other; equal bytes twice
         # are no race.
@@ -88,7 +87,7 @@ def decode_kernel(
         token = first + i
         writes = (token >= start) & (token < end)
         page = tl.load(table + b * table_stride + token // T, mask=writes, other=0)
-        row = (page * page_stride + (token % T) * D)[:, None] + d[None, :]
+        row = (page.to(tl.int64) * (Hkv * T * D) + (token % T) * D)[:, None] + d[None, :]
         cells = writes[:, None] & real[None, :]
         k_row = k_new + b * k_stride_b + i * k_stride_p + h * k_stride_h
         v_row = v_new + b * v_stride_b + i * v_stride_p + h * v_stride_h
@@ -102,7 +101,7 @@ def decode_kernel(
         token = n + tl.arange(0, BLOCK_N)
         inside = token < end
         page = tl.load(table + b * table_stride + token // T, mask=inside, other=0)
-        row = page * page_stride + (token % T) * D
+        row = page.to(tl.int64) * (Hkv * T * D) + (token % T) * D
         k = tl.load(k_head + row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
         v = tl.load(v_head + row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
         acc, peak, total = attend(query, k, v, token, position, acc, peak, total, window, scale, softcap, SOFTCAP)

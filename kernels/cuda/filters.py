@@ -76,8 +76,10 @@ def filter_kernel(
     t, k, p, m = tl.load(temperature + s), tl.load(top_k + s), tl.load(top_p + s), tl.load(min_p + s)
     if not filters(t, k, p, m, V):
         return
+    if tl.load(kinds + b * lane_stride + j).to(tl.int32) >= DEFER:
+        return
     if not DRAFT:
-        if (j > tl.load(num_drafts + b)) | (tl.load(kinds + b * lane_stride + j).to(tl.int32) >= DEFER):
+        if j > tl.load(num_drafts + b):
             return
     candidates, tops = pick(best, best_column, peaks, row, 1, t, partial_stride, tiles, 1, TILES)
     column, peak = tl.sum(candidates, axis=0), tl.sum(tops, axis=0)

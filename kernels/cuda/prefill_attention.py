@@ -96,12 +96,11 @@ def prefill_kernel(
     low = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0)
     k_head = k_pages + head // G * (T * D)
     v_head = v_pages + head // G * (T * D)
-    page_stride = Hkv.to(tl.int64) * (T * D)
     for n in range(low // BLOCK_N * BLOCK_N, last + 1, BLOCK_N):
         token = n + tl.arange(0, BLOCK_N)
         inside = token <= last
         page = tl.load(table + b * table_stride + token // T, mask=inside, other=0)
-        row = page * page_stride + (token % T) * D
+        row = page.to(tl.int64) * (Hkv * T * D) + (token % T) * D
         k = tl.load(k_head + row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
         v = tl.load(v_head + row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
         acc, peak, total = attend(query, k, v, token, position, acc, peak, total, window, scale, softcap, SOFTCAP)

@@ -84,3 +84,15 @@ class RowScratch:
             empty(torch.int32, num_rows),
             block,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """What `StepTensors` carries for a step on a GPU."""
+
+    slots: SlotRows
+    scratch: RowScratch
+    filters: bool = True
+    """Static: False leaves the kernel of top-k, top-p and min-p out, and no lane may ask for them."""
+    logprobs: bool = True
+    """Static: False leaves the kernel of log-probabilities out, and no lane may ask for them."""

@@ -86,7 +86,6 @@ def row_kernel(
     scratch: tl.tensor,
     logits_stride: tl.tensor,
     lane_stride: tl.tensor,
-    draft_stride: tl.tensor,
     history_stride: tl.tensor,
     mask_slot_stride: tl.tensor,
     mask_row_stride: tl.tensor,
@@ -104,8 +103,8 @@ def row_kernel(
 ) -> None:
     """Grid (tiles, B * num_rows): best score, its column and the peak of one tile of one row.
 
-    DRAFT: a row without an answer is free, and drafts are those of the slot. D2T: column c is token c + d2t[c].
-    FILTERS: rows whose slot filters leave their masked logits in `scratch`.
+    DRAFT: whatever the number of drafts. D2T: column c is token c + d2t[c]. FILTERS: rows whose slot filters leave
+    their masked logits in `scratch`.
     """
     tile = tl.program_id(0)
     row = tl.program_id(1)
@@ -115,13 +114,12 @@ def row_kernel(
     if s < 0:
         return
     kind = tl.load(kinds + b * lane_stride + j).to(tl.int32)
-    if DRAFT:
-        drafts += s * draft_stride
-        kind = tl.where(kind >= DEFER, 0, kind)
-    else:
-        drafts += b * draft_stride
-        if (j > tl.load(num_drafts + b)) | (kind >= DEFER):
+    if kind >= DEFER:
+        return
+    if not DRAFT:
+        if j > tl.load(num_drafts + b):
             return
+    drafts += b * lane_stride
     first = tile * (ROWS * 32)
     column = first + tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = column < V

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.rows import DEFER, SEEN, filters, pick
+from kernels.cuda.rows import DEFER, FORCED, SEEN, filters, pick
 
 DEAD_END = tl.constexpr(4)
 
@@ -102,7 +102,8 @@ def draft_kernel(
     forced: tl.tensor,
     d2t: tl.tensor,
     drafts: tl.tensor,
-    num_drafts: tl.tensor,
+    history: tl.tensor,
+    length: tl.tensor,
     temperature: tl.tensor,
     top_p: tl.tensor,
     min_p: tl.tensor,
@@ -112,7 +113,7 @@ def draft_kernel(
     peaks: tl.tensor,
     chosen: tl.tensor,
     lane_stride: tl.tensor,
-    draft_stride: tl.tensor,
+    history_stride: tl.tensor,
     partial_stride: tl.tensor,
     tiles: tl.tensor,
     V: tl.tensor,
@@ -121,7 +122,7 @@ def draft_kernel(
     FILTERS: tl.constexpr,
     D2T: tl.constexpr,
 ) -> None:
-    """Grid (B): write the draft of `row`; where nothing is legal write 0 and end the slot's drafts before it."""
+    """Grid (B): write the draft of `row`, -1 where nothing is legal, and 0 or it into history behind the length."""
     b = tl.program_id(0)
     s = tl.load(slots + b).to(tl.int64)
     if s < 0:
@@ -132,10 +133,12 @@ def draft_kernel(
     if FILTERS:
         if filters(t, tl.load(top_k + s), tl.load(top_p + s), tl.load(min_p + s), V):
             token = tl.load(chosen + b)
+    at = b * lane_stride + row
+    kind = tl.load(kinds + at).to(tl.int32)
     if D2T:
         token += tl.load(d2t + token, mask=token >= 0, other=0)
-    if tl.load(kinds + b * lane_stride + row).to(tl.int32) == 2:
-        token = tl.load(forced + b * lane_stride + row)
-    tl.store(drafts + s * draft_stride + row, tl.maximum(token, 0))
-    if token < 0:
-        tl.store(num_drafts + s, tl.minimum(tl.load(num_drafts + s), row))
+        # A pruned vocabulary need not have the one legal token.
+        token = tl.where(kind == FORCED, tl.load(forced + at), token)
+    token = tl.where(kind >= DEFER, -1, token)
+    tl.store(drafts + at, token)
+    tl.store(history + s * history_stride + tl.load(length + s) + row, tl.maximum(token, 0))

@@ -9,8 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
+
+from kernels.accept import AcceptResult, SlotParams, StepTensors
+from kernels.cuda import accept, bitmask, ngram, noise, paged_attention, posting, step_inputs
+from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
+from kernels.paged_attention import KVPages
 
 MAX_SHARED = 232_448
 """Bytes of shared memory that a program may have on compute capability 9.0."""
@@ -59,3 +65,76 @@ def install() -> NoDevice:
     driver = NoDevice()
     triton.runtime.driver.set_active(driver)
     return driver
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def flags(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
+def compile_step(S: int, B: int, R: int, N: int) -> None:
+    """Run what a step runs but attention: S slots, B lanes, R rows, N pages, in a large vocabulary."""
+    V, W, L = 128_256, 4008, 2052
+    rows, scratch = SlotRows.allocate(S, V, ints(S, R, W)), RowScratch.allocate(B * R, V, "cpu")
+    result, params = AcceptResult.allocate(B, R, V), SlotParams.allocate(S)
+    slots, drafts, num_drafts, kinds, forced = ints(B), ints(B, R), ints(B), flags(B, R), ints(B, R)
+    history, length, logits = ints(S, L), ints(S), torch.zeros(B * R, V, dtype=torch.bfloat16)
+    lanes = (slots, drafts, num_drafts, kinds, forced)
+    d2t, small = ints(32_000), torch.zeros(B * R, 32_000)
+    for filters in (True, False):
+        device = DeviceRows(rows, scratch, filters=filters)
+        step = StepTensors(*lanes, 0, (0, 0), history, length, params, result, device)
+        accept.accept(logits, step, num_rows=R)
+        accept.draw_drafts(logits, step, 0)
+        accept.draw_drafts(small, step, R - 1, d2t_V=d2t)
+    bitmask.apply_bitmask(logits, slots, kinds, forced, rows.masks_SRW, flags(B, R), num_rows=R)
+    bitmask.apply_bitmask(small, slots, kinds, forced, rows.masks_SRW, flags(B, R), num_rows=R, d2t_V=d2t)
+
+    for dtype in (torch.int32, torch.int64):
+        inputs = (slots, history, length, ints(S, R), ints(S), ints(S, N), torch.zeros(B, R, dtype=dtype), ints(B, R))
+        step_inputs.load_step(*inputs, drafts, num_drafts, ints(B, N))
+    counter = torch.zeros(1, dtype=torch.int64)
+    results = (result.num_emitted_B, result.num_accepted_B, result.finish_B, result.blocked_B, result.emitted_BR)
+    step_inputs.emit(slots, ints(B), num_drafts, length, *results, counter, ints(S, B, 8 + R))
+    limits = (ints(S), params.max_length_S)
+    ngram.propose_ngram(slots, history, length, *limits, ints(S, R), ints(S), ngram_max=4, ngram_min=2)
+
+    kept = posting.KeptRows(rows.masks_SRW, flags(S, R), ints(S, R), flags(S, R).bool())
+    out = posting.PostTensors(*(ints(B) for _ in range(6)), ints(B, 2 * R), flags(B, R), ints(B, R))
+    guided, lengths = flags(B).bool(), (history, length, params.prompt_length_S, ints(S))
+    for k in (posting.VERIFY, 0, R - 1):
+        posting.pack_post(slots, guided, guided, ints(B), drafts, num_drafts, *lengths, kept, out, k=k)
+        posting.keep_rows(slots, guided, guided, out, counter, ints(2, S, R, W), kept, kinds, forced, k=k)
+    posting.settle(slots, *results[:1], *results[2:4], guided, kept.kept_SR)
+
+
+def compile_attention(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: torch.dtype) -> None:
+    """Run attention once: B sequences, P queries."""
+    q, k = torch.zeros(B, P, Hq, D, dtype=dtype), torch.zeros(B, P, Hkv, D, dtype=dtype)
+    pages = KVPages(*(torch.zeros(4, Hkv, T, D, dtype=dtype) for _ in range(2)), token_major=True)
+    softcap = 30.0 if D == 80 else 0.0
+    paged_attention.paged_attention(q, k, k, pages, ints(B, 2048 // T), ints(B, P), scale=0.1, softcap=softcap)
+
+
+def main() -> None:
+    """Compile all and print the kernels' names."""
+    driver = install()
+    # Triton makes a constant of a number that is 1, so the smallest shapes are programs of their own.
+    compile_step(1, 1, 1, 1)
+    compile_step(8, 4, 4, 129)
+    noise.noise_kernel[(1,)](torch.zeros(512), 1 << 40, 1, 512, ROWS=16)
+    compile_attention(1, 1, 9, 3, 64, 16, torch.bfloat16)
+    compile_attention(1, 1, 4, 1, 128, 32, torch.bfloat16)
+    compile_attention(4, 4, 32, 8, 128, 16, torch.bfloat16)
+    compile_attention(4, 8, 8, 1, 80, 64, torch.float16)
+    compile_attention(4, 4, 8, 4, 256, 16, torch.float32)
+    compile_attention(1, 512, 32, 8, 128, 16, torch.bfloat16)
+    compile_attention(1, 64, 2, 1, 256, 16, torch.float32)
+    print(*sorted({name for name, _ in driver.binaries}))
+
+
+if __name__ == "__main__":
+    main()

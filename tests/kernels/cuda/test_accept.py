@@ -13,12 +13,13 @@ from kernels.accept import (
     STOP_TOKEN,
     AcceptResult,
     SlotParams,
+    StepTensors,
     gumbel_noise,
     pack_rules,
 )
-from kernels.cuda.accept import accept, sample_draft
+from kernels.cuda.accept import accept, draw_drafts
 from kernels.cuda.noise import noise_kernel
-from kernels.cuda.row_state import SEEN, RowScratch, SlotRows
+from kernels.cuda.row_state import SEEN, DeviceRows, RowScratch, SlotRows
 from tests.kernels.accept_cases import (
     ALL,
     APPLY,
@@ -48,15 +49,12 @@ def run(
         state.count_seen(b, torch.tensor(c.history), c.prompt_length)
     result = AcceptResult.allocate(B, R, V, device)
     history, length = t.history_SL.to(device), t.length_S.to(device)
-    accept(
-        *(logits.to(device), torch.arange(B, dtype=torch.int32, device=device)),
-        *(t.drafts_BR.to(device), t.num_drafts_B.to(device), t.kinds_BR.to(device), t.forced_BR.to(device)),
-        *(history, length, on(t.params, device), state),
-        RowScratch.allocate(B * rows, V, device, block=256, filters=filters),
-        result,
-        num_rows=rows,
-        filters=filters,
+    step = StepTensors(
+        *(torch.arange(B, dtype=torch.int32, device=device), t.drafts_BR.to(device), t.num_drafts_B.to(device)),
+        *(t.kinds_BR.to(device), t.forced_BR.to(device), 0, (0, 0), history, length, on(t.params, device), result),
+        DeviceRows(state, RowScratch.allocate(B * rows, V, device, block=256, filters=filters), filters=filters),
     )
+    accept(logits.to(device), step, num_rows=rows)
     for b, c in enumerate(cases):  # the counts are those of the new history
         want = SlotRows.allocate(1, V, t.masks_SRW)
         want.count_seen(0, history[b, : int(length[b])].cpu(), c.prompt_length)
@@ -176,12 +174,12 @@ def test_idle_lanes_emit_nothing_and_touch_no_slot(device: torch.device) -> None
     result = AcceptResult.allocate(2, 2, 50, device)
     result.num_emitted_B.fill_(7)
     lanes = torch.zeros(2, 2, dtype=torch.int32, device=device)
-    accept(
-        *(torch.ones(2, 50, device=device), torch.tensor([-1, 0], dtype=torch.int32, device=device), lanes),
-        *(lanes[:, 0].contiguous(), lanes.to(torch.uint8), lanes, history, length, on(t.params, device), state),
-        *(RowScratch.allocate(2, 50, device, block=64), result),
-        num_rows=1,
+    step = StepTensors(
+        *(torch.tensor([-1, 0], dtype=torch.int32, device=device), lanes, lanes[:, 0].contiguous()),
+        *(lanes.to(torch.uint8), lanes, 0, (0, 0), history, length, on(t.params, device), result),
+        DeviceRows(state, RowScratch.allocate(2, 50, device, block=64)),
     )
+    accept(torch.ones(2, 50, device=device), step, num_rows=1)
     assert result.num_emitted_B.tolist() == [0, 1]
     assert length.tolist() == [3]
 
@@ -192,32 +190,36 @@ def test_a_draft_is_what_its_row_will_draw(device: torch.device, sampling: dict[
     V, R, row = 200, 4, 2
     g = torch.Generator().manual_seed(5)
     kept = torch.randperm(V, generator=g)[:70].sort().values if pruned else torch.arange(V)
-    small = torch.randn(4, len(kept), generator=g)
-    full = torch.full((4, V), -torch.inf).index_copy(1, kept, small)
+    small = torch.randn(5, len(kept), generator=g)
+    full = torch.full((5, V), -torch.inf).index_copy(1, kept, small)
+    forced = 33 if not pruned else int(next(v for v in range(V) if v not in kept))  # not in the drafter's vocabulary
     masks = [torch.rand(V, generator=g) < 0.5, torch.zeros(V, dtype=torch.bool)]
     cases = [
-        Case([1, 2], 1, drafts=[5, 6, 0], kinds=kinds, masks={row: mask}, forced={row: 33}, repetition=1.2, **sampling)
-        for kinds, mask in zip(
-            ([0, 0, ALL, 0], [0, 0, APPLY, 0], [0, 0, APPLY, 0], [0, 0, FORCED, 0]),
-            (masks[0], masks[0], masks[1], masks[0]),
-            strict=True,
+        Case(
+            *([1, 2], 1, [5, 6, 0], [0, 0, kind, 0]),
+            **{"masks": {row: mask}, "forced": {row: forced}, "repetition": 1.2, **sampling},
+        )
+        for kind, mask in zip(
+            (ALL, APPLY, APPLY, FORCED, DEFER), masks[:1] * 2 + masks[1:] + masks[:1] * 2, strict=True
         )
     ]
     t = tensors(cases, V, R)
-    state = SlotRows.allocate(4, V, t.masks_SRW.to(device))
+    state = SlotRows.allocate(5, V, t.masks_SRW.to(device))
     for b, c in enumerate(cases):
         state.count_seen(b, torch.tensor(c.history), c.prompt_length)
-    drafts, num = t.drafts_BR.to(device), t.num_drafts_B.to(device)
-    sample_draft(
-        *(small.to(device), torch.arange(4, dtype=torch.int32, device=device), row, drafts, num),
-        *(t.kinds_BR.to(device), t.forced_BR.to(device), t.history_SL.to(device), t.length_S.to(device)),
-        *(on(t.params, device), state, RowScratch.allocate(4, V, device, block=64)),
-        d2t_V=(kept - torch.arange(len(kept))).int().to(device) if pruned else None,
+    step = StepTensors(
+        *(torch.arange(5, dtype=torch.int32, device=device), t.drafts_BR.to(device), t.num_drafts_B.to(device)),
+        *(t.kinds_BR.to(device), t.forced_BR.to(device), 0, (0, 0), t.history_SL.to(device), t.length_S.to(device)),
+        *(on(t.params, device), AcceptResult.allocate(5, R, V, device)),
+        DeviceRows(state, RowScratch.allocate(5, V, device, block=64)),
     )
+    d2t = (kept - torch.arange(len(kept))).int().to(device) if pruned else None
+    draw_drafts(small.to(device), step, row, d2t_V=d2t)
+    tokens = step.drafts_BR[:, row].tolist()
     for b in (0, 1):
-        assert int(drafts[b, row]) == reference_token(cases[b], [*cases[b].history, 5, 6], full[b], row)
-    assert drafts[2:, row].tolist() == [0, 33]
-    assert num.tolist() == [3, 3, 2, 3]
+        assert tokens[b] == reference_token(cases[b], [*cases[b].history, 5, 6], full[b], row)
+    assert tokens[2:] == [-1, forced, -1]
+    assert step.history_SL[:, 4].tolist() == [max(token, 0) for token in tokens]
 
 
 def test_rules_that_do_not_fit_are_refused(device: torch.device) -> None:

@@ -1,0 +1,89 @@
+"""Prompt lookup in one kernel: the tokens behind the last occurrence of the answer's own suffix.
+
+The longest run wins, then the latest (Saxena 2023; LLMA, Yang 2023). One invariant: only tokens of the slot's own
+history are proposed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def ngram_kernel(
+    slots: tl.tensor,
+    history: tl.tensor,
+    length: tl.tensor,
+    draft_limit: tl.tensor,
+    max_length: tl.tensor,
+    drafts: tl.tensor,
+    num_drafts: tl.tensor,
+    history_stride: tl.tensor,
+    R: tl.tensor,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (B): see `propose_ngram`."""
+    s = tl.load(slots + tl.program_id(0)).to(tl.int64)
+    if s < 0:
+        return
+    n = tl.load(length + s)
+    tokens = history + s * history_stride
+    best = tl.full([BLOCK], -1, tl.int32)
+    best_end = tl.full([BLOCK], 0, tl.int32)
+    for first in range(0, n - 1, BLOCK):  # a match ends before the last token
+        at = first + tl.arange(0, BLOCK)
+        alive = at < n - 1
+        run = tl.zeros([BLOCK], tl.int32)
+        for t in tl.static_range(MOST):
+            suffix = tl.load(tokens + tl.maximum(n - 1 - t, 0))
+            alive = alive & (at >= t) & (tl.load(tokens + at - t, mask=alive & (at >= t), other=-1) == suffix)
+            run += alive.to(tl.int32)
+        better = (run >= LEAST) & (run >= best)
+        best = tl.where(better, run, best)
+        best_end = tl.where(better, at, best_end)
+    longest = tl.max(best, axis=0)
+    end = tl.max(tl.where(best == longest, best_end, -1), axis=0)
+    count = tl.minimum(n - 1 - end, tl.load(draft_limit + s))
+    count = tl.maximum(tl.minimum(count, tl.load(max_length + s) - n - 1), 0)
+    count = tl.where(longest > 0, count, 0)
+    j = tl.arange(0, ROWS)
+    proposed = tl.load(tokens + end + 1 + j, mask=j < count, other=0)
+    tl.store(drafts + s * R + j, proposed, mask=j < R)
+    tl.store(num_drafts + s, count)
+
+
+def propose_ngram(
+    slots_B: torch.Tensor,
+    history_SL: torch.Tensor,
+    length_S: torch.Tensor,
+    draft_limit_S: torch.Tensor,
+    max_length_S: torch.Tensor,
+    drafts_SR: torch.Tensor,
+    num_drafts_S: torch.Tensor,
+    *,
+    ngram_max: int,
+    ngram_min: int,
+) -> None:
+    """Write `drafts_SR` (0 behind the last) and `num_drafts_S` of the lanes' slots; all int32, contiguous.
+
+    A suffix of `ngram_max` down to `ngram_min` tokens is looked up; drafts stay within draft_limit and one below
+    max_length. Cost: one pass over the history. An idle lane (negative slot) is left alone.
+    """
+    tensors = (slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S)
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
+    assert 1 <= ngram_min <= ngram_max, (ngram_min, ngram_max)
+    R = drafts_SR.shape[1]
+    ngram_kernel[(slots_B.shape[0],)](
+        *(slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S),
+        *(history_SL.stride(0), R),
+        MOST=ngram_max,
+        LEAST=ngram_min,
+        ROWS=triton.next_power_of_2(R),
+        BLOCK=4096,
+        num_warps=8,
+    )

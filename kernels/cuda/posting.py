@@ -1,0 +1,298 @@
+"""What a step tells the grammar process and what it keeps of the answer: one kernel before a post, one after a wait.
+
+The rules: a row that is kept is not asked for, a guided row that is not here is DEFER to verify and ALL to draft, and a
+lane that emitted something forgets its rows. One invariant: a lane with a negative slot is idle, and touches no slot.
+Not here: the flags, and the wait (flags.py; host functions).
+
+Shapes: B lanes, S slots, R rows a slot, L tokens of a full sequence, W' words of a mask row's stride.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.cuda.rows import APPLY, DEFER
+
+VERIFY = -1
+"""Instead of the number of a draft: the post or the wait is that of the verify step."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Mask rows on the device, per slot. Writer: `keep_rows`; whoever changes a slot's owner clears `kept_SR`."""
+
+    mask_SRW: torch.Tensor  # int32
+    kind_SR: torch.Tensor  # uint8 RowKind
+    forced_SR: torch.Tensor  # int32
+    kept_SR: torch.Tensor  # bool
+
+
+@dataclass(frozen=True, slots=True)
+class PostTensors:
+    """The fields of `shared_mem.BatchArrays` as tensors; may be mapped pinned host memory. All int32 but `kinds`."""
+
+    slots_B: torch.Tensor
+    slot_gens_B: torch.Tensor
+    commit_pos_B: torch.Tensor
+    n_commit_B: torch.Tensor
+    n_draft_B: torch.Tensor
+    need_rows_B: torch.Tensor
+    tokens_BT: torch.Tensor
+    """[B, 2R]."""
+    kinds_BR: torch.Tensor
+    """uint8, written by the wait, as are the next."""
+    forced_BR: torch.Tensor
+
+
+@triton.jit
+def post_kernel(
+    lanes: tl.tensor,
+    guided: tl.tensor,
+    drafting: tl.tensor,
+    gens: tl.tensor,
+    drafts: tl.tensor,
+    num_drafts: tl.tensor,
+    history: tl.tensor,
+    length: tl.tensor,
+    prompt_length: tl.tensor,
+    posted: tl.tensor,
+    kept: tl.tensor,
+    slots: tl.tensor,
+    slot_gens: tl.tensor,
+    commit_pos: tl.tensor,
+    n_commit: tl.tensor,
+    n_draft: tl.tensor,
+    need_rows: tl.tensor,
+    tokens: tl.tensor,
+    history_stride: tl.tensor,
+    R: tl.tensor,
+    k: tl.tensor,
+    ROWS: tl.constexpr,
+) -> None:
+    """Grid (B): see `pack_post`."""
+    b = tl.program_id(0)
+    s = tl.load(lanes + b).to(tl.int64)
+    told_of = (s >= 0) & (tl.load(guided + b) != 0)
+    s = tl.maximum(s, 0)
+    j = tl.arange(0, ROWS)
+    count = tl.load(num_drafts + b)
+    missing = (j <= count) & (j < R) & (tl.load(kept + s * R + j, mask=j < R, other=1) == 0)
+    if k >= 0:
+        count = tl.zeros_like(count) + k
+        missing = (j == k) & (tl.load(drafting + b) != 0)
+    need = tl.where(told_of, tl.sum(tl.where(missing, 1 << j, 0), axis=0), 0)
+    told = tl.load(posted + s)
+    start = tl.load(prompt_length + s) + told
+    asked = need != 0
+    fresh = tl.where(asked, tl.load(length + s) - start, 0)
+    tl.store(slots + b, tl.where(asked, s, -1).to(tl.int32))
+    tl.store(slot_gens + b, tl.load(gens + b))
+    tl.store(commit_pos + b, told)
+    tl.store(n_commit + b, fresh)
+    tl.store(n_draft + b, tl.where(asked, count, 0))
+    tl.store(need_rows + b, need)
+    if asked:
+        i = tl.arange(0, 2 * ROWS)
+        committed = tl.load(history + s * history_stride + start + i, mask=i < fresh, other=0)
+        draft = tl.load(drafts + b * R + i - fresh, mask=(i >= fresh) & (i - fresh < R), other=0)
+        tl.store(tokens + b * 2 * R + i, tl.where(i < fresh, committed, draft), mask=i < 2 * R)
+        tl.store(posted + s, told + fresh)
+
+
+def pack_post(
+    slots_B: torch.Tensor,
+    guided_B: torch.Tensor,
+    drafting_B: torch.Tensor,
+    slot_gens_B: torch.Tensor,
+    drafts_BR: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    history_SL: torch.Tensor,
+    length_S: torch.Tensor,
+    prompt_length_S: torch.Tensor,
+    posted_S: torch.Tensor,
+    rows: KeptRows,
+    out: PostTensors,
+    *,
+    k: int = VERIFY,
+) -> None:
+    """Write what a step posts, and advance `posted_S` of the lanes that are told of.
+
+    To verify: guided lanes, for rows 0 to `num_drafts_B` that are not kept. To draft k: guided lanes in `drafting_B`,
+    for row k behind k drafts. A lane without a missing row gets slot -1. int32 and contiguous; `guided_B` and
+    `drafting_B` bool. At most R answer tokens may be untold.
+    """
+    B, R = slots_B.shape[0], drafts_BR.shape[1]
+    ints = (slots_B, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S)
+    outs = (out.slots_B, out.slot_gens_B, out.commit_pos_B, out.n_commit_B, out.n_draft_B, out.need_rows_B)
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (*ints, *outs, out.tokens_BT))
+    assert guided_B.dtype == drafting_B.dtype == rows.kept_SR.dtype == torch.bool
+    assert rows.kept_SR.shape[1] == R
+    assert rows.kept_SR.is_contiguous()
+    assert out.tokens_BT.shape[0] >= B
+    assert out.tokens_BT.shape[1] == 2 * R
+    assert VERIFY <= k < R, k
+    flags = (t.view(torch.uint8) for t in (guided_B, drafting_B))
+    post_kernel[(B,)](
+        *(slots_B, *flags, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S),
+        *(rows.kept_SR.view(torch.uint8), *outs, out.tokens_BT, history_SL.stride(0), R, k),
+        ROWS=triton.next_power_of_2(R),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def keep_kernel(
+    lanes: tl.tensor,
+    guided: tl.tensor,
+    drafting: tl.tensor,
+    posted_slots: tl.tensor,
+    need_rows: tl.tensor,
+    answered_kinds: tl.tensor,
+    answered_forced: tl.tensor,
+    seq: tl.tensor,
+    source: tl.tensor,
+    target: tl.tensor,
+    kind_of: tl.tensor,
+    forced_of: tl.tensor,
+    kept: tl.tensor,
+    kinds: tl.tensor,
+    forced: tl.tensor,
+    R: tl.tensor,
+    source_buffer: tl.tensor,
+    source_slot: tl.tensor,
+    source_row: tl.tensor,
+    target_slot: tl.tensor,
+    target_row: tl.tensor,
+    W: tl.tensor,
+    k: tl.tensor,
+    BUFFERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (B, rows): see `keep_rows`."""
+    b = tl.program_id(0)
+    j = tl.program_id(1)
+    if k >= 0:
+        j += k
+    lane = b * R + j
+    s = tl.load(lanes + b).to(tl.int64)
+    busy = s >= 0
+    s = tl.maximum(s, 0)
+    needed = (tl.load(need_rows + b) >> j) & 1
+    row = s * R + j
+    kind = tl.load(kind_of + row).to(tl.int32)
+    token = tl.load(forced_of + row)
+    here = tl.load(kept + row).to(tl.int32)
+    if busy & (needed != 0) & (tl.load(posted_slots + b) >= 0):
+        kind = tl.load(answered_kinds + lane).to(tl.int32)
+        token = tl.load(answered_forced + lane)
+        here = (kind != DEFER).to(tl.int32)
+        tl.store(kind_of + row, kind.to(tl.uint8))
+        tl.store(forced_of + row, token)
+        tl.store(kept + row, here.to(tl.uint8))
+        if kind == APPLY:
+            if BUFFERS > 1:
+                source += (tl.load(seq) % BUFFERS) * source_buffer
+            for first in range(0, W, BLOCK):
+                at = first + tl.arange(0, BLOCK)
+                words = tl.load(source + s * source_slot + j * source_row + at, mask=at < W, cache_modifier=".cg")
+                tl.store(target + s * target_slot + j * target_row + at, words, mask=at < W)
+    listens = busy & (tl.load(guided + b) != 0)
+    late = DEFER
+    if k >= 0:
+        listens = listens & (tl.load(drafting + b) != 0)
+        late = 0
+    kind = tl.where(here != 0, kind, late)
+    tl.store(kinds + lane, tl.where(listens, kind, 0).to(tl.uint8))
+    tl.store(forced + lane, token)
+
+
+def keep_rows(
+    slots_B: torch.Tensor,
+    guided_B: torch.Tensor,
+    drafting_B: torch.Tensor,
+    answer: PostTensors,
+    seq: torch.Tensor,
+    source_NSRW: torch.Tensor,
+    rows: KeptRows,
+    kinds_BR: torch.Tensor,
+    forced_BR: torch.Tensor,
+    *,
+    k: int = VERIFY,
+) -> None:
+    """Keep the rows that were asked for, masks in full, and fill `kinds_BR` and `forced_BR`. Runs behind the wait.
+
+    To verify every row is filled: a guided row that is not here is DEFER. To draft row k alone: it is ALL where it is
+    late. Masks are copied for kind APPLY alone, with all their words in flight at once: `source_NSRW` int32 may be
+    mapped pinned host memory, and buffer `seq` % N is read; `seq` int64 [1] on the device or pinned. Mask rows are of a
+    multiple of four words and 16-byte aligned.
+    """
+    N, S, R, W = source_NSRW.shape
+    assert source_NSRW.dtype == rows.mask_SRW.dtype == torch.int32
+    assert slots_B.dtype == rows.forced_SR.dtype == forced_BR.dtype == answer.forced_BR.dtype == torch.int32
+    assert kinds_BR.dtype == rows.kind_SR.dtype == answer.kinds_BR.dtype == torch.uint8
+    assert guided_B.dtype == drafting_B.dtype == rows.kept_SR.dtype == torch.bool
+    assert seq.dtype == torch.int64
+    assert rows.mask_SRW.shape[:2] == rows.kind_SR.shape == rows.forced_SR.shape == rows.kept_SR.shape == (S, R)
+    assert rows.mask_SRW.shape[2] >= W
+    assert source_NSRW.stride(3) == rows.mask_SRW.stride(2) == 1
+    assert all(stride % 4 == 0 for stride in (*source_NSRW.stride()[:3], *rows.mask_SRW.stride()[:2]))
+    assert (source_NSRW.data_ptr() | rows.mask_SRW.data_ptr()) % 16 == 0
+    assert kinds_BR.shape[1] == forced_BR.shape[1] == answer.kinds_BR.shape[1] == answer.forced_BR.shape[1] == R
+    flat = (kinds_BR, forced_BR, answer.kinds_BR, answer.forced_BR, rows.kind_SR, rows.forced_SR, rows.kept_SR)
+    assert all(t.is_contiguous() for t in flat)
+    assert VERIFY <= k < R, k
+    keep_kernel[(slots_B.shape[0], R if k == VERIFY else 1)](
+        *(slots_B, guided_B.view(torch.uint8), drafting_B.view(torch.uint8), answer.slots_B, answer.need_rows_B),
+        *(answer.kinds_BR, answer.forced_BR, seq, source_NSRW, rows.mask_SRW, rows.kind_SR, rows.forced_SR),
+        *(rows.kept_SR.view(torch.uint8), kinds_BR, forced_BR, R, *source_NSRW.stride()[:3]),
+        *(*rows.mask_SRW.stride()[:2], W, k),
+        BUFFERS=N,
+        BLOCK=8192,
+        num_warps=16,
+    )
+
+
+@triton.jit
+def settle_kernel(
+    lanes: tl.tensor,
+    num_emitted: tl.tensor,
+    finish: tl.tensor,
+    blocked: tl.tensor,
+    drafting: tl.tensor,
+    kept: tl.tensor,
+    R: tl.tensor,
+    ROWS: tl.constexpr,
+) -> None:
+    """Grid (B): see `settle`."""
+    b = tl.program_id(0)
+    s = tl.load(lanes + b).to(tl.int64)
+    moved = tl.load(num_emitted + b) > 0
+    goes_on = moved & (tl.load(finish + b) == 0) & (tl.load(blocked + b) == 0) & (s >= 0)
+    tl.store(drafting + b, goes_on.to(tl.uint8))
+    j = tl.arange(0, ROWS)
+    tl.store(kept + tl.maximum(s, 0) * R + j, tl.zeros([ROWS], tl.uint8), mask=j < tl.where(moved & (s >= 0), R, 0))
+
+
+def settle(
+    slots_B: torch.Tensor,
+    num_emitted_B: torch.Tensor,
+    finish_B: torch.Tensor,
+    blocked_B: torch.Tensor,
+    drafting_B: torch.Tensor,
+    kept_SR: torch.Tensor,
+) -> None:
+    """Fill `drafting_B` bool: lanes that emitted and go on; forget the rows of the lanes that emitted something."""
+    ints = (slots_B, num_emitted_B, finish_B, blocked_B)
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
+    assert drafting_B.dtype == kept_SR.dtype == torch.bool
+    assert kept_SR.is_contiguous()
+    R = kept_SR.shape[1]
+    settle_kernel[(slots_B.shape[0],)](
+        *(*ints, drafting_B.view(torch.uint8), kept_SR.view(torch.uint8), R),
+        ROWS=triton.next_power_of_2(R),
+        num_warps=1,
+    )

@@ -1,0 +1,174 @@
+"""The two ends of a step, one kernel each: its inputs cut from the slots, and what it emitted.
+
+One invariant: a lane with a negative slot is idle: its inputs are padding, and no slot is touched. Not here: what is
+posted to the grammar process (posting.py).
+
+Shapes: B lanes, S slots, R rows a slot, P rows of this step (P <= R), L tokens of a full sequence, N pages.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_kernel(
+    slots: tl.tensor,
+    history: tl.tensor,
+    length: tl.tensor,
+    slot_drafts: tl.tensor,
+    slot_num_drafts: tl.tensor,
+    slot_table: tl.tensor,
+    ids: tl.tensor,
+    positions: tl.tensor,
+    drafts: tl.tensor,
+    num_drafts: tl.tensor,
+    table: tl.tensor,
+    history_stride: tl.tensor,
+    R: tl.tensor,
+    P: tl.tensor,
+    slot_table_stride: tl.tensor,
+    table_stride: tl.tensor,
+    N: tl.tensor,
+    ROWS: tl.constexpr,
+    PAGES: tl.constexpr,
+) -> None:
+    """Grid (B): see `load_step`."""
+    b = tl.program_id(0)
+    s = tl.load(slots + b).to(tl.int64)
+    busy = s >= 0
+    s = tl.maximum(s, 0)
+    j = tl.arange(0, ROWS)
+    n = tl.load(length + s)
+    count = tl.where(busy, tl.minimum(tl.load(slot_num_drafts + s), P - 1), 0)
+    tl.store(num_drafts + b, count)
+    tl.store(drafts + b * R + j, tl.load(slot_drafts + s * R + j, mask=j < R, other=0), mask=j < R)
+    live = j <= tl.where(busy & (n > 0), count, -1)
+    first = tl.load(history + s * history_stride + tl.maximum(n - 1, 0))
+    proposed = tl.load(slot_drafts + s * R + j - 1, mask=(j > 0) & (j < P), other=0)
+    token = tl.where(live, tl.where(j == 0, first, proposed), 0)
+    tl.store(ids + b * P + j, token.to(ids.dtype.element_ty), mask=j < P)
+    tl.store(positions + b * P + j, tl.where(live, n - 1 + j, -1), mask=j < P)
+    for first_page in range(0, N, PAGES):
+        at = first_page + tl.arange(0, PAGES)
+        page = tl.load(slot_table + s * slot_table_stride + at, mask=at < tl.where(busy, N, 0), other=0)
+        tl.store(table + b.to(tl.int64) * table_stride + at, page, mask=at < N)
+
+
+def load_step(
+    slots_B: torch.Tensor,
+    history_SL: torch.Tensor,
+    length_S: torch.Tensor,
+    drafts_SR: torch.Tensor,
+    num_drafts_S: torch.Tensor,
+    page_table_SN: torch.Tensor,
+    ids_BP: torch.Tensor,
+    positions_BP: torch.Tensor,
+    drafts_BR: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    page_table_BN: torch.Tensor,
+) -> None:
+    """Cut a step's inputs: the last token and the drafts behind it, their positions, the drafts, and the page table.
+
+    All int32 and contiguous, but `ids_BP` may be int64 and tables may have wider rows. Written: `ids_BP` (0 where
+    padding), `positions_BP` (-1 where padding), `drafts_BR`, `num_drafts_B` (at most P - 1), `page_table_BN`.
+    """
+    (B, P), R, N = ids_BP.shape, drafts_SR.shape[1], page_table_BN.shape[1]
+    tensors = (slots_B, history_SL, length_S, drafts_SR, num_drafts_S, positions_BP, drafts_BR, num_drafts_B)
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
+    assert ids_BP.dtype in (torch.int32, torch.int64)
+    assert ids_BP.is_contiguous()
+    assert positions_BP.shape == (B, P)
+    assert drafts_BR.shape[1] == R >= P
+    assert page_table_SN.dtype == page_table_BN.dtype == torch.int32
+    assert page_table_SN.stride(1) == page_table_BN.stride(1) == 1
+    assert page_table_SN.shape[1] >= N
+    load_kernel[(B,)](
+        *(slots_B, history_SL, length_S, drafts_SR, num_drafts_S, page_table_SN),
+        *(ids_BP, positions_BP, drafts_BR, num_drafts_B, page_table_BN),
+        *(history_SL.stride(0), R, P, page_table_SN.stride(0), page_table_BN.stride(0), N),
+        ROWS=triton.next_power_of_2(R),
+        PAGES=1024,
+        num_warps=4,
+    )
+
+
+EMIT_HEADER = 8
+"""Numbers of an emitted lane before its tokens: slot, slot_gen, num_emitted, num_accepted, finish, blocked, num_drafts,
+length."""
+
+
+@triton.jit
+def emit_kernel(
+    slots: tl.tensor,
+    gens: tl.tensor,
+    num_emitted: tl.tensor,
+    num_accepted: tl.tensor,
+    finish: tl.tensor,
+    blocked: tl.tensor,
+    num_drafts: tl.tensor,
+    length: tl.tensor,
+    emitted: tl.tensor,
+    step: tl.tensor,
+    ring: tl.tensor,
+    B: tl.tensor,
+    R: tl.tensor,
+    entries: tl.tensor,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Grid (1): see `emit`."""
+    now = tl.load(step)
+    entry = ring + (now % entries) * B * (8 + R)
+    c = tl.arange(0, WIDTH)[None, :]
+    for first in range(0, B, LANES):
+        lane = first + tl.arange(0, LANES)
+        real = lane < B
+        slot = tl.load(slots + lane, mask=real, other=-1)
+        row = tl.load(emitted + lane[:, None] * R + c - 8, mask=real[:, None] & (c >= 8) & (c < 8 + R), other=0)
+        row = tl.where(c == 0, slot[:, None], row)
+        row = tl.where(c == 1, tl.load(gens + lane, mask=real, other=0)[:, None], row)
+        row = tl.where(c == 2, tl.load(num_emitted + lane, mask=real, other=0)[:, None], row)
+        row = tl.where(c == 3, tl.load(num_accepted + lane, mask=real, other=0)[:, None], row)
+        row = tl.where(c == 4, tl.load(finish + lane, mask=real, other=0)[:, None], row)
+        row = tl.where(c == 5, tl.load(blocked + lane, mask=real, other=0)[:, None], row)
+        row = tl.where(c == 6, tl.load(num_drafts + lane, mask=real, other=0)[:, None], row)
+        row = tl.where(c == 7, tl.load(length + slot, mask=slot >= 0, other=0)[:, None], row)
+        tl.store(entry + lane[:, None] * (8 + R) + c, row, mask=real[:, None] & (c < 8 + R))
+    tl.store(step, now + 1)
+
+
+def emit(
+    slots_B: torch.Tensor,
+    slot_gens_B: torch.Tensor,
+    num_drafts_B: torch.Tensor,
+    length_S: torch.Tensor,
+    num_emitted_B: torch.Tensor,
+    num_accepted_B: torch.Tensor,
+    finish_B: torch.Tensor,
+    blocked_B: torch.Tensor,
+    emitted_BR: torch.Tensor,
+    step: torch.Tensor,
+    ring_EBC: torch.Tensor,
+) -> None:
+    """Copy a step's results into entry `step` % E of a ring, then count the step.
+
+    int32 and contiguous; `step` is int64 [1] on the device and no one else's; `ring_EBC` [E, B, EMIT_HEADER + R] may be
+    mapped pinned host memory, and is read by the host after an event behind the step. Columns: see EMIT_HEADER.
+    """
+    E, B, C = ring_EBC.shape
+    R = emitted_BR.shape[1]
+    results = (num_emitted_B, num_accepted_B, finish_B, blocked_B)
+    tensors = (slots_B, slot_gens_B, num_drafts_B, length_S, *results, emitted_BR, ring_EBC)
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
+    assert C == EMIT_HEADER + R, (C, R)
+    assert all(len(t) >= B for t in (slots_B, slot_gens_B, num_drafts_B, *results, emitted_BR))
+    assert step.dtype == torch.int64
+    emit_kernel[(1,)](
+        *(slots_B, slot_gens_B, *results, num_drafts_B, length_S, emitted_BR, step, ring_EBC, B, R, E),
+        LANES=32,
+        WIDTH=triton.next_power_of_2(C),
+        num_warps=4,
+    )

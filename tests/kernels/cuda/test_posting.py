@@ -1,0 +1,167 @@
+"""Posts and kept rows against the engine's inline sync, over a channel that answers at random."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.sync import InlineSync
+from kernels.cuda.posting import VERIFY, KeptRows, PostTensors, keep_rows, pack_post, settle
+from shared_mem.batch import BatchArrays
+from shared_mem.layout import Layout, RowKind
+
+S, R, V, L = 6, 4, 100, 60
+LANES = [4, 1, 5, 0]
+
+
+class RandomAnswers:
+    """The engine's end of a channel whose other end has an answer at once, any answer."""
+
+    def __init__(self) -> None:
+        self.layout = Layout(num_slots=S, num_rows=R, vocab_size=V)
+        words = self.layout.row_stride // 4
+        self.random = np.random.default_rng(3)
+        self.masks = self.random.integers(-(2**31), 2**31, (2, S, R, words), dtype=np.int64).astype(np.int32)
+        self.seq = 0
+        self.posted: dict[str, Any] = {}
+        """The fields of the last post, as they were."""
+
+    def batch_arrays(self, num_lanes: int) -> BatchArrays:
+        return BatchArrays(num_lanes, R)
+
+    def post_batch(self, arrays: BatchArrays, lanes: int, stage: int) -> int:
+        names = ("slots", "slot_gens", "commit_pos", "n_commit", "n_draft", "need_rows", "tokens")
+        self.posted = {name: getattr(arrays, name)[:lanes].copy() for name in names}
+        self.seq += 1
+        return self.seq
+
+    def await_batch(self, arrays: BatchArrays, seq: int, lanes: int, *, timeout_s: float) -> SimpleNamespace:
+        arrays.kinds[:] = self.random.integers(0, 6, arrays.kinds.shape)
+        arrays.forced[:] = self.random.integers(0, V, arrays.forced.shape)
+        return SimpleNamespace(waited_ns=0)
+
+    def mask_rows(self, seq: int) -> Any:
+        return self.masks[seq & 1]
+
+
+class OnDevice:
+    """The same state, driven by the kernels."""
+
+    def __init__(self, inline: InlineSync, batch: StepBatch, device: torch.device) -> None:
+        def there(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone().to(device)
+
+        slot, lane, store = batch.slot, batch.lane, inline.store
+        self.lanes = [there(t) for t in (lane.slots_B, lane.guided_B, lane.drafting_B)]
+        self.slot = [there(t) for t in (slot.history_SL, slot.length_S, slot.params.prompt_length_S, slot.posted_S)]
+        self.gens, self.drafts, self.num = there(lane.slot_gens_B), there(lane.drafts_BR), there(lane.num_drafts_B)
+        self.rows = KeptRows(*(there(t) for t in (store.mask_SRW, store.kind_SR, store.forced_SR, store.kept_SR)))
+        self.kinds, self.forced = there(lane.kinds_BR), there(lane.forced_BR)
+        B = len(LANES)
+        ints = [torch.zeros(B, dtype=torch.int32, device=device) for _ in range(6)]
+        self.out = PostTensors(
+            *ints,
+            torch.zeros(B, 2 * R, dtype=torch.int32, device=device),
+            torch.zeros(B, R, dtype=torch.uint8, device=device),
+            torch.zeros(B, R, dtype=torch.int32, device=device),
+        )
+
+    def post(self, k: int) -> None:
+        pack_post(*self.lanes, self.gens, self.drafts, self.num, *self.slot, self.rows, self.out, k=k)
+
+    def keep(self, inline: InlineSync, channel: RandomAnswers, k: int) -> None:
+        self.out.kinds_BR.copy_(inline._kinds_BR)
+        self.out.forced_BR.copy_(inline._forced_BR)
+        masks = torch.from_numpy(channel.masks)
+        if self.kinds.device.type == "cuda":
+            masks = masks.pin_memory()  # read through the mapping
+        seq = torch.tensor([channel.seq], device=self.kinds.device)
+        keep_rows(*self.lanes, self.out, seq, masks, self.rows, self.kinds, self.forced, k=k)
+
+
+def state() -> tuple[InlineSync, RandomAnswers, StepBatch]:
+    g = torch.Generator().manual_seed(1)
+    slot, lane = SlotBuffers.allocate(S, R, L - R, 16), LaneBuffers.allocate(len(LANES), R, 8)
+    slot.history_SL.copy_(torch.randint(V, slot.history_SL.shape, generator=g))
+    slot.params.prompt_length_S.copy_(torch.tensor([5, 9, 3, 10, 12, 7]))
+    slot.posted_S.copy_(torch.tensor([2, 0, 5, 1, 4, 0]))
+    slot.length_S.copy_(slot.params.prompt_length_S + slot.posted_S + torch.tensor([1, 0, 2, 3, 4, 1]))
+    lane.slots_B.copy_(torch.tensor(LANES))
+    lane.guided_B.copy_(torch.tensor([True, True, False, True]))
+    lane.drafting_B.copy_(torch.tensor([True, False, True, True]))
+    lane.slot_gens_B.copy_(torch.tensor([7, 8, 9, 10]))
+    lane.drafts_BR.copy_(torch.randint(V, lane.drafts_BR.shape, generator=g))
+    lane.num_drafts_B.copy_(torch.tensor([3, 0, 2, 1]))
+    channel: Any = RandomAnswers()
+    inline = InlineSync(channel, len(LANES), row_timeout_ms=1.0)
+    inline.store.kept_SR.copy_(torch.rand(S, R, generator=g) < 0.4)
+    inline.store.kept_SR[0, :2] = True  # nothing is missing
+    inline.store.kind_SR.copy_(torch.randint(3, (S, R), generator=g))
+    return inline, channel, StepBatch(slot, lane, len(LANES), R, any_guided=True)
+
+
+@pytest.mark.parametrize("k", [VERIFY, 0, 2])
+def test_a_post_and_what_is_kept_are_those_of_the_inline_sync(device: torch.device, k: int) -> None:
+    inline, channel, batch = state()
+    ours = OnDevice(inline, batch, device)
+    if k == VERIFY:
+        inline.post(batch)
+    else:
+        inline.post_draft(batch, k)
+    ours.post(k)
+    posted = channel.posted
+    assert ours.out.slots_B.tolist() == posted["slots"].tolist()
+    for b in range(len(LANES)):
+        if posted["slots"][b] >= 0:
+            count = int(posted["n_commit"][b] + posted["n_draft"][b])
+            assert ours.out.tokens_BT[b, :count].tolist() == posted["tokens"][b, :count].tolist()
+            for name in ("slot_gens", "commit_pos", "n_commit", "n_draft", "need_rows"):
+                assert int(getattr(ours.out, f"{name}_B")[b]) == int(posted[name][b]), name
+    assert ours.slot[3].tolist() == batch.slot.posted_S.tolist()
+
+    if k == VERIFY:
+        inline.await_rows(batch)
+    else:
+        inline.await_draft(batch, k)
+    ours.keep(inline, channel, k)
+    rows, store = ours.rows, inline.store
+    for mine, theirs in (
+        (rows.kept_SR, store.kept_SR),
+        (rows.kind_SR, store.kind_SR),
+        (rows.forced_SR, store.forced_SR),
+        (ours.kinds, batch.lane.kinds_BR),
+    ):
+        assert mine.tolist() == theirs.tolist()
+    columns = slice(None) if k == VERIFY else slice(k, k + 1)
+    assert ours.forced[:, columns].tolist() == batch.lane.forced_BR[:, columns].tolist()
+    apply = (store.kept_SR & (store.kind_SR == RowKind.APPLY)).nonzero().tolist()
+    assert [rows.mask_SRW[s, j].tolist() for s, j in apply] == [store.mask_SRW[s, j].tolist() for s, j in apply]
+
+
+def test_idle_lanes_are_not_posted_and_are_free(device: torch.device) -> None:
+    inline, channel, batch = state()
+    batch.lane.slots_B[0] = -1
+    ours = OnDevice(inline, batch, device)
+    kept = ours.rows.kept_SR.clone()
+    ours.post(VERIFY)
+    assert int(ours.out.slots_B[0]) == -1
+    assert int(ours.slot[3][4]) == 4
+    ours.keep(inline, channel, VERIFY)
+    assert ours.kinds[0].tolist() == [RowKind.ALL] * R
+    assert torch.equal(ours.rows.kept_SR[4], kept[4])
+
+
+def test_settling_forgets_the_rows_of_who_moved_on(device: torch.device) -> None:
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    kept = torch.ones(4, R, dtype=torch.bool, device=device)
+    drafting = torch.ones(5, dtype=torch.bool, device=device)
+    settle(ints(3, 1, 0, 2, -1), ints(2, 0, 1, 1, 1), ints(0, 0, 1, 0, 0), ints(0, 3, 0, 4, 0), drafting, kept)
+    assert drafting.tolist() == [True, False, False, False, False]
+    assert kept.any(dim=1).tolist() == [False, True, False, False]

@@ -1,0 +1,83 @@
+"""The ends of a step against plain torch, and prompt lookup against the engine's drafter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.drafters.ngram import NgramDrafter
+from kernels.accept import StepTensors
+from kernels.cuda.ngram import propose_ngram
+from kernels.cuda.step_inputs import EMIT_HEADER, emit, load_step
+
+
+def ints(device: torch.device, *shape: int, low: int = 0, high: int = 1000, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high, shape, generator=g).int().to(device)
+
+
+@pytest.mark.parametrize("P", [1, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_load_cuts_the_last_token_and_the_drafts(device: torch.device, P: int, dtype: torch.dtype) -> None:
+    S, R, L, N = 4, 5, 40, 7
+    history, drafts, table = (ints(device, S, width, seed=width) for width in (L, R, N + 3))
+    length = torch.tensor([9, 1, 30, 12], dtype=torch.int32, device=device)
+    num = torch.tensor([4, 0, 2, 1], dtype=torch.int32, device=device)
+    slots = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=device)
+    ids, positions = torch.full((4, P), 9, dtype=dtype, device=device), ints(device, 4, P)
+    out_drafts, out_num, out_table = ints(device, 4, R), ints(device, 4), ints(device, 4, N)
+    load_step(slots, history, length, drafts, num, table, ids, positions, out_drafts, out_num, out_table)
+    for b, s in enumerate([2, -1, 0, 1]):
+        count = min(int(num[s]), P - 1) if s >= 0 else 0
+        want = [int(history[s, length[s] - 1]), *drafts[s, :count].tolist()] if s >= 0 else []
+        padding = P - len(want)
+        assert ids[b].tolist() == want + [0] * padding
+        assert positions[b].tolist() == [int(length[s]) - 1 + j for j in range(len(want))] + [-1] * padding
+        assert int(out_num[b]) == count
+        if s >= 0:
+            assert out_drafts[b].tolist() == drafts[s].tolist()
+            assert torch.equal(out_table[b], table[s, :N])
+
+
+def test_emit_fills_the_ring_entry_of_the_step(device: torch.device) -> None:
+    B, R, E = 3, 4, 2
+    slots = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
+    gens, num, emitted, accepted, finish, blocked = (ints(device, B, seed=i) for i in range(6))
+    length, tokens = ints(device, 2, seed=8), ints(device, B, R, seed=9)
+    step = torch.tensor([5], device=device)
+    ring = torch.zeros(E, B, EMIT_HEADER + R, dtype=torch.int32)
+    ring = ring.pin_memory() if device.type == "cuda" else ring
+    emit(slots, gens, num, length, emitted, accepted, finish, blocked, tokens, step, ring)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    lengths = torch.tensor([int(length[1]), 0, int(length[0])])
+    columns = [t.cpu() for t in (slots, gens, emitted, accepted, finish, blocked, num, lengths)]
+    want = torch.cat([torch.stack(columns, dim=1), tokens.cpu()], dim=1).int()
+    assert torch.equal(ring[1], want)
+    assert not ring[0].any()
+    assert int(step) == 6
+
+
+@pytest.mark.parametrize(("longest", "shortest", "ids"), [(3, 1, 3), (4, 2, 4), (2, 2, 200)])
+def test_ngram_proposes_what_the_engines_drafter_does(
+    device: torch.device, longest: int, shortest: int, ids: int
+) -> None:
+    S, R, L = 8, 4, 150
+    slot, lane = SlotBuffers.allocate(S, R, L, 16), LaneBuffers.allocate(S, R, 8)
+    slot.history_SL.copy_(ints(torch.device("cpu"), *slot.history_SL.shape, high=ids, seed=ids))
+    slot.length_S.copy_(torch.tensor([1, 2, 5, 40, 90, 150, 149, 60]))
+    slot.draft_limit_S.copy_(torch.tensor([3, 3, 3, 3, 0, 3, 3, 2]))
+    slot.params.max_length_S.fill_(150)
+    lane.slots_B.copy_(torch.arange(S).flip(0))
+    ours = [t.to(device) for t in (lane.slots_B, slot.history_SL, slot.length_S, slot.draft_limit_S)]
+    drafts, num = slot.drafts_SR.to(device), slot.num_drafts_S.to(device)
+    limit = slot.params.max_length_S.to(device)
+    propose_ngram(*ours, limit, drafts, num, ngram_max=longest, ngram_min=shortest)
+    batch = StepBatch(slot, lane, S, R, any_guided=False)
+    lanes = (lane.slots_B, lane.drafts_BR, lane.num_drafts_B, lane.kinds_BR, lane.forced_BR)
+    step = StepTensors(*lanes, 0, (0, 0), slot.history_SL, slot.length_S, slot.params, lane.result)
+    NgramDrafter(longest, shortest).propose(batch, step)
+    assert num.tolist() == slot.num_drafts_S.tolist()
+    for s in range(S):
+        assert drafts[s, : int(num[s])].tolist() == slot.drafts_SR[s, : int(num[s])].tolist()
