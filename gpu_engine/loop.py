@@ -137,7 +137,7 @@ class EngineLoop:
             if outcome.deferred:
                 self._defer(seat, ticket.seq, moved=bool(outcome.token_ids))
             elif seat.guided:
-                seat.payload.refusals, seat.payload.deferred_s = 0, 0.0
+                seat.payload.refusals, seat.payload.deferred_s, seat.parked = 0, 0.0, False
             if outcome.finish is not None:
                 self.end(seat, outcome, finish=outcome.finish)
             elif outcome.token_ids:
@@ -167,8 +167,9 @@ class EngineLoop:
         self.stats.deferred_rows += 1
         notes.deferred_s = notes.deferred_s or time.monotonic()
         notes.deferred_seq = seq
-        if moved or self._in_flight:
-            return  # what is late may answer a past that it has left: the next step asks for the present
+        seat.parked = not moved
+        if moved or self._flies(seat):
+            return  # what is late may answer a past that it has left: its next step, or the one in flight, tells
         came = self._sync.late(notes.deferred_seq, seat.slot, seat.slot_gen)
         seat.parked = came is None
         notes.refusals += came == 0
@@ -176,6 +177,10 @@ class EngineLoop:
             since_s = notes.deferred_s
             self._open(seat)
             notes.deferred_s = since_s
+
+    def _flies(self, seat: Seat) -> bool:
+        """A step of this seat is launched and not collected."""
+        return any(lane.seat is seat and lane.holds for ticket in self._in_flight for lane in ticket.lanes)
 
     def _unpark(self) -> None:
         for seat in self.scheduler.seated:
@@ -185,7 +190,7 @@ class EngineLoop:
                 and time.monotonic() > seat.payload.deferred_s + self.stall_s
             ):
                 self.end(seat, error=GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s"))
-            elif seat.parked:
+            elif seat.parked and not self._flies(seat):
                 seat.parked = self._sync.late(seat.payload.deferred_seq, seat.slot, seat.slot_gen) is None
 
     def end(
