@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from gpu_engine.lane_box import HostBox, LaneBox
+from gpu_engine.row_work import RowWork
 from gpu_engine.stream import Stream
 from gpu_engine.sync_stream import StreamSync
 from shared_mem.channel import EngineEnd
@@ -69,7 +70,9 @@ class HostCallbackSync(StreamSync):
     Args:
         stream: of the step.
         channel: the engine's end; its counter gives the sequences.
-        fetcher: the device's mask rows.
+        mask_SRW: int32, mask rows on the device.
+        work: kernels around the post and the wait.
+        fetcher: brings APPLY rows into `mask_SRW` before `work.keep`; None when `work` brings them itself.
         row_timeout_ms: a verify step waits so long for its rows.
         draft_timeout_ms: a draft step waits so long.
     """
@@ -78,14 +81,15 @@ class HostCallbackSync(StreamSync):
         self,
         stream: Stream,
         channel: EngineEnd,
-        fetcher: RowFetcher,
+        mask_SRW: torch.Tensor,
+        work: RowWork,
+        fetcher: RowFetcher | None = None,
         *,
         row_timeout_ms: float,
         draft_timeout_ms: float = 5.0,
     ) -> None:
-        super().__init__(
-            stream, channel, fetcher.mask_SRW, row_timeout_ms=row_timeout_ms, draft_timeout_ms=draft_timeout_ms
-        )
+        timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
+        super().__init__(stream, channel, mask_SRW, work, **timeouts)
         self._fetcher = fetcher
         self._boxes: dict[int, HostBox] = {}
 
@@ -115,8 +119,9 @@ class HostCallbackSync(StreamSync):
         self.stream.kernel(self._fetch, box, stage, rows_wanted)
 
     def _fetch(self, box: LaneBox, stage: int, rows_wanted: int) -> None:
-        # Rows that were not asked for are DEFER in the answer, so kept rows are not overwritten.
-        self._fetcher.fetch(box.awaited, box.slots, box.kinds, rows_wanted=rows_wanted)
+        if self._fetcher is not None:
+            # Rows that were not asked for are DEFER in the answer, so kept rows are not overwritten.
+            self._fetcher.fetch(box.awaited, box.slots, box.kinds, rows_wanted=rows_wanted)
         if stage == Stage.VERIFY:
             self.report_2[:1].copy_(box.awaited)
 
@@ -124,7 +129,8 @@ class HostCallbackSync(StreamSync):
 class DeviceFlagSync(StreamSync):
     """Posts and waits with kernels on the mapped segment; the graph has no host node and needs no host thread.
 
-    The sequence is counted on the device. Arguments as those of `HostCallbackSync`.
+    The sequence is counted on the device, so the channel posts nothing as long as this does. `work.keep` finds the rows
+    in `flags.mask_SRW` already. Arguments as those of `HostCallbackSync`.
     """
 
     def __init__(
@@ -132,13 +138,13 @@ class DeviceFlagSync(StreamSync):
         stream: Stream,
         channel: EngineEnd,
         flags: FlagKernels,
+        work: RowWork,
         *,
         row_timeout_ms: float,
         draft_timeout_ms: float = 5.0,
     ) -> None:
-        super().__init__(
-            stream, channel, flags.mask_SRW, row_timeout_ms=row_timeout_ms, draft_timeout_ms=draft_timeout_ms
-        )
+        timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
+        super().__init__(stream, channel, flags.mask_SRW, work, **timeouts)
         self._flags = flags
         self._boxes: dict[int, LaneBox] = {}
 
