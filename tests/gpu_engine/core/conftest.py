@@ -40,3 +40,9 @@ def draft_models(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -
     """Folders of draft models: "same" is the tiny Llama itself, "other" agrees with it now and then."""
     other = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("other"), rounds=True, seed=1)
     return {"same": llama.name, "other": str(other)}
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    """Whether a step is launched before the last one is read."""
+    return bool(request.param)

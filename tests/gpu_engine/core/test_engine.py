@@ -54,22 +54,22 @@ def test_the_queue_has_a_bound_that_is_named(llama: LoadedModel) -> None:
         answer_all(engine, answers[5:])
 
 
-def test_more_requests_than_slots_are_answered_in_the_order_of_arrival(llama: LoadedModel) -> None:
+def test_more_requests_than_slots_are_answered_in_the_order_of_arrival(llama: LoadedModel, overlap: bool) -> None:
     begun: list[Answer] = []
 
     def note(answer: Answer) -> None:
         if answer not in begun:
             begun.append(answer)
 
-    with free_engine(llama, config(max_batch_size=2)) as engine:
+    with free_engine(llama, config(overlap=overlap, max_batch_size=2)) as engine:
         answers = [ask(tokens(5, seed), ignore_eos=True, max_tokens=9, on_event=note) for seed in range(9)]
         answer_all(engine, answers)
     assert begun == answers
     assert [len(answer.tokens) for answer in answers] == [9] * 9
 
 
-def test_closing_ends_what_runs_and_what_waits(llama: LoadedModel) -> None:
-    with free_engine(llama, config(max_batch_size=1, max_model_len=256)) as engine:
+def test_closing_ends_what_runs_and_what_waits(llama: LoadedModel, overlap: bool) -> None:
+    with free_engine(llama, config(overlap=overlap, max_batch_size=1, max_model_len=256)) as engine:
         runs, waits = endless(), endless(2)
         engine.submit(runs.request)
         engine.submit(waits.request)
@@ -82,8 +82,8 @@ def test_closing_ends_what_runs_and_what_waits(llama: LoadedModel) -> None:
             engine.submit(endless().request)
 
 
-def test_whatever_was_accepted_before_the_close_gets_an_end(llama: LoadedModel) -> None:
-    with free_engine(llama, config(max_queue_size=10_000)) as engine:
+def test_whatever_was_accepted_before_the_close_gets_an_end(llama: LoadedModel, overlap: bool) -> None:
+    with free_engine(llama, config(overlap=overlap, max_queue_size=10_000)) as engine:
         accepted: list[Answer] = []
         enough = threading.Event()
 
@@ -130,8 +130,8 @@ def test_threads_may_submit_and_read_counters_at_once(llama: LoadedModel) -> Non
 
 
 @pytest.mark.parametrize("seated", [True, False])
-def test_abort_ends_every_sequence_of_a_request(llama: LoadedModel, seated: bool) -> None:
-    with free_engine(llama, config(max_batch_size=3 if seated else 1)) as engine:
+def test_abort_ends_every_sequence_of_a_request(llama: LoadedModel, seated: bool, overlap: bool) -> None:
+    with free_engine(llama, config(overlap=overlap, max_batch_size=3 if seated else 1)) as engine:
         other = endless(9)
         engine.submit(other.request)
         parts = [endless(seed, name="n") for seed in (1, 2)]
@@ -146,8 +146,8 @@ def test_abort_ends_every_sequence_of_a_request(llama: LoadedModel, seated: bool
         other.wait()
 
 
-def test_a_dropped_request_says_no_more_and_frees_its_place(llama: LoadedModel) -> None:
-    with free_engine(llama, config(max_batch_size=1)) as engine:
+def test_a_dropped_request_says_no_more_and_frees_its_place(llama: LoadedModel, overlap: bool) -> None:
+    with free_engine(llama, config(overlap=overlap, max_batch_size=1)) as engine:
         gone, line = endless(), endless(2)
         engine.submit(gone.request)
         engine.submit(line.request)
@@ -159,6 +159,24 @@ def test_a_dropped_request_says_no_more_and_frees_its_place(llama: LoadedModel) 
         assert not gone.over
         assert line.events == []
         assert engine.stats().finished["DROPPED"] == 2
+
+
+def test_a_sink_that_raises_costs_no_other_request_its_end(
+    llama: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(answer: Answer) -> None:
+        raise RuntimeError("a fault of the test")
+
+    with free_engine(llama, config()) as engine, caplog.at_level(logging.CRITICAL):
+        others = [endless(seed) for seed in range(3)]
+        for answer in others:
+            engine.submit(answer.request)
+        wait_for_tokens(others[2])
+        faulty = ask(tokens(5, 7), on_event=raises)
+        answer_all(engine, [faulty])
+        for answer in others:
+            assert isinstance(answer.wait().error, InternalError)
+        assert answer_all(engine, [ask(tokens(5, 3), max_tokens=3, ignore_eos=True)])[0]
 
 
 class FailsOnce:
@@ -178,10 +196,10 @@ class FailsOnce:
 
 
 def test_a_fault_in_a_turn_ends_what_was_there_and_nothing_else(
-    llama: LoadedModel, caplog: pytest.LogCaptureFixture
+    llama: LoadedModel, caplog: pytest.LogCaptureFixture, overlap: bool
 ) -> None:
     net = FailsOnce(llama.net)
-    with free_engine(replace(llama, net=net), config(max_batch_size=2)) as engine:
+    with free_engine(replace(llama, net=net), config(overlap=overlap, max_batch_size=2)) as engine:
         before = ask(tokens(5, 3))
         (expected,) = answer_all(engine, [before])
         answers = [endless(seed) for seed in range(3)]

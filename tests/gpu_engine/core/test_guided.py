@@ -64,9 +64,9 @@ def expected(llama: LoadedModel) -> list[list[int]]:
 @pytest.mark.parametrize("num_drafts", [0, 3, 7])
 @pytest.mark.parametrize("answer", [answer_all, answer_staggered])
 def test_guided_tokens_do_not_depend_on_speculation_or_company(
-    llama: LoadedModel, expected: list[list[int]], num_drafts: int, answer: object
+    llama: LoadedModel, expected: list[list[int]], num_drafts: int, answer: object, overlap: bool
 ) -> None:
-    with guided_engine(llama, with_drafts(num_drafts, row_timeout_ms=2000.0)) as (engine, grammar):
+    with guided_engine(llama, with_drafts(num_drafts, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
         assert answer(engine, made()) == expected  # type: ignore[operator]
         stats = engine.stats()
         assert stats.deferred_rows == 0
@@ -82,9 +82,14 @@ def test_guided_tokens_do_not_depend_on_a_draft_model(
     expected: list[list[int]],
     drafts_by: str,
     waits: dict[str, float],
+    overlap: bool,
 ) -> None:
     settings = with_drafts(
-        3, draft_model=draft_models[drafts_by], row_timeout_ms=2000.0, **{"draft_timeout_ms": 2000.0, **waits}
+        3,
+        overlap=overlap,
+        draft_model=draft_models[drafts_by],
+        row_timeout_ms=2000.0,
+        **{"draft_timeout_ms": 2000.0, **waits},
     )
     answers = made()
     with guided_engine(llama, settings) as (engine, _):
@@ -156,8 +161,11 @@ def test_a_dead_end_or_an_error_ends_its_request_alone(
     trouble: str,
     num_drafts: int,
     draft_model: str,
+    overlap: bool,
 ) -> None:
-    settings = with_drafts(num_drafts, draft_model=draft_models.get(draft_model, ""), row_timeout_ms=2000.0)
+    settings = with_drafts(
+        num_drafts, overlap=overlap, draft_model=draft_models.get(draft_model, ""), row_timeout_ms=2000.0
+    )
     with guided_engine(llama, settings) as (engine, _):
         answers = made()
         broken = ask(answers[0].request.prompt_ids, grammar=f"50 {trouble} 20", max_tokens=90)
@@ -166,8 +174,10 @@ def test_a_dead_end_or_an_error_ends_its_request_alone(
     assert broken.tokens == expected[0][:20]
 
 
-def test_a_late_answer_defers_its_slot_and_holds_up_no_other(llama: LoadedModel, expected: list[list[int]]) -> None:
-    with guided_engine(llama, with_drafts(7, row_timeout_ms=5.0)) as (engine, grammar):
+def test_a_late_answer_defers_its_slot_and_holds_up_no_other(
+    llama: LoadedModel, expected: list[list[int]], overlap: bool
+) -> None:
+    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=5.0)) as (engine, grammar):
         seen_free, withheld = threading.Event(), threading.Event()
         free_at: list[int] = []
 
@@ -194,10 +204,19 @@ def test_a_late_answer_defers_its_slot_and_holds_up_no_other(llama: LoadedModel,
 
 @pytest.mark.parametrize(("num_drafts", "draft_model"), [(0, ""), (7, ""), (3, "other")])
 def test_every_answer_late_still_gives_the_same_tokens(
-    llama: LoadedModel, draft_models: dict[str, str], expected: list[list[int]], num_drafts: int, draft_model: str
+    llama: LoadedModel,
+    draft_models: dict[str, str],
+    expected: list[list[int]],
+    num_drafts: int,
+    draft_model: str,
+    overlap: bool,
 ) -> None:
     settings = with_drafts(
-        num_drafts, draft_model=draft_models.get(draft_model, ""), row_timeout_ms=0.01, draft_timeout_ms=0.01
+        num_drafts,
+        overlap=overlap,
+        draft_model=draft_models.get(draft_model, ""),
+        row_timeout_ms=0.01,
+        draft_timeout_ms=0.01,
     )
     with guided_engine(llama, settings) as (engine, grammar):
 
@@ -215,9 +234,9 @@ def test_every_answer_late_still_gives_the_same_tokens(
 
 
 def test_answers_that_only_defer_make_the_engine_open_the_slot_again(
-    llama: LoadedModel, expected: list[list[int]]
+    llama: LoadedModel, expected: list[list[int]], overlap: bool
 ) -> None:
-    with guided_engine(llama, with_drafts(7, row_timeout_ms=2000.0)) as (engine, grammar):
+    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
 
         def lost_the_thread(record: Record) -> bool:
             return record.commit_pos + len(record.committed) > 10 and len(grammar.opened) == 1
@@ -226,7 +245,8 @@ def test_answers_that_only_defer_make_the_engine_open_the_slot_again(
         answer = MIX[0]()
         answer_all(engine, [answer])
         assert answer.tokens == expected[0]
-        assert engine.stats().deferred_rows == 4
+        # With overlap every second of these steps was launched before the first was read.
+        assert engine.stats().deferred_rows == (8 if overlap else 4)
         ((slot, gen, nothing), (again, same, committed)) = grammar.opened
         assert (slot, gen, nothing) == (again, same, ())
         assert list(committed) == expected[0][: len(committed)]
@@ -234,8 +254,8 @@ def test_answers_that_only_defer_make_the_engine_open_the_slot_again(
         grammar.opened.pop()
 
 
-def test_a_matcher_that_never_answers_ends_its_request(llama: LoadedModel) -> None:
-    with guided_engine(llama, with_drafts(7, row_timeout_ms=2000.0)) as (engine, grammar):
+def test_a_matcher_that_never_answers_ends_its_request(llama: LoadedModel, overlap: bool) -> None:
+    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
         engine._loop.stall_s = 0.3
         grammar.sidecar.refuse = lambda record: record.slot == 0
         stuck, fine = (ask(tokens(9, seed), grammar="30", max_tokens=60) for seed in (1, 2))
@@ -265,8 +285,11 @@ def test_a_lost_and_restored_sidecar_changes_no_token(
     num_drafts: int,
     draft_model: str,
     during_a_step: bool,
+    overlap: bool,
 ) -> None:
-    settings = with_drafts(num_drafts, draft_model=draft_models.get(draft_model, ""), row_timeout_ms=20.0)
+    settings = with_drafts(
+        num_drafts, overlap=overlap, draft_model=draft_models.get(draft_model, ""), row_timeout_ms=20.0
+    )
     with guided_engine(llama, settings) as (engine, grammar):
         reached, first = threading.Event(), grammar.sidecar
         answers = made()
@@ -304,8 +327,13 @@ def test_a_request_that_comes_during_an_outage_waits_for_its_end(llama: LoadedMo
         assert legal(guided.wait())
 
 
-def test_news_for_an_earlier_owner_of_a_slot_are_ignored(llama: LoadedModel, expected: list[list[int]]) -> None:
-    with guided_engine(llama, with_drafts(3, max_batch_size=1, row_timeout_ms=2000.0)) as (engine, grammar):
+def test_news_for_an_earlier_owner_of_a_slot_are_ignored(
+    llama: LoadedModel, expected: list[list[int]], overlap: bool
+) -> None:
+    with guided_engine(llama, with_drafts(3, overlap=overlap, max_batch_size=1, row_timeout_ms=2000.0)) as (
+        engine,
+        grammar,
+    ):
         answer_all(engine, [ask(tokens(9, 1), grammar="12", max_tokens=60)])
 
         def news(answer: Answer) -> None:
@@ -320,9 +348,9 @@ def test_news_for_an_earlier_owner_of_a_slot_are_ignored(llama: LoadedModel, exp
         assert answer.request.telemetry.backend == 2
 
 
-def test_a_preempted_guided_request_goes_on_behind_its_own_tokens(llama: LoadedModel) -> None:
+def test_a_preempted_guided_request_goes_on_behind_its_own_tokens(llama: LoadedModel, overlap: bool) -> None:
     def run(**fields: int) -> tuple[list[list[int]], ToyGrammar, int]:
-        settings = with_drafts(7, max_model_len=128, row_timeout_ms=2000.0, **fields)
+        settings = with_drafts(7, overlap=overlap, max_model_len=128, row_timeout_ms=2000.0, **fields)
         with guided_engine(llama, settings) as (engine, grammar):
             answers = [ask(tokens(20, seed), grammar="70", max_tokens=80) for seed in range(4)]
             return answer_all(engine, answers), grammar, engine.stats().preemptions
@@ -335,9 +363,9 @@ def test_a_preempted_guided_request_goes_on_behind_its_own_tokens(llama: LoadedM
     assert all(list(committed) == [] or len(committed) > 1 for _, _, committed in grammar.opened)
 
 
-def test_a_stop_inside_a_block_of_drafts_ends_a_guided_answer(llama: LoadedModel) -> None:
+def test_a_stop_inside_a_block_of_drafts_ends_a_guided_answer(llama: LoadedModel, overlap: bool) -> None:
     # The history holds whole answers with their stops, so the drafter proposes them.
-    with guided_engine(llama, with_drafts(7, row_timeout_ms=2000.0)) as (engine, grammar):
+    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
         start = tokens(8, 1)
         first = ask(start, grammar="14", max_tokens=60)
         answer_all(engine, [first])

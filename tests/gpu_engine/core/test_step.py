@@ -52,9 +52,13 @@ def expected(llama: LoadedModel) -> list[list[int]]:
 @pytest.mark.parametrize("num_drafts", [0, 3, 7])
 @pytest.mark.parametrize("answer", [answer_each, answer_all, answer_staggered])
 def test_tokens_do_not_depend_on_speculation_or_company(
-    llama: LoadedModel, expected: list[list[int]], num_drafts: int, answer: Callable[..., list[list[int]]]
+    llama: LoadedModel,
+    expected: list[list[int]],
+    num_drafts: int,
+    answer: Callable[..., list[list[int]]],
+    overlap: bool,
 ) -> None:
-    with free_engine(llama, with_drafts(num_drafts, max_batch_size=8)) as engine:
+    with free_engine(llama, with_drafts(num_drafts, overlap=overlap, max_batch_size=8)) as engine:
         assert answer(engine, made()) == expected
         stats = engine.stats()
     assert stats.generated_tokens == sum(map(len, expected))
@@ -71,8 +75,9 @@ def test_tokens_do_not_depend_on_a_draft_model(
     expected: list[list[int]],
     drafts_by: str,
     answer: Callable[..., list[list[int]]],
+    overlap: bool,
 ) -> None:
-    with free_engine(llama, with_drafts(3, draft_model=draft_models[drafts_by])) as engine:
+    with free_engine(llama, with_drafts(3, overlap=overlap, draft_model=draft_models[drafts_by])) as engine:
         assert answer(engine, made()) == expected
         stats = engine.stats()
     # Drafts and tokens share their noise: the target as its own drafter is always right.
@@ -97,10 +102,12 @@ def test_each_request_of_a_batch_gets_its_own_number_of_drafts(
 
 @pytest.mark.parametrize("draft_model", ["", "other"])
 def test_preempted_requests_come_back_and_say_the_same(
-    llama: LoadedModel, draft_models: dict[str, str], draft_model: str
+    llama: LoadedModel, draft_models: dict[str, str], draft_model: str, overlap: bool
 ) -> None:
     def run(**fields: int) -> tuple[list[list[int]], int]:
-        settings = with_drafts(3, max_model_len=128, draft_model=draft_models.get(draft_model, ""), **fields)
+        settings = with_drafts(
+            3, overlap=overlap, max_model_len=128, draft_model=draft_models.get(draft_model, ""), **fields
+        )
         with free_engine(llama, settings) as engine:
             answers = [ask(tokens(20, s), max_tokens=90, temperature=0.5, seed=s, ignore_eos=True) for s in range(4)]
             return answer_all(engine, answers), engine.stats().preemptions
@@ -211,10 +218,10 @@ def _looped(model: LoadedModel) -> tuple[list[int], list[int]]:
     return prompt, answer
 
 
-def test_stop_tokens_and_lengths_end_an_answer_inside_a_block_of_drafts(llama: LoadedModel) -> None:
+def test_stop_tokens_and_lengths_end_an_answer_inside_a_block_of_drafts(llama: LoadedModel, overlap: bool) -> None:
     prompt, answer = _looped(llama)
     places = sorted({answer.index(token) for token in answer})
-    with free_engine(llama, with_drafts(7)) as engine:
+    with free_engine(llama, with_drafts(7, overlap=overlap)) as engine:
         stopped = [ask(prompt, max_tokens=60, ignore_eos=True, stop_token_ids=(299, answer[at])) for at in places]
         cut = [ask(prompt, max_tokens=length, ignore_eos=True) for length in range(1, 30)]
         answer_all(engine, stopped + cut)
@@ -243,8 +250,8 @@ def test_stop_tokens_are_not_drawn_before_min_tokens(llama: LoadedModel) -> None
     assert runs[0] == runs[1]
 
 
-def test_the_model_length_ends_an_answer(llama: LoadedModel) -> None:
-    with free_engine(llama, with_drafts(7, max_model_len=64)) as engine:
+def test_the_model_length_ends_an_answer(llama: LoadedModel, overlap: bool) -> None:
+    with free_engine(llama, with_drafts(7, overlap=overlap, max_model_len=64)) as engine:
         answer = ask(tokens(50, 1), max_tokens=1000, ignore_eos=True)
         last = ask(tokens(63, 2), max_tokens=1000, ignore_eos=True)
         answer_all(engine, [answer, last])
