@@ -112,6 +112,8 @@ class StepBatch:
     num_rows: int
     """P: 1 + the most drafts of any lane."""
     any_guided: bool
+    max_rows: int = 16
+    """Rows that the next step will give a lane: a drafter proposes at most one less."""
 
     @property
     def slots_B(self) -> torch.Tensor:

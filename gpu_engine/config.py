@@ -51,6 +51,8 @@ class EngineConfig:
     """A draft waits this long for its row, then goes unmasked; verification guards it."""
     num_draft_tokens: int = 7
     """K: drafts per step, the default and the upper limit of a request."""
+    step_rows: int = 24
+    """Rows that a decode step aims at, since rows are not free: with more sequences each verifies fewer drafts."""
     ngram_max: int = 4
     """Longest suffix that the n-gram drafter looks up."""
     ngram_min: int = 1
@@ -80,6 +82,7 @@ class EngineConfig:
         _require(
             0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS, "num_draft_tokens", f"must be in [0, {MAX_DRAFT_TOKENS}]"
         )
+        _require(self.step_rows >= 1, "step_rows", "must be at least 1")
         _require(1 <= self.ngram_min <= self.ngram_max <= 8, "ngram_min", "needs 1 <= ngram_min <= ngram_max <= 8")
         _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
         _require(self.max_queue_size >= 1, "max_queue_size", "must be at least 1")

@@ -55,6 +55,7 @@ class EngineLoop:
             LaneBuffers.allocate(S, R, model.vocab_size),
             max_model_len=L,
             eos_token_ids=model.eos_token_ids,
+            step_rows=config.step_rows,
         )
         self._sync: InlineSync | NoSync = NoSync()
         if channel is not None:

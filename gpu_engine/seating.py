@@ -44,9 +44,15 @@ class Seating:
     """Writes the slot and lane buffers. Used by the engine thread, between steps."""
 
     def __init__(
-        self, slot: SlotBuffers, lane: LaneBuffers, *, max_model_len: int, eos_token_ids: tuple[int, ...]
+        self,
+        slot: SlotBuffers,
+        lane: LaneBuffers,
+        *,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        step_rows: int = 1 << 30,
     ) -> None:
-        self.slot, self.lane = slot, lane
+        self.slot, self.lane, self._step_rows = slot, lane, step_rows
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._rules: list[torch.Tensor | None] = [None] * len(slot.length_S)
 
@@ -81,9 +87,9 @@ class Seating:
         return self._cut([seat], num_rows=1)
 
     def batch(self, seats: tuple[Seat, ...]) -> StepBatch:
-        """Return the batch of a decode step: as many rows as the longest draft needs."""
-        slots = [seat.slot for seat in seats]
-        return self._cut(list(seats), num_rows=1 + int(self.slot.num_drafts_S[slots].max()))
+        """Return the batch of a decode step: as many rows as the longest draft needs and the lanes' share allows."""
+        longest = 1 + int(self.slot.num_drafts_S[[seat.slot for seat in seats]].max())
+        return self._cut(list(seats), num_rows=min(longest, self._share(len(seats))))
 
     def _cut(self, seats: list[Seat], *, num_rows: int) -> StepBatch:
         B, lane = len(seats), self.lane
@@ -97,4 +103,8 @@ class Seating:
         lane.slot_gens_B[:B] = torch.tensor([seat.slot_gen for seat in seats], dtype=torch.int32)
         guided = [seat.guide is not Guide.FREE for seat in seats]
         lane.guided_B[:B] = torch.tensor(guided)
-        return StepBatch(self.slot, lane, B, num_rows, any(guided))
+        return StepBatch(self.slot, lane, B, num_rows, any(guided), self._share(B))
+
+    def _share(self, num_lanes: int) -> int:
+        """Rows that each of so many lanes may have."""
+        return max(1, min(self.slot.drafts_SR.shape[1], self._step_rows // num_lanes))

@@ -37,7 +37,7 @@ class ModelDrafter:
         slot, lane, B, slots = batch.slot, batch.lane, batch.num_lanes, batch.slots_B.long()
         length_B1, drafting_B = slot.length_S[slots][:, None], lane.drafting_B[:B].clone()
         room_B = slot.params.max_length_S[slots] - length_B1[:, 0] - 1
-        wanted_B = torch.minimum(slot.draft_limit_S[slots], room_B).clamp(min=0) * drafting_B
+        wanted_B = torch.minimum(slot.draft_limit_S[slots], room_B).clamp(min=0, max=batch.max_rows - 1) * drafting_B
         # On a CPU the longest wish bounds the chain; a captured step always runs K.
         chain = int(wanted_B.max())
         # Two tokens at first: after a full acceptance the drafter has not seen the last draft yet.

@@ -45,7 +45,8 @@ class NgramDrafter:
         follow_BR = (end_B[:, None] + 1 + torch.arange(R, device=end_B.device)).clamp(max=L - 1)
         room_B = slot.params.max_length_S[slots] - length_B1[:, 0] - 1
         found_B = torch.where(best_B >= 0, length_B1[:, 0] - 1 - end_B, 0)
-        count_B = torch.minimum(torch.minimum(found_B, slot.draft_limit_S[slots].long()), room_B.long()).clamp(min=0)
+        count_B = torch.minimum(torch.minimum(found_B, slot.draft_limit_S[slots].long()), room_B.long())
+        count_B = count_B.clamp(min=0, max=batch.max_rows - 1)
         slot.drafts_SR[slots] = history_BL.gather(1, follow_BR)
         slot.num_drafts_S[slots] = count_B.int()
 
