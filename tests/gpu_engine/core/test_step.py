@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
@@ -159,7 +161,7 @@ def test_greedy_answers_are_those_of_transformers(saved: Callable[[str], Path], 
 @pytest.mark.parametrize("family", [tiny.bloom, tiny.mamba, tiny.deepseek, tiny.gpt_oss])
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_the_attention_does_not_fit_is_refused(
-    tmp_path: Path, family: Callable[[], tiny.PreTrainedConfig]
+    tmp_path: Path, family: Callable[[], PreTrainedConfig]
 ) -> None:
     tiny.save(family(), tmp_path)
     with pytest.raises(ModelNotSupported, match=r"^model: "):
@@ -182,7 +184,7 @@ def test_a_position_limit_that_depends_on_the_batch_is_not_passed(tmp_path: Path
 
 def test_logprobs_are_those_of_the_model_before_any_rule(llama: LoadedModel) -> None:
     prompt = tokens(20, 3, repeat=8)
-    rules = {"temperature": 0.8, "top_k": 3, "repetition_penalty": 1.2, "bad_token_ids": (70,)}
+    rules: dict[str, Any] = {"temperature": 0.8, "top_k": 3, "repetition_penalty": 1.2, "bad_token_ids": (70,)}
     for num_drafts in (0, 7):
         with free_engine(llama, with_drafts(num_drafts)) as engine:
             answer, plain = ask(prompt, logprobs=4, **rules), ask(prompt, **rules)

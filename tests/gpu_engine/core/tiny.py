@@ -48,7 +48,7 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": EOS,
     "pad_token_id": None,
 }
-_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+_LAYERS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SHAPE),
@@ -87,7 +87,13 @@ def mamba() -> PreTrainedConfig:
 def deepseek() -> PreTrainedConfig:
     """Return a family whose keys and values have different sizes."""
     shape = {**_SHAPE, "num_key_value_heads": 4}
-    latent = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    latent: dict[str, Any] = {
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    }
     return DeepseekV3Config(**shape, **latent, n_routed_experts=4, first_k_dense_replace=2)
 
 

@@ -164,7 +164,7 @@ class ToySidecar:
         words[:] = 0
         for token in legal:
             words[token // 32] |= 1 << token % 32
-        return (int(RowKind.FORCED), *legal) if len(legal) == 1 else (int(RowKind.APPLY), -1)
+        return (int(RowKind.FORCED), min(legal)) if len(legal) == 1 else (int(RowKind.APPLY), -1)
 
 
 @dataclass(eq=False)
