@@ -103,7 +103,8 @@ def step_tensors(
     """Return lanes with greedy slots whose drafts are never accepted, so that a replay changes little."""
     from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
 
-    rows = SlotRows.allocate(B, VOCAB, torch.full((B, P, VOCAB // 32), -2, dtype=torch.int32, device=DEVICE))
+    masks = torch.full((B, P, VOCAB // 32), -2, dtype=torch.int32, device=DEVICE)
+    rows = SlotRows.allocate(B, VOCAB, masks, torch.zeros(B, dtype=torch.bool, device=DEVICE))
     params = SlotParams.allocate(B, DEVICE)
     params.top_p_S.fill_(1.0)
     params.repetition_S.fill_(1.0)
@@ -218,7 +219,8 @@ def small_cases() -> Iterator[Case]:
         history.copy_(torch.randint(0, 1000, history.shape, device=DEVICE))
         logits, status = torch.zeros(B * P, VOCAB, dtype=torch.bfloat16, device=DEVICE), out.kinds_BR.clone()
         drafts, num = ints(B, P), ints(B)
-        inputs = (slots, history, length, drafts, num, table_BN, ids, ints(B, P), ints(B, P), ints(B), ints(B, 512))
+        done = torch.zeros(B, dtype=torch.bool, device=DEVICE)
+        inputs = (slots, history, length, drafts, num, done, table_BN, ids, ints(B, P), ints(B, P), ints(B))
         post = (slots, flags, flags, gens, drafts, num, history, length, length, posted, kept, out)
         keep = (slots, flags, flags, out, counter, masks, kept, step.kinds_BR, step.forced_BR)
         results = (num, length, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B, r.emitted_BR)
@@ -229,7 +231,7 @@ def small_cases() -> Iterator[Case]:
         def call(function: Callable[..., None], *arguments: object, **options: object) -> list[Call]:
             return [lambda: function(*arguments, **options)]
 
-        yield Case(f"load_step {B}x{P}", call(load_step, *inputs))
+        yield Case(f"load_step {B}x{P}", call(load_step, *inputs, ints(B, 512)))
         yield Case(f"pack_post {B}x{P}", call(pack_post, *post))
         yield Case(f"keep_rows {B}x{P}, all over the bus", call(keep_rows, *keep), row_bytes)
         yield Case(f"apply_bitmask {B}x{P}", call(apply_bitmask, logits, *rest, num_rows=P), row_bytes)

@@ -24,8 +24,9 @@ _LOGPROB_TILE = 8192
 def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None:
     """Verify and sample; append what is emitted to `history_SL`, advance `length_S`, count it in `seen_SV`.
 
-    As `kernels.accept.accept`; `logits_NV` may be fp16 too. Masks, rules and scratch are those of `step.device`, which
-    is not None; `mask_address` and `params.rules_S` are not read.
+    A slot in `done_S` emits nothing, with blocked DEFER; one that ends here (a finish, DEAD_END, ERROR) is added. As
+    `kernels.accept.accept` otherwise; `logits_NV` may be fp16 too. Masks, rules and scratch are those of `step.device`,
+    which is not None; `mask_address` and `params.rules_S` are not read.
     """
     rows, scratch, filters = _check(logits_NV, step, num_rows)
     B, R, V = step.slots_B.shape[0], step.kinds_BR.shape[1], logits_NV.shape[1]
@@ -35,7 +36,7 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
     walk_kernel[(B,)](
         *(step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.history_SL, step.length_S),
         *(p.max_length_S, p.temperature_S, p.top_p_S, p.min_p_S, p.top_k_S, rows.rules_SX, rows.seen_SV),
-        *(scratch.best_NC, scratch.best_column_NC, scratch.peak_NC, scratch.chosen_N),
+        *(rows.done_S.view(torch.uint8), scratch.best_NC, scratch.best_column_NC, scratch.peak_NC, scratch.chosen_N),
         *(r.emitted_BR, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B),
         *(R, step.history_SL.stride(0), rows.rules_SX.stride(0), rows.seen_SV.stride(0), partial_stride, tiles),
         *(V, num_rows),
@@ -91,7 +92,8 @@ def _rows(
         *(logits, step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR),
         *(rows.masks_SRW, d2t, step.history_SL, step.length_S),
         *(p.prompt_length_S, p.min_tokens_S, p.temperature_S, p.top_p_S, p.min_p_S),
-        *(p.repetition_S, p.presence_S, p.frequency_S, p.top_k_S, p.seed_S, rows.rules_SX, rows.seen_SV, *partials),
+        *(p.repetition_S, p.presence_S, p.frequency_S, p.top_k_S, p.seed_S),
+        *(rows.rules_SX, rows.seen_SV, rows.done_S.view(torch.uint8), *partials),
         *(logits.stride(0), R, step.history_SL.stride(0), rows.masks_SRW.stride(0), rows.masks_SRW.stride(1)),
         *(rows.rules_SX.stride(0), rows.seen_SV.stride(0), scratch.logits_NV.stride(0), partial_stride),
         *(V, num_rows, first_row),
@@ -103,7 +105,7 @@ def _rows(
     )
     if filters:
         filter_kernel[(B * num_rows,)](
-            *(step.slots_B, step.num_drafts_B, step.kinds_BR, d2t, step.length_S),
+            *(step.slots_B, step.num_drafts_B, step.kinds_BR, rows.done_S.view(torch.uint8), d2t, step.length_S),
             *(p.temperature_S, p.top_p_S, p.min_p_S, p.top_k_S, p.seed_S, *partials, scratch.chosen_N),
             *(R, scratch.logits_NV.stride(0), partial_stride, tiles, tiles * scratch.block, V, num_rows, first_row),
             ROWS=_FILTER_TILE_ROWS,
@@ -131,10 +133,19 @@ def _check(logits: torch.Tensor, step: StepTensors, num_rows: int) -> tuple[Slot
     assert step.kinds_BR.is_contiguous()
     assert rows.masks_SRW.dtype == torch.int32
     assert rows.masks_SRW.stride(2) == 1
+    assert rows.done_S.dtype == torch.bool
     assert step.params.seed_S.dtype == torch.int64
     assert scratch.best_NC.shape[1] * scratch.block >= V, (V, scratch.best_NC.shape, scratch.block)
     assert scratch.best_NC.shape[0] >= B * num_rows, scratch.best_NC.shape
     assert not filters or scratch.logits_NV.shape[0] >= B * num_rows, scratch.logits_NV.shape
-    tensors = (*ints, step.kinds_BR, rows.masks_SRW, step.params.temperature_S, scratch.best_NC, step.result.emitted_BR)
+    tensors = (
+        *ints,
+        step.kinds_BR,
+        rows.masks_SRW,
+        rows.done_S,
+        step.params.temperature_S,
+        scratch.best_NC,
+        step.result.emitted_BR,
+    )
     assert all(t.device == logits.device for t in tensors), [t.device for t in tensors]
     return rows, scratch, filters

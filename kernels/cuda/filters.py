@@ -41,6 +41,7 @@ def filter_kernel(
     slots: tl.tensor,
     num_drafts: tl.tensor,
     kinds: tl.tensor,
+    done: tl.tensor,
     d2t: tl.tensor,
     length: tl.tensor,
     temperature: tl.tensor,
@@ -79,7 +80,7 @@ def filter_kernel(
     if tl.load(kinds + b * lane_stride + j).to(tl.int32) >= DEFER:
         return
     if not DRAFT:
-        if j > tl.load(num_drafts + b):
+        if (j > tl.load(num_drafts + b)) | (tl.load(done + s) != 0):
             return
     candidates, tops = pick(best, best_column, peaks, row, 1, t, partial_stride, tiles, 1, TILES)
     column, peak = tl.sum(candidates, axis=0), tl.sum(tops, axis=0)

@@ -22,6 +22,7 @@ def ngram_kernel(
     num_drafts: tl.tensor,
     history_stride: tl.tensor,
     R: tl.tensor,
+    max_drafts: tl.tensor,
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
     ROWS: tl.constexpr,
@@ -48,7 +49,7 @@ def ngram_kernel(
         best_end = tl.where(better, at, best_end)
     longest = tl.max(best, axis=0)
     end = tl.max(tl.where(best == longest, best_end, -1), axis=0)
-    count = tl.minimum(n - 1 - end, tl.load(draft_limit + s))
+    count = tl.minimum(tl.minimum(n - 1 - end, max_drafts), tl.load(draft_limit + s))
     count = tl.maximum(tl.minimum(count, tl.load(max_length + s) - n - 1), 0)
     count = tl.where(longest > 0, count, 0)
     j = tl.arange(0, ROWS)
@@ -68,11 +69,12 @@ def propose_ngram(
     *,
     ngram_max: int,
     ngram_min: int,
+    max_rows: int = 16,
 ) -> None:
     """Write `drafts_SR` (0 behind the last) and `num_drafts_S` of the lanes' slots; all int32, contiguous.
 
-    A suffix of `ngram_max` down to `ngram_min` tokens is looked up; drafts stay within draft_limit and one below
-    max_length. Cost: one pass over the history. An idle lane (negative slot) is left alone.
+    A suffix of `ngram_max` down to `ngram_min` tokens is looked up; drafts stay within draft_limit, one below
+    max_length, and one below `max_rows`. Cost: one pass over the history. An idle lane (negative slot) is left alone.
     """
     tensors = (slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
@@ -80,7 +82,7 @@ def propose_ngram(
     R = drafts_SR.shape[1]
     ngram_kernel[(slots_B.shape[0],)](
         *(slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S),
-        *(history_SL.stride(0), R),
+        *(history_SL.stride(0), R, min(max_rows, R + 1) - 1),
         MOST=ngram_max,
         LEAST=ngram_min,
         ROWS=triton.next_power_of_2(R),

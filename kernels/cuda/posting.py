@@ -61,6 +61,7 @@ def post_kernel(
     prompt_length: tl.tensor,
     posted: tl.tensor,
     kept: tl.tensor,
+    done: tl.tensor,
     slots: tl.tensor,
     slot_gens: tl.tensor,
     commit_pos: tl.tensor,
@@ -72,12 +73,15 @@ def post_kernel(
     R: tl.tensor,
     k: tl.tensor,
     ROWS: tl.constexpr,
+    DONE: tl.constexpr,
 ) -> None:
     """Grid (B): see `pack_post`."""
     b = tl.program_id(0)
     s = tl.load(lanes + b).to(tl.int64)
     told_of = (s >= 0) & (tl.load(guided + b) != 0)
     s = tl.maximum(s, 0)
+    if DONE:
+        told_of = told_of & (tl.load(done + s) == 0)
     j = tl.arange(0, ROWS)
     count = tl.load(num_drafts + b)
     missing = (j <= count) & (j < R) & (tl.load(kept + s * R + j, mask=j < R, other=1) == 0)
@@ -118,12 +122,13 @@ def pack_post(
     out: PostTensors,
     *,
     k: int = VERIFY,
+    done_S: torch.Tensor | None = None,
 ) -> None:
     """Write what a step posts, and advance `posted_S` of the lanes that are told of.
 
     To verify: guided lanes, for rows 0 to `num_drafts_B` that are not kept. To draft k: guided lanes in `drafting_B`,
     for row k behind k drafts. A lane without a missing row gets slot -1. int32 and contiguous; `guided_B` and
-    `drafting_B` bool. At most R answer tokens may be untold.
+    `drafting_B` bool. At most R answer tokens may be untold. A slot in `done_S` (bool) asks for nothing.
     """
     B, R = slots_B.shape[0], drafts_BR.shape[1]
     ints = (slots_B, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S)
@@ -135,11 +140,14 @@ def pack_post(
     assert out.tokens_BT.shape[0] >= B
     assert out.tokens_BT.shape[1] == 2 * R
     assert VERIFY <= k < R, k
+    assert done_S is None or done_S.dtype == torch.bool
     flags = (t.view(torch.uint8) for t in (guided_B, drafting_B))
     post_kernel[(B,)](
         *(slots_B, *flags, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S),
-        *(rows.kept_SR.view(torch.uint8), *outs, out.tokens_BT, history_SL.stride(0), R, k),
+        *(rows.kept_SR.view(torch.uint8), None if done_S is None else done_S.view(torch.uint8), *outs, out.tokens_BT),
+        *(history_SL.stride(0), R, k),
         ROWS=triton.next_power_of_2(R),
+        DONE=done_S is not None,
         num_warps=1,
     )
 

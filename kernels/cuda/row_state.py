@@ -29,15 +29,19 @@ class SlotRows:
     """int32, `pack_rules` of the slot, zeros: none. Writer: the engine, when it seats (`write_rules`)."""
     seen_SV: torch.Tensor
     """int32, see `SEEN`. The engine when it seats (`count_seen`), then the step."""
+    done_S: torch.Tensor
+    """bool, the slot's sequence has ended and emits no more. The step sets it, the engine clears it when it seats."""
 
     @classmethod
-    def allocate(cls, num_slots: int, vocab_size: int, masks_SRW: torch.Tensor, *, max_rules: int = 256) -> SlotRows:
-        """Return zeroed state beside the given mask rows, on their device."""
+    def allocate(
+        cls, num_slots: int, vocab_size: int, masks_SRW: torch.Tensor, done_S: torch.Tensor, *, max_rules: int = 256
+    ) -> SlotRows:
+        """Return zeroed state beside the given mask rows and flags, on their device."""
         rules_SX, seen_SV = (
             torch.zeros(num_slots, width, dtype=torch.int32, device=masks_SRW.device)
             for width in (max_rules, vocab_size)
         )
-        return cls(masks_SRW, rules_SX, seen_SV)
+        return cls(masks_SRW, rules_SX, seen_SV, done_S)
 
     def write_rules(self, slot: int, packed: torch.Tensor) -> None:
         """Set a slot's rules (`kernels.accept.pack_rules`); ValueError when they have more than X numbers."""

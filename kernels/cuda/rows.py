@@ -80,6 +80,7 @@ def row_kernel(
     seed: tl.tensor,
     rules: tl.tensor,
     seen: tl.tensor,
+    done: tl.tensor,
     best: tl.tensor,
     best_column: tl.tensor,
     peaks: tl.tensor,
@@ -117,7 +118,7 @@ def row_kernel(
     if kind >= DEFER:
         return
     if not DRAFT:
-        if j > tl.load(num_drafts + b):
+        if (j > tl.load(num_drafts + b)) | (tl.load(done + s) != 0):
             return
     drafts += b * lane_stride
     first = tile * (ROWS * 32)

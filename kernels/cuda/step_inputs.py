@@ -20,6 +20,7 @@ def load_kernel(
     length: tl.tensor,
     slot_drafts: tl.tensor,
     slot_num_drafts: tl.tensor,
+    done: tl.tensor,
     slot_table: tl.tensor,
     ids: tl.tensor,
     positions: tl.tensor,
@@ -45,7 +46,7 @@ def load_kernel(
     count = tl.where(busy, tl.minimum(tl.load(slot_num_drafts + s), P - 1), 0)
     tl.store(num_drafts + b, count)
     tl.store(drafts + b * R + j, tl.load(slot_drafts + s * R + j, mask=j < R, other=0), mask=j < R)
-    live = j <= tl.where(busy & (n > 0), count, -1)
+    live = j <= tl.where(busy & (n > 0) & (tl.load(done + s) == 0), count, -1)
     first = tl.load(history + s * history_stride + tl.maximum(n - 1, 0))
     proposed = tl.load(slot_drafts + s * R + j - 1, mask=(j > 0) & (j < P), other=0)
     token = tl.where(live, tl.where(j == 0, first, proposed), 0)
@@ -63,6 +64,7 @@ def load_step(
     length_S: torch.Tensor,
     drafts_SR: torch.Tensor,
     num_drafts_S: torch.Tensor,
+    done_S: torch.Tensor,
     page_table_SN: torch.Tensor,
     ids_BP: torch.Tensor,
     positions_BP: torch.Tensor,
@@ -72,12 +74,14 @@ def load_step(
 ) -> None:
     """Cut a step's inputs: the last token and the drafts behind it, their positions, the drafts, and the page table.
 
-    All int32 and contiguous, but `ids_BP` may be int64 and tables may have wider rows. Written: `ids_BP` (0 where
+    All int32 and contiguous, but `done_S` is bool, `ids_BP` may be int64, and tables may have wider rows. A slot in
+    `done_S` is padding. Written: `ids_BP` (0 where
     padding), `positions_BP` (-1 where padding), `drafts_BR`, `num_drafts_B` (at most P - 1), `page_table_BN`.
     """
     (B, P), R, N = ids_BP.shape, drafts_SR.shape[1], page_table_BN.shape[1]
     tensors = (slots_B, history_SL, length_S, drafts_SR, num_drafts_S, positions_BP, drafts_BR, num_drafts_B)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
+    assert done_S.dtype == torch.bool
     assert ids_BP.dtype in (torch.int32, torch.int64)
     assert ids_BP.is_contiguous()
     assert positions_BP.shape == (B, P)
@@ -86,7 +90,7 @@ def load_step(
     assert page_table_SN.stride(1) == page_table_BN.stride(1) == 1
     assert page_table_SN.shape[1] >= N
     load_kernel[(B,)](
-        *(slots_B, history_SL, length_S, drafts_SR, num_drafts_S, page_table_SN),
+        *(slots_B, history_SL, length_S, drafts_SR, num_drafts_S, done_S.view(torch.uint8), page_table_SN),
         *(ids_BP, positions_BP, drafts_BR, num_drafts_B, page_table_BN),
         *(history_SL.stride(0), R, P, page_table_SN.stride(0), page_table_BN.stride(0), N),
         ROWS=triton.next_power_of_2(R),

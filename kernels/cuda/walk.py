@@ -1,7 +1,8 @@
 """Acceptance: from the best column of each row to what a lane emits. One tiny program a lane.
 
 A draft is accepted iff it is the token of its row, and the walk ends at the first that is not, at a stop token, at the
-length limit, or at a row that may emit nothing. One invariant: only emitted tokens reach history, length and counts.
+length limit, or at a row that may emit nothing. A slot that ended before emits nothing, as if its row were DEFER. One
+invariant: only emitted tokens reach history, length and counts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def walk_kernel(
     top_k: tl.tensor,
     rules: tl.tensor,
     seen: tl.tensor,
+    done: tl.tensor,
     best: tl.tensor,
     best_column: tl.tensor,
     peaks: tl.tensor,
@@ -65,7 +67,9 @@ def walk_kernel(
     n = tl.load(length + s)
     live = (j <= last) & (j < num_rows)
     lane = b * lane_stride + j
+    ended = tl.load(done + s) != 0  # in a step that nobody has read yet
     kind = tl.load(kinds + lane, mask=live, other=0).to(tl.int32)
+    kind = tl.where(ended, tl.full([ROWS], DEFER, tl.int32), kind)
     draft = tl.load(drafts + lane, mask=live & (j < last), other=-1)
     t = tl.load(temperature + s)
     token, _ = pick(best, best_column, peaks, b * num_rows, num_rows, t, partial_stride, tiles, ROWS, TILES)
@@ -87,9 +91,13 @@ def walk_kernel(
     tl.store(length + s, n + count)
     tl.store(num_emitted + b, count)
     tl.store(num_accepted + b, tl.sum((gives & match).to(tl.int32), axis=0))
-    tl.store(finish + b, tl.sum(tl.where(gives, tl.where(stop, 1, tl.where(full, 2, 0)), 0), axis=0))
+    how = tl.sum(tl.where(gives, tl.where(stop, 1, tl.where(full, 2, 0)), 0), axis=0)
+    tl.store(finish + b, how)
     kind = tl.where(kind >= DEFER, kind, DEAD_END)
-    tl.store(blocked + b, tl.sum(tl.where(live & (j == end) & shut, kind, 0), axis=0))
+    why = tl.sum(tl.where(live & (j == end) & shut, kind, 0), axis=0)
+    tl.store(blocked + b, why)
+    if (how != 0) | (why > DEFER):
+        tl.store(done + s, 1)
     word = seen + s * seen_stride + token
     tl.atomic_or(word, tl.full([ROWS], SEEN, tl.int32), mask=gives)
     tl.atomic_add(word, tl.full([ROWS], 1, tl.int32), mask=gives)

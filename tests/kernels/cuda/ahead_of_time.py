@@ -78,7 +78,7 @@ def flags(*shape: int) -> torch.Tensor:
 def compile_step(S: int, B: int, R: int, N: int) -> None:
     """Run what a step runs but attention: S slots, B lanes, R rows, N pages, in a large vocabulary."""
     V, W, L = 128_256, 4008, 2052
-    rows, scratch = SlotRows.allocate(S, V, ints(S, R, W)), RowScratch.allocate(B * R, V, "cpu")
+    rows, scratch = SlotRows.allocate(S, V, ints(S, R, W), flags(S).bool()), RowScratch.allocate(B * R, V, "cpu")
     result, params = AcceptResult.allocate(B, R, V), SlotParams.allocate(S)
     slots, drafts, num_drafts, kinds, forced = ints(B), ints(B, R), ints(B), flags(B, R), ints(B, R)
     history, length, logits = ints(S, L), ints(S), torch.zeros(B * R, V, dtype=torch.bfloat16)
@@ -94,8 +94,8 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
     bitmask.apply_bitmask(small, slots, kinds, forced, rows.masks_SRW, flags(B, R), num_rows=R, d2t_V=d2t)
 
     for dtype in (torch.int32, torch.int64):
-        inputs = (slots, history, length, ints(S, R), ints(S), ints(S, N), torch.zeros(B, R, dtype=dtype), ints(B, R))
-        step_inputs.load_step(*inputs, drafts, num_drafts, ints(B, N))
+        inputs = (slots, history, length, ints(S, R), ints(S), rows.done_S, ints(S, N))
+        step_inputs.load_step(*inputs, torch.zeros(B, R, dtype=dtype), ints(B, R), drafts, num_drafts, ints(B, N))
     counter = torch.zeros(1, dtype=torch.int64)
     results = (result.num_emitted_B, result.num_accepted_B, result.finish_B, result.blocked_B, result.emitted_BR)
     step_inputs.emit(slots, ints(B), num_drafts, length, *results, counter, ints(S, B, 8 + R))
@@ -105,8 +105,9 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
     kept = posting.KeptRows(rows.masks_SRW, flags(S, R), ints(S, R), flags(S, R).bool())
     out = posting.PostTensors(*(ints(B) for _ in range(6)), ints(B, 2 * R), flags(B, R), ints(B, R))
     guided, lengths = flags(B).bool(), (history, length, params.prompt_length_S, ints(S))
+    told = (slots, guided, guided, ints(B), drafts, num_drafts, *lengths, kept, out)
     for k in (posting.VERIFY, 0, R - 1):
-        posting.pack_post(slots, guided, guided, ints(B), drafts, num_drafts, *lengths, kept, out, k=k)
+        posting.pack_post(*told, k=k, done_S=rows.done_S if k else None)
         posting.keep_rows(slots, guided, guided, out, counter, ints(2, S, R, W), kept, kinds, forced, k=k)
     posting.settle(slots, *results[:1], *results[2:4], guided, kept.kept_SR)
 

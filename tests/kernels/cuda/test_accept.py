@@ -38,12 +38,16 @@ def on(params: SlotParams, device: torch.device) -> SlotParams:
     return SlotParams(**{f.name: getattr(params, f.name).to(device) for f in fields(params)})
 
 
+def nobody(num_slots: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(num_slots, dtype=torch.bool, device=device)
+
+
 def run(
     cases: list[Case], logits: torch.Tensor, rows: int, R: int, device: torch.device, *, filters: bool = True
 ) -> tuple[AcceptResult, torch.Tensor, torch.Tensor, SlotRows]:
     B, V = len(cases), logits.shape[1]
     t = tensors(cases, V, R)
-    state = SlotRows.allocate(B, V, t.masks_SRW.to(device), max_rules=64)
+    state = SlotRows.allocate(B, V, t.masks_SRW.to(device), nobody(B, device), max_rules=64)
     for b, c in enumerate(cases):
         state.write_rules(b, pack_rules(c.stop, c.bad, c.words))
         state.count_seen(b, torch.tensor(c.history), c.prompt_length)
@@ -56,7 +60,7 @@ def run(
     )
     accept(logits.to(device), step, num_rows=rows)
     for b, c in enumerate(cases):  # the counts are those of the new history
-        want = SlotRows.allocate(1, V, t.masks_SRW)
+        want = SlotRows.allocate(1, V, t.masks_SRW, nobody(1, t.masks_SRW.device))
         want.count_seen(0, history[b, : int(length[b])].cpu(), c.prompt_length)
         assert torch.equal(state.seen_SV[b].cpu(), want.seen_SV[0])
     return result, history.cpu(), length.cpu(), state
@@ -123,8 +127,9 @@ def test_blocked_rows_emit_nothing_and_keep_what_came_before(device: torch.devic
         ([ALL, ALL, 5], {}, (2, 5, 4)),
     ):
         case = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks)
-        result, _, length, _ = run([case], logits, 3, 3, device)
+        result, _, length, state = run([case], logits, 3, 3, device)
         assert (int(result.num_emitted_B[0]), int(result.blocked_B[0]), int(length[0])) == want
+        assert state.done_S.tolist() == [want[1] > DEFER]
 
 
 def test_stop_token_and_length_end_the_walk_inside_a_draft_block(device: torch.device) -> None:
@@ -133,11 +138,12 @@ def test_stop_token_and_length_end_the_walk_inside_a_draft_block(device: torch.d
         logits[j, 7 + j % 4] = 5.0
     stop = Case([1, 2], 2, drafts=[7, 8, 9], stop=(8,))
     limit = Case([1, 2], 2, drafts=[7, 8, 9], max_length=5)
-    result, _, length, _ = run([stop, limit, Case([1, 2], 2, drafts=[7, 8, 9])], logits, 4, 4, device)
+    result, _, length, state = run([stop, limit, Case([1, 2], 2, drafts=[7, 8, 9])], logits, 4, 4, device)
     assert result.finish_B.tolist() == [STOP_TOKEN, STOP_LENGTH, RUN_ON]
     assert result.num_emitted_B.tolist() == [2, 3, 4]
     assert result.num_accepted_B.tolist() == [2, 3, 3]
     assert length.tolist() == [4, 5, 6]
+    assert state.done_S.tolist() == [True, True, False]
 
 
 def test_bad_words_reach_into_the_drafts(device: torch.device) -> None:
@@ -167,10 +173,25 @@ def test_logprobs_are_of_the_models_own_distribution(device: torch.device) -> No
     torch.testing.assert_close(result.top_logprobs_BRN[0, 0].cpu(), values[:20], atol=1e-5, rtol=0)
 
 
+def test_a_slot_that_ended_emits_nothing_more(device: torch.device) -> None:
+    t = tensors([Case([1, 2], 1), Case([1, 2], 1)], 50, 1)
+    state = SlotRows.allocate(2, 50, t.masks_SRW.to(device), torch.tensor([True, False], device=device))
+    length, result = t.length_S.to(device), AcceptResult.allocate(2, 1, 50, device)
+    step = StepTensors(
+        *(torch.arange(2, dtype=torch.int32, device=device), t.drafts_BR.to(device), t.num_drafts_B.to(device)),
+        *(t.kinds_BR.to(device), t.forced_BR.to(device), 0, (0, 0), t.history_SL.to(device), length),
+        *(on(t.params, device), result, DeviceRows(state, RowScratch.allocate(2, 50, device, block=64))),
+    )
+    accept(torch.ones(2, 50, device=device), step, num_rows=1)
+    assert length.tolist() == [2, 3]
+    assert result.num_emitted_B.tolist() == [0, 1]
+    assert result.blocked_B.tolist() == [DEFER, 0]
+
+
 def test_idle_lanes_emit_nothing_and_touch_no_slot(device: torch.device) -> None:
     t = tensors([Case([1, 2], 1)], 50, 2)
     history, length = t.history_SL.to(device), t.length_S.to(device)
-    state = SlotRows.allocate(1, 50, t.masks_SRW.to(device))
+    state = SlotRows.allocate(1, 50, t.masks_SRW.to(device), nobody(1, device))
     result = AcceptResult.allocate(2, 2, 50, device)
     result.num_emitted_B.fill_(7)
     lanes = torch.zeros(2, 2, dtype=torch.int32, device=device)
@@ -204,7 +225,7 @@ def test_a_draft_is_what_its_row_will_draw(device: torch.device, sampling: dict[
         )
     ]
     t = tensors(cases, V, R)
-    state = SlotRows.allocate(5, V, t.masks_SRW.to(device))
+    state = SlotRows.allocate(5, V, t.masks_SRW.to(device), nobody(5, device))
     for b, c in enumerate(cases):
         state.count_seen(b, torch.tensor(c.history), c.prompt_length)
     step = StepTensors(
@@ -223,7 +244,8 @@ def test_a_draft_is_what_its_row_will_draw(device: torch.device, sampling: dict[
 
 
 def test_rules_that_do_not_fit_are_refused(device: torch.device) -> None:
-    state = SlotRows.allocate(1, 50, torch.zeros(1, 1, 2, dtype=torch.int32, device=device), max_rules=4)
+    masks = torch.zeros(1, 1, 2, dtype=torch.int32, device=device)
+    state = SlotRows.allocate(1, 50, masks, nobody(1, device), max_rules=4)
     with pytest.raises(ValueError, match="at most 4"):
         state.write_rules(0, pack_rules((1, 2, 3), (), ()))
     assert SEEN == 1 << 30
