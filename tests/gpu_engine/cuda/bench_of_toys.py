@@ -1,0 +1,131 @@
+"""A segment, a stream, a sync of either kind, the toy step and its graphs, put together. Closed in the right order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from gpu_engine.buffers import LaneBuffers, SlotBuffers
+from gpu_engine.graph import LaneInput, StepGraphs
+from gpu_engine.output_ring import OutputRing, StepOutputs
+from gpu_engine.row_work import TorchRows
+from gpu_engine.sync_cuda import DeviceFlagSync, HostCallbackSync
+from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.layout import Layout
+from shared_mem.segment import Segment
+from tests.gpu_engine.core.tiny import VOCAB
+from tests.gpu_engine.core.toy_sidecar import Automaton, Matcher, ToySidecar
+from tests.gpu_engine.cuda.fake_flags import FakeFlags
+from tests.gpu_engine.cuda.recorded_stream import PATIENCE_S, RecordedStream
+from tests.gpu_engine.cuda.toy_step import PROMPT, ToyStep
+
+MODES = ("host_callback", "device_flag")
+SLOTS, ROWS = 4, 3
+
+
+@dataclass(eq=False)
+class Toys:
+    segment: Segment
+    channel: EngineEnd
+    stream: RecordedStream
+    sync: HostCallbackSync | DeviceFlagSync
+    flags: FakeFlags
+    step: ToyStep
+    graphs: StepGraphs
+
+    def sit(self, slot: int) -> None:
+        """A new owner, as the engine does it: enqueued behind the steps in flight."""
+        buffers = self.step.slot
+        self.sync.forget(slot)
+
+        def write() -> None:
+            buffers.length_S[slot] = PROMPT
+            buffers.params.prompt_length_S[slot] = PROMPT
+            buffers.posted_S[slot] = 0
+            buffers.num_drafts_S[slot] = 0
+            buffers.done_S[slot] = False
+
+        self.stream.kernel(write)
+
+    def launch(self, slots: list[int], *, guided: bool = True, gen: int = 1) -> StepOutputs:
+        """Run one step to its end."""
+        lanes = [LaneInput(slot, gen, guided) for slot in slots]
+        return self.graphs.read(self.graphs.launch(lanes, ROWS))
+
+
+def tokens_of(outputs: StepOutputs) -> dict[int, list[int]]:
+    """Return slot -> tokens; padded lanes must have emitted nothing."""
+    said = {}
+    for lane, slot in enumerate(outputs.slots_B.tolist()):
+        count = int(outputs.result.num_emitted_B[lane])
+        assert slot >= 0 or count == 0
+        if slot >= 0:
+            said[slot] = outputs.result.emitted_BR[lane, :count].tolist()
+    return said
+
+
+@contextmanager
+def toys(
+    mode: str,
+    *,
+    eager: bool = False,
+    drafts: int = ROWS - 1,
+    row_timeout_ms: float = 20_000.0,
+    draft_timeout_ms: float = 20_000.0,
+    buckets: tuple[int, ...] = (1, 2, 4),
+    vocab: int = VOCAB,
+) -> Iterator[Toys]:
+    with Segment.create(Layout(SLOTS, ROWS, vocab)) as segment:
+        channel = EngineEnd(segment)
+        stream = RecordedStream()
+        flags = FakeFlags(channel)
+        timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
+        work = TorchRows(ROWS, stream.device)
+        sync: HostCallbackSync | DeviceFlagSync
+        if mode == "host_callback":
+            sync = HostCallbackSync(stream, channel, flags.mask_SRW, work, flags, **timeouts)
+        else:
+            sync = DeviceFlagSync(stream, channel, flags, work, **timeouts)
+        slot, lane = SlotBuffers.allocate(SLOTS + 1, ROWS, 2000, 16), LaneBuffers.allocate(SLOTS, ROWS, vocab)
+        ring = OutputRing(stream, lane, sync.report_2)
+        step = ToyStep(slot, lane, sync, ring, drafts)
+        graphs = StepGraphs(stream, step, slot, lane, ring, buckets, (ROWS,), eager=eager)
+        try:
+            yield Toys(segment, channel, stream, sync, flags, step, graphs)
+        finally:
+            stream.before = None
+            if stream.failure is None:
+                graphs.close()
+            stream.close()
+
+
+@contextmanager
+def sidecar_of(toys: Toys, before: Callable[..., None] | None = None) -> Iterator[ToySidecar]:
+    """Run the toy grammar process as a thread; nothing wrong was said at the end."""
+    sidecar = ToySidecar(GrammarEnd(toys.segment), before)
+    thread = threading.Thread(target=sidecar.run, name="toy sidecar", daemon=True)
+    thread.start()
+    try:
+        yield sidecar
+        assert sidecar.problems == []
+    finally:
+        sidecar.stopping = True
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def open_slot(toys: Toys, sidecar: ToySidecar, slot: int, gen: int = 1, length: int = 1500) -> None:
+    """Seat an owner with a matcher; returns when the matcher stands."""
+    bound = threading.Event()
+    sidecar.bind(slot, Matcher(gen, Automaton(length), []), bound.set)
+    assert bound.wait(PATIENCE_S)
+    toys.sit(slot)
+
+
+def settle_torch() -> None:
+    """One thread: the tests' tensors are tiny, and the other cores belong to the peers."""
+    torch.set_num_threads(1)

@@ -1,0 +1,155 @@
+"""Graphs of whole steps over the recorded stream, with the native flags and a toy grammar process."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_engine.graph import GraphKey, LaneInput, lane_buckets
+from tests.gpu_engine.core.toy_sidecar import Automaton
+from tests.gpu_engine.cuda.bench_of_toys import MODES, ROWS, SLOTS, open_slot, sidecar_of, tokens_of, toys
+from tests.gpu_engine.cuda.toy_step import expected
+
+KERNEL, COPY, HOST = "kernel", "copy", "host"
+PAIR = {
+    # pack, in, post, await, out, fetch, keep
+    "host_callback": [KERNEL, COPY, HOST, HOST, COPY, KERNEL, KERNEL],
+    # pack, post, wait, keep
+    "device_flag": [KERNEL] * 4,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nodes_of_a_graph_are_those_of_the_mechanism(mode: str) -> None:
+    with toys(mode) as t:
+        t.graphs.capture(t.channel)
+        guided = t.graphs._graphs[GraphKey(2, ROWS, True)].kinds
+        free = t.graphs._graphs[GraphKey(2, ROWS, False)].kinds
+    # load, the pair, accept, settle, K times the pair and a draw, propose, pack.
+    pair = PAIR[mode]
+    assert guided == [KERNEL, *pair, KERNEL, KERNEL, *(ROWS - 1) * [*pair, KERNEL], KERNEL, KERNEL]
+    assert set(free) == {KERNEL}, "an unguided step has no post and no wait"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_guided_tokens_are_those_of_the_grammar_and_drafts_are_accepted(mode: str, eager: bool) -> None:
+    with toys(mode, eager=eager) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            for slot in range(3):
+                open_slot(t, sidecar, slot)
+            said: dict[int, list[int]] = {slot: [] for slot in range(3)}
+            steps = 0
+            while min(map(len, said.values())) < 60:
+                outputs = t.launch([2, 0, 1])
+                steps += 1
+                assert outputs.slots_B.tolist() == [2, 0, 1, -1], "three lanes are padded to four"
+                for slot, tokens in tokens_of(outputs).items():
+                    said[slot] += tokens
+            for slot, tokens in said.items():
+                assert tokens == expected(Automaton(1500).legal, slot, len(tokens))
+            # Masked drafts are drawn by the verifier's rule, so all but the first step take every one of them.
+            assert steps <= 60 / ROWS + 2
+            stats = t.graphs.stats
+            assert (stats.eager_steps > 0, stats.replays > 0) == (eager, not eager)
+            assert stats.padded_lanes == steps
+            asked = [record.need_rows for record in sidecar.records if record.stage == 0]
+            assert set(asked[3:]) == {1 << ROWS - 1}, "rows of the draft steps are kept for the next verify"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lanes_change_places_buckets_and_owners(mode: str) -> None:
+    with toys(mode) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            gens = dict.fromkeys(range(SLOTS), 1)
+            said: dict[int, list[int]] = {slot: [] for slot in range(SLOTS)}
+            for slot in range(SLOTS):
+                open_slot(t, sidecar, slot)
+            for lanes in ([0], [1, 0], [3, 1, 0, 2], [2], [2, 3, 0], [0, 1, 2, 3]):
+                launched = t.graphs.launch([LaneInput(slot, gens[slot], True) for slot in lanes], ROWS)
+                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
+                    said[slot] += tokens
+            for slot in (0, 3):
+                gens[slot] = 2
+                said[slot] = []
+                open_slot(t, sidecar, slot, gen=2)
+            for _ in range(6):
+                launched = t.graphs.launch([LaneInput(slot, gens[slot], True) for slot in (0, 3)], ROWS)
+                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
+                    said[slot] += tokens
+            for slot, tokens in said.items():
+                assert tokens == expected(Automaton(1500).legal, slot, len(tokens))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_guided_and_free_lanes_share_a_step(mode: str) -> None:
+    with toys(mode) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            open_slot(t, sidecar, 1)
+            t.sit(2)
+            said: dict[int, list[int]] = {1: [], 2: []}
+            for _ in range(8):
+                launched = t.graphs.launch([LaneInput(2, 1, False), LaneInput(1, 1, True)], ROWS)
+                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
+                    said[slot] += tokens
+            assert said[1] == expected(Automaton(1500).legal, 1, len(said[1]))
+            assert said[2] == expected(lambda _: frozenset(range(256)), 2, len(said[2]))
+            assert {record.slot for record in sidecar.records} == {1}
+
+
+def test_launch_does_not_wait_and_outputs_come_a_step_behind() -> None:
+    with toys("host_callback") as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            open_slot(t, sidecar, 0)
+            said: list[int] = []
+            flying = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+            for _ in range(20):
+                following = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+                said += tokens_of(t.graphs.read(flying))[0]
+                flying = following
+            said += tokens_of(t.graphs.read(flying))[0]
+            assert said == expected(Automaton(1500).legal, 0, len(said))
+
+
+def test_outputs_that_nobody_reads_are_not_overwritten() -> None:
+    with toys("host_callback") as t:
+        t.graphs.capture()
+        lanes = [LaneInput(0, 1, False)]
+        kept = [t.graphs.launch(lanes, ROWS) for _ in range(3)]
+        with pytest.raises(RuntimeError, match="not read"):
+            t.graphs.launch(lanes, ROWS)
+        assert [t.graphs.read(launched).seq for launched in kept] == [0, 0, 0]
+
+
+def test_a_step_that_fits_no_graph_is_refused() -> None:
+    with toys("host_callback", buckets=(1, 2)) as t:
+        t.graphs.capture()
+        lanes = [LaneInput(slot, 1, False) for slot in range(3)]
+        with pytest.raises(ValueError, match="3 lanes and 3 rows does not fit: 2 lanes, 3 rows"):
+            t.graphs.launch(lanes, ROWS)
+        with pytest.raises(ValueError, match="does not fit"):
+            t.graphs.launch(lanes[:1], ROWS + 1)
+
+
+def test_capture_sets_the_permissive_word_and_leaves_the_slots_alone() -> None:
+    with toys("device_flag") as t:
+        t.sit(0)
+        seen = set()
+        t.stream.before = lambda node: seen.add(t.channel.permissive)
+        t.graphs.capture(t.channel)
+        assert seen == {True}
+        assert not t.channel.permissive
+        assert t.channel.last_seq == 0, "padding asks for nothing"
+        assert t.step.slot.length_S.tolist()[:SLOTS] == [3, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, (1,)), (3, (1, 2, 3)), (16, (1, 2, 4, 8, 12, 16)), (40, (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40))],
+)
+def test_buckets(most: int, sizes: tuple[int, ...]) -> None:
+    assert lane_buckets(most) == sizes
+    assert lane_buckets(256)[-3:] == (192, 224, 256)
