@@ -102,8 +102,10 @@ INLINE void load_block(const struct paged_attention_args *a, const struct tile *
         int64_t token = at + 16 * i, page = a->page_table[b * a->table_stride + token / ps];
         int64_t head = (page * a->num_kv_heads + hkv) * d * ps;
         key[i] = head + token % ps;
+        /* Behind the last position lies what an earlier owner of the page left. Its weight is 0, but 0 * NaN is not. */
+        int64_t fresh = w->last - token + 1 < 16 ? w->last - token + 1 : 16;
         for (int64_t c = 0; c < 16 * d; c += 16) {
-            v16f x = load(a->v_pages, head + token % ps * d + c, bf16);
+            v16f x = c < fresh * d ? load(a->v_pages, head + token % ps * d + c, bf16) : splat(0.0f);
             memcpy(v + 16 * i * d + c, &x, sizeof x);
         }
     }

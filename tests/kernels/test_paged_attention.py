@@ -86,3 +86,16 @@ def test_strided_heads_first_inputs_are_read_by_their_strides() -> None:
         args = [t.transpose(1, 2).contiguous().transpose(1, 2) if change else t for t in (q, k, v)]
         results.append(paged_attention(*args, pages, table, positions, scale=0.125))
     assert torch.equal(*results)
+
+
+def test_what_an_earlier_owner_left_behind_the_last_position_does_no_harm() -> None:
+    q, k, v, _ = make(1, 2, 4, 2, 64, 16, torch.float32, seed=6)
+    table, positions = torch.arange(2).view(1, 2).int(), torch.tensor([[3, 4]], dtype=torch.int32)
+    results = []
+    for rest in (0.0, float("nan"), float("inf")):
+        pages = filled(KVPages.allocate(2, 2, 64, 16, torch.float32, torch.device("cpu")), seed=7)
+        pages.v[0, :, 5:], pages.v[1] = rest, rest
+        pages.k[0, :, :, 5:], pages.k[1] = rest, rest
+        results.append(paged_attention(q, k, v, pages, table, positions, scale=0.125))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
