@@ -122,8 +122,9 @@ class TritonRows:
 
     def __init__(self, source_NSRW: torch.Tensor) -> None:
         from kernels.cuda import posting as kernels
+        from kernels.cuda.settling import settle
 
-        self._kernels, self._source_NSRW = kernels, source_NSRW
+        self._kernels, self._settle, self._source_NSRW = kernels, settle, source_NSRW
 
     def pack(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
         """See `RowWork.pack`."""
@@ -149,7 +150,7 @@ class TritonRows:
         """See `RowWork.settle`; also fills `drafting_B`, by the step's own rule."""
         lane, B, kept_SR = batch.lane, batch.num_lanes, self._rows(store).kept_SR
         r = lane.result
-        self._kernels.settle(
+        self._settle(
             batch.slots_B, r.num_emitted_B[:B], r.finish_B[:B], r.blocked_B[:B], lane.drafting_B[:B], kept_SR
         )
 

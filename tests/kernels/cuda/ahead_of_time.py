@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.accept import AcceptResult, SlotParams, StepTensors
-from kernels.cuda import accept, bitmask, ngram, noise, paged_attention, posting, step_inputs
+from kernels.cuda import accept, bitmask, ngram, noise, paged_attention, posting, settling, step_inputs
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
 from kernels.paged_attention import KVPages
 
@@ -109,7 +109,7 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
     for k in (posting.VERIFY, 0, R - 1):
         posting.pack_post(*told, k=k, done_S=rows.done_S if k else None)
         posting.keep_rows(slots, guided, guided, out, counter, ints(2, S, R, W), kept, kinds, forced, k=k)
-    posting.settle(slots, *results[:1], *results[2:4], guided, kept.kept_SR)
+    settling.settle(slots, *results[:1], *results[2:4], guided, kept.kept_SR)
 
 
 def compile_attention(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: torch.dtype) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.sync import InlineSync
-from kernels.cuda.posting import VERIFY, KeptRows, PostTensors, keep_rows, pack_post, settle
+from kernels.cuda.posting import VERIFY, KeptRows, PostTensors, keep_rows, pack_post
+from kernels.cuda.settling import settle
 from shared_mem.batch import BatchArrays
 from shared_mem.layout import Layout, RowKind
 

@@ -1,0 +1,55 @@
+"""After acceptance, one kernel: who goes on to draft, and whose kept rows are of the past.
+
+One invariant: a lane that emitted something forgets every row of its slot; a lane that did not keeps them for its next
+try. Not here: how rows are kept (posting.py).
+
+Shapes: B lanes, S slots, R rows a slot.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def settle_kernel(
+    lanes: tl.tensor,
+    num_emitted: tl.tensor,
+    finish: tl.tensor,
+    blocked: tl.tensor,
+    drafting: tl.tensor,
+    kept: tl.tensor,
+    R: tl.tensor,
+    ROWS: tl.constexpr,
+) -> None:
+    """Grid (B): see `settle`."""
+    b = tl.program_id(0)
+    s = tl.load(lanes + b).to(tl.int64)
+    moved = tl.load(num_emitted + b) > 0
+    goes_on = moved & (tl.load(finish + b) == 0) & (tl.load(blocked + b) == 0) & (s >= 0)
+    tl.store(drafting + b, goes_on.to(tl.uint8))
+    j = tl.arange(0, ROWS)
+    tl.store(kept + tl.maximum(s, 0) * R + j, tl.zeros([ROWS], tl.uint8), mask=j < tl.where(moved & (s >= 0), R, 0))
+
+
+def settle(
+    slots_B: torch.Tensor,
+    num_emitted_B: torch.Tensor,
+    finish_B: torch.Tensor,
+    blocked_B: torch.Tensor,
+    drafting_B: torch.Tensor,
+    kept_SR: torch.Tensor,
+) -> None:
+    """Fill `drafting_B` bool: lanes that emitted and go on; forget the rows of the lanes that emitted something."""
+    ints = (slots_B, num_emitted_B, finish_B, blocked_B)
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
+    assert drafting_B.dtype == kept_SR.dtype == torch.bool
+    assert kept_SR.is_contiguous()
+    R = kept_SR.shape[1]
+    settle_kernel[(slots_B.shape[0],)](
+        *(*ints, drafting_B.view(torch.uint8), kept_SR.view(torch.uint8), R),
+        ROWS=triton.next_power_of_2(R),
+        num_warps=1,
+    )
