@@ -20,6 +20,7 @@ from gpu_engine.stream import Stream
 from gpu_engine.sync_stream import StreamSync
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Stage
+from shared_mem.segment import Segment
 
 
 class RowFetcher(Protocol):
@@ -62,6 +63,13 @@ class FlagKernels(RowFetcher, Protocol):
         timeout_ns: int,
     ) -> None:
         """Wait for the last post's answers and fetch APPLY rows into `mask_SRW`."""
+
+
+def segment_rows(segment: Segment) -> torch.Tensor:
+    """Return a segment's mask rows in place, int32 [2, S, R, W']: `TritonRows` reads them once it is registered."""
+    layout, at = segment.layout, segment.layout.mask_offset
+    rows = torch.from_numpy(segment.memory)[at : at + 2 * layout.mask_buffer_bytes].view(torch.int32)
+    return rows.view(2, layout.num_slots, layout.num_rows, -1)
 
 
 class HostCallbackSync(StreamSync):

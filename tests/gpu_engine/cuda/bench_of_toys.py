@@ -7,20 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from gpu_engine.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.graph import LaneInput, StepGraphs
 from gpu_engine.output_ring import OutputRing, StepOutputs
-from gpu_engine.row_work import TorchRows
-from gpu_engine.sync_cuda import DeviceFlagSync, HostCallbackSync
+from gpu_engine.row_work import RowWork, TorchRows, TritonRows
+from gpu_engine.sync_cuda import DeviceFlagSync, HostCallbackSync, segment_rows
 from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
 from tests.gpu_engine.core.tiny import VOCAB
 from tests.gpu_engine.core.toy_sidecar import Automaton, Matcher, ToySidecar
 from tests.gpu_engine.cuda.fake_flags import FakeFlags
-from tests.gpu_engine.cuda.recorded_stream import PATIENCE_S, RecordedStream
+from tests.gpu_engine.cuda.recorded_stream import PATIENCE_S, RecordedStream, opaque
 from tests.gpu_engine.cuda.toy_step import PROMPT, ToyStep
 
 MODES = ("host_callback", "device_flag")
@@ -57,6 +55,13 @@ class Toys:
         return self.graphs.read(self.graphs.launch(lanes, ROWS))
 
 
+class OpaqueRows:
+    """Triton's interpreter reads tensors as it likes, so its kernels are native ones to the stream."""
+
+    def __init__(self, work: RowWork) -> None:
+        self.pack, self.keep, self.settle = opaque(work.pack), opaque(work.keep), opaque(work.settle)
+
+
 def tokens_of(outputs: StepOutputs) -> dict[int, list[int]]:
     """Return slot -> tokens; padded lanes must have emitted nothing."""
     said = {}
@@ -78,16 +83,20 @@ def toys(
     draft_timeout_ms: float = 20_000.0,
     buckets: tuple[int, ...] = (1, 2, 4),
     vocab: int = VOCAB,
+    triton: bool = False,
 ) -> Iterator[Toys]:
     with Segment.create(Layout(SLOTS, ROWS, vocab)) as segment:
         channel = EngineEnd(segment)
         stream = RecordedStream()
         flags = FakeFlags(channel)
         timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
-        work = TorchRows(ROWS, stream.device)
+        work: RowWork = TorchRows(ROWS, stream.device)
+        if triton:
+            # With host functions the rows are in the segment still; the wait of the flags has fetched them.
+            work = OpaqueRows(TritonRows(segment_rows(segment) if mode == "host_callback" else flags.mask_SRW[None]))
         sync: HostCallbackSync | DeviceFlagSync
         if mode == "host_callback":
-            sync = HostCallbackSync(stream, channel, flags.mask_SRW, work, flags, **timeouts)
+            sync = HostCallbackSync(stream, channel, flags.mask_SRW, work, None if triton else flags, **timeouts)
         else:
             sync = DeviceFlagSync(stream, channel, flags, work, **timeouts)
         slot, lane = SlotBuffers.allocate(SLOTS + 1, ROWS, 2000, 16), LaneBuffers.allocate(SLOTS, ROWS, vocab)
@@ -124,8 +133,3 @@ def open_slot(toys: Toys, sidecar: ToySidecar, slot: int, gen: int = 1, length: 
     sidecar.bind(slot, Matcher(gen, Automaton(length), []), bound.set)
     assert bound.wait(PATIENCE_S)
     toys.sit(slot)
-
-
-def settle_torch() -> None:
-    """One thread: the tests' tensors are tiny, and the other cores belong to the peers."""
-    torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from gpu_engine.graph import GraphKey, LaneInput, lane_buckets
 from tests.gpu_engine.core.toy_sidecar import Automaton
@@ -39,17 +40,15 @@ def test_guided_tokens_are_those_of_the_grammar_and_drafts_are_accepted(mode: st
             for slot in range(3):
                 open_slot(t, sidecar, slot)
             said: dict[int, list[int]] = {slot: [] for slot in range(3)}
-            steps = 0
-            while min(map(len, said.values())) < 60:
+            # Masked drafts are drawn by the verifier's rule, so all but the first step take every one of them.
+            steps = 60 // ROWS + 1
+            for _ in range(steps):
                 outputs = t.launch([2, 0, 1])
-                steps += 1
                 assert outputs.slots_B.tolist() == [2, 0, 1, -1], "three lanes are padded to four"
                 for slot, tokens in tokens_of(outputs).items():
                     said[slot] += tokens
             for slot, tokens in said.items():
-                assert tokens == expected(Automaton(1500).legal, slot, len(tokens))
-            # Masked drafts are drawn by the verifier's rule, so all but the first step take every one of them.
-            assert steps <= 60 / ROWS + 2
+                assert tokens == expected(Automaton(1500).legal, slot, 1 + (steps - 1) * ROWS)
             stats = t.graphs.stats
             assert (stats.eager_steps > 0, stats.replays > 0) == (eager, not eager)
             assert stats.padded_lanes == steps
@@ -153,3 +152,27 @@ def test_capture_sets_the_permissive_word_and_leaves_the_slots_alone() -> None:
 def test_buckets(most: int, sizes: tuple[int, ...]) -> None:
     assert lane_buckets(most) == sizes
     assert lane_buckets(256)[-3:] == (192, 224, 256)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here; tests/gpu has the same on the device")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+def test_triton_kernels_tell_and_keep_the_same(mode: str) -> None:
+    pytest.importorskip("triton")
+    with toys(mode, triton=True, buckets=(2, 4)) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            said: dict[int, list[int]] = {1: [], 2: [], 3: []}
+            open_slot(t, sidecar, 1)
+            open_slot(t, sidecar, 3)
+            t.sit(2)
+            lanes = [LaneInput(3, 1, True), LaneInput(2, 1, False), LaneInput(1, 1, True)]
+            for count in range(9):
+                launched = t.graphs.launch(lanes if count < 6 else lanes[::2], ROWS)
+                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
+                    said[slot] += tokens
+            for slot in (1, 3):
+                assert said[slot] == expected(Automaton(1500).legal, slot, 1 + 8 * ROWS)
+            assert said[2] == expected(lambda _: frozenset(range(256)), 2, len(said[2]))
+            asked = [record.need_rows for record in sidecar.records if record.stage == 0]
+            assert set(asked[2:]) == {1 << ROWS - 1}
