@@ -70,7 +70,7 @@ def time_us(calls: list[Call], *, least: int = 20, replays: int = 15) -> float:
             for call in calls:
                 call()
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -113,10 +113,18 @@ def step_tensors(
     params.prompt_length_S.fill_(10)
     scratch = RowScratch.allocate(B * P, VOCAB, DEVICE, block=block)
     return StepTensors(
-        *(torch.arange(B, dtype=torch.int32, device=DEVICE), ints(B, P) - 1, ints(B) + P - 1),
-        *(torch.full((B, P), kind, dtype=torch.uint8, device=DEVICE), ints(B, P), 0, (0, 0)),
-        *(ints(B, 8192), ints(B) + 10, params, AcceptResult.allocate(B, P, VOCAB, DEVICE)),
-        DeviceRows(rows, scratch, filters=filters, logprobs=logprobs),
+        slots_B=torch.arange(B, dtype=torch.int32, device=DEVICE),
+        drafts_BR=ints(B, P) - 1,
+        num_drafts_B=ints(B) + P - 1,
+        kinds_BR=torch.full((B, P), kind, dtype=torch.uint8, device=DEVICE),
+        forced_BR=ints(B, P),
+        mask_address=0,
+        mask_strides=(0, 0),
+        history_SL=ints(B, 8192),
+        length_S=ints(B) + 10,
+        params=params,
+        result=AcceptResult.allocate(B, P, VOCAB, DEVICE),
+        device=DeviceRows(rows, scratch, filters=filters, logprobs=logprobs),
     )
 
 
@@ -210,7 +218,9 @@ def small_cases() -> Iterator[Case]:
         kept = KeptRows(
             *(ints(B, P, words), step.kinds_BR.clone(), ints(B, P), torch.zeros(B, P, dtype=torch.bool, device=DEVICE))
         )
-        out = PostTensors(*(ints(B) for _ in range(6)), ints(B, 2 * P), step.kinds_BR.clone(), ints(B, P))
+        lanes = [ints(B) for _ in range(6)]
+        answers = step.kinds_BR.clone(), ints(B, P)
+        out = PostTensors(lanes[0], lanes[1], lanes[2], lanes[3], lanes[4], lanes[5], ints(B, 2 * P), *answers)
         out.need_rows_B.fill_((1 << P) - 1)
         counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         ring = torch.zeros(16, B, EMIT_HEADER + P, dtype=torch.int32, pin_memory=DEVICE == "cuda")

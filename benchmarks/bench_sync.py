@@ -97,7 +97,8 @@ class Bench:
             graph.replay()
         end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / times / self.args.pairs
+        total_us: float = begin.elapsed_time(end) * 1e3
+        return total_us / times / self.args.pairs
 
     def device_flag(self, flags: DeviceFlags) -> None:
         """Post and wait as kernels."""
