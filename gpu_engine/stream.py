@@ -133,8 +133,12 @@ class CudaStream:
         self._pool = torch.cuda.graph_pool_handle()
 
     def activate(self) -> None:
-        """Make this the current stream, and its device the current device, of the calling thread."""
+        """Make this the current stream, and its device the current device, of the calling thread.
+
+        Waits for the device first: what other streams have written is there for this one.
+        """
         torch.cuda.set_device(self._stream.device)
+        torch.cuda.synchronize()
         torch.cuda.set_stream(self._stream)
 
     def kernel(self, function: Callable[..., None], *args: object) -> None:

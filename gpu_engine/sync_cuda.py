@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 
 from gpu_engine.lane_box import HostBox, LaneBox
-from gpu_engine.row_work import RowWork
+from gpu_engine.pinned import PinnedSegment
+from gpu_engine.row_work import RowWork, TritonRows
 from gpu_engine.stream import Stream
 from gpu_engine.sync_stream import StreamSync
 from shared_mem.channel import EngineEnd
@@ -183,3 +184,32 @@ class DeviceFlagSync(StreamSync):
         outputs = (box.kinds, box.forced, box.need)
         self._flags.wait(box.slots, box.slot_gens, *outputs, rows_wanted=rows_wanted, timeout_ns=timeout_ns)
         self.report_2[1:].copy_(self._flags.counter[2:3])
+
+
+def cuda_sync(
+    mode: str,
+    stream: Stream,
+    channel: EngineEnd,
+    pinned: PinnedSegment,
+    *,
+    row_timeout_ms: float,
+    draft_timeout_ms: float = 5.0,
+) -> HostCallbackSync | DeviceFlagSync:
+    """Return the sync of a mode, "host_callback" or "device_flag", with everything that it needs on the current device.
+
+    `pinned` is the registered segment of `channel`; it stays registered until the last graph over the sync is gone.
+    Compiles kernels, so it comes before any capture.
+    """
+    from kernels.cuda.flags import DeviceFlags
+
+    # The device counts on from where the segment is.
+    flags = DeviceFlags(pinned.numbers(), channel.last_seq)
+    # The fetch and the wait put rows into the store, where `keep` finds them.
+    work = TritonRows(flags.mask_SRW[None])
+    timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
+    match mode:
+        case "host_callback":
+            return HostCallbackSync(stream, channel, flags.mask_SRW, work, flags, **timeouts)
+        case "device_flag":
+            return DeviceFlagSync(stream, channel, flags, work, **timeouts)
+    raise ValueError(f"mode: {mode!r} is not host_callback or device_flag")

@@ -1,11 +1,17 @@
-"""A segment, a stream, a sync of either kind, the toy step and its graphs, put together. Closed in the right order."""
+"""A segment, a stream, a sync of either kind, the toy step and its graphs, put together; and the peers to it."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from gpu_engine.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.graph import LaneInput, StepGraphs
@@ -13,13 +19,14 @@ from gpu_engine.output_ring import OutputRing, StepOutputs
 from gpu_engine.row_work import RowWork, TorchRows, TritonRows
 from gpu_engine.sync_cuda import DeviceFlagSync, HostCallbackSync, segment_rows
 from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.handover import connect, send_segment
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
 from tests.gpu_engine.core.tiny import VOCAB
 from tests.gpu_engine.core.toy_sidecar import Automaton, Matcher, ToySidecar
 from tests.gpu_engine.cuda.fake_flags import FakeFlags
 from tests.gpu_engine.cuda.recorded_stream import PATIENCE_S, RecordedStream, opaque
-from tests.gpu_engine.cuda.toy_step import PROMPT, ToyStep
+from tests.gpu_engine.cuda.toy_step import PROMPT, PatternStep, ToyStep
 
 MODES = ("host_callback", "device_flag")
 SLOTS, ROWS = 4, 3
@@ -29,9 +36,7 @@ SLOTS, ROWS = 4, 3
 class Toys:
     segment: Segment
     channel: EngineEnd
-    stream: RecordedStream
     sync: HostCallbackSync | DeviceFlagSync
-    flags: FakeFlags
     step: ToyStep
     graphs: StepGraphs
 
@@ -47,12 +52,23 @@ class Toys:
             buffers.num_drafts_S[slot] = 0
             buffers.done_S[slot] = False
 
-        self.stream.kernel(write)
+        self.sync.stream.kernel(write)
+
+    def count_patterns(self) -> PatternStep:
+        """Let the graphs be of a step that checks the pattern peer's rows; before the capture."""
+        step = PatternStep(self.step.lane, self.sync, self.graphs.ring)
+        self.graphs.program = step
+        return step
 
     def launch(self, slots: list[int], *, guided: bool = True, gen: int = 1) -> StepOutputs:
         """Run one step to its end."""
         lanes = [LaneInput(slot, gen, guided) for slot in slots]
         return self.graphs.read(self.graphs.launch(lanes, ROWS))
+
+
+@dataclass(eq=False)
+class RecordedToys(Toys):
+    stream: RecordedStream
 
 
 class OpaqueRows:
@@ -73,6 +89,33 @@ def tokens_of(outputs: StepOutputs) -> dict[int, list[int]]:
     return said
 
 
+def on_device(buffers: Any, device: torch.device) -> Any:
+    """Return a dataclass of tensors, or of such dataclasses, as copies on a device."""
+    moved = {}
+    for name in (f.name for f in fields(buffers)):
+        value = getattr(buffers, name)
+        moved[name] = value.to(device) if isinstance(value, torch.Tensor) else on_device(value, device)
+    return type(buffers)(**moved)
+
+
+def assemble(
+    segment: Segment,
+    channel: EngineEnd,
+    sync: HostCallbackSync | DeviceFlagSync,
+    *,
+    eager: bool = False,
+    drafts: int = ROWS - 1,
+    buckets: tuple[int, ...] = (1, 2, 4),
+) -> tuple[Segment, EngineEnd, HostCallbackSync | DeviceFlagSync, ToyStep, StepGraphs]:
+    """Put buffers, ring, step and graphs around a sync; the fields of `Toys`."""
+    stream, vocab = sync.stream, channel.layout.vocab_size
+    slot: SlotBuffers = on_device(SlotBuffers.allocate(SLOTS + 1, ROWS, 2000, 16), stream.device)
+    lane: LaneBuffers = on_device(LaneBuffers.allocate(SLOTS, ROWS, vocab), stream.device)
+    ring = OutputRing(stream, lane, sync.report_2)
+    step = ToyStep(slot, lane, sync, ring, drafts)
+    return segment, channel, sync, step, StepGraphs(stream, step, slot, lane, ring, buckets, (ROWS,), eager=eager)
+
+
 @contextmanager
 def toys(
     mode: str,
@@ -84,7 +127,8 @@ def toys(
     buckets: tuple[int, ...] = (1, 2, 4),
     vocab: int = VOCAB,
     triton: bool = False,
-) -> Iterator[Toys]:
+) -> Iterator[RecordedToys]:
+    """Put a recorded stream and a sync under the toy step; closed in the right order."""
     with Segment.create(Layout(SLOTS, ROWS, vocab)) as segment:
         channel = EngineEnd(segment)
         stream = RecordedStream()
@@ -99,16 +143,11 @@ def toys(
             sync = HostCallbackSync(stream, channel, flags.mask_SRW, work, None if triton else flags, **timeouts)
         else:
             sync = DeviceFlagSync(stream, channel, flags, work, **timeouts)
-        slot, lane = SlotBuffers.allocate(SLOTS + 1, ROWS, 2000, 16), LaneBuffers.allocate(SLOTS, ROWS, vocab)
-        ring = OutputRing(stream, lane, sync.report_2)
-        step = ToyStep(slot, lane, sync, ring, drafts)
-        graphs = StepGraphs(stream, step, slot, lane, ring, buckets, (ROWS,), eager=eager)
         try:
-            yield Toys(segment, channel, stream, sync, flags, step, graphs)
+            made = assemble(segment, channel, sync, eager=eager, drafts=drafts, buckets=buckets)
+            yield RecordedToys(*made, stream=stream)
         finally:
             stream.before = None
-            if stream.failure is None:
-                graphs.close()
             stream.close()
 
 
@@ -133,3 +172,20 @@ def open_slot(toys: Toys, sidecar: ToySidecar, slot: int, gen: int = 1, length: 
     sidecar.bind(slot, Matcher(gen, Automaton(length), []), bound.set)
     assert bound.wait(PATIENCE_S)
     toys.sit(slot)
+
+
+@contextmanager
+def pattern_peer(t: Toys, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that answers every record with its sequence in every word of every row."""
+    command = [sys.executable, "-m", "benchmarks.sync_peer", str(directory / "s"), "2000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
+        try:
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "listening\n"
+            with connect(directory / "s") as socket:
+                send_segment(socket, t.segment)
+                yield peer
+                socket.close()
+                peer.wait(PATIENCE_S)
+        finally:
+            peer.kill()

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from gpu_engine.graph import LaneInput
 from gpu_engine.row_work import VERIFY
-from kernels.accept import RUN_ON
 from shared_mem.errors import InvalidField
-from shared_mem.handover import connect, send_segment
 from shared_mem.layout import RowKind
 from tests.gpu_engine.core.toy_sidecar import Automaton
-from tests.gpu_engine.cuda.bench_of_toys import MODES, ROWS, SLOTS, Toys, open_slot, sidecar_of, tokens_of, toys
+from tests.gpu_engine.cuda.bench_of_toys import MODES, ROWS, SLOTS, open_slot, pattern_peer, sidecar_of, tokens_of, toys
 from tests.gpu_engine.cuda.recorded_stream import PATIENCE_S, DeviceFailed
 from tests.gpu_engine.cuda.toy_step import expected
 
@@ -29,61 +22,11 @@ SHORT_MS = 20.0
 """A deadline that a test waits for."""
 
 
-@contextmanager
-def pattern_peer(t: Toys, directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that answers every record with its sequence in every word of every row."""
-    command = [sys.executable, "-m", "benchmarks.sync_peer", str(directory / "s"), "2000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
-        try:
-            assert peer.stdout is not None
-            assert peer.stdout.readline() == "listening\n"
-            with connect(directory / "s") as socket:
-                send_segment(socket, t.segment)
-                yield peer
-                socket.close()
-                peer.wait(PATIENCE_S)
-        finally:
-            peer.kill()
-
-
-class PatternStep:
-    """Asks for every row of every lane, and counts words that are not the sequence of the post."""
-
-    def __init__(self, t: Toys) -> None:
-        self.t = t
-        self.wrong, self.missing = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-
-    def __call__(self, batch: object) -> None:
-        t, stream = self.t, self.t.stream
-        stream.kernel(self.begin, batch)
-        t.sync.post(batch)  # type: ignore[arg-type]
-        t.sync.await_rows(batch)  # type: ignore[arg-type]
-        stream.kernel(self.check, batch)
-        t.sync.settle(batch)  # type: ignore[arg-type]
-        t.graphs.ring.pack(batch)  # type: ignore[arg-type]
-
-    def begin(self, batch: object) -> None:
-        self.t.step.lane.num_drafts_B.fill_(ROWS - 1)
-
-    def check(self, batch: object) -> None:
-        lane, B = batch.lane, batch.num_lanes  # type: ignore[attr-defined]
-        slots_B, real_B = lane.slots_B[:B].clamp(min=0).long(), lane.slots_B[:B] >= 0
-        words_BRW = self.t.sync.store.mask_SRW[slots_B]
-        other_BR = (words_BRW != (self.t.sync.report_2[0] & 0x7FFFFFFF)).any(2)
-        apply_BR = lane.kinds_BR[:B] == int(RowKind.APPLY)
-        self.wrong += (other_BR & apply_BR & real_B[:, None]).sum()
-        self.missing += (~apply_BR & real_B[:, None]).sum()
-        lane.result.num_emitted_B[:B] = 1
-        lane.result.blocked_B[:B] = 0
-        lane.result.finish_B[:B] = RUN_ON
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("replays", [300, pytest.param(5000, marks=pytest.mark.slow)], ids=["short", "long"])
 def test_no_row_of_thousands_of_replays_is_stale_or_lost(mode: str, replays: int, tmp_path: Path) -> None:
     with toys(mode) as t, pattern_peer(t, tmp_path):
-        step = PatternStep(t)
-        t.graphs.program = step
+        step = t.count_patterns()
         t.graphs.capture(t.channel)
         lanes = [LaneInput(slot, 1, True) for slot in (3, 0, 2)]
         flying = t.graphs.launch(lanes, ROWS)
@@ -94,14 +37,13 @@ def test_no_row_of_thousands_of_replays_is_stale_or_lost(mode: str, replays: int
             flying = following
         t.graphs.read(flying)
         assert seqs == list(range(1, replays + 1)), "every replay posts under a sequence of its own"
-        assert (int(step.wrong), int(step.missing)) == (0, 0)
+        assert (step.wrong, step.missing) == (0, 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_peer_killed_between_replays_is_deferred_within_the_deadline(mode: str, tmp_path: Path) -> None:
     with toys(mode, row_timeout_ms=SHORT_MS) as t, pattern_peer(t, tmp_path) as peer:
-        step = PatternStep(t)
-        t.graphs.program = step
+        step = t.count_patterns()
         t.graphs.capture(t.channel)
         lanes = [LaneInput(0, 1, True), LaneInput(1, 1, True)]
         for count in range(40):
@@ -110,8 +52,8 @@ def test_peer_killed_between_replays_is_deferred_within_the_deadline(mode: str, 
                 peer.send_signal(signal.SIGKILL)
                 peer.wait(PATIENCE_S)
             t.graphs.read(launched)
-        assert int(step.wrong) == 0
-        lost = int(step.missing) // (2 * ROWS)
+        assert step.wrong == 0
+        lost = step.missing // (2 * ROWS)
         assert lost >= 19, "after the kill every row is deferred, and every replay comes to its end"
         assert t.step.lane.kinds_BR[:2].eq(int(RowKind.DEFER)).all()
 

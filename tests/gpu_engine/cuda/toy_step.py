@@ -14,6 +14,7 @@ import torch
 from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.output_ring import OutputRing
 from gpu_engine.sync_stream import StreamSync
+from kernels.accept import RUN_ON
 from shared_mem.layout import RowKind
 
 V = 256
@@ -44,6 +45,10 @@ class ToyStep:
     ring: OutputRing
     drafts: int
 
+    @property
+    def device(self) -> torch.device:
+        return self.sync.stream.device
+
     def __call__(self, batch: StepBatch) -> None:
         stream = self.sync.stream
         stream.kernel(self.load, batch)
@@ -65,11 +70,11 @@ class ToyStep:
 
     def accept(self, batch: StepBatch) -> None:
         slot, lane, r, B, P = batch.slot, batch.lane, batch.lane.result, batch.num_lanes, batch.num_rows
-        place_B, row_P = self.place(batch), torch.arange(P)
+        place_B, row_P = self.place(batch), torch.arange(P, device=self.device)
         kinds_BP = lane.kinds_BR[:B, :P]
         token_BP = torch.stack([self.draw(batch, j) for j in range(P)], dim=1)
         agrees_BP = (token_BP == lane.drafts_BR[:B, :P]) & (row_P < lane.num_drafts_B[:B, None])
-        reached_BP = torch.cat([torch.ones(B, 1), agrees_BP[:, :-1].float().cumprod(1)], dim=1) > 0
+        reached_BP = torch.cat([torch.ones(B, 1, device=self.device), agrees_BP[:, :-1].float().cumprod(1)], dim=1) > 0
         stops_BP = reached_BP & (kinds_BP > int(RowKind.FORCED))
         emits_BP = (reached_BP & (stops_BP.float().cumsum(1) == 0)) & (batch.slots_B >= 0)[:, None]
         count_B = emits_BP.sum(1).int()
@@ -99,14 +104,55 @@ class ToyStep:
         slot, lane, B, place_B = batch.slot, batch.lane, batch.num_lanes, self.place(batch)
         position_B = slot.length_S[place_B] + j
         best_B = (37 * position_B + 11 * place_B + 5) % V
-        score_BV = -((torch.arange(V) - best_B[:, None]) % V)
+        score_BV = -((torch.arange(V, device=self.device) - best_B[:, None]) % V)
         words_BW = self.sync.store.mask_SRW[batch.slots_B.clamp(min=0).long(), j]
-        bits_BV = (words_BW[:, :, None] >> torch.arange(32, dtype=torch.int32) & 1).reshape(B, -1)[:, :V] > 0
+        bits_BV = (words_BW[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self.device) & 1).reshape(B, -1)[
+            :, :V
+        ] > 0
         kind_B1 = lane.kinds_BR[:B, j : j + 1]
-        forced_BV = torch.arange(V) == lane.forced_BR[:B, j : j + 1]
+        forced_BV = torch.arange(V, device=self.device) == lane.forced_BR[:B, j : j + 1]
         legal_BV = torch.where(kind_B1 == int(RowKind.FORCED), forced_BV, True)
         legal_BV = torch.where(kind_B1 == int(RowKind.APPLY), bits_BV, legal_BV)
         return torch.where(legal_BV, score_BV, -V).argmax(1).int()
 
     def place(self, batch: StepBatch) -> torch.Tensor:
         return torch.where(batch.slots_B < 0, len(self.slot.length_S) - 1, batch.slots_B).long()
+
+
+class PatternStep:
+    """Asks for every row of every lane, and counts words that are not the sequence of the post."""
+
+    def __init__(self, lane: LaneBuffers, sync: StreamSync, ring: OutputRing) -> None:
+        self.lane, self.sync, self.ring = lane, sync, ring
+        self.bad_2 = torch.zeros(2, dtype=torch.int64, device=sync.stream.device)
+        """Rows with a wrong word, rows that did not come."""
+
+    def __call__(self, batch: StepBatch) -> None:
+        self.sync.stream.kernel(self.begin, batch)
+        self.sync.post(batch)
+        self.sync.await_rows(batch)
+        self.sync.stream.kernel(self.check, batch)
+        self.sync.settle(batch)
+        self.ring.pack(batch)
+
+    def begin(self, batch: StepBatch) -> None:
+        self.lane.num_drafts_B.fill_(batch.num_rows - 1)
+
+    def check(self, batch: StepBatch) -> None:
+        lane, B = batch.lane, batch.num_lanes
+        slots_B, real_B1 = lane.slots_B[:B].clamp(min=0).long(), (lane.slots_B[:B] >= 0)[:, None]
+        words_BRW = self.sync.store.mask_SRW[slots_B]
+        other_BR = (words_BRW != (self.sync.report_2[0] & 0x7FFFFFFF)).any(2)
+        apply_BR = lane.kinds_BR[:B] == int(RowKind.APPLY)
+        self.bad_2 += torch.stack([(other_BR & apply_BR & real_B1).sum(), (~apply_BR & real_B1).sum()])
+        lane.result.num_emitted_B[:B] = 1
+        lane.result.blocked_B[:B] = 0
+        lane.result.finish_B[:B] = RUN_ON
+
+    @property
+    def wrong(self) -> int:
+        return int(self.bad_2[0])
+
+    @property
+    def missing(self) -> int:
+        return int(self.bad_2[1])
