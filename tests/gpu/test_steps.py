@@ -1,0 +1,113 @@
+"""Whole steps as CUDA graphs against toy grammar processes: both mechanisms, and no row is ever stale."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_engine.graph import LaneInput
+from shared_mem.layout import RowKind
+from tests.gpu.toys_on_gpu import BIG_VOCAB, toys_on_gpu
+from tests.gpu_engine.core.toy_sidecar import Automaton
+from tests.gpu_engine.cuda.bench_of_toys import MODES, ROWS, open_slot, pattern_peer, sidecar_of, tokens_of
+from tests.gpu_engine.cuda.toy_step import expected
+
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("mode", MODES)]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_guided_tokens_are_those_of_the_grammar(mode: str, eager: bool) -> None:
+    with toys_on_gpu(mode, eager=eager) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            for slot in range(3):
+                open_slot(t, sidecar, slot)
+            said: dict[int, list[int]] = {slot: [] for slot in range(3)}
+            steps = 100
+            for _ in range(steps):
+                for slot, tokens in tokens_of(t.launch([2, 0, 1])).items():
+                    said[slot] += tokens
+            for slot, tokens in said.items():
+                assert tokens == expected(Automaton(1500).legal, slot, 1 + (steps - 1) * ROWS)
+            assert (t.graphs.stats.eager_steps > 0, t.graphs.stats.replays > 0) == (eager, not eager)
+
+
+def test_launching_ahead_changes_no_token(mode: str) -> None:
+    with toys_on_gpu(mode) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            open_slot(t, sidecar, 0)
+            said: list[int] = []
+            flying = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+            for _ in range(100):
+                following = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+                said += tokens_of(t.graphs.read(flying))[0]
+                flying = following
+            said += tokens_of(t.graphs.read(flying))[0]
+            assert said == expected(Automaton(1500).legal, 0, len(said))
+
+
+@pytest.mark.slow
+def test_no_row_of_a_hundred_thousand_replays_is_stale_torn_or_lost(mode: str, tmp_path: Path) -> None:
+    replays = 100_000
+    with toys_on_gpu(mode, vocab=BIG_VOCAB) as t, pattern_peer(t, tmp_path):
+        step = t.count_patterns()
+        t.graphs.capture(t.channel)
+        lanes = [LaneInput(slot, 1, True) for slot in (3, 0, 2)]
+        flying = t.graphs.launch(lanes, ROWS)
+        for count in range(1, replays):
+            following = t.graphs.launch(lanes, ROWS)
+            assert t.graphs.read(flying).seq == count
+            flying = following
+        assert t.graphs.read(flying).seq == replays
+        assert (step.wrong, step.missing) == (0, 0)
+
+
+def test_peer_killed_in_mid_replay_drains_within_the_deadline(mode: str, tmp_path: Path) -> None:
+    deadline_ms = 50.0
+    with toys_on_gpu(mode, row_timeout_ms=deadline_ms) as t, pattern_peer(t, tmp_path) as peer:
+        step = t.count_patterns()
+        t.graphs.capture(t.channel)
+        lanes = [LaneInput(0, 1, True), LaneInput(1, 1, True)]
+        for _ in range(200):
+            t.graphs.read(t.graphs.launch(lanes, ROWS))
+        flying = t.graphs.launch(lanes, ROWS)
+        peer.send_signal(signal.SIGKILL)
+        for _ in range(5):
+            following = t.graphs.launch(lanes, ROWS)
+            t.graphs.read(flying)
+            flying = following
+        t.graphs.read(flying)
+        assert step.wrong == 0
+        assert t.step.lane.kinds_BR[:2].eq(int(RowKind.DEFER)).all()
+
+
+def test_abort_word_ends_a_wait_at_once(mode: str) -> None:
+    with toys_on_gpu(mode) as t:
+        t.graphs.capture(t.channel)
+        t.sit(0)
+        launched = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+        time.sleep(0.05)
+        assert not t.graphs.ready(launched)
+        t.channel.set_abort()
+        begin_s = time.monotonic()
+        assert t.graphs.read(launched).result.blocked_B[0] == RowKind.DEFER
+        assert time.monotonic() - begin_s < 15, "the deadline is 20 s"
+        t.channel.clear_abort()
+
+
+def test_capture_leaves_nothing_to_allocate(mode: str) -> None:
+    with toys_on_gpu(mode) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            for slot in range(2):
+                open_slot(t, sidecar, slot)
+            t.launch([0, 1])
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            for lanes in ([0, 1], [1], [0]):
+                t.launch(lanes)
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
