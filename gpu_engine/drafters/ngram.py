@@ -1,4 +1,4 @@
-"""Prompt lookup: the tokens behind the last occurrence of the answer's own suffix (Saxena 2023; LLMA, Yang 2023).
+"""Prompt lookup: the tokens behind an earlier occurrence of the answer's own suffix (Saxena 2023; LLMA, Yang 2023).
 
 Vectorised over the lanes and without data-dependent shapes or host reads, so it can stand inside a captured step.
 One invariant: it proposes only tokens of the slot's own history. Not here: masks; a draft that breaks the grammar is
@@ -25,7 +25,9 @@ class NgramDrafter:
     def propose(self, batch: StepBatch, step: StepTensors) -> None:
         """Write `drafts_SR` and `num_drafts_S` of the lanes' slots, within draft_limit and max_length.
 
-        The longest match wins, then the latest. Cost: ngram_max comparisons over the history.
+        The longest match wins, then the first: behind it stands the most text, and in a prompt that lists its fields
+        the first is the list. A match of n tokens is good for 2 n + 1 drafts; more were hardly ever accepted
+        (docs/log.md). Cost: ngram_max comparisons over the history.
         """
         slot, slots = batch.slot, batch.slots_B.long()
         length_B1 = slot.length_S[slots][:, None].long()
@@ -40,11 +42,12 @@ class NgramDrafter:
             suffix_B1 = history_BL.gather(1, (length_B1 - 1 - t).clamp(min=0))
             alive_BL = alive_BL & (at_L >= t) & (history_BL.roll(t, dims=1) == suffix_B1)
             run_BL += alive_BL
-        score_BL = torch.where(run_BL >= self._min, run_BL.long() * L + at_L, -1)
+        score_BL = torch.where(run_BL >= self._min, run_BL.long() * L + (L - 1 - at_L), -1)
         best_B, end_B = score_BL.max(dim=1)
         follow_BR = (end_B[:, None] + 1 + torch.arange(R, device=end_B.device)).clamp(max=L - 1)
         room_B = slot.params.max_length_S[slots] - length_B1[:, 0] - 1
-        found_B = torch.where(best_B >= 0, length_B1[:, 0] - 1 - end_B, 0)
+        trust_B = 2 * torch.div(best_B, L, rounding_mode="floor") + 1
+        found_B = torch.where(best_B >= 0, torch.minimum(length_B1[:, 0] - 1 - end_B, trust_B), 0)
         count_B = torch.minimum(torch.minimum(found_B, slot.draft_limit_S[slots].long()), room_B.long())
         count_B = count_B.clamp(min=0, max=batch.max_rows - 1)
         slot.drafts_SR[slots] = history_BL.gather(1, follow_BR)

@@ -1,6 +1,6 @@
-"""Prompt lookup in one kernel: the tokens behind the last occurrence of the answer's own suffix.
+"""Prompt lookup in one kernel: the tokens behind an earlier occurrence of the answer's own suffix.
 
-The longest run wins, then the latest (Saxena 2023; LLMA, Yang 2023). One invariant: only tokens of the slot's own
+The longest run wins, then the first; a run of n is good for 2 n + 1 drafts (Saxena 2023; LLMA, Yang 2023). One invariant: only tokens of the slot's own
 history are proposed.
 """
 
@@ -44,12 +44,13 @@ def ngram_kernel(
             suffix = tl.load(tokens + tl.maximum(n - 1 - t, 0))
             alive = alive & (at >= t) & (tl.load(tokens + at - t, mask=alive & (at >= t), other=-1) == suffix)
             run += alive.to(tl.int32)
-        better = (run >= LEAST) & (run >= best)
+        better = (run >= LEAST) & (run > best)
         best = tl.where(better, run, best)
         best_end = tl.where(better, at, best_end)
     longest = tl.max(best, axis=0)
-    end = tl.max(tl.where(best == longest, best_end, -1), axis=0)
+    end = tl.min(tl.where(best == longest, best_end, n), axis=0)
     count = tl.minimum(tl.minimum(n - 1 - end, max_drafts), tl.load(draft_limit + s))
+    count = tl.minimum(count, 2 * longest + 1)
     count = tl.maximum(tl.minimum(count, tl.load(max_length + s) - n - 1), 0)
     count = tl.where(longest > 0, count, 0)
     j = tl.arange(0, ROWS)

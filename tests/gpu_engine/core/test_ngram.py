@@ -45,13 +45,13 @@ def drafts(batch: StepBatch, slot: int) -> list[int]:
 
 
 def reference(history: list[int], most: int, least: int, limit: int, max_length: int) -> list[int]:
-    """The longest suffix that was there before, the latest of its places, and what followed."""
+    """The longest suffix that was there before, the first of its places, and what followed."""
     n = len(history)
     room = max(min(limit, max_length - n - 1), 0)
     for size in range(min(most, n - 1), least - 1, -1):
-        for end in range(n - 1, size - 1, -1):
+        for end in range(size, n):
             if history[end - size : end] == history[n - size :]:
-                return history[end:][:room]
+                return history[end:][: min(room, 2 * size + 1)]
     return []
 
 
@@ -82,12 +82,12 @@ def test_it_finds_what_a_plain_search_finds(most: int, least: int) -> None:
         ([1, 1], [1]),
         ([1, 2, 3], []),
         ([1, 2, 9, 1, 2], [9, 1, 2]),
-        ([1, 2, 7, 5, 2, 8, 1, 2], [7, 5, 2, 8]),  # two tokens long wins over later
-        ([5, 2, 7, 5, 2, 8, 5, 2], [8, 5, 2]),  # of equals the latest wins
+        ([1, 2, 7, 5, 2, 8, 1, 2], [7, 5, 2, 8]),  # two tokens long wins
+        ([5, 2, 7, 5, 2, 8, 5, 2], [7, 5, 2, 8]),  # of equals the first wins
         ([3, 3, 3, 3, 3], [3]),  # the match may overlap the suffix
     ],
 )
-def test_longest_then_latest(history: list[int], expected: list[int]) -> None:
+def test_longest_then_first(history: list[int], expected: list[int]) -> None:
     batch = batch_of([2])
     write(batch, 2, history)
     propose(NgramDrafter(4, 1), batch)
