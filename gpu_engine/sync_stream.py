@@ -130,9 +130,12 @@ class StreamSync:
         return len(rows)
 
     def reserve(self, lane_counts: tuple[int, ...]) -> None:
-        """Allocate for these numbers of lanes; afterwards no step allocates."""
+        """Allocate for these numbers of lanes, and run once what no warm-up runs: no later step allocates or loads."""
         for count in lane_counts:
             self._box(count)
+        spare = len(self.store.kept_SR) - 1
+        self.stream.kernel(self._came, spare, 0)
+        self.forget(spare)
 
     # -- the mechanism ------------------------------------------------------------------------------------------------
 

@@ -176,3 +176,21 @@ def test_triton_kernels_tell_and_keep_the_same(mode: str) -> None:
             assert said[2] == expected(lambda _: frozenset(range(256)), 2, len(said[2]))
             asked = [record.need_rows for record in sidecar.records if record.stage == 0]
             assert set(asked[2:]) == {1 << ROWS - 1}
+
+
+def test_close_waits_and_destroys_the_graphs() -> None:
+    with toys("host_callback") as t:
+        t.graphs.capture()
+        t.graphs.launch([LaneInput(0, 1, False)], ROWS)
+        ran = t.stream.ran
+        t.graphs.close()
+        assert t.stream.ran > ran
+        assert not t.graphs._graphs
+
+
+def test_warm_up_leaves_nothing_for_later() -> None:
+    with toys("host_callback") as t:
+        t.sync.reserve((1, 2, 4))
+        boxes = dict(t.sync._boxes)
+        t.graphs.capture()
+        assert t.sync._boxes == boxes

@@ -1,0 +1,93 @@
+"""A whole engine whose device is a recorded stream: the kernels run in Triton's interpreter, on CPU tensors.
+
+`NativeStream` treats every launch as a native kernel: a replay calls it again with the arguments of the capture, since
+what the interpreter does with numpy is not seen by torch. So a number that Python reads from the host while a step is
+replayed is not caught here; a tensor that is read back is. Not here: expectations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from gpu_engine.assemble import Machinery, device_machinery
+from gpu_engine.config import EngineConfig
+from gpu_engine.engine import Engine
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.row_work import TritonRows
+from gpu_engine.sync_cuda import DeviceFlagSync, HostCallbackSync
+from shared_mem.channel import EngineEnd
+from shared_mem.layout import Layout
+from shared_mem.segment import Segment
+from tests.gpu_engine.core.harness import running
+from tests.gpu_engine.core.toy_sidecar import ToyGrammar
+from tests.gpu_engine.cuda.fake_flags import FakeFlags
+from tests.gpu_engine.cuda.recorded_stream import RecordedStream, _guarded
+
+
+@dataclass(eq=False)
+class NativeStream(RecordedStream):
+    """A recorded stream without tracing."""
+
+    def kernel(self, function: Callable[..., None], *args: object) -> None:
+        self._put("kernel", functools.partial(_guarded, function, args))
+
+
+@dataclass(eq=False)
+class RecordedDevice:
+    """Assembles machinery over a stream of its own. `close` ends the stream's thread."""
+
+    stream: NativeStream = field(default_factory=NativeStream)
+
+    def assemble(
+        self, config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
+    ) -> Machinery:
+        return device_machinery(
+            config, model, channel, num_pages, depth, stream=self.stream, sync=self._sync(config, channel)
+        )
+
+    def _sync(self, config: EngineConfig, channel: EngineEnd | None) -> HostCallbackSync | DeviceFlagSync | None:
+        if channel is None:
+            return None
+        flags = FakeFlags(channel)
+        work = TritonRows(flags.mask_SRW[None])
+        timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
+        if config.sync == "device_flag":
+            return DeviceFlagSync(self.stream, channel, flags, work, **timeouts)
+        return HostCallbackSync(self.stream, channel, flags.mask_SRW, work, flags, **timeouts)
+
+
+@contextmanager
+def device_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[Engine, NativeStream]]:
+    """Run an engine without a grammar process."""
+    device = RecordedDevice()
+    model = replace(model, max_model_len=settings.max_model_len)
+    try:
+        with running(Engine(settings, model, assemble=device.assemble)) as engine:
+            yield engine, device.stream
+    finally:
+        device.stream.close()
+
+
+@contextmanager
+def guided_device_engine(
+    model: LoadedModel, settings: EngineConfig
+) -> Iterator[tuple[Engine, ToyGrammar, NativeStream]]:
+    """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
+    device = RecordedDevice()
+    model = replace(model, max_model_len=settings.max_model_len)
+    with Segment.create(Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)) as segment:
+        grammar = ToyGrammar(segment)
+        engine = Engine(settings, model, EngineEnd(segment), grammar, assemble=device.assemble)
+        grammar.engine = engine
+        grammar.start_sidecar()
+        try:
+            with running(engine):
+                yield engine, grammar, device.stream
+            assert {(slot, gen) for slot, gen, _ in grammar.opened} == set(grammar.closed)
+            assert grammar.sidecar.problems == []
+        finally:
+            grammar.kill_sidecar()
+            device.stream.close()
