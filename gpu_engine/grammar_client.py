@@ -128,7 +128,7 @@ class GrammarClient:
         for state in self._slots.values():
             if state.task:
                 state.task.cancel()  # the engine opens each again when a grammar process is back
-        self._outage = self._loop.call_later(self._wait_s, self._fail_slots)
+        self._outage = self._loop.call_later(self._wait_s, self._fail_guided)
 
     def link_restored(self) -> None:
         """Let guided slots go on; the engine opens each again."""
@@ -142,7 +142,7 @@ class GrammarClient:
     def give_up(self, reason: str) -> None:
         """No grammar process will come any more: end guided requests now, and refuse new ones with `reason`."""
         self._link.give_up(reason)
-        self._fail_slots()
+        self._fail_guided()
 
     async def aclose(self) -> None:
         """End all that runs here. The link is its owner's."""
@@ -153,10 +153,12 @@ class GrammarClient:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _fail_slots(self) -> None:
+    def _fail_guided(self) -> None:
+        error = GrammarUnavailable("the grammar process was lost and did not come back; try again")
         for slot, slot_gen in self._slots:
-            error = GrammarUnavailable("the grammar process was lost and did not come back; try again")
             self._engine.grammar_failed(slot, slot_gen, error)
+        # A request that still waits for a slot has none to be opened in, and would wait for ever in the next free one.
+        self._compiler.fail_compiled(error)
 
     def _open(self, key: tuple[int, int], request: Request, committed: tuple[int, ...]) -> None:
         if self._closed or request.grammar is None:

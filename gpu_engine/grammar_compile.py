@@ -53,6 +53,8 @@ class _Ticket:
     task: asyncio.Task[Compiled]
     joined: bool
     """An earlier request had started it."""
+    failed: Callable[[LockstepError], None]
+    """Ends the request."""
 
 
 class GrammarCompiler:
@@ -67,9 +69,9 @@ class GrammarCompiler:
         self._running: dict[GrammarSpec, asyncio.Task[Compiled]] = {}
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
-        """Start or join the compilation; `failed` is called once when it fails."""
+        """Start or join the compilation; `failed` is called when it fails, or by `fail_compiled`."""
         joined = spec in self._running
-        ticket = self._tickets[request_id] = _Ticket(self._start(spec), joined)
+        ticket = self._tickets[request_id] = _Ticket(self._start(spec), joined, failed)
 
         def done(task: asyncio.Task[Compiled]) -> None:
             if not task.cancelled() and isinstance(error := task.exception(), LockstepError):
@@ -80,6 +82,12 @@ class GrammarCompiler:
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self._tickets.pop(request_id, None)
+
+    def fail_compiled(self, error: LockstepError) -> None:
+        """End every request whose grammar was compiled; the others learn of an outage from their compilation."""
+        for ticket in list(self._tickets.values()):
+            if ticket.task.done():
+                ticket.failed(error)
 
     async def result(self, request_id: str, spec: GrammarSpec) -> Compiled:
         """Return what the request's ticket stands for; without one compile now. Raises what `failed` is told."""

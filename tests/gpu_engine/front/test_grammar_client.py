@@ -333,6 +333,23 @@ async def test_a_process_that_does_not_come_back_ends_guided_requests(tmp_path: 
         await s.process.start()
 
 
+async def test_a_process_that_does_not_come_back_ends_compiled_requests_without_a_slot(tmp_path: Path) -> None:
+    async with connected(tmp_path, wait_s=0.3) as s:
+        in_line, over = list[LockstepError](), list[LockstepError]()
+        s.client.prepare("in line", spec(), in_line.append)
+        s.client.prepare("over", spec("b"), over.append)
+        s.client.open(0, 1, request("in line"), ())
+        await eventually(lambda: s.engine.opened)
+        s.client.close(0, 1)  # preempted: it waits for a slot again
+        await eventually(lambda: s.process.released)
+        s.client.forget("over")
+        await s.process.stop()
+        await eventually(lambda: in_line)
+        assert isinstance(in_line[0], GrammarUnavailable)
+        assert over == s.engine.failed == []
+        await s.process.start()
+
+
 async def test_after_giving_up_nobody_waits(tmp_path: Path) -> None:
     async with connected(tmp_path) as s:
         s.client.open(0, 1, request(), ())
