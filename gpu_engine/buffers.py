@@ -40,11 +40,13 @@ class SlotBuffers:
     """Writer: the engine, when it seats."""
 
     @classmethod
-    def allocate(cls, num_slots: int, num_rows: int, max_model_len: int, page_size: int) -> SlotBuffers:
-        """Return zeroed buffers in CPU memory."""
+    def allocate(
+        cls, num_slots: int, num_rows: int, max_model_len: int, page_size: int, device: torch.device | str = "cpu"
+    ) -> SlotBuffers:
+        """Return zeroed buffers in the device's memory."""
 
         def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32)
+            return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return cls(
             history_SL=ints(num_slots, max_model_len + num_rows),
@@ -52,10 +54,10 @@ class SlotBuffers:
             drafts_SR=ints(num_slots, num_rows),
             num_drafts_S=ints(num_slots),
             draft_limit_S=ints(num_slots),
-            done_S=torch.zeros(num_slots, dtype=torch.bool),
+            done_S=torch.zeros(num_slots, dtype=torch.bool, device=device),
             posted_S=ints(num_slots),
             page_table_SN=ints(num_slots, -(-(max_model_len + num_rows) // page_size)),
-            params=SlotParams.allocate(num_slots),
+            params=SlotParams.allocate(num_slots, device),
         )
 
 
@@ -83,22 +85,24 @@ class LaneBuffers:
     """Writer: the step."""
 
     @classmethod
-    def allocate(cls, num_lanes: int, num_rows: int, vocab_size: int) -> LaneBuffers:
-        """Return zeroed buffers in CPU memory."""
+    def allocate(
+        cls, num_lanes: int, num_rows: int, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> LaneBuffers:
+        """Return zeroed buffers in the device's memory."""
 
         def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32)
+            return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return cls(
             slots_B=ints(num_lanes),
-            guided_B=torch.zeros(num_lanes, dtype=torch.bool),
+            guided_B=torch.zeros(num_lanes, dtype=torch.bool, device=device),
             slot_gens_B=ints(num_lanes),
-            drafting_B=torch.zeros(num_lanes, dtype=torch.bool),
+            drafting_B=torch.zeros(num_lanes, dtype=torch.bool, device=device),
             drafts_BR=ints(num_lanes, num_rows),
             num_drafts_B=ints(num_lanes),
-            kinds_BR=torch.zeros(num_lanes, num_rows, dtype=torch.uint8),
+            kinds_BR=torch.zeros(num_lanes, num_rows, dtype=torch.uint8, device=device),
             forced_BR=ints(num_lanes, num_rows),
-            result=AcceptResult.allocate(num_lanes, num_rows, vocab_size),
+            result=AcceptResult.allocate(num_lanes, num_rows, vocab_size, device),
         )
 
 

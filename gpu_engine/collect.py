@@ -6,11 +6,25 @@ One invariant: an event carries exactly the tokens that the step appended to the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from gpu_engine.buffers import LaneBuffers
+import torch
+
 from gpu_engine.request import FinishReason, Logprobs
-from kernels.accept import STOP_LENGTH, STOP_TOKEN
+from kernels.accept import STOP_LENGTH, STOP_TOKEN, AcceptResult
 from shared_mem.layout import RowKind
+
+
+class StepResults(Protocol):
+    """What a step left in host memory: the lanes' own buffers on a CPU, a copy of them behind a device's step."""
+
+    @property
+    def result(self) -> AcceptResult:
+        """Of every lane."""
+
+    @property
+    def num_drafts_B(self) -> torch.Tensor:
+        """int32, drafts that were verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +40,7 @@ class LaneOutcome:
     """Its rows were not there; ask again."""
 
 
-def outcomes(lane: LaneBuffers, num_lanes: int, *, guided: list[bool], logprobs: list[int | None]) -> list[LaneOutcome]:
+def outcomes(lane: StepResults, num_lanes: int, *, guided: list[bool], logprobs: list[int | None]) -> list[LaneOutcome]:
     """Read the results of the first `num_lanes` lanes."""
     r = lane.result
     counts, accepted = r.num_emitted_B[:num_lanes].tolist(), r.num_accepted_B[:num_lanes].tolist()
@@ -56,7 +70,7 @@ def _finish(finish: int, blocked: int, guided: bool) -> FinishReason | None:
     return None
 
 
-def _logprobs(lane: LaneBuffers, b: int, count: int, wanted: int | None) -> tuple[Logprobs, ...]:
+def _logprobs(lane: StepResults, b: int, count: int, wanted: int | None) -> tuple[Logprobs, ...]:
     if wanted is None:
         return ()
     r = lane.result

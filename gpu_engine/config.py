@@ -52,13 +52,20 @@ class EngineConfig:
     num_draft_tokens: int = 7
     """K: drafts per step, the default and the upper limit of a request."""
     step_rows: int = 24
-    """Rows that a decode step aims at, since rows are not free: with more sequences each verifies fewer drafts."""
+    """Rows that a decode step aims at on a CPU, where rows are not free: with more sequences each verifies fewer
+    drafts. On a GPU every sequence verifies K."""
     ngram_max: int = 4
     """Longest suffix that the n-gram drafter looks up."""
     ngram_min: int = 1
     """Shortest one."""
-    overlap: bool = False
-    """Launch a step before the last one's tokens are read. Pays on a GPU; on a CPU a stop is then found a step late."""
+    overlap: bool | None = None
+    """Launch a step before the last one's tokens are read. Pays on a GPU, where it is on unless set; on a CPU a stop is
+    then found a step late."""
+    sync: str = "auto"
+    """How a step meets the grammar process: "inline" (the one on a CPU), "host_callback" (the default on a GPU) or
+    "device_flag"; "auto" is the device's default."""
+    enforce_eager: bool = False
+    """On a GPU: launch every kernel of every step instead of replaying captured graphs. Slow; for finding faults."""
     row_timeout_ms: float = 50.0
     """A step waits this long for a guided slot's rows, then defers the slot."""
     max_queue_size: int = 256
@@ -68,6 +75,13 @@ class EngineConfig:
         _require(
             self.dtype in ("auto", "bfloat16", "float32"), "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32"
         )
+        _require(
+            self.device == "cpu" or self.device.partition(":")[0] == "cuda",
+            "device",
+            f"{self.device!r} is not cpu, cuda or cuda:N",
+        )
+        syncs = ("auto", "inline") if self.device == "cpu" else ("auto", "host_callback", "device_flag")
+        _require(self.sync in syncs, "sync", f"{self.sync!r} on {self.device} is not one of {', '.join(syncs)}")
         _require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
         _require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
         _require(self.page_size in (16, 32, 64, 128), "page_size", "must be 16, 32, 64 or 128")
@@ -91,6 +105,11 @@ class EngineConfig:
             "kv_cache_tokens",
             "must be 0 or at least max_model_len, or no request of full length could ever run",
         )
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight when the next is launched: 1 with overlap, else 0."""
+        return int(self.device != "cpu" if self.overlap is None else self.overlap)
 
     @property
     def num_rows(self) -> int:

@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from gpu_engine.assemble import Assemble, assemble
 from gpu_engine.config import EngineConfig
 from gpu_engine.errors import InternalError, LimitExceeded, LockstepError, ShuttingDown
 from gpu_engine.loop import EngineLoop
@@ -39,15 +40,17 @@ class Engine:
         model: LoadedModel,
         channel: EngineEnd | None = None,
         grammar: GrammarPort | None = None,
+        assemble: Assemble = assemble,
     ) -> None:
         self.config, self.model = config, model
         self._channel = channel
-        self._loop = EngineLoop(config, model, channel, grammar)
+        self._loop = EngineLoop(config, model, channel, grammar, assemble)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _run(self) -> None:
+        self._loop.machinery.enter()
         busy = True
         while not self._closing.is_set():
             try:
@@ -61,6 +64,7 @@ class Engine:
             self._hear(wait=False)
         finally:
             self._end_every(finish=FinishReason.ABORTED)
+            self._loop.machinery.close()
 
     def _end_every(self, *, finish: FinishReason | None = None, error: LockstepError | None = None) -> None:
         """End every sequence, even if something fails at one of them: each is off the list before it is told."""
@@ -84,12 +88,18 @@ class Engine:
 
     def start(self) -> None:
         """Warm up and start the thread; blocks until the first request can be served."""
-        self._loop.warm_up()
+        self._loop.machinery.enter()
+        self._loop.machinery.warm_up()
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Queue a sequence. Raises LimitExceeded when the line is full, ShuttingDown when the engine closes."""
+        """Queue a sequence.
+
+        Raises LimitExceeded when the line is full, ShuttingDown when the engine closes, InvalidRequest when the device
+        cannot hold its stops and bans.
+        """
         loop, config = self._loop, self.config
+        loop.machinery.seating.check(request)
         with loop.live_lock:
             if self._closing.is_set():
                 raise ShuttingDown("the server is shutting down")
@@ -150,7 +160,9 @@ class Engine:
         """End running sequences with ABORTED and stop the thread. Idempotent; blocks for at most `timeout_s`."""
         with self._loop.live_lock:
             self._closing.set()
-        if self._thread.is_alive():
+        if self._thread.ident is None:
+            self._loop.machinery.close()
+        else:
             self._thread.join(timeout_s)
 
     def __repr__(self) -> str:

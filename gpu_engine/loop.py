@@ -10,21 +10,18 @@ import threading
 import time
 from collections import deque
 
-from gpu_engine.buffers import LaneBuffers, SlotBuffers
+from gpu_engine.assemble import Assemble, assemble
 from gpu_engine.collect import LaneOutcome
 from gpu_engine.config import EngineConfig
-from gpu_engine.drafters.build import build_drafter
 from gpu_engine.errors import GrammarUnavailable, LockstepError, status_of
 from gpu_engine.kv_cache import PageAllocator
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ports import GrammarPort
 from gpu_engine.request import FinishReason, Request, TokenEvent
-from gpu_engine.runner import EagerRunner, StepRunner, Ticket
+from gpu_engine.runner import Ticket
 from gpu_engine.scheduler import Chunk, Guide, Scheduler
-from gpu_engine.seating import Running, Seat, Seating
+from gpu_engine.seating import Running, Seat
 from gpu_engine.stats import EngineStats
-from gpu_engine.step import StepProgram
-from gpu_engine.sync import InlineSync, NoSync
 from shared_mem.channel import EngineEnd
 
 _REFUSALS = 4
@@ -38,32 +35,24 @@ class EngineLoop:
     """A slot without any row for so long ends with UNAVAILABLE, however often it was opened again."""
 
     def __init__(
-        self, config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, grammar: GrammarPort | None
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        channel: EngineEnd | None,
+        grammar: GrammarPort | None,
+        assemble: Assemble = assemble,
     ) -> None:
         self.config, self.grammar = config, grammar
-        S, R, L = config.max_batch_size, config.num_rows, model.max_model_len
-        depth = 1 if config.overlap else 0
+        S, R, L, depth = config.max_batch_size, config.num_rows, model.max_model_len, config.depth
         # Every step in flight may write R tokens behind the last that the host knows.
         ahead = R * (depth + 1)
         num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(-ahead // config.page_size)
         self.allocator = PageAllocator(num_pages, config.page_size)
         self.scheduler: Scheduler[Running] = Scheduler(
-            S, self.allocator, prefill_chunk=config.prefill_chunk, lookahead=R * (depth + 1)
+            S, self.allocator, prefill_chunk=config.prefill_chunk, lookahead=ahead
         )
-        self._seating = Seating(
-            SlotBuffers.allocate(S, R, L + ahead, config.page_size),
-            LaneBuffers.allocate(S, R, model.vocab_size),
-            max_model_len=L,
-            eos_token_ids=model.eos_token_ids,
-            step_rows=config.step_rows,
-        )
-        self._sync: InlineSync | NoSync = NoSync()
-        if channel is not None:
-            timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
-            self._sync = InlineSync(channel, S, **timeouts)
-        drafter = build_drafter(config, model, self._sync, num_pages)
-        self._program = StepProgram(model, model.allocate_pages(num_pages, config.page_size), self._sync, drafter)
-        self._runner: StepRunner = EagerRunner(self._program, self._seating, depth)
+        self.machinery = assemble(config, model, channel, num_pages, depth)
+        self._seating, self._sync, self._runner = self.machinery.seating, self.machinery.sync, self.machinery.runner
         self._in_flight: deque[Ticket] = deque()
         self.sequences: dict[Request, Seat] = {}
         self.stats = EngineStats(num_slots=S, num_pages=num_pages)
@@ -104,7 +93,7 @@ class EngineLoop:
         seat.parked, seat.payload.refusals, seat.payload.deferred_s = False, 0, 0.0
         self._sync.forget(seat.slot)
         if self._grammar_up and self.grammar is not None:
-            self._seating.slot.posted_S[seat.slot] = len(seat.payload.answer)
+            self._seating.bind(seat)
             seat.payload.bound = (seat.slot, seat.slot_gen)
             self.grammar.open(seat.slot, seat.slot_gen, seat.payload.request, tuple(seat.payload.answer))
 
@@ -119,7 +108,7 @@ class EngineLoop:
         seat.payload.bound = None
 
     def _prefill(self, chunk: Chunk[Running]) -> None:
-        self._program.prefill(self._seating.one(chunk.sequence), chunk.start, chunk.end)
+        self.machinery.prefill(chunk.sequence, chunk.start, chunk.end)
         chunk.sequence.prefilled = chunk.end
         self.stats.prefill_tokens += chunk.end - chunk.start
 
@@ -136,7 +125,7 @@ class EngineLoop:
             seat = lane.seat
             self._count(seat, outcome, collected.waited_ms)
             if outcome.deferred:
-                self._defer(seat, ticket.seq, moved=bool(outcome.token_ids))
+                self._defer(seat, collected.seq, moved=bool(outcome.token_ids))
             elif seat.guided:
                 seat.payload.refusals, seat.payload.deferred_s, seat.parked = 0, 0.0, False
             if outcome.finish is not None:
@@ -226,11 +215,6 @@ class EngineLoop:
         return any(seat.parked for seat in self.scheduler.seated)
 
     # -- messages ----------------------------------------------------------------------------------------------------
-
-    def warm_up(self) -> None:
-        """Run every shape class once, before the first request."""
-        for num_rows in sorted({1, self.config.num_rows}):
-            self._program.warm_up(self._seating.slot, self._seating.lane, num_rows)
 
     def admit(self, seat: Seat) -> None:
         """Put a submitted sequence in line."""

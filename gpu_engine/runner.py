@@ -30,14 +30,17 @@ class Lane:
         return (self.seat.slot, self.seat.slot_gen) == (self.slot, self.slot_gen)
 
 
+def lanes_of(seats: tuple[Seat, ...]) -> tuple[Lane, ...]:
+    """Return the lanes of a step that is launched now."""
+    return tuple(Lane(seat, seat.slot, seat.slot_gen) for seat in seats)
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """A launched step."""
 
     lanes: tuple[Lane, ...]
     num_rows: int
-    seq: int
-    """Sequence under which it asked for its rows; 0: it asked for none."""
     launched_s: float
     """`time.perf_counter()`."""
 
@@ -49,6 +52,8 @@ class Collected:
     outcomes: list[LaneOutcome]
     step_ms: float
     waited_ms: float
+    seq: int
+    """Sequence under which it asked for its rows; 0: it asked for none."""
 
 
 class StepRunner(Protocol):
@@ -83,14 +88,14 @@ class EagerRunner:
         batch = self._seating.batch(seats)
         self._program.run(batch)
         sync = self._program.sync
-        ticket = Ticket(tuple(Lane(seat, seat.slot, seat.slot_gen) for seat in seats), batch.num_rows, sync.seq, begin)
+        ticket = Ticket(lanes_of(seats), batch.num_rows, begin)
         results = outcomes(
             self._seating.lane,
             len(seats),
             guided=[seat.guided for seat in seats],
             logprobs=[seat.payload.request.sampling.logprobs for seat in seats],
         )
-        self._done[id(ticket)] = Collected(results, (time.perf_counter() - begin) * 1e3, sync.waited_ns / 1e6)
+        self._done[id(ticket)] = Collected(results, (time.perf_counter() - begin) * 1e3, sync.waited_ns / 1e6, sync.seq)
         return ticket
 
     def collect(self, ticket: Ticket) -> Collected:

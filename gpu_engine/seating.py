@@ -60,8 +60,7 @@ class Seating:
         """Write the history and parameters of a sequence that just got its slot."""
         s, request, sampling, slot = seat.slot, seat.payload.request, seat.payload.request.sampling, self.slot
         tokens = request.prompt_ids + seat.payload.answer
-        stop = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos)
-        rules = pack_rules(stop, sampling.bad_token_ids, sampling.bad_words)
+        rules = self._rules_of(request)
         self._rules[s] = rules
         slot.history_SL[s, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         slot.length_S[s] = len(tokens)
@@ -82,6 +81,13 @@ class Seating:
         p.rules_S[s] = rules.data_ptr()
         seat.payload.pages_written = 0
 
+    def bind(self, seat: Seat) -> None:
+        """A matcher is opened behind the tokens emitted so far: the sidecar needs to be told only what follows."""
+        self.slot.posted_S[seat.slot] = len(seat.payload.answer)
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest when a slot cannot hold what the request asks for. Any thread; before it has a slot."""
+
     def one(self, seat: Seat) -> StepBatch:
         """Return a batch of this sequence alone, for prefill."""
         return self._cut([seat], num_rows=1)
@@ -94,16 +100,26 @@ class Seating:
     def _cut(self, seats: list[Seat], *, num_rows: int) -> StepBatch:
         B, lane = len(seats), self.lane
         for seat in seats:
-            new = seat.pages[seat.payload.pages_written :]
-            if new:
-                at = seat.payload.pages_written
-                self.slot.page_table_SN[seat.slot, at : at + len(new)] = torch.tensor(new, dtype=torch.int32)
-                seat.payload.pages_written += len(new)
+            self._write_pages(seat)
         lane.slots_B[:B] = torch.tensor([seat.slot for seat in seats], dtype=torch.int32)
         lane.slot_gens_B[:B] = torch.tensor([seat.slot_gen for seat in seats], dtype=torch.int32)
         guided = [seat.guide is not Guide.FREE for seat in seats]
         lane.guided_B[:B] = torch.tensor(guided)
         return StepBatch(self.slot, lane, B, num_rows, any(guided), self._share(B))
+
+    def _write_pages(self, seat: Seat) -> int:
+        """Bring the slot's row of the page table up to date; return how many entries are new, at its end."""
+        new, at = seat.pages[seat.payload.pages_written :], seat.payload.pages_written
+        if new:
+            self.slot.page_table_SN[seat.slot, at : at + len(new)] = torch.tensor(new, dtype=torch.int32)
+            seat.payload.pages_written += len(new)
+        return len(new)
+
+    def _rules_of(self, request: Request) -> torch.Tensor:
+        """Return the packed rules of the sequence's stops and bans."""
+        sampling = request.sampling
+        stop = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos)
+        return pack_rules(stop, sampling.bad_token_ids, sampling.bad_words)
 
     def _share(self, num_lanes: int) -> int:
         """Rows that each of so many lanes may have."""

@@ -64,9 +64,9 @@ class Setting:
 
 
 def settings_of(config_class: type[Any]) -> list[Setting]:
-    """Return the settings of a config dataclass, in order. Fields are str, int, float or bool."""
+    """Return the settings of a config dataclass, in order. Fields are str, int, float, bool or bool | None."""
     docs = _field_docs(config_class)
-    kinds: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
+    kinds: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "bool | None": bool}
     return [
         Setting(field.name, kinds[str(field.type)], field.default, docs[field.name])
         for field in dataclasses.fields(config_class)

@@ -45,6 +45,9 @@ class Sync(Protocol):
     def forget(self, slot: int) -> None:
         """Drop what is kept for a slot: it has another owner, or its matcher was made anew."""
 
+    def late(self, seq: int, slot: int, slot_gen: int) -> int | None:
+        """Keep the rows of a deferred slot if its answer has come; return how many, None without one. Never waits."""
+
     def rows(self) -> tuple[int, tuple[int, int]]:
         """Return where the bitmask of (slot, row) lies: base address, strides in 32-bit words."""
 

@@ -194,7 +194,7 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
     `logits_NV` [B * P, V], row b * P + j; `num_rows` is P; `num_drafts_B` < P. A row of kind DEFER, DEAD_END or ERROR
     emits nothing and ends the slot's step; a row without any legal token does the same as DEAD_END.
     """
-    if logits_NV.device.type == "cuda":
+    if step.device is not None:
         from kernels.cuda import accept as device  # a CPU install has no Triton
 
         return device.accept(logits_NV, step, num_rows=num_rows)
@@ -207,7 +207,7 @@ def draw_drafts(logits_BV: torch.Tensor, step: StepTensors, k: int) -> None:
     Position and noise are those that verification will use at row k; kinds and forced are read at [b, k]. The draft
     also goes into `history_SL` behind `length_S`, where the next draft's penalties find it. -1: nothing is legal.
     """
-    if logits_BV.device.type == "cuda":
+    if step.device is not None:
         from kernels.cuda import accept as device
 
         return device.draw_drafts(logits_BV, step, k)

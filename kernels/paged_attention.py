@@ -60,11 +60,18 @@ class KVPages:
 
     @classmethod
     def allocate(
-        cls, num_pages: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        num_pages: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        token_major: bool | None = None,
     ) -> KVPages:
-        """Return zeroed pages in the layout of the device."""
+        """Return zeroed pages, in the layout of the device unless it is named."""
         v = torch.zeros(num_pages, num_kv_heads, page_size, head_dim, dtype=dtype, device=device)
-        if device.type != "cpu":
+        if device.type != "cpu" if token_major is None else token_major:
             return cls(torch.zeros_like(v), v, token_major=True)
         return cls(torch.zeros(num_pages, num_kv_heads, head_dim, page_size, dtype=dtype, device=device), v)
 
@@ -88,7 +95,7 @@ def paged_attention(
     position p sees positions (p - window, p], or [0, p] with window 0. q, k, v may be strided; D must be contiguous and
     a multiple of 16, at most 256; T a multiple of 16.
     """
-    if q_BPHD.device.type == "cuda":
+    if pages.token_major:
         from kernels.cuda import paged_attention as device  # a CPU install has no Triton
 
         return device.paged_attention(
@@ -99,7 +106,6 @@ def paged_attention(
     assert q_BPHD.dtype in (torch.bfloat16, torch.float32), q_BPHD.dtype
     assert all(t.dtype == q_BPHD.dtype for t in (k_BPHD, v_BPHD, pages.k, pages.v))
     assert k_BPHD.shape == v_BPHD.shape == (B, P, Hkv, D), (k_BPHD.shape, v_BPHD.shape)
-    assert not pages.token_major
     assert pages.k.shape == (pages.v.shape[0], Hkv, D, T)
     assert pages.k.is_contiguous()
     assert pages.v.is_contiguous()

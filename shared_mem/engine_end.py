@@ -68,7 +68,7 @@ class EngineEnd:
     """
 
     def __init__(self, segment: Segment, spin_ns: int = DEFAULT_SPIN_NS) -> None:
-        self.layout = segment.layout
+        self.segment, self.layout = segment, segment.layout
         self.spin_ns = spin_ns
         self._memory = segment.memory
         self._address = native.address_of(self._memory)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from gpu_engine.config import EngineConfig
+from gpu_engine.device_step import DeviceDrafter, NgramKernel, NoDrafts
+from gpu_engine.drafters.chain import ModelChain
 from gpu_engine.drafters.model import ModelDrafter
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from gpu_engine.step import Drafter
+from gpu_engine.stream import Stream
 from gpu_engine.sync import Sync
 
 
@@ -18,7 +21,30 @@ def build_drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pag
         return NoDrafter()
     if config.drafter == "ngram":
         return NgramDrafter(config.ngram_max, config.ngram_min)
-    model = load_model(dataclasses.replace(config, model=config.draft_model, drafter="none", draft_model=""))
+    model = _draft_model(config, target)
+    pages = model.allocate_pages(num_pages, config.page_size)
+    return ModelDrafter(model, pages, sync, masked=config.draft_masks)
+
+
+def build_device_drafter(
+    config: EngineConfig, target: LoadedModel, stream: Stream, sync: Sync, num_pages: int
+) -> DeviceDrafter:
+    """Return the drafter as launches; see `build_drafter`."""
+    if config.drafter == "none" or config.num_draft_tokens == 0:
+        return NoDrafts()
+    if config.drafter == "ngram":
+        return NgramKernel(stream, config.ngram_max, config.ngram_min)
+    model = _draft_model(config, target)
+    pages = model.allocate_pages(num_pages, config.page_size, token_major=True)
+    return ModelChain(stream, model, pages, sync, masked=config.draft_masks, num_lanes=config.max_batch_size)
+
+
+def _draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:
+    """Load the draft model to where the target is."""
+    own = {"model": config.draft_model, "drafter": "none", "draft_model": ""}
+    if config.device != "cpu" and target.device.type == "cpu":
+        own |= {"device": "cpu", "sync": "auto"}
+    model = load_model(dataclasses.replace(config, **own))  # type: ignore[arg-type]
     if model.vocab_size != target.vocab_size or model.tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ModelNotSupported(
             f"draft_model: its tokenizer is not that of {target.name}, so its drafts mean other tokens"
@@ -27,5 +53,4 @@ def build_drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pag
         raise ModelNotSupported(
             f"draft_model: made for {model.max_model_len} tokens, the target serves {target.max_model_len}"
         )
-    pages = model.allocate_pages(num_pages, config.page_size)
-    return ModelDrafter(model, pages, sync, masked=config.draft_masks)
+    return model

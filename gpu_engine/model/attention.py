@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from kernels.paged_attention import KVPages, paged_attention
 
@@ -63,11 +63,10 @@ def _attend(
     return out, None
 
 
-def _no_mask(*_: object, **__: object) -> None:
-    """Masking is by position, inside the attention function."""
-
-
 def register() -> None:
-    """Make the attention known to transformers; doing it again changes nothing."""
+    """Make the attention known to transformers; doing it again changes nothing.
+
+    No mask function goes with it: masking is by position, and where one is registered transformers reads the positions
+    back from the device to look for packed sequences.
+    """
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _no_mask)

@@ -19,6 +19,7 @@ from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.embedded import Progress, ensure_embedded
 from gpu_engine.model.linear import pack_linears
+from gpu_engine.stream import load_kernels_eagerly
 from kernels.paged_attention import KVPages
 
 
@@ -52,10 +53,11 @@ class LoadedModel:
         """ "bfloat16" or "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
-    def allocate_pages(self, num_pages: int, page_size: int) -> list[KVPages]:
-        """Return the KV cache, one entry a layer."""
+    def allocate_pages(self, num_pages: int, page_size: int, *, token_major: bool | None = None) -> list[KVPages]:
+        """Return the KV cache, one entry a layer; in the layout of the device unless it is named."""
         shape = (num_pages, self.num_kv_heads, self.head_dim, page_size)
-        return [KVPages.allocate(*shape, self.dtype, self.device) for _ in range(self.num_layers)]
+        kind = (self.dtype, self.device, token_major)
+        return [KVPages.allocate(*shape, *kind) for _ in range(self.num_layers)]
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Run the target over B sequences of P positions; return logits [B * P, V]. Padding rows are garbage."""
@@ -93,6 +95,8 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     device = torch.device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    else:
+        load_kernels_eagerly()
     path = ensure_embedded(progress) if config.model == EMBEDDED_MODEL else Path(config.model)
     if not path.exists():
         raise FileNotFoundError(f"model: {path} is neither a directory, a GGUF file nor {EMBEDDED_MODEL!r}")

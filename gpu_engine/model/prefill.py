@@ -13,18 +13,28 @@ from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from kernels.paged_attention import KVPages
 
-_STEP = 32
+STEP = 32
 """Chunk lengths are multiples of this."""
 
 
 def prefill(model: LoadedModel, pages: list[KVPages], batch: StepBatch, start: int, end: int) -> None:
     """Fill `pages` with tokens [start, end) of the one lane's sequence."""
-    length = -(-(end - start) // _STEP) * _STEP
-    at_P = torch.arange(start, start + length, dtype=torch.int32)
+    slots_B = batch.slots_B.long()
+    prefill_row(model, pages, batch.slot.history_SL[slots_B], batch.slot.page_table_SN[slots_B], start, end)
+
+
+def prefill_row(
+    model: LoadedModel,
+    pages: list[KVPages],
+    history_1L: torch.Tensor,
+    page_table_1N: torch.Tensor,
+    start: int,
+    end: int,
+) -> None:
+    """Fill `pages` with tokens [start, end) of one row of the history; reads nothing back from the device."""
+    length = -(-(end - start) // STEP) * STEP
+    at_P = torch.arange(start, start + length, dtype=torch.int32, device=history_1L.device)
     live_P = at_P < end
-    history_BL = batch.slot.history_SL[batch.slots_B.long()]
-    ids_BP = history_BL.gather(1, at_P.clamp(max=end - 1).long()[None])
-    context = AttentionContext(
-        pages, batch.slot.page_table_SN[batch.slots_B.long()], torch.where(live_P, at_P, -1)[None]
-    )
+    ids_BP = history_1L.gather(1, at_P.clamp(max=end - 1).long()[None])
+    context = AttentionContext(pages, page_table_1N, torch.where(live_P, at_P, -1)[None])
     model.prefill(torch.where(live_P, ids_BP, 0).long(), context)

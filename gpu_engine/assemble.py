@@ -1,0 +1,193 @@
+"""Puts an engine's machinery together for its device: what seats, prefills, steps and meets the grammar process.
+
+On a CPU the program runs at the launch. On a CUDA device it is captured and replayed; `device_machinery` does that over
+any `Stream`. One invariant: what is registered or captured here is given back by `close`, in the opposite order. Not
+here: who runs (scheduler.py), the order of a turn (loop.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from gpu_engine.buffers import LaneBuffers, SlotBuffers
+from gpu_engine.config import EngineConfig
+from gpu_engine.device_seating import DeviceSeating
+from gpu_engine.device_step import DeviceStep, FreeSync
+from gpu_engine.drafters.build import build_device_drafter, build_drafter
+from gpu_engine.graph import StepGraphs, lane_buckets
+from gpu_engine.graph_runner import GraphRunner
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.prefill import STEP
+from gpu_engine.output_ring import OutputRing
+from gpu_engine.runner import EagerRunner, StepRunner
+from gpu_engine.seating import Seat, Seating
+from gpu_engine.step import StepProgram
+from gpu_engine.stream import CudaStream, Stream
+from gpu_engine.sync import InlineSync, NoSync, Sync
+from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
+from shared_mem.channel import EngineEnd
+
+if TYPE_CHECKING:
+    from gpu_engine.sync_cuda import DeviceFlagSync, HostCallbackSync
+
+MAX_RULES = 512
+"""Numbers of one slot's stops and bans on a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What the loop drives. Everything but `seating.check` is the engine thread's once that runs."""
+
+    seating: Seating
+    sync: Sync
+    runner: StepRunner
+    prefill: Callable[[Seat, int, int], None]
+    """(seat, start, end): fill the caches with tokens [start, end) of the sequence."""
+    warm_up: Callable[[], None]
+    """Run every shape once; capture. Before the first request, after `enter`."""
+    enter: Callable[[], None]
+    """To be called on a thread before it calls anything else here."""
+    close: Callable[[], None]
+    """Wait for the device and free what it may have used. Once, at the end."""
+
+
+class Assemble(Protocol):
+    """How an engine gets its machinery; a test gives another one."""
+
+    def __call__(
+        self, config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
+    ) -> Machinery:
+        """Allocate everything for steps of `depth` in flight."""
+
+
+def assemble(
+    config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
+) -> Machinery:
+    """Return the machinery of `config.device`."""
+    if model.device.type == "cpu":
+        return _cpu_machinery(config, model, channel, num_pages, depth)
+    return _cuda_machinery(config, model, channel, num_pages, depth)
+
+
+def _history_tokens(config: EngineConfig, model: LoadedModel, depth: int) -> int:
+    """Return the longest history: every step in flight may write R tokens behind the last that the host knows."""
+    return model.max_model_len + config.num_rows * (depth + 1)
+
+
+def _cpu_machinery(
+    config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
+) -> Machinery:
+    S, R = config.max_batch_size, config.num_rows
+    seating = Seating(
+        SlotBuffers.allocate(S, R, _history_tokens(config, model, depth), config.page_size),
+        LaneBuffers.allocate(S, R, model.vocab_size),
+        max_model_len=model.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+        step_rows=config.step_rows,
+    )
+    sync: InlineSync | NoSync = NoSync()
+    if channel is not None:
+        timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
+        sync = InlineSync(channel, S, **timeouts)
+    drafter = build_drafter(config, model, sync, num_pages)
+    program = StepProgram(model, model.allocate_pages(num_pages, config.page_size), sync, drafter)
+
+    def prefill(seat: Seat, start: int, end: int) -> None:
+        program.prefill(seating.one(seat), start, end)
+
+    def warm_up() -> None:
+        for num_rows in sorted({1, R}):
+            program.warm_up(seating.slot, seating.lane, num_rows)
+
+    runner = EagerRunner(program, seating, depth)
+    return Machinery(seating, sync, runner, prefill, warm_up, enter=lambda: None, close=lambda: None)
+
+
+def _cuda_machinery(
+    config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
+) -> Machinery:
+    """Register the segment, compile, and assemble over a CUDA stream."""
+    from gpu_engine.pinned import PinnedSegment
+    from gpu_engine.sync_cuda import cuda_sync
+
+    torch.cuda.set_device(model.device)
+    stream = CudaStream(model.device)
+    with ExitStack() as stack:
+        sync: HostCallbackSync | DeviceFlagSync | None = None
+        if channel is not None:
+            pinned = stack.enter_context(PinnedSegment(channel.segment))
+            timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
+            mode = "host_callback" if config.sync == "auto" else config.sync
+            sync = cuda_sync(mode, stream, channel, pinned, **timeouts)
+        made = device_machinery(
+            config, model, channel, num_pages, depth, stream=stream, sync=sync, enter=stream.activate
+        )
+        unregister = stack.pop_all()
+
+    def close() -> None:
+        # Not before the last replay has ended.
+        with unregister:
+            made.close()
+
+    return Machinery(made.seating, made.sync, made.runner, made.prefill, made.warm_up, stream.activate, close)
+
+
+def device_machinery(
+    config: EngineConfig,
+    model: LoadedModel,
+    channel: EngineEnd | None,
+    num_pages: int,
+    depth: int,
+    *,
+    stream: Stream,
+    sync: HostCallbackSync | DeviceFlagSync | None,
+    enter: Callable[[], None] = lambda: None,
+) -> Machinery:
+    """Assemble over `stream`, on whose device the model is; `sync` over the same stream goes with a channel."""
+    assert (channel is None) == (sync is None)
+    S, R, V, device = config.max_batch_size, config.num_rows, model.vocab_size, stream.device
+    meets: HostCallbackSync | DeviceFlagSync | FreeSync = sync or FreeSync(stream)
+    # One slot more than sequences have, for padded lanes and the warm-up.
+    slot = SlotBuffers.allocate(S + 1, R, _history_tokens(config, model, depth), config.page_size, device)
+    lane = LaneBuffers.allocate(S, R, V, device)
+    masks_SRW = torch.zeros(1, 1, 4, dtype=torch.int32, device=device) if sync is None else sync.store.mask_SRW
+    rows = SlotRows.allocate(S + 1, V, masks_SRW, slot.done_S, max_rules=MAX_RULES)
+    ring = OutputRing(stream, lane, None if sync is None else sync.report_2)
+    step = DeviceStep(
+        stream,
+        model,
+        model.allocate_pages(num_pages, config.page_size, token_major=True),
+        meets,
+        build_device_drafter(config, model, stream, meets, num_pages),
+        slot,
+        lane,
+        DeviceRows(rows, RowScratch.allocate(S * R, V, device)),
+        ring,
+    )
+    buckets = lane_buckets(S)
+    guided = sync is not None
+    graphs = StepGraphs(stream, step, slot, lane, ring, buckets, (R,), guided=guided, eager=config.enforce_eager)
+    seating = DeviceSeating(
+        stream, slot, lane, rows, max_model_len=model.max_model_len, eos_token_ids=model.eos_token_ids
+    )
+
+    def prefill(seat: Seat, start: int, end: int) -> None:
+        seating.write_pages(seat)
+        step.prefill(seat.slot, start, end)
+
+    def warm_up() -> None:
+        if sync is not None:
+            sync.reserve(buckets)
+        # The spare slot's pages are all page 0, which nobody owns yet.
+        for length in sorted({STEP, config.prefill_chunk}):
+            step.prefill(S, 0, min(length, slot.history_SL.shape[1]))
+        graphs.capture(channel)
+
+    return Machinery(
+        seating, meets, GraphRunner(graphs, seating, meets, R, depth), prefill, warm_up, enter, graphs.close
+    )
