@@ -89,10 +89,13 @@ class HostBox(LaneBox):
         stream.host(call.function, call.user_data)
         stream.copy(self.memory[at:], self.pinned[at:])
 
-    @property
-    def waited_ns(self) -> int:
-        """Time that the last awaits of all stages took together. Read while the device may write: a glance."""
-        return sum(arrays.await_args.waited_ns for arrays, _, _ in self._calls.values())
+    def take_waited_ns(self) -> int:
+        """Return how long the awaits since the last look took together. While the device may write it is a glance."""
+        waited_ns = 0
+        for arrays, _, _ in self._calls.values():
+            waited_ns += arrays.await_args.waited_ns
+            arrays.await_args.waited_ns = 0
+        return waited_ns
 
     def check(self) -> None:
         """Raise InvalidField when the native post refused a record: a defect of the step."""

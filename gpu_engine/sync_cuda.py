@@ -104,8 +104,11 @@ class HostCallbackSync(StreamSync):
 
     @property
     def waited_ns(self) -> int:
-        """Time that the host functions of the last steps stood waiting, over all batch sizes. A glance."""
-        return sum(box.waited_ns for box in self._boxes.values())
+        """Time that host functions stood waiting since this was last looked at: the last step's, for who looks at each.
+
+        A glance: a step in flight may count for its neighbour.
+        """
+        return sum(box.take_waited_ns() for box in self._boxes.values())
 
     def check(self) -> None:
         """Raise InvalidField when a record of an earlier step was refused. Does not wait."""

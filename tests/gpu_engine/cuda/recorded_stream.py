@@ -156,6 +156,8 @@ class RecordedStream:
     """`before` is called on the device's thread before every node; it may block; what it raises fails the device."""
 
     before: Callable[[Node], None] | None = None
+    trace: bool = True
+    """False: every kernel is a native one, called anew at each replay and free to read (for Triton's interpreter)."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     ran: int = 0
     skipped: int = 0
@@ -173,6 +175,9 @@ class RecordedStream:
     # -- what the program calls ---------------------------------------------------------------------------------------
 
     def kernel(self, function: Callable[..., None], *args: object) -> None:
+        if not self.trace:
+            self._put("kernel", lambda: function(*args))
+            return
         if self._graph is None:
             self._put("kernel", functools.partial(_guarded, function, args))
             return

@@ -67,6 +67,7 @@ def test_late_rows_are_deferred_and_used_when_they_come(mode: str) -> None:
             open_slot(t, sidecar, 1)
             outputs = t.launch([1])
             assert tokens_of(outputs) == {1: []}, "never unmasked"
+            assert outputs.waited_ns + t.sync.waited_ns >= SHORT_MS * 1e6
             assert outputs.result.blocked_B[0] == RowKind.DEFER
             assert t.sync.late(outputs.seq, 1, 1) is None
             gate.set()

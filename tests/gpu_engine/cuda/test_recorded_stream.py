@@ -121,3 +121,18 @@ def test_after_an_error_no_host_function_runs(stream: RecordedStream) -> None:
     with pytest.raises(DeviceFailed):
         stream.synchronize()
     assert said == [1]
+
+
+def test_untraced_kernels_are_called_at_every_replay() -> None:
+    stream = RecordedStream(trace=False)
+    try:
+        x = torch.ones(1)
+        with stream.capture() as graph:
+            stream.kernel(lambda: x.mul_(1 + int(x)))
+        assert x.item() == 1
+        for _ in range(3):
+            graph.replay()
+        stream.synchronize()
+        assert x.item() == 42
+    finally:
+        stream.close()
