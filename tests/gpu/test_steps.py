@@ -16,6 +16,9 @@ from tests.gpu_engine.core.toy_sidecar import Automaton
 from tests.gpu_engine.cuda.bench_of_toys import MODES, ROWS, open_slot, pattern_peer, sidecar_of, tokens_of
 from tests.gpu_engine.cuda.toy_step import expected
 
+NEVER_PARKS_US = 1e6
+"""A GPU cannot wake a process that sleeps on a futex, so the peer of the device's flags spins."""
+
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("mode", MODES)]
 
 
@@ -54,7 +57,7 @@ def test_launching_ahead_changes_no_token(mode: str) -> None:
 @pytest.mark.slow
 def test_no_row_of_a_hundred_thousand_replays_is_stale_torn_or_lost(mode: str, tmp_path: Path) -> None:
     replays = 100_000
-    with toys_on_gpu(mode, vocab=BIG_VOCAB) as t, pattern_peer(t, tmp_path):
+    with toys_on_gpu(mode, vocab=BIG_VOCAB) as t, pattern_peer(t, tmp_path, NEVER_PARKS_US):
         step = t.count_patterns()
         t.graphs.capture(t.channel)
         lanes = [LaneInput(slot, 1, True) for slot in (3, 0, 2)]
@@ -69,7 +72,7 @@ def test_no_row_of_a_hundred_thousand_replays_is_stale_torn_or_lost(mode: str, t
 
 def test_peer_killed_in_mid_replay_drains_within_the_deadline(mode: str, tmp_path: Path) -> None:
     deadline_ms = 50.0
-    with toys_on_gpu(mode, row_timeout_ms=deadline_ms) as t, pattern_peer(t, tmp_path) as peer:
+    with toys_on_gpu(mode, row_timeout_ms=deadline_ms) as t, pattern_peer(t, tmp_path, NEVER_PARKS_US) as peer:
         step = t.count_patterns()
         t.graphs.capture(t.channel)
         lanes = [LaneInput(0, 1, True), LaneInput(1, 1, True)]

@@ -175,9 +175,9 @@ def open_slot(toys: Toys, sidecar: ToySidecar, slot: int, gen: int = 1, length: 
 
 
 @contextmanager
-def pattern_peer(t: Toys, directory: Path) -> Iterator[subprocess.Popen[str]]:
+def pattern_peer(t: Toys, directory: Path, spin_us: float = 2000.0) -> Iterator[subprocess.Popen[str]]:
     """A process that answers every record with its sequence in every word of every row."""
-    command = [sys.executable, "-m", "benchmarks.sync_peer", str(directory / "s"), "2000"]
+    command = [sys.executable, "-m", "benchmarks.sync_peer", str(directory / "s"), str(spin_us)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
         try:
             assert peer.stdout is not None
