@@ -7,7 +7,9 @@ in the opposite order: client, link, process, segment. Not here: what any of the
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -25,6 +27,10 @@ from shared_mem.layout import Layout
 from shared_mem.segment import Segment
 
 log = logging.getLogger(__name__)
+
+DIRECTORY_PREFIX = "lockstep-engine-"
+FRESH_S = 60.0
+"""A directory this young may be one that its owner has not locked yet."""
 
 
 class GrammarProcess:
@@ -108,6 +114,37 @@ async def _end_task(task: asyncio.Task[None]) -> None:
 def _grammar_directory(config: ServerConfig, stack: AsyncExitStack) -> Path:
     if config.grammar_dir:
         return Path(config.grammar_dir)
-    path = Path(tempfile.mkdtemp(prefix="lockstep-"))
+    return private_directory(stack, Path(tempfile.gettempdir()))
+
+
+def private_directory(stack: AsyncExitStack, parent: Path) -> Path:
+    """Make a directory that goes with `stack`; remove those of engines that were killed before theirs did.
+
+    The owner holds a lock on it, which the kernel drops at its death however it dies.
+    """
+    _sweep(parent)
+    path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=parent))
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    stack.callback(os.close, lock)
     stack.callback(shutil.rmtree, path, ignore_errors=True)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return path
+
+
+def _sweep(parent: Path) -> None:
+    for path in parent.glob(DIRECTORY_PREFIX + "*"):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # gone meanwhile, no directory, or another user's
+            continue
+        try:
+            status = os.fstat(lock)
+            if status.st_uid != os.getuid() or time.time() < status.st_mtime + FRESH_S:
+                continue
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            log.info("removing %s, which a killed engine left", path)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            continue  # its owner lives
+        finally:
+            os.close(lock)
