@@ -129,7 +129,8 @@ class TritonRows:
     def pack(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
         """See `RowWork.pack`."""
         slot, lane, B = batch.slot, batch.lane, batch.num_lanes
-        asking_B = _asking(batch, batch.slots_B.clamp(min=0).long())
+        # A lane that drafts has not stopped.
+        asking_B = _asking(batch, batch.slots_B.clamp(min=0).long()) if k == VERIFY else lane.guided_B[:B]
         self._kernels.pack_post(
             *(batch.slots_B, asking_B, lane.drafting_B[:B], lane.slot_gens_B[:B], lane.drafts_BR[:B]),
             *(lane.num_drafts_B[:B], slot.history_SL, slot.length_S, slot.params.prompt_length_S, slot.posted_S),
