@@ -151,9 +151,7 @@ class TritonRows:
         """See `RowWork.settle`; also fills `drafting_B`, by the step's own rule."""
         lane, B, kept_SR = batch.lane, batch.num_lanes, self._rows(store).kept_SR
         r = lane.result
-        self._settle(
-            batch.slots_B, r.num_emitted_B[:B], r.finish_B[:B], r.blocked_B[:B], lane.drafting_B[:B], kept_SR
-        )
+        self._settle(batch.slots_B, r.num_emitted_B[:B], r.finish_B[:B], r.blocked_B[:B], lane.drafting_B[:B], kept_SR)
 
     def _rows(self, store: RowStore) -> posting.KeptRows:
         S = len(store.mask_SRW)
