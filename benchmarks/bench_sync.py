@@ -98,7 +98,7 @@ class Bench:
         end.record()
         end.synchronize()
         total_us: float = begin.elapsed_time(end) * 1e3
-        return total_us / times / self.args.pairs
+        return total_us / times / int(self.args.pairs)
 
     def device_flag(self, flags: DeviceFlags) -> None:
         """Post and wait as kernels."""
