@@ -130,8 +130,11 @@ def read(arguments: Sequence[str], environment: Mapping[str, str]) -> GrammarCon
 
 
 def _from_file(path: str, names: set[str]) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        document = tomllib.load(file)
+    try:
+        with open(path, "rb") as file:
+            document = tomllib.load(file)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     table = document.get("grammar", document)
     unknown = sorted(set(table) - names)
     if unknown:

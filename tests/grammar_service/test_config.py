@@ -45,6 +45,15 @@ def test_an_unknown_key_of_the_file_is_named(tmp_path: Path, capsys: pytest.Capt
     assert "unknown setting 'compile_timout_s'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", [b"backend = = 3", b"\xff"])
+def test_a_broken_file_is_named(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sidecar.toml"
+    file.write_bytes(content)
+    with pytest.raises(SystemExit):
+        read(["--config", str(file)], {})
+    assert f"{file}: " in capsys.readouterr().err
+
+
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         read(["--help"], {})
