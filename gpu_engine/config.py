@@ -152,7 +152,7 @@ class ServerConfig:
             "grammar_backend",
             f"{self.grammar_backend!r} is unknown",
         )
-        _require(self.compile_timeout_s > 0, "compile_timeout_s", "must be positive")
+        _require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
         _require(self.grammar_wait_s > 0, "grammar_wait_s", "must be positive")
         _require(self.grammar_silence_s > 0, "grammar_silence_s", "must be positive")
         _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")

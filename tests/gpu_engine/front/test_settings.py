@@ -104,3 +104,9 @@ def test_help_shows_default_and_variable() -> None:
     add_flags(parser, [Config])
     text = " ".join(parser.format_help().split())
     assert "What it is called: 100%. (default: n; env: LOCKSTEP_NAME)" in text
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 601.0])
+def test_what_a_spawned_sidecar_would_refuse_is_refused_here(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=r"compile_timeout_s: must be in \(0, 600\]"):
+        ServerConfig(compile_timeout_s=timeout_s)
