@@ -6,7 +6,7 @@ here: gRPC and tokenisation (asyncio side), and everything that a turn of the lo
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import logging
 import queue
 import threading
@@ -146,7 +146,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return a copy of the counters with the gauges of now."""
-        stats = copy.deepcopy(self._loop.stats)
+        counted = self._loop.stats
+        # Counters are copied in one go: the engine thread may be adding a key.
+        stats = dataclasses.replace(counted, finished=counted.finished.copy(), failed=counted.failed.copy())
         stats.running = len(self._loop.scheduler.seated)
         stats.waiting = max(self._loop.live - stats.running, 0)
         stats.pages_used = self._loop.allocator.used
