@@ -158,7 +158,10 @@ async def serve(
     on_ready: Callable[[Server], None],
     parts: Parts | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return. Before it is ready a signal ends the process at once."""
+    """Serve until SIGTERM or SIGINT, then drain and return. Before it is ready SIGTERM ends the process at once.
+
+    SIGINT then waits for the thread that loads the model.
+    """
     async with open_server(engine_config, server_config, progress, parts) as server:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
