@@ -1,0 +1,201 @@
+"""An engine whose steps are graphs over a recorded stream says what the engine on a CPU says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import partial
+
+import pytest
+
+from gpu_engine.config import EngineConfig
+from gpu_engine.errors import InvalidRequest
+from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.request import FinishReason
+from shared_mem.channel import Record
+from shared_mem.layout import Stage
+from tests.fakes import EOS
+from tests.gpu_engine.core import tiny
+from tests.gpu_engine.core.harness import (
+    PATIENCE_S,
+    Answer,
+    answer_all,
+    answer_each,
+    ask,
+    config,
+    free_engine,
+    tokens,
+    until_false,
+    with_drafts,
+)
+from tests.gpu_engine.core.toy_sidecar import Automaton, guided_engine
+from tests.gpu_engine.cuda.device_engine import device_engine, guided_device_engine
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
+    ),
+    # The interpreter computes with numpy, which warns of what masks or a select throw away.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "row_timeout_ms": 20_000.0}
+PATIENT = {"draft_timeout_ms": 20_000.0}
+
+FREE = [
+    partial(ask, [*range(196, 203)] * 2, max_tokens=9),
+    partial(ask, tokens(9, 2), max_tokens=6, temperature=0.8, top_p=0.9, seed=2**64 - 3, ignore_eos=True),
+    partial(
+        ask,
+        tokens(38, 3, repeat=9),
+        max_tokens=6,
+        temperature=0.4,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        seed=4,
+    ),
+    partial(
+        ask, tokens(6, 4), max_tokens=8, temperature=0.6, top_k=9, bad_token_ids=(65, 66), bad_words=((70, 71),), seed=5
+    ),
+]
+"""More than there are slots, so that slots change their owners."""
+GUIDED = [
+    partial(ask, tokens(20, 1, repeat=8), grammar="8", max_tokens=30),
+    partial(ask, tokens(7, 2), max_tokens=6, ignore_eos=True),
+    partial(ask, tokens(11, 3), grammar="7", max_tokens=30, temperature=1.0, seed=3),
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A tiny Llama in float32 on a CPU; its name is its folder."""
+    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("rounds"), rounds=True)
+    return load_model(config(model=str(folder)))
+
+
+@pytest.fixture(scope="module")
+def free_tokens(llama: LoadedModel) -> list[list[int]]:
+    with free_engine(llama, with_drafts(0, **SMALL)) as engine:
+        return answer_each(engine, [make() for make in FREE])
+
+
+@pytest.fixture(scope="module")
+def guided_tokens(llama: LoadedModel) -> list[list[int]]:
+    with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
+        said = answer_each(engine, [make() for make in GUIDED])
+    assert [len(ids) for ids in said] == [9, 6, 8]
+    assert said[0][-1] == said[2][-1] == EOS
+    return said
+
+
+def on_device(num_drafts: int, **fields: object) -> EngineConfig:
+    return with_drafts(num_drafts, device="cuda", **{**SMALL, **PATIENT, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"), [({}, 4), ({"overlap": False, "enforce_eager": True}, 2)], ids=["graph", "eager"]
+)
+def test_free_tokens_are_those_of_a_cpu(
+    llama: LoadedModel, free_tokens: list[list[int]], fields: dict[str, bool], count: int
+) -> None:
+    with device_engine(llama, on_device(3, **fields)) as (engine, _):
+        assert answer_all(engine, [make() for make in FREE[:count]]) == free_tokens[:count]
+        stats = engine.stats()
+        counts = engine._loop.machinery.runner._graphs.stats  # type: ignore[attr-defined]
+    assert stats.generated_tokens == sum(map(len, free_tokens[:count]))
+    assert stats.accepted_draft_tokens > 3
+    assert (counts.replays > 0, counts.eager_steps > 0) == (not fields, bool(fields))
+
+
+@pytest.mark.parametrize(("sync", "num_drafts"), [("host_callback", 0), ("host_callback", 3), ("device_flag", 3)])
+def test_guided_tokens_are_those_of_a_cpu(
+    llama: LoadedModel, guided_tokens: list[list[int]], sync: str, num_drafts: int
+) -> None:
+    with guided_device_engine(llama, on_device(num_drafts, sync=sync)) as (engine, grammar, _):
+        answers = [make() for make in GUIDED]
+        assert answer_all(engine, answers) == guided_tokens
+        assert [answer.finish for answer in answers] == [FinishReason.STOP, FinishReason.LENGTH, FinishReason.STOP]
+        assert engine.stats().deferred_rows == 0
+        assert {record.slot for record in grammar.sidecar.records} <= {0, 1}
+
+
+def test_a_draft_model_changes_no_token_and_its_rows_are_kept(
+    llama: LoadedModel, guided_tokens: list[list[int]]
+) -> None:
+    settings = on_device(2, draft_model=llama.name)
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        stats = engine.stats()
+        verified = [record for record in grammar.sidecar.records if record.stage == Stage.VERIFY]
+    assert stats.accepted_draft_tokens > stats.draft_tokens * 0.8
+    # Behind an end there is no row to keep.
+    assert {record.need_rows.bit_count() for record in verified if EOS not in record.drafts} == {1}
+
+
+def test_logprobs_come_along(llama: LoadedModel) -> None:
+    def made() -> list[Answer]:
+        return [ask(tokens(8, 1), max_tokens=4, logprobs=3, ignore_eos=True), ask(tokens(8, 2), max_tokens=4)]
+
+    expected, answers = made(), made()
+    with free_engine(llama, with_drafts(3, **SMALL)) as engine:
+        answer_all(engine, expected)
+    with device_engine(llama, on_device(3)) as (engine, _):
+        answer_all(engine, answers)
+    assert answers[1].logprobs == []
+    for ours, theirs in zip(answers[0].logprobs, expected[0].logprobs, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+def test_an_aborted_request_leaves_its_slot_to_the_next(llama: LoadedModel, free_tokens: list[list[int]]) -> None:
+    with device_engine(llama, on_device(3, max_batch_size=1)) as (engine, _):
+        endless = ask(tokens(5, 9), max_tokens=1000, ignore_eos=True)
+        engine.submit(endless.request)
+        until_false(lambda: len(endless.tokens) < 4)
+        following = FREE[0]()
+        engine.submit(following.request)
+        assert engine.abort(endless.request.request_id)
+        assert endless.wait().finish is FinishReason.ABORTED
+        assert following.wait().tokens == free_tokens[0]
+
+
+def test_bans_that_fit_into_no_slot_are_refused_with_the_limit(llama: LoadedModel) -> None:
+    with device_engine(llama, on_device(0)) as (engine, _):
+        request = ask(tokens(5, 1), bad_token_ids=tuple(range(600))).request
+        with pytest.raises(InvalidRequest, match="rules of 604 numbers, at most 512"):
+            engine.submit(request)
+
+
+def test_a_step_whose_sidecar_dies_drains_and_the_answers_go_on(
+    llama: LoadedModel, guided_tokens: list[list[int]]
+) -> None:
+    with guided_device_engine(llama, on_device(3, row_timeout_ms=300.0)) as (engine, grammar, stream):
+        first, answers = grammar.sidecar, [make() for make in GUIDED]
+
+        def die(record: Record) -> None:
+            first.stopping |= record.commit_pos + len(record.committed) >= 3
+
+        first.before = die
+        for answer in answers:
+            engine.submit(answer.request)
+        first_thread = grammar._thread
+        first_thread.join(PATIENCE_S)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
+        assert answers[1].wait().tokens == guided_tokens[1]
+        assert not answers[0].over
+        grammar.start_sidecar()
+        engine.grammar_restored()
+        assert [answer.wait().tokens for answer in answers] == guided_tokens
+        assert first.problems == []
+        assert stream.failure is None
+        assert Automaton.parse("8").allows(answers[0].tokens)
+
+
+def test_cuda_is_not_a_device_of_the_inline_sync() -> None:
+    with pytest.raises(ValueError, match="sync: 'inline' on cuda is not one of auto, host_callback, device_flag"):
+        config(device="cuda", sync="inline")
+    with pytest.raises(ValueError, match="sync: 'device_flag' on cpu is not one of auto, inline"):
+        config(sync="device_flag")
+    assert (config().depth, config(device="cuda:1").depth, config(device="cuda", overlap=False).depth) == (0, 1, 0)
