@@ -56,6 +56,9 @@ bench: $(VENV)/.dev ## Measure the README's figures on this machine
 	$(PY) -m benchmarks $(ARGS)
 
 bench-gpu: $(VENV)/.dev ## Measure the figures that need a CUDA device
+	$(PY) -m benchmarks bench_sync
+	$(PY) -m benchmarks bench_kernels
+	$(PY) -m benchmarks bench_graph
 	$(PY) -m benchmarks --device cuda $(ARGS)
 
 protos: $(VENV)/.dev ## Lint the .proto files and regenerate the committed code
