@@ -82,7 +82,7 @@ def add_flags(parser: argparse.ArgumentParser, config_classes: Sequence[type[Any
         title = (inspect.getdoc(config_class) or config_class.__name__).splitlines()[0].rstrip(".")
         group = parser.add_argument_group(title)
         for setting in settings_of(config_class):
-            shown = repr(setting.default) if setting.default == "" else setting.default
+            shown = {"": "''", None: "unset"}.get(setting.default, setting.default)
             text = f"{setting.help} (default: {shown}; env: {setting.variable})".replace("%", "%%")
             group.add_argument(setting.flag, metavar=setting.kind.__name__.upper(), default=None, help=text)
 

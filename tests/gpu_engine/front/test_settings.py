@@ -25,6 +25,8 @@ class Config:
     """How much."""
     quick: bool = False
     """Whether."""
+    eager: bool | None = None
+    """Whether, or as the device likes it."""
 
 
 def resolve(arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
@@ -96,7 +98,7 @@ def test_every_field_has_a_text_and_a_kind(config_class: type[EngineConfig | Ser
     assert [setting.name for setting in settings] == [field.name for field in fields(config_class)]
     for setting in settings:
         assert setting.help
-        assert type(setting.default) is setting.kind
+        assert setting.default is None or type(setting.default) is setting.kind
 
 
 def test_help_shows_default_and_variable() -> None:
@@ -104,6 +106,7 @@ def test_help_shows_default_and_variable() -> None:
     add_flags(parser, [Config])
     text = " ".join(parser.format_help().split())
     assert "What it is called: 100%. (default: n; env: LOCKSTEP_NAME)" in text
+    assert "as the device likes it. (default: unset; env: LOCKSTEP_EAGER)" in text
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 601.0])
