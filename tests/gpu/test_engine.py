@@ -1,74 +1,205 @@
-"""A whole engine on a GPU: captured steps say what eager ones say, whatever the drafter, the sync and the overlap."""
+"""A whole engine on a CUDA device: graphs, eager launches and a CPU say the same tokens in float32."""
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import dataclass
 from functools import partial
 
+import psutil
 import pytest
 
+from benchmarks.server import EngineServer, ServerOptions
+from gpu_engine.client import Client
+from gpu_engine.config import EngineConfig
 from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.request import FinishReason
+from protos.engine.v1 import engine_pb2 as pb
+from shared_mem.channel import Record
+from shared_mem.layout import Stage
+from tests.e2e.asking import answer, idle_stats
 from tests.fakes import EOS
 from tests.gpu_engine.core import tiny
-from tests.gpu_engine.core.harness import answer_all, ask, config, free_engine, tokens, with_drafts
+from tests.gpu_engine.core.harness import (
+    PATIENCE_S,
+    Answer,
+    answer_all,
+    answer_each,
+    answer_staggered,
+    ask,
+    config,
+    free_engine,
+    tokens,
+    until_false,
+    with_drafts,
+)
 from tests.gpu_engine.core.toy_sidecar import guided_engine
 
 pytestmark = pytest.mark.gpu
 
 SYNCS = ("host_callback", "device_flag")
-PATIENT = {"row_timeout_ms": 20_000.0, "draft_timeout_ms": 20_000.0}
+PATIENT = {"row_timeout_ms": 5000.0, "draft_timeout_ms": 5000.0}
+
 FREE = [
-    partial(ask, tokens(20, 1, repeat=8), max_tokens=40),
-    partial(ask, tokens(9, 2), max_tokens=30, temperature=0.8, top_p=0.9, seed=2**64 - 3, ignore_eos=True),
-    partial(ask, tokens(38, 3, repeat=9), max_tokens=30, temperature=0.4, repetition_penalty=1.3, seed=4),
-    partial(ask, tokens(6, 4), max_tokens=30, temperature=0.6, top_k=9, bad_token_ids=(65, 66), seed=5),
-    partial(ask, tokens(70, 6), max_tokens=20, ignore_eos=True),
+    partial(ask, [*range(196, 203)] * 3, max_tokens=60),
+    partial(ask, tokens(1, 2), max_tokens=50, ignore_eos=True),
+    partial(ask, tokens(17, 3), temperature=1.0, seed=2**64 - 1, ignore_eos=True),
+    partial(ask, tokens(33, 4, repeat=8), temperature=0.7, top_p=0.9, seed=5),
+    partial(ask, tokens(16, 5), temperature=0.7, top_k=5, min_p=0.05, seed=6),
+    partial(ask, tokens(40, 6, repeat=20), repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
+    partial(ask, tokens(25, 7, repeat=5), temperature=0.4, bad_token_ids=(65, 66), min_tokens=20, seed=8),
 ]
-"""More than there are slots."""
 GUIDED = [
-    partial(ask, tokens(20, 1, repeat=8), grammar="25", max_tokens=60),
-    partial(ask, tokens(7, 2), max_tokens=20, ignore_eos=True),
-    partial(ask, tokens(11, 3), grammar="19", max_tokens=60, temperature=1.0, seed=3),
+    partial(ask, tokens(30, 1, repeat=10), grammar="50", max_tokens=90),
+    partial(ask, tokens(12, 2), max_tokens=60, ignore_eos=True),
+    partial(ask, tokens(20, 3), grammar="40", max_tokens=90, temperature=1.0, seed=3),
+    partial(ask, tokens(33, 4), grammar="45", max_tokens=30, temperature=0.5, top_p=0.9),
+    partial(ask, tokens(40, 7), grammar="48", max_tokens=90, repetition_penalty=1.3, presence_penalty=0.4),
 ]
 
 
+@dataclass(frozen=True)
+class Models:
+    """One set of weights, in two places."""
+
+    cpu: LoadedModel
+    gpu: LoadedModel
+
+
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """A tiny Llama in float32 on the device; its name is its folder."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("rounds"), rounds=True)
-    return load_model(config(model=str(folder), dtype="float32", device="cuda"))
-
-
-def say_free(model: LoadedModel, num_drafts: int, **fields: object) -> list[list[int]]:
-    with free_engine(model, with_drafts(num_drafts, device="cuda", dtype="float32", **fields)) as engine:
-        return answer_all(engine, [make() for make in FREE])
+    return Models(load_model(config(model=str(folder))), load_model(config(model=str(folder), device="cuda")))
 
 
 @pytest.fixture(scope="module")
-def eager(llama: LoadedModel) -> list[list[int]]:
-    return say_free(llama, 0, enforce_eager=True, overlap=False)
+def free_tokens(models: Models) -> list[list[int]]:
+    with free_engine(models.cpu, with_drafts(0)) as engine:
+        return answer_each(engine, [make() for make in FREE])
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["behind", "ahead"])
+@pytest.fixture(scope="module")
+def guided_tokens(models: Models) -> list[list[int]]:
+    with guided_engine(models.cpu, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+        return answer_each(engine, [make() for make in GUIDED])
+
+
+def on_gpu(num_drafts: int, **fields: object) -> EngineConfig:
+    return with_drafts(num_drafts, device="cuda", **{**PATIENT, **fields})
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_drafts", [0, 3, 7])
-def test_captured_steps_say_what_eager_ones_say(
-    llama: LoadedModel, eager: list[list[int]], num_drafts: int, overlap: bool
+def test_free_tokens_are_those_of_a_cpu(
+    models: Models, free_tokens: list[list[int]], num_drafts: int, overlap: bool, eager: bool
 ) -> None:
-    assert say_free(llama, num_drafts, overlap=overlap) == eager
+    with free_engine(models.gpu, on_gpu(num_drafts, overlap=overlap, enforce_eager=eager)) as engine:
+        assert answer_all(engine, [make() for make in FREE]) == free_tokens
+        assert answer_staggered(engine, [make() for make in FREE]) == free_tokens
+        stats = engine.stats()
+    assert (stats.accepted_draft_tokens > 20) == (num_drafts > 0)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("num_drafts", [0, 3, 7])
+def test_guided_tokens_are_those_of_a_cpu(
+    models: Models, guided_tokens: list[list[int]], num_drafts: int, sync: str, eager: bool
+) -> None:
+    with guided_engine(models.gpu, on_gpu(num_drafts, sync=sync, enforce_eager=eager)) as (engine, _):
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        assert answer_staggered(engine, [make() for make in GUIDED]) == guided_tokens
+        assert engine.stats().deferred_rows == 0
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
-def test_guided_answers_are_those_of_eager_steps(llama: LoadedModel, sync: str, drafter: str) -> None:
-    said = {}
-    for eager in (True, False):
-        fields = {"device": "cuda", "dtype": "float32", "sync": sync, "enforce_eager": eager, **PATIENT}
-        if drafter == "model":
-            settings = config(drafter="model", draft_model=llama.name, num_draft_tokens=3, **fields)
-        else:
-            settings = with_drafts(3 if drafter == "ngram" else 0, **fields)
-        with guided_engine(llama, settings) as (engine, _):
-            said[eager] = answer_all(engine, [make() for make in GUIDED])
-            assert engine.stats().deferred_rows == 0
-    assert said[False] == said[True]
-    assert said[False][0][-1] == said[False][2][-1] == EOS
-    assert [len(ids) for ids in said[False]] == [26, 20, 20]
+def test_a_draft_model_changes_no_token_and_its_rows_are_kept(
+    models: Models, guided_tokens: list[list[int]], sync: str
+) -> None:
+    with guided_engine(models.gpu, on_gpu(3, sync=sync, draft_model=models.cpu.name)) as (engine, grammar):
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        stats = engine.stats()
+        verified = [record for record in grammar.sidecar.records if record.stage == Stage.VERIFY]
+    assert stats.accepted_draft_tokens > stats.draft_tokens * 0.9
+    assert {record.need_rows.bit_count() for record in verified if EOS not in record.drafts} == {1}
+
+
+def test_logprobs_come_along(models: Models) -> None:
+    def made() -> Answer:
+        return ask(tokens(8, 1), max_tokens=12, logprobs=5, ignore_eos=True)
+
+    expected, got = made(), made()
+    with free_engine(models.cpu, with_drafts(3)) as engine:
+        answer_all(engine, [expected])
+    with free_engine(models.gpu, on_gpu(3)) as engine:
+        answer_all(engine, [got])
+    for ours, theirs in zip(got.logprobs, expected.logprobs, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+def test_an_aborted_request_leaves_its_slot_to_the_next(models: Models, free_tokens: list[list[int]]) -> None:
+    with free_engine(models.gpu, on_gpu(3, max_batch_size=1)) as engine:
+        endless = ask(tokens(5, 9), max_tokens=10_000, ignore_eos=True)
+        engine.submit(endless.request)
+        until_false(lambda: len(endless.tokens) < 4)
+        following = FREE[0]()
+        engine.submit(following.request)
+        engine.abort(endless.request.request_id)
+        assert endless.wait().finish in (FinishReason.ABORTED, FinishReason.LENGTH)
+        assert following.wait().tokens == free_tokens[0]
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_step_whose_rows_never_come_drains_and_the_answers_go_on(
+    models: Models, guided_tokens: list[list[int]], sync: str
+) -> None:
+    with guided_engine(models.gpu, on_gpu(3, sync=sync, row_timeout_ms=100.0)) as (engine, grammar):
+        first, answers = grammar.sidecar, [make() for make in GUIDED]
+
+        def die(record: Record) -> None:
+            first.stopping |= record.commit_pos + len(record.committed) >= 15
+
+        first.before = die
+        for made in answers:
+            engine.submit(made.request)
+        grammar._thread.join(PATIENCE_S)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
+        assert answers[1].wait().tokens == guided_tokens[1]
+        assert not answers[0].over
+        grammar.start_sidecar()
+        engine.grammar_restored()
+        assert [made.wait().tokens for made in answers] == guided_tokens
+        assert first.problems == []
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+async def test_a_grammar_process_killed_in_mid_answer_costs_nobody_a_token(models: Models, sync: str) -> None:
+    flags = ("--device", "cuda", "--sync", sync, "--max-model-len", "512")
+    options = ServerOptions(model=models.cpu.name, dtype="float32", num_draft_tokens=3, extra=flags)
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[65, 66, 67]),
+        grammar=pb.Grammar(regex="[a-z]{400}"),
+        sampling=pb.SamplingParams(max_tokens=450, temperature=0.0),
+    )
+    before = {child.pid for child in psutil.Process().children()}
+    with EngineServer(options) as server:
+        (process,) = [child for child in psutil.Process().children() if child.pid not in before]
+        async with Client(server.address) as client:
+            undisturbed = await answer(client, request)
+            starts = (await client.stats()).grammar_starts
+            token_ids, killed, last = list[int](), False, pb.GenerateResponse()
+            async for response in client.generate(request, timeout_s=PATIENCE_S):
+                token_ids.extend(response.token_ids)
+                last = response
+                if not killed and token_ids:
+                    (grammar,) = [child for child in process.children() if "grammar_service" in child.cmdline()]
+                    os.kill(grammar.pid, signal.SIGKILL)
+                    killed = True
+            stats = await idle_stats(client)
+    assert last.finish_reason == pb.FINISH_REASON_STOP
+    assert token_ids == undisturbed.token_ids
+    assert stats.grammar_starts == starts + 1
