@@ -34,6 +34,8 @@ CONFIGURE_TIMEOUT_S = 60.0
 """Building the token tables of a large vocabulary takes seconds."""
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
+START_PATIENCE_S = 120.0
+"""Longer than the slowest start: a process that is not attached by then is stuck, and is killed if it is ours."""
 RETIRE_S = 60.0
 """Longer than any deadline of a call."""
 HEARTBEAT_EVERY_S = 0.1
@@ -103,7 +105,10 @@ class GrammarLink:
         silence_s: float,
         on_stuck: Callable[[], None],
     ) -> None:
-        """Args: after `silence_s` without a heartbeat `on_stuck` is called, to kill it, and the link counts as lost."""
+        """Args: after `silence_s` without a heartbeat `on_stuck` is called, to kill it, and the link counts as lost.
+
+        It is called, too, whenever a process could not be attached for `start_patience_s`.
+        """
         self._heartbeats = heartbeats
         self._silence_s = silence_s
         self._on_stuck = on_stuck
@@ -118,6 +123,7 @@ class GrammarLink:
         self._channel: grpc.aio.Channel | None = None
         self.stub: grammar_pb2_grpc.GrammarAsyncStub
         self.backends: tuple[int, ...] = ()
+        self.start_patience_s = START_PATIENCE_S
         self.attached = 0
         """How many times a grammar process was attached."""
 
@@ -190,7 +196,7 @@ class GrammarLink:
             hang_up.cancel()
 
     async def _attach(self) -> socket.socket:
-        retry_s = FIRST_RETRY_S
+        retry_s, since_s = FIRST_RETRY_S, time.monotonic()
         while True:
             try:
                 return await self._attach_once()
@@ -198,6 +204,10 @@ class GrammarLink:
                 raise
             except (SharedMemoryError, grpc.aio.AioRpcError, OSError) as error:
                 log.debug("no grammar process yet: %s", error)
+            if time.monotonic() > since_s + self.start_patience_s:
+                log.warning("no grammar process could be attached for %g s", self.start_patience_s)
+                since_s = time.monotonic()
+                self._on_stuck()
             await asyncio.sleep(retry_s)
             retry_s = min(retry_s * 2, LONGEST_RETRY_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -28,7 +29,7 @@ from gpu_engine.request import GrammarKind, GrammarSpec, Request, SamplingParams
 from protos.grammar.v1 import grammar_pb2 as gpb
 from protos.grammar.v1 import grammar_pb2_grpc
 from shared_mem.channel import EngineEnd
-from shared_mem.errors import PeerGone, VersionSkew
+from shared_mem.errors import HandshakeError, PeerGone, VersionSkew
 from shared_mem.handover import SOCKET_NAME, listen, recv_segment
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
@@ -346,7 +347,8 @@ async def test_a_process_that_does_not_come_back_ends_compiled_requests_without_
         await s.process.stop()
         await eventually(lambda: in_line)
         assert isinstance(in_line[0], GrammarUnavailable)
-        assert over == s.engine.failed == []
+        assert over == []
+        assert s.engine.failed == []
         await s.process.start()
 
 
@@ -384,6 +386,26 @@ async def test_another_release_is_not_tried_again(tmp_path: Path) -> None:
     link = GrammarLink(tmp_path, SETUP, hand_over, client, FakeChannel(), silence_s=1, on_stuck=lambda: None)
     with pytest.raises(VersionSkew):
         await link.run()
+
+
+async def test_a_process_that_hangs_before_it_is_attached_is_killed(tmp_path: Path) -> None:
+    killed: list[float] = []
+
+    def hand_over(directory: Path) -> socket.socket:
+        raise HandshakeError("no acknowledgement within 5 s")
+
+    client = GrammarClient(ServerConfig(), FakeChannel())
+    link = GrammarLink(
+        tmp_path, SETUP, hand_over, client, FakeChannel(), silence_s=1, on_stuck=lambda: killed.append(time.monotonic())
+    )
+    link.start_patience_s = 0.1
+    begun_s = time.monotonic()
+    task = asyncio.create_task(link.run())
+    await eventually(lambda: len(killed) >= 2)
+    assert killed[0] >= begun_s + 0.1
+    assert killed[1] >= killed[0] + 0.1
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def test_nobody_there_is_tried_again(tmp_path: Path) -> None:
