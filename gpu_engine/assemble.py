@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -115,26 +115,23 @@ def _cuda_machinery(
     from gpu_engine.pinned import PinnedSegment
     from gpu_engine.sync_cuda import cuda_sync
 
-    torch.cuda.set_device(model.device)
-    stream = CudaStream(model.device)
-    with ExitStack() as stack:
+    with torch.cuda.device(model.device), ExitStack() as stack:
+        stream = CudaStream(model.device)
         sync: HostCallbackSync | DeviceFlagSync | None = None
         if channel is not None:
             pinned = stack.enter_context(PinnedSegment(channel.segment))
             timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
             mode = "host_callback" if config.sync == "auto" else config.sync
             sync = cuda_sync(mode, stream, channel, pinned, **timeouts)
-        made = device_machinery(
-            config, model, channel, num_pages, depth, stream=stream, sync=sync, enter=stream.activate
-        )
-        unregister = stack.pop_all()
+        made = device_machinery(config, model, channel, num_pages, depth, stream=stream, sync=sync)
+        registered = stack.pop_all()
 
     def close() -> None:
-        # Not before the last replay has ended.
-        with unregister:
+        # Unregistered when the last replay has ended, also when that one failed.
+        with torch.cuda.device(model.device), registered:
             made.close()
 
-    return Machinery(made.seating, made.sync, made.runner, made.prefill, made.warm_up, stream.activate, close)
+    return replace(made, enter=stream.activate, close=close)
 
 
 def device_machinery(
@@ -146,7 +143,6 @@ def device_machinery(
     *,
     stream: Stream,
     sync: HostCallbackSync | DeviceFlagSync | None,
-    enter: Callable[[], None] = lambda: None,
 ) -> Machinery:
     """Assemble over `stream`, on whose device the model is; `sync` over the same stream goes with a channel."""
     assert (channel is None) == (sync is None)
@@ -189,5 +185,11 @@ def device_machinery(
         graphs.capture(channel)
 
     return Machinery(
-        seating, meets, GraphRunner(graphs, seating, meets, R, depth), prefill, warm_up, enter, graphs.close
+        seating,
+        meets,
+        GraphRunner(graphs, seating, meets, R, depth),
+        prefill,
+        warm_up,
+        enter=lambda: None,
+        close=graphs.close,
     )
