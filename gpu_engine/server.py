@@ -13,7 +13,10 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
+import os
 import signal
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -179,6 +182,7 @@ def _bind(config: ServerConfig) -> tuple[grpc.aio.Server, HealthServicer, str]:
             ("grpc.so_reuseport", 0),
         ]
     )
+    _refuse_taken_path(config.listen)
     try:
         port = server.add_insecure_port(config.listen)
     except RuntimeError as error:
@@ -189,6 +193,22 @@ def _bind(config: ServerConfig) -> tuple[grpc.aio.Server, HealthServicer, str]:
     if config.listen.startswith("unix:"):
         return server, health_servicer, config.listen
     return server, health_servicer, f"{config.listen.rpartition(':')[0]}:{port}"
+
+
+def _refuse_taken_path(listen: str) -> None:
+    # gRPC replaces a socket file without asking; the server behind it would run on where nobody finds it.
+    if not listen.startswith("unix:"):
+        return
+    path = listen.removeprefix("unix:").removeprefix("//")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return  # nobody listens: no file, a killed server's, or a path that gRPC will refuse by itself
+        pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    # One of ours: gRPC closes the port of a server that was never started when it likes.
+    if pid != os.getpid():
+        raise ServerError(f"listen: another process ({pid}) listens on {path}")
 
 
 async def _set_health(servicer: HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:

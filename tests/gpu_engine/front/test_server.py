@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,36 @@ async def test_a_port_that_is_taken_is_said_at_once() -> None:
                 pass
 
 
+LISTENER = """
+import socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("listening", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("prefix", ["unix:", "unix://"])
+async def test_a_unix_socket_of_another_process_is_left_alone(tmp_path: Path, prefix: str) -> None:
+    other = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", LISTENER, str(tmp_path / "s")),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert other.stdout is not None
+    await other.stdout.readline()
+    try:
+        with pytest.raises(ServerError, match=rf"listen: another process \({other.pid}\) listens on {tmp_path}/s"):
+            async with open_server(ENGINE, config(tmp_path, listen=f"{prefix}{tmp_path}/s"), parts=parts()):
+                pass
+    finally:
+        other.kill()
+        await other.wait()
+    async with open_server(ENGINE, config(tmp_path), parts=parts()) as server:  # the file is still there
+        assert await health_of(server.address) == health_pb2.HealthCheckResponse.SERVING
+
+
 async def test_leaving_drains_what_runs(tmp_path: Path) -> None:
     engines: list[FakeEngine] = []
     async with Client(f"unix:{tmp_path}/s") as client:
@@ -187,6 +218,7 @@ async def test_a_grammar_process_of_another_release_stops_the_start(tmp_path: Pa
         loop = asyncio.get_running_loop()
         peer, _ = await loop.sock_accept(listener)
         with peer:
+            await loop.sock_recv(peer, 64)  # or a close would meet the hello on its way, and be a hang-up
             await loop.sock_sendall(peer, version_skew)
 
     refusing = asyncio.create_task(refuse())
