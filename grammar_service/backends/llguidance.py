@@ -89,7 +89,8 @@ class LlguidanceBackend:
                 return _lark("start: %json " + self._schema(json.loads(grammar.text), grammar.whitespace), forcing)
             case Kind.CHOICE:
                 choices = json.loads(grammar.text)
-                return _lark("start: " + " | ".join(lark_literal(choice) for choice in choices), forcing)
+                # As one terminal: alternatives of a rule are parser items, of which a row may have 2,000.
+                return _lark("start: CHOICE\nCHOICE: " + " | ".join(map(lark_literal, choices)), forcing)
             case Kind.REGEX:
                 lark = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
                 return _lark(lark, forcing)

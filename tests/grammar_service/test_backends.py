@@ -204,6 +204,14 @@ def test_choice_takes_exactly_its_strings(library: Library) -> None:
     assert [text for text in ("", "b", "aba", "two", "n", "[") if library.takes(compiled, text)] == []
 
 
+def test_thousands_of_choices_are_no_matter(library: Library) -> None:
+    many = [f"item {i}" for i in range(3000)]
+    compiled = library.compiled(Kind.CHOICE, json.dumps(many))
+    assert library.takes(compiled, many[0])
+    assert library.takes(compiled, many[-1])
+    assert not library.takes(compiled, "item 3000")
+
+
 def test_regex_matches_the_whole_answer(library: Library) -> None:
     compiled = library.compiled(Kind.REGEX, "[a-c]{2,3}|x\\d+")
     assert all(library.takes(compiled, text) for text in ("ab", "cab", "x1", "x99"))
