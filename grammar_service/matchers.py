@@ -11,6 +11,7 @@ thread uses a slot at a time.
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from grammar_service.backends import Matcher, MatcherFailed, Rows
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind
+
+logger = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
@@ -225,6 +228,8 @@ def _rollback(slot: Slot, length: int) -> None:
 
 
 def _fail(slot: Slot, problem: str) -> None:
+    # The step plane has no room for words: what the client sees is that the matcher failed, the reason stands here.
+    logger.warning("a matcher failed, and its request ends: %s", problem)
     slot.health = Health.FAILED
     slot.problem = problem
 

@@ -143,11 +143,12 @@ def test_drafts_are_no_ground_to_close_a_gap() -> None:
     assert table.ask(3, [4]).kinds == [RowKind.DEFER]
 
 
-def test_a_rejected_committed_token_ends_the_request() -> None:
+def test_a_rejected_committed_token_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
     table = Table()
     assert table.ask(0, [1, 9], [2]).kinds == [RowKind.ERROR] * 2
     assert table.ask(0, [1], [2]).kinds == [RowKind.ERROR] * 2
     assert "token 9 at 1" in table.slot.problem
+    assert [message for message in caplog.messages if "token 9 at 1" in message] == caplog.messages[:1]  # said once
 
 
 def test_a_matcher_that_fails_on_a_committed_row_ends_the_request() -> None:
