@@ -165,4 +165,5 @@ def _python_path() -> str:
 def _describe(code: int) -> str:
     if code >= 0:
         return f"exit status {code}"
-    return f"killed by {signal.Signals(-code).name}"
+    names = {number.value: number.name for number in signal.Signals}  # not every real-time signal has one
+    return f"killed by {names.get(-code, f'signal {-code}')}"

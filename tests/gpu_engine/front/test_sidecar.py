@@ -52,14 +52,16 @@ async def test_output_is_forwarded_and_the_child_ends_with_run(caplog: pytest.Lo
     assert not alive(pid)
 
 
-async def test_a_killed_child_is_started_again() -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, "signal ")])
+async def test_a_killed_child_is_started_again(number: int, name: str, caplog: pytest.LogCaptureFixture) -> None:
     sidecar = Sidecar(SLEEPS, lambda reason: None)
     task = asyncio.create_task(sidecar.run())
     await eventually(lambda: sidecar.pid)
     first = sidecar.pid
     assert first is not None
-    os.kill(first, signal.SIGKILL)
+    os.kill(first, number)
     await eventually(lambda: sidecar.pid not in (None, first))
+    assert f"killed by {name}" in caplog.text
     second = sidecar.pid
     sidecar.kill()
     await eventually(lambda: sidecar.pid not in (None, first, second))
