@@ -87,7 +87,7 @@ class DeviceStep:
         """Enqueue filling the caches with tokens [start, end) of slot `place`; not a part of any graph."""
         self.stream.kernel(self._prefill, place, start, end)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _prefill(self, place: int, start: int, end: int) -> None:
         at, slot = slice(place, place + 1), self._slot
         prefill_row(self.model, self._pages, slot.history_SL[at], slot.page_table_SN[at], start, end)
@@ -103,7 +103,7 @@ class DeviceStep:
             *(slot.page_table_SN, ids_BP, positions_BP, lane.drafts_BR, lane.num_drafts_B, self._table_BN),
         )
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _forward(self, batch: StepBatch) -> None:
         ids_BP, positions_BP = self._inputs(batch)
         context = AttentionContext(self._pages, self._table_BN[: batch.num_lanes], positions_BP)

@@ -77,7 +77,7 @@ class ModelChain:
         B = batch.num_lanes
         batch.lane.drafting_B[:B] = self._going_B[:B] & (self._wanted_B[:B] > k) & (self._count_B[:B] == k)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _forward(self, batch: StepBatch, k: int, page_table_BN: torch.Tensor) -> None:
         width = 1 if k else 2
         ids_BP, positions_BP = self._inputs(batch.num_lanes, width)
@@ -85,7 +85,7 @@ class ModelChain:
         logits_NV = self.model.logits(ids_BP, context)
         self._logits_BV = logits_NV.view(batch.num_lanes, width, -1)[:, -1]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _draw(self, batch: StepBatch, step: StepTensors, k: int) -> None:
         assert self._logits_BV is not None, "the forward is before this"
         lane, B = batch.lane, batch.num_lanes

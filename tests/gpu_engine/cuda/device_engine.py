@@ -1,16 +1,17 @@
 """A whole engine whose device is a recorded stream: the kernels run in Triton's interpreter, on CPU tensors.
 
-`NativeStream` treats every launch as a native kernel: a replay calls it again with the arguments of the capture, since
-what the interpreter does with numpy is not seen by torch. So a number that Python reads from the host while a step is
-replayed is not caught here; a tensor that is read back is. Not here: expectations.
+What torch does is traced at the capture and repeated by replays, as `RecordedStream` says. What a Triton kernel does
+goes past torch, by way of numpy, so its launches are marked `opaque`: a replay makes them again with the arguments of
+the capture. Not here: expectations.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+
+import pytest
 
 from gpu_engine.assemble import Machinery, device_machinery
 from gpu_engine.config import EngineConfig
@@ -24,22 +25,29 @@ from shared_mem.segment import Segment
 from tests.gpu_engine.core.harness import running
 from tests.gpu_engine.core.toy_sidecar import ToyGrammar
 from tests.gpu_engine.cuda.fake_flags import FakeFlags
-from tests.gpu_engine.cuda.recorded_stream import RecordedStream, _guarded
+from tests.gpu_engine.cuda.recorded_stream import RecordedStream, opaque
 
 
-@dataclass(eq=False)
-class NativeStream(RecordedStream):
-    """A recorded stream without tracing."""
+@contextmanager
+def opaque_launches() -> Iterator[None]:
+    """Let a capture see each launch of the interpreter as a native kernel."""
+    from triton.runtime.interpreter import GridExecutor
 
-    def kernel(self, function: Callable[..., None], *args: object) -> None:
-        self._put("kernel", functools.partial(_guarded, function, args))
+    launch = GridExecutor.__call__
+
+    def recorded(self: GridExecutor, *args: object, **kwargs: object) -> None:
+        opaque(launch)(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", recorded)
+        yield
 
 
 @dataclass(eq=False)
 class RecordedDevice:
     """Assembles machinery over a stream of its own. `close` ends the stream's thread."""
 
-    stream: NativeStream = field(default_factory=NativeStream)
+    stream: RecordedStream = field(default_factory=RecordedStream)
 
     def assemble(
         self, config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
@@ -60,12 +68,12 @@ class RecordedDevice:
 
 
 @contextmanager
-def device_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[Engine, NativeStream]]:
+def device_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[Engine, RecordedStream]]:
     """Run an engine without a grammar process."""
     device = RecordedDevice()
     model = replace(model, max_model_len=settings.max_model_len)
     try:
-        with running(Engine(settings, model, assemble=device.assemble)) as engine:
+        with opaque_launches(), running(Engine(settings, model, assemble=device.assemble)) as engine:
             yield engine, device.stream
     finally:
         device.stream.close()
@@ -74,7 +82,7 @@ def device_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[
 @contextmanager
 def guided_device_engine(
     model: LoadedModel, settings: EngineConfig
-) -> Iterator[tuple[Engine, ToyGrammar, NativeStream]]:
+) -> Iterator[tuple[Engine, ToyGrammar, RecordedStream]]:
     """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
     device = RecordedDevice()
     model = replace(model, max_model_len=settings.max_model_len)
@@ -84,7 +92,7 @@ def guided_device_engine(
         grammar.engine = engine
         grammar.start_sidecar()
         try:
-            with running(engine):
+            with opaque_launches(), running(engine):
                 yield engine, grammar, device.stream
             assert {(slot, gen) for slot, gen, _ in grammar.opened} == set(grammar.closed)
             assert grammar.sidecar.problems == []
