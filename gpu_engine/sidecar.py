@@ -83,12 +83,13 @@ class Sidecar:
             now_s = time.monotonic()
             if now_s - started_s > FAILURE_WINDOW_S:
                 retry_s = FIRST_RETRY_S
-            log.error("the grammar process ended (%s); it is started again in %.2f s", ended, retry_s)
             self._failures.append(now_s)
             while now_s - self._failures[0] > FAILURE_WINDOW_S:
                 self._failures.popleft()
             if len(self._failures) >= MAX_FAILURES:
+                log.error("the grammar process ended (%s)", ended)
                 break
+            log.error("the grammar process ended (%s); it is started again in %.2f s", ended, retry_s)
             await asyncio.sleep(retry_s)
             retry_s = min(retry_s * 2, self.longest_retry_s)
         reason = f"the grammar process failed {MAX_FAILURES} times within {FAILURE_WINDOW_S:g} s; see the server's log"

@@ -81,7 +81,7 @@ async def test_a_child_that_ignores_sigterm_is_killed() -> None:
     assert not alive(pid)
 
 
-async def test_too_many_failures_end_it_with_a_reason() -> None:
+async def test_too_many_failures_end_it_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
     reasons: list[str] = []
     sidecar = Sidecar(python("raise SystemExit(3)"), reasons.append)
     sidecar.longest_retry_s = 0.05
@@ -89,6 +89,7 @@ async def test_too_many_failures_end_it_with_a_reason() -> None:
     assert sidecar.starts == MAX_FAILURES
     assert reasons == [sidecar.gave_up]
     assert f"failed {MAX_FAILURES} times" in reasons[0]
+    assert caplog.text.count("it is started again") == MAX_FAILURES - 1
 
 
 def test_the_child_dies_with_a_parent_that_is_killed() -> None:
