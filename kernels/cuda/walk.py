@@ -144,7 +144,9 @@ def draft_kernel(
     at = b * lane_stride + row
     kind = tl.load(kinds + at).to(tl.int32)
     if D2T:
-        token += tl.load(d2t + token, mask=token >= 0, other=0)
+        # A row that was not looked at (DEFER, say) has left whatever was in the scratch.
+        known = (kind < DEFER) & (token >= 0) & (token < V)
+        token += tl.load(d2t + tl.where(known, token, 0), mask=known, other=0)
         # A pruned vocabulary need not have the one legal token.
         token = tl.where(kind == FORCED, tl.load(forced + at), token)
     token = tl.where(kind >= DEFER, -1, token)

@@ -228,11 +228,15 @@ def test_a_draft_is_what_its_row_will_draw(device: torch.device, sampling: dict[
     state = SlotRows.allocate(5, V, t.masks_SRW.to(device), nobody(5, device))
     for b, c in enumerate(cases):
         state.count_seen(b, torch.tensor(c.history), c.prompt_length)
+    scratch = RowScratch.allocate(5, V, device, block=64)
+    # What a row that is not looked at leaves there must never be used as an index.
+    scratch.chosen_N.fill_(1 << 30)
+    scratch.best_column_NC.fill_(1 << 30)
     step = StepTensors(
         *(torch.arange(5, dtype=torch.int32, device=device), t.drafts_BR.to(device), t.num_drafts_B.to(device)),
         *(t.kinds_BR.to(device), t.forced_BR.to(device), 0, (0, 0), t.history_SL.to(device), t.length_S.to(device)),
         *(on(t.params, device), AcceptResult.allocate(5, R, V, device)),
-        DeviceRows(state, RowScratch.allocate(5, V, device, block=64)),
+        DeviceRows(state, scratch),
     )
     d2t = (kept - torch.arange(len(kept))).int().to(device) if pruned else None
     draw_drafts(small.to(device), step, row, d2t_V=d2t)
