@@ -148,8 +148,12 @@ def device_machinery(
     assert (channel is None) == (sync is None)
     S, R, V, device = config.max_batch_size, config.num_rows, model.vocab_size, stream.device
     meets: HostCallbackSync | DeviceFlagSync | FreeSync = sync or FreeSync(stream)
+    # Every slot's rows begin at 16 bytes: Triton would compile a prefill anew for the first slot that does not.
+    whole = 4 * config.page_size
+    history_tokens = -(-(_history_tokens(config, model, depth) + R) // whole) * whole - R
     # One slot more than sequences have, for padded lanes and the warm-up.
-    slot = SlotBuffers.allocate(S + 1, R, _history_tokens(config, model, depth), config.page_size, device)
+    slot = SlotBuffers.allocate(S + 1, R, history_tokens, config.page_size, device)
+    assert slot.page_table_SN.shape[1] % 4 == 0
     lane = LaneBuffers.allocate(S, R, V, device)
     masks_SRW = torch.zeros(1, 1, 4, dtype=torch.int32, device=device) if sync is None else sync.store.mask_SRW
     rows = SlotRows.allocate(S + 1, V, masks_SRW, slot.done_S, max_rules=MAX_RULES)

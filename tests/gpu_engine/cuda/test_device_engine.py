@@ -119,6 +119,7 @@ def test_guided_tokens_are_those_of_a_cpu(llama: LoadedModel, guided_tokens: lis
         assert len({record.slot for record in grammar.sidecar.records}) == 2
 
 
+@pytest.mark.slow
 def test_a_draft_model_changes_no_token_and_its_rows_are_kept(
     llama: LoadedModel, guided_tokens: list[list[int]]
 ) -> None:
