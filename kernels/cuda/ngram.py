@@ -1,7 +1,7 @@
 """Prompt lookup in one kernel: the tokens behind an earlier occurrence of the answer's own suffix.
 
-The longest run wins, then the first; a run of n is good for 2 n + 1 drafts (Saxena 2023; LLMA, Yang 2023). One invariant: only tokens of the slot's own
-history are proposed.
+The longest run wins, then the first; a run of n is good for 2 n + 1 drafts (Saxena 2023; LLMA, Yang 2023). One
+invariant: only tokens of the slot's own history are proposed.
 """
 
 from __future__ import annotations
