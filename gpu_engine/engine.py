@@ -47,10 +47,19 @@ class Engine:
         self._loop = EngineLoop(config, model, channel, grammar, assemble)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _run(self) -> None:
-        self._loop.machinery.enter()
+        try:
+            self._loop.machinery.enter()
+            self._loop.machinery.warm_up()
+        except BaseException as error:  # `start` raises it on its caller's thread
+            self._start_error = error
+            return
+        finally:
+            self._started.set()
         busy = True
         while not self._closing.is_set():
             try:
@@ -87,10 +96,11 @@ class Engine:
             return
 
     def start(self) -> None:
-        """Warm up and start the thread; blocks until the first request can be served."""
-        self._loop.machinery.enter()
-        self._loop.machinery.warm_up()
+        """Start the thread and let it warm up; blocks until a request can be served. Raises what that raises."""
         self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise self._start_error
 
     def submit(self, request: Request) -> None:
         """Queue a sequence.

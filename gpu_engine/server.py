@@ -28,6 +28,7 @@ from grpc_reflection.v1alpha import reflection
 
 from gpu_engine.config import EngineConfig, ServerConfig
 from gpu_engine.grammar_process import GrammarProcess
+from gpu_engine.own_thread import in_own_thread
 from gpu_engine.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.servicer import EngineServicer
 from gpu_engine.sidecar import Sidecar
@@ -130,16 +131,15 @@ async def _start(
     stack.push_async_callback(server.stop, None)
     background = await stack.enter_async_context(asyncio.TaskGroup())
     grammar = GrammarProcess(server_config, background, stack) if server_config.grammar != "none" else None
-    model = await asyncio.to_thread(parts.load_model, engine_config, progress)
+    model = await in_own_thread(lambda: parts.load_model(engine_config, progress))
     _prepare_tokenizer(model)
     limits = Limits.of(engine_config, server_config, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
     if grammar:
         grammar.share(stack, engine_config, model)
-        engine = parts.build_engine(engine_config, model, grammar.channel, grammar.client)
+    channel, client = (grammar.channel, grammar.client) if grammar else (None, None)
+    engine = await in_own_thread(lambda: parts.build_engine(engine_config, model, channel, client))
+    if grammar:
         grammar.attach(stack, engine)
-    else:
-        engine = parts.build_engine(engine_config, model, None, None)
-    client = grammar.client if grammar else None
     servicer = EngineServicer(engine, model, limits, client, version=_version())
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
