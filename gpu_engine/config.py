@@ -139,6 +139,8 @@ class ServerConfig:
     """Most sequences of one request."""
     max_prompt_bytes: int = 4 << 20
     """Most bytes of a text prompt, before tokenisation."""
+    stream_pace_ms: float = 4.0
+    """Least time between two responses of a stream, for every other request that runs; 0: a response a step."""
     drain_timeout_s: float = 5.0
     """On SIGTERM running requests get this long to end."""
 
@@ -158,3 +160,4 @@ class ServerConfig:
         _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
         _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
         _require(self.max_n >= 1, "max_n", "must be at least 1")
+        _require(0 <= self.stream_pace_ms <= 1000, "stream_pace_ms", "must be in [0, 1000]")

@@ -206,6 +206,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 if delta.finish:
                     running -= 1
                     self._finished[delta.finish.name] += 1
+            if running and len(self._calls) > 1:
+                # Many small responses would take the cores from the model; what comes meanwhile is merged.
+                await asyncio.sleep(self._limits.stream_pace_s * (len(self._calls) - 1))
 
     def _release(self, checked: Checked, call: _Call) -> None:
         for output in call.outputs:

@@ -39,6 +39,7 @@ class Limits:
     num_draft_tokens: int
     max_n: int
     max_prompt_bytes: int
+    stream_pace_s: float = 0.0
 
     @classmethod
     def of(cls, engine: EngineConfig, server: ServerConfig, *, vocab_size: int, max_model_len: int) -> Limits:
@@ -49,6 +50,7 @@ class Limits:
             num_draft_tokens=engine.num_rows - 1,
             max_n=server.max_n,
             max_prompt_bytes=server.max_prompt_bytes,
+            stream_pace_s=server.stream_pace_ms / 1e3,
         )
 
 
