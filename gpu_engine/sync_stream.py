@@ -10,6 +10,8 @@ Shapes: S slots, B lanes of the batch, R rows a slot, W' words of a row's stride
 
 from __future__ import annotations
 
+import abc
+
 import torch
 
 from gpu_engine.buffers import StepBatch
@@ -21,7 +23,7 @@ from shared_mem.channel import EngineEnd
 from shared_mem.layout import RowKind, Stage
 
 
-class StreamSync:
+class StreamSync(abc.ABC):
     """What both mechanisms share: packing, and the rows that are kept from one post to the next."""
 
     def __init__(
@@ -139,14 +141,17 @@ class StreamSync:
 
     # -- the mechanism ------------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def _box(self, num_lanes: int) -> LaneBox:
-        raise NotImplementedError
+        """Return the arrays of so many lanes; the same ones every time."""
 
+    @abc.abstractmethod
     def _send(self, box: LaneBox, stage: int, timeout_ns: int) -> None:
-        raise NotImplementedError
+        """Enqueue the post of the box's inputs."""
 
+    @abc.abstractmethod
     def _receive(self, box: LaneBox, stage: int, rows_wanted: int, timeout_ns: int) -> None:
-        raise NotImplementedError
+        """Enqueue the wait, and what fills the box's outputs and brings the rows."""
 
     # -- kernels ------------------------------------------------------------------------------------------------------
 
