@@ -30,6 +30,9 @@ START_TIMEOUT_S = 120.0
 
 COMMAND = (sys.executable, "-m", "grammar_service.compile_worker")
 
+_LINGER_S = 1.0
+"""A worker whose pipe is closed gets this long to be gone."""
+
 _LENGTH = struct.Struct("<I")
 
 
@@ -59,6 +62,17 @@ class _Process:
             return unpack(await reader.readexactly(length))
         except (OSError, asyncio.IncompleteReadError) as error:
             raise EOFError from error
+
+    async def end(self) -> int:
+        """Reap a process that has closed its pipe and return the exit code; kill it when it lingers.
+
+        Waiting first matters: a kill looks whether the process is dead, and thereby takes its exit code from the loop.
+        """
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                return await self.process.wait()
+        except TimeoutError:
+            return await self.kill()
 
     async def kill(self) -> int:
         """Kill and reap; return the exit code."""
@@ -193,7 +207,7 @@ class CompilePool:
             ) from None
         except EOFError:
             self.crashed += 1
-            code = await worker.kill()
+            code = await worker.end()
             logger.error("a compile worker of %s ended with %d on %r", self._backend, code, grammar)
             raise InternalError(f"the compile worker of {self._backend} crashed on the grammar (exit {code})") from None
         finally:
