@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.paged_attention import KVPages, paged_attention, paged_attention_reference
+from kernels.paged_attention import KVPages, paged_attention
+from tests.kernels.attention_reference import paged_attention_reference
 
 
 def make(

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kernels.cuda.paged_attention import DecodeTuning, paged_attention, split_length
-from kernels.paged_attention import KVPages, paged_attention_reference
+from kernels.paged_attention import KVPages
+from tests.kernels.attention_reference import paged_attention_reference
 
 
 def pages_of(N: int, Hkv: int, T: int, D: int, dtype: torch.dtype, device: torch.device, seed: int) -> KVPages:

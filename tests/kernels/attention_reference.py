@@ -1,0 +1,44 @@
+"""Paged attention in plain torch: the oracle of both kernels' tests. Not here: any speed."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.paged_attention import KVPages
+
+
+def paged_attention_reference(
+    q_BPHD: torch.Tensor,
+    k_BPHD: torch.Tensor,
+    v_BPHD: torch.Tensor,
+    pages: KVPages,
+    page_table_BN: torch.Tensor,
+    positions_BP: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> torch.Tensor:
+    """Do what `kernels.paged_attention.paged_attention` does, in plain torch and float32."""
+    B, _, Hq, D = q_BPHD.shape
+    Hkv, T = pages.v.shape[1], pages.v.shape[2]
+    live_BP = positions_BP >= 0
+    where_BP = positions_BP.clamp(min=0).long()
+    page_BP = page_table_BN[:B].long().gather(1, where_BP // T)
+    b, p = live_BP.nonzero(as_tuple=True)
+    pages.k_NHTD[page_BP[b, p], :, where_BP[b, p] % T] = k_BPHD[b, p]
+    pages.v[page_BP[b, p], :, where_BP[b, p] % T] = v_BPHD[b, p]
+    table = page_table_BN[:B, : int(where_BP.max()) // T + 1].long()
+    k_BHLD = pages.k_NHTD[table].permute(0, 2, 1, 3, 4).reshape(B, Hkv, -1, D).float()
+    v_BHLD = pages.v[table].permute(0, 2, 1, 3, 4).reshape(B, Hkv, -1, D).float()
+    k_BHLD, v_BHLD = (t.repeat_interleave(Hq // Hkv, dim=1) for t in (k_BHLD, v_BHLD))
+    scores_BHPL = torch.einsum("bphd,bhld->bhpl", q_BPHD.float() * scale, k_BHLD)
+    if softcap:
+        scores_BHPL = softcap * torch.tanh(scores_BHPL / softcap)
+    key = torch.arange(k_BHLD.shape[2], device=q_BPHD.device)
+    legal_BPL = key <= positions_BP[..., None]
+    if window:
+        legal_BPL &= key > positions_BP[..., None] - window
+    weights = torch.softmax(scores_BHPL.masked_fill(~legal_BPL[:, None], float("-inf")), dim=-1)
+    out = torch.einsum("bhpl,bhld->bphd", weights.nan_to_num(0.0), v_BHLD)
+    return out.to(q_BPHD.dtype)
