@@ -19,6 +19,7 @@ class Backend(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BACKEND_UNSPECIFIED: _ClassVar[Backend]
     BACKEND_XGRAMMAR: _ClassVar[Backend]
     BACKEND_LLGUIDANCE: _ClassVar[Backend]
+    BACKEND_AUTO: _ClassVar[Backend]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -28,6 +29,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_ABORTED: _ClassVar[FinishReason]
     FINISH_REASON_GRAMMAR_INCOMPLETE: _ClassVar[FinishReason]
     FINISH_REASON_GRAMMAR_ERROR: _ClassVar[FinishReason]
+    FINISH_REASON_GRAMMAR_CLOSED: _ClassVar[FinishReason]
 WHITESPACE_UNSPECIFIED: Whitespace
 WHITESPACE_COMPACT: Whitespace
 WHITESPACE_BOUNDED: Whitespace
@@ -35,12 +37,14 @@ WHITESPACE_ANY: Whitespace
 BACKEND_UNSPECIFIED: Backend
 BACKEND_XGRAMMAR: Backend
 BACKEND_LLGUIDANCE: Backend
+BACKEND_AUTO: Backend
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORTED: FinishReason
 FINISH_REASON_GRAMMAR_INCOMPLETE: FinishReason
 FINISH_REASON_GRAMMAR_ERROR: FinishReason
+FINISH_REASON_GRAMMAR_CLOSED: FinishReason
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "messages", "sampling", "grammar", "speculation", "response")
@@ -125,7 +129,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag", "whitespace", "backend")
+    __slots__ = ("json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag", "grammar_id", "whitespace", "backend", "allow_unenforced")
     JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
@@ -133,8 +137,10 @@ class Grammar(_message.Message):
     LARK_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     STRUCTURAL_TAG_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
     WHITESPACE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_UNENFORCED_FIELD_NUMBER: _ClassVar[int]
     json_object: bool
     json_schema: str
     regex: str
@@ -142,9 +148,11 @@ class Grammar(_message.Message):
     lark: str
     choice: Choice
     structural_tag: str
+    grammar_id: str
     whitespace: Whitespace
     backend: Backend
-    def __init__(self, json_object: _Optional[bool] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., lark: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., structural_tag: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ...) -> None: ...
+    allow_unenforced: bool
+    def __init__(self, json_object: _Optional[bool] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., lark: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., structural_tag: _Optional[str] = ..., grammar_id: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("choices",)
@@ -245,6 +253,30 @@ class Telemetry(_message.Message):
     backend: Backend
     warnings: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, queue_ms: _Optional[float] = ..., compile_ms: _Optional[float] = ..., compile_cache_hit: _Optional[bool] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., mask_wait_ms: _Optional[float] = ..., steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., deferred_rows: _Optional[int] = ..., seed: _Optional[int] = ..., backend: _Optional[_Union[Backend, str]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CompileRequest(_message.Message):
+    __slots__ = ("grammar",)
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    grammar: Grammar
+    def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+
+class CompileResponse(_message.Message):
+    __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "min_tokens", "warnings")
+    GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    CACHE_HIT_FIELD_NUMBER: _ClassVar[int]
+    COMPILE_MS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    grammar_id: str
+    backend: Backend
+    cache_hit: bool
+    compile_ms: float
+    memory_bytes: int
+    min_tokens: int
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, grammar_id: _Optional[str] = ..., backend: _Optional[_Union[Backend, str]] = ..., cache_hit: _Optional[bool] = ..., compile_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., min_tokens: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -45,6 +45,11 @@ class EngineStub:
                 request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.AbortRequest.SerializeToString,
                 response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Compile = channel.unary_unary(
+                '/lockstep.engine.v1.Engine/Compile',
+                request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.CompileRequest.SerializeToString,
+                response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.CompileResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/lockstep.engine.v1.Engine/GetModelInfo',
                 request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.GetModelInfoRequest.SerializeToString,
@@ -79,6 +84,17 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Compile(self, request, context):
+        """Compiles a grammar ahead of time and says what it costs. Generate may then name it by its id.
+
+        Errors: INVALID_ARGUMENT (the grammar is wrong, or says something that no backend enforces; the message says where and
+        what), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
+        FAILED_PRECONDITION (no grammar process).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """Describes the model and the limits of this server.
         """
@@ -105,6 +121,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.AbortRequest.FromString,
                     response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.AbortResponse.SerializeToString,
+            ),
+            'Compile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Compile,
+                    request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.CompileRequest.FromString,
+                    response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.CompileResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -172,6 +193,33 @@ class Engine:
             '/lockstep.engine.v1.Engine/Abort',
             protos_dot_engine_dot_v1_dot_engine__pb2.AbortRequest.SerializeToString,
             protos_dot_engine_dot_v1_dot_engine__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Compile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.engine.v1.Engine/Compile',
+            protos_dot_engine_dot_v1_dot_engine__pb2.CompileRequest.SerializeToString,
+            protos_dot_engine_dot_v1_dot_engine__pb2.CompileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,13 @@ class EngineStub:
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]
     """Ends a running request by its id. Its stream closes with FINISH_REASON_ABORTED."""
+    Compile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.CompileRequest, _engine_pb2.CompileResponse]
+    """Compiles a grammar ahead of time and says what it costs. Generate may then name it by its id.
+
+    Errors: INVALID_ARGUMENT (the grammar is wrong, or says something that no backend enforces; the message says where and
+    what), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
+    FAILED_PRECONDITION (no grammar process).
+    """
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetModelInfoRequest, _engine_pb2.GetModelInfoResponse]
     """Describes the model and the limits of this server."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetStatsRequest, _engine_pb2.GetStatsResponse]
@@ -65,6 +72,13 @@ class EngineAsyncStub(EngineStub):
     """
     Abort: _aio.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a running request by its id. Its stream closes with FINISH_REASON_ABORTED."""
+    Compile: _aio.UnaryUnaryMultiCallable[_engine_pb2.CompileRequest, _engine_pb2.CompileResponse]  # type: ignore[assignment]
+    """Compiles a grammar ahead of time and says what it costs. Generate may then name it by its id.
+
+    Errors: INVALID_ARGUMENT (the grammar is wrong, or says something that no backend enforces; the message says where and
+    what), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
+    FAILED_PRECONDITION (no grammar process).
+    """
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetModelInfoRequest, _engine_pb2.GetModelInfoResponse]  # type: ignore[assignment]
     """Describes the model and the limits of this server."""
     GetStats: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetStatsRequest, _engine_pb2.GetStatsResponse]  # type: ignore[assignment]
@@ -93,6 +107,19 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.AbortResponse, _abc.Awaitable[_engine_pb2.AbortResponse]]:
         """Ends a running request by its id. Its stream closes with FINISH_REASON_ABORTED."""
+
+    @_abc_1.abstractmethod
+    def Compile(
+        self,
+        request: _engine_pb2.CompileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.CompileResponse, _abc.Awaitable[_engine_pb2.CompileResponse]]:
+        """Compiles a grammar ahead of time and says what it costs. Generate may then name it by its id.
+
+        Errors: INVALID_ARGUMENT (the grammar is wrong, or says something that no backend enforces; the message says where and
+        what), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
+        FAILED_PRECONDITION (no grammar process).
+        """
 
     @_abc_1.abstractmethod
     def GetModelInfo(

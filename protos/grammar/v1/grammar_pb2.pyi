@@ -12,6 +12,7 @@ class Backend(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BACKEND_UNSPECIFIED: _ClassVar[Backend]
     BACKEND_XGRAMMAR: _ClassVar[Backend]
     BACKEND_LLGUIDANCE: _ClassVar[Backend]
+    BACKEND_AUTO: _ClassVar[Backend]
 
 class Whitespace(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -33,6 +34,7 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 BACKEND_UNSPECIFIED: Backend
 BACKEND_XGRAMMAR: Backend
 BACKEND_LLGUIDANCE: Backend
+BACKEND_AUTO: Backend
 WHITESPACE_UNSPECIFIED: Whitespace
 WHITESPACE_COMPACT: Whitespace
 WHITESPACE_BOUNDED: Whitespace
@@ -69,44 +71,52 @@ class ConfigureResponse(_message.Message):
     def __init__(self, backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., versions: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("kind", "source", "whitespace", "backend")
+    __slots__ = ("kind", "source", "whitespace", "backend", "allow_unenforced")
     KIND_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     WHITESPACE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_UNENFORCED_FIELD_NUMBER: _ClassVar[int]
     kind: Kind
     source: str
     whitespace: Whitespace
     backend: Backend
-    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ...) -> None: ...
+    allow_unenforced: bool
+    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
-    __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "warnings")
+    __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "warnings", "min_tokens")
     GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     CACHE_HIT_FIELD_NUMBER: _ClassVar[int]
     COMPILE_MS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     grammar_id: str
     backend: Backend
     cache_hit: bool
     compile_ms: float
     memory_bytes: int
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, grammar_id: _Optional[str] = ..., backend: _Optional[_Union[Backend, str]] = ..., cache_hit: _Optional[bool] = ..., compile_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    min_tokens: int
+    def __init__(self, grammar_id: _Optional[str] = ..., backend: _Optional[_Union[Backend, str]] = ..., cache_hit: _Optional[bool] = ..., compile_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class BindRequest(_message.Message):
-    __slots__ = ("slot", "slot_gen", "grammar_id", "committed_tokens")
+    __slots__ = ("slot", "slot_gen", "grammar_id", "committed_tokens", "max_tokens", "request_id")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SLOT_GEN_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     slot: int
     slot_gen: int
     grammar_id: str
     committed_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slot: _Optional[int] = ..., slot_gen: _Optional[int] = ..., grammar_id: _Optional[str] = ..., committed_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    max_tokens: int
+    request_id: str
+    def __init__(self, slot: _Optional[int] = ..., slot_gen: _Optional[int] = ..., grammar_id: _Optional[str] = ..., committed_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class BindResponse(_message.Message):
     __slots__ = ()
