@@ -1,7 +1,8 @@
 """The sidecar's errors, and the one place where they become gRPC status codes.
 
     GrammarServiceError
-    |- InvalidGrammar    INVALID_ARGUMENT      the grammar is wrong, or the backend does not enforce all of it
+    |- InvalidGrammar    INVALID_ARGUMENT      the grammar is wrong
+    |  `- NotEnforced    INVALID_ARGUMENT      the backend does not enforce all of it; names each part
     |- InvalidField      INVALID_ARGUMENT      another field of the request is wrong; names the field
     |- LimitExceeded     RESOURCE_EXHAUSTED    a stated bound on bytes, memory or time; names the setting and its value
     |- NotConfigured     FAILED_PRECONDITION   Configure has not been called
@@ -30,6 +31,10 @@ class InvalidGrammar(GrammarServiceError):
     """The grammar does not compile, or a part of it would not be enforced. The message says where."""
 
     status = "INVALID_ARGUMENT"
+
+
+class NotEnforced(InvalidGrammar):
+    """The grammar is right, and this backend would ignore parts of it. The message names each."""
 
 
 class InvalidField(GrammarServiceError):
@@ -71,7 +76,7 @@ class InternalError(GrammarServiceError):
 
 
 _BY_NAME: dict[str, type[GrammarServiceError]] = {
-    kind.__name__: kind for kind in (InvalidGrammar, LimitExceeded, NotSupported, InternalError)
+    kind.__name__: kind for kind in (InvalidGrammar, NotEnforced, LimitExceeded, NotSupported, InternalError)
 }
 
 

@@ -4,20 +4,22 @@ Invariant: importing this package imports no library; `load_backend` imports exa
 loads torch. Every implementation passes the same conformance suite.
 
 A grammar goes through three forms: `Grammar` (text) -> artifact (bytes, made by `compile` in a killable process) ->
-`Compiled` (made by `load` in the sidecar, shared, immutable) -> `Matcher` (one per slot, moves).
+`Compiled` (made by `load` in the sidecar, shared, immutable) -> `Matcher` (one per slot, moves). What the library would
+not enforce is an error of `compile`, or, when the caller allows it, travels in the artifact as warnings.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from grammar_service.errors import NotSupported
+from grammar_service.errors import GrammarServiceError, InvalidGrammar, LimitExceeded, NotEnforced, NotSupported
 from grammar_service.grammar import Grammar
 from grammar_service.vocabulary import Vocabulary
 
@@ -82,6 +84,11 @@ class Compiled(Protocol):
     """A grammar ready for use. Immutable: any number of matchers, from any thread."""
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the grammar is not enforced, one line each. Empty unless `allow_unenforced` was set."""
+        ...
+
+    @property
     def memory_bytes(self) -> int:
         """What it holds, an estimate."""
         ...
@@ -99,10 +106,11 @@ class Backend(Protocol):
         """One of NAMES."""
         ...
 
-    def compile(self, grammar: Grammar) -> bytes:
+    def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Compile and return the artifact. May run long, may need much memory: call it in a process that can be killed.
 
-        Raises InvalidGrammar (wrong, or a keyword that would not be enforced), LimitExceeded, NotSupported.
+        A part that would not be enforced is NotEnforced; with `allow_unenforced` it is left out, and `load` returns it
+        among the warnings. Raises InvalidGrammar (wrong), NotEnforced, LimitExceeded, NotSupported.
         """
         ...
 
@@ -120,6 +128,36 @@ def installed(name: str) -> bool:
 def installed_version(name: str) -> str:
     """Return the version of an installed library."""
     return version(name)
+
+
+AUTO = "auto"
+"""Names no library: the first of `auto_order` that enforces the whole grammar within its limits."""
+
+
+def auto_order(default: str) -> tuple[str, ...]:
+    """Return the installed backends in the order in which `auto` asks them: the server's default first."""
+    return tuple(name for name in dict.fromkeys((default, *NAMES)) if name in NAMES and installed(name))
+
+
+def another_may_do(error: GrammarServiceError) -> bool:
+    """Return whether `auto` asks the next backend after this error: the grammar, not the sidecar, is the reason.
+
+    InvalidGrammar is one: what a library cannot read another may. Only when all have refused does `auto` end, with
+    `auto_refusal`; with `allow_unenforced` it then takes the first whose error is NotEnforced, and its warnings.
+    """
+    return isinstance(error, InvalidGrammar | LimitExceeded | NotSupported)
+
+
+def auto_refusal(errors: Sequence[GrammarServiceError]) -> GrammarServiceError:
+    """Return the one error for a grammar that every backend refused; `errors` are theirs, in order, at least one.
+
+    It says what each of them said, and has the class of the one that got furthest: a grammar that is not enforced or
+    too large for one library is not wrong because another cannot read it.
+    """
+    for kind in (NotEnforced, LimitExceeded, InvalidGrammar):
+        if any(isinstance(error, kind) for error in errors):
+            return kind("; ".join(dict.fromkeys(map(str, errors))))
+    return errors[0]
 
 
 def import_library(name: str) -> None:

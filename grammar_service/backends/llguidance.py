@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from grammar_service.backends import MatcherFailed, Rows
+from grammar_service.backends import MatcherFailed, Rows, unenforced
+from grammar_service.backends.unenforced import Unenforced
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
 from grammar_service.grammar import MAX_WHITESPACE, Grammar, Kind, Whitespace
 from grammar_service.structural_tag import StructuralTag
@@ -54,7 +55,7 @@ class LlguidanceBackend:
         self._never = _SpecialBits(vocabulary, stops_too=True)
         self._never_but_stops = _SpecialBits(vocabulary, stops_too=False)
 
-    def compile(self, grammar: Grammar) -> bytes:
+    def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Return the grammar in the library's own notation, checked against its limits."""
         text = self._notation(grammar)
         failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._tokenizer, limits=self._limits)
@@ -69,16 +70,17 @@ class LlguidanceBackend:
             if any(word in message for word in _LIMIT_WORDS):
                 raise LimitExceeded(f"llguidance: {message}")
             raise InvalidGrammar(f"llguidance: {message}")
-        if messages and messages[0]:
-            raise InvalidGrammar(f"llguidance would not enforce all of it: {'; '.join(messages)}")
-        return text.encode()
+        found = [Unenforced("", "", message) for message in messages if message]
+        return unenforced.pack(unenforced.settle(self.name, found, allow_unenforced), text.encode())
 
     def load(self, grammar: Grammar, artifact: bytes) -> LlguidanceCompiled:
         """Return the compiled form. Costs what the compilation cost (milliseconds), without the GIL."""
-        pristine = LLMatcher(self._tokenizer, artifact.decode(), log_level=0, limits=self._limits)
+        warnings, text = unenforced.unpack(artifact)
+        pristine = LLMatcher(self._tokenizer, text.decode(), log_level=0, limits=self._limits)
         if pristine.is_error():
             raise InvalidGrammar(f"llguidance: {pristine.get_error()}")
-        return LlguidanceCompiled(pristine, len(artifact), self._vocabulary, self._never, self._never_but_stops)
+        special = (self._never, self._never_but_stops)
+        return LlguidanceCompiled(pristine, len(text), self._vocabulary, special, warnings)
 
     def _notation(self, grammar: Grammar) -> str:
         # Forcing spells a text that can only go one way in its canonical tokens; for a text that holds the name of a
@@ -159,19 +161,19 @@ class LlguidanceCompiled:
         pristine: LLMatcher,
         text_bytes: int,
         vocabulary: Vocabulary,
-        never: _SpecialBits,
-        never_but_stops: _SpecialBits,
+        special: tuple[_SpecialBits, _SpecialBits],
+        warnings: tuple[str, ...],
     ) -> None:
         self._pristine = pristine
         self._vocabulary = vocabulary
-        self._never = never
-        self._never_but_stops = never_but_stops
+        self._special = special
+        self.warnings = warnings
         self.memory_bytes = (64 << 10) + 40 * text_bytes
         """Estimate: the lexer's tables grow with use; 40 bytes a character of the text was seen on large schemas."""
 
     def matcher(self) -> LlguidanceMatcher:
         """Return a copy at the start of an answer; the copy costs microseconds."""
-        return LlguidanceMatcher(self._pristine.deep_copy(), self._vocabulary, self._never, self._never_but_stops)
+        return LlguidanceMatcher(self._pristine.deep_copy(), self._vocabulary, *self._special)
 
 
 class LlguidanceMatcher:

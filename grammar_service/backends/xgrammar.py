@@ -18,9 +18,10 @@ import numpy as np
 import torch
 import xgrammar
 
-from grammar_service.backends import MatcherFailed, Rows
+from grammar_service.backends import MatcherFailed, Rows, unenforced
 from grammar_service.backends.stderr_capture import captured_stderr
-from grammar_service.backends.xgrammar_schema import check_schema
+from grammar_service.backends.unenforced import Unenforced
+from grammar_service.backends.xgrammar_schema import problems
 from grammar_service.errors import InternalError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar import MAX_WHITESPACE, Grammar, Kind, Whitespace
 from grammar_service.structural_tag import formats, modern
@@ -52,30 +53,34 @@ class XgrammarBackend:
         self._never = frozenset(i for i, text in enumerate(tokens) if not text) - set(vocabulary.stop_ids)
         self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
 
-    def compile(self, grammar: Grammar) -> bytes:
+    def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Compile within this process; see `Backend.compile`. Redirects the process's stderr meanwhile."""
-        compiled = _strictly(lambda: self._compile(grammar))
-        if compiled.memory_size_bytes > MAX_SERIALISED_BYTES:
-            return b""
-        artifact = compiled.serialize_json().encode()
-        return artifact if len(artifact) <= MAX_ARTIFACT_BYTES else b""
+        # First what is known to be ignored, at no cost; what the library itself says comes after its work.
+        found = _schema_problems(grammar)
+        unenforced.settle(self.name, found, allow_unenforced)
+        compiled, said = _listened(lambda: self._compile(grammar))
+        warnings = unenforced.settle(self.name, [*found, *said], allow_unenforced)
+        data = b""
+        if compiled.memory_size_bytes <= MAX_SERIALISED_BYTES:
+            data = compiled.serialize_json().encode()
+        return unenforced.pack(warnings, data if len(data) <= MAX_ARTIFACT_BYTES else b"")
 
     def load(self, grammar: Grammar, artifact: bytes) -> XgrammarCompiled:
-        """Return the compiled form; an empty artifact compiles again, without the GIL."""
-        if artifact:
-            compiled = xgrammar.CompiledGrammar.deserialize_json(artifact.decode(), self._tokenizer)
+        """Return the compiled form; an artifact without data compiles again, without the GIL."""
+        warnings, data = unenforced.unpack(artifact)
+        if data:
+            compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._tokenizer)
         else:
             try:
                 compiled = self._compile(grammar)
             except RuntimeError as error:
                 raise InternalError(f"xgrammar: it compiled once and not again: {_clean(str(error))}") from None
-        return XgrammarCompiled(compiled, self._vocabulary, self._never)
+        return XgrammarCompiled(compiled, self._vocabulary, self._never, warnings)
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         compiler = self._compiler
         match grammar.kind:
             case Kind.JSON_SCHEMA | Kind.JSON_OBJECT:
-                check_schema(json.loads(grammar.text))
                 return self._schema(grammar)
             case Kind.REGEX:
                 return compiler.compile_regex(grammar.text)
@@ -108,11 +113,9 @@ class XgrammarBackend:
 
     def _structural_tag(self, grammar: Grammar) -> str:
         document = modern(json.loads(grammar.text))
-        for path, node in formats(document["format"], "/format"):
-            if "json_schema" in node:
-                if node.get("style", "json") == "json":
-                    node["max_whitespace_cnt"] = _structural_whitespace(grammar.whitespace)
-                check_schema(node["json_schema"], f"{path}/json_schema")
+        for _, node in formats(document["format"], "/format"):
+            if "json_schema" in node and node.get("style", "json") == "json":
+                node["max_whitespace_cnt"] = _structural_whitespace(grammar.whitespace)
             if node.get("type") == "grammar":
                 refuse_token_functions(str(node.get("grammar")))
         return json.dumps(document)
@@ -124,8 +127,18 @@ def _structural_whitespace(whitespace: Whitespace) -> int | None:
     return MAX_WHITESPACE if whitespace is Whitespace.BOUNDED else None
 
 
-def _strictly(action: Callable[[], _T]) -> _T:
-    """Run a compilation; every error and every warning of the library becomes one of ours."""
+def _schema_problems(grammar: Grammar) -> list[Unenforced]:
+    if grammar.kind in (Kind.JSON_SCHEMA, Kind.JSON_OBJECT):
+        return problems(json.loads(grammar.text))
+    if grammar.kind is not Kind.STRUCTURAL_TAG:
+        return []
+    form = modern(json.loads(grammar.text))["format"]
+    schemas = [(path, node["json_schema"]) for path, node in formats(form, "/format") if "json_schema" in node]
+    return [problem for path, schema in schemas for problem in problems(schema, f"{path}/json_schema")]
+
+
+def _listened(action: Callable[[], _T]) -> tuple[_T, list[Unenforced]]:
+    """Run a compilation; every error of the library becomes one of ours, every warning a part that is not enforced."""
     try:
         with captured_stderr() as said:
             result = action()
@@ -134,9 +147,7 @@ def _strictly(action: Callable[[], _T]) -> _T:
             raise LimitExceeded("compile_memory_mb: the compilation needs more memory than it allows") from None
         raise InvalidGrammar(f"xgrammar: {_clean(str(error))}") from None
     warnings = [_clean(line).removeprefix("Warning: ") for line in said() if "Warning" in line]
-    if warnings:
-        raise InvalidGrammar(f"xgrammar would not enforce all of it: {'; '.join(dict.fromkeys(warnings))}")
-    return result
+    return result, [Unenforced("", "", warning) for warning in warnings]
 
 
 def _clean(message: str) -> str:
@@ -184,8 +195,15 @@ def _types(node: Any) -> list[str]:
 class XgrammarCompiled:
     """A compiled grammar; shared by all its matchers."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary, never: frozenset[int]) -> None:
+    def __init__(
+        self,
+        compiled: xgrammar.CompiledGrammar,
+        vocabulary: Vocabulary,
+        never: frozenset[int],
+        warnings: tuple[str, ...],
+    ) -> None:
         self._compiled = compiled
+        self.warnings = warnings
         self._vocabulary = vocabulary
         self._never = never
         self.memory_bytes: int = compiled.memory_size_bytes

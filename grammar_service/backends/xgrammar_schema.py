@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from grammar_service.errors import InvalidGrammar
+from grammar_service.backends.unenforced import Unenforced
 
 _IGNORED = {
     "not": "is not enforced",
@@ -81,8 +81,9 @@ _ASSERTIONS = frozenset(
 )
 
 
-def check_schema(schema: Any, path: str = "") -> None:
-    """Raise InvalidGrammar naming the first keyword, and its JSON path, that xgrammar would not enforce."""
+def problems(schema: Any, path: str = "") -> list[Unenforced]:
+    """Return what xgrammar would not enforce in a schema that stands at `path`."""
+    found: list[Unenforced] = []
     seen: set[int] = set()
     waiting = [(path, schema)]
     while waiting:
@@ -93,11 +94,12 @@ def check_schema(schema: Any, path: str = "") -> None:
         problem = _problem(node)
         if problem:
             keyword, reason = problem
-            raise InvalidGrammar(f"xgrammar would not enforce all of it: {where}/{keyword}: {reason}")
+            found.append(Unenforced(where, keyword, reason))
         waiting.extend(_children(node, where))
         reference = node.get("$ref")
         if isinstance(reference, str) and reference.startswith("#/"):
             waiting.append((path + reference[1:], _resolve(schema, reference)))
+    return found
 
 
 def _children(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from grammar_service.backends import Rows, load_backend
+from grammar_service.backends import Rows, load_backend, unenforced
 from grammar_service.errors import InvalidField, InvalidGrammar, NotSupported
 from grammar_service.grammar import Kind, Whitespace, parse
 from grammar_service.vocabulary import Vocabulary
@@ -384,7 +384,7 @@ def test_every_byte_is_text(library: Library) -> None:
 def test_an_xgrammar_grammar_without_an_artifact_is_compiled_again(libraries: Callable[[str], Library]) -> None:
     pytest.importorskip("xgrammar", reason="needs xgrammar")
     library = libraries("xgrammar")
-    compiled = library.backend.load(parse(*schema(POINT), Whitespace.COMPACT), b"")
+    compiled = library.backend.load(parse(*schema(POINT), Whitespace.COMPACT), unenforced.pack((), b""))
     assert library.takes(compiled, '{"a":1,"b":[]}')
     assert not library.takes(compiled, '{"a": 1,"b":[]}')
 
