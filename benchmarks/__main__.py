@@ -5,7 +5,17 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("serve", "schemas", "lossless", "maskbench", "bench_channel", "bench_sync", "bench_graph", "bench_kernels")
+NAMES = (
+    "serve",
+    "schemas",
+    "lossless",
+    "maskbench",
+    "isolation",
+    "bench_channel",
+    "bench_sync",
+    "bench_graph",
+    "bench_kernels",
+)
 
 
 def main() -> int:

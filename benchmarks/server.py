@@ -95,6 +95,11 @@ class EngineServer:
         if error is None:
             self.log.unlink(missing_ok=True)
 
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id while it runs."""
+        return self._process.pid if self._process else None
+
     def stop(self) -> None:
         """End the process: SIGTERM, ten seconds, then SIGKILL to its whole session."""
         process, self._process = self._process, None

@@ -45,6 +45,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.running = 0
         self.most_running = 0
         self.requests: list[pb.GenerateRequest] = []
+        self.compiled: list[pb.CompileRequest] = []
 
     async def Generate(
         self, request: pb.GenerateRequest, context: ServicerContext
@@ -68,6 +69,12 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             )
         finally:
             self.running -= 1
+
+    async def Compile(self, request: pb.CompileRequest, context: ServicerContext) -> pb.CompileResponse:
+        self.compiled.append(request)
+        if self.script.refuse is not None:
+            await context.abort(*self.script.refuse)
+        return pb.CompileResponse(grammar_id="fake")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: ServicerContext) -> pb.GetModelInfoResponse:
         return pb.GetModelInfoResponse(model="fake", version="0", num_draft_tokens=7, drafter="ngram")

@@ -1,0 +1,160 @@
+"""The watch over steady streams: gaps, differences and failures are found, and attacks do what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+
+import grpc
+import jsonschema
+import pytest
+
+from benchmarks.attacks import (
+    Outcomes,
+    Target,
+    burners,
+    distinct_schema,
+    flood,
+    hostile,
+    hostile_grammars,
+    kills,
+    under,
+)
+from benchmarks.isolation import Result, changed, ratio, result_table
+from benchmarks.streams import Streams, Window
+from protos.engine.v1 import engine_pb2 as pb
+from tests.benchmarks.conftest import Serve
+from tests.benchmarks.fake_engine import Script
+from tests.waiting import eventually
+
+
+def result(alone: Window, seen: Window) -> Result:
+    free = Window(gaps_ms=[1.0])
+    return Result("flood", {"guided": alone, "free": free}, {"guided": seen, "free": free}, Outcomes({"OK": 3}))
+
+
+def test_the_ratio_is_of_the_99th_percentiles() -> None:
+    found = result(Window(gaps_ms=[10.0] * 100), Window(gaps_ms=[10.0] * 90 + [25.0] * 10))
+    assert ratio(found, "guided") == pytest.approx(2.5)
+    assert ratio(found, "free") == pytest.approx(1.0)
+
+
+def test_only_answers_that_both_windows_finished_are_compared() -> None:
+    found = result(
+        Window(answers={"0.0": (1, 2), "0.1": (3,), "0.2": (4,)}), Window(answers={"0.0": (1, 2), "0.1": (9,)})
+    )
+    assert changed(found, "guided") == (2, 1)
+
+
+def test_the_table_has_a_row_for_each_kind_and_says_what_was_done() -> None:
+    text = result_table([result(Window(gaps_ms=[1.0]), Window(gaps_ms=[2.0], invalid=3))])
+    assert text.count("| flood") == 2
+    assert "flood: 3 OK" in text
+
+
+def test_streams_repeat_the_same_requests_in_every_watch(serve_fake: Serve) -> None:
+    address, engine = serve_fake(Script())
+
+    async def watch_twice() -> tuple[Window, Window]:
+        streams = Streams(address, per_kind=1, max_tokens=8)
+        try:
+            first = await streams.watch(0.3)
+            engine.requests.clear()
+            second = await streams.watch(0.3)
+        finally:
+            await streams.close()
+        return first["guided"], second["guided"]
+
+    first, second = asyncio.run(watch_twice())
+    both = first.answers.keys() & second.answers.keys()
+    assert "0.0" in both
+    assert all(first.answers[name] == second.answers[name] for name in both)
+    assert first.gaps_ms
+    # "{}" lacks what every schema of the workload requires.
+    assert first.invalid >= len(first.answers) > 0
+    assert {request.HasField("grammar") for request in engine.requests} == {True, False}
+
+
+def test_a_refused_stream_is_counted_and_goes_on(serve_fake: Serve) -> None:
+    address, _ = serve_fake(Script(refuse=(grpc.StatusCode.UNAVAILABLE, "away")))
+
+    async def watch() -> int:
+        streams = Streams(address, per_kind=1, max_tokens=8)
+        try:
+            return (await streams.watch(0.5))["free"].failed
+        finally:
+            await streams.close()
+
+    assert asyncio.run(watch()) > 1
+
+
+def test_a_flood_sends_distinct_schemas_at_its_rate(serve_fake: Serve) -> None:
+    address, engine = serve_fake(Script())
+
+    async def attack() -> Outcomes:
+        async with under(flood(200.0), Target(address, None)) as outcomes:
+            await eventually(lambda: outcomes["OK"] >= 10)
+        return outcomes
+
+    outcomes = asyncio.run(attack())
+    assert outcomes["sent"] >= 10
+    sources = [request.grammar.json_schema for request in engine.compiled]
+    assert len(sources) == len(set(sources)) >= 10
+
+
+@pytest.mark.parametrize("guided", [True, False])
+def test_a_hostile_request_and_its_control_differ_in_the_grammar_alone(serve_fake: Serve, guided: bool) -> None:
+    address, engine = serve_fake(Script())
+
+    async def attack() -> None:
+        async with under(hostile(40.0, guided=guided), Target(address, None)) as outcomes:
+            await eventually(lambda: outcomes["OK"] >= 8)
+
+    asyncio.run(attack())
+    grammars = [request.grammar.SerializeToString() for request in engine.requests]
+    for request in engine.requests:
+        json.loads(request.grammar.json_schema or "{}")
+    assert {request.HasField("grammar") for request in engine.requests} == {guided}
+    assert len(set(grammars)) == (len(grammars) if guided else 1)
+    assert {request.sampling.max_tokens for request in engine.requests} == {4}
+
+
+def test_refusals_are_counted_by_status(serve_fake: Serve) -> None:
+    address, _ = serve_fake(Script(refuse=(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")))
+
+    async def attack() -> Outcomes:
+        async with under(flood(100.0), Target(address, None)) as outcomes:
+            await eventually(lambda: outcomes["RESOURCE_EXHAUSTED"] != 0)
+        return outcomes
+
+    assert asyncio.run(attack())["OK"] == 0
+
+
+def test_without_a_process_nothing_is_killed() -> None:
+    async def attack() -> Outcomes:
+        async with under(kills(0.01), Target("", None)) as outcomes:
+            await eventually(lambda: outcomes)
+        return outcomes
+
+    assert set(asyncio.run(attack())) == {"no process to kill"}
+
+
+def test_burners_end_with_the_attack() -> None:
+    async def attack() -> Outcomes:
+        async with under(burners(1, 19), Target("", None)) as outcomes:
+            await eventually(lambda: outcomes["processes"] != 0)
+        return outcomes
+
+    assert asyncio.run(attack()) == collections.Counter(processes=1)
+
+
+def test_the_schemas_of_the_attacks_are_schemas() -> None:
+    assert distinct_schema(1) != distinct_schema(2)
+    sources = [distinct_schema(1), *(g.json_schema for g in hostile_grammars().values() if g.json_schema)]
+    for source in sources:
+        json.loads(source)
+        if len(source) < 1 << 20:
+            jsonschema.Draft202012Validator.check_schema(json.loads(source))
+    assert max(len(source) for source in sources) > 2 << 20
+    assert pb.Grammar(regex="x") != hostile_grammars()["a regex of many states"]
