@@ -72,6 +72,8 @@ class GrammarConfig:
     threads: int = _setting(0, "threads that fill rows; 0: one on up to 4 cores, else half of the cores, at most 8")
     spin_us: float = _setting(50.0, "how long to spin for the next step before sleeping; with a core to spare 1000000")
     log_level: str = _setting("info", "debug, info, warning or error")
+    log_format: str = _setting("text", "text, or json: one object a line")
+    metrics_listen: str = _setting("", "host:port of Prometheus metrics over HTTP; empty: only the engine is asked")
 
     def __post_init__(self) -> None:
         _require(bool(self.dir), "dir", "is required")
@@ -85,6 +87,13 @@ class GrammarConfig:
         _require(0 <= self.threads <= 64, "threads", "must be in [0, 64]")
         _require(0 <= self.spin_us <= 1e6, "spin_us", "must be in [0, 1000000]")
         _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", f"{self.log_level!r} is unknown")
+        _require(self.log_format in ("text", "json"), "log_format", f"{self.log_format!r} is not text or json")
+        host, colon, port = self.metrics_listen.rpartition(":")
+        _require(
+            not self.metrics_listen or bool(host and colon and port.isdecimal() and int(port) < 1 << 16),
+            "metrics_listen",
+            f"{self.metrics_listen!r} is not host:port",
+        )
 
     @property
     def fill_threads(self) -> int:

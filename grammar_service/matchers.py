@@ -56,6 +56,8 @@ class Slot:
     certain: int
     health: Health = Health.GOOD
     problem: str = ""
+    request_id: str = ""
+    """For the logs."""
     cost_ns: int = 0
     """What the last record of this slot took; the worker serves cheap slots first."""
 
@@ -229,7 +231,7 @@ def _rollback(slot: Slot, length: int) -> None:
 
 def _fail(slot: Slot, problem: str) -> None:
     # The step plane has no room for words: what the client sees is that the matcher failed, the reason stands here.
-    logger.warning("a matcher failed, and its request ends: %s", problem)
+    logger.warning("a matcher failed, and its request ends: %s", problem, extra={"request_id": slot.request_id})
     slot.health = Health.FAILED
     slot.problem = problem
 

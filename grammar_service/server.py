@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from grammar_service.backends import import_library
 from grammar_service.config import GrammarConfig
+from grammar_service.metrics_http import MetricsListener
 from grammar_service.servicer import GrammarServicer
 from grammar_service.worker import Worker
 from protos.grammar.v1 import grammar_pb2, grammar_pb2_grpc
@@ -64,6 +65,7 @@ async def _serve(config: GrammarConfig, path: Path, listener: socket.socket) -> 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     servicer = GrammarServicer(config)
+    scrapes = MetricsListener(config.metrics_listen, servicer.metrics.registry) if config.metrics_listen else None
     server, alive = await _start_grpc(path, servicer)
     # What the default backend imports may take seconds; Configure waits for it, health and the sockets do not.
     importing = asyncio.create_task(asyncio.to_thread(import_library, config.backend), name="import-backend")
@@ -81,6 +83,8 @@ async def _serve(config: GrammarConfig, path: Path, listener: socket.socket) -> 
         await asyncio.gather(engines, stopped, importing, return_exceptions=True)
         await server.stop(_GRACE_S)
         await servicer.close()
+        if scrapes is not None:
+            await asyncio.to_thread(scrapes.close)
         logger.info("stopped")
 
 

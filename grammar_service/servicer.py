@@ -27,6 +27,7 @@ from grammar_service.errors import (
 )
 from grammar_service.grammar import Kind, Whitespace
 from grammar_service.matchers import MatcherRejected, Slot
+from grammar_service.metrics import GrammarMetrics
 from grammar_service.vocabulary import Vocabulary
 from grammar_service.worker import Worker
 from protos.grammar.v1 import grammar_pb2 as pb
@@ -65,15 +66,18 @@ class GrammarServicer(pb_grpc.GrammarServicer):
         self._worker: Worker | None = None
         self._layout: Layout | None = None
         self._attachment = asyncio.Event()
+        self.metrics = GrammarMetrics(lambda: self._compiler.stats() if self._compiler else {})
 
     def attach(self, worker: Worker, layout: Layout) -> None:
         """An engine's segment is mapped and its worker runs."""
         self._worker, self._layout = worker, layout
+        self.metrics.attach(worker)
         self._attachment.set()
 
     def detach(self) -> None:
         """The engine is gone. Compiled grammars stay for the next one."""
         self._worker = self._layout = None
+        self.metrics.detach()
         self._attachment.clear()
 
     async def close(self) -> None:
@@ -126,7 +130,9 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                     raise InvalidField("backend", f"{request.backend} is unknown")
                 if not installed(backend):
                     raise NotSupported(f"backend: {backend} is not installed in this sidecar")
-            entry, hit = await compiler.compile(kind, request.source, whitespace, backend)
+            with self.metrics.compilation(kind.name.lower()) as compiled:
+                entry, hit = await compiler.compile(kind, request.source, whitespace, backend)
+                compiled(entry.backend, hit, entry.compile_ms)
             return pb.CompileResponse(
                 grammar_id=entry.grammar_id,
                 backend=_BACKENDS[entry.backend],
@@ -151,6 +157,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                 raise InvalidField(f"committed_tokens[{error.index}]", str(error)) from None
             except MatcherFailed as error:
                 raise InternalError(f"the matcher failed: {error}") from None
+            state.request_id = request.request_id
             worker.bind(request.slot, state)
         return pb.BindResponse()
 
@@ -179,6 +186,10 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             response.rows_by_kind.update(kinds)
             response.generation = layout.generation
         return response
+
+    async def GetMetrics(self, request: pb.GetMetricsRequest, context: Any) -> pb.GetMetricsResponse:
+        """See grammar.proto."""
+        return pb.GetMetricsResponse(exposition=self.metrics.exposition())
 
     def _configured(self) -> Compiler:
         if self._compiler is None:

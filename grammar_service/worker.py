@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from grammar_service.backends import Rows
 from grammar_service.lanes import Lanes
 from grammar_service.matchers import Answer, Classifier, Slot, SlotTable
+from grammar_service.metrics import FillTimes, WorkerCounts
 from shared_mem.errors import RingOverrun
 from shared_mem.grammar_end import Record
 from shared_mem.layout import Layout, RowKind
@@ -114,6 +115,7 @@ class Worker:
         self._records = 0
         self._overruns = 0
         self._fill_ns: collections.deque[int] = collections.deque(maxlen=_SAMPLES)
+        self._fill_times = FillTimes(self._num_slots)
         self.error: BaseException | None = None
         """Why the thread ended, when it ended by itself."""
 
@@ -159,6 +161,21 @@ class Worker:
         """Return how many rows were answered with each kind."""
         totals = self._counts.sum(axis=0)
         return {kind.name: int(totals[kind]) for kind in RowKind}
+
+    def counts(self) -> WorkerCounts:
+        """Return counters since the start, for metrics. Any thread."""
+        table = self._table.stats()
+        fill_counts, fill_sum_ns = self._fill_times.totals()
+        return WorkerCounts(
+            records=sum(fill_counts),
+            overruns=self._overruns,
+            gaps=table["gaps"],
+            rebuilds=table["rebuilds"],
+            matchers=table["matchers"],
+            rows_by_kind=self.rows_by_kind(),
+            fill_counts=fill_counts,
+            fill_sum_ns=fill_sum_ns,
+        )
 
     def _run(self) -> None:
         try:
@@ -209,6 +226,7 @@ class Worker:
         if slot is not None:
             slot.cost_ns = took
         self._fill_ns.append(took)
+        self._fill_times.observe(record.slot, took)
         self._records += 1
         for kind in answer.kinds:
             self._counts[record.slot, kind] += 1
@@ -218,7 +236,9 @@ class Worker:
             return self._table.answer(record, self._rows[seq & 1], record.slot * self._num_rows)
         except Exception:
             # A defect of ours must end one request, not the worker and every other request with it.
-            logger.exception("slot %d: record %r", record.slot, record)
+            slot = self._table.slots.get(record.slot)
+            about = {"request_id": slot.request_id if slot else ""}
+            logger.exception("slot %d: record %r", record.slot, record, extra=about)
             count = len(record.drafts) + 1
             return Answer([RowKind.ERROR] * count, [-1] * count, [-1] * count)
 

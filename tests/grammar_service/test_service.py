@@ -127,6 +127,29 @@ def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
     assert ask(engine, "3", at=7, gen=2) == [RowKind.ALL]
 
 
+def test_metrics_say_what_was_done(sidecar: Sidecar) -> None:
+    sidecar.configure()
+    grammar = sidecar.compile()
+    sidecar.compile()
+    assert refused(lambda: sidecar.compile("{"))[0] == grpc.StatusCode.INVALID_ARGUMENT
+    _, engine = sidecar.attach()
+    sidecar.bind(grammar)
+    ask(engine, '{"a"', ":1}")
+    text = sidecar.stub.GetMetrics(pb.GetMetricsRequest()).exposition.decode()
+    for line in (
+        'lockstep_grammar_cache_hits_total{backend="llguidance",kind="json_schema"} 1.0',
+        'lockstep_grammar_cache_misses_total{backend="llguidance",kind="json_schema"} 1.0',
+        'lockstep_grammar_compile_seconds_count{backend="llguidance",kind="json_schema"} 1.0',
+        'lockstep_grammar_compile_refusals_total{kind="json_schema",reason="invalid"} 1.0',
+        "lockstep_grammar_cached_grammars 1.0",
+        "lockstep_grammar_engine_attached 1.0",
+        "lockstep_grammar_matchers 1.0",
+        "lockstep_grammar_records_total 1.0",
+        "lockstep_grammar_fill_seconds_count 1.0",
+    ):
+        assert line in text.splitlines()
+
+
 def test_the_sockets_are_private(sidecar: Sidecar) -> None:
     for name in ("grammar.sock", SOCKET_NAME):
         assert stat.S_IMODE((sidecar.directory / name).stat().st_mode) == 0o600

@@ -174,3 +174,13 @@ class GetStatsResponse(_message.Message):
     fill_p99_us: float
     generation: int
     def __init__(self, matchers: _Optional[int] = ..., cached_grammars: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., compiled: _Optional[int] = ..., cache_hits: _Optional[int] = ..., compile_rejected: _Optional[int] = ..., compile_limited: _Optional[int] = ..., records: _Optional[int] = ..., rows_filled: _Optional[int] = ..., rows_by_kind: _Optional[_Mapping[str, int]] = ..., fill_p50_us: _Optional[float] = ..., fill_p99_us: _Optional[float] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class GetMetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetMetricsResponse(_message.Message):
+    __slots__ = ("exposition",)
+    EXPOSITION_FIELD_NUMBER: _ClassVar[int]
+    exposition: bytes
+    def __init__(self, exposition: _Optional[bytes] = ...) -> None: ...

@@ -60,6 +60,11 @@ class GrammarStub:
                 request_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/lockstep.grammar.v1.Grammar/GetMetrics',
+                request_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
 
 
 class GrammarServicer:
@@ -106,6 +111,13 @@ class GrammarServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """Everything that is counted, for Prometheus.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GrammarServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -133,6 +145,11 @@ def add_GrammarServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.GetStatsRequest.FromString,
                     response_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.GetMetricsRequest.FromString,
+                    response_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.GetMetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -271,6 +288,33 @@ class Grammar:
             '/lockstep.grammar.v1.Grammar/GetStats',
             protos_dot_grammar_dot_v1_dot_grammar__pb2.GetStatsRequest.SerializeToString,
             protos_dot_grammar_dot_v1_dot_grammar__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.grammar.v1.Grammar/GetMetrics',
+            protos_dot_grammar_dot_v1_dot_grammar__pb2.GetMetricsRequest.SerializeToString,
+            protos_dot_grammar_dot_v1_dot_grammar__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,8 @@ class GrammarStub:
     """Drops the matcher of (slot, slot_gen). Not an error when it is gone already."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.GetStatsRequest, _grammar_pb2.GetStatsResponse]
     """Counters and gauges."""
+    GetMetrics: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.GetMetricsRequest, _grammar_pb2.GetMetricsResponse]
+    """Everything that is counted, for Prometheus."""
 
 @_typing.type_check_only
 class GrammarAsyncStub(GrammarStub):
@@ -76,6 +78,8 @@ class GrammarAsyncStub(GrammarStub):
     """Drops the matcher of (slot, slot_gen). Not an error when it is gone already."""
     GetStats: _aio.UnaryUnaryMultiCallable[_grammar_pb2.GetStatsRequest, _grammar_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Counters and gauges."""
+    GetMetrics: _aio.UnaryUnaryMultiCallable[_grammar_pb2.GetMetricsRequest, _grammar_pb2.GetMetricsResponse]  # type: ignore[assignment]
+    """Everything that is counted, for Prometheus."""
 
 class GrammarServicer(metaclass=_abc_1.ABCMeta):
     """Owner of the compiled grammars and of one matcher per slot."""
@@ -126,5 +130,13 @@ class GrammarServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_grammar_pb2.GetStatsResponse, _abc.Awaitable[_grammar_pb2.GetStatsResponse]]:
         """Counters and gauges."""
+
+    @_abc_1.abstractmethod
+    def GetMetrics(
+        self,
+        request: _grammar_pb2.GetMetricsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_grammar_pb2.GetMetricsResponse, _abc.Awaitable[_grammar_pb2.GetMetricsResponse]]:
+        """Everything that is counted, for Prometheus."""
 
 def add_GrammarServicer_to_server(servicer: GrammarServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,35 @@
+"""The sidecar's own HTTP listener for Prometheus, on a thread of its own.
+
+Invariant: it only reads. There is neither TLS nor a password on it: bind it where only the scraper comes. Not here:
+what is counted (`metrics`).
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+
+class CannotListen(Exception):
+    """The address is taken, or not this machine's; the message names the setting."""
+
+
+class MetricsListener:
+    """Serves a registry from construction to `close`."""
+
+    def __init__(self, listen: str, registry: CollectorRegistry) -> None:
+        """Args: `listen` is "host:port". Raises CannotListen."""
+        host, _, port = listen.rpartition(":")
+        try:
+            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
+        except OSError as error:
+            raise CannotListen(f"metrics_listen: cannot bind {listen!r}: {error.strerror or error}") from error
+        self.address = f"{host}:{self._server.server_port}"
+
+    def close(self) -> None:
+        """Free the port; may take half a second. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __repr__(self) -> str:
+        return f"<MetricsListener {self.address}>"
