@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from gpu_engine.errors import LockstepError
 from gpu_engine.request import FinishReason, Logprobs
 from kernels.accept import STOP_LENGTH, STOP_TOKEN, AcceptResult
 from shared_mem.layout import RowKind
@@ -38,6 +39,10 @@ class LaneOutcome:
     finish: FinishReason | None
     deferred: bool
     """Its rows were not there; ask again."""
+    blocked: int = RowKind.ALL
+    """The kind of row that ended its step early: DEFER, DEAD_END or ERROR."""
+    error: LockstepError | None = None
+    """Ends the sequence: the step itself failed for this lane, and its tokens are none."""
 
 
 def outcomes(lane: StepResults, num_lanes: int, *, guided: list[bool], logprobs: list[int | None]) -> list[LaneOutcome]:
@@ -54,6 +59,7 @@ def outcomes(lane: StepResults, num_lanes: int, *, guided: list[bool], logprobs:
             num_accepted=accepted[b],
             finish=_finish(finish[b], blocked[b], guided[b]),
             deferred=blocked[b] == RowKind.DEFER,
+            blocked=blocked[b],
         )
         for b in range(num_lanes)
     ]

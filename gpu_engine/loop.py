@@ -23,6 +23,7 @@ from gpu_engine.scheduler import Chunk, Guide, Scheduler
 from gpu_engine.seating import Running, Seat
 from gpu_engine.stats import EngineStats
 from shared_mem.channel import EngineEnd
+from shared_mem.layout import RowKind
 
 _REFUSALS = 4
 """Answers in a row that only defer: the matcher lost the thread and is bound again."""
@@ -110,19 +111,24 @@ class EngineLoop:
     def _prefill(self, chunk: Chunk[Running]) -> None:
         self.machinery.prefill(chunk.sequence, chunk.start, chunk.end)
         chunk.sequence.prefilled = chunk.end
+        telemetry = chunk.sequence.payload.request.telemetry
+        if not telemetry.first_token_s:  # else it was preempted and prefills its answer, too
+            telemetry.prefilled_s = time.monotonic()
         self.stats.prefill_tokens += chunk.end - chunk.start
 
     def _tell(self, ticket: Ticket) -> None:
         """Read a step's results; send the events; end who is done. Who left the seat since the launch is not meant."""
         collected = self._runner.collect(ticket)
-        self.stats.steps += 1
-        self.stats.step_rows += ticket.num_rows * len(ticket.lanes)
-        self.stats.step_ms += collected.step_ms
-        self.stats.mask_wait_ms += collected.waited_ms
+        guided = any(lane.seat.guided for lane in ticket.lanes)
+        num_rows = ticket.num_rows * len(ticket.lanes)
+        self.stats.count_step(num_rows, collected.step_ms, collected.waited_ms, guided=guided)
         for lane, outcome in zip(ticket.lanes, collected.outcomes, strict=True):
             if not lane.holds:
                 continue
             seat = lane.seat
+            if outcome.error is not None:
+                self.end(seat, error=outcome.error)
+                continue
             self._count(seat, outcome, collected.waited_ms)
             if outcome.deferred:
                 self._defer(seat, collected.seq, moved=bool(outcome.token_ids))
@@ -139,16 +145,21 @@ class EngineLoop:
         seat.payload.answer.extend(outcome.token_ids)
         seat.length += count
         seat.prefilled = seat.length - 1  # the keys of every token but the last stand, rejected drafts are overwritten
-        if count and not telemetry.first_token_s:
-            telemetry.first_token_s = time.monotonic()
         telemetry.steps += 1
         telemetry.mask_wait_ms += waited_ms if seat.guided else 0.0
-        stats.generated_tokens += count
+        stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted)
         if count:
             telemetry.draft_tokens += outcome.num_drafts
             telemetry.accepted_draft_tokens += outcome.num_accepted
-            stats.draft_tokens += outcome.num_drafts
-            stats.accepted_draft_tokens += outcome.num_accepted
+            now_s = time.monotonic()
+            if telemetry.first_token_s:
+                stats.token_gap_seconds.observe(now_s - telemetry.last_token_s)
+            else:
+                telemetry.first_token_s = now_s
+            telemetry.last_token_s = now_s
+        if outcome.finish is FinishReason.GRAMMAR_ERROR:
+            stats.dead_ends += outcome.blocked == RowKind.DEAD_END
+            stats.matcher_errors += outcome.blocked == RowKind.ERROR
 
     def _defer(self, seat: Seat, seq: int, *, moved: bool) -> None:
         """A slot without its rows leaves the batch until they are there, so that it holds up nobody."""

@@ -92,7 +92,10 @@ class Telemetry:
 
     arrived_s: float = field(default_factory=time.monotonic)
     scheduled_s: float = 0.0
+    prefilled_s: float = 0.0
+    """The last chunk of the prompt was launched."""
     first_token_s: float = 0.0
+    last_token_s: float = 0.0
     finished_s: float = 0.0
     compile_ms: float = 0.0
     compile_cache_hit: bool = False
