@@ -1,4 +1,4 @@
-"""The command line: `serve`, `generate`, `info`, `demo`.
+"""The command line: `serve`, `generate`, `info`, `health`, `demo`.
 
 The invariant: answers go to stdout, everything else to stderr, and the exit status tells how it went. Commands that are
 clients never load the model's libraries. Not here: what the commands do.
@@ -16,7 +16,9 @@ from collections.abc import Sequence
 
 import grpc
 
+from gpu_engine import probe
 from gpu_engine.client import Client
+from gpu_engine.client_access import Access, access_of, add_access_flags
 from gpu_engine.config import EngineConfig, ServerConfig
 from gpu_engine.request_flags import add_request_flags, build_request
 from gpu_engine.settings import Sources, add_flags
@@ -24,7 +26,6 @@ from gpu_engine.terminal import loading_progress, summary
 from protos.engine.v1 import engine_pb2 as pb
 
 OK, FAILED, USAGE, NOT_COMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
-DEFAULT_SERVER = "127.0.0.1:50051"
 INCOMPLETE = frozenset({pb.FINISH_REASON_ABORTED, pb.FINISH_REASON_GRAMMAR_INCOMPLETE, pb.FINISH_REASON_GRAMMAR_ERROR})
 
 _TOP = """\
@@ -57,6 +58,7 @@ Examples:
   generate --chat "Is 7 a prime?" --choice yes --choice no
   generate --prompt "The date is " --regex '[0-9]{4}-[0-9]{2}-[0-9]{2}'
   cat letter.txt | generate --max-tokens 200
+  generate --server gpu1:50051 --tls-ca ca.crt --token-file token --chat "Hello"
 
 Exit status: 0 the answer is complete or reached --max-tokens; 1 the server refused or failed; 2 wrong usage;
 3 the answer was cut before its grammar was satisfied, or aborted; 130 interrupted.
@@ -67,6 +69,16 @@ Show the model, the limits and the counters of a running server.
 
 Example:
   info --server 127.0.0.1:50051
+"""
+
+_HEALTH = """\
+Ask a server whether it serves; for health checks and scripts.
+
+Examples:
+  health
+  health --server unix:/tmp/health.sock    the address of the server's --health-listen
+
+Exit status: 0 it serves; 1 it does not, or does not answer.
 """
 
 _DEMO = """\
@@ -111,13 +123,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_run_generate)
     info = commands.add_parser("info", help="describe a server", description=_INFO, formatter_class=_Formatter)
     info.set_defaults(run=_run_info)
-    for command in (generate, info):
-        command.add_argument(
-            "--server",
-            metavar="ADDRESS",
-            default=os.environ.get("LOCKSTEP_SERVER", DEFAULT_SERVER),
-            help=f"host:port or unix:/path (default: {DEFAULT_SERVER}; env: LOCKSTEP_SERVER)",
-        )
+    health = commands.add_parser(
+        "health", help="ask whether a server serves", description=_HEALTH, formatter_class=_Formatter
+    )
+    health.add_argument("--timeout", type=float, metavar="SECONDS", default=5.0, help="wait this long (default: 5)")
+    health.set_defaults(run=_run_health)
+    for command in (generate, info, health):
+        add_access_flags(command)
     return parser
 
 
@@ -149,7 +161,8 @@ def _run_serve(flags: argparse.Namespace) -> int:
     _log_to_stderr(flags.log_level)
     import uvloop
 
-    from gpu_engine.server import Server, ServerError, serve
+    from gpu_engine.listening import ServerError
+    from gpu_engine.server import Server, serve
 
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(loading_progress())
@@ -173,7 +186,7 @@ def _run_demo(flags: argparse.Namespace) -> int:
         return _usage(error)
     _log_to_stderr(flags.log_level)
     from gpu_engine.demo import run_demo
-    from gpu_engine.server import ServerError
+    from gpu_engine.listening import ServerError
 
     try:
         return asyncio.run(run_demo(engine_config, server_config))
@@ -185,17 +198,17 @@ def _run_demo(flags: argparse.Namespace) -> int:
 
 def _run_generate(flags: argparse.Namespace) -> int:
     try:
-        request = build_request(flags)
+        request, access = build_request(flags), access_of(flags)
     except (OSError, ValueError) as error:
         return _usage(error)
-    return asyncio.run(_generate(flags.server, request, flags.timeout))
+    return asyncio.run(_generate(flags.server, access, request, flags.timeout))
 
 
-async def _generate(address: str, request: pb.GenerateRequest, timeout_s: float | None) -> int:
+async def _generate(address: str, access: Access, request: pb.GenerateRequest, timeout_s: float | None) -> int:
     status = FAILED
     try:
         async with (
-            Client(address) as client,
+            Client(address, access) as client,
             contextlib.aclosing(client.generate(request, timeout_s=timeout_s)) as responses,
         ):
             async for response in responses:
@@ -210,12 +223,16 @@ async def _generate(address: str, request: pb.GenerateRequest, timeout_s: float 
 
 
 def _run_info(flags: argparse.Namespace) -> int:
-    return asyncio.run(_info(flags.server))
-
-
-async def _info(address: str) -> int:
     try:
-        async with Client(address) as client:
+        access = access_of(flags)
+    except ValueError as error:
+        return _usage(error)
+    return asyncio.run(_info(flags.server, access))
+
+
+async def _info(address: str, access: Access) -> int:
+    try:
+        async with Client(address, access) as client:
             info, stats = await client.info(), await client.stats()
     except grpc.aio.AioRpcError as error:
         return _refused(address, error)
@@ -224,6 +241,16 @@ async def _info(address: str) -> int:
         for field in message.DESCRIPTOR.fields:
             print(f"  {field.name:<24} {_shown(message, field.name)}")
     return OK
+
+
+def _run_health(flags: argparse.Namespace) -> int:
+    try:
+        access = access_of(flags)
+    except ValueError as error:
+        return _usage(error)
+    status = probe.check(flags.server, access, flags.timeout)
+    print(f"{flags.server}: {status}")
+    return OK if status == "SERVING" else FAILED
 
 
 def _shown(message: pb.GetModelInfoResponse | pb.GetStatsResponse, name: str) -> str:

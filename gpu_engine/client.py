@@ -11,6 +11,7 @@ from types import TracebackType
 
 import grpc
 
+from gpu_engine.client_access import ANYBODY, Access
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 
@@ -18,16 +19,22 @@ from protos.engine.v1 import engine_pb2_grpc
 class Client:
     """Talks to one server at "host:port" or "unix:/path". An async context manager; made on the event loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access = ANYBODY) -> None:
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)])
+        self._metadata = access.metadata
+        options = [("grpc.max_receive_message_length", -1)]
+        self._channel = (
+            grpc.aio.secure_channel(address, access.tls, options=options)
+            if access.tls
+            else grpc.aio.insecure_channel(address, options=options)
+        )
         self._stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(self._channel)
 
     async def generate(
         self, request: pb.GenerateRequest, *, timeout_s: float | None = None
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Stream the answer. Raises grpc.aio.AioRpcError with the server's status and message."""
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async for response in call:
                 yield response
@@ -36,15 +43,16 @@ class Client:
 
     async def abort(self, request_id: str) -> bool:
         """End a request; False when it does not run."""
-        return (await self._stub.Abort(pb.AbortRequest(request_id=request_id))).aborted
+        request = pb.AbortRequest(request_id=request_id)
+        return (await self._stub.Abort(request, metadata=self._metadata)).aborted
 
     async def info(self, *, timeout_s: float = 5.0) -> pb.GetModelInfoResponse:
         """Describe the server."""
-        return await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s)
+        return await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s, metadata=self._metadata)
 
     async def stats(self, *, timeout_s: float = 5.0) -> pb.GetStatsResponse:
         """Read the server's counters."""
-        return await self._stub.GetStats(pb.GetStatsRequest(), timeout=timeout_s)
+        return await self._stub.GetStats(pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata)
 
     async def aclose(self) -> None:
         """Close the channel; calls that run are cancelled."""

@@ -122,7 +122,17 @@ class ServerConfig:
     """The public port and the way to the grammar process."""
 
     listen: str = "127.0.0.1:50051"
-    """"host:port" or "unix:/path"."""
+    """"host:port" or "unix:/path" (a socket with mode 0600)."""
+    tls_cert: str = ""
+    """PEM file with the server's certificate chain; the port then speaks TLS only. Renewed files are read again."""
+    tls_key: str = ""
+    """PEM file with its unencrypted key."""
+    tls_client_ca: str = ""
+    """PEM file with authorities: every client needs a certificate that one of them signed."""
+    auth_token_file: str = ""
+    """File with bearer tokens, one a line: every call needs one, but health. A changed file is read again."""
+    health_listen: str = ""
+    """A second address, for the health service alone, in clear text and without tokens: for probes."""
     grammar: str = "spawn"
     """"spawn" (start and supervise a sidecar), "connect" (one runs already), "none"."""
     grammar_dir: str = ""
@@ -149,6 +159,9 @@ class ServerConfig:
             self.grammar in ("spawn", "connect", "none"), "grammar", f"{self.grammar!r} is not spawn, connect or none"
         )
         _require(self.grammar != "connect" or bool(self.grammar_dir), "grammar_dir", "is required with grammar=connect")
+        _require(bool(self.tls_cert) or not self.tls_key, "tls_cert", "is required with tls_key")
+        _require(bool(self.tls_key) or not self.tls_cert, "tls_key", "is required with tls_cert")
+        _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
         _require(
             self.grammar_backend in ("llguidance", "xgrammar"),
             "grammar_backend",

@@ -14,7 +14,8 @@ from typing import Any
 
 from gpu_engine.client import Client
 from gpu_engine.config import EngineConfig, ServerConfig
-from gpu_engine.server import ServerError, open_server
+from gpu_engine.listening import ServerError
+from gpu_engine.server import open_server
 from gpu_engine.terminal import loading_progress, tokens_per_second
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -58,7 +59,16 @@ JSON:
 async def run_demo(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Run the demo on a free port; return the exit status."""
     jsonschema = _jsonschema()
-    server_config = dataclasses.replace(server_config, listen="127.0.0.1:0")
+    server_config = dataclasses.replace(
+        server_config,
+        listen="127.0.0.1:0",
+        # Its one client is in this process.
+        tls_cert="",
+        tls_key="",
+        tls_client_ca="",
+        auth_token_file="",
+        health_listen="",
+    )
     if server_config.grammar == "none":
         raise ServerError("grammar: the demo needs a grammar process")
     with contextlib.ExitStack() as stack:

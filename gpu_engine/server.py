@@ -13,21 +13,19 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
-import os
 import signal
-import socket
-import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from gpu_engine.config import EngineConfig, ServerConfig
 from gpu_engine.grammar_process import GrammarProcess
+from gpu_engine.listening import HealthServicer, ServerError, bind
 from gpu_engine.own_thread import in_own_thread
 from gpu_engine.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.servicer import EngineServicer
@@ -40,24 +38,11 @@ from shared_mem.errors import VersionSkew
 log = logging.getLogger(__name__)
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
-LARGEST_MESSAGE_BYTES = 64 << 20
-"""Above any prompt that is allowed, so that one that is too long is refused by name and not by the transport."""
 STOP_GRACE_S = 2.0
 CLOSE_TIMEOUT_S = 10.0
 
 Progress = Callable[[str, float], None]
 """Told (what is being done, share done in [0, 1]), on the loading thread."""
-
-
-class HealthServicer(Protocol):
-    """The asyncio implementation of the health service."""
-
-    async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        """Change what `service` is reported as."""
-
-
-class ServerError(RuntimeError):
-    """The server cannot start; the message says why, for the person at the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +112,9 @@ async def _start(
     progress: Progress | None,
     parts: Parts,
 ) -> Server:
-    server, health_servicer, address = _bind(server_config)
-    stack.push_async_callback(server.stop, None)
+    listeners = bind(server_config)
+    server, health_servicer = listeners.server, listeners.health
+    stack.push_async_callback(listeners.stop)
     background = await stack.enter_async_context(asyncio.TaskGroup())
     grammar = GrammarProcess(server_config, background, stack) if server_config.grammar != "none" else None
     model = await in_own_thread(lambda: parts.load_model(engine_config, progress))
@@ -142,8 +128,9 @@ async def _start(
         grammar.attach(stack, engine)
     servicer = EngineServicer(engine, model, limits, client, version=_version())
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
+    reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
-    await server.start()
+    await listeners.start()
     stack.push_async_callback(asyncio.to_thread, engine.close, CLOSE_TIMEOUT_S)
     await asyncio.to_thread(engine.start)
     if grammar:
@@ -151,7 +138,7 @@ async def _start(
     servicer.warm()
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
     stack.push_async_callback(_drain, server, servicer, health_servicer, server_config.drain_timeout_s)
-    return Server(address, model, servicer, engine, grammar.sidecar if grammar else None)
+    return Server(listeners.address, model, servicer, engine, grammar.sidecar if grammar else None)
 
 
 async def serve(
@@ -172,43 +159,6 @@ async def serve(
         on_ready(server)
         await stop.wait()
         log.info("shutting down: running requests get %.1f s to end", server_config.drain_timeout_s)
-
-
-def _bind(config: ServerConfig) -> tuple[grpc.aio.Server, HealthServicer, str]:
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", max(LARGEST_MESSAGE_BYTES, 2 * config.max_prompt_bytes)),
-            # Two servers on one port would share its requests in silence.
-            ("grpc.so_reuseport", 0),
-        ]
-    )
-    _refuse_taken_path(config.listen)
-    try:
-        port = server.add_insecure_port(config.listen)
-    except RuntimeError as error:
-        raise ServerError(f"listen: cannot bind {config.listen!r}: {error}") from error
-    health_servicer: HealthServicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stub
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    if config.listen.startswith("unix:"):
-        return server, health_servicer, config.listen
-    return server, health_servicer, f"{config.listen.rpartition(':')[0]}:{port}"
-
-
-def _refuse_taken_path(listen: str) -> None:
-    # gRPC replaces a socket file without asking; the server behind it would run on where nobody finds it.
-    if not listen.startswith("unix:"):
-        return
-    path = listen.removeprefix("unix:").removeprefix("//")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return  # nobody listens: no file, a killed server's, or a path that gRPC will refuse by itself
-        pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    # One of ours: gRPC closes the port of a server that was never started when it likes.
-    if pid != os.getpid():
-        raise ServerError(f"listen: another process ({pid}) listens on {path}")
 
 
 async def _set_health(servicer: HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:

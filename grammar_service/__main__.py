@@ -1,16 +1,19 @@
-"""`python -m grammar_service`: read the settings, run the server."""
+"""`python -m grammar_service`: read the settings, run the server; with `health` first, ask one that runs."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
-from grammar_service.config import read
+from grammar_service.config import GRPC_SOCKET_NAME, read
 from grammar_service.logs import configure
 
 
 def main() -> None:
-    """Run a sidecar in this process."""
+    """Run a sidecar in this process, or ask one for its health."""
+    if sys.argv[1:2] == ["health"]:
+        sys.exit(_ask_for_health(sys.argv[2:]))
     config = read(sys.argv[1:], os.environ)
     configure(config.log_level, config.log_format)
     # Compile workers are forked and executed at once; gRPC's fork handlers are for children that go on with gRPC.
@@ -25,6 +28,15 @@ def main() -> None:
         run(config)
     except (CannotListen, SharedMemoryError) as error:
         sys.exit(f"python -m grammar_service: {error}")
+
+
+def _ask_for_health(arguments: list[str]) -> int:
+    from grammar_service.health import check
+
+    path = Path(read(arguments, os.environ).dir) / GRPC_SOCKET_NAME
+    status = check(path)
+    print(f"{path}: {status}")
+    return 0 if status == "SERVING" else 1
 
 
 if __name__ == "__main__":

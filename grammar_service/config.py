@@ -15,6 +15,9 @@ from typing import Any
 
 from grammar_service.backends import NAMES
 
+GRPC_SOCKET_NAME = "grammar.sock"
+"""In the directory `dir`."""
+
 ENVIRONMENT_PREFIX = "LOCKSTEP_GRAMMAR_"
 
 _TEACHES = """\
@@ -25,6 +28,7 @@ own container or under its own supervisor, and start the engine with --grammar c
 
   python -m grammar_service --dir /run/lockstep
   python -m grammar_service --dir /run/lockstep --backend xgrammar --compile-timeout-s 10
+  python -m grammar_service health --dir /run/lockstep    ask a running one; exit status 0 when it serves
 
 Both processes must see DIR; nothing else is shared (the segment travels as a file descriptor through a socket in it).
 """

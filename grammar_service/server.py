@@ -21,7 +21,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from grammar_service.backends import import_library
-from grammar_service.config import GrammarConfig
+from grammar_service.config import GRPC_SOCKET_NAME, GrammarConfig
 from grammar_service.metrics_http import MetricsListener
 from grammar_service.servicer import GrammarServicer
 from grammar_service.worker import Worker
@@ -33,7 +33,6 @@ from shared_mem.segment import Segment
 
 logger = logging.getLogger(__name__)
 
-GRPC_SOCKET_NAME = "grammar.sock"
 MAX_MESSAGE_BYTES = 128 << 20
 """A tokenizer.json has tens of megabytes at most."""
 

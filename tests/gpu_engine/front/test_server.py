@@ -16,9 +16,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gpu_engine.client import Client
 from gpu_engine.config import EngineConfig, ServerConfig
+from gpu_engine.listening import ServerError
 from gpu_engine.ports import GrammarPort
 from gpu_engine.request import GrammarKind, GrammarSpec, Request, SamplingParams, TokenEvent
-from gpu_engine.server import SERVICE, Parts, ServerError, open_server
+from gpu_engine.server import SERVICE, Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from shared_mem.handover import SOCKET_NAME, listen
 from tests.fakes import FakeEngine, FakeModel, Script, says

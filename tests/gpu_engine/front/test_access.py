@@ -1,0 +1,432 @@
+"""Who gets in: TLS, client certificates, bearer tokens, files that change, addresses that are open by mistake."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from gpu_engine import cli
+from gpu_engine.auth import known, parse_tokens
+from gpu_engine.client import Client
+from gpu_engine.client_access import Access, access_of, add_access_flags
+from gpu_engine.config import EngineConfig, ServerConfig
+from gpu_engine.from_files import CHECK_EVERY_S, FromFiles
+from gpu_engine.listening import ServerError, exposure, is_local
+from gpu_engine.server import Parts, Server, open_server
+from protos.engine.v1 import engine_pb2 as pb
+from tests.fakes import FakeEngine, FakeModel, says
+
+TOKEN, OTHER_TOKEN = "0123456789abcdef-one", "0123456789abcdef-two"
+PARTS = Parts(lambda config, progress: FakeModel(), lambda config, *rest: FakeEngine(config, says("yes")))
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Certificates and tokens in a folder."""
+
+    folder: Path
+    authority: trustme.CA
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.crt"
+
+    def issue(self, name: str, authority: trustme.CA | None = None) -> tuple[Path, Path]:
+        """Write NAME.crt and NAME.key for localhost; return their paths."""
+        issued = (authority or self.authority).issue_cert("localhost", "127.0.0.1", common_name=name)
+        cert, key = self.folder / f"{name}.crt", self.folder / f"{name}.key"
+        key.write_bytes(issued.private_key_pem.bytes())
+        cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+        return cert, key
+
+    def tls(self, **fields: Any) -> dict[str, Any]:
+        """Return settings for TLS with a new certificate."""
+        cert, key = self.issue("server")
+        return {"listen": "localhost:0", "tls_cert": str(cert), "tls_key": str(key)} | fields
+
+    def tokens(self, *tokens: str) -> str:
+        path = self.folder / "tokens"
+        path.write_text("# for tests\n\n" + "".join(f"{token}\n" for token in tokens))
+        return str(path)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+    return Files(tmp_path, authority)
+
+
+@asynccontextmanager
+async def serving(**fields: Any) -> AsyncIterator[Server]:
+    config = ServerConfig(**{"listen": "localhost:0", "grammar": "none"} | fields)
+    async with open_server(EngineConfig(max_model_len=256), config, parts=PARTS) as server:
+        yield server
+
+
+def flags(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_access_flags(parser)
+    return parser.parse_args(arguments)
+
+
+async def ask(server: Server, *arguments: str) -> str:
+    """Return the answer of a client with these flags."""
+    async with Client(server.address, access_of(flags("--server", server.address, *arguments))) as client:
+        return "".join([r.text async for r in client.generate(pb.GenerateRequest(text="x"), timeout_s=20)])
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Ask again and again; files are looked at once a second."""
+    async with asyncio.timeout(20):
+        while not await condition():  # noqa: ASYNC110 - what is waited for has no event in this process
+            await asyncio.sleep(0.05)
+
+
+async def refused(server: Server, *arguments: str) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(server, *arguments)
+    return caught.value.code(), str(caught.value.details())
+
+
+# --- TLS
+
+
+async def test_a_client_that_trusts_the_authority_is_answered(files: Files) -> None:
+    async with serving(**files.tls()) as server:
+        assert await ask(server, "--tls-ca", str(files.ca)) == "yes"
+
+
+async def test_clear_text_and_strange_authorities_get_nowhere(files: Files, tmp_path: Path) -> None:
+    stranger = tmp_path / "stranger.crt"
+    trustme.CA().cert_pem.write_to_path(stranger)
+    async with serving(**files.tls()) as server:
+        assert (await refused(server))[0] is grpc.StatusCode.UNAVAILABLE
+        assert (await refused(server, "--tls-ca", str(stranger)))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_with_a_client_authority_only_its_clients_get_in(files: Files) -> None:
+    good = files.issue("client")
+    bad = files.issue("stranger", trustme.CA())
+    async with serving(**files.tls(tls_client_ca=str(files.ca))) as server:
+        trust = ("--tls-ca", str(files.ca))
+        assert await ask(server, *trust, "--tls-cert", str(good[0]), "--tls-key", str(good[1])) == "yes"
+        assert (await refused(server, *trust))[0] is grpc.StatusCode.UNAVAILABLE
+        with_stranger = (*trust, "--tls-cert", str(bad[0]), "--tls-key", str(bad[1]))
+        assert (await refused(server, *with_stranger))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_renewed_certificate_is_taken_over_without_a_restart(files: Files, tmp_path: Path) -> None:
+    renewed = trustme.CA()
+    renewed.cert_pem.write_to_path(tmp_path / "renewed.crt")
+    async with serving(**files.tls()) as server:
+        assert await ask(server, "--tls-ca", str(files.ca)) == "yes"
+        files.issue("server", renewed)
+
+        async def taken_over() -> bool:
+            try:
+                return await ask(server, "--tls-ca", str(tmp_path / "renewed.crt")) == "yes"
+            except grpc.aio.AioRpcError:
+                return False
+
+        await eventually(taken_over)
+
+
+async def test_a_renewal_that_does_not_fit_leaves_the_last_one_in_force(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(**files.tls()) as server:
+        (files.folder / "server.key").write_bytes(files.issue("other")[1].read_bytes())
+
+        async def told() -> bool:
+            assert await ask(server, "--tls-ca", str(files.ca)) == "yes"
+            return "what was read before stays in force" in caplog.text
+
+        await eventually(told)
+    assert "is not the key of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("setting", "content", "message"),
+    [
+        ("tls_cert", None, "tls_cert: cannot read .*: No such file"),
+        ("tls_key", None, "tls_key: cannot read .*: No such file"),
+        ("tls_cert", b"nonsense", "tls_cert, tls_key: .* in PEM"),
+        ("tls_client_ca", b"nonsense", "tls_client_ca: .* holds no certificates in PEM"),
+        ("auth_token_file", None, "auth_token_file: cannot read .*: No such file"),
+        ("auth_token_file", b"\n# none\n", "auth_token_file: .* holds no token"),
+        ("auth_token_file", b"short\n", "auth_token_file: .*, line 1: a token has at least 16"),
+    ],
+)
+async def test_files_that_are_missing_or_wrong_keep_the_server_from_starting(
+    files: Files, tmp_path: Path, setting: str, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "broken"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ServerError, match=message):
+        async with serving(**files.tls(**{setting: str(path)})):
+            pass
+
+
+async def test_a_key_of_another_certificate_is_found_at_the_start(files: Files) -> None:
+    with pytest.raises(ServerError, match=r"tls_key: .*other\.key is not the key of .*server\.crt"):
+        async with serving(**files.tls(tls_key=str(files.issue("other")[1]))):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tls_cert": "a"}, "tls_key: is required with tls_cert"),
+        ({"tls_key": "a"}, "tls_cert: is required with tls_key"),
+        ({"tls_client_ca": "a"}, "tls_client_ca: needs tls_cert and tls_key"),
+    ],
+)
+def test_half_of_tls_is_refused(fields: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServerConfig(**fields)  # type: ignore[arg-type]
+
+
+# --- tokens
+
+
+async def test_a_token_lets_in_and_nothing_else_does(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text(f"{OTHER_TOKEN}\n")
+    (tmp_path / "wrong").write_text("0123456789abcdef-three\n")
+    async with serving(auth_token_file=files.tokens(TOKEN, OTHER_TOKEN)) as server:
+        assert await ask(server, "--token-file", str(tmp_path / "mine")) == "yes"
+        assert await refused(server) == (
+            grpc.StatusCode.UNAUTHENTICATED,
+            "authorization: is missing; send `authorization: Bearer TOKEN`",
+        )
+        assert await refused(server, "--token-file", str(tmp_path / "wrong")) == (
+            grpc.StatusCode.UNAUTHENTICATED,
+            "authorization: holds a token that is not known here",
+        )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([TOKEN], "is not of the form `Bearer TOKEN`"),
+        ([f"Basic {TOKEN}"], "is not of the form `Bearer TOKEN`"),
+        (["Bearer "], "is not of the form `Bearer TOKEN`"),
+        ([f"Bearer {TOKEN}", f"Bearer {TOKEN}"], "was sent more than once"),
+    ],
+)
+async def test_malformed_headers_are_named(files: Files, values: Sequence[str], message: str) -> None:
+    async with (
+        serving(auth_token_file=files.tokens(TOKEN)) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        call = channel.unary_unary("/lockstep.engine.v1.Engine/GetStats")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"", metadata=[("authorization", value) for value in values])
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert caught.value.details() == f"authorization: {message}"
+
+
+async def test_health_needs_no_token_and_reflection_does(files: Files) -> None:
+    async with (
+        serving(auth_token_file=files.tokens(TOKEN)) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(reflect(iter(asked))))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        call = reflect(iter(asked), metadata=[("authorization", f"bearer {TOKEN}")])
+        assert (await anext(aiter(call))).list_services_response.service
+
+
+async def test_a_method_that_does_not_exist_is_not_revealed_without_a_token(files: Files) -> None:
+    async with (
+        serving(auth_token_file=files.tokens(TOKEN)) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        call = channel.unary_unary("/lockstep.engine.v1.Engine/NoSuchMethod")
+        for metadata, code in (
+            ([], grpc.StatusCode.UNAUTHENTICATED),
+            ([("authorization", f"Bearer {TOKEN}")], grpc.StatusCode.UNIMPLEMENTED),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(b"", metadata=metadata)
+            assert caught.value.code() is code
+
+
+async def test_tokens_are_revoked_and_added_without_a_restart(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text(TOKEN)
+    async with serving(auth_token_file=files.tokens(TOKEN)) as server:
+        assert await ask(server, "--token-file", str(tmp_path / "mine")) == "yes"
+        files.tokens(OTHER_TOKEN)
+
+        async def revoked() -> bool:
+            try:
+                return not await ask(server, "--token-file", str(tmp_path / "mine"))
+            except grpc.aio.AioRpcError as error:
+                return error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+        await eventually(revoked)
+        (tmp_path / "mine").write_text(OTHER_TOKEN)
+        assert await ask(server, "--token-file", str(tmp_path / "mine")) == "yes"
+
+
+def test_tokens_are_kept_as_digests_and_compared_whole() -> None:
+    digests = parse_tokens(f"{TOKEN}\n  {OTHER_TOKEN}  \n".encode(), Path("t"))
+    assert all(len(digest) == 32 and TOKEN.encode() not in digest for digest in digests)
+    assert known(TOKEN.encode(), digests)
+    assert known(OTHER_TOKEN.encode(), digests)
+    assert not known(TOKEN[:-1].encode(), digests)
+    assert not known(b"", digests)
+
+
+# --- files that change
+
+
+def test_files_are_read_again_when_they_change_and_not_more_often_than_that(tmp_path: Path) -> None:
+    path, now_s, reads = tmp_path / "f", [0.0], [0]
+    path.write_text("a")
+
+    def read() -> str:
+        reads[0] += 1
+        text = path.read_text()
+        if text == "bad":
+            raise ValueError("it is bad")
+        return text
+
+    watched = FromFiles([path], read, lambda: now_s[0])
+    path.write_text("bb")
+    assert watched.get() == "a"  # looked at a moment ago
+    now_s[0] += CHECK_EVERY_S
+    assert watched.get() == "bb"
+    now_s[0] += CHECK_EVERY_S
+    assert (watched.get(), reads[0]) == ("bb", 2)
+    path.write_text("bad")
+    for _ in range(2):
+        now_s[0] += CHECK_EVERY_S
+        assert (watched.get(), reads[0]) == ("bb", 3)
+    assert watched.reloads == 1
+
+
+# --- addresses
+
+
+def test_a_server_that_is_open_to_the_network_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert exposure(ServerConfig()) is None
+    assert exposure(ServerConfig(listen="unix:/run/s")) is None
+    assert "auth_token_file" in str(exposure(ServerConfig(listen="0.0.0.0:1")))
+    assert "auth_token_file" in str(exposure(ServerConfig(listen="0.0.0.0:1", tls_cert="c", tls_key="k")))
+    assert "clear text" in str(exposure(ServerConfig(listen="[::]:1", auth_token_file="t")))
+    tls = ServerConfig(listen="0.0.0.0:1", tls_cert="c", tls_key="k", auth_token_file="t")
+    assert exposure(tls) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.8.8.8:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("unix:/s", True),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        ("example.org:1", False),
+        ("127.0.0.1.example.org:1", False),
+    ],
+)
+def test_which_addresses_are_this_machine_alone(address: str, local: bool) -> None:
+    assert is_local(address) is local
+
+
+async def test_an_open_server_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with serving(listen="0.0.0.0:0"):
+            pass
+    assert "whoever reaches 0.0.0.0:0 may use this server" in caplog.text
+
+
+async def test_a_unix_socket_is_the_owners_alone(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        async with serving(listen=f"unix:{tmp_path}/s", health_listen=f"unix:{tmp_path}/h"):
+            assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "sh"] == [0o600, 0o600]
+    finally:
+        os.umask(mask)
+
+
+# --- health
+
+
+async def test_the_health_address_needs_neither_tls_nor_token(files: Files, tmp_path: Path) -> None:
+    probe = f"unix:{tmp_path}/h"
+    async with (
+        serving(**files.tls(tls_client_ca=str(files.ca), auth_token_file=files.tokens(TOKEN), health_listen=probe)),
+        grpc.aio.insecure_channel(probe) as channel,
+    ):
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/lockstep.engine.v1.Engine/GetStats")(b"")
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_health_address_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ServerError, match=f"health_listen: cannot bind '{address}'"):
+            async with serving(health_listen=address):
+                pass
+
+
+def test_health_of_a_server_that_is_not_there_is_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["health", "--server", f"unix:{tmp_path}/none", "--timeout", "2"]) == cli.FAILED
+    assert "UNAVAILABLE" in capsys.readouterr().out
+
+
+# --- the client's flags
+
+
+def test_a_token_does_not_cross_a_network_in_clear_text(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text(TOKEN)
+    with pytest.raises(ValueError, match="--token-file: a token would cross the network to gpu1:1 in clear text"):
+        access_of(flags("--server", "gpu1:1", "--token-file", str(tmp_path / "t")))
+    access = access_of(flags("--server", "gpu1:1", "--tls", "--token-file", str(tmp_path / "t")))
+    assert access.metadata == (("authorization", f"Bearer {TOKEN}"),)
+    assert TOKEN not in repr(access)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tls-cert", "c"), "--tls-cert and --tls-key go together"),
+        (("--tls-ca", "/no/such"), "--tls-ca: cannot read /no/such"),
+        (("--token-file", "/dev/null"), "--token-file: /dev/null is empty"),
+    ],
+)
+def test_wrong_flags_are_named(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        access_of(flags(*arguments))
+
+
+def test_without_flags_a_client_speaks_clear_text_and_sends_nothing() -> None:
+    assert access_of(flags()) == Access()
