@@ -7,18 +7,14 @@ before the next caller needs it. A crash is an error of one request. Owned by on
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import struct
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from grammar_service.compile_worker import pack, unpack
+from grammar_service.compile_process import CompileProcess, obituary
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded, from_wire
 from grammar_service.grammar import Grammar
 from grammar_service.vocabulary import Vocabulary
@@ -30,10 +26,20 @@ START_TIMEOUT_S = 120.0
 
 COMMAND = (sys.executable, "-m", "grammar_service.compile_worker")
 
-_LINGER_S = 1.0
-"""A worker whose pipe is closed gets this long to be gone."""
 
-_LENGTH = struct.Struct("<I")
+@dataclass(frozen=True, slots=True)
+class CompileLimits:
+    """What one compilation may use. Each field is a setting of `GrammarConfig`, or its name ends as one."""
+
+    timeout_s: float = 5.0
+    """compile_timeout_s, from a free worker to the result in the sidecar's hands."""
+    memory_mb: int = 2048
+    """compile_memory_mb, beyond what the worker holds at its start."""
+    max_depth: int = 128
+    """max_grammar_depth."""
+    max_chain: int = 512
+    """max_rule_depth."""
+    max_artifact_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,49 +48,7 @@ class Artifact:
 
     data: bytes
     compile_ms: float
-    """Time of the compilation itself, without waiting and transport."""
-
-
-@dataclass(slots=True, eq=False)
-class _Process:
-    process: asyncio.subprocess.Process
-    loads_torch: bool = False
-
-    async def exchange(self, frame: bytes) -> tuple[dict[str, Any], bytes]:
-        """Send one frame, return the reply. Raises EOFError when the process is gone."""
-        reader, writer = self.process.stdout, self.process.stdin
-        if reader is None or writer is None:
-            raise EOFError
-        try:
-            writer.write(frame)
-            await writer.drain()
-            (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-            return unpack(await reader.readexactly(length))
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise EOFError from error
-
-    async def end(self) -> int:
-        """Reap a process that has closed its pipe and return the exit code; kill it when it lingers.
-
-        Waiting first matters: a kill looks whether the process is dead, and thereby takes its exit code from the loop.
-        """
-        try:
-            async with asyncio.timeout(_LINGER_S):
-                return await self.process.wait()
-        except TimeoutError:
-            return await self.kill()
-
-    async def kill(self) -> int:
-        """Kill and reap; return the exit code."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        return await self.process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """Return ours, in which a child finds this package wherever it was started."""
-    root = str(Path(__file__).resolve().parents[1])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    """Time of the compilation itself, without waiting, proof and transport."""
 
 
 class CompilePool:
@@ -94,8 +58,7 @@ class CompilePool:
         backend: name of the backend.
         vocabulary: what each worker gets at its start.
         workers: how many.
-        timeout_s: bound on one compilation.
-        memory_mb: bound on what a worker may allocate beyond its start.
+        limits: of one compilation.
         queue: compilations that may wait for a worker.
         command: what to start; speaks as `compile_worker` does.
     """
@@ -106,49 +69,36 @@ class CompilePool:
         vocabulary: Vocabulary,
         *,
         workers: int,
-        timeout_s: float,
-        memory_mb: int,
+        limits: CompileLimits,
         queue: int,
         command: Sequence[str] = COMMAND,
     ) -> None:
         self._backend = backend
         self._vocabulary = vocabulary
-        self._timeout_s = timeout_s
-        self._memory_mb = memory_mb
+        self._limits = limits
         self._queue = queue
         self._command = command
         self._waiting = 0
         self._closed = False
         self._slots = asyncio.Semaphore(workers)
-        self._spare: list[asyncio.Task[_Process]] = [self._launch() for _ in range(workers)]
-        self._all: set[_Process] = set()
+        self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(workers)]
+        self._all: set[CompileProcess] = set()
         self._reaping: set[asyncio.Task[int]] = set()
         self.started = 0
         self.killed = 0
         self.crashed = 0
 
-    def _launch(self) -> asyncio.Task[_Process]:
+    def _launch(self) -> asyncio.Task[CompileProcess]:
         return asyncio.create_task(self._start(), name=f"start-{self._backend}-compile-worker")
 
-    async def _start(self) -> _Process:
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=_environment(),
-        )
-        worker = _Process(process)
+    async def _start(self) -> CompileProcess:
+        worker = await CompileProcess.start(self._command)
         self._all.add(worker)
-        head = {
-            "backend": self._backend,
-            "size": self._vocabulary.size,
-            "stop_ids": self._vocabulary.stop_ids,
-            "memory_mb": self._memory_mb,
-        }
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                reply, _ = await worker.exchange(pack(head, self._vocabulary.tokenizer_json))
+                reply = await worker.exchange(self._first_head(worker), self._vocabulary.tokenizer_json)
         except (EOFError, TimeoutError) as error:
+            logger.error("a compile worker of %s did not start: %s", self._backend, worker.last_words())
             await self._discard(worker)
             raise InternalError(f"a compile worker of {self._backend} did not start") from error
         except asyncio.CancelledError:
@@ -161,14 +111,26 @@ class CompilePool:
         worker.loads_torch = reply["modules"]
         return worker
 
+    def _first_head(self, worker: CompileProcess) -> dict[str, Any]:
+        terms = {
+            "artifact_fd": worker.artifact_fd,
+            "memory_mb": self._limits.memory_mb,
+            "max_depth": self._limits.max_depth,
+            "max_chain": self._limits.max_chain,
+            "max_artifact_bytes": self._limits.max_artifact_bytes,
+            "num_words": self._vocabulary.num_words,
+        }
+        vocabulary = self._vocabulary
+        return {"backend": self._backend, "size": vocabulary.size, "stop_ids": vocabulary.stop_ids, "terms": terms}
+
     async def ready(self) -> None:
         """Wait until every worker has started. Raises what their start raised."""
         await asyncio.gather(*(asyncio.shield(task) for task in self._spare))
 
-    async def compile(self, grammar: Grammar) -> Artifact:
-        """Compile in a free worker.
+    async def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> Artifact:
+        """Compile in a free worker. A caller that is cancelled takes its worker's process with it.
 
-        Raises InvalidGrammar, NotSupported, LimitExceeded (time, memory, queue), InternalError (a crash).
+        Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, queue), InternalError (crash).
         """
         if self._waiting >= self._queue:
             raise LimitExceeded(f"compile_queue: {self._queue} compilations are waiting already")
@@ -178,11 +140,11 @@ class CompilePool:
         finally:
             self._waiting -= 1
         try:
-            return await self._compile(grammar)
+            return await self._compile(grammar, allow_unenforced)
         finally:
             self._slots.release()
 
-    async def _compile(self, grammar: Grammar) -> Artifact:
+    async def _compile(self, grammar: Grammar, allow_unenforced: bool) -> Artifact:
         task = self._spare.pop(self._first_started())
         try:
             worker = await asyncio.shield(task)
@@ -192,24 +154,27 @@ class CompilePool:
         except asyncio.CancelledError:
             self._spare.append(task)
             raise
-        frame = pack({"kind": grammar.kind, "whitespace": grammar.whitespace}, grammar.text.encode())
+        head = {"kind": grammar.kind, "whitespace": grammar.whitespace, "allow_unenforced": allow_unenforced}
         begun = time.monotonic()
         healthy = False
         try:
-            async with asyncio.timeout(self._timeout_s):
-                reply, body = await worker.exchange(frame)
+            async with asyncio.timeout(self._limits.timeout_s):
+                reply = await worker.exchange(head, grammar.text.encode())
+                data = await worker.take_artifact(reply.get("artifact_bytes", 0))
+            if words := worker.last_words():
+                logger.debug("a compile worker of %s wrote: %s", self._backend, words)
             healthy = True
         except TimeoutError:
             self.killed += 1
             logger.warning("killed a compilation after %.1f s: %r", time.monotonic() - begun, grammar)
             raise LimitExceeded(
-                f"compile_timeout_s: the grammar did not compile within {self._timeout_s:g} s"
+                f"compile_timeout_s: {self._backend} did not compile the grammar within {self._limits.timeout_s:g} s"
             ) from None
         except EOFError:
             self.crashed += 1
-            code = await worker.end()
-            logger.error("a compile worker of %s ended with %d on %r", self._backend, code, grammar)
-            raise InternalError(f"the compile worker of {self._backend} crashed on the grammar (exit {code})") from None
+            code, words = await worker.end(), worker.last_words()
+            logger.error("a compile worker of %s ended with %d on %r: %s", self._backend, code, grammar, words)
+            raise obituary(self._backend, code, words, self._limits.memory_mb) from None
         finally:
             if healthy:
                 self._spare.append(task)
@@ -219,17 +184,17 @@ class CompilePool:
                     self._spare.append(self._launch())
         if "error" in reply:
             raise from_wire(reply["error"], reply["message"])
-        return Artifact(body, reply["compile_ms"])
+        return Artifact(data, reply["compile_ms"])
 
     def _first_started(self) -> int:
         return next((i for i, task in enumerate(self._spare) if task.done()), 0)
 
-    def _reap(self, worker: _Process) -> None:
+    def _reap(self, worker: CompileProcess) -> None:
         task = asyncio.create_task(self._discard(worker))
         self._reaping.add(task)
         task.add_done_callback(self._reaping.discard)
 
-    async def _discard(self, worker: _Process) -> int:
+    async def _discard(self, worker: CompileProcess) -> int:
         self._all.discard(worker)
         return await worker.kill()
 

@@ -1,31 +1,51 @@
 """The process that compiles: reads one request, compiles, writes one reply, and again; made to be killed.
 
-Invariant: it holds nothing that anybody needs. It dies with its parent, runs at low priority, and may allocate only
-so much. Frames on stdin and stdout: u32 length, then a JSON head up to the first newline, then bytes. Started as
-`python -m grammar_service.compile_worker`; the first frame is the backend and the vocabulary, and its reply says
-"ready".
+Invariant: it holds nothing that anybody needs. It dies with its parent, is the first that the kernel ends when memory
+is short, runs at low priority, and may allocate only so much. A grammar's nesting is measured before a library sees it,
+and what a library made is tried out here (`compile_proof`) before the sidecar loads it. Frames on stdin and stdout: u32
+length, then a JSON head up to the first newline, then bytes; an artifact lies in the memory file that the first frame
+names. Started as `python -m grammar_service.compile_worker`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import resource
 import signal
 import struct
 import sys
+import threading
 import time
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from grammar_service.backends import Backend, load_backend
-from grammar_service.errors import to_wire
+from grammar_service.compile_proof import WORKER_STACK_BYTES, prove
+from grammar_service.errors import LimitExceeded, to_wire
 from grammar_service.grammar import Grammar, Kind, Whitespace
+from grammar_service.nesting import check_nesting
+from grammar_service.rule_chains import check_chains
 from grammar_service.vocabulary import Vocabulary
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
-_NICENESS = 5
+NICENESS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What the first frame said."""
+
+    artifact_fd: int
+    memory_mb: int
+    max_depth: int
+    max_chain: int
+    max_artifact_bytes: int
+    num_words: int
 
 
 def pack(head: dict[str, Any], body: bytes = b"") -> bytes:
@@ -43,20 +63,36 @@ def unpack(frame: bytes) -> tuple[dict[str, Any], bytes]:
 def main() -> None:
     """Serve frames until stdin ends."""
     _die_with_parent()
-    os.nice(_NICENESS)
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
     # Libraries print to stdout; the frames must not meet that.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    frames = sys.stdin.buffer
-    head, body = unpack(_read(frames) or sys.exit(0))
+    faulthandler.enable()
+    # On a stack of known size, which the sidecar's loaders exceed.
+    threading.stack_size(WORKER_STACK_BYTES)
+    serving = threading.Thread(target=_serve, args=(sys.stdin.buffer, out), name="compile")
+    serving.start()
+    serving.join()
+
+
+def _serve(frames: BinaryIO, out: BinaryIO) -> None:
+    first = _read(frames)
+    if not first:
+        return
+    head, body = unpack(first)
     backend = _start(head, body, out)
+    if backend is None:
+        return
+    terms = _Terms(**head["terms"])
     while frame := _read(frames):
         head, body = unpack(frame)
-        out.write(_reply(backend, head, body))
+        out.write(_reply(backend, terms, head, body))
         out.flush()
 
 
-def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> Backend:
+def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> Backend | None:
     try:
         vocabulary = Vocabulary.load(tokenizer_json, head["size"], tuple(head["stop_ids"]))
         backend = load_backend(head["backend"], vocabulary)
@@ -64,22 +100,48 @@ def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> Backen
         name, message = to_wire(error)
         out.write(pack({"error": name, "message": message}))
         out.flush()
-        sys.exit(1)
-    _limit_memory(int(head["memory_mb"]))
+        return None
+    _limit_memory(int(head["terms"]["memory_mb"]))
     out.write(pack({"ready": os.getpid(), "modules": "torch" in sys.modules}))
     out.flush()
     return backend
 
 
-def _reply(backend: Backend, head: dict[str, Any], body: bytes) -> bytes:
+def _reply(backend: Backend, terms: _Terms, head: dict[str, Any], body: bytes) -> bytes:
     grammar = Grammar(Kind(head["kind"]), body.decode(), Whitespace(head["whitespace"]))
     begun = time.perf_counter()
     try:
-        artifact = backend.compile(grammar)
-    except Exception as error:
-        name, message = to_wire(error)
-        return pack({"error": name, "message": message})
-    return pack({"compile_ms": (time.perf_counter() - begun) * 1e3}, artifact)
+        check_nesting(grammar.kind, grammar.text, terms.max_depth)
+        check_chains(grammar.kind, grammar.text, terms.max_chain)
+        artifact = backend.compile(grammar, allow_unenforced=head["allow_unenforced"])
+        if len(artifact) > terms.max_artifact_bytes:
+            raise LimitExceeded(
+                f"max_artifact_bytes: {backend.name} compiled the grammar into {len(artifact)} bytes, the limit is "
+                f"{terms.max_artifact_bytes}"
+            )
+        compiled_ms = (time.perf_counter() - begun) * 1e3
+        loaded_s = prove(backend, grammar, artifact, terms.num_words)
+    except RecursionError:
+        return _refusal(LimitExceeded("max_grammar_depth: the grammar is nested too deeply to be walked"))
+    except MemoryError:
+        return _refusal(
+            LimitExceeded(f"compile_memory_mb: the compilation needs more than its {terms.memory_mb} MiB of memory")
+        )
+    except BaseException as error:  # a library's panic is no Exception
+        return _refusal(error)
+    _store(terms.artifact_fd, artifact)
+    return pack({"compile_ms": compiled_ms, "load_ms": loaded_s * 1e3, "artifact_bytes": len(artifact)})
+
+
+def _refusal(error: BaseException) -> bytes:
+    name, message = to_wire(error)
+    return pack({"error": name, "message": message})
+
+
+def _store(descriptor: int, artifact: bytes) -> None:
+    rest = memoryview(artifact)
+    while rest:
+        rest = rest[os.pwrite(descriptor, rest, len(artifact) - len(rest)) :]
 
 
 def _read(stream: BinaryIO) -> bytes:

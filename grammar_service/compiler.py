@@ -1,28 +1,45 @@
-"""From a grammar's text to its compiled form, once: checks, cache, single flight, processes that can be killed.
+"""From a grammar's text to its compiled form, once: checks, choice of the backend, cache, single flight.
 
 Invariant: equal grammars share one compilation and one cache entry; what failed is not remembered, so a grammar that
-ran out of time may succeed later. Compiling happens in other processes (`compile_pool`); here a grammar is only
-loaded, in a thread of low priority. Owned by one event loop.
+ran out of time may succeed later. Compiling happens in other processes (`compile_pool`), never here: here a result is
+only loaded (`compile_loader`). A compilation that nobody waits for any more is killed. Owned by one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
-import os
-import threading
+import hashlib
+import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from grammar_service.backends import Backend, Compiled, load_backend
+from grammar_service.backends import NAMES, Backend, Compiled, installed, load_backend
+from grammar_service.compile_flights import Flights
+from grammar_service.compile_loader import CompileLoader
 from grammar_service.compile_pool import COMMAND, CompilePool
 from grammar_service.config import GrammarConfig
-from grammar_service.errors import GrammarServiceError, InvalidGrammar, LimitExceeded, UnknownGrammar
+from grammar_service.disk_cache import STORED_BACKENDS, DiskCache, artifact_key
+from grammar_service.errors import (
+    GrammarServiceError,
+    InternalError,
+    InvalidGrammar,
+    LimitExceeded,
+    NotEnforced,
+    NotSupported,
+    UnknownGrammar,
+)
 from grammar_service.grammar import Grammar, Kind, Whitespace, parse
 from grammar_service.vocabulary import Vocabulary
 
-_NICENESS = 5
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+"""As a backend's name: the first that takes all of the grammar."""
+
+MAX_CHOICES = 4096
+"""Grammars whose backend, chosen by AUTO, is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +50,14 @@ class Entry:
     backend: str
     compiled: Compiled
     compile_ms: float
+    """0 when it came from the disk."""
+    min_tokens: int = 0
+    """Of the shortest answer that was found, the end-of-sequence token included; 0: not known."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is not enforced, one line a part."""
+        return self.compiled.warnings
 
 
 class Compiler:
@@ -44,8 +69,11 @@ class Compiler:
         self._vocabulary = vocabulary
         self._pools: dict[str, CompilePool] = {}
         self._backends: dict[str, asyncio.Task[Backend]] = {}
-        self._flights: dict[str, asyncio.Task[Entry]] = {}
-        self._cache: collections.OrderedDict[str, Entry] = collections.OrderedDict()
+        self._flights: Flights[tuple[Entry, bool]] = Flights()
+        self._loader = CompileLoader()
+        self._disk = DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if config.cache_dir else None
+        self._cache: OrderedDict[str, Entry] = OrderedDict()
+        self._choices: OrderedDict[str, str] = OrderedDict()
         self._cache_bytes = 0
         self.compiled = 0
         self.hits = 0
@@ -57,33 +85,26 @@ class Compiler:
         """Wait until the default backend has taken the vocabulary, or raise why not; its workers start meanwhile."""
         await asyncio.shield(self._backend(self._config.backend))
 
-    async def compile(self, kind: Kind, source: str, whitespace: Whitespace, backend: str) -> tuple[Entry, bool]:
-        """Return the cache entry of a grammar and whether it was there (or on its way) already.
+    async def compile(
+        self, kind: Kind, source: str, whitespace: Whitespace, backend: str, *, allow_unenforced: bool = False
+    ) -> tuple[Entry, bool]:
+        """Return the cache entry of a grammar and whether it was compiled before (or is on its way already).
+
+        Args:
+            backend: one of NAMES, or AUTO.
+            allow_unenforced: take what cannot be enforced; the entry has a warning for each part.
 
         Raises InvalidGrammar, LimitExceeded, NotSupported, InternalError.
         """
         try:
-            size = len(source.encode())
-            if size > self._config.max_grammar_bytes:
-                raise LimitExceeded(
-                    f"max_grammar_bytes: the grammar has {size} bytes, the limit is {self._config.max_grammar_bytes}"
-                )
-            grammar = parse(kind, source, whitespace)
+            size, limit = len(source.encode()), self._config.max_grammar_bytes
+            if size > limit:
+                raise LimitExceeded(f"max_grammar_bytes: the grammar has {size} bytes, the limit is {limit}")
+            grammar = parse(kind, source, whitespace, self._config.max_grammar_depth)
             self._vocabulary.refuse_special(grammar)
-            key = grammar.key(backend)
-            entry = self._cache.get(key)
-            if entry is not None:
-                self._cache.move_to_end(key)
-                self.hits += 1
-                return entry, True
-            flight = self._flights.get(key)
-            if flight is not None:
-                self.hits += 1
-                return await asyncio.shield(flight), True
-            flight = asyncio.create_task(self._fly(key, grammar, backend), name=f"compile-{key}")
-            self._flights[key] = flight
-            flight.add_done_callback(lambda task: self._landed(key, task))
-            return await asyncio.shield(flight), False
+            if backend == AUTO:
+                return await self._choose(grammar, allow_unenforced)
+            return await self._one(grammar, backend, allow_unenforced)
         except InvalidGrammar:
             self.rejected += 1
             raise
@@ -101,10 +122,12 @@ class Compiler:
 
     async def close(self) -> None:
         """Kill the workers and forget everything."""
-        for task in (*self._flights.values(), *self._backends.values()):
+        await self._flights.close()
+        for task in self._backends.values():
             task.cancel()
-        await asyncio.gather(*self._flights.values(), *self._backends.values(), return_exceptions=True)
+        await asyncio.gather(*self._backends.values(), return_exceptions=True)
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+        self._loader.close()
         self._cache.clear()
         self._cache_bytes = 0
 
@@ -119,31 +142,74 @@ class Compiler:
             "compile_limited": self.limited,
         }
 
-    async def _fly(self, key: str, grammar: Grammar, backend: str) -> Entry:
-        artifact = await self._pool(backend).compile(grammar)
+    async def _choose(self, grammar: Grammar, allow_unenforced: bool) -> tuple[Entry, bool]:
+        """Try the installed backends, the default first; strictly at first, then with what the caller allows."""
+        names = [self._config.backend, *(name for name in NAMES if name != self._config.backend and installed(name))]
+        choice = _key(grammar, AUTO, allow_unenforced)
+        known = self._cache.get(self._choices.get(choice, ""))
+        if known is not None:
+            self.hits += 1
+            self._cache.move_to_end(known.grammar_id)
+            return known, True
+        refusals: list[tuple[str, GrammarServiceError]] = []
+        for allowed in (False, True) if allow_unenforced else (False,):
+            refusals.clear()
+            for name in names:
+                try:
+                    entry, hit = await self._one(grammar, name, allowed)
+                except GrammarServiceError as error:
+                    refusals.append((name, error))
+                    continue
+                self._choices[choice] = entry.grammar_id
+                if len(self._choices) > MAX_CHOICES:
+                    self._choices.popitem(last=False)
+                return entry, hit
+        raise _all_refused(refusals)
+
+    async def _one(self, grammar: Grammar, backend: str, allow_unenforced: bool) -> tuple[Entry, bool]:
+        key = _key(grammar, backend, allow_unenforced)
+        entry = self._cache.get(key)
+        if entry is not None:
+            self._cache.move_to_end(key)
+            self.hits += 1
+            return entry, True
+        (entry, stored), joined = await self._flights.join(
+            key, lambda: self._fly(key, grammar, backend, allow_unenforced)
+        )
+        self.hits += joined or stored
+        return entry, joined or stored
+
+    async def _fly(self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool) -> tuple[Entry, bool]:
+        """Return a new cache entry and whether its artifact lay on the disk."""
+        disk = self._disk if backend in STORED_BACKENDS else None
+        name = artifact_key(grammar, backend, self._vocabulary.digest, allow_unenforced=allow_unenforced)
+        data = await asyncio.to_thread(disk.get, name) if disk else None
         loader = await asyncio.shield(self._backend(backend))
-        compiled = await asyncio.to_thread(_politely, loader, grammar, artifact.data)
-        entry = Entry(key, backend, compiled, artifact.compile_ms)
+        if disk and data is not None:
+            try:
+                return self._store(Entry(key, backend, await self._loader.load(loader, grammar, data), 0.0)), True
+            except InternalError as error:
+                logger.warning("cache_dir: %s; it is compiled again", error)
+                await asyncio.to_thread(disk.remove, name)
+        artifact = await self._pool(backend).compile(grammar, allow_unenforced=allow_unenforced)
+        compiled = await self._loader.load(loader, grammar, artifact.data)
+        if disk:
+            await asyncio.to_thread(disk.put, name, artifact.data)
         self.compiled += 1
-        self._store(entry)
-        return entry
+        return self._store(Entry(key, backend, compiled, artifact.compile_ms)), False
 
-    def _landed(self, key: str, task: asyncio.Task[Entry]) -> None:
-        del self._flights[key]
-        if not task.cancelled():
-            # Every caller may have gone; asking for the exception says that it was seen.
-            task.exception()
-
-    def _store(self, entry: Entry) -> None:
-        size = entry.compiled.memory_bytes
-        if size > self._config.cache_bytes:
-            limit = self._config.cache_bytes
+    def _store(self, entry: Entry) -> Entry:
+        size, limit = entry.compiled.memory_bytes, self._config.cache_bytes
+        if size > limit:
             raise LimitExceeded(f"cache_bytes: the compiled grammar has {size} bytes, the limit is {limit}")
+        if old := self._cache.pop(entry.grammar_id, None):
+            self._cache_bytes -= old.compiled.memory_bytes
         self._cache[entry.grammar_id] = entry
         self._cache_bytes += size
-        while self._cache_bytes > self._config.cache_bytes:
+        while self._cache_bytes > limit:
             _, oldest = self._cache.popitem(last=False)
             self._cache_bytes -= oldest.compiled.memory_bytes
+        return entry
 
     def _pool(self, backend: str) -> CompilePool:
         pool = self._pools.get(backend)
@@ -151,9 +217,8 @@ class Compiler:
             pool = self._pools[backend] = CompilePool(
                 backend,
                 self._vocabulary,
-                workers=self._config.compile_workers,
-                timeout_s=self._config.compile_timeout_s,
-                memory_mb=self._config.compile_memory_mb,
+                workers=self._config.workers,
+                limits=self._config.compile_limits,
                 queue=self._config.compile_queue,
                 command=self._command,
             )
@@ -169,21 +234,22 @@ class Compiler:
         return task
 
     def __repr__(self) -> str:
-        return f"<Compiler {self.stats()}>"
+        return f"<Compiler {self.stats()} {self._flights!r}>"
+
+
+def _key(grammar: Grammar, backend: str, allow_unenforced: bool) -> str:
+    return hashlib.blake2b(f"{grammar.key(backend)}{allow_unenforced:d}".encode(), digest_size=16).hexdigest()
+
+
+def _all_refused(refusals: list[tuple[str, GrammarServiceError]]) -> GrammarServiceError:
+    """Return one error with every backend's reason. A limit comes first: the same grammar may pass elsewhere."""
+    kinds = [type(error) for _, error in refusals]
+    order = (LimitExceeded, NotEnforced, InvalidGrammar, NotSupported)
+    kind = next((kind for kind in order if kind in kinds), InternalError)
+    reasons = (str(error) if str(error).startswith(name) else f"{name}: {error}" for name, error in refusals)
+    return kind("no backend takes the grammar. " + " | ".join(reasons))
 
 
 def _seen(task: asyncio.Task[Backend]) -> None:
     if not task.cancelled():
         task.exception()
-
-
-def _politely(backend: Backend, grammar: Grammar, artifact: bytes) -> Compiled:
-    # On Linux a thread has its own niceness. A load may take as long as the compilation did; steps must not feel it.
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-    try:
-        return backend.load(grammar, artifact)
-    except GrammarServiceError:
-        raise
-    except MemoryError:
-        raise LimitExceeded("the compiled grammar does not fit into the sidecar's memory") from None

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grammar_service.backends import NAMES
+from grammar_service.compile_pool import CompileLimits
+from grammar_service.cores import usable_cores
+from grammar_service.grammar import MAX_JSON_DEPTH
 
 GRPC_SOCKET_NAME = "grammar.sock"
 """In the directory `dir`."""
 
 ENVIRONMENT_PREFIX = "LOCKSTEP_GRAMMAR_"
+MAX_RULE_DEPTH = 1024
+"""Chains up to here were walked by both libraries on the stack of a compile worker."""
 
 _TEACHES = """\
 The grammar process of Lockstep: it compiles grammars and fills token masks in shared memory for one engine at a time.
@@ -50,17 +54,6 @@ def _require(condition: bool, name: str, problem: str) -> None:
         raise ValueError(f"{name}: {problem}")
 
 
-def usable_cores() -> int:
-    """Return the cores that this process may use: its CPU set, and its control group's quota rounded up."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarConfig:
     """One sidecar. The help text of each field says what it is, and in which unit."""
@@ -68,11 +61,22 @@ class GrammarConfig:
     dir: str = _setting("", "directory of grammar.sock and segment.sock; made with mode 0700 when missing; required")
     backend: str = _setting("llguidance", "default library, llguidance or xgrammar; a request may name another one")
     compile_timeout_s: float = _setting(5.0, "bound on one compilation; its process is killed at the end of it")
-    compile_workers: int = _setting(2, "processes per backend that compile; they wait warm")
+    compile_workers: int = _setting(
+        0, "processes per backend that compile; they wait warm; 0: the usable cores, at most 4"
+    )
     compile_queue: int = _setting(256, "compilations that may wait for a worker; one more is refused")
     compile_memory_mb: int = _setting(2048, "what one compile worker may allocate beyond its start, in MiB")
     max_grammar_bytes: int = _setting(256 << 10, "longest grammar text, in bytes")
+    max_grammar_depth: int = _setting(128, "deepest nesting of brackets, groups and repetitions, in levels")
+    max_rule_depth: int = _setting(512, "longest chain of rules or $ref that lead to each other, in steps")
+    max_artifact_bytes: int = _setting(
+        64 << 20, "largest compiled grammar that a worker hands over, serialised, in bytes"
+    )
     cache_bytes: int = _setting(256 << 20, "bound on the compiled grammars kept; the least recently used leaves first")
+    cache_dir: str = _setting(
+        "", "directory that keeps compiled grammars over restarts; made when missing; empty: none"
+    )
+    cache_dir_bytes: int = _setting(1 << 30, "bound on the files in cache_dir; the least recently used leaves first")
     threads: int = _setting(0, "threads that fill rows; 0: one on up to 4 cores, else half of the cores, at most 8")
     spin_us: float = _setting(50.0, "how long to spin for the next step before sleeping; with a core to spare 1000000")
     log_level: str = _setting("info", "debug, info, warning or error")
@@ -83,10 +87,16 @@ class GrammarConfig:
         _require(bool(self.dir), "dir", "is required")
         _require(self.backend in NAMES, "backend", f"{self.backend!r} is not one of {', '.join(NAMES)}")
         _require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
-        _require(1 <= self.compile_workers <= 64, "compile_workers", "must be in [1, 64]")
+        _require(0 <= self.compile_workers <= 64, "compile_workers", "must be in [0, 64]")
         _require(self.compile_queue >= 1, "compile_queue", "must be at least 1")
         _require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
         _require(1 <= self.max_grammar_bytes <= 64 << 20, "max_grammar_bytes", "must be in [1, 67108864]")
+        _require(
+            1 <= self.max_grammar_depth <= MAX_JSON_DEPTH, "max_grammar_depth", f"must be in [1, {MAX_JSON_DEPTH}]"
+        )
+        _require(1 <= self.max_rule_depth <= MAX_RULE_DEPTH, "max_rule_depth", f"must be in [1, {MAX_RULE_DEPTH}]")
+        _require(1 << 16 <= self.max_artifact_bytes <= 1 << 30, "max_artifact_bytes", "must be in [65536, 1073741824]")
+        _require(self.cache_dir_bytes >= 1 << 20, "cache_dir_bytes", "must be at least 1048576")
         _require(self.cache_bytes >= 1 << 20, "cache_bytes", "must be at least 1048576")
         _require(0 <= self.threads <= 64, "threads", "must be in [0, 64]")
         _require(0 <= self.spin_us <= 1e6, "spin_us", "must be in [0, 1000000]")
@@ -97,6 +107,22 @@ class GrammarConfig:
             not self.metrics_listen or bool(host and colon and port.isdecimal() and int(port) < 1 << 16),
             "metrics_listen",
             f"{self.metrics_listen!r} is not host:port",
+        )
+
+    @property
+    def workers(self) -> int:
+        """`compile_workers`, with 0 resolved for this machine."""
+        return self.compile_workers or min(4, usable_cores())
+
+    @property
+    def compile_limits(self) -> CompileLimits:
+        """What one compilation may use."""
+        return CompileLimits(
+            timeout_s=self.compile_timeout_s,
+            memory_mb=self.compile_memory_mb,
+            max_depth=self.max_grammar_depth,
+            max_chain=self.max_rule_depth,
+            max_artifact_bytes=self.max_artifact_bytes,
         )
 
     @property

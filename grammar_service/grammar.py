@@ -13,13 +13,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from grammar_service.errors import InvalidGrammar
+from grammar_service.errors import InvalidGrammar, LimitExceeded
 
 MAX_WHITESPACE = 8
 """Characters in a row under Whitespace.BOUNDED."""
 
 MAX_JSON_DEPTH = 128
-"""Levels of a schema, choice list or structural tag."""
+"""Levels of a schema, choice list or structural tag: the most that a server may allow."""
 
 
 class Kind(enum.IntEnum):
@@ -65,11 +65,11 @@ class Grammar:
         return f"<Grammar {self.kind.name} {len(self.text)} chars {self.whitespace.name}>"
 
 
-def parse(kind: Kind, source: str, whitespace: Whitespace) -> Grammar:
+def parse(kind: Kind, source: str, whitespace: Whitespace, max_depth: int = MAX_JSON_DEPTH) -> Grammar:
     """Check and canonicalise a grammar as it came over the wire.
 
     Raises InvalidGrammar: text that is not JSON where it must be (with line and column), a schema that is neither an
-    object nor a boolean, an empty choice list or regex, nesting deeper than MAX_JSON_DEPTH.
+    object nor a boolean, an empty choice list or regex. Raises LimitExceeded for JSON nested deeper than `max_depth`.
     """
     if kind not in JSON_KINDS:
         whitespace = Whitespace.COMPACT
@@ -80,11 +80,11 @@ def parse(kind: Kind, source: str, whitespace: Whitespace) -> Grammar:
     if not source.strip():
         raise InvalidGrammar(f"source: is empty; {_WANTED[kind]} is required")
     if kind is Kind.JSON_SCHEMA:
-        return Grammar(kind, _compact(_schema(source)), whitespace)
+        return Grammar(kind, _compact(_schema(source, max_depth)), whitespace)
     if kind is Kind.CHOICE:
-        return Grammar(kind, _compact(_choices(source)), whitespace)
+        return Grammar(kind, _compact(_choices(source, max_depth)), whitespace)
     if kind is Kind.STRUCTURAL_TAG:
-        tag = _load(source, "structural tag")
+        tag = _load(source, "structural tag", max_depth)
         if not isinstance(tag, dict):
             raise InvalidGrammar(f"structural tag: must be a JSON object, not {_type_name(tag)}")
         return Grammar(kind, _compact(tag), whitespace)
@@ -101,8 +101,8 @@ _WANTED = {
 }
 
 
-def _schema(source: str) -> Any:
-    schema = _load(source, "JSON Schema")
+def _schema(source: str, max_depth: int) -> Any:
+    schema = _load(source, "JSON Schema", max_depth)
     if schema is True:
         return {}
     if schema is False:
@@ -112,8 +112,8 @@ def _schema(source: str) -> Any:
     return schema
 
 
-def _choices(source: str) -> list[str]:
-    choices = _load(source, "choice")
+def _choices(source: str, max_depth: int) -> list[str]:
+    choices = _load(source, "choice", max_depth)
     if not isinstance(choices, list):
         raise InvalidGrammar(f"choice: must be a JSON array of strings, not {_type_name(choices)}")
     if not choices:
@@ -126,7 +126,9 @@ def _choices(source: str) -> list[str]:
     return list(dict.fromkeys(choices))
 
 
-def _load(source: str, what: str) -> Any:
+def _load(source: str, what: str, max_depth: int) -> Any:
+    too_deep = LimitExceeded(f"max_grammar_depth: the {what} is nested deeper than {max_depth} levels")
+
     def no_constant(name: str) -> Any:
         raise InvalidGrammar(f"{what}: {name} is not JSON")
 
@@ -143,9 +145,9 @@ def _load(source: str, what: str) -> Any:
     except json.JSONDecodeError as error:
         raise InvalidGrammar(f"{what}: not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
     except RecursionError:
-        raise InvalidGrammar(f"{what}: nested deeper than {MAX_JSON_DEPTH} levels") from None
-    if _deeper_than(value, MAX_JSON_DEPTH):
-        raise InvalidGrammar(f"{what}: nested deeper than {MAX_JSON_DEPTH} levels")
+        raise too_deep from None
+    if _deeper_than(value, max_depth):
+        raise too_deep
     return value
 
 

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from grammar_service.backends import NAMES, MatcherFailed, installed, installed_version
-from grammar_service.compiler import Compiler
+from grammar_service.compiler import AUTO, Compiler
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
     GrammarServiceError,
@@ -37,7 +37,7 @@ from shared_mem.layout import Layout
 logger = logging.getLogger(__name__)
 
 _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE}
-_BACKEND_NAMES = {number: name for name, number in _BACKENDS.items()}
+_BACKEND_NAMES = {number: name for name, number in _BACKENDS.items()} | {pb.BACKEND_AUTO: AUTO}
 ATTACH_WAIT_S = 2.0
 """The engine may call as soon as its segment was acknowledged; the worker then stands a moment later."""
 
@@ -128,10 +128,12 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                 backend = _BACKEND_NAMES.get(request.backend, "")
                 if not backend:
                     raise InvalidField("backend", f"{request.backend} is unknown")
-                if not installed(backend):
+                if backend != AUTO and not installed(backend):
                     raise NotSupported(f"backend: {backend} is not installed in this sidecar")
             with self.metrics.compilation(kind.name.lower()) as compiled:
-                entry, hit = await compiler.compile(kind, request.source, whitespace, backend)
+                entry, hit = await compiler.compile(
+                    kind, request.source, whitespace, backend, allow_unenforced=request.allow_unenforced
+                )
                 compiled(entry.backend, hit, entry.compile_ms)
             return pb.CompileResponse(
                 grammar_id=entry.grammar_id,
@@ -139,6 +141,8 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                 cache_hit=hit,
                 compile_ms=entry.compile_ms,
                 memory_bytes=entry.compiled.memory_bytes,
+                warnings=entry.warnings,
+                min_tokens=entry.min_tokens,
             )
         raise AssertionError("abort raises")
 

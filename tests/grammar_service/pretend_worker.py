@@ -1,4 +1,5 @@
-"""A compile worker whose behaviour is in the grammar's text: sleep, crash, refuse, leave; anything else is echoed."""
+"""A compile worker whose behaviour is in the grammar's text: sleep, crash, refuse, pause, forget (an
+allocation fails), starve (killed by the system); anything else is echoed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def write(frame: bytes) -> None:
 
 def main() -> None:
     head, _ = unpack(read())
-    if head["memory_mb"] == 666:
+    terms = head["terms"]
+    if terms["memory_mb"] == 666:
         write(pack({"error": "InvalidField", "message": "tokenizer_json: cannot be read"}))
         return
     write(pack({"ready": os.getpid(), "modules": False}))
@@ -39,7 +41,13 @@ def main() -> None:
             continue
         if "pause" in text:
             time.sleep(0.1)
-        write(pack({"compile_ms": 1.5}, f"{os.getpid()} {text}".encode()))
+        if "forget" in text:
+            print("memory allocation of 99 bytes failed", file=sys.stderr, flush=True)
+            os.abort()
+        if "starve" in text:
+            os.kill(os.getpid(), signal.SIGKILL)
+        size = os.pwrite(terms["artifact_fd"], f"{os.getpid()} {text}".encode(), 0)
+        write(pack({"compile_ms": 1.5, "artifact_bytes": size}))
 
 
 main()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from grammar_service.backends import Rows, load_backend, unenforced
+from grammar_service.backends import Rows, load_backend
 from grammar_service.errors import InvalidField, InvalidGrammar, NotSupported
 from grammar_service.grammar import Kind, Whitespace, parse
 from grammar_service.vocabulary import Vocabulary
@@ -381,12 +380,16 @@ def test_every_byte_is_text(library: Library) -> None:
     assert ascii_tokens <= legal
 
 
-def test_an_xgrammar_grammar_without_an_artifact_is_compiled_again(libraries: Callable[[str], Library]) -> None:
-    pytest.importorskip("xgrammar", reason="needs xgrammar")
-    library = libraries("xgrammar")
-    compiled = library.backend.load(parse(*schema(POINT), Whitespace.COMPACT), unenforced.pack((), b""))
-    assert library.takes(compiled, '{"a":1,"b":[]}')
-    assert not library.takes(compiled, '{"a": 1,"b":[]}')
+def test_an_artifact_is_all_that_loading_needs(library: Library, vocabulary: Vocabulary) -> None:
+    """The sidecar never compiles: another object of the library makes the same language of the artifact alone."""
+    names = {f"name_{i}": {"type": "string", "pattern": f"^[a-z]{{{i},9}}$"} for i in range(8)}
+    wide = parse(*schema({"type": "object", "properties": names, "required": list(names)}), Whitespace.COMPACT)
+    artifact = library.backend.compile(wide)
+    other = parse(Kind.JSON_SCHEMA, "{}", Whitespace.COMPACT)
+    compiled = load_backend(library.name, vocabulary).load(other, artifact)
+    answer = json.dumps({f"name_{i}": "abcdefghi" for i in range(8)}, separators=(",", ":"))
+    assert library.takes(compiled, answer)
+    assert not library.takes(compiled, "{}")
 
 
 def test_rows_of_two_strides_and_slots_do_not_touch_each_other(library: Library) -> None:

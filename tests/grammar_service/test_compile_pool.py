@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grammar_service.compile_pool import CompilePool
+from grammar_service.compile_pool import CompileLimits, CompilePool
 from grammar_service.errors import GrammarServiceError, InternalError, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar import Grammar, Kind, Whitespace, parse
 from grammar_service.vocabulary import Vocabulary
@@ -36,8 +36,7 @@ async def pool(
         "llguidance",
         vocabulary,
         workers=workers,
-        timeout_s=timeout_s,
-        memory_mb=memory_mb,
+        limits=CompileLimits(timeout_s=timeout_s, memory_mb=memory_mb),
         queue=queue,
         command=PRETEND,
     )
@@ -89,6 +88,14 @@ async def test_a_crash_is_one_requests_error(vocabulary: Vocabulary) -> None:
         assert not alive(before)
 
 
+@pytest.mark.parametrize("text", ["forget", "starve"])
+async def test_a_worker_that_ran_out_of_memory_is_a_limit(vocabulary: Vocabulary, text: str) -> None:
+    async with pool(vocabulary) as workers:
+        with pytest.raises(LimitExceeded, match=r"compile_memory_mb: .* 512 MiB"):
+            await workers.compile(grammar(text))
+        assert (await workers.compile(grammar("next"))).data.endswith(b" next")
+
+
 async def test_a_refusal_keeps_the_worker(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary) as workers:
         before = await pid(workers)
@@ -133,7 +140,9 @@ async def test_nothing_is_left_after_close(vocabulary: Vocabulary) -> None:
 
 
 async def test_the_real_worker_compiles_and_never_loads_torch(vocabulary: Vocabulary) -> None:
-    workers = CompilePool("llguidance", vocabulary, workers=1, timeout_s=20, memory_mb=512, queue=1)
+    workers = CompilePool(
+        "llguidance", vocabulary, workers=1, limits=CompileLimits(timeout_s=20, memory_mb=512), queue=1
+    )
     try:
         artifact = await workers.compile(parse(Kind.JSON_OBJECT, "", Whitespace.COMPACT))
         assert b"%json" in artifact.data

@@ -24,7 +24,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> No
         ([], {}, "dir: is required"),
         (["--dir", "d", "--backend", "outlines"], {}, "backend: 'outlines' is not one of llguidance, xgrammar"),
         (["--dir", "d", "--threads", "many"], {}, "threads: 'many' is not int"),
-        (["--dir", "d"], {"LOCKSTEP_GRAMMAR_COMPILE_WORKERS": "0"}, "compile_workers: must be in [1, 64]"),
+        (["--dir", "d"], {"LOCKSTEP_GRAMMAR_COMPILE_WORKERS": "65"}, "compile_workers: must be in [0, 64]"),
         (["--dir", "d", "--config", "/nowhere.toml"], {}, "/nowhere.toml"),
     ],
 )

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from grammar_service.errors import InvalidField, InvalidGrammar, NotSupported
+from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar import MAX_JSON_DEPTH, Kind, Whitespace, parse
 from grammar_service.structural_tag import StructuralTag
 from grammar_service.text_grammar import gbnf_literal, refuse_token_functions, refuse_token_references
@@ -28,8 +28,6 @@ from tests.grammar_service.toy import PADDED, SPECIAL, STOPS, tokenizer_json
         (Kind.JSON_SCHEMA, '{"minimum":1e999}', "beyond the range"),
         (Kind.JSON_SCHEMA, '{"const":"\\ud800"}', "lone surrogate"),
         (Kind.JSON_SCHEMA, '{"type":"string","type":"integer"}', "the key 'type' stands twice"),
-        (Kind.JSON_SCHEMA, "[" * (MAX_JSON_DEPTH + 2) + "]" * (MAX_JSON_DEPTH + 2), "deeper than 128"),
-        (Kind.JSON_SCHEMA, "[" * 100_000, "deeper than 128"),
         (Kind.JSON_OBJECT, "{}", "must be empty"),
         (Kind.CHOICE, "[]", "the list is empty"),
         (Kind.CHOICE, '"a"', "must be a JSON array of strings, not a string"),
@@ -44,6 +42,12 @@ from tests.grammar_service.toy import PADDED, SPECIAL, STOPS, tokenizer_json
 def test_refused(kind: Kind, source: str, message: str) -> None:
     with pytest.raises(InvalidGrammar, match=message):
         parse(kind, source, Whitespace.ANY)
+
+
+@pytest.mark.parametrize("source", ["[" * (MAX_JSON_DEPTH + 2) + "]" * (MAX_JSON_DEPTH + 2), "[" * 100_000])
+def test_json_is_nested_within_a_limit(source: str) -> None:
+    with pytest.raises(LimitExceeded, match=r"max_grammar_depth: .* deeper than 128"):
+        parse(Kind.JSON_SCHEMA, source, Whitespace.ANY)
 
 
 def test_the_order_of_keys_is_part_of_a_schema() -> None:

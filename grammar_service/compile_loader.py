@@ -1,0 +1,62 @@
+"""Artifacts into compiled grammars, in the sidecar: on few threads, of low priority, with a deep stack.
+
+Invariant: at most LOADERS loads run at once, so what they hold meanwhile is bounded by as many artifacts; each ran once
+in a compile worker before, on a smaller stack. No compilation happens here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from grammar_service.backends import Backend, Compiled
+from grammar_service.compile_proof import LOADER_STACK_BYTES
+from grammar_service.compile_worker import NICENESS
+from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded
+from grammar_service.grammar import Grammar
+
+LOADERS = 2
+"""One could be held up by a large artifact for a second; the others wait behind it only when there are two of them."""
+
+
+class CompileLoader:
+    """Threads that load. Owned by one event loop; `close` ends them."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(LOADERS, thread_name_prefix="load", initializer=_be_polite)
+        before = threading.stack_size(LOADER_STACK_BYTES)
+        try:
+            # The pool starts a thread with a task, and none when one is idle: all have to be busy once.
+            gate = threading.Barrier(LOADERS)
+            for started in [self._threads.submit(gate.wait) for _ in range(LOADERS)]:
+                started.result()
+        finally:
+            threading.stack_size(before)
+
+    async def load(self, backend: Backend, grammar: Grammar, artifact: bytes) -> Compiled:
+        """Return the compiled form. Raises LimitExceeded, InternalError."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, backend.load, grammar, artifact)
+        except GrammarServiceError as error:
+            raise InternalError(f"{backend.name} loaded the grammar in a worker and not again: {error}") from error
+        except MemoryError:
+            raise LimitExceeded("the compiled grammar does not fit into the sidecar's memory") from None
+        except Exception as error:  # each library has its own
+            raise InternalError(f"{backend.name} cannot load the grammar: {error}") from error
+
+    def close(self) -> None:
+        """Let the threads end with what they are doing."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __repr__(self) -> str:
+        return f"<CompileLoader {LOADERS} threads>"
+
+
+def _be_polite() -> None:
+    # On Linux a thread has its own niceness. Steps must not feel a load.
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
