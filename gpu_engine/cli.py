@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from gpu_engine import probe
 from gpu_engine.client import Client
 from gpu_engine.client_access import Access, access_of, add_access_flags
 from gpu_engine.config import EngineConfig, ServerConfig
+from gpu_engine.logs import configure as configure_logs
 from gpu_engine.request_flags import add_request_flags, build_request
 from gpu_engine.settings import Sources, add_flags
 from gpu_engine.terminal import loading_progress, summary
@@ -142,23 +142,12 @@ def _configs(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     return sources.fill(EngineConfig), sources.fill(ServerConfig)
 
 
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    # Lines of the grammar process come with a head of their own.
-    forwarded = logging.StreamHandler(sys.stderr)
-    grammar_log = logging.getLogger("grammar_service")
-    grammar_log.addHandler(forwarded)
-    grammar_log.propagate = False
-
-
 def _run_serve(flags: argparse.Namespace) -> int:
     try:
         engine_config, server_config = _configs(flags)
     except ValueError as error:
         return _usage(error)
-    _log_to_stderr(flags.log_level)
+    configure_logs(flags.log_level, server_config.log_format)
     import uvloop
 
     from gpu_engine.listening import ServerError
@@ -184,7 +173,7 @@ def _run_demo(flags: argparse.Namespace) -> int:
         engine_config, server_config = _configs(flags)
     except ValueError as error:
         return _usage(error)
-    _log_to_stderr(flags.log_level)
+    configure_logs(flags.log_level, server_config.log_format)
     from gpu_engine.demo import run_demo
     from gpu_engine.listening import ServerError
 

@@ -153,6 +153,10 @@ class ServerConfig:
     """Least time between two responses of a stream, for every other request that runs; 0: a response a step."""
     drain_timeout_s: float = 5.0
     """On SIGTERM running requests get this long to end."""
+    metrics_listen: str = ""
+    """"host:port" of both processes' Prometheus metrics, over HTTP; empty: none. Bind it where only the scraper comes."""
+    log_format: str = "text"
+    """"text" or "json" (one object a line), of both processes."""
 
     def __post_init__(self) -> None:
         _require(
@@ -172,5 +176,12 @@ class ServerConfig:
         _require(self.grammar_silence_s > 0, "grammar_silence_s", "must be positive")
         _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
         _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
+        host, _, port = self.metrics_listen.rpartition(":")
+        _require(
+            not self.metrics_listen or bool(host and port.isdecimal() and int(port) < 1 << 16),
+            "metrics_listen",
+            f"{self.metrics_listen!r} is not host:port",
+        )
+        _require(self.log_format in ("text", "json"), "log_format", f"{self.log_format!r} is not text or json")
         _require(self.max_n >= 1, "max_n", "must be at least 1")
         _require(0 <= self.stream_pace_ms <= 1000, "stream_pace_ms", "must be in [0, 1000]")

@@ -20,6 +20,7 @@ from gpu_engine.config import ServerConfig
 from gpu_engine.errors import GrammarUnavailable, InternalError, LockstepError
 from gpu_engine.grammar_compile import Compiled, GrammarCompiler, grammar_error
 from gpu_engine.grammar_link import GrammarLink
+from gpu_engine.logs import REQUEST_ID
 from gpu_engine.owned_tasks import OwnedTasks
 from gpu_engine.ports import GrammarEvents
 from gpu_engine.request import GrammarKind, GrammarSpec, Request
@@ -108,6 +109,22 @@ class GrammarClient:
             return GrammarStats(starts=starts)
         return GrammarStats(starts, True, stats.matchers, stats.cached_grammars)
 
+    @property
+    def attachments(self) -> int:
+        """How many times a grammar process was attached."""
+        return self._link.attached
+
+    async def metrics(self, timeout_s: float) -> bytes | None:
+        """Ask for the grammar process's metrics, in Prometheus' text format; None while it does not answer."""
+        if not self._link.up:
+            return None
+        try:
+            response = await self._link.stub.GetMetrics(gpb.GetMetricsRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            log.debug("the grammar process does not answer GetMetrics: %s", error.details())
+            return None
+        return response.exposition
+
     # ---- for the engine, on its thread -----------------------------------------------------------------------------
 
     def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
@@ -169,6 +186,7 @@ class GrammarClient:
         state.task = self._tasks.spawn(self._open_slot(key, state, committed), f"open slot {key[0]}.{key[1]}")
 
     async def _open_slot(self, key: tuple[int, int], state: _Slot, committed: tuple[int, ...]) -> None:
+        REQUEST_ID.set(state.request_id)
         try:
             compiled = await self._compiler.result(state.request_id, state.spec)
             state.binding = True
@@ -198,7 +216,11 @@ class GrammarClient:
         await self._link.ready(self._wait_s)
         attached = self._link.attached
         message = gpb.BindRequest(
-            slot=key[0], slot_gen=key[1], grammar_id=compiled.grammar_id, committed_tokens=committed
+            slot=key[0],
+            slot_gen=key[1],
+            grammar_id=compiled.grammar_id,
+            committed_tokens=committed,
+            request_id=REQUEST_ID.get(),
         )
         try:
             await self._link.stub.Bind(message, timeout=BIND_TIMEOUT_S)

@@ -98,6 +98,20 @@ class GrammarProcess:
         except (LockstepError, TimeoutError) as error:
             log.warning("serving before the grammar process is ready for guided requests: %s", error)
 
+    @property
+    def attachments(self) -> int:
+        """How many times a grammar process was attached."""
+        return self.client.attachments
+
+    @property
+    def process_starts(self) -> int:
+        """How many times one was started by us."""
+        return self.sidecar.starts if self.sidecar else 0
+
+    async def metrics(self, timeout_s: float) -> bytes | None:
+        """Ask for its metrics; None while it does not answer."""
+        return await self.client.metrics(timeout_s)
+
     def _give_up(self, reason: str) -> None:
         if self._attached:  # else `attach` finds it in the sidecar
             self.client.give_up(reason)

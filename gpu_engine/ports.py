@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gpu_engine.config import EngineConfig
     from gpu_engine.errors import LockstepError
     from gpu_engine.request import Request
+    from gpu_engine.stats import Histogram
 
 
 class Tokenizer(Protocol):
@@ -125,6 +126,38 @@ class Stats(Protocol):
     @property
     def deferred_rows(self) -> int:
         """Rows that came too late."""
+
+    @property
+    def step_rows(self) -> int:
+        """Rows verified, padding included."""
+
+    @property
+    def preemptions(self) -> int:
+        """Times that a sequence lost its slot."""
+
+    @property
+    def dead_ends(self) -> int:
+        """Sequences that had no legal token left."""
+
+    @property
+    def matcher_errors(self) -> int:
+        """Sequences whose matcher failed."""
+
+    @property
+    def step_seconds(self) -> Histogram:
+        """Time of a decode step."""
+
+    @property
+    def mask_wait_seconds(self) -> Histogram:
+        """Time that a guided step waited for mask rows."""
+
+    @property
+    def token_gap_seconds(self) -> Histogram:
+        """Time between two steps that brought tokens to a sequence."""
+
+    @property
+    def tokens_per_step(self) -> Histogram:
+        """Tokens that a step brought to a sequence."""
 
 
 class EngineCore(Protocol):

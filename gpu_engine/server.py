@@ -26,6 +26,9 @@ from grpc_reflection.v1alpha import reflection
 from gpu_engine.config import EngineConfig, ServerConfig
 from gpu_engine.grammar_process import GrammarProcess
 from gpu_engine.listening import HealthServicer, ServerError, bind
+from gpu_engine.metrics_engine import EngineCollector
+from gpu_engine.metrics_http import BothProcesses, MetricsServer
+from gpu_engine.metrics_requests import RequestWatch
 from gpu_engine.own_thread import in_own_thread
 from gpu_engine.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.servicer import EngineServicer
@@ -74,6 +77,8 @@ class Server:
     servicer: EngineServicer
     engine: ServedEngine
     sidecar: Sidecar | None
+    metrics_address: str | None = None
+    """"host:port" of /metrics, where there is one."""
 
 
 @asynccontextmanager
@@ -115,6 +120,10 @@ async def _start(
     listeners = bind(server_config)
     server, health_servicer = listeners.server, listeners.health
     stack.push_async_callback(listeners.stop)
+    metrics = BothProcesses()
+    scrapes = MetricsServer(server_config.metrics_listen, metrics) if server_config.metrics_listen else None
+    if scrapes:
+        stack.push_async_callback(asyncio.to_thread, scrapes.close)
     background = await stack.enter_async_context(asyncio.TaskGroup())
     grammar = GrammarProcess(server_config, background, stack) if server_config.grammar != "none" else None
     model = await in_own_thread(lambda: parts.load_model(engine_config, progress))
@@ -126,7 +135,11 @@ async def _start(
     engine = await in_own_thread(lambda: parts.build_engine(engine_config, model, channel, client))
     if grammar:
         grammar.attach(stack, engine)
-    servicer = EngineServicer(engine, model, limits, client, version=_version())
+        metrics.attach(grammar)
+    about = {"version": _version(), "model": model.name, "dtype": model.dtype_name, "device": engine_config.device}
+    metrics.registry.register(EngineCollector(engine.stats, drafter=engine_config.drafter, about=about))
+    watch = RequestWatch(metrics.registry)
+    servicer = EngineServicer(engine, model, limits, client, version=_version(), watch=watch)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -138,7 +151,8 @@ async def _start(
     servicer.warm()
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
     stack.push_async_callback(_drain, server, servicer, health_servicer, server_config.drain_timeout_s)
-    return Server(listeners.address, model, servicer, engine, grammar.sidecar if grammar else None)
+    metrics_address = scrapes.address if scrapes else None
+    return Server(listeners.address, model, servicer, engine, grammar.sidecar if grammar else None, metrics_address)
 
 
 async def serve(

@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from gpu_engine.errors import GrammarNotConfigured, InternalError, LockstepError, ShuttingDown, status_of
+from gpu_engine.logs_access import CallRecord
 from gpu_engine.mailbox import Inbox, Mailbox
+from gpu_engine.metrics_requests import RequestWatch
 from gpu_engine.ports import EngineCore, Model
 from gpu_engine.prompt import build_requests, is_large
 from gpu_engine.request import FinishReason, GrammarSpec, Request, TokenEvent
@@ -66,6 +69,7 @@ class GrammarAccess(Protocol):
 class _Call:
     """A Generate call that runs."""
 
+    record: CallRecord
     inbox: Inbox = field(default_factory=Inbox)
     outputs: list[SequenceOutput] = field(default_factory=list)
     """Empty until the sequences are submitted."""
@@ -77,13 +81,22 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Serves one engine. Made on the event loop."""
 
     def __init__(
-        self, engine: EngineCore, model: Model, limits: Limits, grammar: GrammarAccess | None, *, version: str
+        self,
+        engine: EngineCore,
+        model: Model,
+        limits: Limits,
+        grammar: GrammarAccess | None,
+        *,
+        version: str,
+        watch: RequestWatch | None = None,
     ) -> None:
+        """Args: `watch` sees every Generate call; None: one of its own."""
         self._engine = engine
         self._model = model
         self._limits = limits
         self._grammar = grammar
         self._version = version
+        self._watch = watch or RequestWatch(CollectorRegistry())
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._calls: dict[str, _Call] = {}
         self._idle = asyncio.Event()
@@ -97,8 +110,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         """Stream one answer. Written with `context.write` and not as a generator: then its `finally` runs at once."""
-        async with _Refusals(context, self._failed):
-            await self._generate(request, context)
+        with self._watch.call(tuple(context.invocation_metadata() or ())) as record:
+            async with _Refusals(context, self._failed, record):
+                await self._generate(request, context, record)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End a running request by its id."""
@@ -145,13 +159,14 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             for request_id in tuple(self._calls):
                 self.abort(request_id)
 
-    async def _generate(self, message: pb.GenerateRequest, context: Context) -> None:
+    async def _generate(self, message: pb.GenerateRequest, context: Context, record: CallRecord) -> None:
         arrived_s = time.monotonic()
         if self._draining:
             raise ShuttingDown("the server is shutting down")
         await self._warm.wait()
         checked = check(message, self._limits, self._calls)
-        call = self._calls[checked.request_id] = _Call()
+        record.begin(checked)
+        call = self._calls[checked.request_id] = _Call(record)
         self._idle.clear()
         try:
             if checked.grammar:
@@ -206,6 +221,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 if delta.finish:
                     running -= 1
                     self._finished[delta.finish.name] += 1
+                    call.record.finished(output.request, delta.finish, output.completion_tokens, output.finished_s)
             if running and len(self._calls) > 1:
                 # Many small responses would take the cores from the model; what comes meanwhile is merged.
                 await asyncio.sleep(self._limits.stream_pace_s * (len(self._calls) - 1))
@@ -227,9 +243,10 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 class _Refusals:
     """The one place where an error becomes a gRPC status."""
 
-    def __init__(self, context: Context, failed: Counter[str]) -> None:
+    def __init__(self, context: Context, failed: Counter[str], record: CallRecord) -> None:
         self._context = context
         self._failed = failed
+        self._record = record
 
     async def __aenter__(self) -> None:
         return None
@@ -245,4 +262,5 @@ class _Refusals:
             error = InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
         status = status_of(error)
         self._failed[status.name] += 1
+        self._record.status = status.name
         await self._context.abort(status, str(error))

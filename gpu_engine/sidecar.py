@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpu_engine.config import ServerConfig
+from gpu_engine.logs import level_of
 
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("grammar_service")
@@ -47,6 +48,7 @@ def grammar_command(config: ServerConfig, directory: Path) -> list[str]:
         *("--dir", str(directory)),
         *("--backend", config.grammar_backend),
         *("--compile-timeout-s", f"{config.compile_timeout_s:g}"),
+        *("--log-format", config.log_format),
     ]
 
 
@@ -151,10 +153,10 @@ async def _forward(stream: asyncio.StreamReader) -> None:
 
 
 def _log_line(line: bytes) -> None:
-    # "date time LEVEL logger: message", as the grammar process logs; anything else is the end of it, a traceback say.
+    # As the grammar process logs; anything else is the end of it, a traceback say.
     text = line.decode("utf-8", "replace")
-    level = logging.getLevelNamesMapping().get((text.split(" ", 3) + [""] * 3)[2], logging.WARNING)
-    output_log.log(level, "%s", text)
+    level = level_of(text)
+    output_log.log(level or logging.WARNING, "%s", text, extra={"formatted": level is not None})
 
 
 def _python_path() -> str:

@@ -19,6 +19,7 @@ from gpu_engine.config import EngineConfig
 from gpu_engine.errors import LockstepError
 from gpu_engine.request import FinishReason, GrammarSpec, Request, TokenEvent
 from gpu_engine.servicer import GrammarStats
+from gpu_engine.stats import Histogram
 
 EOS = 256
 """End of sequence of `ByteTokenizer`; 257 is its other special token."""
@@ -89,6 +90,14 @@ class FakeStats:
     failed: Mapping[str, int] = field(default_factory=dict)
     mask_wait_ms: float = 0.0
     deferred_rows: int = 0
+    step_rows: int = 0
+    preemptions: int = 0
+    dead_ends: int = 0
+    matcher_errors: int = 0
+    step_seconds: Histogram = field(default_factory=lambda: Histogram((1.0,)))
+    mask_wait_seconds: Histogram = field(default_factory=lambda: Histogram((1.0,)))
+    token_gap_seconds: Histogram = field(default_factory=lambda: Histogram((1.0,)))
+    tokens_per_step: Histogram = field(default_factory=lambda: Histogram((1.0,)))
 
 
 Script = Callable[[Request], Iterable[TokenEvent]]

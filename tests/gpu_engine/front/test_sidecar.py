@@ -114,8 +114,12 @@ asyncio.run(main())
     asyncio.run(eventually(lambda: not alive(pid)))
 
 
+CONFIG = ServerConfig(grammar_backend="xgrammar", compile_timeout_s=2.5, log_format="json")
+
+
 def test_the_command_line_of_the_grammar_process() -> None:
-    command = grammar_command(ServerConfig(grammar_backend="xgrammar", compile_timeout_s=2.5), Path("/run/x"))
+    command = grammar_command(CONFIG, Path("/run/x"))
     assert command[1:] == [
-        *("-m", "grammar_service", "--dir", "/run/x", "--backend", "xgrammar", "--compile-timeout-s", "2.5")
+        *("-m", "grammar_service", "--dir", "/run/x", "--backend", "xgrammar", "--compile-timeout-s", "2.5"),
+        *("--log-format", "json"),
     ]

@@ -1,0 +1,122 @@
+"""One /metrics for both processes: the engine's own numbers, and the grammar process's, asked for over its socket.
+
+The invariant: every sample says whose it is (label `process`: engine, sidecar), and a grammar process that is away
+costs a scrape its part and at most `SIDECAR_TIMEOUT_S`, nothing else. It only reads; there is neither TLS nor a
+password on it, so it is bound where only the scraper comes. Not here: what is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+log = logging.getLogger(__name__)
+
+SIDECAR_TIMEOUT_S = 0.2
+
+
+class GrammarSource(Protocol):
+    """The grammar client, as far as metrics go."""
+
+    @property
+    def attachments(self) -> int:
+        """How many times a grammar process was attached."""
+
+    @property
+    def process_starts(self) -> int:
+        """How many times one was started by us; 0 for one that somebody else runs."""
+
+    def metrics(self, timeout_s: float) -> Coroutine[Any, Any, bytes | None]:
+        """Ask for its exposition, on the event loop; None while it is away. Never raises."""
+
+
+class BothProcesses(Collector):
+    """The families of `registry` and those of the grammar process, merged by name. Made on the event loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        """The engine's own; its numbers are registered here."""
+        ProcessCollector(registry=self.registry)
+        self._loop = asyncio.get_running_loop()
+        self._grammar: GrammarSource | None = None
+
+    def attach(self, grammar: GrammarSource) -> None:
+        """There is a grammar process to be asked."""
+        self._grammar = grammar
+
+    def collect(self) -> Iterable[Metric]:
+        """Return every family once; not on the event loop."""
+        families: dict[str, Metric] = {}
+        _merge(families, self.registry.collect(), "engine")
+        if self._grammar is not None:
+            text = self._ask(self._grammar)
+            _merge(families, _about_grammar(self._grammar, up=text is not None), "engine")
+            if text is not None:
+                _merge(families, text_string_to_metric_families(text.decode()), "sidecar")
+        return families.values()
+
+    def _ask(self, grammar: GrammarSource) -> bytes | None:
+        asking = asyncio.run_coroutine_threadsafe(grammar.metrics(SIDECAR_TIMEOUT_S), self._loop)
+        try:
+            return asking.result(2 * SIDECAR_TIMEOUT_S)  # longer than the call itself: the loop may be busy
+        except (TimeoutError, concurrent.futures.CancelledError):
+            asking.cancel()
+            return None
+
+    def __repr__(self) -> str:
+        return f"<BothProcesses grammar={self._grammar!r}>"
+
+
+class CannotListen(RuntimeError):
+    """The address is taken, or not this machine's; the message names the setting."""
+
+
+class MetricsServer:
+    """Serves a collector over HTTP, on a thread of its own, from construction to `close`."""
+
+    def __init__(self, listen: str, collector: Collector) -> None:
+        """Args: `listen` is "host:port". Raises CannotListen."""
+        registry = CollectorRegistry()
+        registry.register(collector)
+        host, _, port = listen.rpartition(":")
+        try:
+            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
+        except OSError as error:
+            raise CannotListen(f"metrics_listen: cannot bind {listen!r}: {error.strerror or error}") from error
+        self.address = f"{host}:{self._server.server_port}"
+        log.info("metrics on http://%s/metrics", self.address)
+
+    def close(self) -> None:
+        """Free the port; may take half a second."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __repr__(self) -> str:
+        return f"<MetricsServer {self.address}>"
+
+
+def _about_grammar(grammar: GrammarSource, *, up: bool) -> Iterable[Metric]:
+    yield GaugeMetricFamily("lockstep_grammar_up", "1 while the grammar process answers", value=int(up))
+    yield CounterMetricFamily(
+        "lockstep_grammar_attachments", "Times that a grammar process was attached", value=grammar.attachments
+    )
+    yield CounterMetricFamily(
+        "lockstep_grammar_process_starts",
+        "Times that the engine started a grammar process; 0 where another supervisor does",
+        value=grammar.process_starts,
+    )
+
+
+def _merge(families: dict[str, Metric], more: Iterable[Metric], process: str) -> None:
+    for family in more:
+        into = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+        into.samples += [sample._replace(labels=sample.labels | {"process": process}) for sample in family.samples]
