@@ -28,6 +28,8 @@ class Region:
     schema: Any
     """A JSON Schema: an object or true."""
     end: str
+    path: str
+    """JSON path of the schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,13 @@ class StructuralTag:
             raise InvalidGrammar("structural tag: /format/tags: must be a non-empty array")
         return StructuralTag(tuple(_region(tag, f"/format/tags/{i}", triggers) for i, tag in enumerate(tags)))
 
-    def to_lark(self, schema_text: Callable[[Any], str]) -> str:
-        """Return the rules in Lark; `schema_text` turns a schema into what follows `%json`."""
+    def to_lark(self, schema_text: Callable[[Any, str], str]) -> str:
+        """Return the rules in Lark; `schema_text` turns a schema and its path into what follows `%json`."""
         numbers = range(len(self.regions))
         lines = [f"start: ({' | '.join(f'region_{i}' for i in numbers)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/"]
         for i, region in enumerate(self.regions):
             head = region.begin[len(region.trigger) :]
-            parts = [lark_literal(head) if head else "", "%json " + schema_text(region.schema)]
+            parts = [lark_literal(head) if head else "", "%json " + schema_text(region.schema, region.path)]
             parts.append(lark_literal(region.end) if region.end else "")
             lines.append(f"trigger_{i}[lazy]: TEXT {lark_literal(region.trigger)}")
             lines.append(f"region_{i}: trigger_{i} {' '.join(part for part in parts if part)}")
@@ -121,7 +123,7 @@ def _region(tag: Any, path: str, triggers: list[str]) -> Region:
     trigger = next((t for t in triggers if begin.startswith(t)), None)
     if trigger is None:
         raise InvalidGrammar(f"structural tag: {path}/begin: {begin!r} starts with none of the triggers")
-    return Region(trigger, begin, schema, end)
+    return Region(trigger, begin, schema, end, f"{path}/content/json_schema")
 
 
 def _strings(form: dict[str, Any], name: str) -> list[str]:

@@ -72,6 +72,10 @@ class Matcher(Protocol):
         """Take back the last `count` accepted tokens, stop tokens included. Raises MatcherFailed."""
         ...
 
+    def copy(self) -> Matcher:
+        """Return a matcher in the same state that moves by itself: a failure of one is none of the other."""
+        ...
+
     def fill(self, rows: Rows, index: int) -> None:
         """Write the mask of the next token into row `index`: W words, bits beyond the vocabulary are 0.
 

@@ -6,33 +6,14 @@ token as a step in one state and not in another, and knows one at a time), so ac
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Any
-
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from grammar_service.backends import MatcherFailed, Rows, unenforced
-from grammar_service.backends.unenforced import Unenforced
+from grammar_service.backends.llguidance_notation import JSON_KINDS, notation, parts, readable
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
-from grammar_service.grammar import MAX_WHITESPACE, Grammar, Kind, Whitespace
-from grammar_service.structural_tag import StructuralTag
-from grammar_service.text_grammar import gbnf_to_lark, lark_literal, refuse_token_references
+from grammar_service.grammar import Grammar
 from grammar_service.vocabulary import Vocabulary
-
-_WHITESPACE: dict[Whitespace, dict[str, Any]] = {
-    Whitespace.COMPACT: {"whitespace_flexible": False},
-    Whitespace.BOUNDED: {
-        "whitespace_flexible": True,
-        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
-    },
-    Whitespace.ANY: {"whitespace_flexible": True},
-}
-
-_PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
-
-_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 _LIMIT_WORDS = ("too big", "too large", "too complex", "fuel", "limit")
 """The library names its own limits in words only."""
@@ -57,20 +38,21 @@ class LlguidanceBackend:
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Return the grammar in the library's own notation, checked against its limits."""
-        text = self._notation(grammar)
-        failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._tokenizer, limits=self._limits)
-        if not failed:
-            # Validation stops short of building the lexer; the matcher's own limits show only here.
-            matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-            failed, messages = matcher.is_error(), messages or [matcher.get_error()]
-            if failed:
-                messages = [matcher.get_error()]
+        # For a text that holds the name of a special token, the canonical token is that special token itself.
+        forcing = self._vocabulary.named_special(grammar) is None
+        text, found = notation(grammar, forcing=forcing, lenient=False)
+        failed, messages = self._messages(text)
         if failed:
-            message = _readable("; ".join(messages), grammar.kind) + _places("; ".join(messages), grammar)
-            if any(word in message for word in _LIMIT_WORDS):
-                raise LimitExceeded(f"llguidance: {message}")
-            raise InvalidGrammar(f"llguidance: {message}")
-        found = [Unenforced("", "", message) for message in messages if message]
+            refused = readable("; ".join(messages), grammar.kind)
+            messages = []
+            if grammar.kind in JSON_KINDS:
+                text, found = notation(grammar, forcing=forcing, lenient=True)
+                failed, messages = self._messages(text)
+            if failed or not messages:
+                if any(word in refused for word in _LIMIT_WORDS):
+                    raise LimitExceeded(f"llguidance: {refused}")
+                raise InvalidGrammar(f"llguidance: {refused}")
+        found += parts(messages, grammar)
         return unenforced.pack(unenforced.settle(self.name, found, allow_unenforced), text.encode())
 
     def load(self, grammar: Grammar, artifact: bytes) -> LlguidanceCompiled:
@@ -82,62 +64,15 @@ class LlguidanceBackend:
         special = (self._never, self._never_but_stops)
         return LlguidanceCompiled(pristine, len(text), self._vocabulary, special, warnings)
 
-    def _notation(self, grammar: Grammar) -> str:
-        # Forcing spells a text that can only go one way in its canonical tokens; for a text that holds the name of a
-        # special token that would be the special token itself.
-        forcing = self._vocabulary.named_special(grammar) is None
-        match grammar.kind:
-            case Kind.JSON_SCHEMA | Kind.JSON_OBJECT:
-                return _lark("start: %json " + self._schema(json.loads(grammar.text), grammar.whitespace), forcing)
-            case Kind.CHOICE:
-                choices = json.loads(grammar.text)
-                # As one terminal: alternatives of a rule are parser items, of which a row may have 2,000.
-                return _lark("start: CHOICE\nCHOICE: " + " | ".join(map(lark_literal, choices)), forcing)
-            case Kind.REGEX:
-                lark = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
-                return _lark(lark, forcing)
-            case Kind.EBNF:
-                return gbnf_to_lark(grammar.text)
-            case Kind.LARK:
-                refuse_token_references(grammar.text)
-                return grammar.text
-            case Kind.STRUCTURAL_TAG:
-                tag = StructuralTag.parse(grammar.text)
-                return _lark(tag.to_lark(lambda schema: self._schema(schema, grammar.whitespace)), forcing)
-
-    def _schema(self, schema: Any, whitespace: Whitespace) -> str:
-        if schema is True:
-            schema = {}
-        if "x-guidance" in schema:
-            raise InvalidGrammar("JSON Schema: /x-guidance: options of the library are not the request's to set")
-        return json.dumps({**schema, "x-guidance": _WHITESPACE[whitespace]}, ensure_ascii=False)
-
-
-def _readable(message: str, kind: Kind) -> str:
-    """Return the library's message without the places and lines of text that the user did not write."""
-    if kind is Kind.LARK:
-        return message.strip()
-    return _PLACE.sub("", message.splitlines()[0] if kind is not Kind.REGEX else message.split("\n   1 |")[0]).strip()
-
-
-def _places(message: str, grammar: Grammar) -> str:
-    """Return where in a schema the keywords stand that the message speaks of; the library does not say."""
-    named = _UNIMPLEMENTED.search(message)
-    if named is None or grammar.kind is Kind.CHOICE:
-        return ""
-    keywords = frozenset(json.loads(named[1]))
-    waiting = [("", json.loads(grammar.text))]
-    for path, node in waiting:
-        children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-        for name, child in children:
-            if isinstance(node, dict) and name in keywords:
-                return f" (at {path}/{name})"
-            waiting.append((f"{path}/{name}", child))
-    return ""
-
-
-def _lark(body: str, forcing: bool) -> str:
-    return f"%llguidance {json.dumps({} if forcing else {'no_forcing': True})}\n{body}"
+    def _messages(self, text: str) -> tuple[bool, list[str]]:
+        """Return whether the library refuses `text`, and what it says about it."""
+        failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._tokenizer, limits=self._limits)
+        if not failed:
+            # Validation stops short of building the lexer; the matcher's own limits show only here.
+            matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+            if matcher.is_error():
+                return True, [matcher.get_error()]
+        return failed, [message for message in messages if message]
 
 
 class _SpecialBits:
@@ -183,6 +118,7 @@ class LlguidanceMatcher:
         self, inner: LLMatcher, vocabulary: Vocabulary, never: _SpecialBits, never_but_stops: _SpecialBits
     ) -> None:
         self._inner = inner
+        self._vocabulary = vocabulary
         self._stops = frozenset(vocabulary.stop_ids)
         self._special = vocabulary.special
         self._vocab_size = vocabulary.size
@@ -213,6 +149,12 @@ class LlguidanceMatcher:
             count -= 1
         if count and not self._inner.rollback(count):
             raise MatcherFailed(self._inner.get_error())
+
+    def copy(self) -> LlguidanceMatcher:
+        """Return a copy; it costs microseconds."""
+        twin = LlguidanceMatcher(self._inner.deep_copy(), self._vocabulary, self._never, self._never_but_stops)
+        twin.terminated = self.terminated
+        return twin
 
     def fill(self, rows: Rows, index: int) -> None:
         """Compute the row in place; see `Matcher.fill`."""

@@ -1,9 +1,8 @@
 """The xgrammar backend: compiling is expensive (up to seconds), masks are cheap; needs torch for its tensors.
 
 Invariant: whatever the library says it ignores, and whatever it was seen to ignore in silence (`xgrammar_schema`), is
-an error. An artifact is the serialised compilation, or empty when loading it would cost more than compiling it again:
-it grows to 40 times the memory of the grammar, and only within what the killable process has already done in its
-time.
+an error. An artifact is the serialised compilation, whatever its size: the pool bounds it. It may have 40 times the
+bytes of the grammar in memory, since the library writes the automaton of all rules once for every rule.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,18 +21,13 @@ import xgrammar
 from grammar_service.backends import MatcherFailed, Rows, unenforced
 from grammar_service.backends.stderr_capture import captured_stderr
 from grammar_service.backends.unenforced import Unenforced
-from grammar_service.backends.xgrammar_schema import problems
-from grammar_service.errors import InternalError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
-from grammar_service.grammar import MAX_WHITESPACE, Grammar, Kind, Whitespace
+from grammar_service.backends.xgrammar_rules import corrected, wanted_count
+from grammar_service.backends.xgrammar_schema import problems, tag_problems
+from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
+from grammar_service.grammar import Grammar, Kind
 from grammar_service.structural_tag import formats, modern
 from grammar_service.text_grammar import gbnf_literal, refuse_token_functions
 from grammar_service.vocabulary import Vocabulary
-
-MAX_ARTIFACT_BYTES = 4 << 20
-"""Above this, `load` compiles again: reading 85 MB back took 1.1 s, 66 ms of them with the GIL; compiling took 2 s."""
-
-MAX_SERIALISED_BYTES = 3 << 19
-"""Grammars that hold more are not even serialised: the text has 2 to 40 times their size, and may not fit."""
 
 _SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)
 _T = TypeVar("_T")
@@ -56,32 +51,32 @@ class XgrammarBackend:
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Compile within this process; see `Backend.compile`. Redirects the process's stderr meanwhile."""
         # First what is known to be ignored, at no cost; what the library itself says comes after its work.
-        found = _schema_problems(grammar)
+        prepared, found = _prepared(grammar)
         unenforced.settle(self.name, found, allow_unenforced)
-        compiled, said = _listened(lambda: self._compile(grammar))
+        compiled, said = _listened(lambda: self._compile(prepared))
         warnings = unenforced.settle(self.name, [*found, *said], allow_unenforced)
-        data = b""
-        if compiled.memory_size_bytes <= MAX_SERIALISED_BYTES:
-            data = compiled.serialize_json().encode()
-        return unenforced.pack(warnings, data if len(data) <= MAX_ARTIFACT_BYTES else b"")
+        try:
+            return unenforced.pack(warnings, compiled.serialize_json().encode())
+        except RuntimeError as error:
+            raise _refusal(error) from None
 
     def load(self, grammar: Grammar, artifact: bytes) -> XgrammarCompiled:
-        """Return the compiled form; an artifact without data compiles again, without the GIL."""
+        """Return the compiled form, without the GIL but for the copy of the text: 4 ms of 0.4 s for 40 MB."""
         warnings, data = unenforced.unpack(artifact)
-        if data:
-            compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._tokenizer)
-        else:
-            try:
-                compiled = self._compile(grammar)
-            except RuntimeError as error:
-                raise InternalError(f"xgrammar: it compiled once and not again: {_clean(str(error))}") from None
+        compiled = xgrammar.CompiledGrammar.deserialize_json(str(data, "utf-8"), self._tokenizer)
         return XgrammarCompiled(compiled, self._vocabulary, self._never, warnings)
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         compiler = self._compiler
         match grammar.kind:
             case Kind.JSON_SCHEMA | Kind.JSON_OBJECT:
-                return self._schema(grammar)
+                rules = xgrammar.Grammar.from_json_schema(
+                    grammar.text,
+                    any_whitespace=True,
+                    max_whitespace_cnt=wanted_count(grammar.whitespace),
+                    strict_mode=False,
+                )
+                return compiler.compile_grammar(corrected(str(rules), grammar.whitespace))
             case Kind.REGEX:
                 return compiler.compile_regex(grammar.text)
             case Kind.EBNF:
@@ -91,50 +86,29 @@ class XgrammarBackend:
                 choices = json.loads(grammar.text)
                 return compiler.compile_grammar("root ::= " + " | ".join(gbnf_literal(choice) for choice in choices))
             case Kind.STRUCTURAL_TAG:
-                return compiler.compile_structural_tag(self._structural_tag(grammar))
+                rules = xgrammar.Grammar.from_structural_tag(grammar.text)
+                return compiler.compile_grammar(corrected(str(rules), grammar.whitespace))
             case Kind.LARK:
                 raise NotSupported("Lark grammars need the backend llguidance; this is xgrammar")
 
-    def _schema(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        if grammar.whitespace is not Whitespace.COMPACT:
-            count = MAX_WHITESPACE if grammar.whitespace is Whitespace.BOUNDED else None
-            return self._compiler.compile_json_schema(
-                grammar.text, any_whitespace=True, max_whitespace_cnt=count, strict_mode=False
-            )
-        # The rules for values without a schema keep ", " between their members whatever the separators are.
-        rules = str(
-            xgrammar.Grammar.from_json_schema(
-                grammar.text, any_whitespace=False, separators=(",", ":"), strict_mode=False
-            )
-        )
-        for rule in ("basic_array_items", "basic_object_properties"):
-            rules = rules.replace(f'{rule} ::= ((", " ', f'{rule} ::= (("," ')
-        return self._compiler.compile_grammar(rules)
 
-    def _structural_tag(self, grammar: Grammar) -> str:
-        document = modern(json.loads(grammar.text))
-        for _, node in formats(document["format"], "/format"):
-            if "json_schema" in node and node.get("style", "json") == "json":
-                node["max_whitespace_cnt"] = _structural_whitespace(grammar.whitespace)
-            if node.get("type") == "grammar":
-                refuse_token_functions(str(node.get("grammar")))
-        return json.dumps(document)
-
-
-def _structural_whitespace(whitespace: Whitespace) -> int | None:
-    if whitespace is Whitespace.COMPACT:
-        raise NotSupported("whitespace: compact is not possible in xgrammar's structural tags; bounded and any are")
-    return MAX_WHITESPACE if whitespace is Whitespace.BOUNDED else None
-
-
-def _schema_problems(grammar: Grammar) -> list[Unenforced]:
+def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced]]:
+    """Return the grammar as the library is to read it, and what it would ignore."""
     if grammar.kind in (Kind.JSON_SCHEMA, Kind.JSON_OBJECT):
-        return problems(json.loads(grammar.text))
+        schema = json.loads(grammar.text)
+        found = problems(schema)
+        return replace(grammar, text=json.dumps(schema, ensure_ascii=False)), found
     if grammar.kind is not Kind.STRUCTURAL_TAG:
-        return []
-    form = modern(json.loads(grammar.text))["format"]
-    schemas = [(path, node["json_schema"]) for path, node in formats(form, "/format") if "json_schema" in node]
-    return [problem for path, schema in schemas for problem in problems(schema, f"{path}/json_schema")]
+        return grammar, []
+    document, found = modern(json.loads(grammar.text)), []
+    for path, node in formats(document["format"], "/format"):
+        if "json_schema" in node:
+            found += problems(node["json_schema"], f"{path}/json_schema") + tag_problems(node, path)
+            if node.get("style", "json") == "json":
+                node["max_whitespace_cnt"] = wanted_count(grammar.whitespace)
+        if node.get("type") == "grammar":
+            refuse_token_functions(str(node.get("grammar")))
+    return replace(grammar, text=json.dumps(document, ensure_ascii=False)), found
 
 
 def _listened(action: Callable[[], _T]) -> tuple[_T, list[Unenforced]]:
@@ -143,11 +117,15 @@ def _listened(action: Callable[[], _T]) -> tuple[_T, list[Unenforced]]:
         with captured_stderr() as said:
             result = action()
     except (RuntimeError, ValueError, TypeError, MemoryError) as error:
-        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
-            raise LimitExceeded("compile_memory_mb: the compilation needs more memory than it allows") from None
-        raise InvalidGrammar(f"xgrammar: {_clean(str(error))}") from None
+        raise _refusal(error) from None
     warnings = [_clean(line).removeprefix("Warning: ") for line in said() if "Warning" in line]
     return result, [Unenforced("", "", warning) for warning in warnings]
+
+
+def _refusal(error: Exception) -> GrammarServiceError:
+    if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+        return LimitExceeded("compile_memory_mb: the compilation needs more memory than it allows")
+    return InvalidGrammar(f"xgrammar: {_clean(str(error))}")
 
 
 def _clean(message: str) -> str:
@@ -218,6 +196,7 @@ class XgrammarMatcher:
 
     def __init__(self, inner: xgrammar.GrammarMatcher, vocabulary: Vocabulary, never: frozenset[int]) -> None:
         self._inner = inner
+        self._vocabulary = vocabulary
         self._vocab_size = vocabulary.size
         self._never = never
         self._num_words = vocabulary.num_words
@@ -245,6 +224,10 @@ class XgrammarMatcher:
                 self._inner.rollback(count)
             except RuntimeError as error:
                 raise MatcherFailed(_clean(str(error))) from None
+
+    def copy(self) -> XgrammarMatcher:
+        """Return a copy; it shares the compiled grammar."""
+        return XgrammarMatcher(self._inner.fork(), self._vocabulary, self._never)
 
     def fill(self, rows: Rows, index: int) -> None:
         """Fill the row in place, through a tensor over the same memory; see `Matcher.fill`."""

@@ -8,9 +8,12 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from typing import Any
 
+from grammar_service.backends.ecma_pattern import portable
+from grammar_service.backends.portable_patterns import rewrite
+from grammar_service.backends.schema_walk import Schema, subschemas
 from grammar_service.backends.unenforced import Unenforced
 
 _IGNORED = {
@@ -38,6 +41,9 @@ _FORMATS = frozenset(
 )
 """Formats that are enforced; any other is taken as any string."""
 
+UNWRITABLE = [(0, 31), (34, 34), (92, 92)]
+"""A pattern is held against the JSON text, in which these are two characters or more."""
+
 _OF_TYPE = {
     "minimum": "number",
     "maximum": "number",
@@ -59,10 +65,6 @@ _IMPLY_OBJECT = ("properties", "required", "patternProperties", "additionalPrope
 _IMPLY_ARRAY = ("items", "prefixItems")
 """Keywords that the library takes for a type: the schema becomes stricter than it says."""
 
-_SCHEMAS = ("items", "additionalProperties", "propertyNames", "contains")
-_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-
 _ASSERTIONS = frozenset(
     {
         "type",
@@ -82,51 +84,23 @@ _ASSERTIONS = frozenset(
 
 
 def problems(schema: Any, path: str = "") -> list[Unenforced]:
-    """Return what xgrammar would not enforce in a schema that stands at `path`."""
-    found: list[Unenforced] = []
-    seen: set[int] = set()
-    waiting = [(path, schema)]
-    while waiting:
-        where, node = waiting.pop()
-        if not isinstance(node, dict) or id(node) in seen:
-            continue
-        seen.add(id(node))
+    """Return what xgrammar would not enforce in a schema that stands at `path`, and rewrite its patterns in place."""
+    found = rewrite(schema, path, lambda pattern: portable(pattern, UNWRITABLE))
+    for where, node in subschemas(schema, path):
         problem = _problem(node)
         if problem:
-            keyword, reason = problem
-            found.append(Unenforced(where, keyword, reason))
-        waiting.extend(_children(node, where))
-        reference = node.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/"):
-            waiting.append((path + reference[1:], _resolve(schema, reference)))
+            found.append(Unenforced(where, *problem))
     return found
 
 
-def _children(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    for key in _SCHEMAS:
-        yield f"{path}/{key}", node.get(key)
-    for key in _SCHEMA_LISTS:
-        children = node.get(key)
-        for i, child in enumerate(children if isinstance(children, list) else ()):
-            yield f"{path}/{key}/{i}", child
-    for key in _SCHEMA_MAPS:
-        members = node.get(key)
-        for name, child in members.items() if isinstance(members, dict) else ():
-            yield f"{path}/{key}/{name}", child
-
-
-def _resolve(root: Any, reference: str) -> Any:
-    """Return what a local reference points at, or None: the library itself refuses those that lead nowhere."""
-    node = root
-    for part in reference[2:].split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, dict) and name in node:
-            node = node[name]
-        elif isinstance(node, list) and name.isdigit() and int(name) < len(node):
-            node = node[int(name)]
-        else:
-            return None
-    return node
+def tag_problems(form: Schema, path: str) -> list[Unenforced]:
+    """Return what of a structural tag's JSON region at `path` is enforced only in part."""
+    found = []
+    if form.get("any_order"):
+        found.append(Unenforced(path, "any_order", "neither required nor repeated names are then looked at"))
+    if form.get("style", "json") != "json":
+        found.append(Unenforced(path, "style", "what is enforced of a schema is known for 'json' alone"))
+    return found
 
 
 def _problem(node: dict[str, Any]) -> tuple[str, str] | None:
@@ -211,12 +185,22 @@ def _strings(node: dict[str, Any]) -> tuple[str, str] | None:
 def _objects(node: dict[str, Any]) -> tuple[str, str] | None:
     properties = node.get("properties")
     known = properties if isinstance(properties, dict) else {}
+    if "type" not in node:
+        for keyword in ("patternProperties", "propertyNames"):
+            if keyword in node:
+                return keyword, 'is not enforced without "type"'
+    if node.get("additionalProperties") is not False and any(
+        json.dumps(n, ensure_ascii=False) != f'"{n}"' for n in known
+    ):
+        return "properties", "holds a name with a quote, a backslash or a control character, which is not kept apart"
     for i, name in enumerate(node["required"] if isinstance(node.get("required"), list) else ()):
         if name not in known:
             return f"required/{i}", f"{name!r} is not enforced, since it is not in properties"
     for keyword in ("patternProperties", "propertyNames"):
         if keyword in node and known:
             return keyword, "is not enforced beside properties"
+    if "additionalProperties" in node and "propertyNames" in node:
+        return "additionalProperties", "is not enforced beside propertyNames"
     if "patternProperties" in node and "propertyNames" in node:
         return "propertyNames", "is not enforced beside patternProperties"
     return None

@@ -1,0 +1,54 @@
+"""The patterns of a schema in portable notation, and the counts of members that repeated names would defeat.
+
+Invariant: after `rewrite` no pattern is left that a library would read in its own way; one that cannot be rewritten is
+taken out and reported. It holds for every backend; what one of them ignores is its own module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from grammar_service.backends.ecma_pattern import NotPortable
+from grammar_service.backends.schema_walk import Schema, subschemas
+from grammar_service.backends.unenforced import Unenforced
+
+
+def rewrite(schema: Any, path: str, portable: Callable[[str], str]) -> list[Unenforced]:
+    """Rewrite the patterns inside `schema`, which stands at `path`, in place. Return what would not be enforced."""
+    found: list[Unenforced] = []
+    for where, node in list(subschemas(schema, path)):
+        pattern = node.get("pattern")
+        if isinstance(pattern, str):
+            try:
+                node["pattern"] = portable(pattern)
+            except NotPortable as problem:
+                found.append(Unenforced(where, "pattern", f"{pattern!r}: {problem}"))
+                del node["pattern"]
+        members = node.get("patternProperties")
+        if isinstance(members, dict):
+            node["patternProperties"] = _names(members, where, portable, found)
+        found += _repeated(where, node)
+    return found
+
+
+def _names(
+    members: dict[str, Any], where: str, portable: Callable[[str], str], found: list[Unenforced]
+) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for pattern, child in members.items():
+        try:
+            out[portable(pattern)] = child
+        except NotPortable as problem:
+            found.append(Unenforced(where, "patternProperties", f"{pattern!r}: {problem}"))
+    return out
+
+
+def _repeated(where: str, node: Schema) -> list[Unenforced]:
+    """Object members are counted as they are written; a JSON reader counts a name that stands twice as one."""
+    least, required = node.get("minProperties"), node.get("required")
+    distinct = 1 + (len(required) if isinstance(required, list) else 0)
+    closed = node.get("additionalProperties") is False and not node.get("patternProperties")
+    if isinstance(least, int | float) and least > distinct and not closed:
+        return [Unenforced(where, "minProperties", f"above {distinct} is not enforced: a name may stand twice")]
+    return []

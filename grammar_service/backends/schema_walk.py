@@ -1,0 +1,100 @@
+"""Every schema inside a JSON Schema that can be reached from its root, with its JSON path, each once.
+
+Invariant: what a backend compiles is among them: all places that take a schema, and what local references lead to. A
+definition that nothing refers to is left out, unless a reference cannot be followed here; then all are in. What stands
+in `const`, `enum`, `default` and unknown keywords is data, until a reference points there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+Schema = dict[str, Any]
+
+_ONE = (
+    *("items", "additionalItems", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def subschemas(root: Any, path: str = "") -> Iterator[tuple[str, Schema]]:
+    """Yield (path, schema) for `root`, which stands at `path`, and every schema object below. Order: outer first."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [(path, root)]
+    lost = False
+    for where, node in waiting:
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield where, node
+        waiting += _children(node, where)
+        reference = node.get("$ref")
+        if isinstance(reference, str):
+            place = _resolve(root, reference)
+            if place is not None:
+                waiting.append((path + place[0], place[1]))
+            elif not lost:
+                lost = True
+                waiting += _all_definitions(root, path)
+
+
+def _children(node: Schema, path: str) -> Iterator[tuple[str, Any]]:
+    for key in _ONE:
+        yield f"{path}/{key}", node.get(key)
+    for key in _LISTS:
+        children = node.get(key)
+        for i, child in enumerate(children if isinstance(children, list) else ()):
+            yield f"{path}/{key}/{i}", child
+    for key in _MAPS:
+        members = node.get(key)
+        for name, child in members.items() if isinstance(members, dict) else ():
+            yield f"{path}/{key}/{name}", child
+
+
+def _resolve(root: Any, reference: str) -> tuple[str, Any] | None:
+    """Return path and value of what a local reference points at, or None."""
+    if not reference.startswith("#"):
+        return None
+    if not reference.startswith("#/"):
+        return ("", root) if reference == "#" else _anchored(root, reference[1:])
+    node = root
+    for part in reference[2:].split("/"):
+        for name in (part, unquote(part)):
+            name = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(node, dict) and name in node:
+                node = node[name]
+                break
+            if isinstance(node, list) and name.isdigit() and int(name) < len(node):
+                node = node[int(name)]
+                break
+        else:
+            return None
+    return reference[1:], node
+
+
+def _anchored(root: Any, name: str) -> tuple[str, Any] | None:
+    waiting: list[tuple[str, Any]] = [("", root)]
+    for path, node in waiting:
+        if isinstance(node, dict):
+            if name in (node.get("$anchor"), node.get("$dynamicAnchor")) or node.get("$id") == f"#{name}":
+                return path, node
+            waiting += ((f"{path}/{key}", child) for key, child in node.items())
+        elif isinstance(node, list):
+            waiting += ((f"{path}/{i}", child) for i, child in enumerate(node))
+    return None
+
+
+def _all_definitions(root: Any, path: str) -> Iterator[tuple[str, Any]]:
+    waiting: list[tuple[str, Any]] = [(path, root)]
+    for where, node in waiting:
+        for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+            below = f"{where}/{key}"
+            if isinstance(node, dict) and key in _DEFINITIONS and isinstance(child, dict):
+                yield from ((f"{below}/{name}", each) for name, each in child.items())
+            if isinstance(child, dict | list):
+                waiting.append((below, child))
