@@ -23,7 +23,7 @@ _GAUGES = (
     ("kv_pages", "Pages of the KV cache in all", "num_pages"),
 )
 _COUNTERS = (
-    ("prompt_tokens", "Prompt tokens prefilled", "prefill_tokens"),
+    ("prompt_tokens", "Prompt tokens prefilled; the last of a prompt is part of its first step", "prefill_tokens"),
     ("generation_tokens", "Tokens generated", "generated_tokens"),
     ("step_rows", "Rows that decode steps verified, padding included", "step_rows"),
     ("deferred_rows", "Times that a sequence's rows came too late for its step", "deferred_rows"),

@@ -58,7 +58,7 @@ class BothProcesses(Collector):
         _merge(families, self.registry.collect(), "engine")
         if self._grammar is not None:
             text = self._ask(self._grammar)
-            _merge(families, _about_grammar(self._grammar, up=text is not None), "engine")
+            _merge(families, about_grammar(self._grammar, up=text is not None), "engine")
             if text is not None:
                 _merge(families, text_string_to_metric_families(text.decode()), "sidecar")
         return families.values()
@@ -104,7 +104,8 @@ class MetricsServer:
         return f"<MetricsServer {self.address}>"
 
 
-def _about_grammar(grammar: GrammarSource, *, up: bool) -> Iterable[Metric]:
+def about_grammar(grammar: GrammarSource, *, up: bool) -> Iterable[Metric]:
+    """Yield what the engine itself knows of the grammar process."""
     yield GaugeMetricFamily("lockstep_grammar_up", "1 while the grammar process answers", value=int(up))
     yield CounterMetricFamily(
         "lockstep_grammar_attachments", "Times that a grammar process was attached", value=grammar.attachments

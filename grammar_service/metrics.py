@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, Pro
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from grammar_service.config import GrammarConfig
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
 
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps beside every counter
@@ -27,7 +28,7 @@ FILL_BOUNDS_S = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-
 COMPILE_BOUNDS_S = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 
 _BOUNDS_NS = tuple(int(bound * 1e9) for bound in FILL_BOUNDS_S)
-_LIMITS = frozenset({"max_grammar_bytes", "cache_bytes", "compile_queue", "compile_timeout_s", "compile_memory_mb"})
+_LIMITS = frozenset(setting.name for setting in fields(GrammarConfig))
 """Settings that a LimitExceeded may name; other words of a message must not become labels."""
 
 

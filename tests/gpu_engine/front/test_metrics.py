@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import urllib.request
 from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
@@ -22,6 +24,7 @@ from gpu_engine.request import FinishReason, TokenEvent
 from gpu_engine.server import Parts, open_server
 from gpu_engine.stats import EngineStats, Histogram
 from protos.engine.v1 import engine_pb2 as pb
+from tests import metrics_table
 from tests.fakes import FakeEngine, FakeModel, Script, says
 
 ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)
@@ -179,3 +182,47 @@ async def test_without_the_setting_nothing_listens(tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=f"metrics_listen: '{value}' is not host:port"):
         ServerConfig(metrics_listen=value)
+
+
+def documented(page: str) -> set[str]:
+    return {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
+
+
+def families_of(seen: Scrape) -> set[str]:
+    names = {name[0].removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in seen}
+    return {f"lockstep_{name}" for name in names if not name.startswith("process_")}
+
+
+async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_out(tmp_path: Path, root: Path) -> None:
+    spawned = config(tmp_path, grammar="spawn", grammar_silence_s=600.0)
+    async with open_server(ENGINE, spawned, parts=parts()) as server, Client(server.address) as client:
+        address, sidecar = server.metrics_address, server.sidecar
+        assert address is not None
+        assert sidecar is not None
+        with pytest.raises(grpc.aio.AioRpcError):
+            await anext(client.generate(pb.GenerateRequest(text="hi", grammar=pb.Grammar(regex="("))))
+        seen = await scrape(address)
+        assert (seen["grammar_up", "engine"], seen["grammar_engine_attached", "sidecar"]) == (1, 1)
+        # The engine warms it up with a grammar of its own.
+        assert seen["grammar_cache_misses_total", "llguidance", "regex", "sidecar"] == 1
+        assert seen["grammar_compile_seconds_count", "llguidance", "regex", "sidecar"] == 1
+        assert seen["grammar_compile_refusals_total", "regex", "sidecar", "invalid"] == 1
+        assert (seen["grammar_process_starts_total", "engine"], seen["grammar_attachments_total", "engine"]) == (1, 1)
+        for process in ("engine", "sidecar"):
+            assert seen["process_resident_memory_bytes", process] > 0
+        # A family whose labels nothing has had yet is not in a scrape.
+        assert families_of(seen) <= documented((root / "docs/metrics.md").read_text())
+        assert sidecar.pid is not None
+        os.kill(sidecar.pid, signal.SIGSTOP)
+        try:
+            away = await scrape(address)
+        finally:
+            os.kill(sidecar.pid, signal.SIGCONT)
+        assert away["grammar_up", "engine"] == 0
+        assert not [name for name in away if "sidecar" in name]
+        assert away["requests_total", "engine", "INVALID_ARGUMENT"] == 1
+
+
+def test_the_page_says_what_is_counted(root: Path) -> None:
+    page = (root / "docs/metrics.md").read_text()
+    assert page == metrics_table.page(), "run: python -m tests.metrics_table"

@@ -1,0 +1,78 @@
+"""Writes the tables of docs/metrics.md from the metrics that exist: `python -m tests.metrics_table`.
+
+The invariant: every name, type, label and sentence between the page's markers comes from the code; a test compares the
+page with `page()`. Not here: the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Metric
+
+from gpu_engine.metrics_engine import EngineCollector
+from gpu_engine.metrics_http import about_grammar
+from gpu_engine.metrics_requests import RequestWatch
+from gpu_engine.stats import EngineStats
+from grammar_service.metrics import GrammarMetrics, WorkerCounts
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/metrics.md"
+
+
+class NoGrammar:
+    """A `GrammarSource` for its families' names."""
+
+    attachments = process_starts = 0
+
+    async def metrics(self, timeout_s: float) -> bytes | None:
+        return None
+
+
+def engine_families() -> list[Metric]:
+    """Return the engine's families, each with a sample that has its labels."""
+    registry = CollectorRegistry()
+    about = dict.fromkeys(("version", "model", "dtype", "device"), "")
+    registry.register(EngineCollector(EngineStats, drafter="ngram", about=about))
+    watch = RequestWatch(registry)
+    watch.metrics.requests.labels("OK")
+    watch.metrics.sequences.labels("stop")
+    return [*registry.collect(), *about_grammar(NoGrammar(), up=False)]
+
+
+def sidecar_families() -> list[Metric]:
+    """Return the grammar process's, without `process_*`."""
+
+    class Worked:
+        def counts(self) -> WorkerCounts:
+            return WorkerCounts(rows_by_kind={"APPLY": 1})
+
+    metrics = GrammarMetrics()
+    metrics.attach(Worked())
+    for by_backend in (metrics.compile_seconds, metrics.cache_hits, metrics.cache_misses):
+        by_backend.labels("regex", "llguidance")
+    metrics.refusals.labels("regex", "invalid")
+    return [family for family in metrics.registry.collect() if not family.name.startswith("process_")]
+
+
+def table(families: Iterable[Metric]) -> str:
+    """Return a Markdown table of `families`, by name."""
+    lines = ["| metric | type | labels | what |", "|---|---|---|---|"]
+    for family in sorted(families, key=lambda family: family.name):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = ", ".join(f"`{label}`" for label in family.samples[0].labels if label != "le")
+        lines.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """Return the page with its tables made anew."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, families in (("engine", engine_families()), ("sidecar", sidecar_families())):
+        begin, end = f"<!-- {name}:begin -->\n", f"\n<!-- {name}:end -->"
+        text = text[: text.index(begin) + len(begin)] + table(families) + text[text.index(end) :]
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
