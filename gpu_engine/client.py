@@ -46,6 +46,10 @@ class Client:
         request = pb.AbortRequest(request_id=request_id)
         return (await self._stub.Abort(request, metadata=self._metadata)).aborted
 
+    async def compile(self, grammar: pb.Grammar, *, timeout_s: float | None = None) -> pb.CompileResponse:
+        """Compile a grammar ahead of time; `grammar_id` of the response is for Grammar.grammar_id."""
+        return await self._stub.Compile(pb.CompileRequest(grammar=grammar), timeout=timeout_s, metadata=self._metadata)
+
     async def info(self, *, timeout_s: float = 5.0) -> pb.GetModelInfoResponse:
         """Describe the server."""
         return await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s, metadata=self._metadata)

@@ -143,6 +143,12 @@ class ServerConfig:
     """Bound on one grammar's compilation in a spawned sidecar."""
     grammar_wait_s: float = 30.0
     """A guided request waits this long for a grammar process that is starting or was lost, then it is UNAVAILABLE."""
+    compile_memory_mb: int = 2048
+    """What one compilation may allocate in a spawned sidecar's worker, in MiB."""
+    grammar_cache_dir: str = ""
+    """A directory in which a spawned sidecar keeps compiled grammars over restarts; empty: none."""
+    grammar_handles_bytes: int = 64 << 20
+    """Bound on the grammars that Compile gave an id, in bytes of their text; the least recently used leaves first."""
     grammar_silence_s: float = 5.0
     """A grammar process without a sign of life for this long counts as lost; a spawned one is killed."""
     max_n: int = 16
@@ -174,6 +180,8 @@ class ServerConfig:
         _require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
         _require(self.grammar_wait_s > 0, "grammar_wait_s", "must be positive")
         _require(self.grammar_silence_s > 0, "grammar_silence_s", "must be positive")
+        _require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
+        _require(self.grammar_handles_bytes >= 1 << 20, "grammar_handles_bytes", "must be at least 1048576")
         _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
         _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
         host, _, port = self.metrics_listen.rpartition(":")

@@ -4,6 +4,7 @@
     |- InvalidRequest        INVALID_ARGUMENT      the caller's fault; names the field and the limit
     |- LimitExceeded         RESOURCE_EXHAUSTED    a stated bound (queue, compile time, grammar bytes) is reached
     |- GrammarUnavailable    UNAVAILABLE           the sidecar is gone, or was lost in mid-answer; try again
+    |- UnknownGrammar        NOT_FOUND             a grammar_id that this server does not know (any more)
     |- GrammarNotConfigured  FAILED_PRECONDITION   a grammar on a server that has no sidecar
     |- NotSupported          UNIMPLEMENTED         known, but not by this server
     |- ShuttingDown          UNAVAILABLE           the server is closing
@@ -37,6 +38,10 @@ class GrammarUnavailable(LockstepError):
     """The grammar process does not answer."""
 
 
+class UnknownGrammar(LockstepError):
+    """No grammar with this id is kept: compile it again."""
+
+
 class GrammarNotConfigured(LockstepError):
     """The request carries a grammar and this server runs without a grammar process."""
 
@@ -57,6 +62,7 @@ _STATUS: dict[type[LockstepError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     GrammarUnavailable: grpc.StatusCode.UNAVAILABLE,
+    UnknownGrammar: grpc.StatusCode.NOT_FOUND,
     GrammarNotConfigured: grpc.StatusCode.FAILED_PRECONDITION,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
     ShuttingDown: grpc.StatusCode.UNAVAILABLE,

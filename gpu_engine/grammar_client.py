@@ -94,6 +94,10 @@ class GrammarClient:
         self._compiler.forget(request_id)
 
     async def warm_up(self) -> None:
+    async def compile(self, spec: GrammarSpec) -> Compiled:
+        """Compile for nobody's slot. Raises LockstepError."""
+        return await self._compiler.again(spec)
+
         """Compile a small grammar: then the process has what a first request needs. Raises LockstepError."""
         await self._compiler.again(WARM_UP)
 

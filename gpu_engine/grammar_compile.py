@@ -1,8 +1,9 @@
 """Compilations in the grammar process: one RPC for any number of equal grammars that arrive together.
 
 The invariant: while a compilation runs, an equal spec joins it; its result belongs to every request that holds a ticket
-for it. Finished ones are not kept here, because the grammar process has the cache and must see which grammars are in
-use. A grammar process that dies in the middle costs a retry on the next one. Not here: slots (`grammar_client.py`).
+for it, and when the last of them has left, the RPC is cancelled, by which the grammar process knows to stop. Finished
+ones are not kept here, because the grammar process has the cache and must see which grammars are in use. A grammar
+process that dies in the middle costs a retry on the next one. Not here: slots (`grammar_client.py`).
 """
 
 from __future__ import annotations
@@ -44,13 +45,26 @@ class Compiled:
     cache_hit: bool
     compile_ms: float
     warnings: tuple[str, ...]
+    memory_bytes: int = 0
+    """What it holds in the grammar process, an estimate."""
+    min_tokens: int = 0
+    """Of the shortest answer known, the end-of-sequence token included; 0: not known."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A compilation, and how many wait for it."""
+
+    spec: GrammarSpec
+    task: asyncio.Task[Compiled]
+    waiters: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ticket:
     """The compilation that a request waits for."""
 
-    task: asyncio.Task[Compiled]
+    running: _Running
     joined: bool
     """An earlier request had started it."""
     failed: Callable[[LockstepError], None]
@@ -66,27 +80,29 @@ class GrammarCompiler:
         self._link = link
         self._tasks = tasks
         self._tickets: dict[str, _Ticket] = {}
-        self._running: dict[GrammarSpec, asyncio.Task[Compiled]] = {}
+        self._running: dict[GrammarSpec, _Running] = {}
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
         """Start or join the compilation; `failed` is called when it fails, or by `fail_compiled`."""
         joined = spec in self._running
-        ticket = self._tickets[request_id] = _Ticket(self._start(spec), joined, failed)
+        ticket = self._tickets[request_id] = _Ticket(self._join(spec), joined, failed)
 
         def done(task: asyncio.Task[Compiled]) -> None:
             if not task.cancelled() and isinstance(error := task.exception(), LockstepError):
                 failed(error)
 
-        ticket.task.add_done_callback(done)
+        ticket.running.task.add_done_callback(done)
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
-        self._tickets.pop(request_id, None)
+        ticket = self._tickets.pop(request_id, None)
+        if ticket:
+            self._leave(ticket.running)
 
     def fail_compiled(self, error: LockstepError) -> None:
         """End every request whose grammar was compiled; the others learn of an outage from their compilation."""
         for ticket in list(self._tickets.values()):
-            if ticket.task.done():
+            if ticket.running.task.done():
                 ticket.failed(error)
 
     async def result(self, request_id: str, spec: GrammarSpec) -> Compiled:
@@ -94,20 +110,41 @@ class GrammarCompiler:
         ticket = self._tickets.get(request_id)
         if ticket is None:
             return await self.again(spec)
-        # Shielded: others may wait for the same task when this waiter is cancelled.
-        compiled = await asyncio.shield(ticket.task)
+        ticket.running.waiters += 1
+        compiled = await self._wait(ticket.running)
         return replace(compiled, cache_hit=compiled.cache_hit or ticket.joined)
 
     async def again(self, spec: GrammarSpec) -> Compiled:
         """Compile whatever the tickets say: the grammar process has dropped an earlier result."""
-        return await asyncio.shield(self._start(spec))
+        return await self._wait(self._join(spec))
 
-    def _start(self, spec: GrammarSpec) -> asyncio.Task[Compiled]:
-        task = self._running.get(spec)
-        if task is None:
-            task = self._running[spec] = self._tasks.spawn(self._compile(spec), f"compile {spec.kind.name}")
-            task.add_done_callback(lambda _: self._running.pop(spec))
-        return task
+    def _join(self, spec: GrammarSpec) -> _Running:
+        """Start or join a compilation; whoever joins also leaves."""
+        running = self._running.get(spec)
+        if running is None:
+            task = self._tasks.spawn(self._compile(spec), f"compile {spec.kind.name}")
+            running = self._running[spec] = _Running(spec, task)
+            task.add_done_callback(lambda _: self._end(running))
+        running.waiters += 1
+        return running
+
+    async def _wait(self, running: _Running) -> Compiled:
+        try:
+            # Shielded: others may wait for the same task when this waiter is cancelled.
+            return await asyncio.shield(running.task)
+        finally:
+            self._leave(running)
+
+    def _leave(self, running: _Running) -> None:
+        running.waiters -= 1
+        if not running.waiters and not running.task.done():
+            # Out of the table first: who asks now must not join a task that is being cancelled.
+            self._end(running)
+            running.task.cancel()
+
+    def _end(self, running: _Running) -> None:
+        if self._running.get(running.spec) is running:
+            del self._running[running.spec]
 
     async def _compile(self, spec: GrammarSpec) -> Compiled:
         message = gpb.CompileRequest(
@@ -115,6 +152,7 @@ class GrammarCompiler:
             source=spec.source,
             whitespace=cast("gpb.Whitespace", spec.whitespace),
             backend=cast("gpb.Backend", spec.backend),
+            allow_unenforced=spec.allow_unenforced,
         )
         while True:
             await self._link.ready(self._wait_s)
@@ -133,6 +171,8 @@ class GrammarCompiler:
                 cache_hit=response.cache_hit,
                 compile_ms=response.compile_ms,
                 warnings=tuple(response.warnings),
+                memory_bytes=response.memory_bytes,
+                min_tokens=response.min_tokens,
             )
 
     def __repr__(self) -> str:

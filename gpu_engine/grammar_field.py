@@ -7,8 +7,9 @@ grammar is for the sidecar to say, with the place. Not here: anything that parse
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
-from gpu_engine.errors import InvalidRequest
+from gpu_engine.errors import GrammarNotConfigured, InvalidRequest
 from gpu_engine.request import GrammarKind, GrammarSpec
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -21,14 +22,36 @@ _TEXT_KINDS = {
 }
 
 
-def check_grammar(grammar: pb.Grammar) -> GrammarSpec:
-    """Make the spec; raises InvalidRequest."""
+def check_grammar(grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None = None) -> GrammarSpec:
+    """Make the spec; `known` finds the grammar that Compile named, None: on a server that compiles none.
+
+    Raises InvalidRequest, and for a grammar_id GrammarNotConfigured or what `known` raises.
+    """
+    if grammar.WhichOneof("spec") == "grammar_id":
+        return _named(grammar, known)
     if grammar.whitespace not in pb.Whitespace.values():
         raise InvalidRequest("grammar.whitespace", f"{grammar.whitespace} is not a value of Whitespace")
     if grammar.backend not in pb.Backend.values():
         raise InvalidRequest("grammar.backend", f"{grammar.backend} is not a value of Backend")
     kind, source = _kind_and_source(grammar)
-    return GrammarSpec(kind=kind, source=source, whitespace=int(grammar.whitespace), backend=int(grammar.backend))
+    return GrammarSpec(
+        kind=kind,
+        source=source,
+        whitespace=int(grammar.whitespace),
+        backend=int(grammar.backend),
+        allow_unenforced=grammar.allow_unenforced,
+    )
+
+
+def _named(grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None) -> GrammarSpec:
+    if not grammar.grammar_id:
+        raise InvalidRequest("grammar.grammar_id", "is empty")
+    for name in ("whitespace", "backend", "allow_unenforced"):
+        if getattr(grammar, name):
+            raise InvalidRequest(f"grammar.{name}", "was settled when the grammar was compiled; leave it unset")
+    if known is None:
+        raise GrammarNotConfigured("grammar: this server runs without a grammar process (its setting grammar=none)")
+    return known(grammar.grammar_id)
 
 
 def _kind_and_source(grammar: pb.Grammar) -> tuple[GrammarKind, str]:

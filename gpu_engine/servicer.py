@@ -1,4 +1,4 @@
-"""`lockstep.engine.v1.Engine` on grpc.aio: Generate, Abort, GetModelInfo, GetStats.
+"""`lockstep.engine.v1.Engine` on grpc.aio: Generate, Abort, Compile, GetModelInfo, GetStats.
 
 The invariant: whatever ends a Generate call (answer, error, cancel, deadline, lost connection), its `finally` gives
 back all that it held: every sequence in the engine, the compile ticket, the request id. Errors are raised from the tree
@@ -21,6 +21,8 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from gpu_engine.errors import GrammarNotConfigured, InternalError, LockstepError, ShuttingDown, status_of
+from gpu_engine.grammar_compile import Compiled
+from gpu_engine.grammar_handles import GrammarHandles
 from gpu_engine.logs_access import CallRecord
 from gpu_engine.mailbox import Inbox, Mailbox
 from gpu_engine.metrics_requests import RequestWatch
@@ -61,6 +63,9 @@ class GrammarAccess(Protocol):
     def forget(self, request_id: str) -> None:
         """The request is over."""
 
+    async def compile(self, spec: GrammarSpec) -> Compiled:
+        """Compile for nobody's slot. Raises LockstepError."""
+
     async def stats(self) -> GrammarStats:
         """Ask the grammar process; never raises."""
 
@@ -97,6 +102,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self._grammar = grammar
         self._version = version
         self._watch = watch or RequestWatch(CollectorRegistry())
+        self._handles = GrammarHandles(limits.grammar_handles_bytes)
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._calls: dict[str, _Call] = {}
         self._idle = asyncio.Event()
@@ -117,6 +123,14 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End a running request by its id."""
         return pb.AbortResponse(aborted=self.abort(request.request_id))
+
+    async def Compile(self, request: pb.CompileRequest, context: Context) -> pb.CompileResponse:
+        """Compile a grammar ahead of time and give it an id."""
+        async with _Refusals(context, self._failed, CallRecord()):
+            if self._draining:
+                raise ShuttingDown("the server is shutting down")
+            return await self._handles.compile(request, self._grammar.compile if self._grammar else None)
+        raise AssertionError("abort raises")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """Describe the model and the limits."""
@@ -164,7 +178,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         if self._draining:
             raise ShuttingDown("the server is shutting down")
         await self._warm.wait()
-        checked = check(message, self._limits, self._calls)
+        checked = check(message, self._limits, self._calls, self._handles.spec if self._grammar else None)
         record.begin(checked)
         call = self._calls[checked.request_id] = _Call(record)
         self._idle.clear()

@@ -50,6 +50,8 @@ def grammar_command(config: ServerConfig, directory: Path) -> list[str]:
         *("--compile-timeout-s", f"{config.compile_timeout_s:g}"),
         *("--log-format", config.log_format),
     ]
+        *("--compile-memory-mb", str(config.compile_memory_mb)),
+        *(("--cache-dir", config.grammar_cache_dir) if config.grammar_cache_dir else ()),
 
 
 class Sidecar:

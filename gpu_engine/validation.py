@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from gpu_engine.config import EngineConfig, ServerConfig
@@ -40,6 +40,7 @@ class Limits:
     max_n: int
     max_prompt_bytes: int
     stream_pace_s: float = 0.0
+    grammar_handles_bytes: int = 64 << 20
 
     @classmethod
     def of(cls, engine: EngineConfig, server: ServerConfig, *, vocab_size: int, max_model_len: int) -> Limits:
@@ -51,6 +52,7 @@ class Limits:
             max_n=server.max_n,
             max_prompt_bytes=server.max_prompt_bytes,
             stream_pace_s=server.stream_pace_ms / 1e3,
+            grammar_handles_bytes=server.grammar_handles_bytes,
         )
 
 
@@ -104,12 +106,20 @@ class Checked:
     omit_token_ids: bool
 
 
-def check(request: pb.GenerateRequest, limits: Limits, running: Collection[str]) -> Checked:
-    """Check everything but tokens; `running` holds the request ids in use. Raises InvalidRequest or NotSupported."""
+def check(
+    request: pb.GenerateRequest,
+    limits: Limits,
+    running: Collection[str],
+    known: Callable[[str], GrammarSpec] | None = None,
+) -> Checked:
+    """Check everything but tokens; `running` holds the request ids in use, `known` finds a grammar by its id.
+
+    Raises InvalidRequest, UnknownGrammar or NotSupported.
+    """
     request_id = _request_id(request.request_id, running)
     prompt = _prompt(request, limits)
     sampling = request.sampling
-    grammar = check_grammar(request.grammar) if request.HasField("grammar") else None
+    grammar = check_grammar(request.grammar, known) if request.HasField("grammar") else None
     if grammar and sampling.ignore_eos:
         raise InvalidRequest("sampling.ignore_eos", "is not allowed together with a grammar")
     top_k = _integer(sampling, "top_k", 0, low=-1, high=2**31 - 1)

@@ -16,7 +16,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from gpu_engine.config import EngineConfig
-from gpu_engine.errors import LockstepError
+from gpu_engine.errors import InternalError, LockstepError
+from gpu_engine.grammar_compile import Compiled
 from gpu_engine.request import FinishReason, GrammarSpec, Request, TokenEvent
 from gpu_engine.servicer import GrammarStats
 from gpu_engine.stats import Histogram
@@ -216,3 +217,10 @@ class FakeGrammar:
 
     async def stats(self) -> GrammarStats:
         return GrammarStats(starts=1, ready=True, matchers=2, cached_grammars=3)
+        self.compiled: list[GrammarSpec] = []
+    async def compile(self, spec: GrammarSpec) -> Compiled:
+        if error := self.refusals.get(spec.source):
+            raise error
+        self.compiled.append(spec)
+        return Compiled("inner", 2, len(self.compiled) > 1, 3.0, ("w",), memory_bytes=99, min_tokens=4)
+

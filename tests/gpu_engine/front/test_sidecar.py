@@ -121,5 +121,5 @@ def test_the_command_line_of_the_grammar_process() -> None:
     command = grammar_command(CONFIG, Path("/run/x"))
     assert command[1:] == [
         *("-m", "grammar_service", "--dir", "/run/x", "--backend", "xgrammar", "--compile-timeout-s", "2.5"),
-        *("--log-format", "json"),
+        *("--compile-memory-mb", "2048", "--log-format", "json"),
     ]
