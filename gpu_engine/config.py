@@ -29,6 +29,8 @@ class EngineConfig:
     """"auto" (bfloat16 where the device multiplies it natively, else float32), "bfloat16", "float32"."""
     device: str = "cpu"
     """"cpu", "cuda", "cuda:N"."""
+    fuse: bool = True
+    """Run the parts of a model that are recognised, and give the same numbers, as fused kernels and joined products."""
     num_threads: int = 0
     """Threads of the forward on a CPU; 0: the cores this process may use."""
     max_batch_size: int = 16

@@ -18,6 +18,20 @@ from kernels.paged_attention import KVPages, paged_attention
 NAME = "lockstep_paged"
 
 
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What one layer asks of its attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float
+    """0: none."""
+    window: int
+    """In tokens; 0: none."""
+
+
 @dataclass(slots=True)
 class AttentionContext:
     """Where a forward reads and writes keys and values."""
@@ -28,8 +42,8 @@ class AttentionContext:
     """int32, page numbers of each sequence of the batch."""
     positions_BP: torch.Tensor
     """int32, absolute positions; negative is padding."""
-    layers_seen: dict[int, int] = field(default_factory=dict)
-    """Layers that came through here, and their windows; the loader's probe reads it."""
+    layers_seen: dict[int, LayerAttention] = field(default_factory=dict)
+    """Layers that came through transformers' interface; the loader's probe reads it."""
 
 
 def _attend(
@@ -48,7 +62,10 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend; q, k, v are [B, H, P, D], the result is [B, P, Hq, D]."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    ctx.layers_seen[layer] = sliding_window or 0
+    num_heads, head_dim = query.shape[1], query.shape[3]
+    scale = head_dim**-0.5 if scaling is None else scaling
+    asked = LayerAttention(num_heads, key.shape[1], head_dim, scale, softcap or 0.0, sliding_window or 0)
+    ctx.layers_seen[layer] = asked
     out = paged_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -56,9 +73,9 @@ def _attend(
         ctx.pages[layer],
         ctx.page_table_BN,
         ctx.positions_BP,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap or 0.0,
-        window=sliding_window or 0,
+        scale=asked.scale,
+        softcap=asked.softcap,
+        window=asked.window,
     )
     return out, None
 

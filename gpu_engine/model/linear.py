@@ -7,6 +7,8 @@ doubled. Not here: quantisation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -39,9 +41,37 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
 
 
+def can_pack() -> bool:
+    """Whether oneDNN's prepacked products are built in."""
+    return bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def joined(linears: Sequence[nn.Linear]) -> nn.Module:
+    """Return one product for several of the same input, outputs side by side; packed where it is on a CPU.
+
+    Holds a copy of the weights. Raises ValueError when inputs or biases differ in kind.
+    """
+    first, biases = linears[0], [_bias(item) for item in linears]
+    given = [bias for bias in biases if bias is not None]
+    if any(item.in_features != first.in_features for item in linears) or len(given) not in (0, len(linears)):
+        raise ValueError(f"products with different inputs or biases: {list(linears)}")
+    if len(linears) == 1:
+        whole = first
+    else:
+        whole = nn.Linear(first.in_features, sum(item.out_features for item in linears), device="meta")
+        whole.weight = nn.Parameter(torch.cat(tuple(item.weight for item in linears)), requires_grad=False)
+        bias = nn.Parameter(torch.cat(given), requires_grad=False) if given else None
+        whole.register_parameter("bias", bias)
+    return PackedLinear(whole) if first.weight.device.type == "cpu" and can_pack() else whole
+
+
+def _bias(linear: nn.Linear) -> torch.Tensor | None:
+    return linear.bias
+
+
 def pack_linears(model: nn.Module) -> int:
     """Replace every `nn.Linear` of a CPU model in place; return how many. A no-op where oneDNN is not built in."""
-    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not can_pack():
         return 0
     found = [
         (parent, name, child)

@@ -6,8 +6,9 @@ what is generated with it.
 
 from __future__ import annotations
 
+import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from gpu_engine.config import EMBEDDED_MODEL, EngineConfig
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.embedded import Progress, ensure_embedded
+from gpu_engine.model.fuse import Fused, FusedModelDiffers, fuse_parts, settle
 from gpu_engine.model.linear import pack_linears
+from gpu_engine.model.probe import ModelNotSupported, probe
 from gpu_engine.stream import load_kernels_eagerly
 from kernels.paged_attention import KVPages
 
-
-class ModelNotSupported(ValueError):
-    """The model cannot be served: wrong kind of attention, no fast tokenizer, or a shape the kernels do not take."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +48,8 @@ class LoadedModel:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    fused: Fused = field(default_factory=Fused)
+    """What of it runs as fused kernels."""
 
     @property
     def dtype_name(self) -> str:
@@ -61,6 +64,8 @@ class LoadedModel:
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Run the target over B sequences of P positions; return logits [B * P, V]. Padding rows are garbage."""
+        if self.fused.walk:
+            return self.fused.walk.logits(ids_BP, ctx)
         positions = ctx.positions_BP.clamp(min=0).long()
         out = self.net(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx)
         logits: torch.Tensor = out.logits
@@ -68,6 +73,9 @@ class LoadedModel:
 
     def prefill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         """Fill the cache; no logits are computed."""
+        if self.fused.walk:
+            self.fused.walk.fill(ids_BP, ctx)
+            return
         positions = ctx.positions_BP.clamp(min=0).long()
         self.net.get_decoder()(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx)
 
@@ -115,15 +123,22 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     net.eval().requires_grad_(False)
     num_parameters = sum(p.numel() for p in net.parameters())
     report("preparing the weights", 0.8)
-    if device.type == "cpu":
-        pack_linears(net)
-    else:
-        net.to(device)
+    net.to(device)
     try:
         model = _describe(config, net, tokenizer, dtype, device, num_parameters)
     except AttributeError as error:
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
-    _probe(model)
+    seen = probe(model)
+    if config.fuse:
+        model.fused = fuse_parts(net, seen.record, seen.asked, dtype)
+    if device.type == "cpu":
+        pack_linears(net)
+    if config.fuse:
+        try:
+            model.fused = settle(net, model.fused, seen.record, seen.logits_NV, seen.again(model), dtype)
+        except FusedModelDiffers as why:
+            log.warning("loading %s again, unfused: %s", config.model, why)
+            return load_model(replace(config, fuse=False), progress)
     report("loaded", 1.0)
     return model
 
@@ -167,44 +182,3 @@ def _position_limits(text: Any) -> list[int]:
             # Beyond it the longest sequence of a batch would change the positions of all.
             limits.append(parameters.get("original_max_position_embeddings"))
     return [limit for limit in limits if limit]
-
-
-_PROBE_TOKENS = 24
-_PROBE_ERROR = 0.1
-"""Largest relative distance from the model's own attention: rounding of bfloat16 is a few hundredths."""
-
-
-@torch.inference_mode()
-def _probe(model: LoadedModel) -> None:
-    """Run a few tokens and check that every layer uses our attention and that nothing of the model's is lost in it."""
-    if model.head_dim % 16 or model.head_dim > 256:
-        raise ModelNotSupported(f"model: head size {model.head_dim} is not a multiple of 16 up to 256")
-    page_size = 32
-    ctx = AttentionContext(
-        model.allocate_pages(1, page_size),
-        torch.zeros(1, 1, dtype=torch.int32, device=model.device),
-        torch.arange(_PROBE_TOKENS, dtype=torch.int32, device=model.device)[None],
-    )
-    ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] * 37 % model.vocab_size
-    try:
-        model.prefill(ids, ctx)
-        logits = model.logits(ids, ctx)
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:
-        raise ModelNotSupported(f"model: {model.model_type} does not fit our attention: {error}") from error
-    if set(ctx.layers_seen) != set(range(model.num_layers)):
-        raise ModelNotSupported(
-            f"model: {model.model_type} sends {len(ctx.layers_seen)} of {model.num_layers} layers through our attention"
-        )
-    kinds = getattr(model.net.config.get_text_config(), "layer_types", None) or ["full_attention"] * model.num_layers
-    for layer, kind in enumerate(kinds):
-        if kind != "full_attention" and not (kind == "sliding_attention" and ctx.layers_seen[layer]):
-            raise ModelNotSupported(f"model: layer {layer} of {model.model_type} is {kind}, which is not supported")
-    if not bool(torch.isfinite(logits).all()):
-        raise ModelNotSupported(f"model: {model.model_type} gives logits that are not finite in {model.dtype_name}")
-    # Sinks, biases and the like travel in arguments of the model's own attention: without them the logits differ.
-    net: Any = model.net
-    net.set_attn_implementation("eager")
-    own = net(input_ids=ids, use_cache=False).logits[0].float()
-    net.set_attn_implementation(attention.NAME)
-    if float((logits.float() - own).norm() / own.norm()) > _PROBE_ERROR:
-        raise ModelNotSupported(f"model: the attention of {model.model_type} does more than ours; it cannot be served")

@@ -14,8 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.accept import AcceptResult, SlotParams, StepTensors
-from kernels.cuda import accept, bitmask, ngram, noise, paged_attention, posting, settling, step_inputs
+from kernels.cuda import accept, bitmask, fused, ngram, noise, paged_attention, posting, settling, step_inputs
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
+from kernels.fused import Activation, NormKind, RMSNorm
 from kernels.paged_attention import KVPages
 
 MAX_SHARED = 232_448
@@ -120,6 +121,20 @@ def compile_attention(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: 
     paged_attention.paged_attention(q, k, k, pages, ints(B, 2048 // T), ints(B, P), scale=0.1, softcap=softcap)
 
 
+def compile_fused(rows: int, H: int, inner: int, heads: tuple[int, int], D: int, dtype: torch.dtype) -> None:
+    """Run a layer's small operators once, with every kind of norm and activation."""
+    x, qkv = torch.zeros(rows, H, dtype=dtype), torch.zeros(rows, (heads[0] + 2 * heads[1]) * D, dtype=dtype)
+    angles = torch.zeros(rows, D, dtype=dtype)
+    for kind in NormKind:
+        norm, head = (RMSNorm(torch.ones(width, dtype=dtype), 1e-6, kind) for width in (H, D))
+        fused.rms_norm(x, norm)
+        fused.add_rms_norm(x, x, norm)
+        fused.rotate(qkv, angles, angles, heads=heads, head_dim=D, q_norm=head, k_norm=head)
+    fused.rotate(qkv, angles, angles, heads=heads, head_dim=D)
+    for act in Activation:
+        fused.gated(torch.zeros(rows, 2 * inner, dtype=dtype), act)
+
+
 def main() -> None:
     """Compile all and print the kernels' names."""
     driver = install()
@@ -134,6 +149,9 @@ def main() -> None:
     compile_attention(4, 4, 8, 4, 256, 16, torch.float32)
     compile_attention(1, 512, 32, 8, 128, 16, torch.bfloat16)
     compile_attention(1, 64, 2, 1, 256, 16, torch.float32)
+    compile_fused(1, 576, 1536, (9, 3), 64, torch.bfloat16)
+    compile_fused(4, 4096, 12288, (32, 8), 128, torch.bfloat16)
+    compile_fused(3, 2304, 9216, (8, 4), 256, torch.float32)
     print(*sorted({name for name, _ in driver.binaries}))
 
 

@@ -1,0 +1,97 @@
+"""Fused stand-ins for a decoder layer's modules: norm, gated block, attention.
+
+One invariant: each takes the arguments and gives the result of the module whose place it takes, so a model's own
+forward runs over them too. Not here: which module may be replaced (recognise.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gpu_engine.model.attention import AttentionContext, LayerAttention
+from kernels.fused import Activation, RMSNorm, gated, rms_norm, rotate
+from kernels.paged_attention import paged_attention
+
+
+class FusedNorm(nn.Module):
+    """An RMSNorm in one kernel."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Norm the last dimension of [..., H]."""
+        rows_NH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return rms_norm(rows_NH, self.norm).view(hidden_states.shape)
+
+
+class FusedGated(nn.Module):
+    """down(act(gate(x)) * up(x)) with one product for gate and up."""
+
+    def __init__(self, gate_up: nn.Module, down: nn.Module, act: Activation) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.act = gate_up, down, act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H]."""
+        rows_NH = x.reshape(-1, x.shape[-1])
+        out: torch.Tensor = self.down(gated(self.gate_up(rows_NH), self.act))
+        return out.view(x.shape)
+
+
+class FusedAttention(nn.Module):
+    """One product for q, k and v; head norms and rotary in one kernel; attention over the pages; the output product."""
+
+    def __init__(
+        self,
+        qkv: nn.Module,
+        output: nn.Module,
+        shape: LayerAttention,
+        layer_idx: int,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.qkv, self.output, self.shape, self.layer_idx = qkv, output, shape, layer_idx
+        self.q_norm, self.k_norm = q_norm, k_norm
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        *,
+        ctx: AttentionContext,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        """[B, P, H] -> ([B, P, H], None), as transformers' attention modules."""
+        B, P, H = hidden_states.shape
+        cos, sin = (angles_by_row(part, B) for part in position_embeddings)
+        return self.attend(hidden_states.reshape(B * P, H), cos, sin, ctx).view(B, P, H), None
+
+    def attend(
+        self, x_NH: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, ctx: AttentionContext
+    ) -> torch.Tensor:
+        """[N, H] -> [N, H]; row b * P + j is position j of sequence b."""
+        shape = self.shape
+        Hq, Hkv, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        qkv_NC = self.qkv(x_NH)
+        rotate(qkv_NC, cos_NR, sin_NR, heads=(Hq, Hkv), head_dim=D, q_norm=self.q_norm, k_norm=self.k_norm)
+        B, P = ctx.positions_BP.shape
+        q_BPHD, k_BPHD, v_BPHD = qkv_NC.view(B, P, Hq + 2 * Hkv, D).split((Hq, Hkv, Hkv), dim=2)
+        out_BPHD = paged_attention(
+            *(q_BPHD, k_BPHD, v_BPHD, ctx.pages[self.layer_idx], ctx.page_table_BN, ctx.positions_BP),
+            scale=shape.scale,
+            softcap=shape.softcap,
+            window=shape.window,
+        )
+        out: torch.Tensor = self.output(out_BPHD.view(B * P, Hq * D))
+        return out
+
+
+def angles_by_row(part_BPR: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """Return a rotary embedding's cosines or sines [B or 1, P, R] as [N, R], contiguous."""
+    _, P, R = part_BPR.shape
+    return part_BPR.expand(num_sequences, P, R).reshape(num_sequences * P, R)

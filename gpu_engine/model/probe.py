@@ -1,0 +1,97 @@
+"""A few tokens through a model just loaded: does it fit our attention, and what does each of its modules give?
+
+One invariant: a model that does not route every layer through our attention, or loses something there, is refused. Not
+here: what is done with what was recorded (fuse.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpu_engine.model import attention
+from gpu_engine.model.attention import AttentionContext, LayerAttention
+from gpu_engine.model.recording import Recording, recording
+from gpu_engine.model.walk import Walk
+
+if TYPE_CHECKING:
+    from gpu_engine.model.loader import LoadedModel
+
+
+class ModelNotSupported(ValueError):
+    """The model cannot be served: wrong kind of attention, no fast tokenizer, or a shape the kernels do not take."""
+
+
+_TOKENS = 24
+_PAGE_SIZE = 32
+_ERROR = 0.1
+"""Largest relative distance from the model's own attention: rounding of bfloat16 is a few hundredths."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """What a probe saw."""
+
+    ids_BP: torch.Tensor
+    logits_NV: torch.Tensor
+    """Of the model as it came, over our attention."""
+    asked: dict[int, LayerAttention]
+    """By layer."""
+    record: Recording
+
+    def again(self, model: LoadedModel) -> Callable[[Walk | None], torch.Tensor]:
+        """Return a function that computes the same tokens' logits by a walk, or by the model's own forward."""
+
+        @torch.inference_mode()
+        def run(walk: Walk | None) -> torch.Tensor:
+            ctx = _context(model)
+            return walk.logits(self.ids_BP, ctx) if walk else model.logits(self.ids_BP, ctx)
+
+        return run
+
+
+def _context(model: LoadedModel) -> AttentionContext:
+    return AttentionContext(
+        model.allocate_pages(1, _PAGE_SIZE),
+        torch.zeros(1, 1, dtype=torch.int32, device=model.device),
+        torch.arange(_TOKENS, dtype=torch.int32, device=model.device)[None],
+    )
+
+
+@torch.inference_mode()
+def probe(model: LoadedModel) -> Probe:
+    """Run a few tokens and check that every layer uses our attention and that nothing of the model's is lost in it.
+
+    Raises ModelNotSupported.
+    """
+    if model.head_dim % 16 or model.head_dim > 256:
+        raise ModelNotSupported(f"model: head size {model.head_dim} is not a multiple of 16 up to 256")
+    ctx = _context(model)
+    ids = torch.arange(_TOKENS, device=model.device)[None] * 37 % model.vocab_size
+    try:
+        model.prefill(ids, ctx)
+        with recording(model.net) as record:
+            logits = model.logits(ids, ctx)
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        raise ModelNotSupported(f"model: {model.model_type} does not fit our attention: {error}") from error
+    if set(ctx.layers_seen) != set(range(model.num_layers)):
+        raise ModelNotSupported(
+            f"model: {model.model_type} sends {len(ctx.layers_seen)} of {model.num_layers} layers through our attention"
+        )
+    kinds = getattr(model.net.config.get_text_config(), "layer_types", None) or ["full_attention"] * model.num_layers
+    for layer, kind in enumerate(kinds):
+        if kind != "full_attention" and not (kind == "sliding_attention" and ctx.layers_seen[layer].window):
+            raise ModelNotSupported(f"model: layer {layer} of {model.model_type} is {kind}, which is not supported")
+    if not bool(torch.isfinite(logits).all()):
+        raise ModelNotSupported(f"model: {model.model_type} gives logits that are not finite in {model.dtype_name}")
+    # Sinks, biases and the like travel in arguments of the model's own attention: without them the logits differ.
+    net: Any = model.net
+    net.set_attn_implementation("eager")
+    own = net(input_ids=ids, use_cache=False).logits[0].float()
+    net.set_attn_implementation(attention.NAME)
+    if float((logits.float() - own).norm() / own.norm()) > _ERROR:
+        raise ModelNotSupported(f"model: the attention of {model.model_type} does more than ours; it cannot be served")
+    return Probe(ids, logits, ctx.layers_seen, record)

@@ -1,0 +1,76 @@
+"""What every module of a model was called with, and what it gave, in one forward.
+
+One invariant: values are those of the model as it was loaded; a fused module is measured against them. Not here: any
+judgement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    def tensor(self) -> torch.Tensor:
+        """Return what was given, or its first part; raise TypeError when that is no tensor."""
+        first = self.output[0] if isinstance(self.output, tuple) else self.output
+        if not isinstance(first, torch.Tensor):
+            raise TypeError(f"no tensor came out but {type(first).__name__}")
+        return first
+
+
+@dataclass(slots=True)
+class Recording:
+    """The calls of one forward, by module."""
+
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+
+    def only(self, module: nn.Module) -> Call:
+        """Return the one call of a module; raise ValueError when there was none, or more."""
+        calls = self.calls.get(module, [])
+        if len(calls) != 1:
+            raise ValueError(f"{type(module).__name__} was called {len(calls)} times")
+        return calls[0]
+
+    def __repr__(self) -> str:
+        return f"<Recording of {len(self.calls)} modules>"
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[Recording]:
+    """Record every call of every module below `model` while the context is open."""
+    made = Recording()
+
+    def hook_of(module: nn.Module) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            made.calls.setdefault(module, []).append(Call(args, kwargs, output))
+
+        return hook
+
+    handles = [item.register_forward_hook(hook_of(item), with_kwargs=True) for item in model.modules()]
+    try:
+        yield made
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the relative distance of two results; infinite where shapes differ or a number is not finite."""
+    if got.shape != want.shape:
+        return float("inf")
+    wide = want.float()
+    far = float((got.float() - wide).norm() / wide.norm().clamp(min=1e-20))
+    return far if far == far else float("inf")

@@ -1,0 +1,180 @@
+"""A decoder's forward as one loop over fused layers, without the walk through transformers' modules.
+
+A residual addition and the norm behind it are one kernel, so a layer hands on (x, delta): its stream and what is still
+to be added to it. One invariant: a walk runs only after its logits were compared with the model's own (fuse.py). Not
+here: what a layer's parts compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm, angles_by_row
+from gpu_engine.model.recording import Recording
+from kernels.fused import RMSNorm, add_rms_norm, rms_norm
+
+
+class NoWalk(Exception):
+    """The model's forward is not a plain loop over fused layers; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """x += post(attention(pre(x))), then the same with the block; either norm of each may be missing."""
+
+    attention: FusedAttention
+    block: FusedGated
+    angles: int
+    """Which of the walk's rotary calls turns this layer."""
+    pre_attention: RMSNorm | None
+    post_attention: RMSNorm | None
+    pre_block: RMSNorm | None
+    post_block: RMSNorm | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryCall:
+    """One call of a rotary embedding: (x, positions, and what else it was given)."""
+
+    module: nn.Module
+    rest: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def angles(self, x_BPH: torch.Tensor, positions_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines [N, R]."""
+        cos, sin = self.module(x_BPH, positions_BP, *self.rest, **self.kwargs)
+        return angles_by_row(cos, len(x_BPH)), angles_by_row(sin, len(x_BPH))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Walk:
+    """The whole forward."""
+
+    embedding: nn.Module
+    rotary: tuple[RotaryCall, ...]
+    layers: tuple[Layer, ...]
+    norm: RMSNorm
+    head: nn.Module
+    logits_softcap: float
+    """0: none."""
+
+    def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        """Return [B * P, V]."""
+        x_NH, delta_NH = self._through(ids_BP, ctx)
+        logits_NV: torch.Tensor = self.head(_normed(x_NH, delta_NH, self.norm)[1])
+        if self.logits_softcap:
+            logits_NV = torch.tanh(logits_NV / self.logits_softcap) * self.logits_softcap
+        return logits_NV
+
+    def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
+        """Write keys and values; nothing behind the last layer's attention is computed."""
+        self._through(ids_BP, ctx, only_fill=True)
+
+    def _through(
+        self, ids_BP: torch.Tensor, ctx: AttentionContext, *, only_fill: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x_BPH: torch.Tensor = self.embedding(ids_BP)
+        positions_BP = ctx.positions_BP.clamp(min=0).long()
+        angles = [call.angles(x_BPH, positions_BP) for call in self.rotary]
+        x, delta = x_BPH.view(-1, x_BPH.shape[-1]), None
+        for layer in self.layers:
+            x, h = _normed(x, delta, layer.pre_attention)
+            delta = layer.attention.attend(h, *angles[layer.angles], ctx)
+            if only_fill and layer is self.layers[-1]:
+                break
+            if layer.post_attention is not None:
+                delta = rms_norm(delta, layer.post_attention)
+            x, h = _normed(x, delta, layer.pre_block)
+            delta = layer.block(h)
+            if layer.post_block is not None:
+                delta = rms_norm(delta, layer.post_block)
+        return x, delta
+
+    def __repr__(self) -> str:
+        return f"<Walk over {len(self.layers)} layers>"
+
+
+def _normed(
+    x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stream with what was still to be added, and its norm."""
+    if norm is None:
+        total = x_NH if delta_NH is None else x_NH + delta_NH
+        return total, total
+    return (x_NH, rms_norm(x_NH, norm)) if delta_NH is None else add_rms_norm(x_NH, delta_NH, norm)
+
+
+_SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def walk_of(net: Any, record: Recording) -> Walk:
+    """Return the walk of a model whose parts were replaced by fused ones; raise NoWalk. Its numbers are not checked."""
+    decoder = net.get_decoder()
+    embedding, head = net.get_input_embeddings(), net.get_output_embeddings()
+    stacks = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
+    norms = [child for child in decoder.children() if isinstance(child, FusedNorm)]
+    if len(stacks) != 1 or len(norms) != 1:
+        raise NoWalk(f"{len(stacks)} stacks of layers and {len(norms)} norms")
+    known = {embedding, head, stacks[0], norms[0]}
+    if strangers := [
+        name for name, child in decoder.named_children() if child not in known and any(child.parameters())
+    ]:
+        raise NoWalk(f"the decoder has more: {strangers}")
+    rotary: list[RotaryCall] = []
+    layers = tuple(_layer_of(layer, record, rotary, decoder) for layer in stacks[0])
+    softcap = getattr(net.config.get_text_config(), "final_logit_softcapping", None) or 0.0
+    return Walk(embedding, tuple(rotary), layers, norms[0].norm, head, softcap)
+
+
+def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> Layer:
+    children = dict(layer.named_children())
+    attentions = [child for child in children.values() if isinstance(child, FusedAttention)]
+    blocks = [child for child in children.values() if isinstance(child, FusedGated)]
+    norms = {name: child.norm for name, child in children.items() if isinstance(child, FusedNorm)}
+    strangers = [
+        name
+        for name, child in children.items()
+        if not isinstance(child, FusedAttention | FusedGated | FusedNorm) and next(child.parameters(), None) is not None
+    ]
+    if len(attentions) != 1 or len(blocks) != 1 or strangers or not set(norms) <= set(_SANDWICH):
+        raise NoWalk(f"a layer of {sorted(children)}")
+    names: tuple[str | None, ...] = _SANDWICH
+    if _SANDWICH[2] not in norms:
+        # Without a norm of its own the block takes the one behind attention; with none in front, all stand behind.
+        names = (
+            (*_SANDWICH[:1], None, _SANDWICH[1], None)
+            if _SANDWICH[0] in norms
+            else (None, *_SANDWICH[1:2], None, _SANDWICH[3])
+        )
+    if set(norms) != {name for name in names if name}:
+        raise NoWalk(f"a layer with the norms {sorted(norms)}")
+    return Layer(
+        attentions[0],
+        blocks[0],
+        _angles_of(layer, record, rotary, decoder),
+        *(norms[name] if name else None for name in names),
+    )
+
+
+def _angles_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> int:
+    """Return which rotary call gave this layer its angles; a new one is added."""
+    try:
+        given = record.only(layer).kwargs["position_embeddings"]
+    except (KeyError, ValueError) as error:
+        raise NoWalk(f"a layer without angles: {error}") from error
+    for module in decoder.children():
+        for call in record.calls.get(module, []):
+            if call.output is not given:
+                continue
+            rest, kwargs = call.args[2:], {name: value for name, value in call.kwargs.items() if name != "position_ids"}
+            for at, known in enumerate(rotary):
+                if known.module is module and known.rest == rest and known.kwargs == kwargs:
+                    return at
+            rotary.append(RotaryCall(module, rest, kwargs))
+            return len(rotary) - 1
+    raise NoWalk("a layer's angles come from elsewhere")

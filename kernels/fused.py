@@ -1,0 +1,190 @@
+"""The small operators of a decoder layer: residual + RMSNorm, per-head norm + rotary, activation * up.
+
+One invariant: a row's result depends on that row alone, bit for bit, and is rounded where transformers' modules round.
+Shapes: N rows, H hidden size, I inner size of a gated block, D head size, R channels of a head that turn, C columns of
+a joined q, k, v product. Not here: products, attention, and what a model is made of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from kernels.library import native
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class NormKind(enum.IntEnum):
+    """Where an RMSNorm rounds to the model's dtype, and what its weight means; values are those of `fused.h`."""
+
+    ROUND_THEN_SCALE = 0
+    """Llama's: the normalised value is rounded, then multiplied."""
+    SCALE_THEN_ROUND = 1
+    """OLMo 2's: multiplied in fp32, then rounded."""
+    ONE_PLUS_SCALE = 2
+    """Gemma's: multiplied by 1 + weight in fp32, then rounded."""
+
+
+class Activation(enum.IntEnum):
+    """The function of the gate; values are those of `fused.h`."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RMSNorm:
+    """What an RMSNorm consists of; the weight belongs to the model."""
+
+    weight_H: torch.Tensor
+    """In the model's dtype, contiguous."""
+    eps: float
+    kind: NormKind
+
+
+class _NormArgs(ctypes.Structure):
+    """Mirror of `struct rms_norm_args`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("x", "delta", "sum", "weight", "out")],
+        *[(name, ctypes.c_int64) for name in ("rows", "width", "x_stride", "delta_stride")],
+        ("eps", ctypes.c_float),
+        *[(name, ctypes.c_int32) for name in ("kind", "bf16")],
+    ]
+
+
+class _RotaryArgs(ctypes.Structure):
+    """Mirror of `struct rotary_args`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "q_weight", "k_weight")],
+        *[(name, ctypes.c_int64) for name in ("rows", "stride", "q_heads", "k_heads", "head_dim", "rotated")],
+        *[(name, ctypes.c_float) for name in ("q_eps", "k_eps")],
+        *[(name, ctypes.c_int32) for name in ("kind", "bf16")],
+    ]
+
+
+class _GatedArgs(ctypes.Structure):
+    """Mirror of `struct gated_args`."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("gate_up", "out")],
+        *[(name, ctypes.c_int64) for name in ("rows", "width")],
+        *[(name, ctypes.c_int32) for name in ("act", "bf16")],
+    ]
+
+
+def rms_norm(x_NH: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    """Return the norm of each row, [N, H] contiguous; rows of x may be strided."""
+    if x_NH.device.type != "cpu":
+        from kernels.cuda import fused as device  # a CPU install has no Triton
+
+        return device.rms_norm(x_NH, norm)
+    assert x_NH.dim() == 2, x_NH.shape
+    assert x_NH.dtype in _DTYPES, x_NH.dtype
+    assert x_NH.stride(1) == 1, x_NH.stride()
+    assert norm.weight_H.shape == x_NH.shape[1:], (norm.weight_H.shape, x_NH.shape)
+    assert norm.weight_H.dtype == x_NH.dtype, norm.weight_H.dtype
+    (N, H), out_NH = x_NH.shape, torch.empty(x_NH.shape, dtype=x_NH.dtype)
+    pointers = (x_NH.data_ptr(), 0, 0, norm.weight_H.data_ptr(), out_NH.data_ptr())
+    args = _NormArgs(*pointers, N, H, x_NH.stride(0), 0, norm.eps, norm.kind, x_NH.dtype == torch.bfloat16)
+    native().lockstep_rms_norm(ctypes.byref(args))
+    return out_NH
+
+
+def add_rms_norm(x_NH: torch.Tensor, delta_NH: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (x + delta, its norm), both [N, H] contiguous; the sum is rounded before it is normed."""
+    if x_NH.device.type != "cpu":
+        from kernels.cuda import fused as device  # a CPU install has no Triton
+
+        return device.add_rms_norm(x_NH, delta_NH, norm)
+    assert x_NH.shape == delta_NH.shape, (x_NH.shape, delta_NH.shape)
+    assert x_NH.dtype == delta_NH.dtype == norm.weight_H.dtype, (x_NH.dtype, delta_NH.dtype, norm.weight_H.dtype)
+    assert x_NH.dtype in _DTYPES, x_NH.dtype
+    assert x_NH.stride(1) == delta_NH.stride(1) == 1
+    assert norm.weight_H.shape == x_NH.shape[1:], (norm.weight_H.shape, x_NH.shape)
+    (N, H), out_2NH = x_NH.shape, torch.empty((2, *x_NH.shape), dtype=x_NH.dtype)
+    sum_NH, out_NH = out_2NH.unbind()
+    pointers = (x_NH.data_ptr(), delta_NH.data_ptr(), sum_NH.data_ptr(), norm.weight_H.data_ptr(), out_NH.data_ptr())
+    strides = (x_NH.stride(0), delta_NH.stride(0))
+    args = _NormArgs(*pointers, N, H, *strides, norm.eps, norm.kind, x_NH.dtype == torch.bfloat16)
+    native().lockstep_rms_norm(ctypes.byref(args))
+    return sum_NH, out_NH
+
+
+def rotate(
+    qkv_NC: torch.Tensor,
+    cos_NR: torch.Tensor,
+    sin_NR: torch.Tensor,
+    *,
+    heads: tuple[int, int],
+    head_dim: int,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
+) -> None:
+    """Norm (where given) and turn the query and key heads of `qkv_NC` in place; values behind them stay.
+
+    `heads` is (query heads, key heads), which are the first columns of a row. Channels i and i + R / 2 of a head are a
+    pair; channels from R on do not turn. `cos_NR` and `sin_NR` are contiguous and in the model's dtype.
+    """
+    if qkv_NC.device.type != "cpu":
+        from kernels.cuda import fused as device  # a CPU install has no Triton
+
+        device.rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm)
+        return
+    check_rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm)
+    assert qkv_NC.dtype in _DTYPES, qkv_NC.dtype
+    args = _RotaryArgs(
+        *(qkv_NC.data_ptr(), cos_NR.data_ptr(), sin_NR.data_ptr()),
+        *(norm.weight_H.data_ptr() if norm else 0 for norm in (q_norm, k_norm)),
+        *(qkv_NC.shape[0], qkv_NC.stride(0), *heads, head_dim, cos_NR.shape[1]),
+        *(norm.eps if norm else 0.0 for norm in (q_norm, k_norm)),
+        *(q_norm.kind if q_norm else 0, qkv_NC.dtype == torch.bfloat16),
+    )
+    native().lockstep_rotary(ctypes.byref(args))
+
+
+def check_rotate(
+    qkv_NC: torch.Tensor,
+    cos_NR: torch.Tensor,
+    sin_NR: torch.Tensor,
+    *,
+    heads: tuple[int, int],
+    head_dim: int,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+) -> None:
+    """Assert what `rotate` asks of its arguments, on any device."""
+    assert qkv_NC.dtype == cos_NR.dtype == sin_NR.dtype, (qkv_NC.dtype, cos_NR.dtype, sin_NR.dtype)
+    assert qkv_NC.stride(1) == 1, qkv_NC.stride()
+    assert qkv_NC.shape[1] >= sum(heads) * head_dim, (qkv_NC.shape, heads, head_dim)
+    assert cos_NR.shape == sin_NR.shape == (qkv_NC.shape[0], cos_NR.shape[1]), (cos_NR.shape, sin_NR.shape)
+    assert cos_NR.is_contiguous()
+    assert sin_NR.is_contiguous()
+    assert cos_NR.shape[1] % 2 == 0, cos_NR.shape
+    assert cos_NR.shape[1] <= head_dim, (cos_NR.shape, head_dim)
+    assert (q_norm is None) == (k_norm is None)
+    if q_norm and k_norm:
+        assert q_norm.kind == k_norm.kind, (q_norm.kind, k_norm.kind)
+        assert q_norm.weight_H.shape == k_norm.weight_H.shape == (head_dim,), q_norm.weight_H.shape
+        assert q_norm.weight_H.dtype == k_norm.weight_H.dtype == qkv_NC.dtype, q_norm.weight_H.dtype
+
+
+def gated(gate_up_NJ: torch.Tensor, act: Activation) -> torch.Tensor:
+    """Return act(gate) * up, [N, I] contiguous, of rows that hold gate and then up: J = 2 I."""
+    if gate_up_NJ.device.type != "cpu":
+        from kernels.cuda import fused as device  # a CPU install has no Triton
+
+        return device.gated(gate_up_NJ, act)
+    assert gate_up_NJ.dtype in _DTYPES, gate_up_NJ.dtype
+    assert gate_up_NJ.is_contiguous()
+    N, J = gate_up_NJ.shape
+    assert J % 2 == 0, J
+    out_NI = torch.empty(N, J // 2, dtype=gate_up_NJ.dtype)
+    args = _GatedArgs(gate_up_NJ.data_ptr(), out_NI.data_ptr(), N, J // 2, act, gate_up_NJ.dtype == torch.bfloat16)
+    native().lockstep_gated(ctypes.byref(args))
+    return out_NI

@@ -1,0 +1,199 @@
+/* The small operators of a decoder layer, for CPUs: residual + RMSNorm, per-head RMSNorm + rotary, activation * up.
+ *
+ * Invariant: values are rounded to the model's dtype where transformers' own modules round them, so in bf16 a result
+ * differs from theirs in a rare last bit only (another order of a sum, another exponential). A row has a fixed order of
+ * operations whatever else is in the call. Not here: products and attention.
+ */
+#include "simd.h"
+
+#define SERIAL_BELOW 8192 /* elements: a parallel region costs as much as so many */
+
+enum { ROUND_THEN_SCALE, SCALE_THEN_ROUND, ONE_PLUS_SCALE };
+enum { ACT_SILU, ACT_GELU_TANH };
+
+struct rms_norm_args {
+    const void *x;      /* [rows][x_stride], width used */
+    const void *delta;  /* [rows][delta_stride], added to x first; null: nothing is */
+    void *sum;          /* [rows][width] contiguous, x + delta; unused without delta */
+    const void *weight; /* [width] */
+    void *out;          /* [rows][width] contiguous */
+    int64_t rows, width, x_stride, delta_stride;
+    float eps;
+    int32_t kind, bf16;
+};
+
+struct rotary_args {
+    void *qkv;           /* [rows][stride]: q heads, then k heads, changed in place; what follows is not touched */
+    const void *cos;     /* [rows][rotated] contiguous */
+    const void *sin;     /* the same */
+    const void *q_weight; /* [head_dim], RMSNorm of a query head; null: none */
+    const void *k_weight; /* the same for keys */
+    int64_t rows, stride, q_heads, k_heads, head_dim, rotated; /* the first `rotated` channels of a head turn */
+    float q_eps, k_eps;
+    int32_t kind, bf16;
+};
+
+struct gated_args {
+    const void *gate_up; /* [rows][2 * width] contiguous: gate, then up */
+    void *out;           /* [rows][width] contiguous */
+    int64_t rows, width;
+    int32_t act, bf16;
+};
+
+/* Round to nearest even, as to_bf16, and widen again. */
+INLINE v16u bf16_bits(v16f x) {
+    v16u u = (v16u)x, nan = (v16u)(x != x);
+    v16u r = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
+    return (nan & 0x7fc0u) | (~nan & r);
+}
+
+INLINE v16f rounded(v16f x, int bf16) { return bf16 ? (v16f)(bf16_bits(x) << 16) : x; }
+
+INLINE float rounded1(float x, int bf16) {
+    uint32_t u = (uint32_t)to_bf16(x) << 16;
+    float y;
+    memcpy(&y, &u, sizeof y);
+    return bf16 ? y : x;
+}
+
+INLINE void store(void *base, int64_t index, v16f x, int bf16) {
+    if (bf16) {
+        v16h h = __builtin_convertvector(bf16_bits(x), v16h);
+        memcpy((uint16_t *)base + index, &h, sizeof h);
+    } else
+        memcpy((float *)base + index, &x, sizeof x);
+}
+
+/* 16 elements, or the `n` that are left with zeros behind them. */
+INLINE v16f load_some(const void *base, int64_t index, int64_t n, int bf16) {
+    v16f x = splat(0.0f);
+    if (n >= 16)
+        return load(base, index, bf16);
+    for (int64_t i = 0; i < n; i++)
+        x[i] = load1(base, index + i, bf16);
+    return x;
+}
+
+INLINE void store_some(void *base, int64_t index, v16f x, int64_t n, int bf16) {
+    if (n >= 16) {
+        store(base, index, x, bf16);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++)
+        store1(base, index + i, x[i], bf16);
+}
+
+INLINE v16f scaled(v16f x, float inverse, v16f weight, int kind, int bf16) {
+    v16f y = x * splat(inverse);
+    if (kind == ROUND_THEN_SCALE)
+        return rounded(y, bf16) * weight;
+    return kind == SCALE_THEN_ROUND ? y * weight : y * (splat(1.0f) + weight);
+}
+
+INLINE void norm_row(const struct rms_norm_args *a, int64_t row, int bf16) {
+    const int64_t n = a->width, at = row * a->x_stride, to = row * n;
+    const void *from = a->delta ? a->sum : a->x;
+    const int64_t base = a->delta ? to : at;
+    v16f squares = splat(0.0f);
+    for (int64_t i = 0; i < n; i += 16) {
+        v16f x = load_some(a->x, at + i, n - i, bf16);
+        if (a->delta) {
+            x = rounded(x + load_some(a->delta, row * a->delta_stride + i, n - i, bf16), bf16);
+            store_some(a->sum, to + i, x, n - i, bf16);
+        }
+        squares += x * x;
+    }
+    float inverse = 1.0f / sqrtf(sum16(squares) / (float)n + a->eps);
+    for (int64_t i = 0; i < n; i += 16) {
+        v16f x = load_some(from, base + i, n - i, bf16), w = load_some(a->weight, i, n - i, bf16);
+        store_some(a->out, to + i, scaled(x, inverse, w, a->kind, bf16), n - i, bf16);
+    }
+}
+
+/* One head's RMSNorm in place. */
+INLINE void norm_head(void *head, int64_t at, const void *weight, int64_t d, float eps, int kind, int bf16) {
+    v16f squares = splat(0.0f);
+    for (int64_t i = 0; i < d; i += 16) {
+        v16f x = load_some(head, at + i, d - i, bf16);
+        squares += x * x;
+    }
+    float inverse = 1.0f / sqrtf(sum16(squares) / (float)d + eps);
+    for (int64_t i = 0; i < d; i += 16) {
+        v16f x = load_some(head, at + i, d - i, bf16), w = load_some(weight, i, d - i, bf16);
+        store_some(head, at + i, scaled(x, inverse, w, kind, bf16), d - i, bf16);
+    }
+}
+
+/* Channels i and i + rotated / 2 of a head are one complex number. */
+INLINE void rotate_row(const struct rotary_args *a, int64_t row, int bf16) {
+    const int64_t half = a->rotated / 2, d = a->head_dim, angle = row * a->rotated;
+    for (int64_t h = 0; h < a->q_heads + a->k_heads; h++) {
+        const int64_t at = row * a->stride + h * d;
+        const void *weight = h < a->q_heads ? a->q_weight : a->k_weight;
+        if (weight)
+            norm_head(a->qkv, at, weight, d, h < a->q_heads ? a->q_eps : a->k_eps, a->kind, bf16);
+        for (int64_t i = 0; i < half; i += 16) {
+            const int64_t n = half - i;
+            v16f x = load_some(a->qkv, at + i, n, bf16), y = load_some(a->qkv, at + half + i, n, bf16);
+            v16f cx = load_some(a->cos, angle + i, n, bf16), sx = load_some(a->sin, angle + i, n, bf16);
+            v16f cy = load_some(a->cos, angle + half + i, n, bf16), sy = load_some(a->sin, angle + half + i, n, bf16);
+            store_some(a->qkv, at + i, rounded(x * cx, bf16) - rounded(y * sx, bf16), n, bf16);
+            store_some(a->qkv, at + half + i, rounded(y * cy, bf16) + rounded(x * sy, bf16), n, bf16);
+        }
+    }
+}
+
+/* 1 / (1 + exp(-x)), without overflow on either side. */
+INLINE v16f sigmoid16(v16f x) {
+    v16f e = exp16(select16(x < splat(0.0f), x, splat(0.0f) - x));
+    return select16(x < splat(0.0f), e, splat(1.0f)) / (splat(1.0f) + e);
+}
+
+INLINE void gated_row(const struct gated_args *a, int64_t row, int act, int bf16) {
+    const int64_t n = a->width, at = row * 2 * n;
+    for (int64_t i = 0; i < n; i += 16) {
+        v16f g = load_some(a->gate_up, at + i, n - i, bf16), up = load_some(a->gate_up, at + n + i, n - i, bf16);
+        v16f t = g;
+        if (act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
+            t = splat(2.0f * 0.7978845608028654f) * (g + splat(0.044715f) * g * g * g);
+        store_some(a->out, row * n + i, rounded(g * sigmoid16(t), bf16) * up, n - i, bf16);
+    }
+}
+
+void VARIANT(lockstep_rms_norm)(const struct rms_norm_args *a) {
+#pragma omp parallel for schedule(static) if (a->rows > 1 && a->rows * a->width >= SERIAL_BELOW)
+    for (int64_t row = 0; row < a->rows; row++) {
+        if (a->bf16)
+            norm_row(a, row, 1);
+        else
+            norm_row(a, row, 0);
+    }
+}
+
+void VARIANT(lockstep_rotary)(const struct rotary_args *a) {
+    const int64_t width = (a->q_heads + a->k_heads) * a->head_dim;
+#pragma omp parallel for schedule(static) if (a->rows > 1 && a->rows * width >= SERIAL_BELOW)
+    for (int64_t row = 0; row < a->rows; row++) {
+        if (a->bf16)
+            rotate_row(a, row, 1);
+        else
+            rotate_row(a, row, 0);
+    }
+}
+
+void VARIANT(lockstep_gated)(const struct gated_args *a) {
+#pragma omp parallel for schedule(static) if (a->rows > 1 && a->rows * a->width >= SERIAL_BELOW)
+    for (int64_t row = 0; row < a->rows; row++) {
+        if (a->bf16) {
+            if (a->act == ACT_SILU)
+                gated_row(a, row, ACT_SILU, 1);
+            else
+                gated_row(a, row, ACT_GELU_TANH, 1);
+        } else {
+            if (a->act == ACT_SILU)
+                gated_row(a, row, ACT_SILU, 0);
+            else
+                gated_row(a, row, ACT_GELU_TANH, 0);
+        }
+    }
+}
