@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from grammar_service.backends.ecma_pattern import portable
-from grammar_service.backends.portable_patterns import rewrite
+from grammar_service.backends.schema_rewrite import rewrite
 from grammar_service.backends.schema_walk import subschemas
 from grammar_service.backends.unenforced import Unenforced
 from grammar_service.errors import InvalidGrammar

@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from grammar_service.backends.ecma_pattern import portable
-from grammar_service.backends.portable_patterns import rewrite
+from grammar_service.backends.schema_rewrite import rewrite
 from grammar_service.backends.schema_walk import Schema, subschemas
 from grammar_service.backends.unenforced import Unenforced
 
@@ -30,9 +30,6 @@ _IGNORED = {
 }
 """Keywords without effect, whatever stands beside them."""
 
-_HARMLESS = {"unevaluatedProperties": True, "unevaluatedItems": True, "uniqueItems": False}
-"""Values that forbid nothing."""
-
 _FORMATS = frozenset(
     {
         *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
@@ -43,6 +40,8 @@ _FORMATS = frozenset(
 
 UNWRITABLE = [(0, 31), (34, 34), (92, 92)]
 """A pattern is held against the JSON text, in which these are two characters or more."""
+
+_ANYTHING = portable("[^]*", UNWRITABLE)
 
 _OF_TYPE = {
     "minimum": "number",
@@ -85,12 +84,24 @@ _ASSERTIONS = frozenset(
 
 def problems(schema: Any, path: str = "") -> list[Unenforced]:
     """Return what xgrammar would not enforce in a schema that stands at `path`, and rewrite its patterns in place."""
-    found = rewrite(schema, path, lambda pattern: portable(pattern, UNWRITABLE))
+    found = rewrite(schema, path, _anchored)
     for where, node in subschemas(schema, path):
         problem = _problem(node)
         if problem:
             found.append(Unenforced(where, *problem))
     return found
+
+
+def _anchored(pattern: str) -> str:
+    """Return the pattern in portable notation, as one of the whole string: that is how the library reads it."""
+    text = portable(pattern, UNWRITABLE)
+    flag = text[:4] if text.startswith("(?i)") else ""
+    body = text.removeprefix(flag)
+    if "|" in body or body.strip("^$") == "":
+        return text
+    head = "" if body.startswith("^") else f"^{_ANYTHING}"
+    tail = "" if body.endswith("$") else f"{_ANYTHING}$"
+    return flag + head + body + tail
 
 
 def tag_problems(form: Schema, path: str) -> list[Unenforced]:
@@ -105,7 +116,7 @@ def tag_problems(form: Schema, path: str) -> list[Unenforced]:
 
 def _problem(node: dict[str, Any]) -> tuple[str, str] | None:
     for keyword, reason in _IGNORED.items():
-        if keyword in node and node[keyword] is not _HARMLESS.get(keyword, _ABSENT):
+        if keyword in node:
             return keyword, reason
     if node.get("uniqueItems"):
         return "uniqueItems", "is not enforced"
@@ -114,9 +125,6 @@ def _problem(node: dict[str, Any]) -> tuple[str, str] | None:
         if problem:
             return problem
     return None
-
-
-_ABSENT = object()
 
 
 def _alone(node: dict[str, Any]) -> tuple[str, str] | None:
@@ -199,6 +207,9 @@ def _objects(node: dict[str, Any]) -> tuple[str, str] | None:
     for keyword in ("patternProperties", "propertyNames"):
         if keyword in node and known:
             return keyword, "is not enforced beside properties"
+    patterns = node.get("patternProperties")
+    if isinstance(patterns, dict) and len(patterns) > 1:
+        return "patternProperties", "is not enforced on a name that several of its patterns match"
     if "additionalProperties" in node and "propertyNames" in node:
         return "additionalProperties", "is not enforced beside propertyNames"
     if "patternProperties" in node and "propertyNames" in node:

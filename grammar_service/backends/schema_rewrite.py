@@ -1,7 +1,8 @@
-"""The patterns of a schema in portable notation, and the counts of members that repeated names would defeat.
+"""A schema rewritten so that every library reads it alike: patterns in portable notation, keywords without effect gone.
 
-Invariant: after `rewrite` no pattern is left that a library would read in its own way; one that cannot be rewritten is
-taken out and reported. It holds for every backend; what one of them ignores is its own module.
+Invariant: after `rewrite` the schema means what it meant, but for what is reported: a pattern that cannot be rewritten
+is taken out, and a count of members that repeated names would defeat stays and is reported. It holds for every backend;
+what one of them ignores is its own module.
 """
 
 from __future__ import annotations
@@ -13,11 +14,23 @@ from grammar_service.backends.ecma_pattern import NotPortable
 from grammar_service.backends.schema_walk import Schema, subschemas
 from grammar_service.backends.unenforced import Unenforced
 
+_FORBIDS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+}
+_NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+"""Keywords without effect where another is missing."""
+
 
 def rewrite(schema: Any, path: str, portable: Callable[[str], str]) -> list[Unenforced]:
-    """Rewrite the patterns inside `schema`, which stands at `path`, in place. Return what would not be enforced."""
+    """Rewrite `schema`, which stands at `path`, in place. Return what of it would not be enforced."""
     found: list[Unenforced] = []
     for where, node in list(subschemas(schema, path)):
+        _drop_idle(node)
         pattern = node.get("pattern")
         if isinstance(pattern, str):
             try:
@@ -30,6 +43,16 @@ def rewrite(schema: Any, path: str, portable: Callable[[str], str]) -> list[Unen
             node["patternProperties"] = _names(members, where, portable, found)
         found += _repeated(where, node)
     return found
+
+
+def _drop_idle(node: Schema) -> None:
+    for keyword, values in _FORBIDS_NOTHING.items():
+        # By type too: 0 equals False, and is another value to a library.
+        if keyword in node and any(type(node[keyword]) is type(each) and node[keyword] == each for each in values):
+            del node[keyword]
+    for keyword, other in _NEEDS.items():
+        if other not in node:
+            node.pop(keyword, None)
 
 
 def _names(
