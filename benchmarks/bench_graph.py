@@ -78,7 +78,7 @@ class BenchStep:
         lane.result.num_emitted_B[:B].fill_(1)
         if batch.any_guided:
             words_BRW = self.sync.store.mask_SRW[lane.slots_B[:B].clamp(min=0).long()]
-            other_BR = (words_BRW != (self.sync.report_2[0] & 0x7FFFFFFF)).any(2)
+            other_BR = (words_BRW != (self.sync.told & 0x7FFFFFFF)).any(2)
             real_B1, apply_BR = (lane.slots_B[:B] >= 0)[:, None], lane.kinds_BR[:B] == int(RowKind.APPLY)
             self.bad_2 += torch.stack([(other_BR & apply_BR & real_B1).sum(), (~apply_BR & real_B1).sum()])
 
@@ -133,7 +133,7 @@ def _measure(args: argparse.Namespace, mode: str, work: Kernel) -> dict[str, tup
             sync = cuda_sync(name, stream, channel, pinned, row_timeout_ms=2000.0)
             slot = SlotBuffers.allocate(B, R, 64, 16, stream.device)
             lane = LaneBuffers.allocate(B, R, args.vocab, stream.device)
-            ring = OutputRing(stream, lane, sync.report_2)
+            ring = OutputRing(stream, lane, sync.report)
             step = BenchStep(lane, sync, ring, work, args.work_ns)
             graphs = StepGraphs(stream, step, slot, lane, ring, (B,), (R,), eager=eager)
             try:

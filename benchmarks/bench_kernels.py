@@ -208,7 +208,7 @@ def small_cases() -> Iterator[Case]:
     from kernels.cuda.bitmask import apply_bitmask
     from kernels.cuda.ngram import propose_ngram
     from kernels.cuda.posting import KeptRows, PostTensors, keep_rows, pack_post
-    from kernels.cuda.step_inputs import EMIT_HEADER, emit, load_step
+    from kernels.cuda.step_inputs import load_step
 
     for B, P in ((1, 4), (32, 4)):
         step, gens, limit = step_tensors(B, P, kind=1), ints(B), ints(B) + P - 1
@@ -223,9 +223,8 @@ def small_cases() -> Iterator[Case]:
         out = PostTensors(lanes[0], lanes[1], lanes[2], lanes[3], lanes[4], lanes[5], ints(B, 2 * P), *answers)
         out.need_rows_B.fill_((1 << P) - 1)
         counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        ring = torch.zeros(16, B, EMIT_HEADER + P, dtype=torch.int32, pin_memory=DEVICE == "cuda")
         posted, ids, table_BN = ints(B), torch.zeros(B, P, dtype=torch.int64, device=DEVICE), ints(B, 512)
-        history, length, r = step.history_SL, ints(B) + 2048, step.result
+        history, length = step.history_SL, ints(B) + 2048
         history.copy_(torch.randint(0, 1000, history.shape, device=DEVICE))
         logits, status = torch.zeros(B * P, VOCAB, dtype=torch.bfloat16, device=DEVICE), out.kinds_BR.clone()
         drafts, num = ints(B, P), ints(B)
@@ -233,7 +232,6 @@ def small_cases() -> Iterator[Case]:
         inputs = (slots, history, length, drafts, num, done, table_BN, ids, ints(B, P), ints(B, P), ints(B))
         post = (slots, flags, flags, gens, drafts, num, history, length, length, posted, kept, out)
         keep = (slots, flags, flags, out, counter, masks, kept, step.kinds_BR, step.forced_BR)
-        results = (num, length, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B, r.emitted_BR)
         rest = (slots, step.kinds_BR, step.forced_BR, kept.mask_SRW, status)
         lookup = (slots, history, length, limit, step.params.max_length_S, drafts, num)
         row_bytes = B * P * words * 4
@@ -246,7 +244,6 @@ def small_cases() -> Iterator[Case]:
         yield Case(f"keep_rows {B}x{P}, all over the bus", call(keep_rows, *keep), row_bytes)
         yield Case(f"apply_bitmask {B}x{P}", call(apply_bitmask, logits, *rest, num_rows=P), row_bytes)
         yield Case(f"ngram {B}, history 2048", call(propose_ngram, *lookup, ngram_max=4, ngram_min=2))
-        yield Case(f"emit {B}x{P}", call(emit, slots, gens, *results, counter, ring))
 
 
 def sweep_cases() -> Iterator[Case]:

@@ -52,6 +52,8 @@ class Machinery:
     """Run every shape once; capture. Before the first request, after `enter`."""
     enter: Callable[[], None]
     """To be called on a thread before it calls anything else here."""
+    probe: Callable[[], None]
+    """Wait for the device. Raises when it can run nothing any more: errors of a device are for good."""
     close: Callable[[], None]
     """Wait for the device and free what it may have used. Once, at the end."""
 
@@ -71,7 +73,7 @@ def assemble(
     """Return the machinery of `config.device`."""
     if model.device.type == "cpu":
         return _cpu_machinery(config, model, channel, num_pages, depth)
-    return _cuda_machinery(config, model, channel, num_pages, depth)
+    return cuda_machinery(config, model, channel, num_pages, depth)
 
 
 def _history_tokens(config: EngineConfig, model: LoadedModel, depth: int) -> int:
@@ -105,18 +107,28 @@ def _cpu_machinery(
             program.warm_up(seating.slot, seating.lane, num_rows)
 
     runner = EagerRunner(program, seating, depth)
-    return Machinery(seating, sync, runner, prefill, warm_up, enter=lambda: None, close=lambda: None)
+
+    def nothing() -> None:
+        pass
+
+    return Machinery(seating, sync, runner, prefill, warm_up, enter=nothing, probe=nothing, close=nothing)
 
 
-def _cuda_machinery(
-    config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
+def cuda_machinery(
+    config: EngineConfig,
+    model: LoadedModel,
+    channel: EngineEnd | None,
+    num_pages: int,
+    depth: int,
+    *,
+    stream: CudaStream | None = None,
 ) -> Machinery:
-    """Register the segment, compile, and assemble over a CUDA stream."""
+    """Register the segment, compile, and assemble over a CUDA stream on the model's device; None: an own one."""
     from gpu_engine.pinned import PinnedSegment
     from gpu_engine.sync_cuda import cuda_sync
 
     with torch.cuda.device(model.device), ExitStack() as stack:
-        stream = CudaStream(model.device)
+        stream = stream or CudaStream(model.device)
         sync: HostCallbackSync | DeviceFlagSync | None = None
         if channel is not None:
             pinned = stack.enter_context(PinnedSegment(channel.segment))
@@ -157,7 +169,7 @@ def device_machinery(
     lane = LaneBuffers.allocate(S, R, V, device)
     masks_SRW = torch.zeros(1, 1, 4, dtype=torch.int32, device=device) if sync is None else sync.store.mask_SRW
     rows = SlotRows.allocate(S + 1, V, masks_SRW, slot.done_S, max_rules=MAX_RULES)
-    ring = OutputRing(stream, lane, None if sync is None else sync.report_2)
+    ring = OutputRing(stream, lane, None if sync is None else sync.report)
     step = DeviceStep(
         stream,
         model,
@@ -195,5 +207,6 @@ def device_machinery(
         prefill,
         warm_up,
         enter=lambda: None,
+        probe=stream.synchronize,
         close=graphs.close,
     )

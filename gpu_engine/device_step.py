@@ -143,6 +143,9 @@ class FreeSync(NoSync):
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
+    def check(self, num_lanes: int) -> None:
+        """Nothing is posted."""
+
     def await_rows(self, batch: StepBatch) -> None:
         """Enqueue: free every row."""
         self._stream.kernel(super().await_rows, batch)

@@ -49,6 +49,9 @@ class Engine:
         self._closing = threading.Event()
         self._started = threading.Event()
         self._start_error: BaseException | None = None
+        self._failure: Exception | None = None
+        self._watchers: list[Callable[[Exception], None]] = []
+        """Both under `live_lock`."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _run(self) -> None:
@@ -69,11 +72,48 @@ class Engine:
                 log.exception("a turn of the engine failed; every sequence ends")
                 self._end_every(error=InternalError("the engine failed in a step; see its log"))
                 busy = False
+                if self._device_is_lost():
+                    break
         try:
             self._hear(wait=False)
         finally:
-            self._end_every(finish=FinishReason.ABORTED)
+            if self._failure is None:
+                self._end_every(finish=FinishReason.ABORTED)
+            else:
+                self._end_every(error=InternalError("the engine lost its device; see its log"))
+            self._close_machinery()
+
+    def _device_is_lost(self) -> bool:
+        """Ask the device whether it can still run anything; tell who watches, and close the door, when it cannot."""
+        try:
+            self._loop.machinery.probe()
+        except Exception as error:
+            log.critical("the device is lost; the engine ends", exc_info=True)
+            with self._loop.live_lock:
+                self._failure = error
+                watchers, self._watchers = self._watchers, []
+            for watcher in watchers:
+                watcher(error)
+            return True
+        return False
+
+    def watch(self, failed: Callable[[Exception], None]) -> None:
+        """Have `failed` called once, on the engine's thread, when the device is lost; at once when it is already."""
+        with self._loop.live_lock:
+            failure = self._failure
+            if failure is None:
+                self._watchers.append(failed)
+        if failure is not None:
+            failed(failure)
+
+    def _close_machinery(self) -> None:
+        try:
             self._loop.machinery.close()
+        except Exception:
+            if self._failure is None:
+                raise
+            # Every call says what the first one said; the process ends soon, and the driver with it.
+            log.warning("a lost device could not be closed", exc_info=True)
 
     def _end_every(self, *, finish: FinishReason | None = None, error: LockstepError | None = None) -> None:
         """End every sequence, even if something fails at one of them: each is off the list before it is told."""
@@ -111,6 +151,8 @@ class Engine:
         loop, config = self._loop, self.config
         loop.machinery.seating.check(request)
         with loop.live_lock:
+            if self._failure is not None:
+                raise InternalError("the engine lost its device; see its log")
             if self._closing.is_set():
                 raise ShuttingDown("the server is shutting down")
             if loop.live >= config.max_queue_size + config.max_batch_size:

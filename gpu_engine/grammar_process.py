@@ -13,15 +13,17 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Protocol
 
 from gpu_engine.config import EngineConfig, ServerConfig
 from gpu_engine.errors import LockstepError
 from gpu_engine.grammar_client import GrammarClient
 from gpu_engine.grammar_link import GrammarLink, GrammarSetup, segment_hand_over
 from gpu_engine.ports import Model, ServedEngine
-from gpu_engine.sidecar import Sidecar, grammar_command
+from gpu_engine.sidecar import SPIN_ALWAYS_US, Sidecar, grammar_command
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
@@ -36,8 +38,11 @@ FRESH_S = 60.0
 class GrammarProcess:
     """Construction starts a spawned process; `share` needs the model; `attach` needs the engine."""
 
-    def __init__(self, config: ServerConfig, background: asyncio.TaskGroup, stack: AsyncExitStack) -> None:
-        self.config = config
+    def __init__(
+        self, config: ServerConfig, background: asyncio.TaskGroup, stack: AsyncExitStack, *, must_spin: bool = False
+    ) -> None:
+        """Args: `must_spin` where steps are posted by a device, which cannot wake a process that sleeps."""
+        self.config, self._must_spin = config, must_spin
         self.directory = _grammar_directory(config, stack)
         self.sidecar: Sidecar | None = None
         self.channel: EngineEnd
@@ -47,7 +52,8 @@ class GrammarProcess:
         self._attached = False
         self._sidecar_task: asyncio.Task[None] | None = None
         if config.grammar == "spawn":
-            self.sidecar = Sidecar(grammar_command(config, self.directory), self._give_up)
+            command = grammar_command(config, self.directory, must_spin=must_spin)
+            self.sidecar = Sidecar(command, self._give_up)
             self._sidecar_task = background.create_task(self.sidecar.run(), name="sidecar")
 
     def share(self, stack: AsyncExitStack, engine_config: EngineConfig, model: Model) -> None:
@@ -61,7 +67,7 @@ class GrammarProcess:
         )
         segment = stack.enter_context(Segment.create(layout))
         if self._sidecar_task:
-            stack.push_async_callback(_end_task, self._sidecar_task)
+            stack.push_async_callback(end_task, self._sidecar_task)
         self.channel = EngineEnd(segment)
         self.client = GrammarClient(self.config, self.channel)
         setup = GrammarSetup(
@@ -85,7 +91,10 @@ class GrammarProcess:
         """Start to connect."""
         self.client.attach(engine, self._link)
         self._attached = True
-        stack.push_async_callback(_end_task, self._background.create_task(self._link.run(), name="grammar link"))
+        stack.push_async_callback(end_task, self._background.create_task(self._link.run(), name="grammar link"))
+        if self._must_spin:
+            watch = warn_of_sleepers(lambda: self._link.attached if self._link.up else 0, self.channel)
+            stack.push_async_callback(end_task, self._background.create_task(watch, name="sleeping sidecar watch"))
         if self.sidecar and self.sidecar.gave_up:
             self._give_up(self.sidecar.gave_up)
 
@@ -120,7 +129,37 @@ class GrammarProcess:
         return f"<GrammarProcess {self.config.grammar} {self.directory} {self.sidecar!r}>"
 
 
-async def _end_task(task: asyncio.Task[None]) -> None:
+class Sleeper(Protocol):
+    """Who may sleep; an EngineEnd tells it of the grammar process."""
+
+    @property
+    def grammar_parked(self) -> bool:
+        """It sleeps on a futex, waiting for a step."""
+
+
+async def warn_of_sleepers(attachment: Callable[[], int], sleeper: Sleeper, every_s: float = 0.1) -> None:
+    """Warn once for every grammar process that sleeps between steps, though a device posts them. Runs for ever.
+
+    Args:
+        attachment: number of the grammar process that is attached; 0: none is.
+        sleeper: of that process.
+        every_s: it is looked at so often.
+    """
+    warned = 0
+    while True:
+        await asyncio.sleep(every_s)
+        current = attachment()
+        if current > warned and sleeper.grammar_parked:
+            warned = current
+            log.warning(
+                "the grammar process sleeps between steps, and with sync=device_flag nothing wakes it: a guided step "
+                "may wait 10 ms for it. Start it with --spin-us %g",
+                SPIN_ALWAYS_US,
+            )
+
+
+async def end_task(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end."""
     task.cancel()
     await asyncio.wait([task])
 

@@ -147,6 +147,11 @@ class StepGraphs:
         self._next = 0
 
     @property
+    def captured(self) -> dict[GraphKey, Graph]:
+        """The graphs there are; for a look, not for a replay."""
+        return self._graphs.copy()
+
+    @property
     def keys(self) -> list[GraphKey]:
         """Every graph there is or will be, the largest first: the later ones fit into its memory."""
         kinds = (False, True) if self.guided else (False,)

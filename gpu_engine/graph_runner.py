@@ -6,24 +6,32 @@ is captured (graph.py), what a step is (device_step.py).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from gpu_engine.collect import outcomes
+from gpu_engine.collect import LaneOutcome, outcomes
 from gpu_engine.device_seating import DeviceSeating
+from gpu_engine.errors import InternalError
 from gpu_engine.graph import Launched, StepGraphs
 from gpu_engine.runner import Collected, Ticket, lanes_of
 from gpu_engine.seating import Seat
+from shared_mem.errors import InvalidField
+
+log = logging.getLogger(__name__)
 
 
-class WaitClock(Protocol):
-    """What a sync tells of its waits."""
+class StepSync(Protocol):
+    """What a sync tells of the steps over it."""
 
     @property
     def waited_ns(self) -> int:
         """Time that the last step stood waiting, where the host can see it."""
+
+    def check(self, num_lanes: int) -> None:
+        """Raise InvalidField when the last post of a batch of this padded size was refused. Does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +54,17 @@ class GraphRunner:
         depth: 1 to launch a step before the last one is read, else 0.
     """
 
-    def __init__(self, graphs: StepGraphs, seating: DeviceSeating, sync: WaitClock, num_rows: int, depth: int) -> None:
+    def __init__(self, graphs: StepGraphs, seating: DeviceSeating, sync: StepSync, num_rows: int, depth: int) -> None:
         self._graphs, self._seating, self._sync, self._num_rows = graphs, seating, sync, num_rows
         self._depth = depth
         self._flying: deque[_Flight] = deque()
         self._device_waited_ns = 0
         self._collected_s = 0.0
+
+    @property
+    def graphs(self) -> StepGraphs:
+        """What it replays."""
+        return self._graphs
 
     @property
     def depth(self) -> int:
@@ -82,7 +95,27 @@ class GraphRunner:
         if any(flight.guided):
             waited_ns += self._sync.waited_ns
         results = outcomes(outputs, len(ticket.lanes), guided=flight.guided, logprobs=flight.logprobs)
+        if any(flight.guided):
+            results = self._refused(flight, ticket, outputs.seq, results)
         return Collected(results, step_ms, waited_ns / 1e6, outputs.seq)
+
+    def _refused(self, flight: _Flight, ticket: Ticket, seq: int, results: list[LaneOutcome]) -> list[LaneOutcome]:
+        """Give an error to the lanes whose record a callback refused: no answer of theirs will ever come."""
+        problem = ""
+        try:
+            self._sync.check(flight.launched.key.num_lanes)
+        except InvalidField as error:
+            problem = str(error)
+        # A step whose post was refused has no sequence, which a neighbour cannot hide. (A sequence that ended a
+        # step ago asked for nothing either, but holds its seat no more.)
+        lanes = zip(flight.guided, ticket.lanes, results, strict=True)
+        hit = [guided and lane.holds and out.deferred and seq == 0 for guided, lane, out in lanes]
+        if not problem and not any(hit):
+            return results
+        log.error("a step's post was refused: %s", problem or "by an earlier callback")
+        failed = InternalError("the engine's step told the grammar process what cannot be; see the server's log")
+        lost = hit if any(hit) else flight.guided
+        return [replace(out, error=failed) if gone else out for out, gone in zip(results, lost, strict=True)]
 
     def __repr__(self) -> str:
         return f"<GraphRunner depth={self._depth} in flight={len(self._flying)} {self._graphs}>"

@@ -69,6 +69,8 @@ class HostBox(LaneBox):
         rows = channel.layout.num_rows
         super().__init__(num_lanes, rows, stream.device)
         self.pinned = stream.pinned(len(self.memory))
+        self._posted: dict[int, PostArgs] = {}
+        """What was enqueued, by stage: those posts are looked at."""
         # All stages share the memory: they follow each other on the stream.
         self._calls: dict[int, tuple[BatchArrays, HostCall, HostCall]] = {}
         for stage in range(int(Stage.VERIFY), Stage.DRAFT + rows - 1):
@@ -79,7 +81,8 @@ class HostBox(LaneBox):
 
     def post(self, stream: Stream, stage: int) -> None:
         """Enqueue: inputs to the host, native post."""
-        at, call = self.outputs_at, self._calls[stage][1]
+        at, (arrays, call, _) = self.outputs_at, self._calls[stage]
+        self._posted[stage] = arrays.post_args
         stream.copy(self.pinned[:at], self.memory[:at])
         stream.host(call.function, call.user_data)
 
@@ -98,8 +101,9 @@ class HostBox(LaneBox):
         return waited_ns
 
     def check(self) -> None:
-        """Raise InvalidField when the native post refused a record: a defect of the step."""
-        for arrays, _, _ in self._calls.values():
-            args: PostArgs = arrays.post_args
+        """Raise InvalidField when the last native post of a stage refused a record: a defect of the step."""
+        for stage, args in self._posted.items():
             if args.status < 0:
-                raise InvalidField("record", f"lane {args.bad_lane} was refused with status {args.status}")
+                raise InvalidField(
+                    "record", f"lane {args.bad_lane} was refused at stage {stage} with status {args.status}"
+                )

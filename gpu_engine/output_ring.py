@@ -56,15 +56,22 @@ class OutputRing:
     Args:
         stream: of the steps.
         lane: the lanes' buffers, whose results are copied.
-        report_2: int64 [2] device: sequence and waited time of the step (`StreamSync.report_2`); None: zeros.
+        report: int64 [1] each, device: sequence and waited time of the step (`StreamSync.report`); None: zeros.
         depth: entries; steps in flight plus one.
     """
 
-    def __init__(self, stream: Stream, lane: LaneBuffers, report_2: torch.Tensor | None = None, depth: int = 3) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        lane: LaneBuffers,
+        report: tuple[torch.Tensor, torch.Tensor] | None = None,
+        depth: int = 3,
+    ) -> None:
         self._stream, self._lane = stream, lane
         most, R = lane.drafts_BR.shape
         self._rows = R
-        self._report = torch.zeros(2, dtype=torch.int64, device=stream.device) if report_2 is None else report_2
+        nothing = torch.zeros(1, dtype=torch.int64, device=stream.device)
+        self._report = [value.view(torch.int32) for value in report or (nothing, nothing)]
         self._packed = torch.zeros(self._size(most), dtype=torch.int32, device=stream.device)
         self._entries = [self._entry(most, R) for _ in range(depth)]
         self._next = 0
@@ -121,7 +128,7 @@ class OutputRing:
         lane, r, B = batch.lane, batch.lane.result, batch.num_lanes
         results = (r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B)
         per_lane = (*results, lane.num_drafts_B, lane.slots_B, lane.slot_gens_B)
-        parts = [self._report.view(torch.int32), *(t[:B] for t in per_lane), r.emitted_BR[:B].reshape(-1)]
+        parts = [*self._report, *(t[:B] for t in per_lane), r.emitted_BR[:B].reshape(-1)]
         torch.cat(parts, out=self._packed[: self._size(B)])
 
     def _entry(self, lanes: int, rows: int) -> _Entry:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from gpu_engine.config import EngineConfig
     from gpu_engine.errors import LockstepError
@@ -213,6 +213,9 @@ class ServedEngine(EngineCore, GrammarEvents, Protocol):
 
     def start(self) -> None:
         """Start the thread and warm up; blocks until warm."""
+
+    def watch(self, failed: Callable[[Exception], None]) -> None:
+        """Have `failed` called once, on the engine's thread, when the engine can serve nothing any more."""
 
     def close(self, timeout_s: float) -> None:
         """End running requests with ABORTED and stop the thread; blocks for at most `timeout_s`."""

@@ -35,8 +35,11 @@ class RowWork(Protocol):
     def pack(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
         """Fill the box's inputs for draft k, or VERIFY; advance `posted_S` by what they tell."""
 
-    def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
-        """Keep the rows that the box's inputs asked for; fill `kinds_BR` and `forced_BR`: row k, or every row."""
+    def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int, told: torch.Tensor | None) -> None:
+        """Keep the rows that the box's inputs asked for; fill `kinds_BR` and `forced_BR`: row k, or every row.
+
+        `told` int64 [1] gets the sequence of the answers.
+        """
 
     def settle(self, batch: StepBatch, store: RowStore) -> None:
         """Forget the rows of lanes that emitted something."""
@@ -83,8 +86,10 @@ class TorchRows:
         # An addition, since a padded lane shares its index with slot 0: it adds nothing.
         slot.posted_S.index_add_(0, slots_B, fresh_B)
 
-    def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
+    def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int, told: torch.Tensor | None) -> None:
         """See `RowWork.keep`. The mask rows are in the store already."""
+        if told is not None:
+            told.copy_(box.awaited)
         lane, B, place_B = batch.lane, batch.num_lanes, _place(batch, store)
         asked_BR = (box.need_rows[:, None] >> self._row_R & 1).bool() & (box.slots >= 0)[:, None]
         store.kind_SR[place_B] = torch.where(asked_BR, box.kinds, store.kind_SR[place_B])
@@ -129,22 +134,23 @@ class TritonRows:
     def pack(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
         """See `RowWork.pack`."""
         slot, lane, B = batch.slot, batch.lane, batch.num_lanes
-        # A lane that drafts has not stopped.
-        asking_B = _asking(batch, batch.slots_B.clamp(min=0).long()) if k == VERIFY else lane.guided_B[:B]
         self._kernels.pack_post(
-            *(batch.slots_B, asking_B, lane.drafting_B[:B], lane.slot_gens_B[:B], lane.drafts_BR[:B]),
+            *(batch.slots_B, lane.guided_B[:B], lane.drafting_B[:B], lane.slot_gens_B[:B], lane.drafts_BR[:B]),
             *(lane.num_drafts_B[:B], slot.history_SL, slot.length_S, slot.params.prompt_length_S, slot.posted_S),
             *(self._rows(store), self._tensors(box)),
             k=k,
+            # A lane that drafts has not stopped.
+            done_S=slot.done_S if k == VERIFY else None,
         )
 
-    def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
+    def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int, told: torch.Tensor | None) -> None:
         """See `RowWork.keep`. Copies the mask rows that were asked for into the store."""
         lane, B = batch.lane, batch.num_lanes
         self._kernels.keep_rows(
             *(batch.slots_B, lane.guided_B[:B], lane.drafting_B[:B], self._tensors(box), box.awaited),
             *(self._source_NSRW, self._rows(store), lane.kinds_BR[:B], lane.forced_BR[:B]),
             k=k,
+            told=told,
         )
 
     def settle(self, batch: StepBatch, store: RowStore) -> None:

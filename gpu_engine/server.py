@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +25,7 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from gpu_engine.config import EngineConfig, ServerConfig
-from gpu_engine.grammar_process import GrammarProcess
+from gpu_engine.grammar_process import GrammarProcess, end_task
 from gpu_engine.listening import HealthServicer, ServerError, bind
 from gpu_engine.metrics_engine import EngineCollector
 from gpu_engine.metrics_http import BothProcesses, MetricsServer
@@ -33,6 +34,7 @@ from gpu_engine.own_thread import in_own_thread
 from gpu_engine.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.servicer import EngineServicer
 from gpu_engine.sidecar import Sidecar
+from gpu_engine.tracing import open_tracing
 from gpu_engine.validation import Limits
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from shared_mem.channel import EngineEnd
@@ -90,7 +92,8 @@ async def open_server(
 ) -> AsyncIterator[Server]:
     """Run a server for the time of the `async with` block; leaving it drains. Raises ServerError when it cannot start.
 
-    The block's task is cancelled when the grammar process turns out to be of another release; ServerError says so.
+    The block's task is cancelled when the grammar process turns out to be of another release, or the engine lost its
+    device; ServerError says so.
     """
     try:
         async with AsyncExitStack() as stack:
@@ -125,7 +128,11 @@ async def _start(
     if scrapes:
         stack.push_async_callback(asyncio.to_thread, scrapes.close)
     background = await stack.enter_async_context(asyncio.TaskGroup())
-    grammar = GrammarProcess(server_config, background, stack) if server_config.grammar != "none" else None
+    grammar: GrammarProcess | None = None
+    if server_config.grammar != "none":
+        # The flags of a device wake nobody.
+        spins = engine_config.sync == "device_flag"
+        grammar = GrammarProcess(server_config, background, stack, must_spin=spins)
     model = await in_own_thread(lambda: parts.load_model(engine_config, progress))
     _prepare_tokenizer(model)
     limits = Limits.of(engine_config, server_config, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
@@ -138,7 +145,10 @@ async def _start(
         metrics.attach(grammar)
     about = {"version": _version(), "model": model.name, "dtype": model.dtype_name, "device": engine_config.device}
     metrics.registry.register(EngineCollector(engine.stats, drafter=engine_config.drafter, about=about))
-    watch = RequestWatch(metrics.registry)
+    tracing = open_tracing(os.environ)
+    if tracing:
+        stack.push_async_callback(asyncio.to_thread, tracing.close)
+    watch = RequestWatch(metrics.registry, tracing.requests(model.name) if tracing else None)
     servicer = EngineServicer(engine, model, limits, client, version=_version(), watch=watch)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
@@ -148,6 +158,7 @@ async def _start(
     await asyncio.to_thread(engine.start)
     if grammar:
         await grammar.first_attachment()
+    stack.push_async_callback(end_task, background.create_task(_watch(engine, health_servicer), name="engine watch"))
     servicer.warm()
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
     stack.push_async_callback(_drain, server, servicer, health_servicer, server_config.drain_timeout_s)
@@ -178,6 +189,24 @@ async def serve(
 async def _set_health(servicer: HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
     for service in (health.OVERALL_HEALTH, SERVICE):
         await servicer.set(service, status)
+
+
+async def _watch(engine: ServedEngine, health_servicer: HealthServicer) -> None:
+    """Wait for the engine's failure; then nobody is to come any more, and the server ends. Raises ServerError."""
+    loop = asyncio.get_running_loop()
+    failed: asyncio.Future[Exception] = loop.create_future()
+
+    def tell(error: Exception) -> None:
+        if not failed.done():
+            failed.set_result(error)
+
+    def hear(error: Exception) -> None:
+        loop.call_soon_threadsafe(tell, error)
+
+    engine.watch(hear)
+    error = await failed
+    await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+    raise ServerError(f"the engine lost its device: {error}") from error
 
 
 async def _drain(

@@ -29,6 +29,8 @@ FAILURE_WINDOW_S = 60.0
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 5.0
 TERM_TIMEOUT_S = 3.0
+SPIN_ALWAYS_US = 1e6
+"""Longer than any single wait of the grammar process."""
 
 # Runs in the child: ask the kernel for SIGKILL at the parent's death, look whether it has died before that, become the
 # grammar process. (A preexec_fn would do the same between fork and exec, where other threads' locks may be held.)
@@ -41,17 +43,18 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def grammar_command(config: ServerConfig, directory: Path) -> list[str]:
-    """Return the command line of the grammar process."""
+def grammar_command(config: ServerConfig, directory: Path, *, must_spin: bool = False) -> list[str]:
+    """Return the command line of the grammar process. `must_spin`: it never sleeps while it waits for a step."""
     return [
         *(sys.executable, "-m", "grammar_service"),
         *("--dir", str(directory)),
         *("--backend", config.grammar_backend),
         *("--compile-timeout-s", f"{config.compile_timeout_s:g}"),
-        *("--log-format", config.log_format),
-    ]
         *("--compile-memory-mb", str(config.compile_memory_mb)),
         *(("--cache-dir", config.grammar_cache_dir) if config.grammar_cache_dir else ()),
+        *("--log-format", config.log_format),
+        *(("--spin-us", f"{SPIN_ALWAYS_US:g}") if must_spin else ()),
+    ]
 
 
 class Sidecar:

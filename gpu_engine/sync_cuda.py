@@ -20,7 +20,6 @@ from gpu_engine.row_work import RowWork, TritonRows
 from gpu_engine.stream import Stream
 from gpu_engine.sync_stream import StreamSync
 from shared_mem.channel import EngineEnd
-from shared_mem.layout import Stage
 from shared_mem.segment import Segment
 
 
@@ -110,10 +109,12 @@ class HostCallbackSync(StreamSync):
         """
         return sum(box.take_waited_ns() for box in self._boxes.values())
 
-    def check(self) -> None:
-        """Raise InvalidField when a record of an earlier step was refused. Does not wait."""
-        for box in self._boxes.values():
-            box.check()
+    def check(self, num_lanes: int) -> None:
+        """Raise InvalidField when the last post of a batch of this padded size was refused. Does not wait.
+
+        A glance: with a step in flight its post may be the last one.
+        """
+        self._box(num_lanes).check()
 
     def _box(self, num_lanes: int) -> HostBox:
         if num_lanes not in self._boxes:
@@ -128,14 +129,12 @@ class HostCallbackSync(StreamSync):
     def _receive(self, box: LaneBox, stage: int, rows_wanted: int, timeout_ns: int) -> None:
         assert isinstance(box, HostBox)
         box.wait(self.stream, stage)
-        self.stream.kernel(self._fetch, box, stage, rows_wanted)
-
-    def _fetch(self, box: LaneBox, stage: int, rows_wanted: int) -> None:
         if self._fetcher is not None:
-            # Rows that were not asked for are DEFER in the answer, so kept rows are not overwritten.
-            self._fetcher.fetch(box.awaited, box.slots, box.kinds, rows_wanted=rows_wanted)
-        if stage == Stage.VERIFY:
-            self.report_2[:1].copy_(box.awaited)
+            self.stream.kernel(self._fetch, self._fetcher, box, rows_wanted)
+
+    def _fetch(self, fetcher: RowFetcher, box: LaneBox, rows_wanted: int) -> None:
+        # Rows that were not asked for are DEFER in the answer, so kept rows are not overwritten.
+        fetcher.fetch(box.awaited, box.slots, box.kinds, rows_wanted=rows_wanted)
 
 
 class DeviceFlagSync(StreamSync):
@@ -158,17 +157,20 @@ class DeviceFlagSync(StreamSync):
         timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
         super().__init__(stream, channel, flags.mask_SRW, work, **timeouts)
         self._flags = flags
+        self._device_waited = flags.counter[2:3]
         self._boxes: dict[int, LaneBox] = {}
 
     waited_ns = 0
-    """Waiting is counted on the device: `report_2[1]`."""
+    """Waiting is counted on the device; `report` has it."""
 
-    def check(self) -> None:
+    def check(self, num_lanes: int) -> None:
         """Nothing is checked by the post kernel."""
 
     def _box(self, num_lanes: int) -> LaneBox:
         if num_lanes not in self._boxes:
-            self._boxes[num_lanes] = LaneBox(num_lanes, self.channel.layout.num_rows, self.stream.device)
+            box = LaneBox(num_lanes, self.channel.layout.num_rows, self.stream.device)
+            box.awaited = self._flags.counter[1:2]
+            self._boxes[num_lanes] = box
         return self._boxes[num_lanes]
 
     def _send(self, box: LaneBox, stage: int, timeout_ns: int) -> None:
@@ -177,8 +179,6 @@ class DeviceFlagSync(StreamSync):
     def _post(self, box: LaneBox, stage: int) -> None:
         inputs = (box.slots, box.slot_gens, box.commit_pos, box.n_commit, box.n_draft, box.need_rows, box.tokens)
         self._flags.post(*inputs, stage)
-        if stage == Stage.VERIFY:
-            self.report_2[:1].copy_(self._flags.counter[1:2])
 
     def _receive(self, box: LaneBox, stage: int, rows_wanted: int, timeout_ns: int) -> None:
         self.stream.kernel(self._wait, box, rows_wanted, timeout_ns)
@@ -186,7 +186,6 @@ class DeviceFlagSync(StreamSync):
     def _wait(self, box: LaneBox, rows_wanted: int, timeout_ns: int) -> None:
         outputs = (box.kinds, box.forced, box.need)
         self._flags.wait(box.slots, box.slot_gens, *outputs, rows_wanted=rows_wanted, timeout_ns=timeout_ns)
-        self.report_2[1:].copy_(self._flags.counter[2:3])
 
 
 def cuda_sync(

@@ -48,13 +48,21 @@ class StreamSync(abc.ABC):
             torch.zeros(S + 1, R, dtype=torch.bool, device=device),
         )
         """The rows on the device. The sampling kernels read `mask_SRW` where the kind is APPLY."""
-        self.report_2 = torch.zeros(2, dtype=torch.int64, device=device)
-        """int64 [2], device: the sequence of the last verify post (0: nothing was asked), nanoseconds waited on the
-        device since the start. Writer: the step; to be copied out with its results."""
+        self.told = torch.zeros(1, dtype=torch.int64, device=device)
+        """int64 [1], device: the sequence of the step's verify post; 0: nothing was asked. Writer: the step."""
+        self._device_waited = torch.zeros(1, dtype=torch.int64, device=device)
         self.seq = 0
-        """The host does not know the sequence of a step that it launches; `report_2` has it."""
+        """The host does not know the sequence of a step that it launches; `report` has it."""
         self._late_kinds = stream.pinned(S * R).view(S, R)
         self._late_forced = stream.pinned(4 * S * R).view(torch.int32).view(S, R)
+
+    @property
+    def report(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a step tells of its wait, int64 [1] each, device: its sequence, nanoseconds waited since the start.
+
+        To be copied out with the step's results.
+        """
+        return self.told, self._device_waited
 
     # -- the Sync protocol, but for the mechanism ---------------------------------------------------------------------
 
@@ -106,17 +114,19 @@ class StreamSync(abc.ABC):
         mask = self.store.mask_SRW
         return mask.data_ptr(), (mask.stride(0), mask.stride(1))
 
-    def late(self, seq: int, slot: int, slot_gen: int) -> int | None:
+    def late(self, seq: int, slot: int, slot_gen: int, *, moved: bool = False) -> int | None:
         """Look whether the answer of a deferred slot has come; enqueue its rows and return how many, else None.
 
-        `seq` is the step's `report_2[0]`. The slot must not be in a step that is in flight: such a step asks again.
+        `seq` is what the step told. The slot must not be in a step that is in flight: such a step asks again.
         Does not wait.
         """
         answer = self.channel.await_rows(seq, [slot], [slot_gen], timeout_s=0.0)
-        if answer.num_missing:
+        if answer.num_missing or answer.num_late:
             return None
         kinds_R, forced_R = torch.from_numpy(answer.kinds[0]), torch.from_numpy(answer.forced[0])
         rows = (kinds_R != int(RowKind.DEFER)).nonzero()[:, 0].tolist()
+        if moved:
+            return len(rows)
         # One request of a slot is open at a time, so its line of the staging memory is free again.
         self._late_kinds[slot].copy_(kinds_R)
         self._late_forced[slot].copy_(forced_R)
@@ -156,13 +166,13 @@ class StreamSync(abc.ABC):
     # -- kernels ------------------------------------------------------------------------------------------------------
 
     def _no_seq(self) -> None:
-        self.report_2[:1].zero_()
+        self.told.zero_()
 
     def _pack(self, batch: StepBatch, box: LaneBox, k: int) -> None:
         self._work.pack(batch, self.store, box, k)
 
     def _keep(self, batch: StepBatch, box: LaneBox, k: int) -> None:
-        self._work.keep(batch, self.store, box, k)
+        self._work.keep(batch, self.store, box, k, self.told if k == VERIFY else None)
 
     def _settle(self, batch: StepBatch) -> None:
         self._work.settle(batch, self.store)

@@ -267,6 +267,11 @@ class EngineEnd:
         return None if age < 0 else age
 
     @property
+    def grammar_parked(self) -> bool:
+        """The grammar process sleeps at this moment, waiting for a post."""
+        return bool(native.load32(self._word(Word.GRAMMAR_PARKED)))
+
+    @property
     def last_seq(self) -> int:
         """Newest posted sequence."""
         return self._counter.last

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,6 +134,7 @@ class FakeEngine:
         self.opened: list[tuple[int, int]] = []
         self.failed: list[tuple[int, int, LockstepError]] = []
         self.outages: list[str] = []
+        self.watchers: list[Callable[[Exception], None]] = []
         self.refuse_with: LockstepError | None = None
         self.refuse_from = 0
         """`refuse_with` is raised once so many requests are in."""
@@ -191,6 +193,20 @@ class FakeEngine:
     def grammar_restored(self) -> None:
         self.outages.append("restored")
 
+    def watch(self, failed: Callable[[Exception], None]) -> None:
+        self.watchers.append(failed)
+
+    def fail(self, error: Exception) -> None:
+        """Fail for good, on the engine's thread: every sequence ends with INTERNAL."""
+
+        def end() -> None:
+            for request in self.submitted:
+                request.sink(TokenEvent(request.index, error=InternalError(str(error))))
+            for watcher in self.watchers:
+                watcher(error)
+
+        self._work.put(end)
+
     def close(self, timeout_s: float) -> None:
         if not self.closed:
             self.closed = True
@@ -206,6 +222,7 @@ class FakeGrammar:
         self.backends = (2, 1)
         self.prepared: list[tuple[str, GrammarSpec]] = []
         self.forgotten: list[str] = []
+        self.compiled: list[GrammarSpec] = []
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
         self.prepared.append((request_id, spec))
@@ -215,12 +232,14 @@ class FakeGrammar:
     def forget(self, request_id: str) -> None:
         self.forgotten.append(request_id)
 
-    async def stats(self) -> GrammarStats:
-        return GrammarStats(starts=1, ready=True, matchers=2, cached_grammars=3)
-        self.compiled: list[GrammarSpec] = []
+    def compiled_s(self, request_id: str) -> float:
+        return time.monotonic() if any(request_id == prepared for prepared, _ in self.prepared) else 0.0
+
     async def compile(self, spec: GrammarSpec) -> Compiled:
         if error := self.refusals.get(spec.source):
             raise error
         self.compiled.append(spec)
         return Compiled("inner", 2, len(self.compiled) > 1, 3.0, ("w",), memory_bytes=99, min_tokens=4)
 
+    async def stats(self) -> GrammarStats:
+        return GrammarStats(starts=1, ready=True, matchers=2, cached_grammars=3)

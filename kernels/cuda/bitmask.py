@@ -1,7 +1,8 @@
 """Token bitmasks on a GPU: say what they leave, and apply them to logits.
 
 One invariant: a row is judged by one program and applied by others, from memory that does not change meanwhile, so that
-it cannot be torn. `accept` and `draw_drafts` apply masks on their own; this is for logits that go elsewhere.
+it cannot be torn. `accept` and `draw_drafts` apply masks on their own. Kept for a drafter with a pruned vocabulary
+(EAGLE3's `d2t`) that takes more than one token of a row: it needs the row masked, and told when nothing is left of it.
 
 Shapes: B lanes, R rows a slot, S slots, P rows of this step, V columns, W' words of a row's stride.
 """

@@ -169,6 +169,7 @@ def keep_kernel(
     kept: tl.tensor,
     kinds: tl.tensor,
     forced: tl.tensor,
+    told: tl.tensor,
     R: tl.tensor,
     source_buffer: tl.tensor,
     source_slot: tl.tensor,
@@ -178,11 +179,15 @@ def keep_kernel(
     W: tl.tensor,
     k: tl.tensor,
     BUFFERS: tl.constexpr,
+    TELL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Grid (B, rows): see `keep_rows`."""
     b = tl.program_id(0)
     j = tl.program_id(1)
+    if TELL:
+        if (b == 0) & (j == 0):
+            tl.store(told, tl.load(seq))
     if k >= 0:
         j += k
     lane = b * R + j
@@ -230,13 +235,14 @@ def keep_rows(
     forced_BR: torch.Tensor,
     *,
     k: int = VERIFY,
+    told: torch.Tensor | None = None,
 ) -> None:
     """Keep the rows that were asked for, masks in full, and fill `kinds_BR` and `forced_BR`. Runs behind the wait.
 
     To verify every row is filled: a guided row that is not here is DEFER. To draft row k alone: it is ALL where it is
     late. Masks are copied for kind APPLY alone, with all their words in flight at once: `source_NSRW` int32 may be
     mapped pinned host memory, and buffer `seq` % N is read; `seq` int64 [1] on the device or pinned. Mask rows are of a
-    multiple of four words and 16-byte aligned.
+    multiple of four words and 16-byte aligned. `told` int64 [1] gets `seq`, so that reporting it is no node of its own.
     """
     N, S, R, W = source_NSRW.shape
     assert source_NSRW.dtype == rows.mask_SRW.dtype == torch.int32
@@ -244,6 +250,7 @@ def keep_rows(
     assert kinds_BR.dtype == rows.kind_SR.dtype == answer.kinds_BR.dtype == torch.uint8
     assert guided_B.dtype == drafting_B.dtype == rows.kept_SR.dtype == torch.bool
     assert seq.dtype == torch.int64
+    assert told is None or told.dtype == torch.int64
     assert rows.mask_SRW.shape[:2] == rows.kind_SR.shape == rows.forced_SR.shape == rows.kept_SR.shape == (S, R)
     assert rows.mask_SRW.shape[2] >= W
     assert source_NSRW.stride(3) == rows.mask_SRW.stride(2) == 1
@@ -256,9 +263,10 @@ def keep_rows(
     keep_kernel[(slots_B.shape[0], R if k == VERIFY else 1)](
         *(slots_B, guided_B.view(torch.uint8), drafting_B.view(torch.uint8), answer.slots_B, answer.need_rows_B),
         *(answer.kinds_BR, answer.forced_BR, seq, source_NSRW, rows.mask_SRW, rows.kind_SR, rows.forced_SR),
-        *(rows.kept_SR.view(torch.uint8), kinds_BR, forced_BR, R, *source_NSRW.stride()[:3]),
+        *(rows.kept_SR.view(torch.uint8), kinds_BR, forced_BR, told, R, *source_NSRW.stride()[:3]),
         *(*rows.mask_SRW.stride()[:2], W, k),
         BUFFERS=N,
+        TELL=told is not None,
         BLOCK=8192,
         num_warps=16,
     )

@@ -1,7 +1,7 @@
-"""The two ends of a step, one kernel each: its inputs cut from the slots, and what it emitted.
+"""The beginning of a step, one kernel: its inputs cut from the slots.
 
 One invariant: a lane with a negative slot is idle: its inputs are padding, and no slot is touched. Not here: what is
-posted to the grammar process (posting.py).
+posted to the grammar process (posting.py), and how results reach the host (the engine's output ring).
 
 Shapes: B lanes, S slots, R rows a slot, P rows of this step (P <= R), L tokens of a full sequence, N pages.
 """
@@ -95,84 +95,5 @@ def load_step(
         *(history_SL.stride(0), R, P, page_table_SN.stride(0), page_table_BN.stride(0), N),
         ROWS=triton.next_power_of_2(R),
         PAGES=1024,
-        num_warps=4,
-    )
-
-
-EMIT_HEADER = 8
-"""Numbers of an emitted lane before its tokens: slot, slot_gen, num_emitted, num_accepted, finish, blocked, num_drafts,
-length."""
-
-
-@triton.jit
-def emit_kernel(
-    slots: tl.tensor,
-    gens: tl.tensor,
-    num_emitted: tl.tensor,
-    num_accepted: tl.tensor,
-    finish: tl.tensor,
-    blocked: tl.tensor,
-    num_drafts: tl.tensor,
-    length: tl.tensor,
-    emitted: tl.tensor,
-    step: tl.tensor,
-    ring: tl.tensor,
-    B: tl.tensor,
-    R: tl.tensor,
-    entries: tl.tensor,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
-    """Grid (1): see `emit`."""
-    now = tl.load(step)
-    entry = ring + (now % entries) * B * (8 + R)
-    c = tl.arange(0, WIDTH)[None, :]
-    for first in range(0, B, LANES):
-        lane = first + tl.arange(0, LANES)
-        real = lane < B
-        slot = tl.load(slots + lane, mask=real, other=-1)
-        row = tl.load(emitted + lane[:, None] * R + c - 8, mask=real[:, None] & (c >= 8) & (c < 8 + R), other=0)
-        row = tl.where(c == 0, slot[:, None], row)
-        row = tl.where(c == 1, tl.load(gens + lane, mask=real, other=0)[:, None], row)
-        row = tl.where(c == 2, tl.load(num_emitted + lane, mask=real, other=0)[:, None], row)
-        row = tl.where(c == 3, tl.load(num_accepted + lane, mask=real, other=0)[:, None], row)
-        row = tl.where(c == 4, tl.load(finish + lane, mask=real, other=0)[:, None], row)
-        row = tl.where(c == 5, tl.load(blocked + lane, mask=real, other=0)[:, None], row)
-        row = tl.where(c == 6, tl.load(num_drafts + lane, mask=real, other=0)[:, None], row)
-        row = tl.where(c == 7, tl.load(length + slot, mask=slot >= 0, other=0)[:, None], row)
-        tl.store(entry + lane[:, None] * (8 + R) + c, row, mask=real[:, None] & (c < 8 + R))
-    tl.store(step, now + 1)
-
-
-def emit(
-    slots_B: torch.Tensor,
-    slot_gens_B: torch.Tensor,
-    num_drafts_B: torch.Tensor,
-    length_S: torch.Tensor,
-    num_emitted_B: torch.Tensor,
-    num_accepted_B: torch.Tensor,
-    finish_B: torch.Tensor,
-    blocked_B: torch.Tensor,
-    emitted_BR: torch.Tensor,
-    step: torch.Tensor,
-    ring_EBC: torch.Tensor,
-) -> None:
-    """Copy a step's results into entry `step` % E of a ring, then count the step.
-
-    int32 and contiguous; `step` is int64 [1] on the device and no one else's; `ring_EBC` [E, B, EMIT_HEADER + R] may be
-    mapped pinned host memory, and is read by the host after an event behind the step. Columns: see EMIT_HEADER.
-    """
-    E, B, C = ring_EBC.shape
-    R = emitted_BR.shape[1]
-    results = (num_emitted_B, num_accepted_B, finish_B, blocked_B)
-    tensors = (slots_B, slot_gens_B, num_drafts_B, length_S, *results, emitted_BR, ring_EBC)
-    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
-    assert C == EMIT_HEADER + R, (C, R)
-    assert all(len(t) >= B for t in (slots_B, slot_gens_B, num_drafts_B, *results, emitted_BR))
-    assert step.dtype == torch.int64
-    emit_kernel[(1,)](
-        *(slots_B, slot_gens_B, *results, num_drafts_B, length_S, emitted_BR, step, ring_EBC, B, R, E),
-        LANES=32,
-        WIDTH=triton.next_power_of_2(C),
         num_warps=4,
     )

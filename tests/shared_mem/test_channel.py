@@ -288,15 +288,59 @@ def test_abort_ends_a_running_await_and_the_next_ones(
     assert not engine.aborted
 
 
+def test_rows_of_a_late_answer_come_one_by_one(ends: Ends) -> None:
+    engine, grammar = ends
+    seq = engine.post([1], [4], [0], [1], [2], [[9, 8, 7]])
+    assert grammar.publish(seq, 1, 4, [RowKind.APPLY], [-1], [5], late=True)
+    result = engine.await_rows(seq, [1], [4], timeout_s=LONG_S)
+    assert (result.num_missing, result.num_late) == (0, 1)
+    assert result.kinds[0].tolist() == [RowKind.APPLY, RowKind.DEFER, RowKind.DEFER]
+    # What is there stays as it was, and DEFER adds nothing.
+    assert grammar.add_rows(seq, 1, [RowKind.ERROR, RowKind.FORCED, RowKind.DEFER], [3, 6, 3], [3, 2, 3], late=True)
+    result = engine.await_rows(seq, [1], [4], timeout_s=LONG_S)
+    assert result.num_late == 1
+    assert result.kinds[0].tolist() == [RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]
+    assert (result.forced[0].tolist(), result.need[0].tolist()) == ([-1, 6, -1], [5, 2, -1])
+    assert grammar.add_rows(seq, 1, [RowKind.DEFER] * 2 + [RowKind.ALL], [-1] * 3, [-1] * 3, late=False)
+    result = engine.await_rows(seq, [1], [4], timeout_s=LONG_S)
+    assert result.num_late == 0
+    assert result.kinds[0].tolist() == [RowKind.APPLY, RowKind.FORCED, RowKind.ALL]
+    newer = engine.post([1], [4], [1], [0], [0], [[0]])
+    assert grammar.publish(newer, 1, 4, [RowKind.ALL])
+    assert not grammar.add_rows(seq, 1, [RowKind.ALL] * 3, [-1] * 3, [-1] * 3, late=True)
+    assert engine.await_rows(newer, [1], [4], timeout_s=LONG_S).num_late == 0
+
+
+def test_another_thread_sees_how_long_the_worker_is_away(ends: Ends) -> None:
+    engine, grammar = ends
+    limit_ns = 2_000_000
+    assert not grammar.overdue(limit_ns, 0.01)  # it has not begun
+    engine.post([0], [1], [0], [0], [0], [[0]])
+    assert grammar.wait(0, LONG_S, 0) == 1
+    assert grammar.overdue(limit_ns, LONG_S)
+    grammar.take_over()
+    begun = time.monotonic_ns()
+    assert grammar.overdue(limit_ns, LONG_S)
+    assert time.monotonic_ns() - begun > limit_ns / 2
+    assert grammar.wait(1, 0.0, 0) == 1  # it came back: away from here on
+    waiting = threading.Thread(target=grammar.wait, args=(1, 0.3, 0))
+    waiting.start()
+    time.sleep(0.02)
+    assert not grammar.overdue(limit_ns, 0.02)
+    waiting.join()
+
+
 def test_a_parked_grammar_process_is_woken_by_a_post(ends: Ends, segment: Segment, background: Background) -> None:
     engine, grammar = ends
     seen: list[int] = []
     for _ in range(50):
         thread = background(lambda: seen.append(grammar.wait(engine.last_seq, LONG_S, spin_ns=0)))
         wait_for_word(segment, Word.GRAMMAR_PARKED)
+        assert engine.grammar_parked
         seq = post_one(engine)
         thread.join()
         assert seen[-1] == seq
+        assert not engine.grammar_parked
 
 
 def test_a_parked_engine_is_woken_by_an_answer(ends: Ends, segment: Segment, background: Background) -> None:

@@ -111,7 +111,7 @@ def assemble(
     stream, vocab = sync.stream, channel.layout.vocab_size
     slot: SlotBuffers = on_device(SlotBuffers.allocate(SLOTS + 1, ROWS, 2000, 16), stream.device)
     lane: LaneBuffers = on_device(LaneBuffers.allocate(SLOTS, ROWS, vocab), stream.device)
-    ring = OutputRing(stream, lane, sync.report_2)
+    ring = OutputRing(stream, lane, sync.report)
     step = ToyStep(slot, lane, sync, ring, drafts)
     return segment, channel, sync, step, StepGraphs(stream, step, slot, lane, ring, buckets, (ROWS,), eager=eager)
 

@@ -121,6 +121,8 @@ class RecordedGraph:
     nodes: list[Node] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     """"kernel", "copy" and "host" in order; a kernel is what one call of `Stream.kernel` launched."""
+    parts: list[tuple[str, int]] = field(default_factory=list)
+    """The same in order: name of the kernel's function, or the kind, and how many nodes it is."""
     replays: int = 0
 
     def replay(self) -> None:
@@ -181,7 +183,7 @@ class RecordedStream:
         if self._graph is None:
             self._put("kernel", functools.partial(_guarded, function, args))
             return
-        tracer = _Tracer(self._graph.nodes)
+        tracer, before = _Tracer(self._graph.nodes), len(self._graph.nodes)
         _tracing.append(tracer)
         try:
             with torch.inference_mode(False), torch.no_grad(), tracer:
@@ -190,6 +192,7 @@ class RecordedStream:
             _tracing.pop()
             tracer.restore()
         self._graph.kinds.append("kernel")
+        self._graph.parts.append((function.__name__, len(self._graph.nodes) - before))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         assert target.shape == source.shape
@@ -239,6 +242,7 @@ class RecordedStream:
         if self._graph is not None:
             self._graph.nodes.append(node)
             self._graph.kinds.append(kind)
+            self._graph.parts.append((kind, 1))
         else:
             self.eager.append(kind)
             self._enqueue(node)

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 
 from gpu_engine.config import EngineConfig
-from gpu_engine.errors import InvalidRequest
+from gpu_engine.device_seating import DeviceSeating
+from gpu_engine.errors import InternalError, InvalidRequest
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.request import FinishReason
 from shared_mem.channel import Record
@@ -194,6 +195,47 @@ def test_a_step_whose_sidecar_dies_drains_and_the_answers_go_on(
         assert first.problems == []
         assert stream.failure is None
         assert Automaton.parse("8").allows(answers[0].tokens)
+
+
+def test_a_record_that_a_callback_refuses_ends_its_own_requests_with_internal(
+    llama: LoadedModel, guided_tokens: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with guided_device_engine(llama, on_device(3)) as (engine, _, stream):
+        seating, told = engine._loop.machinery.seating, [0]
+        assert isinstance(seating, DeviceSeating)
+
+        def break_the_count(answer: Answer) -> None:
+            if len(answer.tokens) >= 3 and not told[0]:
+                told[0] = 1
+                # More untold tokens than a record holds.
+                stream.kernel(seating.device.posted_S.fill_, -1000)
+
+        guided, free = ask(tokens(20, 1), grammar="50", max_tokens=90, on_event=break_the_count), GUIDED[1]()
+        for answer in (guided, free):
+            engine.submit(answer.request)
+        assert isinstance(guided.wait().error, InternalError)
+        assert free.wait().tokens == guided_tokens[1]
+        assert "a step's post was refused" in caplog.text
+        assert answer_all(engine, [GUIDED[0]()]) == guided_tokens[:1], "the slot is sound for the next"
+        assert engine.stats().failed == {"INTERNAL": 1}
+
+
+def test_a_lost_device_ends_the_engine_and_says_so(llama: LoadedModel) -> None:
+    failures: list[Exception] = []
+    with device_engine(llama, on_device(3)) as (engine, stream):
+        engine.watch(failures.append)
+        answer = ask(tokens(5, 9), max_tokens=1000, ignore_eos=True)
+        engine.submit(answer.request)
+        until_false(lambda: len(answer.tokens) < 4)
+        stream.fail()
+        assert isinstance(answer.wait().error, InternalError)
+        engine._thread.join(PATIENCE_S)
+        assert not engine._thread.is_alive()
+        assert [str(failure) for failure in failures] == ["RuntimeError: an illegal memory access was encountered"]
+        with pytest.raises(InternalError, match="lost its device"):
+            engine.submit(ask(tokens(5, 9)).request)
+        engine.watch(failures.append)
+        assert len(failures) == 2, "who comes late is told, too"
 
 
 def test_cuda_is_not_a_device_of_the_inline_sync() -> None:

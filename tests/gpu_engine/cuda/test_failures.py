@@ -190,7 +190,7 @@ def test_a_refused_record_is_told() -> None:
         t.stream.kernel(t.step.slot.length_S[:1].fill_, 500)  # more untold tokens than a record holds
         assert t.launch([0]).seq == 0
         with pytest.raises(InvalidField, match="lane 0 was refused"):
-            t.sync.check()
+            t.sync.check(1)
 
 
 def test_forget_drops_every_row_of_the_slot() -> None:

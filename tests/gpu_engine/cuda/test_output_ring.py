@@ -43,7 +43,7 @@ def step(lane: LaneBuffers, first: int) -> None:
 
 def test_outputs_are_the_steps_own_and_become_outcomes(stream: RecordedStream) -> None:
     lane, slot = LaneBuffers.allocate(LANES, R, 64), SlotBuffers.allocate(LANES, R, 64, 16)
-    report = torch.tensor([(1 << 40) + 7, 123_456_789_012], dtype=torch.int64)
+    report = (torch.tensor([(1 << 40) + 7]), torch.tensor([123_456_789_012]))
     ring = OutputRing(stream, lane, report, depth=2)
     batch = StepBatch(slot, lane, LANES, R, any_guided=True)
     entries = []

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
-from gpu_engine.grammar_process import DIRECTORY_PREFIX, FRESH_S, private_directory
+import pytest
+
+from gpu_engine.grammar_process import DIRECTORY_PREFIX, FRESH_S, end_task, private_directory, warn_of_sleepers
+from tests.waiting import eventually
 
 
 def make_old(path: Path) -> None:
@@ -39,3 +44,19 @@ async def test_what_a_killed_engine_left_is_removed_and_nothing_else(tmp_path: P
         assert second.exists()
     assert young.exists()
     assert (other / "segment.sock").exists()
+
+
+async def test_every_grammar_process_that_sleeps_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    channel, attached = SimpleNamespace(grammar_parked=False), [0]
+    watch = asyncio.create_task(warn_of_sleepers(lambda: attached[0], channel, every_s=0.001))
+
+    def warnings() -> int:
+        return caplog.text.count("Start it with --spin-us 1e+06")
+
+    async with asyncio.timeout(20):
+        for number, parked, expected in ((0, True, 0), (1, False, 0), (1, True, 1), (1, True, 1), (2, True, 2)):
+            attached[0], channel.grammar_parked = number, parked
+            await eventually(lambda: warnings() >= expected)  # noqa: B023 - ends before it changes
+            await asyncio.sleep(0.01)
+            assert warnings() == expected
+    await end_task(watch)

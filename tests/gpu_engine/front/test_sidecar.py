@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from gpu_engine.config import ServerConfig
-from gpu_engine.sidecar import MAX_FAILURES, Sidecar, grammar_command
+from gpu_engine.sidecar import MAX_FAILURES, SPIN_ALWAYS_US, Sidecar, grammar_command
+from grammar_service.config import read as grammar_settings
+from grammar_service.worker import WAIT_S
 from tests.waiting import eventually
 
 
@@ -123,3 +125,9 @@ def test_the_command_line_of_the_grammar_process() -> None:
         *("-m", "grammar_service", "--dir", "/run/x", "--backend", "xgrammar", "--compile-timeout-s", "2.5"),
         *("--compile-memory-mb", "2048", "--log-format", "json"),
     ]
+
+
+def test_a_grammar_process_that_nothing_wakes_is_told_to_spin(tmp_path: Path) -> None:
+    assert "--spin-us" not in grammar_command(ServerConfig(), tmp_path)
+    command = grammar_command(ServerConfig(), tmp_path, must_spin=True)[3:]
+    assert grammar_settings(command, {}).spin_us == SPIN_ALWAYS_US > WAIT_S * 1e6, "longer than any one wait"

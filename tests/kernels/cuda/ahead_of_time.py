@@ -99,7 +99,6 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
         step_inputs.load_step(*inputs, torch.zeros(B, R, dtype=dtype), ints(B, R), drafts, num_drafts, ints(B, N))
     counter = torch.zeros(1, dtype=torch.int64)
     results = (result.num_emitted_B, result.num_accepted_B, result.finish_B, result.blocked_B, result.emitted_BR)
-    step_inputs.emit(slots, ints(B), num_drafts, length, *results, counter, ints(S, B, 8 + R))
     limits = (ints(S), params.max_length_S)
     ngram.propose_ngram(slots, history, length, *limits, ints(S, R), ints(S), ngram_max=4, ngram_min=2)
 
@@ -108,8 +107,11 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
     guided, lengths = flags(B).bool(), (history, length, params.prompt_length_S, ints(S))
     told = (slots, guided, guided, ints(B), drafts, num_drafts, *lengths, kept, out)
     for k in (posting.VERIFY, 0, R - 1):
-        posting.pack_post(*told, k=k, done_S=rows.done_S if k else None)
-        posting.keep_rows(slots, guided, guided, out, counter, ints(2, S, R, W), kept, kinds, forced, k=k)
+        posting.pack_post(*told, k=k, done_S=rows.done_S if k == posting.VERIFY else None)
+        told_seq = counter.clone() if k == posting.VERIFY else None
+        posting.keep_rows(
+            slots, guided, guided, out, counter, ints(2, S, R, W), kept, kinds, forced, k=k, told=told_seq
+        )
     settling.settle(slots, *results[:1], *results[2:4], guided, kept.kept_SR)
 
 

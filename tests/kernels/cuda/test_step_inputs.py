@@ -1,4 +1,4 @@
-"""The ends of a step against plain torch, and prompt lookup against the engine's drafter."""
+"""The beginning of a step against plain torch, and prompt lookup against the engine's drafter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.drafters.ngram import NgramDrafter
 from kernels.accept import StepTensors
 from kernels.cuda.ngram import propose_ngram
-from kernels.cuda.step_inputs import EMIT_HEADER, emit, load_step
+from kernels.cuda.step_inputs import load_step
 
 
 def ints(device: torch.device, *shape: int, low: int = 0, high: int = 1000, seed: int = 0) -> torch.Tensor:
@@ -40,25 +40,6 @@ def test_load_cuts_the_last_token_and_the_drafts(device: torch.device, P: int, d
         if s >= 0:
             assert out_drafts[b].tolist() == drafts[s].tolist()
             assert torch.equal(out_table[b], table[s, :N])
-
-
-def test_emit_fills_the_ring_entry_of_the_step(device: torch.device) -> None:
-    B, R, E = 3, 4, 2
-    slots = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
-    gens, num, emitted, accepted, finish, blocked = (ints(device, B, seed=i) for i in range(6))
-    length, tokens = ints(device, 2, seed=8), ints(device, B, R, seed=9)
-    step = torch.tensor([5], device=device)
-    ring = torch.zeros(E, B, EMIT_HEADER + R, dtype=torch.int32)
-    ring = ring.pin_memory() if device.type == "cuda" else ring
-    emit(slots, gens, num, length, emitted, accepted, finish, blocked, tokens, step, ring)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    lengths = torch.tensor([int(length[1]), 0, int(length[0])])
-    columns = [t.cpu() for t in (slots, gens, emitted, accepted, finish, blocked, num, lengths)]
-    want = torch.cat([torch.stack(columns, dim=1), tokens.cpu()], dim=1).int()
-    assert torch.equal(ring[1], want)
-    assert not ring[0].any()
-    assert int(step) == 6
 
 
 @pytest.mark.parametrize(("longest", "shortest", "ids"), [(3, 1, 3), (4, 2, 4), (2, 2, 200)])
