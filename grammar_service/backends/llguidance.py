@@ -49,6 +49,9 @@ class LlguidanceBackend:
                 text, found = notation(grammar, forcing=forcing, lenient=True)
                 failed, messages = self._messages(text)
             if failed or not messages:
+                # The lenient notation may fail on something else; what the strict one named stays the reason.
+                named = [part for part in parts([refused], grammar) if part.keyword]
+                unenforced.settle(self.name, named, allow_unenforced)
                 if any(word in refused for word in _LIMIT_WORDS):
                     raise LimitExceeded(f"llguidance: {refused}")
                 raise InvalidGrammar(f"llguidance: {refused}")

@@ -40,6 +40,7 @@ r"""Without u: where any character may be written as \uXXXX, `{"\u0061": 1}` is 
 declared with another schema."""
 
 _PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
+_TIMES = re.compile(r" \(\d+ times\)$")
 _KEYS = re.compile(r"Unimplemented keys: (\[.*?\])$")
 _FORMAT = re.compile(r"Unknown format: (.*)$")
 
@@ -91,8 +92,8 @@ def readable(message: str, kind: Kind) -> str:
 
 
 def parts(messages: Sequence[str], grammar: Grammar) -> list[Unenforced]:
-    """Return what the lenient library says it ignores, at every place where it may be meant; it names none."""
-    return [part for message in messages for part in _part(message, grammar)]
+    """Return what the library says it ignores, at every place where it may be meant; it names none."""
+    return [part for message in messages for part in _part(_TIMES.sub("", message), grammar)]
 
 
 def _part(message: str, grammar: Grammar) -> list[Unenforced]:
@@ -101,7 +102,7 @@ def _part(message: str, grammar: Grammar) -> list[Unenforced]:
         wanted, value, why = tuple(json.loads(keys[1])), None, "is not enforced"
     elif unknown:
         wanted, value, why = ("format",), unknown[1], f"{unknown[1]!r} is not enforced"
-    elif message.startswith("oneOf "):
+    elif message.startswith("oneOf"):
         wanted, value, why = ("oneOf",), None, "is taken as anyOf where its branches overlap or may overlap"
     elif message.startswith("min/maxProperties "):
         wanted, value = ("minProperties", "maxProperties"), None
