@@ -1,0 +1,226 @@
+"""The EAGLE3 draft head as a module.
+
+One decoder layer over the token just drawn and the target's hidden state behind it (Li et al. 2025, "EAGLE-3"): hidden
+states of three target layers are fused to one, the layer attends over pairs (hidden state of position p, token of
+position p + 1), and its own output stands in for the target's hidden state from the second draft on. The head may have
+a vocabulary of its own, a subset of the target's: draft id d is target id d + d2t[d].
+
+One invariant: names are those of the public checkpoints, so `state_dict` is the file. Not here: files
+(`eagle3_files.py`), who calls it (`eagle3.py`), training (`training/`).
+
+Shapes: N rows, H hidden size of the head, Ht of the target, Vd draft vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(q [N, heads, head_dim], k and v [N, kv_heads, head_dim]) -> [N, heads * head_dim]; rotary is applied already."""
+
+FUSED_LAYERS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config:
+    """What config.json of a head says."""
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    norm_before_residual: bool = False
+    """The residual of the layer is the hidden state after `hidden_norm`, as some later heads have it."""
+    aux_layers: tuple[int, int, int] = (0, 0, 0)
+    """The hidden states in front of these target layers are fused."""
+
+    @staticmethod
+    def of_target(config: Any, *, draft_vocab_size: int, intermediate_size: int = 0) -> Eagle3Config:
+        """Return a head's shape for a transformers config of a target."""
+        heads = config.num_attention_heads
+        rope = getattr(config, "rope_parameters", None) or {}
+        return Eagle3Config(
+            hidden_size=config.hidden_size,
+            target_hidden_size=config.hidden_size,
+            intermediate_size=intermediate_size or config.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", heads) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            max_position_embeddings=config.max_position_embeddings,
+            aux_layers=default_aux_layers(config.num_hidden_layers),
+        )
+
+    def rope_config(self) -> LlamaConfig:
+        """Return what transformers' rotary embedding is made from."""
+        rope = {"rope_type": "default"} | dict(self.rope_scaling or {}) | {"rope_theta": self.rope_theta}
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=rope,
+        )
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return the layers that the public heads were trained on: a low, a middle and a high one."""
+    return (min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0))
+
+
+class Eagle3Norm(nn.Module):
+    """Root mean square norm with a weight, in float32 and back (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `x_NH` at unit scale, times the weight."""
+        out: torch.Tensor = functional.rms_norm(x_NH.float(), x_NH.shape[-1:], None, self.eps).to(x_NH.dtype)
+        return out * self.weight
+
+
+class Eagle3Attention(nn.Module):
+    """Projections over [embedding; hidden state]."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.shape = (heads, kv_heads, width)
+        self.q_proj = nn.Linear(2 * config.hidden_size, heads * width, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, kv_heads * width, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, kv_heads * width, bias=False)
+        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
+
+    def forward(self, x_N2H: torch.Tensor, cos_ND: torch.Tensor, sin_ND: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Return the layer's attention output, [N, H]."""
+        heads, kv_heads, width = self.shape
+        q_NHD = rotate(self.q_proj(x_N2H).view(-1, heads, width), cos_ND, sin_ND)
+        k_NGD = rotate(self.k_proj(x_N2H).view(-1, kv_heads, width), cos_ND, sin_ND)
+        out: torch.Tensor = self.o_proj(attend(q_NHD, k_NGD, self.v_proj(x_N2H).view(-1, kv_heads, width)))
+        return out
+
+
+class Eagle3Mlp(nn.Module):
+    """Gated SiLU (Shazeer 2020)."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """Return [N, H]."""
+        out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x_NH)) * self.up_proj(x_NH))
+        return out
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = Eagle3Attention(config)
+        self.mlp = Eagle3Mlp(config)
+        self.hidden_norm = Eagle3Norm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = Eagle3Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Eagle3Norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, embeds_NH: torch.Tensor, hidden_NH: torch.Tensor, cos_ND: torch.Tensor, sin_ND: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the next hidden state, [N, H]."""
+        normed_NH = self.hidden_norm(hidden_NH)
+        x_N2H = torch.cat([self.input_layernorm(embeds_NH), normed_NH], dim=-1)
+        residual_NH = normed_NH if self.norm_before_residual else hidden_NH
+        out_NH: torch.Tensor = residual_NH + self.self_attn(x_N2H, cos_ND, sin_ND, attend)
+        out_NH = out_NH + self.mlp(self.post_attention_layernorm(out_NH))
+        return out_NH
+
+
+class Eagle3Head(nn.Module):
+    """The head. The token embedding is the target's, and stays its."""
+
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(FUSED_LAYERS * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = Eagle3Norm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        rotary = LlamaRotaryEmbedding(config.rope_config())
+        # Not a buffer: frequencies stay in float32 whatever dtype the head is put in.
+        self._inverse_D = rotary.inv_freq.clone()
+        self._scale = float(rotary.attention_scaling)
+
+    def choose_vocabulary(self, target_ids: torch.Tensor) -> None:
+        """Make `target_ids`, int64 [Vd] and distinct, the draft vocabulary, in ascending order."""
+        ids_D = target_ids.sort().values
+        self.d2t.copy_(ids_D - torch.arange(len(ids_D)))
+        self.t2d.zero_()[ids_D] = True
+
+    @property
+    def target_ids(self) -> torch.Tensor:
+        """int64 [Vd]: the target's id of each draft id."""
+        ids_D: torch.Tensor = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return ids_D
+
+    def fuse(self, aux_NF: torch.Tensor) -> torch.Tensor:
+        """Return the fused hidden state, [N, H], of three concatenated ones, [N, 3 Ht]."""
+        out: torch.Tensor = self.fc(aux_NF)
+        return out
+
+    def angles(self, positions_N: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines, [N, head_dim], in the dtype and on the device of `like`."""
+        if self._inverse_D.device != like.device:
+            self._inverse_D = self._inverse_D.to(like.device)
+        angle_ND = (positions_N[:, None].float() * self._inverse_D).repeat(1, 2)
+        cos_ND, sin_ND = angle_ND.cos() * self._scale, angle_ND.sin() * self._scale
+        return cos_ND.to(like.dtype), sin_ND.to(like.dtype)
+
+    def forward(
+        self, embeds_NH: torch.Tensor, hidden_NH: torch.Tensor, positions_N: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Return the hidden state that stands in for the target's at the next position, [N, H]."""
+        out: torch.Tensor = self.midlayer(embeds_NH, hidden_NH, *self.angles(positions_N, hidden_NH), attend)
+        return out
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Return scores over the draft vocabulary, [N, Vd]."""
+        out: torch.Tensor = self.lm_head(self.norm(hidden_NH))
+        return out
+
+
+def rotate(x_NHD: torch.Tensor, cos_ND: torch.Tensor, sin_ND: torch.Tensor) -> torch.Tensor:
+    """Apply rotary embedding, halves as transformers has them (Su et al. 2021)."""
+    left, right = x_NHD.chunk(2, dim=-1)
+    return x_NHD * cos_ND[:, None] + torch.cat([-right, left], dim=-1) * sin_ND[:, None]

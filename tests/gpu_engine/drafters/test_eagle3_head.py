@@ -1,0 +1,196 @@
+"""The EAGLE3 head: the public format there and back, what is refused, and the unrolled chain against a plain one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from gpu_engine.drafters.eagle3_files import HeadNotUsable, load_head, save_head
+from gpu_engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, default_aux_layers
+from gpu_engine.drafters.training.unroll import Sequence, unroll
+
+V, VD, H = 64, 20, 32
+
+
+def target_config(**changed: Any) -> LlamaConfig:
+    shape: dict[str, Any] = {
+        "vocab_size": V, "hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128,
+    }  # fmt: skip
+    return LlamaConfig(**(shape | changed))
+
+
+def make_head(seed: int = 0, **changed: Any) -> Eagle3Head:
+    torch.manual_seed(seed)
+    head = Eagle3Head(replace(Eagle3Config.of_target(target_config(), draft_vocab_size=VD), **changed))
+    head.choose_vocabulary(torch.randperm(V)[:VD])
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return head.eval()
+
+
+def test_a_head_comes_back_from_its_files(tmp_path: Path) -> None:
+    head = make_head()
+    save_head(head, tmp_path)
+    again = load_head(tmp_path, target_config(), torch.float32)
+    assert again.config == head.config
+    for name, tensor in head.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+def test_the_files_speak_the_public_format(tmp_path: Path) -> None:
+    head = make_head()
+    save_head(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["fc.weight"].shape == (H, 3 * H)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (H, 2 * H)
+    assert tensors["lm_head.weight"].shape == (VD, H)
+    assert {"norm.weight", "midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"} <= tensors.keys()
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (said["draft_vocab_size"], said["num_hidden_layers"]) == (VD, 1)
+    # Draft id d is target id d + d2t[d], and t2d marks the target ids that have one.
+    ids = torch.arange(VD) + tensors["d2t"]
+    assert ids.tolist() == tensors["t2d"].nonzero()[:, 0].tolist() == head.target_ids.tolist()
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_other_trainers_names_are_read(tmp_path: Path, prefix: str) -> None:
+    head = make_head()
+    save_head(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {prefix + name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    renamed["embed_tokens.weight"] = torch.zeros(V, H)
+    del renamed[prefix + "t2d"]
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(renamed, tmp_path / "pytorch_model.bin")
+    again = load_head(tmp_path, target_config(), torch.float32)
+    torch.testing.assert_close(again.t2d, head.t2d)
+    torch.testing.assert_close(again.midlayer.mlp.up_proj.weight, head.midlayer.mlp.up_proj.weight)
+
+
+def test_a_head_with_the_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    head = Eagle3Head(Eagle3Config.of_target(target_config(), draft_vocab_size=V))
+    save_head(head, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}, tmp_path / "model.safetensors")
+    assert load_head(tmp_path, target_config(), torch.float32).target_ids.tolist() == list(range(V))
+
+
+def test_the_frequencies_of_the_rotary_embedding_stay_exact_in_bfloat16(tmp_path: Path) -> None:
+    save_head(make_head(), tmp_path)
+    position = torch.tensor([101])
+    exact, _ = make_head().angles(position, torch.zeros(1))
+    rounded, _ = load_head(tmp_path, target_config(), torch.bfloat16).angles(position, torch.zeros(1))
+    torch.testing.assert_close(rounded, exact, rtol=0, atol=0)
+
+
+REFUSALS = {
+    "vocab_size is 64, and the target has 65": ({}, {"vocab_size": V + 1}),
+    "target_hidden_size is 32, and the target has 40": ({}, {"hidden_size": 40}),
+    "three of the target's 2 layers": ({}, {"num_hidden_layers": 2}),
+    "d2t is [20], and [21] fits": ({"draft_vocab_size": 21}, {}),
+    "not the config of an EAGLE3 head": ({"num_attention_heads": None}, {}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, words: str) -> None:
+    ours, theirs = REFUSALS[words]
+    save_head(make_head(), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | ours))
+    with pytest.raises(HeadNotUsable) as refusal:
+        load_head(tmp_path, target_config(**theirs), torch.float32)
+    assert words in str(refusal.value)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    save_head(make_head(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["midlayer.hidden_norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(HeadNotUsable, match=r"midlayer\.hidden_norm\.weight is missing"):
+        load_head(tmp_path, target_config(), torch.float32)
+
+
+@pytest.mark.parametrize("wrong", [V, -V, 0])
+def test_a_map_that_leaves_the_vocabulary_or_doubles_an_id_is_refused(tmp_path: Path, wrong: int) -> None:
+    head = make_head()
+    head.d2t[1] = wrong if wrong else head.d2t[0] - 1
+    save_head(head, tmp_path)
+    with pytest.raises(HeadNotUsable, match="d2t does not name"):
+        load_head(tmp_path, target_config(), torch.float32)
+
+
+def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HeadNotUsable, match=r"config\.json"):
+        load_head(tmp_path, target_config(), torch.float32)
+    save_head(make_head(), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(HeadNotUsable, match="can be read"):
+        load_head(tmp_path, target_config(), torch.float32)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 6, 32])
+def test_the_fused_layers_exist(num_layers: int) -> None:
+    assert all(0 <= layer < num_layers for layer in default_aux_layers(num_layers))
+    assert num_layers != 32 or default_aux_layers(num_layers) == (2, 16, 29)
+
+
+# ---- the unrolled chain --------------------------------------------------------------------------------------------
+
+
+class PlainAttention:
+    """Causal attention that keeps what it has seen."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        self.heads, self.groups, self.width = head.midlayer.self_attn.shape
+        self.k: list[torch.Tensor] = []
+        self.v: list[torch.Tensor] = []
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = []
+        for row in range(len(q)):
+            self.k.append(k[row])
+            self.v.append(v[row])
+            keys, values = (torch.stack(x).repeat_interleave(self.heads // self.groups, 1) for x in (self.k, self.v))
+            share = torch.einsum("hd,nhd->hn", q[row], keys).mul(self.width**-0.5).softmax(-1)
+            out.append(torch.einsum("hn,nhd->hd", share, values).flatten())
+        return torch.stack(out)
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_the_unrolled_logits_are_those_of_a_chain(norm_before_residual: bool) -> None:
+    head = make_head(norm_before_residual=norm_before_residual)
+    ids, aux, embedding = torch.randint(V, (14,)), torch.randn(14, 3 * H), torch.randn(V, H)
+    sequence, depth = Sequence(ids, aux, answer_at=5), 4
+    with torch.inference_mode():
+        unrolled = list(unroll(head, embedding, sequence, depth))
+        for base in sequence.region:
+            attention = PlainAttention(head)
+            embeds, fused = embedding[ids[1 : base + 2]], head.fuse(aux[: base + 1])
+            hidden = head(embeds, fused, torch.arange(base + 1), attention)[-1:]
+            for j in range(min(depth, sequence.region.stop - base)):
+                logits, wanted = unrolled[j]
+                row = base - sequence.region.start
+                torch.testing.assert_close(logits[row], head.logits(hidden)[0], rtol=1e-4, atol=1e-4)
+                assert wanted[row] == ids[base + j + 2]
+                at = base + j + 1
+                hidden = (
+                    head(embedding[ids[at + 1 : at + 2]], hidden, torch.tensor([at]), attention) if at < 13 else hidden
+                )
+
+
+def test_an_answer_of_a_token_has_nothing_to_draft() -> None:
+    sequence = Sequence(torch.randint(V, (6,)), torch.randn(6, 3 * H), answer_at=5)
+    assert len(sequence.region) == 0
+    assert list(unroll(make_head(), torch.randn(V, H), sequence, 3)) == []
