@@ -166,18 +166,24 @@ class EngineLoop:
         notes = seat.payload
         notes.request.telemetry.deferred_rows += 1
         self.stats.deferred_rows += 1
-        notes.deferred_s = notes.deferred_s or time.monotonic()
-        notes.deferred_seq = seq
+        notes.deferred_s = time.monotonic() if moved else notes.deferred_s or time.monotonic()
+        notes.deferred_seq, notes.moved = seq, moved
         seat.parked = not moved
-        if moved or self._flies(seat):
-            return  # what is late may answer a past that it has left: its next step, or the one in flight, tells
-        came = self._sync.late(notes.deferred_seq, seat.slot, seat.slot_gen)
-        seat.parked = came is None
-        notes.refusals += came == 0
+        if self._flies(seat):
+            return  # the step in flight tells
+        came = self._late(seat)
+        notes.refusals += came == 0 and not moved
         if notes.refusals >= _REFUSALS:
             since_s = notes.deferred_s
             self._open(seat)
             notes.deferred_s = since_s
+
+    def _late(self, seat: Seat) -> int | None:
+        """Look for the rows that a slot waits for; it is parked until all of them are there."""
+        notes = seat.payload
+        came = self._sync.late(notes.deferred_seq, seat.slot, seat.slot_gen, moved=notes.moved)
+        seat.parked = came is None
+        return came
 
     def _flies(self, seat: Seat) -> bool:
         """A step of this seat is launched and not collected."""
@@ -192,7 +198,7 @@ class EngineLoop:
             ):
                 self.end(seat, error=GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s"))
             elif seat.parked and not self._flies(seat):
-                seat.parked = self._sync.late(seat.payload.deferred_seq, seat.slot, seat.slot_gen) is None
+                self._late(seat)
 
     def end(
         self,

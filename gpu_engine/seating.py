@@ -24,6 +24,8 @@ class Running:
     """Tokens emitted so far."""
     deferred_seq: int = 0
     """The post that was not answered in time; meaningful while the sequence is parked."""
+    moved: bool = False
+    """It went on with the rows of that post which were there: the late ones belong to a state that it has left."""
     deferred_s: float = 0.0
     """`time.monotonic()` of the first deferral in a row; 0: the last row came."""
     refusals: int = 0

@@ -45,8 +45,11 @@ class Sync(Protocol):
     def forget(self, slot: int) -> None:
         """Drop what is kept for a slot: it has another owner, or its matcher was made anew."""
 
-    def late(self, seq: int, slot: int, slot_gen: int) -> int | None:
-        """Keep the rows of a deferred slot if its answer has come; return how many, None without one. Never waits."""
+    def late(self, seq: int, slot: int, slot_gen: int, *, moved: bool = False) -> int | None:
+        """Return how many rows the answer to `seq` has by now; None while it is not there, or rows are still to come.
+
+        They are kept for the repeated step, unless the slot `moved` on with those that were there. Never waits.
+        """
 
     def rows(self) -> tuple[int, tuple[int, int]]:
         """Return where the bitmask of (slot, row) lies: base address, strides in 32-bit words."""
@@ -130,14 +133,13 @@ class InlineSync:
         mask = self.store.mask_SRW
         return mask.data_ptr(), (mask.stride(0), mask.stride(1))
 
-    def late(self, seq: int, slot: int, slot_gen: int) -> int | None:
-        """Keep the rows of a deferred slot if its answer has come in the meantime; return how many, None without one.
-
-        Does not wait. Only for a slot that emitted nothing since `seq`: the rows are those of its present state.
-        """
+    def late(self, seq: int, slot: int, slot_gen: int, *, moved: bool = False) -> int | None:
+        """See `Sync.late`. Of a slot that emitted nothing since `seq` these rows are the present ones."""
         answer = self.channel.await_rows(seq, [slot], [slot_gen], timeout_s=0.0)
-        if answer.num_missing:
+        if answer.num_missing or answer.num_late:
             return None
+        if moved:
+            return int((answer.kinds[0] != int(RowKind.DEFER)).sum())
         kinds, forced = torch.from_numpy(answer.kinds[0]), torch.from_numpy(answer.forced[0])
         masks_RW = torch.from_numpy(self.channel.mask_rows(seq)[slot])
         rows = (~self.store.kept_SR[slot] & (kinds != int(RowKind.DEFER))).nonzero()[:, 0].tolist()
@@ -212,7 +214,7 @@ class NoSync:
         """Return no rows; none is read."""
         return 0, (0, 0)
 
-    def late(self, seq: int, slot: int, slot_gen: int) -> int | None:
+    def late(self, seq: int, slot: int, slot_gen: int, *, moved: bool = False) -> int | None:
         """Nothing is ever deferred."""
         return None
 

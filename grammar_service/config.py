@@ -77,7 +77,8 @@ class GrammarConfig:
         "", "directory that keeps compiled grammars over restarts; made when missing; empty: none"
     )
     cache_dir_bytes: int = _setting(1 << 30, "bound on the files in cache_dir; the least recently used leaves first")
-    threads: int = _setting(0, "threads that fill rows; 0: one on up to 4 cores, else half of the cores, at most 8")
+    threads: int = _setting(0, "slots that may be slow at once while others go on; 0: half of the cores, 3 to 8")
+    row_deadline_ms: float = _setting(2.0, "an answer that is not whole by then goes out as it is, the rest follows")
     spin_us: float = _setting(50.0, "how long to spin for the next step before sleeping; with a core to spare 1000000")
     log_level: str = _setting("info", "debug, info, warning or error")
     log_format: str = _setting("text", "text, or json: one object a line")
@@ -99,6 +100,7 @@ class GrammarConfig:
         _require(self.cache_dir_bytes >= 1 << 20, "cache_dir_bytes", "must be at least 1048576")
         _require(self.cache_bytes >= 1 << 20, "cache_bytes", "must be at least 1048576")
         _require(0 <= self.threads <= 64, "threads", "must be in [0, 64]")
+        _require(0.1 <= self.row_deadline_ms <= 10_000, "row_deadline_ms", "must be in [0.1, 10000]")
         _require(0 <= self.spin_us <= 1e6, "spin_us", "must be in [0, 1000000]")
         _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", f"{self.log_level!r} is unknown")
         _require(self.log_format in ("text", "json"), "log_format", f"{self.log_format!r} is not text or json")
@@ -128,8 +130,7 @@ class GrammarConfig:
     @property
     def fill_threads(self) -> int:
         """`threads`, with 0 resolved for this machine."""
-        cores = usable_cores()
-        return self.threads or (1 if cores <= 4 else min(8, cores // 2))
+        return self.threads or min(8, max(3, usable_cores() // 2))
 
 
 def read(arguments: Sequence[str], environment: Mapping[str, str]) -> GrammarConfig:

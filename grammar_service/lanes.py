@@ -1,71 +1,181 @@
-"""One lane per slot over a few threads: work of one slot in order, work of different slots side by side.
+"""Threads that share one worker's job: one leads, the others stand by, and a leader that is stuck is relieved.
 
-Invariant: at most one thread works in a lane, and no thread waits for another; a slow slot holds one thread and nothing
-else. One thread puts.
+The leader waits for records and does their work itself, so a step that is quick costs no hand-over. When it has been
+away from `wait` for too long, whoever stands by takes the lead: it tells what is late and goes on with the rest, while
+the thread that is stuck finishes its piece of work and then helps or stands by. Invariant: one thread leads; one thread
+works in a lane at a time, in the order of `put`; a slow lane holds one thread and nothing else. Not here: what the
+work is (worker).
 """
 
 from __future__ import annotations
 
 import collections
-import queue
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Protocol
 
-Work = Callable[[], None]
+logger = logging.getLogger(__name__)
+
+STAND_BY_S = 0.05
+"""A thread that stands by looks this often whether it shall end."""
+
+
+class Work(Protocol):
+    """A piece of work in a lane."""
+
+    lane: int
+
+    def __call__(self) -> None:
+        """Do it; must not raise."""
+
+    def replaces(self, other: Work) -> bool:
+        """Say whether `other`, the last that waits in the lane, need not be done before this."""
+
+
+class Crew(Protocol):
+    """Whose work it is. The leading thread calls `wait` and `handle`; `late` is called with `Lanes.lock` held."""
+
+    def wait(self) -> int:
+        """Wait for work, a bounded time; return what `handle` is told."""
+
+    def handle(self, news: int) -> None:
+        """Put the work that came. Quick: the leader is not relieved in here."""
+
+    def overdue(self, timeout_s: float) -> bool:
+        """Wait at most so long for the leader to be away from `wait` for too long."""
+
+    def relieved(self) -> None:
+        """The lead has changed hands; count the time anew."""
+
+    def late(self, work: Work) -> None:
+        """This piece of work was not done in time."""
 
 
 class Lanes:
-    """`threads` daemon threads; work must not raise."""
+    """`threads` daemon threads, at least two of which make a stuck leader harmless."""
 
-    def __init__(self, threads: int) -> None:
-        self._ready: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._waiting: dict[int, collections.deque[Work]] = {}
-        """Lanes with work, begun or not. Guarded by the lock; a lane is in `_ready` or with a thread exactly once."""
-        self._lock = threading.Lock()
+    def __init__(self, threads: int, crew: Crew) -> None:
+        self.lock = threading.Lock()
+        """Guards everything below, and what `Crew` guards by it."""
+        self._crew = crew
+        self._todo: collections.deque[Work] = collections.deque()
+        self._busy: dict[int, collections.deque[Work]] = {}
+        """Lanes that a thread works in: first what it does, then what waits behind that."""
+        self._left: set[Work] = set()
+        """What the last relief found not begun: held up by a neighbour, and perhaps quick."""
+        self._idle = True
+        """The leader waits for records or reads them; it has no work in hand, and is not relieved."""
+        self._leader: threading.Thread
+        self._watch = threading.Lock()
+        """Held by the one that looks at the leader; the others queue here."""
+        self._stopping = threading.Event()
+        self.reliefs = 0
+        self.error: BaseException | None = None
+        """Why the threads ended, when they ended by themselves."""
         self._threads = [
-            threading.Thread(target=self._run, name=f"lockstep-fill-{i}", daemon=True) for i in range(threads)
+            threading.Thread(target=self._run, name=f"lockstep-grammar-{i}", daemon=True) for i in range(threads)
         ]
+
+    def start(self) -> None:
+        """Start the threads. Once."""
+        self._leader = self._threads[0]
         for thread in self._threads:
             thread.start()
 
-    def put(self, lane: int, work: Work, replaces: Callable[[Work], bool] | None = None) -> None:
-        """Have `work` done after what is in the lane, or instead of the last in it, if `replaces` says so of that."""
-        with self._lock:
-            waiting = self._waiting.get(lane)
-            if waiting is not None:
-                if waiting and replaces is not None and replaces(waiting[-1]):
-                    waiting.pop()
-                waiting.append(work)
-                return
-            self._waiting[lane] = collections.deque((work,))
-        self._ready.put(lane)
-
-    def idle(self, lane: int) -> bool:
-        """Return whether nothing of the lane is waiting or being done."""
-        with self._lock:
-            return lane not in self._waiting
-
-    def close(self, timeout_s: float) -> bool:
+    def stop(self, timeout_s: float) -> bool:
         """End each thread after what it is doing. False when one did not end in time."""
-        for _ in self._threads:
-            self._ready.put(None)
+        self._stopping.set()
         give_up = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, give_up - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+            if thread.ident is not None:
+                thread.join(max(0.0, give_up - time.monotonic()))
+        return not self.alive
+
+    @property
+    def alive(self) -> bool:
+        """Some thread runs."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def put(self, work: Work) -> None:
+        """Have `work` done after what is in its lane. The leader alone puts."""
+        with self.lock:
+            self._todo.append(work)
+
+    def superseded(self, lane: int) -> bool:
+        """Return whether something waits behind the work of a lane."""
+        return len(self._busy[lane]) > 1
 
     def _run(self) -> None:
-        while (lane := self._ready.get()) is not None:
-            with self._lock:
-                work = self._waiting[lane].popleft()
+        me = threading.current_thread()
+        try:
+            while not self._stopping.is_set():
+                if (work := self._next(me)) is not None:
+                    self._do(work)
+                elif self._leader is me:
+                    self._crew.handle(self._crew.wait())
+                else:
+                    self._stand_by(me)
+        except BaseException as error:
+            self.error = error
+            self._stopping.set()
+            logger.exception("the grammar worker ended")
+            raise
+
+    def _next(self, me: threading.Thread) -> Work | None:
+        """Begin a piece of work. None: there is none; a leader is idle from here."""
+        with self.lock:
+            leads = self._leader is me
+            while self._todo:
+                work = self._todo.popleft()
+                waiting = self._busy.get(work.lane)
+                if waiting is None:
+                    self._busy[work.lane] = collections.deque((work,))
+                    self._idle = self._idle and not leads
+                    return work
+                # Its lane is stuck, or it would be free: whoever waits for this is told now.
+                if len(waiting) > 1 and work.replaces(waiting[-1]):
+                    waiting.pop()
+                waiting.append(work)
+                self._crew.late(work)
+            self._idle = self._idle or leads
+            return None
+
+    def _do(self, work: Work) -> None:
+        while True:
             work()
-            with self._lock:
-                more = bool(self._waiting[lane])
-                if not more:
-                    del self._waiting[lane]
-            if more:
-                self._ready.put(lane)
+            with self.lock:
+                waiting = self._busy[work.lane]
+                waiting.popleft()
+                if not waiting:
+                    del self._busy[work.lane]
+                    return
+                work = waiting[0]
+
+    def _stand_by(self, me: threading.Thread) -> None:
+        if not self._watch.acquire(timeout=STAND_BY_S):
+            return
+        try:
+            if not self._crew.overdue(STAND_BY_S) or self._stopping.is_set():
+                return
+            with self.lock:
+                if self._idle:  # it came back in this moment
+                    return
+                self._leader = me
+                self.reliefs += 1
+                self._crew.relieved()
+                for work in self._overdue():
+                    self._crew.late(work)
+        finally:
+            self._watch.release()
+
+    def _overdue(self) -> Iterator[Work]:
+        """What was begun and did not end; of what was not begun, what another relief has found so before."""
+        for waiting in self._busy.values():
+            yield from waiting
+        yield from (work for work in self._todo if work in self._left)
+        self._left = set(self._todo)
 
     def __repr__(self) -> str:
-        return f"<Lanes threads={len(self._threads)} busy={len(self._waiting)}>"
+        return f"<Lanes threads={len(self._threads)} busy={len(self._busy)} reliefs={self.reliefs}>"

@@ -138,10 +138,13 @@ class SlotTable:
         """Drop a slot's matcher as if it had never been bound: its records are deferred until the next bind."""
         self.slots.pop(slot, None)
 
-    def answer(self, record: Record, rows: Rows, first: int) -> Answer:
+    def answer(
+        self, record: Record, rows: Rows, first: int, told: Callable[[int, RowKind, int, int], bool] = lambda *row: True
+    ) -> Answer:
         """Move the slot's matcher as the record says and fill rows `first`, `first + 1`, ... in place.
 
-        Rows are written only where the kind is APPLY or FORCED. Never raises for anything that a record can say.
+        Rows are written only where the kind is APPLY or FORCED. `told` hears of every row (number, kind, forced, need)
+        as soon as it stands, and may end the walk with False. Never raises for anything that a record can say.
         """
         count = len(record.drafts) + 1
         slot = self.slots.get(record.slot)
@@ -162,7 +165,7 @@ class SlotTable:
             _fail(slot, str(error))
             return _same(RowKind.ERROR, count)
         slot.health = Health.GOOD
-        return self._walk(slot, record, rows, first)
+        return self._walk(slot, record, rows, first, told)
 
     def _move(self, slot: Slot, record: Record) -> bool:
         """Bring the matcher to just after the committed tokens. False: one is illegal, and the slot has failed."""
@@ -181,7 +184,9 @@ class SlotTable:
             slot.certain += 1
         return True
 
-    def _walk(self, slot: Slot, record: Record, rows: Rows, first: int) -> Answer:
+    def _walk(
+        self, slot: Slot, record: Record, rows: Rows, first: int, told: Callable[[int, RowKind, int, int], bool]
+    ) -> Answer:
         """Fill row 0, accept draft 0, fill row 1, ... until a draft is illegal or ends the answer."""
         count = len(record.drafts) + 1
         answer = _same(RowKind.DEFER, count)
@@ -197,7 +202,10 @@ class SlotTable:
                     break
                 if record.need_rows >> row & 1:
                     slot.matcher.fill(rows, first + row)
-                    answer.kinds[row], answer.forced[row] = self.classifier.classify(rows.words[first + row])
+                    kind, forced = self.classifier.classify(rows.words[first + row])
+                    answer.kinds[row], answer.forced[row] = kind, forced
+                    if not told(row, kind, forced, -1):
+                        break
         except MatcherFailed as error:
             if row == 0:
                 _fail(slot, str(error))

@@ -129,7 +129,12 @@ async def _serve_engine(
 ) -> None:
     """Answer one engine until its socket hangs up."""
     layout = segment.layout
-    worker = Worker(GrammarEnd(segment), threads=config.fill_threads, spin_s=config.spin_us * 1e-6)
+    worker = Worker(
+        GrammarEnd(segment),
+        threads=config.fill_threads,
+        spin_s=config.spin_us * 1e-6,
+        row_deadline_ms=config.row_deadline_ms,
+    )
     worker.start()
     servicer.attach(worker, layout)
     logger.info("engine attached: %r", layout)

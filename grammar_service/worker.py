@@ -1,31 +1,34 @@
-"""The thread that answers the step plane: wait for a record, move matchers, fill rows, publish, slot by slot.
+"""Answers the step plane: wait for a record, move matchers, fill rows, publish, slot by slot.
 
-Invariant: this thread (with its fill threads) is the only one that touches a bound matcher. Binds and releases reach it
-through a queue that it empties between seeing a sequence and reading its records; so whoever posts after a Bind was
-acknowledged meets that matcher. Its sign of life comes from this thread alone: a hang shows within a wait.
+One thread does all of that as long as it is quick. `row_deadline_ms` after a sequence was seen, another one takes over:
+it publishes what stands of every answer that is not whole, DEFER for the rest, and goes on with the other slots; the
+rows that come later are added to the answer that is out, and serve the record that asks for them again.
 
-Not here: the walk itself (matchers), sockets and compiling (server, compiler).
+Invariant: one thread at a time touches a bound matcher and the rows of its slot. Binds and releases pass through a
+queue that is emptied between seeing a sequence and reading its records; so whoever posts after a Bind was acknowledged
+meets that matcher. The sign of life comes from the thread that leads: when every thread hangs, it stops.
+
+Not here: who leads (lanes), the walk itself (matchers), sockets and compiling (server, compiler).
 """
 
 from __future__ import annotations
 
 import collections
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from grammar_service.backends import Rows
-from grammar_service.lanes import Lanes
+from grammar_service.channel import Channel
+from grammar_service.lanes import Lanes, Work
 from grammar_service.matchers import Answer, Classifier, Slot, SlotTable
 from grammar_service.metrics import FillTimes, WorkerCounts
+from grammar_service.questions import Change, Question
 from shared_mem.errors import RingOverrun
 from shared_mem.grammar_end import Record
-from shared_mem.layout import Layout, RowKind
+from shared_mem.layout import RowKind
 
 logger = logging.getLogger(__name__)
 
@@ -35,71 +38,19 @@ WAIT_S = 0.01
 _SAMPLES = 4096
 
 
-class Channel(Protocol):
-    """What the worker needs of `shared_mem.channel.GrammarEnd`."""
-
-    layout: Layout
-    start_seq: int
-
-    def wait(self, last_seq: int, timeout_s: float, spin_ns: int) -> int:
-        """Return the newest sequence; `last_seq` when nothing came in time."""
-        ...
-
-    def records(self, seq: int) -> Sequence[Record]:
-        """Return the records of `seq`. Raises RingOverrun."""
-        ...
-
-    def mask_rows(self, seq: int) -> NDArray[np.int32]:
-        """Return the rows to write, int32 [num_slots, R, row_stride / 4]."""
-        ...
-
-    def publish(
-        self, seq: int, slot: int, slot_gen: int, kinds: Sequence[int], forced: Sequence[int], need: Sequence[int]
-    ) -> bool:
-        """Publish a slot's answer."""
-        ...
-
-    def heartbeat(self) -> None:
-        """Show life."""
-        ...
-
-    @property
-    def permissive(self) -> bool:
-        """Answer ALL to everything."""
-        ...
-
-
-class _Question:
-    """A record to be answered. It takes the place of a queued one that says the same: the engine asked again."""
-
-    __slots__ = ("_answer", "_record", "_seq")
-
-    def __init__(self, seq: int, record: Record, answer: Callable[[int, Record], None]) -> None:
-        self._seq = seq
-        self._record = record
-        self._answer = answer
-
-    def __call__(self) -> None:
-        self._answer(self._seq, self._record)
-
-    def replaces(self, other: Callable[[], None]) -> bool:
-        """Say whether `other` asks for the same rows under an older sequence."""
-        return isinstance(other, _Question) and other._moves() == self._moves()
-
-    def _moves(self) -> tuple[int, int, tuple[int, ...]]:
-        return self._record.slot_gen, self._record.commit_pos, self._record.committed
-
-
 class Worker:
     """Answers one engine, from `start` to `stop`.
 
     Args:
         channel: the grammar process's end of the mapped segment.
-        threads: 1 fills rows on the worker thread itself; more spread the slots of a step.
+        threads: so many may hang in slow rows before the last one, which leads, does too.
         spin_s: how long a wait spins before it sleeps.
+        row_deadline_ms: an answer that is not whole so long after its sequence was seen is published as it is.
     """
 
-    def __init__(self, channel: Channel, *, threads: int = 1, spin_s: float = 50e-6) -> None:
+    def __init__(
+        self, channel: Channel, *, threads: int = 1, spin_s: float = 50e-6, row_deadline_ms: float = 2.0
+    ) -> None:
         layout = channel.layout
         self._channel = channel
         self._num_rows = layout.num_rows
@@ -107,53 +58,68 @@ class Worker:
         self._table = SlotTable(Classifier(layout.vocab_size))
         self._rows = tuple(Rows(channel.mask_rows(i).reshape(layout.num_slots * layout.num_rows, -1)) for i in (0, 1))
         self._spin_ns = int(spin_s * 1e9)
-        self._lanes = Lanes(threads) if threads > 1 else None
-        self._inbox: collections.deque[tuple[int, Callable[[], None]]] = collections.deque()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lockstep-grammar-worker", daemon=True)
+        self._deadline_ns = int(row_deadline_ms * 1e6)
+        self._lanes = Lanes(threads + 1, self)
+        self._inbox: collections.deque[Change] = collections.deque()
+        self._last = channel.start_seq
+        self._answered: dict[int, Question] = {}
+        """slot -> what its rows were last filled for. Touched by whoever has the slot's lane."""
         self._counts = np.zeros((self._num_slots, len(RowKind)), dtype=np.int64)
         self._records = 0
         self._overruns = 0
+        self._late_answers = self._late_rows = self._reused_rows = self._filled_rows = 0
         self._fill_ns: collections.deque[int] = collections.deque(maxlen=_SAMPLES)
         self._fill_times = FillTimes(self._num_slots)
-        self.error: BaseException | None = None
-        """Why the thread ended, when it ended by itself."""
 
     def start(self) -> None:
-        """Start the thread. Once."""
-        self._thread.start()
+        """Start the threads. Once."""
+        self._lanes.start()
 
     def stop(self, timeout_s: float = 2.0) -> bool:
-        """End the thread and drop every matcher; False when it did not end in time (a library hangs)."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        ended = self._lanes is None or self._lanes.close(timeout_s)
-        return ended and not self._thread.is_alive()
+        """End the threads and drop every matcher; False when one did not end in time (a library hangs)."""
+        ended = self._lanes.stop(timeout_s)
+        if ended:
+            self._table.slots.clear()
+            self._answered.clear()
+        return ended
 
     def bind(self, slot: int, state: Slot) -> None:
         """Hand a matcher over; from the next record on it answers for its slot. Any thread."""
-        self._inbox.append((slot, lambda: self._table.bind(slot, state)))
+        self._change(slot, lambda: self._table.bind(slot, state))
 
     def release(self, slot: int, gen: int) -> None:
         """Have the matcher of (slot, gen) dropped. Any thread."""
-        self._inbox.append((slot, lambda: self._table.release(slot, gen)))
+        self._change(slot, lambda: self._table.release(slot, gen))
 
     def drop_all(self) -> None:
         """Have every matcher dropped: the vocabulary is another one now. Any thread."""
         for slot in range(self._num_slots):
-            self._inbox.append((slot, lambda slot=slot: self._table.drop(slot)))  # type: ignore[misc]
+            self._change(slot, lambda slot=slot: self._table.drop(slot))  # type: ignore[misc]
+
+    def _change(self, slot: int, change: Callable[[], None]) -> None:
+        def apply() -> None:
+            change()
+            self._answered.pop(slot, None)
+
+        self._inbox.append(Change(slot, apply))
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the threads ended, when they ended by themselves."""
+        return self._lanes.error
 
     @property
     def alive(self) -> bool:
-        """The thread runs."""
-        return self._thread.is_alive()
+        """It answers."""
+        return self._lanes.alive and self.error is None
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start, gauges, and fill times of the last records in microseconds."""
         samples = np.asarray(list(self._fill_ns) or [0]) / 1e3
         out: dict[str, float] = dict(self._table.stats())
-        out.update(records=self._records, overruns=self._overruns)
+        out.update(records=self._records, overruns=self._overruns, reliefs=self._lanes.reliefs)
+        out.update(late_answers=self._late_answers, late_rows=self._late_rows)
+        out.update(filled_rows=self._filled_rows, reused_rows=self._reused_rows)
         out.update(fill_p50_us=float(np.percentile(samples, 50)), fill_p99_us=float(np.percentile(samples, 99)))
         return out
 
@@ -177,23 +143,40 @@ class Worker:
             fill_sum_ns=fill_sum_ns,
         )
 
-    def _run(self) -> None:
-        try:
-            last = self._channel.start_seq
-            while not self._stopping.is_set():
-                newest = self._channel.wait(last, WAIT_S, self._spin_ns)
-                self._empty_inbox()
-                for seq in range(last + 1, newest + 1):
-                    self._step(seq)
-                last = newest
-        except BaseException as error:
-            self.error = error
-            logger.exception("the grammar worker ended")
-            raise
-        finally:
-            self._table.slots.clear()
+    # -- what the lanes call: `lanes.Crew` ---------------------------------------------------------------------------
 
-    def _step(self, seq: int) -> None:
+    def wait(self) -> int:
+        """Wait for a sequence; both ends of it are signs of life."""
+        return self._channel.wait(self._last, WAIT_S, self._spin_ns)
+
+    def handle(self, news: int) -> None:
+        """Put what came: changes first, then the records of every sequence up to `news`."""
+        while self._inbox:
+            self._lanes.put(self._inbox.popleft())
+        for seq in range(self._last + 1, news + 1):
+            self._read(seq)
+        self._last = news
+
+    def overdue(self, timeout_s: float) -> bool:
+        """Wait for the leader to be over the deadline."""
+        return self._channel.overdue(self._deadline_ns, timeout_s)
+
+    def relieved(self) -> None:
+        """Another thread leads."""
+        self._channel.take_over()
+
+    def late(self, work: Work) -> None:
+        """Publish what stands of an answer. Under the lanes' lock."""
+        if isinstance(work, Question) and not work.late:
+            work.late = True
+            self._late_answers += 1
+            # The kinds first: what a kind stands for was written before it.
+            kinds, (_, forced, need) = list(work.answer.kinds), work.answer
+            self._channel.publish(work.seq, work.lane, work.record.slot_gen, kinds, forced, need, late=True)
+
+    # -- one sequence -------------------------------------------------------------------------------------------------
+
+    def _read(self, seq: int) -> None:
         try:
             records = self._channel.records(seq)
         except RingOverrun:
@@ -206,34 +189,70 @@ class Worker:
                 self._channel.publish(seq, record.slot, record.slot_gen, kinds, [-1] * len(kinds), [-1] * len(kinds))
             return
         for record in sorted(records, key=self._cost) if len(records) > 1 else records:
-            if self._lanes is None:
-                self._answer(seq, record)
-                self._channel.heartbeat()
-            else:
-                question = _Question(seq, record, self._answer)
-                self._lanes.put(record.slot, question, question.replaces)
+            self._lanes.put(Question(seq, record, self._answer))
 
     def _cost(self, record: Record) -> int:
         slot = self._table.slots.get(record.slot)
         return slot.cost_ns if slot else 0
 
-    def _answer(self, seq: int, record: Record) -> None:
+    def _answer(self, question: Question) -> None:
         begun = time.perf_counter_ns()
-        answer = self._fill(seq, record)
-        self._channel.publish(seq, record.slot, record.slot_gen, *answer)
+        record, slot = question.record, self._table.slots.get(question.lane)
+        reused = self._reuse(question)
+        wanted = 0 if self._lanes.superseded(question.lane) else record.need_rows & ~reused
+        answer = self._fill(question, record._replace(need_rows=wanted))
+        for row, kind in enumerate(answer.kinds):
+            if kind != RowKind.DEFER or not reused >> row & 1:
+                question.stands(row, kind, answer.forced[row], answer.need[row])
+        self._answered[record.slot] = question
+        with self._lanes.lock:
+            self._finish(question)
         took = time.perf_counter_ns() - begun
-        slot = self._table.slots.get(record.slot)
         if slot is not None:
             slot.cost_ns = took
         self._fill_ns.append(took)
         self._fill_times.observe(record.slot, took)
-        self._records += 1
-        for kind in answer.kinds:
+        for kind in question.answer.kinds:
             self._counts[record.slot, kind] += 1
+        self._channel.heartbeat()
 
-    def _fill(self, seq: int, record: Record) -> Answer:
+    def _finish(self, question: Question) -> None:
+        seq, slot, answer = question.seq, question.lane, question.answer
+        if question.late:
+            self._channel.add_rows(seq, slot, *answer, late=False)
+        else:
+            self._channel.publish(seq, slot, question.record.slot_gen, *answer)
+        self._records += 1
+
+    def _reuse(self, question: Question) -> int:
+        """Bring the rows that an earlier answer has to where this one's belong; return their bits."""
+        earlier = self._answered.get(question.lane)
+        if earlier is None:
+            return 0
+        bits, first = 0, question.lane * self._num_rows
+        source, target = self._rows[earlier.seq & 1].words, self._rows[question.seq & 1].words
+        for there, here in question.same_rows(earlier):
+            # Upwards: in one buffer a row moves down, onto rows that were moved before it.
+            target[first + here] = source[first + there]
+            answer = earlier.answer
+            question.stands(here, answer.kinds[there], answer.forced[there], answer.need[there])
+            bits |= 1 << here
+            self._reused_rows += 1
+        return bits
+
+    def _fill(self, question: Question, record: Record) -> Answer:
+        def told(row: int, kind: RowKind, forced: int, need: int) -> bool:
+            question.stands(row, kind, forced, need)
+            self._filled_rows += 1
+            if question.late:
+                self._late_rows += 1
+                with self._lanes.lock:
+                    self._channel.add_rows(question.seq, question.lane, *question.answer, late=True)
+            # Behind a newer record these rows are not waited for any more; those that are wanted again are kept.
+            return not self._lanes.superseded(question.lane)
+
         try:
-            return self._table.answer(record, self._rows[seq & 1], record.slot * self._num_rows)
+            return self._table.answer(record, self._rows[question.seq & 1], record.slot * self._num_rows, told)
         except Exception:
             # A defect of ours must end one request, not the worker and every other request with it.
             slot = self._table.slots.get(record.slot)
@@ -241,14 +260,6 @@ class Worker:
             logger.exception("slot %d: record %r", record.slot, record, extra=about)
             count = len(record.drafts) + 1
             return Answer([RowKind.ERROR] * count, [-1] * count, [-1] * count)
-
-    def _empty_inbox(self) -> None:
-        while self._inbox:
-            slot, change = self._inbox.popleft()
-            if self._lanes is None or self._lanes.idle(slot):
-                change()
-            else:
-                self._lanes.put(slot, change)
 
     def __repr__(self) -> str:
         state = "alive" if self.alive else "not running"

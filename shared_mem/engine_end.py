@@ -42,6 +42,8 @@ class AwaitResult(NamedTuple):
     """Lanes that were deferred because no answer of theirs was there."""
     waited_ns: int
     """0 when everything was there already."""
+    num_late: int = 0
+    """Lanes whose answer is there with rows still to come: they are DEFER now, and turn in place."""
 
 
 class HostCall(NamedTuple):
@@ -206,7 +208,8 @@ class EngineEnd:
         self._missing += missing
         self._waited_ns += waited_ns
         self._longest_ns = max(self._longest_ns, waited_ns)
-        return AwaitResult(arrays.kinds[:lanes], arrays.forced[:lanes], arrays.need[:lanes], missing, waited_ns)
+        outputs = arrays.kinds[:lanes], arrays.forced[:lanes], arrays.need[:lanes]
+        return AwaitResult(*outputs, missing, waited_ns, args.late)
 
     def host_calls(
         self, batch: int, *, timeout_s: float, stage: int = Stage.VERIFY, memory: ByteArray | None = None

@@ -57,10 +57,12 @@ class GrammarEnd:
         self._need = np.zeros((slots, rows), dtype=np.int32)
         self._publish_args = [
             native.PublishArgs(
-                ctypes.pointer(self._view), at(self._kinds[s]), at(self._forced[s]), at(self._need[s]), 0, s, 0
+                ctypes.pointer(self._view), at(self._kinds[s]), at(self._forced[s]), at(self._need[s]), 0, s, 0, 0
             )
             for s in range(slots)
         ]
+        self._working = np.zeros(1, dtype=np.uint64)
+        self._working_address = at(self._working)
         self._waits = self._records = self._overruns = 0
         # Per slot: threads with different slots share no counter.
         self._published = np.zeros((2, slots), dtype=np.int64)
@@ -72,8 +74,20 @@ class GrammarEnd:
         so `timeout_s` should be well under the age at which it calls this process hung.
         """
         self._waits += 1
-        seq: int = native.wait_req(self._view, last_seq, int(timeout_s * 1e9), spin_ns)
+        seq: int = native.wait_req(self._view, last_seq, int(timeout_s * 1e9), spin_ns, self._working_address)
         return seq
+
+    def overdue(self, limit_ns: int, timeout_s: float) -> bool:
+        """Wait until the thread that waits for records has been away from `wait` for `limit_ns`; False: not in time.
+
+        For another thread. Releases the GIL, and looks every half of the limit, or every 10 ms at an idle engine.
+        """
+        late: int = native.overdue(self._view, self._working_address, limit_ns, int(timeout_s * 1e9))
+        return bool(late)
+
+    def take_over(self) -> None:
+        """Count the time that `overdue` looks at from now on: another thread has taken the work over."""
+        native.stamp(self._working_address)
 
     def records(self, seq: int) -> list[Record]:
         """Return the records of `seq`, a copy.
@@ -113,6 +127,8 @@ class GrammarEnd:
         kinds: Sequence[int],
         forced: Sequence[int] | None = None,
         need: Sequence[int] | None = None,
+        *,
+        late: bool = False,
     ) -> bool:
         """Publish a slot's answer after its mask rows are written. One thread per slot at a time.
 
@@ -123,6 +139,7 @@ class GrammarEnd:
             kinds: at most R RowKinds; the rows after them become DEFER.
             forced: as long as `kinds`; tokens of the FORCED rows, -1 elsewhere. None: all -1.
             need: as long as `kinds`; least number of tokens that complete the answer, -1 not known. None: all -1.
+            late: rows that are DEFER here may still come, by `add_rows`, until a call of that says that none will.
 
         Returns:
             False when an answer of the same or a newer sequence is there; nothing was written.
@@ -140,11 +157,27 @@ class GrammarEnd:
         _fill(self._forced[slot], forced, n)
         _fill(self._need[slot], need, n)
         args = self._publish_args[slot]
-        args.seq = seq
-        args.slot_gen = slot_gen
+        args.seq, args.slot_gen, args.late = seq, slot_gen, late
         stale: int = native.publish(ctypes.addressof(args))
         self._published[stale, slot] += 1
         return not stale
+
+    def add_rows(
+        self, seq: int, slot: int, kinds: Sequence[int], forced: Sequence[int], need: Sequence[int], *, late: bool
+    ) -> bool:
+        """Add rows to a late answer, after their mask rows are written. One thread per slot at a time.
+
+        A row that was published stays as it was; DEFER adds nothing. Arguments as those of `publish`; `late` False: no
+        row will come any more. Returns False when another answer is there; nothing was written.
+        """
+        n = len(kinds)
+        self._kinds[slot, :n] = kinds
+        self._kinds[slot, n:] = RowKind.DEFER
+        self._forced[slot, :n] = forced
+        self._need[slot, :n] = need
+        args = self._publish_args[slot]
+        args.seq, args.late = seq, late
+        return not native.add_rows(ctypes.addressof(args))
 
     @property
     def permissive(self) -> bool:

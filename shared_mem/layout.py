@@ -24,7 +24,8 @@ writes each 128-byte line (the writer is named below), so no line is ever conten
                  | i32 tokens[2R - 1]                 n_commit committed, then n_draft drafts, without a gap
 
     ANS    [num_slots], ans_stride apart                                                  grammar
-           u64 seq | u32 slot_gen | u8 kind[R] (padded to 4) | i32 forced[R] | i32 need[R]
+           u64 seq | u32 slot_gen | u8 kind[R] (padded to 4) | i32 forced[R] | i32 need[R] (padded to 8) | u64 late
+                 late = seq: published with rows missing; each turns once from DEFER, and late to 0 behind the last
 
     MASK   [2][num_slots][R], row_stride apart; buffer = seq & 1                          grammar
            W little-endian words, bit v % 32 of word v / 32: token v is legal; the rest of the stride is not defined
@@ -46,7 +47,7 @@ from dataclasses import dataclass
 
 from shared_mem.errors import InvalidField, LayoutError, VersionSkew
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Changes with every change of the bytes above; both processes must have the same."""
 
 MAX_ROWS = 16
@@ -180,7 +181,12 @@ class Layout:
     @property
     def ans_stride(self) -> int:
         """Distance between answers; whole lines, so that sidecar threads with different slots share none."""
-        return _align(self.ans_need_offset + 4 * self.num_rows, LINE)
+        return _align(self.ans_late_offset + 8, LINE)
+
+    @property
+    def ans_late_offset(self) -> int:
+        """`late` inside an answer."""
+        return _align(self.ans_need_offset + 4 * self.num_rows, 8)
 
     @property
     def out_stride(self) -> int:

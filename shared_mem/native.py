@@ -17,7 +17,7 @@ import numpy as np
 from shared_mem.errors import NativeMissing
 from shared_mem.layout import Layout
 
-ABI = 3
+ABI = 4
 
 DEFAULT_SPIN_NS = 20_000
 """Spin so long before parking: longer than a futex round trip on an idle machine, shorter than a scheduler tick."""
@@ -47,6 +47,7 @@ class View(ctypes.Structure):
         ("ans_stride", c_uint32),
         ("ans_forced", c_uint32),
         ("ans_need", c_uint32),
+        ("ans_late", c_uint32),
     ]
 
     @staticmethod
@@ -65,6 +66,7 @@ class View(ctypes.Structure):
             layout.ans_stride,
             layout.ans_forced_offset,
             layout.ans_need_offset,
+            layout.ans_late_offset,
         )
 
 
@@ -120,6 +122,7 @@ class AwaitArgs(ctypes.Structure):
         ("timeout_ns", c_int64),
         ("spin_ns", c_int64),
         ("waited_ns", c_int64),
+        ("late", c_int32),
     ]
 
     seq: int
@@ -129,6 +132,7 @@ class AwaitArgs(ctypes.Structure):
     timeout_ns: int
     spin_ns: int
     waited_ns: int
+    late: int
 
 
 class RecordsArgs(ctypes.Structure):
@@ -165,11 +169,13 @@ class PublishArgs(ctypes.Structure):
         ("seq", c_uint64),
         ("slot", c_int32),
         ("slot_gen", c_int32),
+        ("late", c_int32),
     ]
 
     seq: int
     slot: int
     slot_gen: int
+    late: int
 
 
 def library_path(directory: Path | None = None) -> Path:
@@ -213,9 +219,14 @@ set_abort.argtypes = [POINTER(View), c_uint64]
 set_abort.restype = None
 
 wait_req = _waiting.ls_wait_req
-"""(View pointer, last, timeout_ns, spin_ns) -> newest sequence. Waits."""
-wait_req.argtypes = [POINTER(View), c_uint64, c_int64, c_int64]
+"""(View pointer, last, timeout_ns, spin_ns, address of the worker's word or None) -> newest sequence. Waits."""
+wait_req.argtypes = [POINTER(View), c_uint64, c_int64, c_int64, c_void_p]
 wait_req.restype = c_uint64
+
+overdue = _waiting.ls_overdue
+"""(View pointer, address of the worker's word, limit_ns, timeout_ns) -> 1 when it is overdue. Waits."""
+overdue.argtypes = [POINTER(View), c_void_p, c_int64, c_int64]
+overdue.restype = c_int32
 
 records = _short.ls_records
 """(RecordsArgs pointer) -> None."""
@@ -226,6 +237,11 @@ publish = _short.ls_publish
 """(PublishArgs pointer) -> 0, or 1 when a newer answer was there."""
 publish.argtypes = [c_void_p]
 publish.restype = c_int32
+
+add_rows = _short.ls_add_rows
+"""(PublishArgs pointer) -> 0, or 1 when another answer is there."""
+add_rows.argtypes = [c_void_p]
+add_rows.restype = c_int32
 
 load64 = _short.ls_load64
 load64.argtypes = [c_void_p]

@@ -124,6 +124,7 @@ extern "C" __global__ void lockstep_wait(const i64 *cfg, u64 *counter, const int
             fence();
             if (answered == seq && get32(answer + 8) == (u32)slot_gens[i]) {
                 kind = get8(answer + 12 + row);
+                fence(); // a row of a late answer comes with its kind
                 token = (int)get32(answer + cfg[ANS_FORCED] + 4 * row);
                 least = (int)get32(answer + cfg[ANS_NEED] + 4 * row);
             } else if (row == 0)

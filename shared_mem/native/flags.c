@@ -1,6 +1,9 @@
 /* All ordering of the shared segment: post, await, wait for a request, publish.
  *
- * Invariant: data first, flag last. Whoever sees a flag (acquire) sees all that its writer wrote before it (release).
+ * Invariant: data first, flag last. Whoever sees a flag (acquire) sees all that its writer wrote before it (release). An
+ * answer's flag is its sequence. An answer that was published with rows missing is late: a row that comes after it has a
+ * flag of its own, its kind, which turns once from DEFER to what it is; and the answer's last word, `late`, turns from the
+ * sequence to 0 behind the last of them.
  *
  * Sleeping. A side that waits spins first, then parks on a futex. To lose no wake-up both sides follow Dekker's pattern:
  *
@@ -35,6 +38,9 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
 /* Longest single sleep of the engine. The abort word is not the word it sleeps on, so it must look now and then. */
 #define LS_PARK_SLICE_NS 2000000LL
 #define LS_SPINS_PER_CLOCK 16
+/* An engine that has posted nothing for so long is idle; whoever watches the worker then looks only so often. */
+#define LS_IDLE_NS 100000000LL
+#define LS_IDLE_LOOK_NS 10000000LL
 
 #define ANS_SLOT_GEN 8
 #define ANS_KIND 12
@@ -51,10 +57,13 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
 typedef _Atomic uint64_t word64;
 typedef _Atomic uint32_t word32;
 typedef _Atomic uint16_t word16;
+typedef _Atomic uint8_t word8;
 
 static inline word64 *at64(const void *base, uint64_t offset) { return (word64 *)((uintptr_t)base + offset); }
 static inline word32 *at32(const void *base, uint64_t offset) { return (word32 *)((uintptr_t)base + offset); }
 static inline word16 *at16(const void *base, uint64_t offset) { return (word16 *)((uintptr_t)base + offset); }
+
+static inline word8 *at8(const void *base, uint64_t offset) { return (word8 *)((uintptr_t)base + offset); }
 
 static inline uint32_t get32(const void *base, uint64_t offset) {
     return atomic_load_explicit(at32(base, offset), memory_order_relaxed);
@@ -175,8 +184,8 @@ static void defer_lane(struct ls_await_args *a, int32_t i) {
     a->missing++;
 }
 
-/* 1 when lane i is settled. The answer's data are plain words: the grammar process writes them again only after a newer
- * post, and newer posts come from the thread that runs this. An answer with a newer sequence or another owner of the slot
+/* 1 when lane i is settled. What stood in the answer when its sequence was stored is written again only after a newer
+ * post, and newer posts come from the thread that runs this; rows of a late answer turn once, flag last. An answer with a newer sequence or another owner of the slot
  * is not ours; its rows may be in the other mask buffer, so it counts as none. */
 static int take_answer(struct ls_await_args *a, uint64_t seq, int32_t i) {
     const struct ls_view *v = a->view;
@@ -199,8 +208,10 @@ static int take_answer(struct ls_await_args *a, uint64_t seq, int32_t i) {
         defer_lane(a, i);
         return 1;
     }
+    /* Before the kinds: when nothing is to come any more, all of it is seen below. */
+    a->late += atomic_load_explicit(at64(answer, v->ans_late), memory_order_acquire) == seq;
     for (uint32_t r = 0; r < v->num_rows; r++) {
-        a->kinds[row + r] = answer[ANS_KIND + r];
+        a->kinds[row + r] = atomic_load_explicit(at8(answer, ANS_KIND + r), memory_order_acquire);
         a->forced[row + r] = (int32_t)get32(answer, v->ans_forced + 4 * r);
         a->need[row + r] = (int32_t)get32(answer, v->ans_need + 4 * r);
     }
@@ -214,7 +225,7 @@ static int32_t take_from(struct ls_await_args *a, uint64_t seq, int32_t i) {
 
 int32_t ls_take(void *await_args) {
     struct ls_await_args *a = await_args;
-    a->missing = 0;
+    a->missing = a->late = 0;
     a->waited_ns = 0;
     *a->awaited = *a->seq;
     return a->batch - take_from(a, *a->seq, 0);
@@ -224,7 +235,7 @@ void ls_await(void *await_args) {
     struct ls_await_args *a = await_args;
     const struct ls_view *v = a->view;
     const uint64_t seq = *a->seq;
-    a->missing = 0;
+    a->missing = a->late = 0;
     a->waited_ns = 0;
     *a->awaited = seq;
     /* Lanes are taken in order; all must be there before the step goes on, so the order costs nothing. */
@@ -272,13 +283,18 @@ void ls_set_abort(const struct ls_view *v, uint64_t value) {
 
 /* ---- grammar process ---- */
 
-uint64_t ls_wait_req(const struct ls_view *v, uint64_t last, int64_t timeout_ns, int64_t spin_ns) {
+static inline void say_working(uint64_t *working, int64_t since) {
+    if (working) ls_store64(working, (uint64_t)since);
+}
+
+uint64_t ls_wait_req(const struct ls_view *v, uint64_t last, int64_t timeout_ns, int64_t spin_ns, uint64_t *working) {
     word64 *req = at64(v->words, LS_REQ_SEQ);
     word32 *parked = at32(v->words, LS_GRAMMAR_PARKED);
     const int64_t start = now_ns();
     const int64_t deadline = start + timeout_ns;
     uint64_t seq;
     ls_stamp(at64(v->words, LS_HB_GRAMMAR));
+    say_working(working, 0);
     for (;;) {
         seq = atomic_load_explicit(req, memory_order_acquire);
         if ((int64_t)(seq - last) > 0) break;
@@ -297,7 +313,28 @@ uint64_t ls_wait_req(const struct ls_view *v, uint64_t last, int64_t timeout_ns,
         atomic_store_explicit(parked, 0, memory_order_relaxed);
     }
     ls_stamp(at64(v->words, LS_HB_GRAMMAR));
+    say_working(working, now_ns());
     return seq;
+}
+
+int32_t ls_overdue(const struct ls_view *v, const uint64_t *working, int64_t limit_ns, int64_t timeout_ns) {
+    const int64_t start = now_ns();
+    int64_t now = start, posted = start;
+    uint64_t newest = ls_load64(at64(v->words, LS_REQ_SEQ));
+    while (now - start < timeout_ns) {
+        const int64_t since = (int64_t)ls_load64(working);
+        if (since && now - since >= limit_ns) return 1;
+        const uint64_t seq = ls_load64(at64(v->words, LS_REQ_SEQ));
+        if (seq != newest) {
+            newest = seq;
+            posted = now;
+        }
+        int64_t nap = since ? limit_ns - (now - since) : now - posted < LS_IDLE_NS ? limit_ns / 2 : LS_IDLE_LOOK_NS;
+        struct timespec t = {.tv_sec = nap / 1000000000LL, .tv_nsec = nap % 1000000000LL};
+        nanosleep(&t, NULL);
+        now = now_ns();
+    }
+    return 0;
 }
 
 /* A seqlock's reader: copy, then look whether the entry is still the same. Counts are bounded while they may be torn. */
@@ -339,8 +376,9 @@ int32_t ls_publish(const struct ls_publish_args *a) {
     /* Only this thread writes the slot's answer. An older sequence would take back what the engine may already read. */
     if ((int64_t)(atomic_load_explicit(at64(answer, 0), memory_order_relaxed) - a->seq) >= 0) return 1;
     put32(answer, ANS_SLOT_GEN, (uint32_t)a->slot_gen);
+    atomic_store_explicit(at64(answer, v->ans_late), a->late ? a->seq : 0, memory_order_relaxed);
     for (uint32_t r = 0; r < v->num_rows; r++) {
-        answer[ANS_KIND + r] = a->kinds[r];
+        atomic_store_explicit(at8(answer, ANS_KIND + r), a->kinds[r], memory_order_relaxed);
         put32(answer, v->ans_forced + 4 * r, (uint32_t)a->forced[r]);
         put32(answer, v->ans_need + 4 * r, (uint32_t)a->need[r]);
     }
@@ -348,6 +386,22 @@ int32_t ls_publish(const struct ls_publish_args *a) {
     atomic_fetch_add_explicit(at64(v->words, LS_DOORBELL), 1, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     if (get32(v->words, LS_ENGINE_PARKED)) futex_wake(at32(v->words, LS_DOORBELL));
+    return 0;
+}
+
+/* Rings no bell: whoever waits for the answer took it when its sequence came. */
+int32_t ls_add_rows(const struct ls_publish_args *a) {
+    const struct ls_view *v = a->view;
+    uint8_t *answer = answer_of(v, (uint32_t)a->slot);
+    if (atomic_load_explicit(at64(answer, 0), memory_order_relaxed) != a->seq) return 1;
+    for (uint32_t r = 0; r < v->num_rows; r++) {
+        word8 *kind = at8(answer, ANS_KIND + r);
+        if (a->kinds[r] == LS_KIND_DEFER || atomic_load_explicit(kind, memory_order_relaxed) != LS_KIND_DEFER) continue;
+        put32(answer, v->ans_forced + 4 * r, (uint32_t)a->forced[r]);
+        put32(answer, v->ans_need + 4 * r, (uint32_t)a->need[r]);
+        atomic_store_explicit(kind, a->kinds[r], memory_order_release);
+    }
+    if (!a->late) atomic_store_explicit(at64(answer, v->ans_late), 0, memory_order_release);
     return 0;
 }
 

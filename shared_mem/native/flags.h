@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Grows with every change of a struct or function here; native.py refuses another number. */
-#define LS_ABI 3
+#define LS_ABI 4
 
 #define LS_EXPORT __attribute__((visibility("default")))
 
@@ -53,6 +53,7 @@ struct ls_view {
     uint32_t ans_stride;
     uint32_t ans_forced;
     uint32_t ans_need;
+    uint32_t ans_late;
 };
 
 /* Private memory of the engine. Only the thread (or stream) that posts touches it. */
@@ -93,6 +94,7 @@ struct ls_await_args {
     int64_t timeout_ns;
     int64_t spin_ns;      /* spin so long before parking */
     int64_t waited_ns;    /* out: 0 when everything was there already */
+    int32_t late;         /* out: lanes whose answer is there, with rows that are still to come */
 };
 
 struct ls_records_args {
@@ -118,6 +120,7 @@ struct ls_publish_args {
     uint64_t seq;
     int32_t slot;
     int32_t slot_gen;
+    int32_t late; /* 1: rows that are DEFER here may still come, by ls_add_rows; 0: this is all */
 };
 
 LS_EXPORT int32_t ls_abi(void);
@@ -132,10 +135,20 @@ LS_EXPORT int32_t ls_take(void *await_args);
 /* Engine watchdog: 0 clears. A waiting ls_await ends within LS_PARK_SLICE_NS. */
 LS_EXPORT void ls_set_abort(const struct ls_view *view, uint64_t value);
 
-/* Grammar process. ls_wait_req returns the newest posted sequence, which is `last` when the time is over. */
-LS_EXPORT uint64_t ls_wait_req(const struct ls_view *view, uint64_t last, int64_t timeout_ns, int64_t spin_ns);
+/* Grammar process. ls_wait_req returns the newest posted sequence, which is `last` when the time is over. `working` is a
+ * word of the process's own, or NULL: 0 during the wait, the time of its end (CLOCK_MONOTONIC ns) after it. */
+LS_EXPORT uint64_t ls_wait_req(const struct ls_view *view, uint64_t last, int64_t timeout_ns, int64_t spin_ns,
+                               uint64_t *working);
+
+/* Another thread's look at `working`: 1 as soon as it has stood at one value for limit_ns, 0 after timeout_ns without
+ * that. Looks every limit_ns / 2; every 10 ms once no sequence came for 100 ms. */
+LS_EXPORT int32_t ls_overdue(const struct ls_view *view, const uint64_t *working, int64_t limit_ns, int64_t timeout_ns);
 LS_EXPORT void ls_records(struct ls_records_args *args);
 LS_EXPORT int32_t ls_publish(const struct ls_publish_args *args); /* 0, or 1: a newer answer is there, nothing written */
+
+/* Adds to a late answer the rows that are not DEFER in `args`; a row that is there stays. 1: another answer is there.
+ * One thread at a time publishes or adds for a slot. */
+LS_EXPORT int32_t ls_add_rows(const struct ls_publish_args *args);
 
 /* Single words: load-acquire and store-release. */
 LS_EXPORT uint64_t ls_load64(const void *address);

@@ -12,7 +12,7 @@ import pytest
 from grammar_service.backends import Rows
 from grammar_service.matchers import Slot
 from grammar_service.worker import Worker
-from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd
 from shared_mem.layout import Layout, RowKind
 from shared_mem.segment import Segment
 from tests.grammar_service.toy import VOCAB, ToyMatcher, tokens_in
@@ -72,9 +72,15 @@ def start(segment: Segment) -> Iterator[StartWorker]:
         assert worker.stop()
 
 
+def whole(engine: EngineEnd, seq: int, slot: int, gen: int = 1) -> AwaitResult:
+    """Return the answer once no row is to come any more."""
+    _until(lambda: not engine.await_rows(seq, [slot], [gen], timeout_s=20).num_late)
+    return engine.await_rows(seq, [slot], [gen], timeout_s=0)
+
+
 def ask(engine: EngineEnd, slot: int, at: int, committed: list[int], drafts: list[int], gen: int = 1) -> list[int]:
     seq = engine.post([slot], [gen], [at], [len(committed)], [len(drafts)], [[*committed, *drafts]])
-    return engine.await_rows(seq, [slot], [gen], timeout_s=20).kinds[0].tolist()
+    return whole(engine, seq, slot, gen).kinds[0].tolist()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -129,9 +135,126 @@ def test_a_slow_slot_does_not_hold_the_others(engine: EngineEnd, start: StartWor
     finally:
         gate.set()
     # Its records were kept in order: the last one is answered, and nothing is missing.
-    result = engine.await_rows(seq, [0], [1], timeout_s=20)
+    result = whole(engine, seq, 0)
     assert result.kinds[0, 0] == RowKind.FORCED
     assert result.forced[0, 0] == 4
+
+
+def test_a_slow_slot_holds_nobody_even_with_one_thread(engine: EngineEnd, start: StartWorker) -> None:
+    gate = threading.Event()
+    worker = start(threads=1)
+    worker.bind(0, Slot.bind(1, lambda: SlowMatcher(gate), []))
+    worker.bind(1, Slot.bind(1, fresh, []))
+    try:
+        seq = engine.post([0], [1], [0], [1], [0], [[1]])
+        _until(lambda: worker.stats()["late_answers"] == 1)
+        assert ask(engine, 1, 0, [1], [2])[:2] == [RowKind.APPLY] * 2
+        worker.release(1, 1)
+        worker.bind(2, Slot.bind(1, fresh, [1]))
+        assert ask(engine, 2, 1, [2], [])[0] == RowKind.APPLY
+        assert worker.stats()["reliefs"] == 1
+    finally:
+        gate.set()
+    assert whole(engine, seq, 0).kinds[0, 0] == RowKind.APPLY
+
+
+class OneSlowRow(ToyMatcher):
+    """Fills the row behind `at` tokens only when it is let, and notes every row that it fills."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(TEXTS)
+        self.at, self.gate = at, threading.Event()
+        self.filled: list[tuple[int, ...]] = []
+
+    def fill(self, rows: Rows, index: int) -> None:
+        if len(self.taken) == self.at:
+            assert self.gate.wait(30)
+        self.filled.append(tuple(self.taken))
+        super().fill(rows, index)
+
+
+def test_a_late_row_goes_out_as_defer_and_is_added_when_it_is_there(engine: EngineEnd, start: StartWorker) -> None:
+    slow = OneSlowRow(at=2)
+    worker = start(threads=1)
+    worker.bind(0, Slot.bind(1, lambda: slow, []))
+    seq = engine.post([0], [1], [0], [1], [2], [[1, 2, 3]])
+    try:
+        first = engine.await_rows(seq, [0], [1], timeout_s=20)
+        assert first.kinds[0].tolist() == [RowKind.APPLY, RowKind.DEFER, RowKind.DEFER]
+        assert (first.num_missing, first.num_late) == (0, 1)
+        assert tokens_in(engine.mask_rows(seq)[0, 0, :3]) == {2, 6}
+    finally:
+        slow.gate.set()
+    then = whole(engine, seq, 0)
+    assert then.kinds[0].tolist() == [RowKind.APPLY, RowKind.APPLY, RowKind.FORCED]
+    assert then.forced[0].tolist() == [-1, -1, 4]
+    assert tokens_in(engine.mask_rows(seq)[0, 1, :3]) == {3, 5}
+    # The late row had to be asked for in a batch that had gone on.
+    assert worker.stats()["late_rows"] == 2
+
+
+@pytest.mark.parametrize("between", [0, 1])
+@pytest.mark.parametrize(
+    ("committed", "drafts", "kinds"),
+    [
+        ([], [2, 3], [RowKind.APPLY, RowKind.APPLY, RowKind.FORCED]),
+        ([2], [3], [RowKind.APPLY, RowKind.FORCED]),
+        ([2], [5, 9], [RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]),
+        ([6], [7], [RowKind.FORCED, RowKind.FORCED]),
+    ],
+    ids=["asked again", "moved on", "moved on to other drafts", "moved elsewhere"],
+)
+def test_no_row_is_filled_twice(
+    engine: EngineEnd, start: StartWorker, between: int, committed: list[int], drafts: list[int], kinds: list[RowKind]
+) -> None:
+    slow = OneSlowRow(at=2)
+    worker = start(threads=1)
+    worker.bind(0, Slot.bind(1, lambda: slow, []))
+    seq = engine.post([0], [1], [0], [1], [2], [[1, 2, 3]])
+    assert engine.await_rows(seq, [0], [1], timeout_s=20).kinds[0, 1] == RowKind.DEFER
+    slow.gate.set()
+    whole(engine, seq, 0)
+    for _ in range(between):  # so that the repeated request goes to the other half of the mask memory, or to the same
+        ask(engine, 1, 0, [], [])
+    seq = engine.post([0], [1], [1], [len(committed)], [len(drafts)], [[*committed, *drafts]])
+    result = whole(engine, seq, 0)
+    assert result.kinds[0, : len(kinds)].tolist() == kinds
+    for row in range(len(kinds)):
+        if result.kinds[0, row] != RowKind.DEFER:
+            said = (1, *committed, *drafts[:row])
+            assert tokens_in(engine.mask_rows(seq)[0, row, :3]) == legal_after(said), row
+    assert len(slow.filled) == len(set(slow.filled)) == worker.stats()["filled_rows"]
+    shared = {(1,), (1, 2), (1, 2, 3)} & {(1, *committed, *drafts[:row]) for row in range(len(kinds))}
+    assert worker.stats()["reused_rows"] == len(shared)
+
+
+def legal_after(said: tuple[int, ...]) -> set[int]:
+    matcher = fresh()
+    assert all(matcher.accept(token) for token in said)
+    return matcher.legal()
+
+
+def test_rows_of_another_owner_are_not_used_again(engine: EngineEnd, start: StartWorker) -> None:
+    worker = start()
+    for gen in (1, 2):
+        matcher = fresh()
+        worker.bind(0, Slot.bind(gen, lambda matcher=matcher: matcher, []))  # type: ignore[misc]
+        assert ask(engine, 0, 0, [1], [2], gen)[:2] == [RowKind.APPLY] * 2
+        assert matcher.fills == 2
+    assert worker.stats()["reused_rows"] == 0
+
+
+def test_a_newer_record_ends_the_walk_of_the_older(engine: EngineEnd, start: StartWorker) -> None:
+    slow = OneSlowRow(at=1)
+    worker = start(threads=1)
+    worker.bind(0, Slot.bind(1, lambda: slow, []))
+    seq = engine.post([0], [1], [0], [1], [2], [[1, 2, 3]])
+    assert engine.await_rows(seq, [0], [1], timeout_s=20).num_late == 1
+    again = engine.post([0], [1], [1], [0], [1], [[6]])
+    assert engine.await_rows(again, [0], [1], timeout_s=20).num_late == 1
+    slow.gate.set()
+    assert whole(engine, again, 0).kinds[0, :2].tolist() == [RowKind.APPLY, RowKind.FORCED]
+    assert slow.filled == [(1,), (1, 6)]
 
 
 def test_a_defect_ends_one_request_only(
@@ -171,12 +294,17 @@ def test_records_that_were_overwritten_show_as_a_gap(segment: Segment, engine: E
 
 def test_its_sign_of_life_is_its_own(engine: EngineEnd, start: StartWorker) -> None:
     gate = threading.Event()
-    worker = start()
+    worker = start(threads=1)
     worker.bind(0, Slot.bind(1, lambda: SlowMatcher(gate), []))
+    worker.bind(1, Slot.bind(1, lambda: SlowMatcher(gate), []))
     _until(lambda: (engine.heartbeat_age_ns() or 10**12) < 100_000_000)
     engine.post([0], [1], [0], [1], [0], [[1]])
+    _until(lambda: worker.stats()["late_answers"] == 1)
+    _until(lambda: (engine.heartbeat_age_ns() or 10**12) < 100_000_000)
+    engine.post([1], [1], [0], [1], [0], [[1]])
     try:
-        _until(lambda: (engine.heartbeat_age_ns() or 0) > 100_000_000)
+        # Now the last thread hangs, too.
+        _until(lambda: (engine.heartbeat_age_ns() or 0) > 300_000_000)
     finally:
         gate.set()
     _until(lambda: (engine.heartbeat_age_ns() or 10**12) < 100_000_000)

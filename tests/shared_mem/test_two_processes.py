@@ -16,7 +16,7 @@ import pytest
 from shared_mem.channel import EngineEnd
 from shared_mem.errors import VersionSkew
 from shared_mem.handover import connect, hung_up, send_segment
-from shared_mem.layout import HEADER_BYTES, Layout, RowKind
+from shared_mem.layout import HEADER_BYTES, LAYOUT_VERSION, Layout, RowKind
 from shared_mem.segment import Segment
 
 StartPeer = Callable[..., "subprocess.Popen[str]"]
@@ -150,5 +150,6 @@ def test_version_skew_between_processes_names_both_versions(start_peer: StartPee
             send_segment(sock, segment)
         _, errors = peer.communicate(timeout=LONG_S)
         assert errors.strip().endswith(
-            "VersionSkew: shared-memory layout version 1 here, 2 in the peer: run the same release in both processes"
+            f"VersionSkew: shared-memory layout version {LAYOUT_VERSION} here, {LAYOUT_VERSION + 1} in the peer: "
+            "run the same release in both processes"
         )

@@ -1,0 +1,86 @@
+"""One record on its way to an answer: what stands of it so far, and which rows an earlier answer has already.
+
+Rows of an answer stay where they were written, in the half of the mask memory that its sequence names, until the same
+slot is filled again; so a row that came too late for its step serves the record that asks for it again. Invariant: a
+row is used again only where the slot's owner and every token behind which it stands are the same. Not here: who fills
+rows, and when they are published (worker).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from grammar_service.matchers import Answer
+from shared_mem.grammar_end import Record
+from shared_mem.layout import RowKind
+
+
+class Question:
+    """A record, its answer so far, and its place in the lane of its slot."""
+
+    __slots__ = ("_ask", "answer", "lane", "late", "record", "seq")
+
+    def __init__(self, seq: int, record: Record, ask: Callable[[Question], None]) -> None:
+        count = len(record.drafts) + 1
+        self.seq, self.record, self.lane = seq, record, record.slot
+        self.answer = Answer([RowKind.DEFER] * count, [-1] * count, [-1] * count)
+        """Rows that stand. Written by the thread that fills; another one may read it: a kind is set last."""
+        self.late = False
+        """An answer was published, and not all of it. Guarded by the lanes' lock."""
+        self._ask = ask
+
+    def __call__(self) -> None:
+        """Have it answered."""
+        self._ask(self)
+
+    def replaces(self, other: Any) -> bool:
+        """Say whether `other` asks for the same rows under an older sequence."""
+        return isinstance(other, Question) and other._moves() == self._moves()
+
+    def _moves(self) -> tuple[int, int, tuple[int, ...]]:
+        return self.record.slot_gen, self.record.commit_pos, self.record.committed
+
+    def stands(self, row: int, kind: int, forced: int, need: int) -> None:
+        """Note a row that is written."""
+        self.answer.forced[row], self.answer.need[row] = forced, need
+        self.answer.kinds[row] = kind
+
+    def same_rows(self, earlier: Question) -> list[tuple[int, int]]:
+        """Return (row of `earlier`, row here) for wanted rows that stand there: the same tokens lead to both."""
+        new, old = self.record, earlier.record
+        # Tokens of the new record behind the end of what the old one committed.
+        known = old.commit_pos + len(old.committed) - new.commit_pos
+        if new.slot_gen != old.slot_gen or not 0 <= known <= len(new.committed):
+            return []
+        shift = len(new.committed) - known
+        path = (*new.committed[known:], *new.drafts)
+        pairs = []
+        for row in range(len(new.drafts) + 1):
+            there = row + shift
+            if there > len(old.drafts) or path[:there] != old.drafts[:there]:
+                break
+            if new.need_rows >> row & 1 and earlier.answer.kinds[there] not in (RowKind.DEFER, RowKind.ERROR):
+                pairs.append((there, row))
+        return pairs
+
+    def __repr__(self) -> str:
+        kinds = " ".join(RowKind(kind).name for kind in self.answer.kinds)
+        return f"<Question {self.seq} of slot {self.lane}{' late' if self.late else ''}: {kinds}>"
+
+
+class Change:
+    """A bind or a release: work that nobody waits for."""
+
+    __slots__ = ("_change", "lane")
+
+    def __init__(self, lane: int, change: Callable[[], None]) -> None:
+        self.lane, self._change = lane, change
+
+    def __call__(self) -> None:
+        """Make the change."""
+        self._change()
+
+    def replaces(self, other: Any) -> bool:
+        """Everything before it is done."""
+        return False
