@@ -17,7 +17,7 @@ from typing import Protocol
 import grpc
 
 from gpu_engine.config import ServerConfig
-from gpu_engine.errors import GrammarUnavailable, InternalError, LockstepError
+from gpu_engine.errors import GrammarUnavailable, InternalError, InvalidRequest, LockstepError
 from gpu_engine.grammar_compile import Compiled, GrammarCompiler, grammar_error
 from gpu_engine.grammar_link import GrammarLink
 from gpu_engine.logs import REQUEST_ID
@@ -50,6 +50,7 @@ class _Slot:
 
     request_id: str
     spec: GrammarSpec
+    max_tokens: int
     task: asyncio.Task[None] | None = None
     binding: bool = False
     """A Bind is on its way: the matcher may exist by the time a Release is sent, so the Release waits for it."""
@@ -93,11 +94,15 @@ class GrammarClient:
         """The request is over."""
         self._compiler.forget(request_id)
 
-    async def warm_up(self) -> None:
+    def compiled_s(self, request_id: str) -> float:
+        """Return `time.monotonic()` when the request's grammar was compiled; 0.0: it is not."""
+        return self._compiler.compiled_s(request_id)
+
     async def compile(self, spec: GrammarSpec) -> Compiled:
         """Compile for nobody's slot. Raises LockstepError."""
         return await self._compiler.again(spec)
 
+    async def warm_up(self) -> None:
         """Compile a small grammar: then the process has what a first request needs. Raises LockstepError."""
         await self._compiler.again(WARM_UP)
 
@@ -186,7 +191,7 @@ class GrammarClient:
             return
         if (old := self._slots.get(key)) and old.task:
             old.task.cancel()
-        state = self._slots[key] = _Slot(request.request_id, request.grammar)
+        state = self._slots[key] = _Slot(request.request_id, request.grammar, request.sampling.max_tokens)
         state.task = self._tasks.spawn(self._open_slot(key, state, committed), f"open slot {key[0]}.{key[1]}")
 
     async def _open_slot(self, key: tuple[int, int], state: _Slot, committed: tuple[int, ...]) -> None:
@@ -195,10 +200,10 @@ class GrammarClient:
             compiled = await self._compiler.result(state.request_id, state.spec)
             state.binding = True
             try:
-                await self._bind(key, compiled, committed)
+                await self._bind(key, compiled, committed, state.max_tokens)
             except _EvictedError:
                 compiled = await self._compiler.again(state.spec)
-                await self._bind(key, compiled, committed)
+                await self._bind(key, compiled, committed, state.max_tokens)
         except _EvictedError:
             self._engine.grammar_failed(
                 *key, GrammarUnavailable("the grammar process drops grammars too fast; try again")
@@ -216,7 +221,14 @@ class GrammarClient:
         finally:
             state.binding = False
 
-    async def _bind(self, key: tuple[int, int], compiled: Compiled, committed: tuple[int, ...]) -> None:
+    async def _bind(
+        self, key: tuple[int, int], compiled: Compiled, committed: tuple[int, ...], max_tokens: int
+    ) -> None:
+        if max_tokens < compiled.min_tokens:
+            raise InvalidRequest(
+                "sampling.max_tokens",
+                f"leaves {max_tokens} tokens, no answer of this grammar has fewer than {compiled.min_tokens}",
+            )
         await self._link.ready(self._wait_s)
         attached = self._link.attached
         message = gpb.BindRequest(
@@ -224,6 +236,7 @@ class GrammarClient:
             slot_gen=key[1],
             grammar_id=compiled.grammar_id,
             committed_tokens=committed,
+            max_tokens=max_tokens,
             request_id=REQUEST_ID.get(),
         )
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
@@ -49,6 +50,8 @@ class Compiled:
     """What it holds in the grammar process, an estimate."""
     min_tokens: int = 0
     """Of the shortest answer known, the end-of-sequence token included; 0: not known."""
+    ready_s: float = 0.0
+    """`time.monotonic()` when it was known here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +101,13 @@ class GrammarCompiler:
         ticket = self._tickets.pop(request_id, None)
         if ticket:
             self._leave(ticket.running)
+
+    def compiled_s(self, request_id: str) -> float:
+        """Return `time.monotonic()` when the request's grammar was compiled; 0.0: it is not, or none was asked for."""
+        ticket = self._tickets.get(request_id)
+        task = ticket.running.task if ticket else None
+        failed = task is None or not task.done() or task.cancelled() or task.exception() is not None
+        return 0.0 if task is None or failed else task.result().ready_s
 
     def fail_compiled(self, error: LockstepError) -> None:
         """End every request whose grammar was compiled; the others learn of an outage from their compilation."""
@@ -173,6 +183,7 @@ class GrammarCompiler:
                 warnings=tuple(response.warnings),
                 memory_bytes=response.memory_bytes,
                 min_tokens=response.min_tokens,
+                ready_s=time.monotonic(),
             )
 
     def __repr__(self) -> str:

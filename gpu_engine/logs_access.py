@@ -49,6 +49,8 @@ class CallRecord:
     """Name of the gRPC status, once it is known."""
     checked: Checked | None = None
     """None: it did not get so far."""
+    compiled_s: float = 0.0
+    """Its grammar was compiled, or found; 0: it has none, or did not get so far."""
     ended: list[Ended] = field(default_factory=list)
 
     def begin(self, checked: Checked) -> None:

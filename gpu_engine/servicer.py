@@ -63,6 +63,9 @@ class GrammarAccess(Protocol):
     def forget(self, request_id: str) -> None:
         """The request is over."""
 
+    def compiled_s(self, request_id: str) -> float:
+        """Return `time.monotonic()` when the request's grammar was compiled; 0.0: it is not. Before `forget`."""
+
     async def compile(self, spec: GrammarSpec) -> Compiled:
         """Compile for nobody's slot. Raises LockstepError."""
 
@@ -245,6 +248,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             if not output.ended:
                 self._engine.drop(output.request)
         if checked.grammar and self._grammar:
+            call.record.compiled_s = self._grammar.compiled_s(checked.request_id)
             self._grammar.forget(checked.request_id)
         del self._calls[checked.request_id]
         if not self._calls:
