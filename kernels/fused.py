@@ -50,14 +50,14 @@ class _NormArgs(ctypes.Structure):
     """Mirror of `struct rms_norm_args`."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("x", "delta", "sum", "weight", "out")],
+        *[(name, ctypes.c_void_p) for name in ("x", "delta", "weight", "out")],
         *[(name, ctypes.c_int64) for name in ("rows", "width", "x_stride", "delta_stride")],
         ("eps", ctypes.c_float),
         *[(name, ctypes.c_int32) for name in ("kind", "bf16")],
     ]
 
 
-class _RotaryArgs(ctypes.Structure):
+class RotaryArgs(ctypes.Structure):
     """Mirror of `struct rotary_args`."""
 
     _fields_ = [
@@ -66,6 +66,15 @@ class _RotaryArgs(ctypes.Structure):
         *[(name, ctypes.c_float) for name in ("q_eps", "k_eps")],
         *[(name, ctypes.c_int32) for name in ("kind", "bf16")],
     ]
+
+    @classmethod
+    def of(cls, heads: tuple[int, int], head_dim: int, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> RotaryArgs:
+        """Return what does not change from call to call, with the norms' weights, which the caller keeps alive."""
+        args = cls(q_heads=heads[0], k_heads=heads[1], head_dim=head_dim)
+        if q_norm and k_norm:
+            args.q_weight, args.k_weight = q_norm.weight_H.data_ptr(), k_norm.weight_H.data_ptr()
+            args.q_eps, args.k_eps, args.kind = q_norm.eps, k_norm.eps, q_norm.kind
+        return args
 
 
 class _GatedArgs(ctypes.Structure):
@@ -90,14 +99,14 @@ def rms_norm(x_NH: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     assert norm.weight_H.shape == x_NH.shape[1:], (norm.weight_H.shape, x_NH.shape)
     assert norm.weight_H.dtype == x_NH.dtype, norm.weight_H.dtype
     (N, H), out_NH = x_NH.shape, torch.empty(x_NH.shape, dtype=x_NH.dtype)
-    pointers = (x_NH.data_ptr(), 0, 0, norm.weight_H.data_ptr(), out_NH.data_ptr())
+    pointers = (x_NH.data_ptr(), 0, norm.weight_H.data_ptr(), out_NH.data_ptr())
     args = _NormArgs(*pointers, N, H, x_NH.stride(0), 0, norm.eps, norm.kind, x_NH.dtype == torch.bfloat16)
     native().lockstep_rms_norm(ctypes.byref(args))
     return out_NH
 
 
-def add_rms_norm(x_NH: torch.Tensor, delta_NH: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x + delta, its norm), both [N, H] contiguous; the sum is rounded before it is normed."""
+def add_rms_norm(x_NH: torch.Tensor, delta_NH: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    """Add delta to x in place and return the norm of the sum, [N, H] contiguous; the sum is rounded first."""
     if x_NH.device.type != "cpu":
         from kernels.cuda import fused as device  # a CPU install has no Triton
 
@@ -107,13 +116,12 @@ def add_rms_norm(x_NH: torch.Tensor, delta_NH: torch.Tensor, norm: RMSNorm) -> t
     assert x_NH.dtype in _DTYPES, x_NH.dtype
     assert x_NH.stride(1) == delta_NH.stride(1) == 1
     assert norm.weight_H.shape == x_NH.shape[1:], (norm.weight_H.shape, x_NH.shape)
-    (N, H), out_2NH = x_NH.shape, torch.empty((2, *x_NH.shape), dtype=x_NH.dtype)
-    sum_NH, out_NH = out_2NH.unbind()
-    pointers = (x_NH.data_ptr(), delta_NH.data_ptr(), sum_NH.data_ptr(), norm.weight_H.data_ptr(), out_NH.data_ptr())
+    (N, H), out_NH = x_NH.shape, torch.empty(x_NH.shape, dtype=x_NH.dtype)
+    pointers = (x_NH.data_ptr(), delta_NH.data_ptr(), norm.weight_H.data_ptr(), out_NH.data_ptr())
     strides = (x_NH.stride(0), delta_NH.stride(0))
     args = _NormArgs(*pointers, N, H, *strides, norm.eps, norm.kind, x_NH.dtype == torch.bfloat16)
     native().lockstep_rms_norm(ctypes.byref(args))
-    return sum_NH, out_NH
+    return out_NH
 
 
 def rotate(
@@ -138,13 +146,10 @@ def rotate(
         return
     check_rotate(qkv_NC, cos_NR, sin_NR, heads=heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm)
     assert qkv_NC.dtype in _DTYPES, qkv_NC.dtype
-    args = _RotaryArgs(
-        *(qkv_NC.data_ptr(), cos_NR.data_ptr(), sin_NR.data_ptr()),
-        *(norm.weight_H.data_ptr() if norm else 0 for norm in (q_norm, k_norm)),
-        *(qkv_NC.shape[0], qkv_NC.stride(0), *heads, head_dim, cos_NR.shape[1]),
-        *(norm.eps if norm else 0.0 for norm in (q_norm, k_norm)),
-        *(q_norm.kind if q_norm else 0, qkv_NC.dtype == torch.bfloat16),
-    )
+    args = RotaryArgs.of(heads, head_dim, q_norm, k_norm)
+    args.qkv, args.cos, args.sin = qkv_NC.data_ptr(), cos_NR.data_ptr(), sin_NR.data_ptr()
+    args.rows, args.stride, args.rotated = qkv_NC.shape[0], qkv_NC.stride(0), cos_NR.shape[1]
+    args.bf16 = qkv_NC.dtype == torch.bfloat16
     native().lockstep_rotary(ctypes.byref(args))
 
 

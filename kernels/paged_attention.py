@@ -26,7 +26,7 @@ _LONGS = (
 _INTS = ("num_batch", "num_queries", "num_heads", "num_kv_heads", "head_dim", "page_size", "bf16", "window")
 
 
-class _Args(ctypes.Structure):
+class AttentionArgs(ctypes.Structure):
     """Mirror of `struct paged_attention_args`."""
 
     _fields_ = [
@@ -120,7 +120,7 @@ def paged_attention(
     assert page_table_BN.shape[0] >= B
     assert page_table_BN.stride(1) == 1
     out_BPHD = torch.empty(B, P, Hq, D, dtype=q_BPHD.dtype)
-    args = _Args(
+    args = AttentionArgs(
         *[address(t) for t in (q_BPHD, k_BPHD, v_BPHD, out_BPHD, pages.k, pages.v, page_table_BN, positions_BP)],
         *q_BPHD.stride()[:3],
         *k_BPHD.stride()[:3],

@@ -42,6 +42,8 @@ class AttentionContext:
     """int32, page numbers of each sequence of the batch."""
     positions_BP: torch.Tensor
     """int32, absolute positions; negative is padding."""
+    hidden: dict[int, torch.Tensor | None] | None = None
+    """Layers whose input is wanted: a forward puts it there, [B * P, H] in the model's dtype, its caller's to keep."""
     layers_seen: dict[int, LayerAttention] = field(default_factory=dict)
     """Layers that came through transformers' interface; the loader's probe reads it."""
 

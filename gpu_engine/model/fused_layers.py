@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from gpu_engine.model.attention import AttentionContext, LayerAttention
-from kernels.fused import Activation, RMSNorm, gated, rms_norm, rotate
-from kernels.paged_attention import paged_attention
+from kernels.fused import Activation, RMSNorm, gated, rms_norm
+from kernels.fused_attention import QkvAttention
 
 
 class FusedNorm(nn.Module):
@@ -33,12 +33,16 @@ class FusedGated(nn.Module):
     def __init__(self, gate_up: nn.Module, down: nn.Module, act: Activation) -> None:
         super().__init__()
         self.gate_up, self.down, self.act = gate_up, down, act
+        self._gate_up, self._down = gate_up.forward, down.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
-        rows_NH = x.reshape(-1, x.shape[-1])
-        out: torch.Tensor = self.down(gated(self.gate_up(rows_NH), self.act))
-        return out.view(x.shape)
+        return self.of_rows(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+    def of_rows(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> [N, H]."""
+        out_NH: torch.Tensor = self._down(gated(self._gate_up(x_NH), self.act))
+        return out_NH
 
 
 class FusedAttention(nn.Module):
@@ -55,7 +59,9 @@ class FusedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.qkv, self.output, self.shape, self.layer_idx = qkv, output, shape, layer_idx
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self._qkv, self._output = qkv.forward, output.forward
+        heads = (shape.num_heads, shape.num_kv_heads)
+        self._core = QkvAttention(heads, shape.head_dim, shape.scale, shape.softcap, shape.window, q_norm, k_norm)
 
     def forward(
         self,
@@ -75,20 +81,10 @@ class FusedAttention(nn.Module):
         self, x_NH: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, ctx: AttentionContext
     ) -> torch.Tensor:
         """[N, H] -> [N, H]; row b * P + j is position j of sequence b."""
-        shape = self.shape
-        Hq, Hkv, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        qkv_NC = self.qkv(x_NH)
-        rotate(qkv_NC, cos_NR, sin_NR, heads=(Hq, Hkv), head_dim=D, q_norm=self.q_norm, k_norm=self.k_norm)
-        B, P = ctx.positions_BP.shape
-        q_BPHD, k_BPHD, v_BPHD = qkv_NC.view(B, P, Hq + 2 * Hkv, D).split((Hq, Hkv, Hkv), dim=2)
-        out_BPHD = paged_attention(
-            *(q_BPHD, k_BPHD, v_BPHD, ctx.pages[self.layer_idx], ctx.page_table_BN, ctx.positions_BP),
-            scale=shape.scale,
-            softcap=shape.softcap,
-            window=shape.window,
-        )
-        out: torch.Tensor = self.output(out_BPHD.view(B * P, Hq * D))
-        return out
+        pages = ctx.pages[self.layer_idx]
+        out_NC = self._core(self._qkv(x_NH), cos_NR, sin_NR, pages, ctx.page_table_BN, ctx.positions_BP)
+        out_NH: torch.Tensor = self._output(out_NC)
+        return out_NH
 
 
 def angles_by_row(part_BPR: torch.Tensor, num_sequences: int) -> torch.Tensor:

@@ -25,15 +25,16 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
         self.bias = None if linear.bias is None else linear.bias.detach()
+        self._product = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T + bias; [..., in_features] -> [..., out_features]."""
         if x.numel() == self.in_features:
             pair = torch.cat([x.reshape(1, -1)] * 2)
-            y = torch.ops.mkldnn._linear_pointwise(pair, self.packed, self.bias, "none", [], "")
+            y = self._product(pair, self.packed, self.bias, "none", [], "")
             single: torch.Tensor = y[:1].reshape(*x.shape[:-1], self.out_features)
             return single
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        out: torch.Tensor = self._product(x, self.packed, self.bias, "none", [], "")
         return out
 
     def extra_repr(self) -> str:

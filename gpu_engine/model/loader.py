@@ -10,7 +10,7 @@ import logging
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -67,7 +67,9 @@ class LoadedModel:
         if self.fused.walk:
             return self.fused.walk.logits(ids_BP, ctx)
         positions = ctx.positions_BP.clamp(min=0).long()
-        out = self.net(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx)
+        wanted = {"output_hidden_states": True} if ctx.hidden else {}
+        out = self.net(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx, **wanted)
+        _keep_hidden(ctx, out)
         logits: torch.Tensor = out.logits
         return logits.view(-1, logits.shape[-1])
 
@@ -77,10 +79,18 @@ class LoadedModel:
             self.fused.walk.fill(ids_BP, ctx)
             return
         positions = ctx.positions_BP.clamp(min=0).long()
-        self.net.get_decoder()(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx)
+        wanted = {"output_hidden_states": True} if ctx.hidden else {}
+        decoder = self.net.get_decoder()
+        _keep_hidden(ctx, decoder(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx, **wanted))
 
     def __repr__(self) -> str:
         return f"<LoadedModel {self.name} {self.model_type} {self.dtype_name} {self.device} V={self.vocab_size}>"
+
+
+def _keep_hidden(ctx: AttentionContext, out: Any) -> None:
+    for layer in ctx.hidden or {}:
+        states_BPH = out.hidden_states[layer]
+        cast(dict[int, torch.Tensor | None], ctx.hidden)[layer] = states_BPH.reshape(-1, states_BPH.shape[-1])
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -120,9 +130,25 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     report("loading the weights", 0.2)
     dtype = resolve_dtype(config.dtype, device)
     net: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, **source)
+    report("preparing the weights", 0.8)
+    try:
+        model = prepare(config, net, tokenizer)
+    except FusedModelDiffers as why:
+        log.warning("loading %s again, unfused: %s", config.model, why)
+        return load_model(replace(config, fuse=False), progress)
+    report("loaded", 1.0)
+    return model
+
+
+def prepare(config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast) -> LoadedModel:
+    """Make a transformers model ours, which was loaded with the attention of `attention.NAME`.
+
+    Raises ModelNotSupported, or FusedModelDiffers when it must be loaded anew with `fuse` off.
+    """
+    device = torch.device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
     net.eval().requires_grad_(False)
     num_parameters = sum(p.numel() for p in net.parameters())
-    report("preparing the weights", 0.8)
     net.to(device)
     try:
         model = _describe(config, net, tokenizer, dtype, device, num_parameters)
@@ -134,12 +160,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     if device.type == "cpu":
         pack_linears(net)
     if config.fuse:
-        try:
-            model.fused = settle(net, model.fused, seen.record, seen.logits_NV, seen.again(model), dtype)
-        except FusedModelDiffers as why:
-            log.warning("loading %s again, unfused: %s", config.model, why)
-            return load_model(replace(config, fuse=False), progress)
-    report("loaded", 1.0)
+        model.fused = settle(net, model.fused, seen.record, seen.logits_NV, seen.again(model), dtype)
     return model
 
 

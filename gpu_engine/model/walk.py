@@ -7,6 +7,7 @@ here: what a layer's parts compute.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,8 @@ class NoWalk(Exception):
 class Layer:
     """x += post(attention(pre(x))), then the same with the block; either norm of each may be missing."""
 
-    attention: FusedAttention
-    block: FusedGated
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
+    block: Callable[[torch.Tensor], torch.Tensor]
     angles: int
     """Which of the walk's rotary calls turns this layer."""
     pre_attention: RMSNorm | None
@@ -66,7 +67,7 @@ class Walk:
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]."""
         x_NH, delta_NH = self._through(ids_BP, ctx)
-        logits_NV: torch.Tensor = self.head(_normed(x_NH, delta_NH, self.norm)[1])
+        logits_NV: torch.Tensor = self.head(_normed(x_NH, delta_NH, self.norm))
         if self.logits_softcap:
             logits_NV = torch.tanh(logits_NV / self.logits_softcap) * self.logits_softcap
         return logits_NV
@@ -82,15 +83,16 @@ class Walk:
         positions_BP = ctx.positions_BP.clamp(min=0).long()
         angles = [call.angles(x_BPH, positions_BP) for call in self.rotary]
         x, delta = x_BPH.view(-1, x_BPH.shape[-1]), None
-        for layer in self.layers:
-            x, h = _normed(x, delta, layer.pre_attention)
-            delta = layer.attention.attend(h, *angles[layer.angles], ctx)
+        for at, layer in enumerate(self.layers):
+            h = _normed(x, delta, layer.pre_attention)
+            if ctx.hidden is not None and at in ctx.hidden:
+                ctx.hidden[at] = x.clone()
+            delta = layer.attend(h, *angles[layer.angles], ctx)
             if only_fill and layer is self.layers[-1]:
                 break
             if layer.post_attention is not None:
                 delta = rms_norm(delta, layer.post_attention)
-            x, h = _normed(x, delta, layer.pre_block)
-            delta = layer.block(h)
+            delta = layer.block(_normed(x, delta, layer.pre_block))
             if layer.post_block is not None:
                 delta = rms_norm(delta, layer.post_block)
         return x, delta
@@ -99,14 +101,11 @@ class Walk:
         return f"<Walk over {len(self.layers)} layers>"
 
 
-def _normed(
-    x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stream with what was still to be added, and its norm."""
+def _normed(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | None) -> torch.Tensor:
+    """Add to the stream what was still to be added, in place, and return its norm."""
     if norm is None:
-        total = x_NH if delta_NH is None else x_NH + delta_NH
-        return total, total
-    return (x_NH, rms_norm(x_NH, norm)) if delta_NH is None else add_rms_norm(x_NH, delta_NH, norm)
+        return x_NH if delta_NH is None else x_NH.add_(delta_NH)
+    return rms_norm(x_NH, norm) if delta_NH is None else add_rms_norm(x_NH, delta_NH, norm)
 
 
 _SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -154,8 +153,8 @@ def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], dec
     if set(norms) != {name for name in names if name}:
         raise NoWalk(f"a layer with the norms {sorted(norms)}")
     return Layer(
-        attentions[0],
-        blocks[0],
+        attentions[0].attend,
+        blocks[0].of_rows,
         _angles_of(layer, record, rotary, decoder),
         *(norms[name] if name else None for name in names),
     )

@@ -34,7 +34,6 @@ def weighed(y: tl.tensor, weight: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 def norm_kernel(
     x: tl.tensor,
     delta: tl.tensor,
-    total: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
     x_stride: tl.tensor,
@@ -45,7 +44,7 @@ def norm_kernel(
     ADD: tl.constexpr,
     KIND: tl.constexpr,
 ) -> None:
-    """Grid (N,): a row's sum, where asked, and its norm."""
+    """Grid (N,): what is to be added to a row, in place, and its norm."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < H
@@ -53,7 +52,7 @@ def norm_kernel(
     if ADD:
         more = tl.load(delta + row * delta_stride + column, mask=inside, other=0.0)
         value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
-        tl.store(total + row * H + column, value, mask=inside)
+        tl.store(x + row * x_stride + column, value, mask=inside)
     w = tl.load(weight + column, mask=inside, other=0.0)
     wide = value.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / H + eps)
@@ -126,15 +125,15 @@ def gated_kernel(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.tensor, ACT: tl.c
 
 def rms_norm(x_NH: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     """As `kernels.fused.rms_norm`; fp16 is taken too."""
-    return _norm(x_NH, None, norm)[1]
+    return _norm(x_NH, None, norm)
 
 
-def add_rms_norm(x_NH: torch.Tensor, delta_NH: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x_NH: torch.Tensor, delta_NH: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     """As `kernels.fused.add_rms_norm`; fp16 is taken too."""
     return _norm(x_NH, delta_NH, norm)
 
 
-def _norm(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+def _norm(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm) -> torch.Tensor:
     added = x_NH if delta_NH is None else delta_NH
     assert x_NH.dim() == 2, x_NH.shape
     assert x_NH.shape == added.shape, (x_NH.shape, added.shape)
@@ -144,17 +143,16 @@ def _norm(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm) -> t
     assert norm.weight_H.shape == x_NH.shape[1:], (norm.weight_H.shape, x_NH.shape)
     N, H = x_NH.shape
     out_NH = torch.empty((N, H), dtype=x_NH.dtype, device=x_NH.device)
-    sum_NH = x_NH if delta_NH is None else torch.empty_like(out_NH)
     block = triton.next_power_of_2(H)
     norm_kernel[(N,)](
-        *(x_NH, added, sum_NH, norm.weight_H, out_NH, x_NH.stride(0), added.stride(0), norm.eps),
+        *(x_NH, added, norm.weight_H, out_NH, x_NH.stride(0), added.stride(0), norm.eps),
         H=H,
         BLOCK=block,
         ADD=delta_NH is not None,
         KIND=int(norm.kind),
         num_warps=min(16, max(1, block // 512)),
     )
-    return sum_NH, out_NH
+    return out_NH
 
 
 def rotate(

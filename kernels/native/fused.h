@@ -12,9 +12,8 @@ enum { ROUND_THEN_SCALE, SCALE_THEN_ROUND, ONE_PLUS_SCALE };
 enum { ACT_SILU, ACT_GELU_TANH };
 
 struct rms_norm_args {
-    const void *x;      /* [rows][x_stride], width used */
-    const void *delta;  /* [rows][delta_stride], added to x first; null: nothing is */
-    void *sum;          /* [rows][width] contiguous, x + delta; unused without delta */
+    void *x;            /* [rows][x_stride], width used; becomes x + delta */
+    const void *delta;  /* [rows][delta_stride]; null: x stays */
     const void *weight; /* [width] */
     void *out;          /* [rows][width] contiguous */
     int64_t rows, width, x_stride, delta_stride;
@@ -92,20 +91,18 @@ INLINE v16f scaled(v16f x, float inverse, v16f weight, int kind, int bf16) {
 
 INLINE void norm_row(const struct rms_norm_args *a, int64_t row, int bf16) {
     const int64_t n = a->width, at = row * a->x_stride, to = row * n;
-    const void *from = a->delta ? a->sum : a->x;
-    const int64_t base = a->delta ? to : at;
     v16f squares = splat(0.0f);
     for (int64_t i = 0; i < n; i += 16) {
         v16f x = load_some(a->x, at + i, n - i, bf16);
         if (a->delta) {
             x = rounded(x + load_some(a->delta, row * a->delta_stride + i, n - i, bf16), bf16);
-            store_some(a->sum, to + i, x, n - i, bf16);
+            store_some(a->x, at + i, x, n - i, bf16);
         }
         squares += x * x;
     }
     float inverse = 1.0f / sqrtf(sum16(squares) / (float)n + a->eps);
     for (int64_t i = 0; i < n; i += 16) {
-        v16f x = load_some(from, base + i, n - i, bf16), w = load_some(a->weight, i, n - i, bf16);
+        v16f x = load_some(a->x, at + i, n - i, bf16), w = load_some(a->weight, i, n - i, bf16);
         store_some(a->out, to + i, scaled(x, inverse, w, a->kind, bf16), n - i, bf16);
     }
 }

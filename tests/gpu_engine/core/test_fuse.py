@@ -68,6 +68,22 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: st
         assert torch.equal(logits(model, ids[:1, :last], start=20)[0], whole[0, : last - 20])
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+@torch.inference_mode()
+def test_the_inputs_of_layers_are_handed_out_when_they_are_asked_for(saved: Saved, fuse: bool) -> None:
+    model = load_model(config(model=str(saved("llama")), fuse=fuse))
+    ids = some_ids(2, 12)
+    with_own = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
+    states = with_own(input_ids=ids, output_hidden_states=True).hidden_states
+    table, positions = torch.arange(2).int().view(2, 1), torch.arange(12).int().expand(2, 12).contiguous()
+    for run in (model.logits, model.prefill):
+        hidden: dict[int, torch.Tensor | None] = {0: None, 1: None}
+        run(ids, AttentionContext(model.allocate_pages(2, 16), table, positions, hidden=hidden))
+        for layer, got in hidden.items():
+            assert got is not None
+            assert distance(got, states[layer].reshape(24, -1)) < 1e-4
+
+
 def test_fuse_off_leaves_every_module_as_it_was(saved: Saved) -> None:
     model = load_model(config(model=str(saved("llama")), fuse=False))
     assert not [item for item in model.net.modules() if isinstance(item, FusedNorm)]

@@ -1,0 +1,128 @@
+"""Attention over the pages straight from a joined q, k, v product: head norms, rotary, store, attend.
+
+What a layer asks never changes, so on a CPU its arguments are laid out once and a call fills in addresses and sizes:
+building them anew took as long as the kernels at one row. One invariant: the result is that of `rotate` and
+`paged_attention`, bit for bit. Not here: products, and who owns the pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kernels.fused import RMSNorm, RotaryArgs, check_rotate, rotate
+from kernels.library import native
+from kernels.paged_attention import AttentionArgs, KVPages, paged_attention
+
+
+class QkvAttention:
+    """One layer's attention behind its q, k, v product. Not for two threads at once: the arguments are its own."""
+
+    def __init__(
+        self,
+        heads: tuple[int, int],
+        head_dim: int,
+        scale: float,
+        softcap: float = 0.0,
+        window: int = 0,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
+        self.heads, self.head_dim, self.q_norm, self.k_norm = heads, head_dim, q_norm, k_norm
+        self.scale, self.softcap, self.window = scale, softcap, window
+        self._rotary = RotaryArgs.of(heads, head_dim, q_norm, k_norm)
+        self._args = AttentionArgs(scale=scale, softcap=softcap, window=window, head_dim=head_dim)
+        self._args.num_heads, self._args.num_kv_heads = heads
+        for name in ("q_stride_h", "k_stride_h", "v_stride_h"):
+            setattr(self._args, name, head_dim)
+        self._checked: tuple[object, ...] = ()
+
+    def __call__(
+        self,
+        qkv_NC: torch.Tensor,
+        cos_NR: torch.Tensor,
+        sin_NR: torch.Tensor,
+        pages: KVPages,
+        page_table_BN: torch.Tensor,
+        positions_BP: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return [N, Hq * D]; row b * P + j is position j of sequence b. `qkv_NC`, contiguous, is changed.
+
+        C is (Hq + 2 Hkv) * D: query heads, key heads, value heads. The rest as in `rotate` and `paged_attention`.
+        """
+        (Hq, Hkv), D = self.heads, self.head_dim
+        B, P = positions_BP.shape
+        if pages.token_major:
+            rotate(
+                *(qkv_NC, cos_NR, sin_NR),
+                heads=self.heads,
+                head_dim=D,
+                q_norm=self.q_norm,
+                k_norm=self.k_norm,
+            )
+            q_BPHD, k_BPHD, v_BPHD = qkv_NC.view(B, P, Hq + 2 * Hkv, D).split((Hq, Hkv, Hkv), dim=2)
+            out_BPHD = paged_attention(
+                *(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP),
+                scale=self.scale,
+                softcap=self.softcap,
+                window=self.window,
+            )
+            return out_BPHD.view(B * P, Hq * D)
+        k, v = pages.k, pages.v
+        shapes = (
+            *(qkv_NC.dtype, qkv_NC.shape, cos_NR.shape, page_table_BN.shape, page_table_BN.stride(0), B, P),
+            *(k.data_ptr(), v.data_ptr(), k.shape, v.shape),
+        )
+        if shapes != self._checked:
+            self._check(qkv_NC, cos_NR, sin_NR, pages, page_table_BN, positions_BP)
+            self._checked = shapes
+        assert qkv_NC.is_contiguous()
+        assert positions_BP.is_contiguous()
+        out_NC = torch.empty(B * P, Hq * D, dtype=qkv_NC.dtype)
+        start, size = qkv_NC.data_ptr(), qkv_NC.element_size()
+        rotary, args, library = self._rotary, self._args, native()
+        rotary.qkv, rotary.cos, rotary.sin = start, cos_NR.data_ptr(), sin_NR.data_ptr()
+        library.lockstep_rotary(ctypes.byref(rotary))
+        args.q, args.k, args.v = start, start + Hq * D * size, start + (Hq + Hkv) * D * size
+        args.out, args.page_table, args.positions = out_NC.data_ptr(), page_table_BN.data_ptr(), positions_BP.data_ptr()
+        library.lockstep_paged_attention(ctypes.byref(args))
+        return out_NC
+
+    def _check(
+        self,
+        qkv_NC: torch.Tensor,
+        cos_NR: torch.Tensor,
+        sin_NR: torch.Tensor,
+        pages: KVPages,
+        page_table_BN: torch.Tensor,
+        positions_BP: torch.Tensor,
+    ) -> None:
+        """Assert what the kernels ask, and keep what follows from the shapes."""
+        (Hq, Hkv), D, (B, P), T = self.heads, self.head_dim, positions_BP.shape, pages.v.shape[2]
+        check_rotate(qkv_NC, cos_NR, sin_NR, heads=self.heads, head_dim=D, q_norm=self.q_norm, k_norm=self.k_norm)
+        assert qkv_NC.device.type == "cpu", qkv_NC.device
+        assert qkv_NC.dtype in (torch.bfloat16, torch.float32), qkv_NC.dtype
+        assert qkv_NC.dtype == pages.k.dtype == pages.v.dtype, (qkv_NC.dtype, pages.k.dtype, pages.v.dtype)
+        assert qkv_NC.shape == (B * P, (Hq + 2 * Hkv) * D), (qkv_NC.shape, positions_BP.shape)
+        assert pages.k.shape == (pages.v.shape[0], Hkv, D, T), pages.k.shape
+        assert pages.v.shape[1:] == (Hkv, T, D), pages.v.shape
+        assert pages.k.is_contiguous()
+        assert pages.v.is_contiguous()
+        assert D % 16 == T % 16 == 0, (D, T)
+        assert D <= 256, D
+        assert Hq % Hkv == 0, (Hq, Hkv)
+        assert page_table_BN.dtype == positions_BP.dtype == torch.int32
+        assert page_table_BN.shape[0] >= B
+        assert page_table_BN.stride(1) == 1
+        args, width, bf16 = self._args, qkv_NC.shape[1], int(qkv_NC.dtype == torch.bfloat16)
+        for part in "qkv":
+            setattr(args, f"{part}_stride_p", width)
+            setattr(args, f"{part}_stride_b", width * P)
+        args.k_pages, args.v_pages, args.table_stride = pages.k.data_ptr(), pages.v.data_ptr(), page_table_BN.stride(0)
+        args.num_batch, args.num_queries, args.page_size, args.bf16 = B, P, T, bf16
+        rotary = self._rotary
+        rotary.rows, rotary.stride, rotary.rotated, rotary.bf16 = B * P, width, cos_NR.shape[1], bf16
+
+    def __repr__(self) -> str:
+        return f"<QkvAttention {self.heads[0]} over {self.heads[1]} heads of {self.head_dim}>"

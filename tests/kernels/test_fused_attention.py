@@ -1,0 +1,53 @@
+"""Attention behind a joined product against its two parts, over calls of changing sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.fused import NormKind, RMSNorm, rotate
+from kernels.fused_attention import QkvAttention
+from kernels.paged_attention import KVPages, paged_attention
+
+Hq, Hkv, D, T, N = 4, 2, 32, 16, 6
+
+
+def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_it_has_the_bits_of_its_parts_whatever_came_before(dtype: torch.dtype, with_norm: bool) -> None:
+    norms = [
+        RMSNorm(rand(D, dtype=dtype, seed=s), 1e-6, NormKind.ONE_PLUS_SCALE) if with_norm else None for s in (1, 2)
+    ]
+    attend = QkvAttention((Hq, Hkv), D, 0.2, 30.0, 21, *norms)
+    # Caches change too: a drafter's, a probe's.
+    for B, P, cache, size in ((2, 3, 0, T), (1, 1, 0, T), (2, 3, 1, T), (3, 2, 1, T), (2, 3, 2, 2 * T)):
+        ours, theirs = (KVPages.allocate(3 * N, Hkv, D, size, dtype, torch.device("cpu")) for _ in range(2))
+        for pages in (ours, theirs):
+            pages.k.copy_(rand(*pages.k.shape, dtype=dtype, seed=cache))
+            pages.v.copy_(rand(*pages.v.shape, dtype=dtype, seed=cache + 1))
+        table = torch.randperm(3 * N)[: B * N].view(B, N).int()
+        positions = (torch.arange(B)[:, None] * 20 + torch.arange(P) + 3).int()
+        positions[0, -1] = -1 if P > 1 else 5
+        qkv = rand(B * P, (Hq + 2 * Hkv) * D, dtype=dtype, seed=P)
+        cos, sin = (rand(B * P, D, dtype=dtype, seed=seed) for seed in (7, 8))
+        whole = qkv.clone()
+        got = attend(whole, cos, sin, ours, table, positions)
+        rotate(qkv, cos, sin, heads=(Hq, Hkv), head_dim=D, q_norm=norms[0], k_norm=norms[1])
+        q, k, v = qkv.view(B, P, Hq + 2 * Hkv, D).split((Hq, Hkv, Hkv), dim=2)
+        want = paged_attention(q, k, v, theirs, table, positions, scale=0.2, softcap=30.0, window=21)
+        assert torch.equal(got, want.view(B * P, Hq * D))
+        assert torch.equal(whole, qkv)
+        assert torch.equal(ours.k, theirs.k)
+        assert torch.equal(ours.v, theirs.v)
+
+
+def test_a_product_of_another_width_is_refused() -> None:
+    attend = QkvAttention((Hq, Hkv), D, 0.2)
+    pages = KVPages.allocate(2, Hkv, D, T, torch.float32, torch.device("cpu"))
+    angles, table, positions = torch.zeros(1, D), torch.zeros(1, 2).int(), torch.zeros(1, 1).int()
+    with pytest.raises(AssertionError):
+        attend(torch.zeros(1, (Hq + Hkv) * D), angles, angles, pages, table, positions)
