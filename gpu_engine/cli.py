@@ -154,7 +154,8 @@ def _run_serve(flags: argparse.Namespace) -> int:
     from gpu_engine.server import Server, serve
 
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(loading_progress())
+        # A bar is no JSON.
+        progress = stack.enter_context(loading_progress()) if server_config.log_format == "text" else None
 
         def ready(server: Server) -> None:
             stack.close()
