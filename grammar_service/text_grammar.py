@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from grammar_service.errors import InvalidGrammar
 
@@ -24,6 +26,10 @@ _QUIET = re.compile(
 _LARK_QUIET = re.compile(r'"(?:\\.|[^"\\\n])*"i?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/[imslux]*')
 _LARK_TOKEN = re.compile(r"<[^<>\n]*>")
 _LARK_OPTIONS = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
+_LARK_ATTRIBUTES = re.compile(r"^[ \t]*[?!]?(\w+)\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
+_GBNF_RULE = re.compile(r"([\w-]+)\s*::=")
+_GBNF_ATTRIBUTES = re.compile(r"([\w-]+)\s*\[[^\]\n]*\]\s*::=")
+_GBNF_QUIET_BUT_CLASSES = re.compile(r'"(?:\\.|[^"\\\n])*"|\#[^\n]*')
 _XGRAMMAR_TOKENS = re.compile(r"\b(Token|ExcludeToken|AnyTokens?|TagDispatch|TokenTagDispatch|TokenDispatch)\s*\(")
 
 
@@ -40,14 +46,68 @@ def refuse_token_references(lark: str) -> None:
         raise InvalidGrammar(f"source: line {_line(loud, options)}: %llguidance options are not the request's to set")
 
 
-def refuse_token_functions(gbnf: str) -> None:
-    """Raise InvalidGrammar when a GBNF grammar uses xgrammar's token functions, as in `Token(5)`."""
+def ignored_attributes(lark: str) -> list[tuple[str, str]]:
+    """Return (attribute, why) of rule attributes in a Lark grammar that nobody here acts on, as in `a[capture]: "x"`.
+
+    Raises InvalidGrammar for those that end a rule by tokens: what was accepted could not be taken back then.
+    """
+    loud = _LARK_QUIET.sub(_blank, lark)
+    out = []
+    for found in _LARK_ATTRIBUTES.finditer(loud):
+        for name in re.findall(r"[a-z_]+", re.sub(r"=[^,]*", "", found[2])):
+            where = f"line {_line(loud, found)}: rule {found[1]!r}"
+            if name in ("max_tokens", "stop", "stop_capture"):
+                raise InvalidGrammar(f"source: {where}: {name} is not possible: drafts could not be taken back")
+            if name in ("temperature", "capture"):
+                out.append((name, f"{where}: has no effect here"))
+    return out
+
+
+def embedded_schemas(lark: str) -> Iterator[tuple[str, Any, tuple[int, int]]]:
+    """Yield (path, schema, place) of each `%json` in a Lark grammar; text that is not JSON is left to the library."""
+    loud = _LARK_QUIET.sub(_blank, lark)
+    end = 0
+    for i, found in enumerate(re.finditer(r"%json\s*", loud)):
+        if found.start() < end:
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(schema, dict):
+            yield f"/%json/{i}", schema, (found.end(), end)
+
+
+def with_schemas(lark: str, schema_text: Callable[[Any, str], str]) -> str:
+    """Return a Lark grammar with `schema_text(schema, path)` in the place of each schema."""
+    out, at = [], 0
+    for path, schema, (begin, end) in embedded_schemas(lark):
+        out += [lark[at:begin], schema_text(schema, path)]
+        at = end
+    return "".join([*out, lark[at:]])
+
+
+def check_gbnf(gbnf: str) -> None:
+    """Raise InvalidGrammar for what a library would misread in a GBNF grammar, with its line.
+
+    xgrammar's token functions, as in `Token(5)`; rule attributes, which it ignores; a rule that is defined twice, of
+    which llguidance's converter takes the last.
+    """
     loud = _QUIET.sub(_blank, gbnf)
     found = _XGRAMMAR_TOKENS.search(loud)
     if found:
         raise InvalidGrammar(
             f"source: line {_line(loud, found)}: {found[1]}() names tokens; only text may be described"
         )
+    # Not over quiet text: an attribute looks like a class.
+    found = _GBNF_ATTRIBUTES.search(_GBNF_QUIET_BUT_CLASSES.sub(_blank, gbnf))
+    if found:
+        raise InvalidGrammar(f"source: line {_line(gbnf, found)}: rule {found[1]!r}: attributes have no effect here")
+    seen: set[str] = set()
+    for found in _GBNF_RULE.finditer(loud):
+        if found[1] in seen:
+            raise InvalidGrammar(f"source: line {_line(loud, found)}: rule {found[1]!r} is defined twice")
+        seen.add(found[1])
 
 
 def gbnf_to_lark(gbnf: str) -> str:
@@ -55,7 +115,7 @@ def gbnf_to_lark(gbnf: str) -> str:
 
     Raises InvalidGrammar with the place.
     """
-    refuse_token_functions(gbnf)
+    check_gbnf(gbnf)
     from llguidance.gbnf_to_lark import gbnf_to_lark as convert
 
     try:

@@ -56,14 +56,6 @@ class Vocabulary:
         digest.update(json.dumps([size, stops]).encode())
         return Vocabulary(tokenizer_json, size, stops, digest.hexdigest(), special)
 
-    def named_special(self, grammar: Grammar) -> str | None:
-        """Return the text of a special token that stands in `grammar`, or None.
-
-        JSON text is searched unescaped: `\\u003c|im_end|>` names the token too.
-        """
-        text = "\n".join(_strings(json.loads(grammar.text))) if grammar.kind in _JSON_TEXT else grammar.text
-        return next((name for name in self.special.values() if name and name in text), None)
-
     def refuse_special(self, grammar: Grammar) -> None:
         """Raise InvalidGrammar when an EBNF or Lark grammar names a special token by its text.
 
@@ -72,12 +64,9 @@ class Vocabulary:
         """
         if grammar.kind not in (Kind.EBNF, Kind.LARK):
             return
-        name = self.named_special(grammar)
+        name = next((text for text in self.special.values() if text and text in grammar.text), None)
         if name is not None:
             raise InvalidGrammar(f"source: names the special token {name!r}; a grammar may describe text only")
-
-
-_JSON_TEXT = frozenset({Kind.JSON_SCHEMA, Kind.CHOICE, Kind.STRUCTURAL_TAG})
 
 
 def _document(tokenizer_json: bytes) -> dict[str, Any]:
@@ -88,18 +77,3 @@ def _document(tokenizer_json: bytes) -> dict[str, Any]:
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
         raise InvalidField("tokenizer_json", "is not a tokenizer.json: it has no object `model`")
     return document
-
-
-def _strings(value: Any) -> list[str]:
-    out: list[str] = []
-    stack = [value]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, str):
-            out.append(node)
-        elif isinstance(node, dict):
-            out.extend(node)
-            stack.extend(node.values())
-        elif isinstance(node, list):
-            stack.extend(node)
-    return out

@@ -6,14 +6,20 @@ token as a step in one state and not in another, and knows one at a time), so ac
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from grammar_service.backends import MatcherFailed, Rows, unenforced
-from grammar_service.backends.llguidance_notation import JSON_KINDS, notation, parts, readable
+from grammar_service.backends.llguidance_notation import has_schemas, notation, parts, readable
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
 from grammar_service.grammar import Grammar
 from grammar_service.vocabulary import Vocabulary
+
+MAX_ROW_ITEMS = 20_000
+"""Alternatives that may be open at one place; the library's own 2,000 is less than a schema of 600 properties needs.
+The first row of 10,000 takes 40 ms and of 20,000 some 200, later ones under 10."""
 
 _LIMIT_WORDS = ("too big", "too large", "too complex", "fuel", "limit")
 """The library names its own limits in words only."""
@@ -28,25 +34,23 @@ class LlguidanceBackend:
         self._vocabulary = vocabulary
         try:
             self._tokenizer = LLTokenizer(
-                vocabulary.tokenizer_json.decode(), n_vocab=vocabulary.size, eos_token=list(vocabulary.stop_ids)
+                _without_special_names(vocabulary), n_vocab=vocabulary.size, eos_token=list(vocabulary.stop_ids)
             )
         except (ValueError, UnicodeDecodeError) as error:
             raise InvalidField("tokenizer_json", f"llguidance cannot read it: {error}") from None
-        self._limits = LLParserLimits(verbose_errors=False)
+        self._limits = LLParserLimits(max_items_in_row=MAX_ROW_ITEMS, verbose_errors=False)
         self._never = _SpecialBits(vocabulary, stops_too=True)
         self._never_but_stops = _SpecialBits(vocabulary, stops_too=False)
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Return the grammar in the library's own notation, checked against its limits."""
-        # For a text that holds the name of a special token, the canonical token is that special token itself.
-        forcing = self._vocabulary.named_special(grammar) is None
-        text, found = notation(grammar, forcing=forcing, lenient=False)
+        text, found = notation(grammar, lenient=False)
         failed, messages = self._messages(text)
         if failed:
             refused = readable("; ".join(messages), grammar.kind)
             messages = []
-            if grammar.kind in JSON_KINDS:
-                text, found = notation(grammar, forcing=forcing, lenient=True)
+            if has_schemas(grammar):
+                text, found = notation(grammar, lenient=True)
                 failed, messages = self._messages(text)
             if failed or not messages:
                 # The lenient notation may fail on something else; what the strict one named stays the reason.
@@ -76,6 +80,28 @@ class LlguidanceBackend:
             if matcher.is_error():
                 return True, [matcher.get_error()]
         return failed, [message for message in messages if message]
+
+
+def _without_special_names(vocabulary: Vocabulary) -> str:
+    """Return tokenizer.json with names of the special tokens that no text holds.
+
+    A text that can go one way only is spelled by the library in its canonical tokens. Where it holds the name of a
+    special token that would be the special token, which no mask allows, and the answer would be at a dead end.
+    """
+    document = json.loads(vocabulary.tokenizer_json)
+    names = {text: f"\0{token}\0" for token, text in vocabulary.special.items()}
+    for added in document.get("added_tokens", ()):
+        added["content"] = names.get(added["content"], added["content"])
+    model = document["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): token for text, token in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [[names.get(entry[0], entry[0]), *entry[1:]] for entry in vocab]
+    unknown = model.get("unk_token")
+    if isinstance(unknown, str):
+        model["unk_token"] = names.get(unknown, unknown)
+    return json.dumps(document)
 
 
 class _SpecialBits:

@@ -21,10 +21,14 @@ from grammar_service.backends.unenforced import Unenforced
 from grammar_service.errors import InvalidGrammar
 from grammar_service.grammar import MAX_WHITESPACE, Grammar, Kind, Whitespace
 from grammar_service.structural_tag import StructuralTag
-from grammar_service.text_grammar import gbnf_to_lark, lark_literal, refuse_token_references
-
-JSON_KINDS = frozenset({Kind.JSON_SCHEMA, Kind.JSON_OBJECT, Kind.STRUCTURAL_TAG})
-"""Kinds that hold schemas."""
+from grammar_service.text_grammar import (
+    embedded_schemas,
+    gbnf_to_lark,
+    ignored_attributes,
+    lark_literal,
+    refuse_token_references,
+    with_schemas,
+)
 
 _WHITESPACE: dict[Whitespace, dict[str, Any]] = {
     Whitespace.COMPACT: {"whitespace_flexible": False},
@@ -45,43 +49,44 @@ _KEYS = re.compile(r"Unimplemented keys: (\[.*?\])$")
 _FORMAT = re.compile(r"Unknown format: (.*)$")
 
 
-def notation(grammar: Grammar, *, forcing: bool, lenient: bool) -> tuple[str, list[Unenforced]]:
-    """Return the library's text, and what was taken out of it because it would be misread.
-
-    `forcing`: let the library spell a text that can only go one way in its canonical tokens.
-    """
+def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]:
+    """Return the library's text, and what was taken out of it because it would be misread."""
     found: list[Unenforced] = []
+    # A schema inside a Lark grammar is part of a text that says itself where white space is.
+    whitespace = Whitespace.BOUNDED if grammar.kind is Kind.LARK else grammar.whitespace
 
     def schema_text(schema: Any, path: str) -> str:
         schema = {} if schema is True else schema
         if "x-guidance" in schema:
             raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: options of the library are not the request's to set")
         found.extend(rewrite(schema, path, portable))
-        options = {**_WHITESPACE[grammar.whitespace], "json_allowed_escapes": _ESCAPES, "lenient": lenient}
+        options = {**_WHITESPACE[whitespace], "json_allowed_escapes": _ESCAPES, "lenient": lenient}
         return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
     match grammar.kind:
         case Kind.JSON_SCHEMA | Kind.JSON_OBJECT:
-            return _lark("start: %json " + schema_text(json.loads(grammar.text), ""), forcing), found
+            return "start: %json " + schema_text(json.loads(grammar.text), ""), found
         case Kind.CHOICE:
             # As one terminal: alternatives of a rule are parser items, of which a row may have 2,000.
             choices = " | ".join(map(lark_literal, json.loads(grammar.text)))
-            return _lark(f"start: CHOICE\nCHOICE: {choices}", forcing), found
+            return f"start: CHOICE\nCHOICE: {choices}", found
         case Kind.REGEX:
             lark = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
-            return _lark(lark, forcing), found
+            return str(lark), found
         case Kind.EBNF:
             return gbnf_to_lark(grammar.text), found
         case Kind.LARK:
             refuse_token_references(grammar.text)
-            return grammar.text, found
+            found.extend(Unenforced("", *part) for part in ignored_attributes(grammar.text))
+            return with_schemas(grammar.text, schema_text), found
         case Kind.STRUCTURAL_TAG:
             tag = StructuralTag.parse(grammar.text)
-            return _lark(tag.to_lark(schema_text), forcing), found
+            return tag.to_lark(schema_text), found
 
 
-def _lark(body: str, forcing: bool) -> str:
-    return f"%llguidance {json.dumps({} if forcing else {'no_forcing': True})}\n{body}"
+def has_schemas(grammar: Grammar) -> bool:
+    """Return whether JSON Schemas are part of the grammar."""
+    return next(_schemas(grammar), None) is not None
 
 
 def readable(message: str, kind: Kind) -> str:
@@ -122,5 +127,7 @@ def _part(message: str, grammar: Grammar) -> list[Unenforced]:
 def _schemas(grammar: Grammar) -> Iterator[tuple[str, Any]]:
     if grammar.kind is Kind.STRUCTURAL_TAG:
         yield from ((region.path, region.schema) for region in StructuralTag.parse(grammar.text).regions)
-    elif grammar.kind in JSON_KINDS:
+    elif grammar.kind is Kind.LARK:
+        yield from ((path, schema) for path, schema, _ in embedded_schemas(grammar.text))
+    elif grammar.kind in (Kind.JSON_SCHEMA, Kind.JSON_OBJECT):
         yield "", json.loads(grammar.text)

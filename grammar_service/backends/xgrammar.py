@@ -26,7 +26,7 @@ from grammar_service.backends.xgrammar_schema import problems, tag_problems
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar import Grammar, Kind
 from grammar_service.structural_tag import formats, modern
-from grammar_service.text_grammar import gbnf_literal, refuse_token_functions
+from grammar_service.text_grammar import check_gbnf, gbnf_literal
 from grammar_service.vocabulary import Vocabulary
 
 _SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)
@@ -80,7 +80,7 @@ class XgrammarBackend:
             case Kind.REGEX:
                 return compiler.compile_regex(grammar.text)
             case Kind.EBNF:
-                refuse_token_functions(grammar.text)
+                check_gbnf(grammar.text)
                 return compiler.compile_grammar(grammar.text)
             case Kind.CHOICE:
                 choices = json.loads(grammar.text)
@@ -107,7 +107,7 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced]]:
             if node.get("style", "json") == "json":
                 node["max_whitespace_cnt"] = wanted_count(grammar.whitespace)
         if node.get("type") == "grammar":
-            refuse_token_functions(str(node.get("grammar")))
+            check_gbnf(str(node.get("grammar")))
     return replace(grammar, text=json.dumps(document, ensure_ascii=False)), found
 
 

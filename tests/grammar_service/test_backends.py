@@ -124,47 +124,6 @@ def test_special_tokens_and_padding_are_never_text(library: Library, kind: Kind,
     assert len(legal) > 100
 
 
-@pytest.mark.parametrize("name", SPECIAL)
-def test_the_name_of_a_special_token_is_spelled_as_text(library: Library, name: str) -> None:
-    for kind, source, text in (
-        (*schema({"const": name}), json.dumps(name)),
-        (Kind.CHOICE, json.dumps([name, "other"]), name),
-    ):
-        matcher = library.compiled(kind, source).matcher()
-        for token in spell(text):
-            legal = library.legal(matcher)
-            assert not legal & {0, 1, 2}
-            assert token in legal
-            assert matcher.accept(token)
-        assert matcher.accept(STOPS[0])
-
-
-def test_grammars_that_put_a_special_token_together_from_parts_never_make_it_legal(library: Library) -> None:
-    matcher = library.compiled(Kind.EBNF, 'root ::= "<|sta" "rt|>"').matcher()
-    assert not library.legal(matcher) & {0, 1, 2}
-
-
-SPACES = " \n\t  \r  "
-
-
-@pytest.mark.parametrize(
-    ("whitespace", "longest"), [(Whitespace.COMPACT, 0), (Whitespace.BOUNDED, 8), (Whitespace.ANY, 40)]
-)
-@pytest.mark.parametrize("source", [POINT, FREE], ids=["closed", "free"])
-def test_white_space_has_its_bound_everywhere(
-    library: Library, whitespace: Whitespace, longest: int, source: dict[str, object]
-) -> None:
-    compiled = library.compiled(*schema(source), whitespace)
-    pieces = ["{", '"a"', ":", "1", ",", '"b"', ":", "[", '"x"', ",", '"y"', "]", "}"]
-    if source is FREE:
-        pieces[8:9] = ["{", '"q"', ":", "null", ",", '"r"', ":", "true", "}"]
-    for place in range(1, len(pieces)):
-        for count in (0, 1, 8, 9, 40):
-            space = (SPACES * 5)[:count]
-            text = "".join([*pieces[:place], space, *pieces[place:]])
-            assert library.takes(compiled, text) is (count <= longest), text
-
-
 def test_no_white_space_around_an_answer(library: Library) -> None:
     compiled = library.compiled(*schema(POINT), Whitespace.ANY)
     assert not library.takes(compiled, ' {"a":1,"b":[]}')

@@ -9,7 +9,14 @@ import pytest
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar import MAX_JSON_DEPTH, Kind, Whitespace, parse
 from grammar_service.structural_tag import StructuralTag
-from grammar_service.text_grammar import gbnf_literal, refuse_token_functions, refuse_token_references
+from grammar_service.text_grammar import (
+    check_gbnf,
+    embedded_schemas,
+    gbnf_literal,
+    ignored_attributes,
+    refuse_token_references,
+    with_schemas,
+)
 from grammar_service.vocabulary import Vocabulary
 from tests.grammar_service.toy import PADDED, SPECIAL, STOPS, tokenizer_json
 
@@ -85,8 +92,8 @@ def test_lark_may_describe_angle_brackets(lark: str) -> None:
 def test_gbnf_may_not_name_tokens() -> None:
     for gbnf in ('root ::= Token(5) "a"', "root ::= ExcludeToken (1, 2)", 'root ::= "a" | TagDispatch(("a", root))'):
         with pytest.raises(InvalidGrammar, match="line 1"):
-            refuse_token_functions(gbnf)
-    refuse_token_functions('root ::= "Token(5)" [Token(] # Token(1)')
+            check_gbnf(gbnf)
+    check_gbnf('root ::= "Token(5)" [Token(] # Token(1)')
 
 
 def test_gbnf_literals_quote_what_would_end_them() -> None:
@@ -123,12 +130,46 @@ def test_written_grammars_may_not_hold_the_name_of_a_special_token(vocabulary: V
         vocabulary.refuse_special(parse(kind, source, Whitespace.ANY))
 
 
-def test_escapes_do_not_hide_the_name_of_a_special_token(vocabulary: Vocabulary) -> None:
-    assert vocabulary.named_special(parse(Kind.CHOICE, '["\\u003c|end|>"]', Whitespace.ANY)) == "<|end|>"
-    assert (
-        vocabulary.named_special(parse(Kind.JSON_SCHEMA, '{"properties":{"<|eot|>":{}}}', Whitespace.ANY)) == "<|eot|>"
-    )
-    assert vocabulary.named_special(parse(Kind.CHOICE, '["<end>"]', Whitespace.ANY)) is None
+@pytest.mark.parametrize(
+    ("lark", "name"),
+    [
+        ('start: a\na[temperature=0.5]: "x"', "temperature"),
+        ('start: a\na[capture="max_tokens"]: "x"', "capture"),
+        ('start: a\na[lazy, suffix="x"]: /a*/', None),
+        ('start: "a[max_tokens=2]: " /[stop]/ // b[stop="x"]:', None),
+    ],
+)
+def test_attributes_of_lark_rules_without_effect_are_found(lark: str, name: str | None) -> None:
+    assert [found for found, _ in ignored_attributes(lark)] == ([name] if name else [])
+
+
+@pytest.mark.parametrize("attribute", ["max_tokens=3", 'stop="x"', 'lazy, stop_capture="x"'])
+def test_attributes_that_cannot_be_taken_back_are_refused(attribute: str) -> None:
+    with pytest.raises(InvalidGrammar, match="line 2: rule 'a'"):
+        ignored_attributes(f"start: a\na[{attribute}]: /x*/")
+
+
+def test_schemas_inside_lark_are_found_and_replaced() -> None:
+    lark = 'start: %json {"const": "%json {}"} "x %json {}" a // %json {}\na: %json\n{"a": [1]}'
+    assert [(path, schema) for path, schema, _ in embedded_schemas(lark)] == [
+        ("/%json/0", {"const": "%json {}"}),
+        ("/%json/1", {"a": [1]}),
+    ]
+    replaced = with_schemas(lark, lambda schema, path: path)
+    assert replaced == 'start: %json /%json/0 "x %json {}" a // %json {}\na: %json\n/%json/1'
+
+
+@pytest.mark.parametrize(
+    ("gbnf", "message"),
+    [
+        ('root ::= "a"\nroot ::= "b"', "line 2: rule 'root' is defined twice"),
+        ('root ::= b\nb[max_tokens=2] ::= "a"*', "line 2: rule 'b': attributes"),
+    ],
+)
+def test_gbnf_that_would_be_misread_is_refused(gbnf: str, message: str) -> None:
+    with pytest.raises(InvalidGrammar, match=message):
+        check_gbnf(gbnf)
+    check_gbnf('root ::= "b ::= x" b # root ::= "a"\nb ::= [b] "c" [:=]')
 
 
 @pytest.mark.parametrize(
