@@ -18,9 +18,9 @@ from grammar_service.grammar import Kind
 _JSON_QUIET = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _REGEX_QUIET = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+\]?", re.DOTALL)
 _RULES_QUIET = re.compile(
-    r'"(?:[^"\\\n]|\\.)*+"?|/(?![/*\s])(?:[^/\\\n]|\\.)++/|\[\^?(?:[^\]\\\n]|\\.)*+\]|//[^\n]*|#[^\n]*', re.DOTALL
+    r'"(?:[^"\\\n]|\\.)*+"?|/(?![/*\s])(?:[^/\\\n]|\\.)*+/?|\[\^?(?:[^\]\\\n]|\\.)*+\]?|//[^\n]*|#[^\n]*', re.DOTALL
 )
-_LARK_QUIET = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?![/*\s])(?:[^/\\\n]|\\.)++/|//[^\n]*|#[^\n]*', re.DOTALL)
+_LARK_QUIET = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?![/*\s])(?:[^/\\\n]|\\.)*+/?|//[^\n]*|#[^\n]*', re.DOTALL)
 _BRACKETS = re.compile(r"[()\[\]{}]")
 _SUFFIXES = re.compile(r"(?:[*+?]|\{\d*,?\d*\})+")
 _ONE_SUFFIX = re.compile(r"[*+?]|\{")
@@ -44,7 +44,8 @@ def nesting(kind: Kind, source: str) -> int:
             return max(_brackets(_RULES_QUIET.sub(" ", source)), _suffixes(_RULES_QUIET.sub('"', source)))
         case Kind.LARK:
             quiet = _LARK_QUIET.sub(" ", source)
-            patterns = re.findall(r"/(?![/*\s])(?:[^/\\\n]|\\.)++/", source)
+            quoted = (found[0] for found in _LARK_QUIET.finditer(source))
+            patterns = [text for text in quoted if text.startswith("/") and not text.startswith("//")]
             return max(_brackets(quiet), _suffixes(_LARK_QUIET.sub('"', source)), *map(_groups, patterns), 0)
         case _:
             return max(_brackets(_JSON_QUIET.sub(" ", source)), _patterns(source))

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from grammar_service.errors import LimitExceeded
 from grammar_service.grammar import Kind
 
-_QUIET = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?![/*\s])(?:[^/\\\n]|\\.)++/|//[^\n]*|#[^\n]*')
+_QUIET = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?![/*\s])(?:[^/\\\n]|\\.)*+/?|//[^\n]*|#[^\n]*')
 _RULES = {
     Kind.EBNF: re.compile(r"([A-Za-z_][\w-]*)\s*::="),
     Kind.LARK: re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE),
