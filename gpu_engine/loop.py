@@ -222,7 +222,9 @@ class EngineLoop:
             self.stats.finished[finish.name if finish else "DROPPED"] += 1
         if not silent:
             ids, logprobs = (outcome.token_ids, outcome.logprobs) if outcome else ((), ())
-            matched = ids[-1] if finish is FinishReason.STOP and ids else None
+            if finish is FinishReason.GRAMMAR_CLOSED and ids[-1] in request.sampling.stop_token_ids:
+                finish = FinishReason.STOP  # the client's own stop says nothing about the grammar
+            matched = ids[-1] if finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and ids else None
             request.sink(TokenEvent(request.index, ids, logprobs, finish, matched, error))
         self._close_grammar(seat)  # last: a port that fails must not keep the end from the client
 

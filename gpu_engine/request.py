@@ -23,6 +23,7 @@ class FinishReason(enum.Enum):
     ABORTED = 3
     GRAMMAR_INCOMPLETE = 4
     GRAMMAR_ERROR = 5
+    GRAMMAR_CLOSED = 6
 
 
 class GrammarKind(enum.Enum):

@@ -63,7 +63,8 @@ class SequenceOutput:
         return delta
 
     def _take_one(self, event: TokenEvent, delta: Delta, text: list[str]) -> None:
-        stop_token_last = event.finish is FinishReason.STOP and event.matched_token_id is not None
+        stopped = event.finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED)
+        stop_token_last = stopped and event.matched_token_id is not None
         for i, token_id in enumerate(event.token_ids):
             delta.token_ids.append(token_id)
             if event.logprobs:

@@ -13,10 +13,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from grammar_service.backends import Backend, Compiled
+from grammar_service.closing import ClosingPlan
+from grammar_service.closing_texts import TokenTexts
 from grammar_service.compile_proof import LOADER_STACK_BYTES
 from grammar_service.compile_worker import NICENESS
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded
 from grammar_service.grammar import Grammar
+from grammar_service.vocabulary import Vocabulary
 
 LOADERS = 2
 """One could be held up by a large artifact for a second; the others wait behind it only when there are two of them."""
@@ -48,12 +51,24 @@ class CompileLoader:
         except Exception as error:  # each library has its own
             raise InternalError(f"{backend.name} cannot load the grammar: {error}") from error
 
+    async def plan(self, compiled: Compiled, grammar: Grammar, vocabulary: Vocabulary) -> ClosingPlan:
+        """Look for the shortest answer of a grammar. Never raises; takes milliseconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _plan, compiled, grammar, vocabulary)
+
+    async def read_texts(self, vocabulary: Vocabulary) -> None:
+        """Do what the first plan of a vocabulary needs."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, TokenTexts.of, vocabulary)
+
     def close(self) -> None:
         """Let the threads end with what they are doing."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def __repr__(self) -> str:
         return f"<CompileLoader {LOADERS} threads>"
+
+
+def _plan(compiled: Compiled, grammar: Grammar, vocabulary: Vocabulary) -> ClosingPlan:
+    return ClosingPlan.of(compiled.matcher(), grammar.text, TokenTexts.of(vocabulary))
 
 
 def _be_polite() -> None:

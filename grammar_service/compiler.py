@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grammar_service.backends import NAMES, Backend, Compiled, installed, load_backend
+from grammar_service.closing import ClosingPlan
 from grammar_service.compile_flights import Flights
 from grammar_service.compile_loader import CompileLoader
 from grammar_service.compile_pool import COMMAND, CompilePool
@@ -51,8 +52,8 @@ class Entry:
     compiled: Compiled
     compile_ms: float
     """0 when it came from the disk."""
-    min_tokens: int = 0
-    """Of the shortest answer that was found, the end-of-sequence token included; 0: not known."""
+    plan: ClosingPlan
+    """What is known of its shortest answer."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -83,7 +84,9 @@ class Compiler:
 
     async def ready(self) -> None:
         """Wait until the default backend has taken the vocabulary, or raise why not; its workers start meanwhile."""
-        await asyncio.shield(self._backend(self._config.backend))
+        await asyncio.gather(
+            asyncio.shield(self._backend(self._config.backend)), self._loader.read_texts(self._vocabulary)
+        )
 
     async def compile(
         self, kind: Kind, source: str, whitespace: Whitespace, backend: str, *, allow_unenforced: bool = False
@@ -187,16 +190,19 @@ class Compiler:
         loader = await asyncio.shield(self._backend(backend))
         if disk and data is not None:
             try:
-                return self._store(Entry(key, backend, await self._loader.load(loader, grammar, data), 0.0)), True
+                compiled = await self._loader.load(loader, grammar, data)
+                plan = await self._loader.plan(compiled, grammar, self._vocabulary)
+                return self._store(Entry(key, backend, compiled, 0.0, plan)), True
             except InternalError as error:
                 logger.warning("cache_dir: %s; it is compiled again", error)
                 await asyncio.to_thread(disk.remove, name)
         artifact = await self._pool(backend).compile(grammar, allow_unenforced=allow_unenforced)
         compiled = await self._loader.load(loader, grammar, artifact.data)
+        plan = await self._loader.plan(compiled, grammar, self._vocabulary)
         if disk:
             await asyncio.to_thread(disk.put, name, artifact.data)
         self.compiled += 1
-        return self._store(Entry(key, backend, compiled, artifact.compile_ms)), False
+        return self._store(Entry(key, backend, compiled, artifact.compile_ms, plan)), False
 
     def _store(self, entry: Entry) -> Entry:
         size, limit = entry.compiled.memory_bytes, self._config.cache_bytes

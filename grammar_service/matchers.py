@@ -4,6 +4,8 @@ Invariant: a matcher has accepted exactly `tokens`, of which the first `certain`
 of the last step. A row is filled only in the state that its record describes; when that state cannot be reached the
 answer is DEFER or ERROR, never a guess. Handling a record twice gives the same answer.
 
+Near the answer's most tokens the rows are narrowed by what `Closing` found (closing.py).
+
 Pure over the `Matcher` protocol and a view of rows: no sockets, no sequence numbers, no threads of its own. One
 thread uses a slot at a time.
 """
@@ -20,14 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grammar_service.backends import Matcher, MatcherFailed, Rows
+from grammar_service.closing import Closing
 from shared_mem.grammar_end import Record
-from shared_mem.layout import RowKind
+from shared_mem.layout import LED, RowKind
 
 logger = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
-    """Per row 0..len(drafts): kind, forced token (-1: none), least number of tokens to the end (-1: not known)."""
+    """Per row 0..len(drafts): kind; forced token, LED or -1; tokens to the answer's end, -1 where it is not led."""
 
     kinds: list[int]
     forced: list[int]
@@ -54,6 +57,8 @@ class Slot:
     matcher: Matcher
     tokens: list[int]
     certain: int
+    closing: Closing | None = None
+    """Stands where the matcher stands. None: rows are never narrowed."""
     health: Health = Health.GOOD
     problem: str = ""
     request_id: str = ""
@@ -62,16 +67,48 @@ class Slot:
     """What the last record of this slot took; the worker serves cheap slots first."""
 
     @staticmethod
-    def bind(gen: int, fresh: Callable[[], Matcher], committed: Sequence[int]) -> Slot:
-        """Return a slot whose matcher has moved over `committed`.
+    def bind(
+        gen: int,
+        fresh: Callable[[], Matcher],
+        committed: Sequence[int],
+        closes: Callable[[Matcher], Closing] | None = None,
+    ) -> Slot:
+        """Return a slot whose matcher has moved over `committed`; `closes` makes what narrows its rows.
 
         Raises MatcherRejected when a token does not fit.
         """
         matcher = fresh()
+        slot = Slot(gen, fresh, matcher, [], 0, closes(matcher) if closes else None)
         for i, token in enumerate(committed):
-            if not matcher.accept(token):
+            if not slot.accept(token):
                 raise MatcherRejected(i, token)
-        return Slot(gen, fresh, matcher, list(committed), len(committed))
+        slot.certain = len(committed)
+        return slot
+
+    def accept(self, token: int) -> bool:
+        """Move over `token`; False: it is illegal, and nothing has moved."""
+        if not self.matcher.accept(token):
+            return False
+        self.tokens.append(token)
+        if self.closing is not None:
+            self.closing.push(self.matcher, self.tokens)
+        return True
+
+    def fill(self, rows: Rows, index: int, classifier: Classifier) -> tuple[RowKind, int, int]:
+        """Fill row `index` for the present state; return kind, forced and need as in `Answer`."""
+        self.matcher.fill(rows, index)
+        words = rows.words[index]
+        if self.closing is None:
+            return *classifier.classify(words), -1
+        at = len(self.tokens)
+        narrowed = self.closing.narrowed(at)
+        if narrowed is not None:
+            words[: len(narrowed)] = narrowed
+        kind, forced = classifier.classify(words)
+        need = self.closing.led(at)
+        if need < 0 or kind not in (RowKind.ALL, RowKind.APPLY, RowKind.FORCED):
+            return kind, forced, -1
+        return (RowKind.APPLY if kind is RowKind.FORCED else kind), LED, need
 
 
 class MatcherRejected(Exception):
@@ -177,10 +214,9 @@ class SlotTable:
         _rollback(slot, keep)
         slot.certain = keep
         for token in committed[keep - start :]:
-            if not slot.matcher.accept(token):
+            if not slot.accept(token):
                 _fail(slot, f"token {token} at {slot.certain} does not fit the grammar")
                 return False
-            slot.tokens.append(token)
             slot.certain += 1
         return True
 
@@ -195,16 +231,17 @@ class SlotTable:
             for row in range(count):
                 if row:
                     token = record.drafts[row - 1]
-                    if not slot.matcher.accept(token):
+                    # The target cannot draw what its row does not offer, so no row behind it will be looked at.
+                    if slot.closing is not None and slot.closing.refuses(len(slot.tokens), token):
                         break
-                    slot.tokens.append(token)
+                    if not slot.accept(token):
+                        break
                 if slot.matcher.terminated:
                     break
                 if record.need_rows >> row & 1:
-                    slot.matcher.fill(rows, first + row)
-                    kind, forced = self.classifier.classify(rows.words[first + row])
-                    answer.kinds[row], answer.forced[row] = kind, forced
-                    if not told(row, kind, forced, -1):
+                    kind, forced, need = slot.fill(rows, first + row, self.classifier)
+                    answer.kinds[row], answer.forced[row], answer.need[row] = kind, forced, need
+                    if not told(row, kind, forced, need):
                         break
         except MatcherFailed as error:
             if row == 0:
@@ -212,7 +249,7 @@ class SlotTable:
                 return _same(RowKind.ERROR, count)
             # Only a draft led here. The rows so far stand; the matcher is made anew from what is certain.
             answer.kinds[row:] = [RowKind.DEFER] * (count - row)
-            answer.forced[row:] = [-1] * (count - row)
+            answer.forced[row:] = answer.need[row:] = [-1] * (count - row)
             self._rebuild(slot)
         return answer
 
@@ -220,6 +257,9 @@ class SlotTable:
         self.rebuilds += 1
         try:
             anew = Slot.bind(slot.gen, slot.fresh, slot.tokens[: slot.certain])
+            # The marks along the tokens that stay are still true.
+            if slot.closing is not None:
+                slot.closing.cut(slot.certain)
         except (MatcherRejected, MatcherFailed) as error:
             _fail(slot, str(error))
             return
@@ -235,6 +275,8 @@ def _rollback(slot: Slot, length: int) -> None:
     if extra > 0:
         slot.matcher.rollback(extra)
         del slot.tokens[length:]
+        if slot.closing is not None:
+            slot.closing.cut(length)
 
 
 def _fail(slot: Slot, problem: str) -> None:

@@ -12,9 +12,11 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from grammar_service.backends import NAMES, MatcherFailed, installed, installed_version
+from grammar_service.closing import Closing
 from grammar_service.compiler import AUTO, Compiler
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
@@ -42,7 +44,7 @@ ATTACH_WAIT_S = 2.0
 """The engine may call as soon as its segment was acknowledged; the worker then stands a moment later."""
 
 _MANY_TOKENS = 64
-"""More committed tokens than this are replayed off the event loop."""
+"""More committed tokens than this are replayed off the event loop; so are those near the answer's most tokens."""
 
 
 @asynccontextmanager
@@ -142,7 +144,8 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                 compile_ms=entry.compile_ms,
                 memory_bytes=entry.compiled.memory_bytes,
                 warnings=entry.warnings,
-                min_tokens=entry.min_tokens,
+                min_tokens=entry.plan.least,
+                closing_tokens=len(entry.plan.path or ()),
             )
         raise AssertionError("abort raises")
 
@@ -153,10 +156,12 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             worker = await self._attached(request.slot)
             tokens = list(request.committed_tokens)
             try:
-                if len(tokens) > _MANY_TOKENS:
-                    state = await asyncio.to_thread(Slot.bind, request.slot_gen, entry.compiled.matcher, tokens)
+                closes = partial(Closing, entry.plan, request.max_tokens) if request.max_tokens else None
+                arguments = (request.slot_gen, entry.compiled.matcher, tokens, closes)
+                if len(tokens) > _MANY_TOKENS or (closes and not entry.plan.is_far(request.max_tokens - len(tokens))):
+                    state = await asyncio.to_thread(Slot.bind, *arguments)
                 else:
-                    state = Slot.bind(request.slot_gen, entry.compiled.matcher, tokens)
+                    state = Slot.bind(*arguments)
             except MatcherRejected as error:
                 raise InvalidField(f"committed_tokens[{error.index}]", str(error)) from None
             except MatcherFailed as error:

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from kernels.cuda.row_state import DeviceRows
 
 MAX_LOGPROBS = 20
-RUN_ON, STOP_TOKEN, STOP_LENGTH = 0, 1, 2
-"""Values of `AcceptResult.finish_B`."""
+RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_LED = 0, 1, 2, 3
+"""Values of `AcceptResult.finish_B`; STOP_LED is a stop token at a row whose `forced` is LED."""
+LED = -2
+"""In `StepTensors.forced_BR` of a row that is not FORCED: the grammar process is leading the answer to its end."""
 
 _POINTERS = (
     *("logits", "slots", "drafts", "num_drafts", "kinds", "forced", "masks", "history", "length", "prompt_length"),
@@ -97,7 +99,7 @@ class AcceptResult:
     emitted_BR: torch.Tensor  # int32
     num_emitted_B: torch.Tensor  # int32
     num_accepted_B: torch.Tensor  # int32, drafts among the emitted
-    finish_B: torch.Tensor  # int32: RUN_ON, STOP_TOKEN, STOP_LENGTH
+    finish_B: torch.Tensor  # int32: RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_LED
     blocked_B: torch.Tensor  # int32, kind of the row at which nothing could be emitted, else 0
     logprob_BR: torch.Tensor  # float32
     top_ids_BRN: torch.Tensor  # int32

@@ -137,7 +137,7 @@ class GrammarEnd:
             slot: 0 <= slot < num_slots.
             slot_gen: of the record.
             kinds: at most R RowKinds; the rows after them become DEFER.
-            forced: as long as `kinds`; tokens of the FORCED rows, -1 elsewhere. None: all -1.
+            forced: as long as `kinds`; tokens of the FORCED rows, elsewhere LED or -1. None: all -1.
             need: as long as `kinds`; least number of tokens that complete the answer, -1 not known. None: all -1.
             late: rows that are DEFER here may still come, by `add_rows`, until a call of that says that none will.
 

@@ -85,6 +85,11 @@ class RowKind(enum.IntEnum):
     """The matcher refused a committed token, or failed: the request ends."""
 
 
+LED = -2
+"""In place of a forced token, at a row that is not FORCED: this row, or one before it, was narrowed so that the answer
+ends within its most tokens."""
+
+
 class Stage(enum.IntEnum):
     """Which part of a step posted a record."""
 

@@ -34,7 +34,8 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
     _rows(logits_NV, step, None, num_rows=num_rows, first_row=0, draft=False)
     partial_stride = scratch.best_NC.shape[1]
     walk_kernel[(B,)](
-        *(step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.history_SL, step.length_S),
+        *(step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR, step.history_SL),
+        *(step.length_S,),
         *(p.max_length_S, p.temperature_S, p.top_p_S, p.min_p_S, p.top_k_S, rows.rules_SX, rows.seen_SV),
         *(rows.done_S.view(torch.uint8), scratch.best_NC, scratch.best_column_NC, scratch.peak_NC, scratch.chosen_N),
         *(r.emitted_BR, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B),

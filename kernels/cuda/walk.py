@@ -13,6 +13,7 @@ import triton.language as tl
 from kernels.cuda.rows import DEFER, FORCED, SEEN, filters, pick
 
 DEAD_END = tl.constexpr(4)
+LED = tl.constexpr(-2)
 
 
 @triton.jit
@@ -21,6 +22,7 @@ def walk_kernel(
     drafts: tl.tensor,
     num_drafts: tl.tensor,
     kinds: tl.tensor,
+    forced: tl.tensor,
     history: tl.tensor,
     length: tl.tensor,
     max_length: tl.tensor,
@@ -91,7 +93,8 @@ def walk_kernel(
     tl.store(length + s, n + count)
     tl.store(num_emitted + b, count)
     tl.store(num_accepted + b, tl.sum((gives & match).to(tl.int32), axis=0))
-    how = tl.sum(tl.where(gives, tl.where(stop, 1, tl.where(full, 2, 0)), 0), axis=0)
+    led = tl.load(forced + lane, mask=live, other=-1) == LED
+    how = tl.sum(tl.where(gives, tl.where(stop, tl.where(led, 3, 1), tl.where(full, 2, 0)), 0), axis=0)
     tl.store(finish + b, how)
     kind = tl.where(kind >= DEFER, kind, DEAD_END)
     why = tl.sum(tl.where(live & (j == end) & shut, kind, 0), axis=0)

@@ -1,0 +1,236 @@
+"""An answer that closes: near its last token, rows are narrowed to what still leaves room for the answer's end.
+
+Invariant: a narrowed row, and whether a row is narrowed, depend on the grammar, the tokens so far and the limit alone:
+not on drafts, time, or what was asked before. So every state is a function of the state one token before, or of a check
+whose place is such a function too; a matcher that is made anew comes to the same rows. Far from the limit a token costs
+one comparison.
+
+How: `path` is a known way to the end. While the tokens left exceed it by `margin` or more, rows stay as they are.
+Within the margin a token is offered when a path behind it is known and fits: found for itself, or, in text, for a few
+of its kind. When nothing is to spare, only the path is left. Where no path is known or fits, nothing is narrowed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from grammar_service.backends import Matcher, MatcherFailed
+from grammar_service.closing_least import least_tokens
+from grammar_service.closing_search import Path, Search, WorkSpentError
+from grammar_service.closing_texts import TokenTexts
+from grammar_service.mask_rows import Words, among, count, few, has
+
+START_WORK, FIND_WORK, TABLE_WORK, ONE_WORK = 1_500, 3_000, 4_000, 400
+"""Units of work: for a grammar, for a state, for a row, for one token of a row that needs a search."""
+LEAST_WORK = 500
+MOST_START = 512
+"""Longer ways to the end are not looked for when a grammar is compiled."""
+MARGIN = range(12, 65)
+_SINGLES = 12
+"""So many tokens of a kind are tried one by one; of more, three speak for all."""
+_SEARCHES = 4
+"""Tokens of a row behind which a search is made, when the known path does not fit there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingPlan:
+    """What is known of a grammar before its first token. Immutable, shared by its matchers."""
+
+    texts: TokenTexts
+    path: Path | None
+    """A short way from the start to the end; None: not found."""
+    least: int
+    """No answer has fewer tokens, the stop token included."""
+    margin: int
+    """Tokens to spare below which rows are narrowed: one token may make the way to the end longer by less."""
+
+    @staticmethod
+    def of(matcher: Matcher, source: str, texts: TokenTexts) -> ClosingPlan:
+        """Look ahead from the start of a grammar. Never raises; takes milliseconds to tens of them."""
+        path, least = None, 1
+        try:
+            path = Search(matcher.copy(), texts, START_WORK).find(MOST_START)
+            least = least_tokens(matcher.copy(), texts, LEAST_WORK)
+        except MatcherFailed:
+            path = None
+        # What one token can open is a part of the grammar: eight bytes of its text for a token are on the safe side.
+        wanted = max(len(source) // 8, 4 + len(path or ()))
+        return ClosingPlan(texts, path, least, min(max(wanted, MARGIN.start), MARGIN.stop - 1))
+
+    def is_far(self, left: int) -> bool:
+        """Say whether so many tokens are more than a row at the start of the answer has to look at."""
+        return self.path is not None and left - len(self.path) >= self.margin
+
+    def __repr__(self) -> str:
+        return f"<ClosingPlan path={len(self.path or ())} least={self.least} margin={self.margin}>"
+
+
+class _Group(NamedTuple):
+    """Tokens behind which the end is at most `need - 1` tokens away."""
+
+    words: Words
+    need: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What was found at one position of an answer."""
+
+    position: int
+    path: Path | None
+    following: int
+    """The next position to look at."""
+    steered: bool = False
+    """A token before this position came from a narrowed row."""
+    words: Words | None = None
+    """The narrowed row; None: the grammar's own row stands."""
+    plain: Words | None = None
+    """The grammar's own row, where there is a table."""
+    table: tuple[_Group, ...] = ()
+    """What `words` was cut from: every group that fits into what is left."""
+
+
+class Closing:
+    """The marks along one answer. Moves with the slot's matcher, and is used by the same thread.
+
+    Args:
+        plan: of the grammar.
+        max_tokens: most tokens of the answer, the stop token included.
+        matcher: at the start of the answer.
+    """
+
+    def __init__(self, plan: ClosingPlan, max_tokens: int, matcher: Matcher) -> None:
+        self._plan = plan
+        self._max = max_tokens
+        self._marks: list[Mark] = []
+        self.push(matcher, [])
+
+    def push(self, matcher: Matcher, tokens: list[int]) -> None:
+        """Look at the position behind `tokens`, over which `matcher` has just moved. Leaves it where it is."""
+        at = len(tokens)
+        if (self._marks and at < self._marks[-1].following) or at >= self._max or matcher.terminated:
+            return
+        before = self._marks[-1] if self._marks else None
+        try:
+            self._marks.append(self._look(matcher, tokens, before))
+        except MatcherFailed:
+            # The copy met a limit of its library; the matcher itself has not.
+            steered = before is not None and before.steered
+            self._marks.append(Mark(at, None, at + max(1, (self._max - at) // 8), steered))
+
+    def cut(self, length: int) -> None:
+        """Forget what lies behind position `length`."""
+        while len(self._marks) > 1 and self._marks[-1].position > length:
+            self._marks.pop()
+
+    def narrowed(self, position: int) -> Words | None:
+        """Return the words of the row at `position` if it is narrowed; they are not the caller's to change."""
+        mark = self._marks[-1]
+        return mark.words if mark.position == position else None
+
+    def led(self, position: int) -> int:
+        """Return the known number of tokens to the end if the row at `position` or one before is narrowed, else -1."""
+        mark = self._marks[-1]
+        if not mark.steered and (mark.words is None or mark.position != position):
+            return -1
+        return len(mark.path or ())
+
+    def refuses(self, position: int, token: int) -> bool:
+        """Say whether the row at `position` was narrowed and has no `token`."""
+        words = self.narrowed(position)
+        return words is not None and not has(words, token)
+
+    def _look(self, matcher: Matcher, tokens: list[int], before: Mark | None) -> Mark:
+        at = len(tokens)
+        left = self._max - at
+        search = Search(matcher.copy(), self._plan.texts, FIND_WORK)
+        path = self._path(search, tokens, before, left)
+        steered = before is not None and (before.steered or before.words is not None)
+        spare = left - len(path) if path else -1
+        if path is None or spare < 0:
+            return Mark(at, None, at + max(1, left // 8), steered)
+        if spare >= self._plan.margin:
+            return Mark(at, path, at + max(1, (spare - self._plan.margin) // 2), steered)
+        search.work = TABLE_WORK
+        plain = search.mask().copy()
+        if count(plain) <= 1:
+            return Mark(at, path, at + 1, steered)
+        if before is not None and before.path == path and before.plain is not None and _equal(before.plain, plain):
+            table = before.table
+        else:
+            table = self._table(search, plain, path, left)
+        words = np.bitwise_or.reduce([group.words for group in table if group.need <= left])
+        narrowed = None if _equal(words, plain) else words
+        return Mark(at, path, at + 1, steered, narrowed, plain, table)
+
+    def _path(self, search: Search, tokens: list[int], before: Mark | None, left: int) -> Path | None:
+        if before is None:
+            return self._plan.path if self._plan.path and len(self._plan.path) <= left else None
+        if before.path and before.position == len(tokens) - 1:
+            token = tokens[-1]
+            if token == before.path[0]:
+                return before.path[1:]
+            try:
+                carried = search.carry(token, before.path, left)
+                spelled = search.along(self._plan.texts.text(carried[:-1]), left) if carried else None
+            except WorkSpentError:
+                spelled = None
+            if spelled:
+                return spelled
+            search.work = FIND_WORK
+        return search.find(left)
+
+    def _table(self, search: Search, plain: Words, path: Path, left: int) -> tuple[_Group, ...]:
+        """Return groups of legal tokens, the path's own first, and how far the end is with each."""
+        texts = self._plan.texts
+        singles = {path[0]: len(path)} | {stop: 1 for stop in texts.stop_ids if has(plain, stop)}
+        groups: list[_Group] = []
+        searches = _SEARCHES
+
+        def try_one(token: int) -> int | None:
+            nonlocal searches
+            if token in singles:
+                return singles[token]
+            rest = search.after(token, path, left - 1)
+            if rest is None and searches:
+                searches -= 1
+                rest = search.find_after(token, left - 1, ONE_WORK)
+            if rest is None:
+                return None
+            singles[token] = 1 + len(rest)
+            return singles[token]
+
+        try:
+            unsorted = plain.copy()
+            for kind in texts.classes:
+                members = plain & kind
+                unsorted &= ~kind
+                ids = few(members, texts.num_words * 32)
+                if len(ids) <= _SINGLES:
+                    for token in ids:
+                        try_one(token)
+                    continue
+                needs = [try_one(ids[i]) for i in (0, len(ids) // 2, -1)]
+                if None not in needs:
+                    groups.append(_Group(members, max(need for need in needs if need is not None)))
+            others = few(unsorted, texts.num_words * 32)
+            ranked = texts.structure[among(unsorted, texts.structure)].tolist()
+            for token in dict.fromkeys([*ranked[:_SINGLES], *others[:_SINGLES]]):
+                try_one(token)
+        except WorkSpentError:
+            pass
+        for need in sorted(set(singles.values())):
+            bits = np.zeros(texts.num_words * 32, dtype=bool)
+            bits[[token for token, its_need in singles.items() if its_need == need]] = True
+            groups.append(_Group(np.packbits(bits, bitorder="little").view(np.int32), need))
+        return tuple(groups)
+
+    def __repr__(self) -> str:
+        return f"<Closing max={self._max} marks={len(self._marks)} {self._plan!r}>"
+
+
+def _equal(one: Words, other: Words) -> bool:
+    return bool(np.array_equal(one, other))

@@ -1,0 +1,293 @@
+"""The search for an answer's end: from a matcher's state, few tokens that complete it, the stop token included.
+
+Invariant: what is found depends on the state and the bounds alone, never on time: work is counted in steps of the
+matcher. What is not found may exist. A `Path` is legal token by token, under the masks that the engine samples with.
+Every method leaves the matcher where it was; one that fails (MatcherFailed) is of no use any more.
+
+How: depth first, what closes most comes first (`TokenTexts.structure`); then each decision of the best path is taken
+otherwise once, and the rest found again, while there is work left (limited discrepancies, Harvey and Ginsberg 1995).
+The text of a path is then spelled anew in the fewest tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from grammar_service.backends import Matcher, Rows
+from grammar_service.closing_texts import TokenTexts
+from grammar_service.mask_rows import Words, among, count, few, has
+
+Path = tuple[int, ...]
+"""Tokens to the end; the last one is a stop token."""
+
+_FREE = 4096
+"""So many legal tokens: this is free text, where most tokens mean the same."""
+_FEW = 256
+"""At most so many: a name or a value out of a list, to be read token by token."""
+_CHOICES = 4
+_PATIENCE = 3
+"""So often the first choice is taken when the choices are the same."""
+_WORDLIKE = 4
+"""Bytes of a token that may well follow itself; a shorter one is a digit or a mark."""
+_SHALLOW = 48
+"""The first try goes so deep; a grammar that can go on for ever is left by then."""
+_ACCEPT, _FILL = 1, 8
+"""Units of work; measured, a fill takes five to ten times as long as an accept."""
+
+
+class WorkSpentError(Exception):
+    """The bound on the work is reached."""
+
+
+class Search:
+    """Looks ahead with a matcher of its own.
+
+    Args:
+        matcher: a copy, to be moved.
+        texts: of its vocabulary.
+        work: units that may be spent in all.
+    """
+
+    def __init__(self, matcher: Matcher, texts: TokenTexts, work: int) -> None:
+        self.matcher = matcher
+        self.work = work
+        self._texts = texts
+        self._words = np.zeros(texts.num_words, dtype=np.int32)
+        self._rows = Rows(self._words[None])
+
+    def mask(self) -> Words:
+        """Return the row of the present state; valid until the next call of any method."""
+        self._spend(_FILL)
+        self.matcher.fill(self._rows, 0)
+        return self._words
+
+    def find(self, most: int) -> Path | None:
+        """Return a short path of at most `most` tokens, or None when none was found."""
+        best: Path | None = None
+        with contextlib.suppress(WorkSpentError):
+            for depth in (_SHALLOW, 4 * _SHALLOW, 16 * _SHALLOW):
+                best = self._within(min(depth, 2 * most + 8), most)
+                if best is not None or depth >= 2 * most + 8:
+                    break
+        return best
+
+    def along(self, text: bytes, most: int) -> Path | None:
+        """Return a path of at most `most` tokens that spells `text` under the masks and then stops, or None."""
+        taken: list[int] = []
+        try:
+            spelled = self._texts.spell(text)
+            while spelled is not None and len(taken) < most:
+                words = self.mask()
+                if not spelled:
+                    stop = self._stop(words)
+                    return None if stop is None else (*taken, stop)
+                token = spelled[0]
+                if not has(words, token):
+                    # A text that can only go one way has its own spelling in some libraries' masks.
+                    left = self._texts.text(spelled)
+                    legal = [t for t in (few(words, 16) or ()) if left.startswith(self._texts.texts[t] or b"\xff")]
+                    if not legal:
+                        return None
+                    token = max(legal, key=lambda t: len(self._texts.texts[t]))
+                    spelled = (token, *(self._texts.spell(left[len(self._texts.texts[token]) :]) or ()))
+                if not self._accept(token):
+                    return None
+                taken.append(token)
+                spelled = spelled[1:]
+            return None
+        finally:
+            self._back(len(taken))
+
+    def fits(self, tokens: Path) -> bool:
+        """Say whether the matcher takes `tokens` to the end."""
+        taken = 0
+        try:
+            for token in tokens:
+                if not self._accept(token):
+                    return False
+                taken += 1
+            return True
+        finally:
+            self._back(taken)
+
+    def carry(self, token: int, path: Path, most: int) -> Path | None:
+        """Return a path from here, just behind `token`, given one from before it: its text, or what is left of it.
+
+        None when those do not fit or are longer than `most`. Tokens are legal for the matcher, not always in a mask.
+        """
+        texts = self._texts
+        text, new = texts.text(path[:-1]), texts.texts[token]
+        for cut in sorted(set(_cuts(new, text)), reverse=True):
+            left = texts.spell(text[cut:])
+            rest = path if cut == 0 else None if left is None else (*left, path[-1])
+            if rest is not None and len(rest) <= most and self.fits(rest):
+                return rest
+        return None
+
+    def after(self, token: int, path: Path, most: int) -> Path | None:
+        """Return what `carry` finds behind `token`."""
+        if not self._accept(token):
+            return None
+        try:
+            return self.carry(token, path, most)
+        finally:
+            self._back(1)
+
+    def legal_after(self, path: Path) -> list[int]:
+        """Return every token that may follow `path`; a long list costs more work than there is."""
+        taken = 0
+        try:
+            for token in path:
+                if not self._accept(token):
+                    return []
+                taken += 1
+            words = self.mask()
+            self._spend(count(words) // 8)
+            return few(words, self._texts.num_words * 32)
+        finally:
+            self._back(taken)
+
+    def find_after(self, token: int, most: int, work: int) -> Path | None:
+        """Return what `find` finds behind `token`, with at most `work` of the work left."""
+        if not self._accept(token):
+            return None
+        kept = max(0, self.work - work)
+        self.work -= kept
+        try:
+            return self.find(most)
+        finally:
+            self.work += kept
+            self._back(1)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _within(self, depth: int, most: int) -> Path | None:
+        """Look for a path that is no longer than `depth` before it is spelled anew."""
+        best: Path | None = None
+        ended, trail, decisions = self._descend((), depth)
+        if ended:
+            best = self._better(trail, None, most)
+        tried = 0
+        with contextlib.suppress(WorkSpentError):
+            while tried < len(decisions):
+                at, choices = decisions[tried]
+                tried += 1
+                for choice in choices:
+                    # Once an end is known, only what is shorter is of interest.
+                    shorter = len(trail) - 1 if ended else depth
+                    reached, other, more = self._descend((*trail[:at], choice), shorter)
+                    if reached:
+                        best, trail, ended = self._better(other, best, most), other, True
+                        # Go on with the decisions of this path that lie behind this one.
+                        decisions = [*decisions[:tried], *(d for d in more if d[0] > at)]
+        return best
+
+    def _descend(self, start: Path, depth: int) -> tuple[bool, Path, list[tuple[int, Path]]]:
+        """Take `start`, then the first choice each time; return whether it ends, the tokens, where there were others.
+
+        Where the same choices come again and again, the first one leads nowhere: then it is the others' turn.
+        """
+        taken: list[int] = []
+        before: list[int] = []
+        again = 0
+        decisions: list[tuple[int, Path]] = []
+        try:
+            for token in start:
+                if not self._accept(token):
+                    return False, tuple(taken), []
+                taken.append(token)
+            while len(taken) < depth:
+                words = self.mask()
+                stop = self._stop(words)
+                if stop is not None:
+                    return True, (*taken, stop), decisions
+                choices = self._choices(words)
+                again = again + 1 if choices == before else 0
+                before = choices
+                turn = max(0, again - _PATIENCE) % max(1, len(choices))
+                if choices and taken and choices[turn] == taken[-1] and len(self._texts.texts[taken[-1]]) < _WORDLIKE:
+                    turn = (turn + 1) % len(choices)
+                if len(choices) > 1:
+                    decisions.append((len(taken), tuple(choices[:turn] + choices[turn + 1 :])))
+                if not choices or not self._accept(choices[turn]):
+                    break
+                taken.append(choices[turn])
+            return False, tuple(taken), decisions
+        finally:
+            self._back(len(taken))
+
+    def _better(self, trail: Path, best: Path | None, most: int) -> Path | None:
+        """Return the better of a trail, spelled in fewer tokens where that is legal, and `best`."""
+        limit = min(most, len(best) - 1 if best else most)
+        with contextlib.suppress(WorkSpentError):
+            spelled = self.along(self._texts.text(trail[:-1]), min(limit, len(trail)))
+            if spelled is not None:
+                return spelled
+        return trail if len(trail) <= limit else best
+
+    def _choices(self, words: Words) -> list[int]:
+        """Return the tokens to try, the best first."""
+        texts = self._texts
+        number = count(words)
+        legal = among(words, texts.structure)
+        out: list[int] = []
+        if number > _FREE:
+            # Brackets are text here; only quotes are sure to mean something.
+            out += texts.structure[legal & texts.quoted][:2].tolist()
+            out += texts.words[among(words, texts.words)][:1].tolist()
+            out += texts.punctuation[among(words, texts.punctuation)][:4].tolist()
+            return list(dict.fromkeys(out)) or few(words, self._texts.num_words * 32)[:_CHOICES]
+        found = texts.structure[legal]
+        cheap = int((texts.cost[legal] <= 0.3).sum())
+        out += found[: min(cheap, _CHOICES)].tolist()
+        if number <= _FEW:
+            out += self._names(few(words, _FEW))
+        else:
+            out += texts.words[among(words, texts.words)][:1].tolist()
+            out += texts.punctuation[among(words, texts.punctuation)][:2].tolist()
+        out += found[cheap : cheap + 2].tolist()
+        return list(dict.fromkeys(out)) or few(words, self._texts.num_words * 32)[:_CHOICES]
+
+    def _names(self, legal: Sequence[int]) -> list[int]:
+        """Return tokens that go on in different ways, each as far as one token can, and the shortest of all."""
+        texts = self._texts.texts
+        longest = sorted((t for t in legal if texts[t] and not texts[t].isspace()), key=lambda t: (-len(texts[t]), t))
+        out = longest[:1]
+        for token in longest:
+            if all(texts[token][0] != texts[other][0] for other in out):
+                out.append(token)
+        for token in (*longest[1:], *longest[-1:]):
+            if len(out) < _CHOICES and not any(texts[other].startswith(texts[token]) for other in out):
+                out.append(token)
+        return list(dict.fromkeys([*out[:_CHOICES], *longest[-1:]]))
+
+    def _stop(self, words: Words) -> int | None:
+        return next((stop for stop in self._texts.stop_ids if has(words, stop)), None)
+
+    def _accept(self, token: int) -> bool:
+        self._spend(_ACCEPT)
+        return self.matcher.accept(token)
+
+    def _back(self, count: int) -> None:
+        if count:
+            self.matcher.rollback(count)
+
+    def _spend(self, units: int) -> None:
+        if self.work < units:
+            raise WorkSpentError
+        self.work -= units
+
+    def __repr__(self) -> str:
+        return f"<Search work={self.work}>"
+
+
+def _cuts(new: bytes, text: bytes) -> Iterator[int]:
+    """How much of `text` a token may stand for: all that it begins with, what its end begins with, nothing."""
+    common = 0
+    while common < min(len(new), len(text)) and new[common] == text[common]:
+        common += 1
+    yield from (0, min(1, len(text)), common)
+    yield next((n for n in range(min(len(new), len(text)), 0, -1) if new.endswith(text[:n])), 0)
