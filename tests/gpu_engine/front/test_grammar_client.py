@@ -206,6 +206,7 @@ async def test_a_slot_is_opened_with_its_tokens_and_released(tmp_path: Path) -> 
         await eventually(lambda: s.engine.opened == [(1, 5)])
         (bind,) = s.process.bound
         assert (bind.slot, bind.slot_gen, bind.grammar_id, list(bind.committed_tokens)) == (1, 5, "id:a", [8, 9])
+        assert bind.request_id == "r"
         assert s.process.calls["compile"] == 1
         s.client.forget("r")
         await asyncio.to_thread(s.client.close, 1, 5)

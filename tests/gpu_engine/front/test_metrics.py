@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
 import signal
 import urllib.request
@@ -193,8 +195,11 @@ def families_of(seen: Scrape) -> set[str]:
     return {f"lockstep_{name}" for name in names if not name.startswith("process_")}
 
 
-async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_out(tmp_path: Path, root: Path) -> None:
-    spawned = config(tmp_path, grammar="spawn", grammar_silence_s=600.0)
+async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_out(
+    tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    spawned = config(tmp_path, grammar="spawn", grammar_silence_s=600.0, log_format="json")
     async with open_server(ENGINE, spawned, parts=parts()) as server, Client(server.address) as client:
         address, sidecar = server.metrics_address, server.sidecar
         assert address is not None
@@ -221,6 +226,8 @@ async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_o
         assert away["grammar_up", "engine"] == 0
         assert not [name for name in away if "sidecar" in name]
         assert away["requests_total", "engine", "INVALID_ARGUMENT"] == 1
+        lines = [json.loads(line.getMessage()) for line in caplog.records if line.name == "grammar_service"]
+        assert {line["logger"] for line in lines} >= {"grammar_service.server", "grammar_service.servicer"}
 
 
 def test_the_page_says_what_is_counted(root: Path) -> None:
