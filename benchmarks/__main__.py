@@ -11,6 +11,7 @@ NAMES = (
     "lossless",
     "maskbench",
     "isolation",
+    "fuzz_grammars",
     "bench_channel",
     "bench_sync",
     "bench_graph",

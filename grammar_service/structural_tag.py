@@ -88,6 +88,8 @@ def modern(document: Any) -> dict[str, Any]:
     if not isinstance(document.get("format"), dict):
         raise InvalidGrammar("structural tag: /format: must be an object")
     for path, node in formats(document["format"], "/format"):
+        if not isinstance(node.get("type", ""), str):
+            raise InvalidGrammar(f"structural tag: {path}/type: must be a string")
         if node.get("type") in TOKEN_FORMATS or any(isinstance(node.get(k), dict) for k in ("begin", "end")):
             raise InvalidGrammar(f"structural tag: {path}: names tokens; a grammar may describe text only")
     return {"type": "structural_tag", "format": document["format"]}

@@ -202,7 +202,7 @@ def _objects(node: dict[str, Any]) -> tuple[str, str] | None:
     ):
         return "properties", "holds a name with a quote, a backslash or a control character, which is not kept apart"
     for i, name in enumerate(node["required"] if isinstance(node.get("required"), list) else ()):
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             return f"required/{i}", f"{name!r} is not enforced, since it is not in properties"
     for keyword in ("patternProperties", "propertyNames"):
         if keyword in node and known:
