@@ -58,11 +58,8 @@ bench: $(VENV)/.dev ## Measure the README's figures on this machine
 bench-isolation: $(VENV)/.dev ## Measure what steady streams feel of hostile grammars and of a dying sidecar
 	$(PY) -m benchmarks isolation $(ARGS)
 
-bench-gpu: $(VENV)/.dev ## Measure the figures that need a CUDA device
-	$(PY) -m benchmarks bench_sync
-	$(PY) -m benchmarks bench_kernels
-	$(PY) -m benchmarks bench_graph
-	$(PY) -m benchmarks --device cuda $(ARGS)
+bench-gpu: $(VENV)/.dev ## Measure the figures that need a CUDA device, in ten minutes; ARGS="--report gpu.md --quick ..."
+	$(PY) -m benchmarks bench_gpu $(ARGS)
 
 protos: $(VENV)/.dev ## Lint the .proto files and regenerate the committed code
 	@if command -v buf >/dev/null; then echo buf lint; buf lint; \

@@ -16,6 +16,7 @@ NAMES = (
     "bench_sync",
     "bench_graph",
     "bench_kernels",
+    "bench_gpu",
 )
 
 

@@ -11,27 +11,26 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_server import CountedGraph, CountingStream
+from benchmarks.sync_peer import attached
 from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.graph import LaneInput, StepGraphs
 from gpu_engine.output_ring import OutputRing
 from gpu_engine.pinned import PinnedSegment
-from gpu_engine.stream import CudaStream, load_kernels_eagerly
+from gpu_engine.stream import load_kernels_eagerly
 from gpu_engine.sync_cuda import cuda_sync
 from gpu_engine.sync_stream import StreamSync
 from kernels.cuda.nvrtc import ULONG, Kernel, kernel
 from shared_mem.channel import EngineEnd
-from shared_mem.handover import connect, send_segment
 from shared_mem.layout import Layout, RowKind
 from shared_mem.segment import Segment
 
@@ -83,27 +82,17 @@ class BenchStep:
             self.bad_2 += torch.stack([(other_BR & apply_BR & real_B1).sum(), (~apply_BR & real_B1).sum()])
 
 
-@contextmanager
-def _peer(segment: Segment, spin_us: float) -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "s"
-        command = [sys.executable, "-m", "benchmarks.sync_peer", str(path), str(spin_us)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
-            assert peer.stdout is not None
-            assert peer.stdout.readline() == "listening\n"
-            with connect(path) as socket:
-                send_segment(socket, segment)
-                yield
-            peer.wait(timeout=10)
-
-
 @dataclass(frozen=True)
-class _Figures:
+class Figures:
+    """What a step took."""
+
     step_us: float
     launch_us: float
+    nodes: int = 0
+    """Of the graph; 0: eager."""
 
 
-def _drive(graphs: StepGraphs, lanes: list[LaneInput], rows: int, steps: int) -> _Figures:
+def _drive(graphs: StepGraphs, lanes: list[LaneInput], rows: int, steps: int) -> Figures:
     """Launch one step ahead of the one that is read, as the engine does."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flying, launches = graphs.launch(lanes, rows), []
@@ -117,20 +106,20 @@ def _drive(graphs: StepGraphs, lanes: list[LaneInput], rows: int, steps: int) ->
     end.record()
     graphs.read(flying)
     end.synchronize()
-    return _Figures(begin.elapsed_time(end) * 1e3 / steps, statistics.median(launches) / 1e3)
+    return Figures(begin.elapsed_time(end) * 1e3 / steps, statistics.median(launches) / 1e3)
 
 
-def _measure(args: argparse.Namespace, mode: str, work: Kernel) -> dict[str, tuple[_Figures, list[int]]]:
+def measure(args: argparse.Namespace, mode: str, work: Kernel) -> dict[str, tuple[Figures, list[int]]]:
     """Return the figures of one mode: "free" and "guided", each as graph and eager."""
-    name, _, spin = mode.partition(" ")
+    kind_of, _, spin = mode.partition(" ")
     figures = {}
     B, R = args.lanes, args.rows
-    stream = CudaStream(low_latency_host=bool(spin))
+    stream = CountingStream(low_latency_host=bool(spin))
     stream.activate()
     for eager in (False, True):
         with Segment.create(Layout(B, R, args.vocab)) as segment, PinnedSegment(segment) as pinned:
             channel = EngineEnd(segment)
-            sync = cuda_sync(name, stream, channel, pinned, row_timeout_ms=2000.0)
+            sync = cuda_sync(kind_of, stream, channel, pinned, row_timeout_ms=2000.0)
             slot = SlotBuffers.allocate(B, R, 64, 16, stream.device)
             lane = LaneBuffers.allocate(B, R, args.vocab, stream.device)
             ring = OutputRing(stream, lane, sync.report)
@@ -138,20 +127,23 @@ def _measure(args: argparse.Namespace, mode: str, work: Kernel) -> dict[str, tup
             graphs = StepGraphs(stream, step, slot, lane, ring, (B,), (R,), eager=eager)
             try:
                 graphs.capture(channel)
-                with _peer(segment, args.spin_us):
+                with attached(segment, args.spin_us):
                     for kind in ("free", "guided"):
                         lanes = [LaneInput(s, 1, kind == "guided") for s in range(B)]
                         _drive(graphs, lanes, R, 50)
                         step.bad_2.zero_()
                         best = min((_drive(graphs, lanes, R, args.steps) for _ in range(3)), key=lambda f: f.step_us)
-                        figures[f"{kind} {'eager' if eager else 'graph'}"] = (best, step.bad_2.tolist())
+                        graph = graphs.captured.get(graphs.key(B, R, kind == "guided"))
+                        nodes = graph.num_nodes if isinstance(graph, CountedGraph) else 0
+                        name = f"{kind} {'eager' if eager else 'graph'}"
+                        figures[name] = (replace(best, nodes=nodes), step.bad_2.tolist())
             finally:
                 graphs.close()
     return figures
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; exit 1 when a row was stale or missing, 2 without a GPU."""
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="steps of each measurement (default 2000)")
     parser.add_argument("--lanes", type=int, default=4, help="lanes of a step (default 4)")
@@ -159,28 +151,39 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=128256, help="columns of a row (default 128256)")
     parser.add_argument("--work-ns", type=int, default=500_000, help="device work that hides the peer (default 500 us)")
     parser.add_argument("--spin-us", type=float, default=1e6, help="the peer spins so long, then parks (default 1 s)")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; exit 1 when a row was stale or missing, 2 without a GPU."""
+    args = parse(argv)
     if not torch.cuda.is_available():
         print("bench_graph needs a CUDA device; there is none here")
         return 2
-    load_kernels_eagerly()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{args.lanes} lanes x {args.rows} rows, V={args.vocab}, {args.work_ns / 1e3:g} us of work")
-    print(f"{'sync':20} {'step':13} {'us/step':>9} {'exposed us':>11} {'launch us':>10} {'wrong':>6} {'lost':>6}")
+    head = ("sync", "step", "nodes", "us/step", "exposed us", "launch us", "wrong", "lost")
+    print("{:20} {:13} {:>5} {:>9} {:>11} {:>10} {:>6} {:>6}".format(*head))
     failures = 0
+    for mode, figures in all_modes(args):
+        floor = figures["free graph"][0].step_us
+        for name, (measured, (wrong, lost)) in figures.items():
+            failures += wrong + lost
+            exposed = f"{measured.step_us - floor:11.2f}"
+            print(f"{mode:20} {name:13} {measured.nodes or '-':>5} {measured.step_us:9.2f} {exposed}", end="")
+            print(f" {measured.launch_us:10.2f} {wrong:6d} {lost:6d}")
+    return 1 if failures else 0
+
+
+def all_modes(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, tuple[Figures, list[int]]]]]:
+    """Measure every way in turn; see `measure`."""
+    load_kernels_eagerly()
     with tempfile.TemporaryDirectory() as directory:
         source = Path(directory) / "work.cu"
         source.write_text(_WORK)
         work = kernel(source, "work", [ULONG])
         for mode in _MODES:
-            figures = _measure(args, mode, work)
-            floor = figures["free graph"][0].step_us
-            for name, (measured, (wrong, lost)) in figures.items():
-                failures += wrong + lost
-                exposed = f"{measured.step_us - floor:11.2f}"
-                print(f"{mode:20} {name:13} {measured.step_us:9.2f} {exposed} {measured.launch_us:10.2f}", end="")
-                print(f" {wrong:6d} {lost:6d}")
-    return 1 if failures else 0
+            yield mode, measure(args, mode, work)
 
 
 if __name__ == "__main__":

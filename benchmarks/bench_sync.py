@@ -15,14 +15,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from gpu_engine.pinned import PinnedSegment
 from kernels.cuda.flags import DeviceFlags
+from kernels.cuda.host_launch import launch_host_function
 from kernels.cuda.nvrtc import INT, POINTER, ULONG, check, kernel
 from shared_mem.batch import BatchArrays
 from shared_mem.channel import EngineEnd, HostCall
@@ -45,6 +48,11 @@ extern "C" __global__ void work(unsigned long long ns) {
     do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); while (t - start < ns);
 }
 """
+
+
+MODES = ("host_callback", "host_callback spin", "device_flag")
+_AT_ONCE = 10_000
+"""So many replays are enqueued before the device is waited for."""
 
 
 class Bench:
@@ -89,16 +97,24 @@ class Bench:
         nodes = check(driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph())))[1]
         return graph, int(nodes)
 
-    def replay(self, graph: torch.cuda.CUDAGraph, times: int) -> float:
-        """Return the mean microseconds of one pair over `times` replays."""
+    def replay(self, graph: torch.cuda.CUDAGraph, times: int) -> tuple[float, int]:
+        """Replay `times` times, or until the limit; return the mean microseconds of one pair, and how many replays."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        until_s, done = time.monotonic() + self.args.limit_s, 0
         begin.record()
-        for _ in range(times):
-            graph.replay()
+        while done < times and time.monotonic() < until_s:
+            count = min(times - done, _AT_ONCE)
+            for _ in range(count):
+                graph.replay()
+            done += count
+            if times > _AT_ONCE:
+                torch.cuda.synchronize()
+                if done % (10 * _AT_ONCE) == 0:
+                    print(f"{done} of {times} replays", file=sys.stderr, flush=True)
         end.record()
         end.synchronize()
         total_us: float = begin.elapsed_time(end) * 1e3
-        return total_us / times / int(self.args.pairs)
+        return total_us / done / int(self.args.pairs), done
 
     def device_flag(self, flags: DeviceFlags) -> None:
         """Post and wait as kernels."""
@@ -107,14 +123,11 @@ class Bench:
         flags.wait(self.slots, self.gens, self.kinds, self.forced, self.need, rows_wanted=0xFFFF, timeout_ns=2 * 10**9)
         self._check(flags.counter[1:2], flags)
 
-    def host_callback(self, flags: DeviceFlags, host: HostArrays) -> None:
+    def host_callback(self, flags: DeviceFlags, host: HostArrays, *, low_latency: bool) -> None:
         """Post and wait as native host functions."""
-        from cuda.bindings import driver
-
-        stream = torch.cuda.current_stream().cuda_stream
-        check(driver.cuLaunchHostFunc(stream, host.post.function, host.post.user_data))
+        launch_host_function(host.post.function, host.post.user_data, low_latency=low_latency)
         self.work((1, 1), 1, self.args.work_ns)
-        check(driver.cuLaunchHostFunc(stream, host.wait.function, host.wait.user_data))
+        launch_host_function(host.wait.function, host.wait.user_data, low_latency=low_latency)
         host.answers.copy_(host.pinned_answers, non_blocking=True)
         flags.fetch(host.seq, self.slots, host.kinds_BR, rows_wanted=0xFFFF)
         self._check(host.seq, flags, host.kinds_BR)
@@ -156,8 +169,8 @@ class HostArrays:
         return cls(arrays, post, wait, pinned[begin:], answers, kinds, answers[at : at + 8].view(torch.int64))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; exit 1 when a row was stale, torn or missing."""
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replays", type=int, default=2000, help="replays of each graph (default 2000)")
     parser.add_argument("--pairs", type=int, default=10, help="post/wait pairs in one graph (default 10)")
@@ -166,48 +179,70 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=128256, help="columns of a row (default 128256)")
     parser.add_argument("--work-ns", type=int, default=100_000, help="device work between the two (default 100 us)")
     parser.add_argument("--spin-us", type=float, default=1e6, help="the peer spins so long, then parks (default 1 s)")
-    args = parser.parse_args(argv)
+    parser.add_argument("--limit-s", type=float, default=300.0, help="stop the replays of a way after this long")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; exit 1 when a row was stale, torn or missing."""
+    args = parse(argv)
     if not torch.cuda.is_available():
         print("bench_sync needs a CUDA device; there is none here")
         return 2
-    with tempfile.TemporaryDirectory() as directory:
-        return _run(Bench(args, Path(directory)))
-
-
-def _run(bench: Bench) -> int:
-    args, failures = bench.args, 0
-    with PinnedSegment(bench.segment) as pinned:
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-        print(f"{args.slots} lanes x {args.rows} rows, V={args.vocab}")
-        flags = DeviceFlags(pinned.numbers(), bench.segment.start_seq)
-        bench.kinds.zero_()
-        floor, nodes = bench.capture(lambda: bench.floor(flags))
-        base = statistics.median(bench.replay(floor, 200) for _ in range(5))
-        head = ("sync", "nodes/pair", "us/pair", "exposed us", "pairs", "rows lost", "words wrong")
-        print("{:14} {:>10} {:>9} {:>10} {:>9} {:>9} {:>11}".format(*head))
-        print(f"{'none':14} {nodes / args.pairs:10.1f} {base:9.2f}")
-        end = EngineEnd(bench.segment)
-        host = HostArrays.of(end, args.slots, args.rows)
-        modes: list[tuple[str, Callable[[], None]]] = [
-            ("host_callback", lambda: bench.host_callback(flags, host)),
-            ("device_flag", lambda: bench.device_flag(flags)),
-        ]
-        for name, body in modes:
-            if name == "device_flag":  # one counter at a time: the device goes on where the host stopped
-                flags.counter[0] = end.last_seq
-            graph, nodes = bench.capture(body)
-            bench.replay(graph, 50)
-            bench.bad.zero_()
-            took = bench.replay(graph, args.replays)
-            lost, wrong = bench.bad.tolist()
-            failures += lost + wrong
-            pairs = args.replays * args.pairs
-            cost = f"{nodes / args.pairs:10.1f} {took:9.2f} {took - base:10.2f}"
-            print(f"{name:14} {cost} {pairs:9d} {lost:9d} {wrong:11d}")
-        torch.cuda.synchronize()
-    bench.socket.close()
-    bench.peer.wait(timeout=10)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{args.slots} lanes x {args.rows} rows, V={args.vocab}")
+    head = ("sync", "nodes/pair", "us/pair", "exposed us", "pairs", "rows lost", "words wrong")
+    print("{:20} {:>10} {:>9} {:>10} {:>9} {:>9} {:>11}".format(*head))
+    failures = 0
+    for f in figures(args):
+        failures += f.lost + f.wrong
+        cost = f"{f.nodes:10.1f} {f.us:9.2f} {f.exposed_us:10.2f}"
+        print(f"{f.mode:20} {cost} {f.pairs:9d} {f.lost:9d} {f.wrong:11d}", flush=True)
     return 1 if failures else 0
+
+
+@dataclass(frozen=True, slots=True)
+class PairFigures:
+    """What one way of meeting cost."""
+
+    mode: str
+    nodes: float
+    """Nodes of the graph a pair, with the work and the check."""
+    us: float
+    """Microseconds a pair."""
+    exposed_us: float
+    """Those above the same work without a pair."""
+    pairs: int
+    lost: int
+    """Rows that did not come in time."""
+    wrong: int
+    """Words that were not their post's."""
+
+
+def figures(args: argparse.Namespace, modes: Sequence[str] = MODES) -> Iterator[PairFigures]:
+    """Measure every way in turn, the work without a pair ("none") first. `args.limit_s` bounds each way's replays."""
+    with tempfile.TemporaryDirectory() as directory:
+        bench = Bench(args, Path(directory))
+        with PinnedSegment(bench.segment) as pinned:
+            flags, end = DeviceFlags(pinned.numbers(), bench.segment.start_seq), EngineEnd(bench.segment)
+            graph, nodes = bench.capture(lambda: bench.floor(flags))
+            base = statistics.median(bench.replay(graph, 200)[0] for _ in range(5))
+            yield PairFigures("none", nodes / args.pairs, base, 0.0, 0, 0, 0)
+            host = HostArrays.of(end, args.slots, args.rows)
+            for mode in modes:
+                body = partial(bench.host_callback, flags, host, low_latency=mode.endswith("spin"))
+                if mode == "device_flag":  # one counter at a time: the device goes on where the host stopped
+                    flags.counter[0] = end.last_seq
+                    body = partial(bench.device_flag, flags)
+                graph, nodes = bench.capture(body)
+                bench.replay(graph, 50)
+                bench.bad.zero_()
+                took, times = bench.replay(graph, args.replays)
+                lost, wrong = bench.bad.tolist()
+                yield PairFigures(mode, nodes / args.pairs, took, took - base, times * args.pairs, lost, wrong)
+            torch.cuda.synchronize()
+        bench.socket.close()
+        bench.peer.wait(timeout=10)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,35 @@ Run as a process of its own; takes one engine and ends with it. Not here: any gr
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from shared_mem.channel import GrammarEnd
-from shared_mem.handover import hung_up, listen, recv_segment
+from shared_mem.handover import connect, hung_up, listen, recv_segment, send_segment
 from shared_mem.layout import RowKind
+from shared_mem.segment import Segment
+
+
+@contextmanager
+def attached(segment: Segment, spin_us: float) -> Iterator[subprocess.Popen[str]]:
+    """Start such a process, give it the segment, and end it."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "s"
+        command = [sys.executable, "-m", "benchmarks.sync_peer", str(path), str(spin_us)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
+            try:
+                assert peer.stdout is not None
+                assert peer.stdout.readline() == "listening\n"
+                with connect(path) as socket:
+                    send_segment(socket, segment)
+                    yield peer
+                peer.wait(timeout=10)
+            finally:
+                peer.kill()
 
 
 def main(path: str, spin_us: str) -> None:
