@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from benchmarks.shared_rows import SharedRows
 from benchmarks.tables import Progress, number, table
 from grammar_service.backends import NAMES, Compiled, Matcher, MatcherFailed, Rows
-from grammar_service.compiler import Compiler
+from grammar_service.compiler import AUTO, Compiler
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded
 from grammar_service.grammar import Kind, Whitespace
@@ -38,19 +38,23 @@ EXAMPLES = """
 data: one JSON object a line, as MaskBench has them: name, group, schema, tests [{description, valid, data}]
 
 examples:
-  python -m benchmarks.maskbench --data maskbench.jsonl --tokenizer model/ --limit 50 python -m benchmarks.maskbench
-  --data maskbench.jsonl --tokenizer model/tokenizer.json --backend llguidance --check-shm
+  python -m benchmarks.maskbench --data maskbench.jsonl --tokenizer model/ --limit 50
+  python -m benchmarks.maskbench --data maskbench.jsonl --tokenizer model/ --backend llguidance --check-shm
+  python -m benchmarks.maskbench --data maskbench.jsonl --tokenizer model/ --backend auto --allow-unenforced
 
 reading the table:
-  compiled          schemas that the backend takes; refused: it says which keyword it would not enforce; timeout:
-  killed valid ok/lost     instances marked valid that the grammar accepts (its stop token included), and those it
-  rejects invalid ok/let by instances marked invalid that it rejects, and those it accepts: a let-by is a constraint
-  not enforced rows, differing   rows read through shared memory, and those that differ from the backend called
-  directly (must be 0) mask              microseconds to fill one row, called directly from Python, at the percentiles
-  50 / 99 / 100
+  compiled           schemas that the backend takes
+  refused            it says which keywords it would not enforce, or what is wrong
+  limits             a stated bound was reached: mostly killed at the end of --compile-timeout-s
+  valid ok/lost      instances marked valid that the grammar accepts, its stop token included, and those it rejects
+  invalid ok/let by  instances marked invalid that it rejects, and those it accepts in silence: must be 0
+  warned             invalid instances that a grammar with warnings accepts (--allow-unenforced)
+  rows, differing    rows read through shared memory, and those that differ from the backend called directly: must be 0
+  mask               microseconds to fill one row, called directly from Python, at the percentiles 50 / 99 / 100
 
+auto takes llguidance where it enforces the whole schema, else xgrammar where that does.
 A valid instance may be lost although the grammar is right: both backends hold the properties to the order of the
-schema. The exit status is 1 when a row differed or a compile worker crashed.
+schema. The exit status is 1 when an invalid instance was let by, a row differed or a compile worker crashed.
 """
 
 
@@ -66,6 +70,10 @@ class Tally:
     reasons: collections.Counter[str] = field(default_factory=collections.Counter)
     verdicts: collections.Counter[tuple[bool, bool]] = field(default_factory=collections.Counter)
     """(marked valid, accepted) -> instances."""
+    chosen: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Backend that compiled -> schemas."""
+    warned: int = 0
+    """Invalid instances accepted by grammars whose warnings say that not all is enforced."""
     let_by: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     untokenised: int = 0
@@ -89,13 +97,14 @@ class Tally:
             str(self.crashed),
             f"{v[True, True]} / {v[True, False]}",
             f"{v[False, False]} / {v[False, True]}",
+            str(self.warned),
             f"{self.rows} / {self.differing}",
             _percentiles(self.compile_ms),
             _percentiles(self.mask_us),
         ]
 
 
-HEADER = ["backend", "compiled", "refused", "timeout", "crash", "valid ok/lost", "invalid ok/let by"]
+HEADER = ["backend", "compiled", "refused", "limits", "crash", "valid ok/lost", "invalid ok/let by", "warned"]
 HEADER += ["rows, differing", "compile ms", "mask us"]
 
 
@@ -107,6 +116,7 @@ class Bench:
         self._backend = backend
         self._stop = vocabulary.stop_ids[0]
         self._whitespace = Whitespace[options.whitespace.upper()]
+        self._allow_unenforced = options.allow_unenforced
         separators = (",", ":") if self._whitespace is Whitespace.COMPACT else (", ", ": ")
         self._encoder = json.JSONEncoder(ensure_ascii=False, separators=separators)
         self._tokenizer = LLTokenizer(vocabulary.tokenizer_json.decode(), n_vocab=vocabulary.size)
@@ -114,7 +124,7 @@ class Bench:
         self._buffer = Rows(np.zeros((1, vocabulary.num_words), dtype=np.int32))
         config = GrammarConfig(
             dir="none",
-            backend=backend,
+            backend=NAMES[0] if backend == AUTO else backend,
             compile_timeout_s=options.compile_timeout_s,
             max_grammar_bytes=64 << 20,
         )
@@ -138,7 +148,11 @@ class Bench:
         tally.schemas += 1
         try:
             entry, _ = await self._compiler.compile(
-                Kind.JSON_SCHEMA, json.dumps(line["schema"]), self._whitespace, self._backend
+                Kind.JSON_SCHEMA,
+                json.dumps(line["schema"]),
+                self._whitespace,
+                self._backend,
+                allow_unenforced=self._allow_unenforced,
             )
         except GrammarServiceError as error:
             if isinstance(error, LimitExceeded):
@@ -150,6 +164,7 @@ class Bench:
             tally.reasons[_reason(str(error))] += 1
             return
         tally.compiled += 1
+        tally.chosen[entry.backend] += 1
         tally.compile_ms.append(entry.compile_ms)
         for test in line["tests"]:
             await asyncio.to_thread(self._instance, line["name"], entry.compiled, test)
@@ -166,6 +181,9 @@ class Bench:
         except MatcherFailed as error:
             tally.failed += 1
             tally.reasons[_reason(f"while masking: {error}")] += 1
+            return
+        if accepted and not test["valid"] and compiled.warnings:
+            tally.warned += 1
             return
         tally.verdicts[bool(test["valid"]), accepted] += 1
         if accepted != bool(test["valid"]):
@@ -268,7 +286,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="the schemas, one JSON object a line")
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a directory with one")
     parser.add_argument("--stop-id", type=int, action="append", default=[], help="default: eos_token_id of config.json")
-    parser.add_argument("--backend", choices=[*NAMES, "both"], default="both")
+    parser.add_argument("--backend", choices=[*NAMES, AUTO, "both"], default="both")
+    parser.add_argument("--allow-unenforced", action="store_true", help="take what is not enforced, with warnings")
     parser.add_argument("--limit", type=int, default=0, help="only the first N schemas")
     parser.add_argument("--whitespace", choices=["compact", "bounded", "any"], default="any")
     parser.add_argument("--compile-timeout-s", type=float, default=5.0)
@@ -297,13 +316,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(HEADER, [tally.cells(name) for name, tally in benches.items()]))
     for name, tally in benches.items():
         print(f"\n{name}: {tally.untokenised} instances not tokenised, {tally.failed} failed while masking,")
+        print(f"compiled by {', '.join(f'{each} {count}' for each, count in tally.chosen.items()) or 'none'},")
         print(f"{tally.uncanonical} tokens accepted that the row before them had left out (another spelling)")
         print(table(["schemas", "not compiled because"], [[str(n), why] for why, n in tally.reasons.most_common(25)]))
         if options.details:
             print("\n".join([*(f"let by: {each}" for each in tally.let_by), *(f"lost: {each}" for each in tally.lost)]))
     if options.plot:
         _draw(benches, options.plot)
-    return int(any(tally.differing or tally.crashed for tally in benches.values()))
+    return int(any(tally.differing or tally.crashed or tally.let_by for tally in benches.values()))
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from grammar_service.errors import GrammarServiceError, InvalidGrammar, LimitExceeded, NotEnforced, NotSupported
+from grammar_service.errors import NotSupported
 from grammar_service.grammar import Grammar
 from grammar_service.vocabulary import Vocabulary
 
@@ -132,36 +131,6 @@ def installed(name: str) -> bool:
 def installed_version(name: str) -> str:
     """Return the version of an installed library."""
     return version(name)
-
-
-AUTO = "auto"
-"""Names no library: the first of `auto_order` that enforces the whole grammar within its limits."""
-
-
-def auto_order(default: str) -> tuple[str, ...]:
-    """Return the installed backends in the order in which `auto` asks them: the server's default first."""
-    return tuple(name for name in dict.fromkeys((default, *NAMES)) if name in NAMES and installed(name))
-
-
-def another_may_do(error: GrammarServiceError) -> bool:
-    """Return whether `auto` asks the next backend after this error: the grammar, not the sidecar, is the reason.
-
-    InvalidGrammar is one: what a library cannot read another may. Only when all have refused does `auto` end, with
-    `auto_refusal`; with `allow_unenforced` it then takes the first whose error is NotEnforced, and its warnings.
-    """
-    return isinstance(error, InvalidGrammar | LimitExceeded | NotSupported)
-
-
-def auto_refusal(errors: Sequence[GrammarServiceError]) -> GrammarServiceError:
-    """Return the one error for a grammar that every backend refused; `errors` are theirs, in order, at least one.
-
-    It says what each of them said, and has the class of the one that got furthest: a grammar that is not enforced or
-    too large for one library is not wrong because another cannot read it.
-    """
-    for kind in (NotEnforced, LimitExceeded, InvalidGrammar):
-        if any(isinstance(error, kind) for error in errors):
-            return kind("; ".join(dict.fromkeys(map(str, errors))))
-    return errors[0]
 
 
 def import_library(name: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grammar_service.backends.ecma_pattern import NotPortable
+from grammar_service.backends.exclusive import exclusive
 from grammar_service.backends.schema_walk import Schema, subschemas
 from grammar_service.backends.unenforced import Unenforced
 
@@ -42,6 +43,12 @@ def rewrite(schema: Any, path: str, portable: Callable[[str], str]) -> list[Unen
         if isinstance(members, dict):
             node["patternProperties"] = _names(members, where, portable, found)
         found += _repeated(where, node)
+        branches = node.get("oneOf")
+        if isinstance(branches, list) and branches and "anyOf" not in node and exclusive(branches, schema):
+            # In its place: the order of a schema's keys is kept.
+            items = [("anyOf" if key == "oneOf" else key, value) for key, value in node.items()]
+            node.clear()
+            node.update(items)
     return found
 
 

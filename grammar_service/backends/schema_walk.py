@@ -35,7 +35,7 @@ def subschemas(root: Any, path: str = "") -> Iterator[tuple[str, Schema]]:
         waiting += _children(node, where)
         reference = node.get("$ref")
         if isinstance(reference, str):
-            place = _resolve(root, reference)
+            place = resolve(root, reference)
             if place is not None:
                 waiting.append((path + place[0], place[1]))
             elif not lost:
@@ -56,8 +56,8 @@ def _children(node: Schema, path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}/{key}/{name}", child
 
 
-def _resolve(root: Any, reference: str) -> tuple[str, Any] | None:
-    """Return path and value of what a local reference points at, or None."""
+def resolve(root: Any, reference: str) -> tuple[str, Any] | None:
+    """Return path and value of what a local reference points at in `root`, or None."""
     if not reference.startswith("#"):
         return None
     if not reference.startswith("#/"):

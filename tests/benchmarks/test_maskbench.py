@@ -41,13 +41,22 @@ def test_counts_and_compares(data: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert maskbench.main([*flags, "--check-shm", "--details", "--plot", str(data / "times.png")]) == 0
     shown = capsys.readouterr().out
     cells = [cell.strip() for cell in shown.splitlines()[2].split("|")[1:-1]]
-    assert cells[:7] == ["llguidance", "2 / 4", "2", "0", "0", "2 / 1", "1 / 0"]
-    rows, differing = cells[7].split(" / ")
+    assert cells[:8] == ["llguidance", "2 / 4", "2", "0", "0", "2 / 1", "1 / 0", "0"]
+    rows, differing = cells[8].split(" / ")
     assert int(rows) > 30
     assert differing == "0"
-    assert "Unimplemented keys" in shown
+    assert "/not: is not enforced" in shown
     assert "lost: int: wrongly marked" in shown
     assert (data / "times.png").stat().st_size > 1000
+
+
+def test_auto_and_what_is_allowed(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--data", str(data / "data.jsonl"), "--tokenizer", str(data), "--limit", "2", "--allow-unenforced"]
+    assert maskbench.main([*flags, "--backend", "auto"]) == 0
+    shown = capsys.readouterr().out
+    cells = [cell.strip() for cell in shown.splitlines()[2].split("|")[1:-1]]
+    assert cells[:8] == ["auto", "2 / 2", "0", "0", "0", "1 / 1", "1 / 0", "1"]
+    assert "compiled by " in shown
 
 
 def test_white_space_is_as_the_grammar_allows(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
