@@ -143,8 +143,6 @@ class ServerConfig:
     """"llguidance" or "xgrammar": the default of a spawned sidecar."""
     compile_timeout_s: float = 5.0
     """Bound on one grammar's compilation in a spawned sidecar."""
-    grammar_wait_s: float = 30.0
-    """A guided request waits this long for a grammar process that is starting or was lost, then it is UNAVAILABLE."""
     compile_memory_mb: int = 2048
     """What one compilation may allocate in a spawned sidecar's worker, in MiB."""
     grammar_cache_dir: str = ""
@@ -152,7 +150,15 @@ class ServerConfig:
     grammar_handles_bytes: int = 64 << 20
     """Bound on the grammars that Compile gave an id, in bytes of their text; the least recently used leaves first."""
     grammar_silence_s: float = 5.0
-    """A grammar process without a sign of life for this long counts as lost; a spawned one is killed."""
+    """A grammar process without a sign of life for this long counts as lost; a spawned one is killed. Guided steps
+    pause after 0.1 s already, and go on where they are when it shows life in time."""
+    grammar_memory_mb: int = 4096
+    """A spawned grammar process with more memory of its own (MiB) is killed and started again; 0: no limit."""
+    grammar_retry_s: float = 60.0
+    """A spawned grammar process that failed 8 times within 60 s is tried again after so long; guided requests are
+    UNAVAILABLE until then."""
+    grammar_wait_s: float = 30.0
+    """A guided request waits this long for a grammar process that is starting or was lost, then it is UNAVAILABLE."""
     max_n: int = 16
     """Most sequences of one request."""
     max_prompt_bytes: int = 4 << 20
@@ -180,12 +186,18 @@ class ServerConfig:
             f"{self.grammar_backend!r} is unknown",
         )
         _require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
-        _require(self.grammar_wait_s > 0, "grammar_wait_s", "must be positive")
-        _require(self.grammar_silence_s > 0, "grammar_silence_s", "must be positive")
         _require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
         _require(self.grammar_handles_bytes >= 1 << 20, "grammar_handles_bytes", "must be at least 1048576")
         _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
         _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
+        _require(self.grammar_wait_s > 0, "grammar_wait_s", "must be positive")
+        _require(self.grammar_silence_s > 0, "grammar_silence_s", "must be positive")
+        _require(
+            self.grammar_memory_mb == 0 or self.grammar_memory_mb >= 128,
+            "grammar_memory_mb",
+            "must be 0 or at least 128: a grammar process begins with about 100",
+        )
+        _require(self.grammar_retry_s > 0, "grammar_retry_s", "must be positive")
         host, _, port = self.metrics_listen.rpartition(":")
         _require(
             not self.metrics_listen or bool(host and port.isdecimal() and int(port) < 1 << 16),

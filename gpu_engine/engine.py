@@ -129,7 +129,7 @@ class Engine:
             self._channel.heartbeat()
         try:
             if wait:
-                self._inbox.get(timeout=_PARKED_S if self._loop.any_parked else _IDLE_S)()
+                self._inbox.get(timeout=_PARKED_S if self._loop.guides.any_parked else _IDLE_S)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
@@ -182,7 +182,7 @@ class Engine:
         warnings: tuple[str, ...] = (),
     ) -> None:
         """The slot's matcher stands at its committed tokens."""
-        self._inbox.put(lambda: self._loop.grammar_opened(slot, slot_gen, compile_ms, cache_hit, backend, warnings))
+        self._inbox.put(lambda: self._loop.guides.opened(slot, slot_gen, compile_ms, cache_hit, backend, warnings))
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the slot's sequence with `error`."""
@@ -190,11 +190,19 @@ class Engine:
 
     def grammar_lost(self) -> None:
         """The sidecar is gone: guided slots pause and keep their pages."""
-        self._inbox.put(self._loop.grammar_lost)
+        self._inbox.put(self._loop.guides.lost)
+
+    def grammar_silent(self) -> None:
+        """The sidecar shows no life: guided slots leave the batch until it does, or is lost."""
+        self._inbox.put(self._loop.guides.silent)
+
+    def grammar_heard(self) -> None:
+        """It lives, and has lost nothing: they go on where they stand."""
+        self._inbox.put(self._loop.guides.heard)
 
     def grammar_restored(self) -> None:
         """A sidecar is attached again: every guided slot is opened at its committed tokens."""
-        self._inbox.put(self._loop.grammar_restored)
+        self._inbox.put(self._loop.guides.restored)
 
     def stats(self) -> EngineStats:
         """Return a copy of the counters with the gauges of now."""

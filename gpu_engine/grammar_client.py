@@ -72,6 +72,8 @@ class GrammarClient:
         self._outage: asyncio.TimerHandle | None = None
         self._was_lost = False
         self._closed = False
+        self.serves = False
+        """Guided requests are served, or wait for no longer than `grammar_wait_s`."""
 
     def attach(self, engine: GrammarEvents, link: GrammarLink) -> None:
         """Close the circle: the engine needs this port, and this port answers to the engine."""
@@ -146,6 +148,16 @@ class GrammarClient:
 
     # ---- for the link and the supervisor, on the event loop --------------------------------------------------------
 
+    def link_silent(self) -> None:
+        """Drain the step that may be waiting, and pause guided slots."""
+        self._abort_word.set_abort()
+        self._engine.grammar_silent()
+
+    def link_heard(self) -> None:
+        """Let guided slots go on."""
+        self._abort_word.clear_abort()
+        self._engine.grammar_heard()
+
     def link_lost(self) -> None:
         """Pause guided slots; when no grammar process comes back in time, end them."""
         self._was_lost = True
@@ -158,6 +170,7 @@ class GrammarClient:
 
     def link_restored(self) -> None:
         """Let guided slots go on; the engine opens each again."""
+        self.serves = True
         if self._outage:
             self._outage.cancel()
             self._outage = None
@@ -166,7 +179,7 @@ class GrammarClient:
             self._engine.grammar_restored()
 
     def give_up(self, reason: str) -> None:
-        """No grammar process will come any more: end guided requests now, and refuse new ones with `reason`."""
+        """No grammar process will come soon: end guided requests, and refuse new ones with `reason` until one comes."""
         self._link.give_up(reason)
         self._fail_guided()
 
@@ -180,6 +193,7 @@ class GrammarClient:
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _fail_guided(self) -> None:
+        self.serves = False
         error = GrammarUnavailable("the grammar process was lost and did not come back; try again")
         for slot, slot_gen in self._slots:
             self._engine.grammar_failed(slot, slot_gen, error)

@@ -38,7 +38,11 @@ START_PATIENCE_S = 120.0
 """Longer than the slowest start: a process that is not attached by then is stuck, and is killed if it is ours."""
 RETIRE_S = 60.0
 """Longer than any deadline of a call."""
-HEARTBEAT_EVERY_S = 0.1
+LOOK_EVERY_S = 0.02
+"""The engine's heartbeats, and looks at those of the grammar process, which come every 10 ms."""
+SILENT_S = 0.07
+"""Without a heartbeat for so long a process may be hung: guided steps pause, which costs nothing if it is not. With the
+time between two looks it is less than 100 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,12 @@ class GrammarSetup:
 
 class LinkEvents(Protocol):
     """Whom the link tells, on the event loop."""
+
+    def link_silent(self) -> None:
+        """The attached grammar process shows no life. `link_heard` or `link_lost` comes next."""
+
+    def link_heard(self) -> None:
+        """It shows life again; it has lost nothing."""
 
     def link_lost(self) -> None:
         """The grammar process is gone."""
@@ -152,7 +162,7 @@ class GrammarLink:
             raise GrammarUnavailable(f"the grammar process did not answer within {timeout_s:g} s; try again") from None
 
     def give_up(self, reason: str) -> None:
-        """No grammar process will come: those who wait and those who ask later get GrammarUnavailable."""
+        """None will come soon: who waits, and who asks before one is attached all the same, gets GrammarUnavailable."""
         self._given_up = GrammarUnavailable(reason)
         self._changed.set()
 
@@ -163,6 +173,7 @@ class GrammarLink:
                 with await self._attach() as sock:
                     self._up.set()
                     self.attached += 1
+                    self._given_up = None  # one came after all
                     self._changed.set()
                     self._events.link_restored()
                     reason = await self._watch(sock)
@@ -176,19 +187,25 @@ class GrammarLink:
                 await self._channel.close(grace=None)
 
     async def _watch(self, sock: socket.socket) -> str:
-        """Return, with the reason, when the process is dead or stuck."""
+        """Tell of silence, and return, with the reason, when the process is dead or stuck."""
         hang_up = asyncio.create_task(_hang_up(sock), name="segment socket")
-        attached_at_s = time.monotonic()
+        attached_at_s, silent = time.monotonic(), False
         try:
             while True:
                 self._heartbeats.heartbeat()
-                await asyncio.wait([hang_up], timeout=HEARTBEAT_EVERY_S)
+                await asyncio.wait([hang_up], timeout=LOOK_EVERY_S)
                 if hang_up.done():
                     return "hung up"
                 age_ns = self._heartbeats.heartbeat_age_ns()
                 # The word may still hold the last beat of the process before this one.
                 since_attached_s = time.monotonic() - attached_at_s
                 silent_s = since_attached_s if age_ns is None else min(age_ns * 1e-9, since_attached_s)
+                if silent != (silent_s > SILENT_S):
+                    silent = not silent
+                    log.info(
+                        "the grammar process %s", f"is silent for {silent_s:.2f} s" if silent else "is heard again"
+                    )
+                    (self._events.link_silent if silent else self._events.link_heard)()
                 if silent_s > self._silence_s:
                     self._on_stuck()
                     return f"showed no life for {silent_s:.1f} s"

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +31,7 @@ from shared_mem.segment import Segment
 log = logging.getLogger(__name__)
 
 DIRECTORY_PREFIX = "lockstep-engine-"
+TELL_EVERY_S = 0.1
 FRESH_S = 60.0
 """A directory this young may be one that its owner has not locked yet."""
 
@@ -53,7 +54,9 @@ class GrammarProcess:
         self._sidecar_task: asyncio.Task[None] | None = None
         if config.grammar == "spawn":
             command = grammar_command(config, self.directory, must_spin=must_spin)
-            self.sidecar = Sidecar(command, self._give_up)
+            self.sidecar = Sidecar(
+                command, self._give_up, memory_mb=config.grammar_memory_mb, cool_down_s=config.grammar_retry_s
+            )
             self._sidecar_task = background.create_task(self.sidecar.run(), name="sidecar")
 
     def share(self, stack: AsyncExitStack, engine_config: EngineConfig, model: Model) -> None:
@@ -106,6 +109,15 @@ class GrammarProcess:
                 await self.client.warm_up()
         except (LockstepError, TimeoutError) as error:
             log.warning("serving before the grammar process is ready for guided requests: %s", error)
+
+    async def tell(self, serves: Callable[[bool], Awaitable[None]]) -> None:
+        """Tell, now and at every change, whether guided requests are served. Runs for ever."""
+        told: bool | None = None
+        while True:
+            if self.client.serves is not told:
+                told = self.client.serves
+                await serves(told)
+            await asyncio.sleep(TELL_EVERY_S)
 
     @property
     def attachments(self) -> int:

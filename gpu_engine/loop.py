@@ -13,27 +13,22 @@ from collections import deque
 from gpu_engine.assemble import Assemble, assemble
 from gpu_engine.collect import LaneOutcome
 from gpu_engine.config import EngineConfig
-from gpu_engine.errors import GrammarUnavailable, LockstepError, status_of
+from gpu_engine.errors import LockstepError, status_of
+from gpu_engine.guides import Guides
 from gpu_engine.kv_cache import PageAllocator
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ports import GrammarPort
 from gpu_engine.request import FinishReason, Request, TokenEvent
 from gpu_engine.runner import Ticket
-from gpu_engine.scheduler import Chunk, Guide, Scheduler
+from gpu_engine.scheduler import Chunk, Scheduler
 from gpu_engine.seating import Running, Seat
 from gpu_engine.stats import EngineStats
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import RowKind
 
-_REFUSALS = 4
-"""Answers in a row that only defer: the matcher lost the thread and is bound again."""
-
 
 class EngineLoop:
     """Scheduler, buffers and program of one engine, and the sequences in them."""
-
-    stall_s: float = 10.0
-    """A slot without any row for so long ends with UNAVAILABLE, however often it was opened again."""
 
     def __init__(
         self,
@@ -43,7 +38,7 @@ class EngineLoop:
         grammar: GrammarPort | None,
         assemble: Assemble = assemble,
     ) -> None:
-        self.config, self.grammar = config, grammar
+        self.config = config
         S, R, L, depth = config.max_batch_size, config.num_rows, model.max_model_len, config.depth
         # Every step in flight may write R tokens behind the last that the host knows.
         ahead = R * (depth + 1)
@@ -60,11 +55,11 @@ class EngineLoop:
         self.live = 0
         """Submitted and not ended; the queue bound. Under the lock: submitters count up, the engine thread down."""
         self.live_lock = threading.Lock()
-        self._grammar_up = True
+        self.guides = Guides(grammar, self.scheduler, self._seating, self._sync, self.stats, self._flies, self.end)
 
     def turn(self) -> bool:
         """Plan, prefill one chunk, run one step, tell what came of it; False when there was nothing to do."""
-        self._unpark()
+        self.guides.look()
         plan = self.scheduler.plan()
         for seat in plan.preempted:
             self._stand_up(seat)
@@ -86,27 +81,12 @@ class EngineLoop:
         telemetry = seat.payload.request.telemetry
         telemetry.scheduled_s = telemetry.scheduled_s or time.monotonic()
         if seat.guided:
-            self._open(seat)
-
-    def _open(self, seat: Seat) -> None:
-        """Ask for a matcher that stands behind the tokens emitted so far."""
-        seat.guide = Guide.OPENING if self._grammar_up else Guide.LOST
-        seat.parked, seat.payload.refusals, seat.payload.deferred_s = False, 0, 0.0
-        self._sync.forget(seat.slot)
-        if self._grammar_up and self.grammar is not None:
-            self._seating.bind(seat)
-            seat.payload.bound = (seat.slot, seat.slot_gen)
-            self.grammar.open(seat.slot, seat.slot_gen, seat.payload.request, tuple(seat.payload.answer))
+            self.guides.open(seat)
 
     def _stand_up(self, seat: Seat) -> None:
         """The scheduler took the slot back: its matcher goes too."""
         self.stats.preemptions += 1
-        self._close_grammar(seat)
-
-    def _close_grammar(self, seat: Seat) -> None:
-        if seat.payload.bound is not None and self.grammar is not None:
-            self.grammar.close(*seat.payload.bound)
-        seat.payload.bound = None
+        self.guides.close(seat)
 
     def _prefill(self, chunk: Chunk[Running]) -> None:
         self.machinery.prefill(chunk.sequence, chunk.start, chunk.end)
@@ -131,9 +111,9 @@ class EngineLoop:
                 continue
             self._count(seat, outcome, collected.waited_ms)
             if outcome.deferred:
-                self._defer(seat, collected.seq, moved=bool(outcome.token_ids))
+                self.guides.defer(seat, collected.seq, moved=bool(outcome.token_ids))
             elif seat.guided:
-                seat.payload.refusals, seat.payload.deferred_s, seat.parked = 0, 0.0, False
+                self.guides.served(seat)
             if outcome.finish is not None:
                 self.end(seat, outcome, finish=outcome.finish)
             elif outcome.token_ids:
@@ -161,44 +141,9 @@ class EngineLoop:
             stats.dead_ends += outcome.blocked == RowKind.DEAD_END
             stats.matcher_errors += outcome.blocked == RowKind.ERROR
 
-    def _defer(self, seat: Seat, seq: int, *, moved: bool) -> None:
-        """A slot without its rows leaves the batch until they are there, so that it holds up nobody."""
-        notes = seat.payload
-        notes.request.telemetry.deferred_rows += 1
-        self.stats.deferred_rows += 1
-        notes.deferred_s = time.monotonic() if moved else notes.deferred_s or time.monotonic()
-        notes.deferred_seq, notes.moved = seq, moved
-        seat.parked = not moved
-        if self._flies(seat):
-            return  # the step in flight tells
-        came = self._late(seat)
-        notes.refusals += came == 0 and not moved
-        if notes.refusals >= _REFUSALS:
-            since_s = notes.deferred_s
-            self._open(seat)
-            notes.deferred_s = since_s
-
-    def _late(self, seat: Seat) -> int | None:
-        """Look for the rows that a slot waits for; it is parked until all of them are there."""
-        notes = seat.payload
-        came = self._sync.late(notes.deferred_seq, seat.slot, seat.slot_gen, moved=notes.moved)
-        seat.parked = came is None
-        return came
-
     def _flies(self, seat: Seat) -> bool:
         """A step of this seat is launched and not collected."""
         return any(lane.seat is seat and lane.holds for ticket in self._in_flight for lane in ticket.lanes)
-
-    def _unpark(self) -> None:
-        for seat in self.scheduler.seated:
-            if (
-                seat.guide is Guide.OPEN
-                and seat.payload.deferred_s
-                and time.monotonic() > seat.payload.deferred_s + self.stall_s
-            ):
-                self.end(seat, error=GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s"))
-            elif seat.parked and not self._flies(seat):
-                self._late(seat)
 
     def end(
         self,
@@ -226,12 +171,7 @@ class EngineLoop:
                 finish = FinishReason.STOP  # the client's own stop says nothing about the grammar
             matched = ids[-1] if finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and ids else None
             request.sink(TokenEvent(request.index, ids, logprobs, finish, matched, error))
-        self._close_grammar(seat)  # last: a port that fails must not keep the end from the client
-
-    @property
-    def any_parked(self) -> bool:
-        """Some slot waits for rows that came too late."""
-        return any(seat.parked for seat in self.scheduler.seated)
+        self.guides.close(seat)  # last: a port that fails must not keep the end from the client
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -257,34 +197,8 @@ class EngineLoop:
         if seat is not None:
             self.end(seat, silent=True)
 
-    def grammar_opened(
-        self, slot: int, slot_gen: int, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]
-    ) -> None:
-        """The slot's matcher stands; news of an owner that is gone is ignored."""
-        seat = self.scheduler.seat(slot, slot_gen)
-        if seat is None or seat.guide is not Guide.OPENING:
-            return
-        seat.guide = Guide.OPEN
-        telemetry = seat.payload.request.telemetry
-        telemetry.compile_ms, telemetry.compile_cache_hit = compile_ms, cache_hit
-        telemetry.backend, telemetry.warnings = backend, warnings
-
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the slot's sequence; news of an owner that is gone is ignored."""
         seat = self.scheduler.seat(slot, slot_gen)
         if seat is not None:
             self.end(seat, error=error)
-
-    def grammar_lost(self) -> None:
-        """Guided slots leave the batch and keep their pages."""
-        self._grammar_up = False
-        for seat in self.scheduler.seated:
-            if seat.guided:
-                seat.guide, seat.parked = Guide.LOST, False
-
-    def grammar_restored(self) -> None:
-        """Open every guided slot again, at its committed tokens."""
-        self._grammar_up = True
-        for seat in self.scheduler.seated:
-            if seat.guided:
-                self._open(seat)

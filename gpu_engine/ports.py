@@ -194,6 +194,12 @@ class GrammarEvents(Protocol):
     def grammar_lost(self) -> None:
         """The sidecar is gone: guided slots pause and keep their KV."""
 
+    def grammar_silent(self) -> None:
+        """The sidecar shows no life: guided slots pause and keep their KV and matchers; heard or lost comes next."""
+
+    def grammar_heard(self) -> None:
+        """The sidecar lives after all: guided slots go on where they stand."""
+
     def grammar_restored(self) -> None:
         """A sidecar is attached again: the engine opens every guided slot again with its committed tokens."""
 

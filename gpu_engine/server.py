@@ -43,6 +43,8 @@ from shared_mem.errors import VersionSkew
 log = logging.getLogger(__name__)
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
+GUIDED = f"{SERVICE}/guided"
+"""Name under which health speaks of guided requests alone: NOT_SERVING while they are refused."""
 STOP_GRACE_S = 2.0
 CLOSE_TIMEOUT_S = 10.0
 
@@ -159,6 +161,14 @@ async def _start(
     if grammar:
         await grammar.first_attachment()
     stack.push_async_callback(end_task, background.create_task(_watch(engine, health_servicer), name="engine watch"))
+    if grammar:
+
+        async def tell_guided(serves: bool) -> None:
+            status = health_pb2.HealthCheckResponse.SERVING if serves else health_pb2.HealthCheckResponse.NOT_SERVING
+            await health_servicer.set(GUIDED, status)
+
+        watch_guided = background.create_task(grammar.tell(tell_guided), name="guided health")
+        stack.push_async_callback(end_task, watch_guided)
     servicer.warm()
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
     stack.push_async_callback(_drain, server, servicer, health_servicer, server_config.drain_timeout_s)

@@ -29,6 +29,7 @@ FAILURE_WINDOW_S = 60.0
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 5.0
 TERM_TIMEOUT_S = 3.0
+MEMORY_LOOK_S = 0.1
 SPIN_ALWAYS_US = 1e6
 """Longer than any single wait of the grammar process."""
 
@@ -60,9 +61,23 @@ def grammar_command(config: ServerConfig, directory: Path, *, must_spin: bool = 
 class Sidecar:
     """Runs `command` as long as `run` runs."""
 
-    def __init__(self, command: Sequence[str], give_up: Callable[[str], None]) -> None:
-        """Args: `give_up` is told why when the process failed too often; `run` returns after that."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        give_up: Callable[[str], None],
+        *,
+        memory_mb: int = 0,
+        cool_down_s: float = 60.0,
+    ) -> None:
+        """Args: see below.
+
+        give_up: told why, each time when the process failed too often.
+        memory_mb: a process with more memory of its own is killed; 0: no limit.
+        cool_down_s: after it failed too often, it is tried again so much later.
+        """
         self._command = list(command)
+        self._memory_mb, self._cool_down_s = memory_mb, cool_down_s
+        self._killed_for = ""
         self._give_up = give_up
         self._process: asyncio.subprocess.Process | None = None
         self._failures: deque[float] = deque()
@@ -70,7 +85,7 @@ class Sidecar:
         self.longest_retry_s = LONGEST_RETRY_S
         self.starts = 0
         self.gave_up: str | None = None
-        """Why `run` returned."""
+        """Why nobody waits for it at the moment: it failed too often, and the cool-down runs."""
 
     @property
     def pid(self) -> int | None:
@@ -79,7 +94,30 @@ class Sidecar:
         return process.pid if process and process.returncode is None else None
 
     async def run(self) -> None:
-        """Start the child, and start it again whenever it ends, until cancelled."""
+        """Start the child, and start it again whenever it ends, until cancelled.
+
+        After too many failures it is given up for a time; then one more failure gives it up again, until one has lived.
+        """
+        allowed = MAX_FAILURES
+        while True:
+            await self._run_until(allowed)
+            allowed = 1
+            reason = (
+                f"the grammar process failed {MAX_FAILURES} times within {FAILURE_WINDOW_S:g} s; see the server's log"
+            )
+            log.error(
+                "%s. Guided requests are refused and the others go on; it is tried again in %g s (grammar_retry_s)",
+                reason,
+                self._cool_down_s,
+            )
+            self.gave_up = reason
+            self._give_up(reason)
+            await asyncio.sleep(self._cool_down_s)
+            self.gave_up = None
+            self._failures.clear()
+
+    async def _run_until(self, allowed: int) -> None:
+        """Start it again and again, until it has failed `allowed` times within the window."""
         retry_s = FIRST_RETRY_S
         while True:
             started_s = time.monotonic()
@@ -87,22 +125,19 @@ class Sidecar:
                 ended = _describe(await self._run_once())
             except OSError as error:  # no memory or no process ids left, for now
                 ended = str(error)
+            ended, self._killed_for = self._killed_for or ended, ""
             now_s = time.monotonic()
             if now_s - started_s > FAILURE_WINDOW_S:
-                retry_s = FIRST_RETRY_S
+                retry_s, allowed = FIRST_RETRY_S, MAX_FAILURES
             self._failures.append(now_s)
             while now_s - self._failures[0] > FAILURE_WINDOW_S:
                 self._failures.popleft()
-            if len(self._failures) >= MAX_FAILURES:
+            if len(self._failures) >= allowed:
                 log.error("the grammar process ended (%s)", ended)
-                break
+                return
             log.error("the grammar process ended (%s); it is started again in %.2f s", ended, retry_s)
             await asyncio.sleep(retry_s)
             retry_s = min(retry_s * 2, self.longest_retry_s)
-        reason = f"the grammar process failed {MAX_FAILURES} times within {FAILURE_WINDOW_S:g} s; see the server's log"
-        log.error("%s. Guided requests are refused from now on; the others go on", reason)
-        self.gave_up = reason
-        self._give_up(reason)
 
     def kill(self) -> None:
         """End a child that does not react any more; `run` starts the next one."""
@@ -122,12 +157,25 @@ class Sidecar:
         )
         self.starts += 1
         log.info("grammar process %d started", process.pid)
+        watch = asyncio.create_task(self._watch_memory(process.pid), name="grammar process memory")
         try:
             assert process.stdout is not None
             await _forward(process.stdout)
             return await process.wait()
         finally:
+            watch.cancel()
             await self._end(process)
+            await asyncio.wait([watch])
+
+    async def _watch_memory(self, pid: int) -> None:
+        """Kill the child before it takes the memory of others; the kernel would choose its victim by size."""
+        while self._memory_mb:
+            await asyncio.sleep(MEMORY_LOOK_S)
+            used_mb = private_memory_mb(pid)
+            if used_mb > self._memory_mb:
+                self._killed_for = f"it had {used_mb} MiB of memory, more than grammar_memory_mb = {self._memory_mb}"
+                self.kill()
+                return
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is not None:
@@ -143,6 +191,16 @@ class Sidecar:
 
     def __repr__(self) -> str:
         return f"<Sidecar pid={self.pid} starts={self.starts} failures={len(self._failures)}>"
+
+
+def private_memory_mb(pid: int) -> int:
+    """Return the resident memory of a process in MiB, without what it maps from files and shares; 0: it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except OSError:
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 async def _forward(stream: asyncio.StreamReader) -> None:

@@ -190,6 +190,12 @@ class FakeEngine:
     def grammar_lost(self) -> None:
         self.outages.append("lost")
 
+    def grammar_silent(self) -> None:
+        self.outages.append("silent")
+
+    def grammar_heard(self) -> None:
+        self.outages.append("heard")
+
     def grammar_restored(self) -> None:
         self.outages.append("restored")
 

@@ -79,13 +79,19 @@ class ToySidecar:
     """Called before a record is answered; may block."""
     refuse: Callable[[Record], bool] = lambda record: False
     """True: answer DEFER in every row, in time."""
+    withhold: Callable[[Record], int | None] = lambda record: None
+    """A number: the answer goes out late, with so many rows; the others come at `give`."""
+    gives: bool = False
+    """The others come by themselves, as soon as nothing else is to be done."""
     gen_shift: int = 0
     """Added to the owner's generation in the answers: not 0 is a stale answer."""
     records: list[Record] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     matchers: dict[int, Matcher] = field(default_factory=dict)
     stopping: bool = False
+    withheld: int = 0
     _inbox: deque[Callable[[], None]] = field(default_factory=deque)
+    _late: list[tuple[int, int, list[int], list[int]]] = field(default_factory=list)
 
     def bind(self, slot: int, matcher: Matcher, bound: Callable[[], None]) -> None:
         def install() -> None:
@@ -101,10 +107,21 @@ class ToySidecar:
 
         self._inbox.append(drop)
 
+    def give(self) -> None:
+        """Have the rows that were withheld added; on any thread."""
+        self._inbox.append(self._give)
+
+    def _give(self) -> None:
+        for seq, slot, kinds, forced in self._late:
+            self.end.add_rows(seq, slot, kinds, forced, [-1] * len(kinds), late=False)
+        self._late.clear()
+
     def run(self) -> None:
         last = self.end.start_seq
         while not self.stopping:
             newest = self.end.wait(last, 0.002, 0)
+            if self.gives and newest == last:
+                self._give()
             while self._inbox:
                 self._inbox.popleft()()
             for seq in range(last + 1, newest + 1):
@@ -118,7 +135,13 @@ class ToySidecar:
 
     def _answer(self, seq: int, record: Record) -> None:
         kinds, forced = self._walk(seq, record)
-        self.end.publish(seq, record.slot, record.slot_gen + self.gen_shift, kinds, forced)
+        count = self.withhold(record)
+        if count is None:
+            self.end.publish(seq, record.slot, record.slot_gen + self.gen_shift, kinds, forced)
+            return
+        self.withheld += 1
+        self.end.publish(seq, record.slot, record.slot_gen, kinds[:count], forced[:count], late=True)
+        self._late.append((seq, record.slot, kinds, forced))
 
     def _walk(self, seq: int, record: Record) -> tuple[list[int], list[int]]:
         count = len(record.drafts) + 1

@@ -373,10 +373,39 @@ async def test_a_process_without_heartbeats_is_lost(tmp_path: Path) -> None:
     async with connected(tmp_path, silence_s=0.3) as s:
         assert s.channel.beats > 0
         s.channel.age_ns = 10**12
-        await eventually(lambda: s.engine.outages[:1] == ["lost"])
+        await eventually(lambda: s.engine.outages[:2] == ["silent", "lost"])
         assert s.stuck[0] == "kill"
         s.channel.age_ns = 0
         await eventually(lambda: s.link.up)
+
+
+async def test_a_process_that_is_silent_for_a_moment_loses_nothing(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.engine.opened)
+        s.channel.age_ns = 99_000_000
+        await eventually(lambda: s.engine.outages)
+        assert (s.engine.outages, s.channel.words) == (["silent"], ["abort"])
+        s.channel.age_ns = 0
+        await eventually(lambda: s.engine.outages == ["silent", "heard"])
+        assert s.channel.words == ["abort", "run"]
+        assert len(s.process.bound) == s.link.attached == 1
+        assert s.stuck == []
+
+
+async def test_a_process_that_comes_after_it_was_given_up_serves(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        assert s.client.serves
+        await s.process.stop()
+        await eventually(lambda: not s.link.up)
+        assert s.client.serves  # who asks now waits
+        s.client.give_up("failed 8 times")
+        assert not s.client.serves
+        await s.process.start()
+        await eventually(lambda: s.link.up)
+        assert s.client.serves
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.engine.opened)
 
 
 async def test_another_release_is_not_tried_again(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpu_engine.config import ServerConfig
-from gpu_engine.sidecar import MAX_FAILURES, SPIN_ALWAYS_US, Sidecar, grammar_command
+from gpu_engine.sidecar import MAX_FAILURES, SPIN_ALWAYS_US, Sidecar, grammar_command, private_memory_mb
 from grammar_service.config import read as grammar_settings
 from grammar_service.worker import WAIT_S
 from tests.waiting import eventually
@@ -34,6 +34,11 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def shared_kb(pid: int) -> int:
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(lines.get("RssShmem", "0 kB").split()[0])
 
 
 async def end(task: asyncio.Task[None]) -> None:
@@ -83,21 +88,61 @@ async def test_a_child_that_ignores_sigterm_is_killed() -> None:
     assert not alive(pid)
 
 
-async def test_too_many_failures_end_it_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+async def test_after_too_many_failures_it_is_given_up_for_a_time(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     reasons: list[str] = []
-    sidecar = Sidecar(python("raise SystemExit(3)"), reasons.append)
+    cured = tmp_path / "cured"
+    code = f"import pathlib, time; pathlib.Path({str(cured)!r}).exists() or exit(3); time.sleep(600)"
+    sidecar = Sidecar(python(code), reasons.append, cool_down_s=0.3)
     sidecar.longest_retry_s = 0.05
-    await sidecar.run()
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: reasons)
     assert sidecar.starts == MAX_FAILURES
     assert reasons == [sidecar.gave_up]
     assert f"failed {MAX_FAILURES} times" in reasons[0]
     assert caplog.text.count("it is started again") == MAX_FAILURES - 1
+    assert "tried again in 0.3 s (grammar_retry_s)" in caplog.text
+    # The first attempt after the pause decides: here it fails, then it does not.
+    await eventually(lambda: len(reasons) > 1)
+    assert sidecar.starts == MAX_FAILURES + 1
+    cured.touch()
+    await eventually(lambda: sidecar.pid and not sidecar.gave_up)
+    await asyncio.sleep(0.5)
+    assert len(reasons) == sidecar.starts - MAX_FAILURES
+    await end(task)
+
+
+async def test_a_child_that_takes_too_much_memory_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    code = "import time; kept = b'x' * (200 << 20); time.sleep(600)"
+    sidecar = Sidecar(python(code), lambda reason: None, memory_mb=150)
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.starts == 2)
+    await end(task)
+    assert "more than grammar_memory_mb = 150" in caplog.text
+
+
+async def test_memory_shared_with_the_engine_does_not_count() -> None:
+    code = (
+        "import mmap, time; kept = mmap.mmap(-1, 200 << 20);"
+        "[kept.__setitem__(i, 1) for i in range(0, 200 << 20, 4096)];"
+        "time.sleep(600)"
+    )
+    sidecar = Sidecar(python(code), lambda reason: None)
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.pid)
+    pid = sidecar.pid
+    assert pid is not None
+    await eventually(lambda: shared_kb(pid) >= 200 << 10)
+    assert private_memory_mb(pid) < 100
+    await end(task)
+    assert private_memory_mb(pid) == 0
 
 
 def test_the_child_dies_with_a_parent_that_is_killed() -> None:
     code = f"""
 import asyncio
-from gpu_engine.sidecar import Sidecar
+from gpu_engine.sidecar import Sidecar, private_memory_mb
 async def main():
     sidecar = Sidecar({SLEEPS!r}, print)
     task = asyncio.create_task(sidecar.run())
