@@ -84,7 +84,7 @@ class FactsServer(EngineServer):
 
 def request(seed: int, guided: bool, max_tokens: int) -> pb.GenerateRequest:
     """Return an answer that does not end within a window."""
-    sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=seed, ignore_eos=True)
+    sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=seed, ignore_eos=not guided)
     asked = pb.GenerateRequest(text=f"Number {seed}. A list of people, as JSON: ", sampling=sampling)
     if guided:
         asked.grammar.json_schema = json.dumps(SCHEMA)

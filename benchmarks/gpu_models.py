@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from gpu_engine.config import EngineConfig
 from gpu_engine.model import attention
@@ -96,11 +96,13 @@ def random_model(config: EngineConfig) -> LoadedModel:
 
 
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    source = json.loads((ensure_embedded() / "tokenizer.json").read_text())
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tokenizer.json"
+    folder = ensure_embedded()
+    source = json.loads((folder / "tokenizer.json").read_text())
+    template = AutoTokenizer.from_pretrained(folder).chat_template
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "tokenizer.json"
         path.write_text(json.dumps(widened(source, vocab_size)))
-        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        return PreTrainedTokenizerFast(tokenizer_file=str(path), chat_template=template)
 
 
 def streamed_bytes(model: LoadedModel) -> int:

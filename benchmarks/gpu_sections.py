@@ -50,6 +50,11 @@ def _syncs(device: str) -> tuple[str, ...]:
     return ("inline",) if device == "cpu" else SYNCS
 
 
+def _model(device: str, quick: bool) -> dict[str, str]:
+    """Whose tokens do not matter: the embedded model, or a tiny one where a quick look must be quick."""
+    return {"model": "random:llama-tiny" if device == "cpu" and quick else "embedded"}
+
+
 def _options(device: str, sync: str, *extra: str, **fields: Any) -> ServerOptions:
     return ServerOptions(extra=("--device", device, "--sync", sync, *extra), **fields)
 
@@ -138,7 +143,9 @@ def tokens(device: str, quick: bool) -> Found:
     for sync, flag, value in ways:
         way = f"{flag} = {value}"
         with FactsServer(
-            _options(device, sync, f"--{flag}", value, "--row-timeout-ms", "5000", dtype="float32")
+            _options(
+                device, sync, f"--{flag}", value, "--row-timeout-ms", "5000", dtype="float32", **_model(device, quick)
+            )
         ) as server:
             results = asyncio.run(run_variants(server.address, cases, variants))
         for variant, answers in results.items():
@@ -161,7 +168,7 @@ def kill(device: str, quick: bool) -> Found:
     # A step waits 50 ms for rows, and two are in flight. Without a GPU the new process starts on the model's cores.
     length, drains_ms = (60 if quick else 300, 10_000.0) if device == "cpu" else (1000, 500.0)
     for sync in _syncs(device):
-        with FactsServer(_options(device, sync, num_draft_tokens=3)) as server:
+        with FactsServer(_options(device, sync, num_draft_tokens=3, **_model(device, quick))) as server:
             row, problems = asyncio.run(killed(server.address, server.pid, length, drains_ms))
         rows.append([sync, *row])
         failures += [f"{sync}: {problem}" for problem in problems]
