@@ -90,7 +90,11 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self, request: gpb.CompileRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> gpb.CompileResponse:
         self.calls["compile"] += 1
-        await self.hold_compile.wait()
+        try:
+            await self.hold_compile.wait()
+        except asyncio.CancelledError:
+            self.calls["compile cancelled"] += 1
+            raise
         if self.refuse_compile:
             await context.abort(*self.refuse_compile)
         return gpb.CompileResponse(
@@ -212,6 +216,26 @@ async def test_a_slot_is_opened_with_its_tokens_and_released(tmp_path: Path) -> 
         await asyncio.to_thread(s.client.close, 1, 5)
         await eventually(lambda: s.process.released)
         assert (s.process.released[0].slot, s.process.released[0].slot_gen) == (1, 5)
+
+
+async def test_a_compilation_is_cancelled_with_its_last_request(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.process.hold_compile.clear()
+        for i in range(2):
+            s.client.prepare(f"r{i}", spec(), lambda error: None)
+        await eventually(lambda: s.process.calls["compile"] == 1)
+        s.client.forget("r0")
+        ahead = asyncio.create_task(s.client.compile(spec()))
+        await asyncio.sleep(0)
+        s.client.forget("r1")
+        await asyncio.sleep(0)
+        assert s.process.calls["compile cancelled"] == 0
+        ahead.cancel()
+        await eventually(lambda: s.process.calls["compile cancelled"] == 1)
+        # Who comes now starts anew, and is not told of the cancellation.
+        s.process.hold_compile.set()
+        assert (await s.client.compile(spec())).grammar_id == "id:a"
+        assert s.process.calls["compile"] == 2
 
 
 async def test_equal_grammars_share_one_compilation(tmp_path: Path) -> None:

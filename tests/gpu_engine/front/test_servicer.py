@@ -263,3 +263,27 @@ async def test_info_and_stats(tmp_path: Path) -> None:
     assert list(info.backends) == [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR]
     assert (stats.num_slots, stats.matchers, stats.cached_grammars, stats.grammar_starts) == (4, 2, 3, 1)
     assert stats.grammar_ready
+
+
+async def test_a_grammar_compiled_ahead_is_named_by_its_id(tmp_path: Path) -> None:
+    async with serving(tmp_path, says("ok")) as s:
+        made = await s.client.compile(pb.Grammar(regex="[a-z]+", backend=pb.BACKEND_AUTO, allow_unenforced=True))
+        assert (made.backend, made.memory_bytes, made.min_tokens) == (pb.BACKEND_LLGUIDANCE, 99, 4)
+        assert list(made.warnings) == ["w"]
+        await answer(s.client, ask(grammar=pb.Grammar(grammar_id=made.grammar_id)))
+        assert [spec for _, spec in s.grammar.prepared] == s.grammar.compiled
+        assert (s.grammar.compiled[0].backend, s.grammar.compiled[0].allow_unenforced) == (pb.BACKEND_AUTO, True)
+        error = await refusal(s.client, ask(grammar=pb.Grammar(grammar_id="g-unknown")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await s.client.compile(pb.Grammar(regex="bad"))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_server_without_a_grammar_process_compiles_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path, says("ok"), with_grammar=False) as s:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await s.client.compile(pb.Grammar(regex="a"))
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        error = await refusal(s.client, ask(grammar=pb.Grammar(grammar_id="g-1")))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
