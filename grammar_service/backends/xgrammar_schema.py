@@ -165,7 +165,7 @@ def _has_type(value: Any, name: Any) -> bool:
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         return not isinstance(value, bool) and (whole if name == "integer" else isinstance(value, int | float))
     kinds = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict}
-    return name in kinds and isinstance(value, kinds[name])
+    return isinstance(name, str) and name in kinds and isinstance(value, kinds[name])
 
 
 def _typed(node: dict[str, Any]) -> tuple[str, str] | None:
