@@ -41,8 +41,8 @@ SCHEMA = {
     },
 }
 """No answer within a window ends by itself, and the shortest one is within the token budget."""
-_MOST_STEPS = 200
-"""A window ends then: the answers end, too, at some 1900 tokens."""
+_LEAST_STEPS, _MOST_STEPS = 10, 200
+"""A window ends at the latter: the answers end, too, at some 1900 tokens."""
 _PATIENCE_S = 60.0
 
 
@@ -148,7 +148,8 @@ async def window(stub: Any, count: int, guided: bool, *, seconds: float, max_tok
             await asyncio.sleep(0.02)
             last = await stub.GetStats(pb.GetStatsRequest(), timeout=30)
             took_s = time.perf_counter() - start_s
-            if took_s >= seconds or last.steps - first.steps >= _MOST_STEPS:
+            count_of_steps = last.steps - first.steps
+            if took_s >= (seconds if count_of_steps >= _LEAST_STEPS else _PATIENCE_S) or count_of_steps >= _MOST_STEPS:
                 break
     steps = last.steps - first.steps
     if first.running != count or last.running != count or not steps:
@@ -167,7 +168,8 @@ async def measure(
         await window(stub, 1, True, seconds=0.1, max_tokens=max_tokens)
         for count in batches:
             found: dict[str, list[Step]] = {"free": [], "guided": []}
-            for _ in range(rounds):
+            # A large batch takes long to fill, and its step is long enough to be measured once.
+            for _ in range(rounds if count <= 32 else 1):
                 for kind, steps in found.items():
                     one = await window(stub, count, kind == "guided", seconds=seconds, max_tokens=max_tokens)
                     steps.append(one)

@@ -238,7 +238,7 @@ SECTIONS: dict[str, tuple[Callable[[str, bool], Found], float]] = {
     "pairs": (pairs, 150),
     "kill": (kill, 90),
     "tokens": (tokens, 150),
-    "llama": (llama, 150),
+    "llama": (llama, 180),
     "smol": (smol, 110),
     "kernels": (kernels, 90),
 }
@@ -255,6 +255,10 @@ def main() -> int:
     args = parser.parse_args()
     # A deadline must end the servers, too: contexts close on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if args.device != "cpu":
+        from gpu_engine.stream import load_kernels_eagerly
+
+        load_kernels_eagerly()
     found = SECTIONS[args.name][0](args.device, args.quick)
     args.out.write_text(json.dumps(asdict(found)))
     return 0
