@@ -15,6 +15,7 @@ NAMES = (
     "bench_channel",
     "bench_sync",
     "bench_graph",
+    "bench_forward",
     "bench_kernels",
     "bench_gpu",
 )

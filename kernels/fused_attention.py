@@ -49,11 +49,14 @@ class QkvAttention:
     ) -> torch.Tensor:
         """Return [N, Hq * D]; row b * P + j is position j of sequence b. `qkv_NC`, contiguous, is changed.
 
-        C is (Hq + 2 Hkv) * D: query heads, key heads, value heads. The rest as in `rotate` and `paged_attention`.
+        C is (Hq + 2 Hkv) * D: query heads, key heads, value heads. N may be more than B * P: what is behind is padding,
+        and its results are 0. The rest as in `rotate` and `paged_attention`.
         """
         (Hq, Hkv), D = self.heads, self.head_dim
         B, P = positions_BP.shape
         if pages.token_major:
+            padding = len(qkv_NC) - B * P
+            qkv_NC = qkv_NC[: B * P]
             rotate(
                 *(qkv_NC, cos_NR, sin_NR),
                 heads=self.heads,
@@ -68,7 +71,8 @@ class QkvAttention:
                 softcap=self.softcap,
                 window=self.window,
             )
-            return out_BPHD.view(B * P, Hq * D)
+            out_NC = out_BPHD.view(B * P, Hq * D)
+            return torch.nn.functional.pad(out_NC, (0, 0, 0, padding)) if padding else out_NC
         k, v = pages.k, pages.v
         shapes = (
             *(qkv_NC.dtype, qkv_NC.shape, cos_NR.shape, page_table_BN.shape, page_table_BN.stride(0), B, P),
@@ -79,7 +83,8 @@ class QkvAttention:
             self._checked = shapes
         assert qkv_NC.is_contiguous()
         assert positions_BP.is_contiguous()
-        out_NC = torch.empty(B * P, Hq * D, dtype=qkv_NC.dtype)
+        make = torch.empty if len(qkv_NC) == B * P else torch.zeros
+        out_NC = make(len(qkv_NC), Hq * D, dtype=qkv_NC.dtype)
         start, size = qkv_NC.data_ptr(), qkv_NC.element_size()
         rotary, args, library = self._rotary, self._args, native()
         rotary.qkv, rotary.cos, rotary.sin = start, cos_NR.data_ptr(), sin_NR.data_ptr()
@@ -100,11 +105,14 @@ class QkvAttention:
     ) -> None:
         """Assert what the kernels ask, and keep what follows from the shapes."""
         (Hq, Hkv), D, (B, P), T = self.heads, self.head_dim, positions_BP.shape, pages.v.shape[2]
-        check_rotate(qkv_NC, cos_NR, sin_NR, heads=self.heads, head_dim=D, q_norm=self.q_norm, k_norm=self.k_norm)
+        check_rotate(
+            qkv_NC[: B * P], cos_NR, sin_NR, heads=self.heads, head_dim=D, q_norm=self.q_norm, k_norm=self.k_norm
+        )
         assert qkv_NC.device.type == "cpu", qkv_NC.device
         assert qkv_NC.dtype in (torch.bfloat16, torch.float32), qkv_NC.dtype
         assert qkv_NC.dtype == pages.k.dtype == pages.v.dtype, (qkv_NC.dtype, pages.k.dtype, pages.v.dtype)
-        assert qkv_NC.shape == (B * P, (Hq + 2 * Hkv) * D), (qkv_NC.shape, positions_BP.shape)
+        assert qkv_NC.shape == (len(qkv_NC), (Hq + 2 * Hkv) * D), (qkv_NC.shape, positions_BP.shape)
+        assert len(qkv_NC) >= B * P, (qkv_NC.shape, positions_BP.shape)
         assert pages.k.shape == (pages.v.shape[0], Hkv, D, T), pages.k.shape
         assert pages.v.shape[1:] == (Hkv, T, D), pages.v.shape
         assert pages.k.is_contiguous()

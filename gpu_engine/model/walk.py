@@ -16,6 +16,7 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm, angles_by_row
+from gpu_engine.model.linear import PackedLinear
 from gpu_engine.model.recording import Recording
 from kernels.fused import RMSNorm, add_rms_norm, rms_norm
 
@@ -63,6 +64,8 @@ class Walk:
     head: nn.Module
     logits_softcap: float
     """0: none."""
+    pairs: bool
+    """One row goes through as two equal ones: packed products would double it again and again (linear.py)."""
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]."""
@@ -70,7 +73,7 @@ class Walk:
         logits_NV: torch.Tensor = self.head(_normed(x_NH, delta_NH, self.norm))
         if self.logits_softcap:
             logits_NV = torch.tanh(logits_NV / self.logits_softcap) * self.logits_softcap
-        return logits_NV
+        return logits_NV[: ids_BP.numel()]
 
     def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         """Write keys and values; nothing behind the last layer's attention is computed."""
@@ -83,10 +86,12 @@ class Walk:
         positions_BP = ctx.positions_BP.clamp(min=0).long()
         angles = [call.angles(x_BPH, positions_BP) for call in self.rotary]
         x, delta = x_BPH.view(-1, x_BPH.shape[-1]), None
+        if self.pairs and len(x) == 1:
+            x = torch.cat([x, x])
         for at, layer in enumerate(self.layers):
             h = _normed(x, delta, layer.pre_attention)
             if ctx.hidden is not None and at in ctx.hidden:
-                ctx.hidden[at] = x.clone()
+                ctx.hidden[at] = x[: ids_BP.numel()].clone()
             delta = layer.attend(h, *angles[layer.angles], ctx)
             if only_fill and layer is self.layers[-1]:
                 break
@@ -127,7 +132,7 @@ def walk_of(net: Any, record: Recording) -> Walk:
     rotary: list[RotaryCall] = []
     layers = tuple(_layer_of(layer, record, rotary, decoder) for layer in stacks[0])
     softcap = getattr(net.config.get_text_config(), "final_logit_softcapping", None) or 0.0
-    return Walk(embedding, tuple(rotary), layers, norms[0].norm, head, softcap)
+    return Walk(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, isinstance(head, PackedLinear))
 
 
 def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> Layer:

@@ -33,14 +33,15 @@ def test_it_has_the_bits_of_its_parts_whatever_came_before(dtype: torch.dtype, w
         positions = (torch.arange(B)[:, None] * 20 + torch.arange(P) + 3).int()
         positions[0, -1] = -1 if P > 1 else 5
         qkv = rand(B * P, (Hq + 2 * Hkv) * D, dtype=dtype, seed=P)
+        padding = rand(cache, (Hq + 2 * Hkv) * D, dtype=dtype)
         cos, sin = (rand(B * P, D, dtype=dtype, seed=seed) for seed in (7, 8))
-        whole = qkv.clone()
+        whole = torch.cat([qkv, padding])
         got = attend(whole, cos, sin, ours, table, positions)
         rotate(qkv, cos, sin, heads=(Hq, Hkv), head_dim=D, q_norm=norms[0], k_norm=norms[1])
         q, k, v = qkv.view(B, P, Hq + 2 * Hkv, D).split((Hq, Hkv, Hkv), dim=2)
         want = paged_attention(q, k, v, theirs, table, positions, scale=0.2, softcap=30.0, window=21)
-        assert torch.equal(got, want.view(B * P, Hq * D))
-        assert torch.equal(whole, qkv)
+        assert torch.equal(got, torch.cat([want.view(B * P, Hq * D), torch.zeros(cache, Hq * D, dtype=dtype)]))
+        assert torch.equal(whole, torch.cat([qkv, padding]))
         assert torch.equal(ours.k, theirs.k)
         assert torch.equal(ours.v, theirs.v)
 

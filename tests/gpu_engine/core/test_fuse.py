@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
@@ -88,6 +88,33 @@ def test_fuse_off_leaves_every_module_as_it_was(saved: Saved) -> None:
     model = load_model(config(model=str(saved("llama")), fuse=False))
     assert not [item for item in model.net.modules() if isinstance(item, FusedNorm)]
     assert model.fused.walk is None
+
+
+def moe() -> PreTrainedConfig:
+    return Qwen3MoeConfig(
+        **tiny._SHAPE, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    )
+
+
+def granite() -> PreTrainedConfig:
+    """Return a family that scales its embeddings, residuals and logits, which no module's children say."""
+    return GraniteConfig(**tiny._SHAPE, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks", "reason"), [(moe, 0, "walk: a layer of "), (granite, 2, "walk: its logits are ")]
+)
+def test_a_model_that_is_no_plain_loop_keeps_its_own_walk_over_fused_parts(
+    tmp_path: Path, family: Callable[[], PreTrainedConfig], blocks: int, reason: str
+) -> None:
+    tiny.save(family(), tmp_path)
+    plain, fused = (load_model(config(model=str(tmp_path), fuse=fuse)) for fuse in (False, True))
+    assert (fused.fused.attentions, fused.fused.blocks, fused.fused.norms) == (2, blocks, 5)
+    assert fused.fused.walk is None
+    assert len(fused.fused.left) == 1
+    assert fused.fused.left[0].startswith(reason)
+    ids = some_ids(2, 30)
+    assert distance(logits(fused, ids, start=20), logits(plain, ids, start=20)) < 1e-4
 
 
 class Doubled(nn.Module):
