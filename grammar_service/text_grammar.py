@@ -110,6 +110,11 @@ def check_gbnf(gbnf: str) -> None:
         seen.add(found[1])
 
 
+def alternatives(written: str) -> int:
+    """Return how many alternatives a GBNF or Lark grammar has beyond the first of each rule."""
+    return _QUIET.sub(_blank, written).count("|")
+
+
 def gbnf_to_lark(gbnf: str) -> str:
     """Return the same language in Lark, with the library's own converter.
 

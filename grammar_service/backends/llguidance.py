@@ -14,7 +14,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from grammar_service.backends import MatcherFailed, Rows, unenforced
 from grammar_service.backends.llguidance_notation import has_schemas, notation, parts, readable
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
-from grammar_service.grammar import Grammar
+from grammar_service.grammar import Grammar, Kind
+from grammar_service.text_grammar import alternatives
 from grammar_service.vocabulary import Vocabulary
 
 MAX_ROW_ITEMS = 20_000
@@ -44,6 +45,8 @@ class LlguidanceBackend:
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Return the grammar in the library's own notation, checked against its limits."""
+        if grammar.kind in (Kind.EBNF, Kind.LARK) and (count := alternatives(grammar.text)) > MAX_ROW_ITEMS:
+            raise LimitExceeded(f"llguidance: {count} alternatives; at most {MAX_ROW_ITEMS} may be open in one place")
         text, found = notation(grammar, lenient=False)
         failed, messages = self._messages(text)
         if failed:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from grammar_service.backends import Rows, load_backend
-from grammar_service.errors import InvalidField, InvalidGrammar, NotSupported
+from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotEnforced, NotSupported
 from grammar_service.grammar import Kind, Whitespace, parse
 from grammar_service.vocabulary import Vocabulary
 from tests.grammar_service.conftest import Library
@@ -168,6 +169,59 @@ def test_thousands_of_choices_are_no_matter(library: Library) -> None:
     assert library.takes(compiled, many[0])
     assert library.takes(compiled, many[-1])
     assert not library.takes(compiled, "item 3000")
+
+
+@pytest.mark.parametrize("kind", [Kind.EBNF, Kind.LARK])
+def test_thousands_of_alternatives_deep_inside_a_grammar(library: Library, kind: Kind) -> None:
+    if kind is Kind.LARK and library.name == "xgrammar":
+        pytest.skip("xgrammar takes no Lark")
+    items = " | ".join(f'"item{i}"' for i in range(5000))
+    source = f'start: "a"~9 r\nr: {items}' if kind is Kind.LARK else f'root ::= "a"{{9}} r\nr ::= {items}'
+    compiled = library.compiled(kind, source)
+    assert library.takes(compiled, "aaaaaaaaaitem4999")
+    assert not library.takes(compiled, "aaaaaaaaaitem5000")
+
+
+def test_more_alternatives_than_a_row_holds_are_refused_before_a_row_fails(libraries: Callable[[str], Library]) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance")
+    source = "start: " + " | ".join(f'"{i}"' for i in range(20_002))
+    with pytest.raises(LimitExceeded, match="at most 20000 may be open"):
+        libraries("llguidance").compiled(Kind.LARK, source)
+
+
+def test_properties_by_the_hundred(libraries: Callable[[str], Library]) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance; xgrammar takes its time for this")
+    library = libraries("llguidance")
+    names = [f"p{i}" for i in range(600)]
+    source = {"type": "object", "properties": dict.fromkeys(names, INT), "additionalProperties": False}
+    compiled = library.compiled(*schema(source), Whitespace.COMPACT)
+    assert library.takes(compiled, '{"p3":1,"p599":2}')
+    assert not library.takes(compiled, '{"p600":2}')
+
+
+def test_what_is_allowed_to_be_unenforced_is_reported_and_left_out(library: Library) -> None:
+    source = {"type": "object", "properties": {"a": {"type": "array", "items": INT, "uniqueItems": True}}}
+    grammar = parse(*schema(source), Whitespace.COMPACT)
+    compiled = library.backend.load(grammar, library.backend.compile(grammar, allow_unenforced=True))
+    assert compiled.warnings == (f"not enforced by {library.name}: /properties/a/uniqueItems: is not enforced",)
+    assert library.takes(compiled, '{"a":[1,1]}')
+    assert not library.takes(compiled, '{"a":["x"]}')
+    assert library.compiled(*schema(POINT)).warnings == ()
+
+
+def test_all_that_is_not_enforced_is_named_at_once(library: Library) -> None:
+    source = {"type": "object", "properties": {"a": {"not": INT}, "b": {"type": "array", "contains": INT}}}
+    with pytest.raises(NotEnforced) as caught:
+        library.compiled(*schema(source))
+    assert "/properties/a/not: " in str(caught.value)
+    assert "/properties/b/contains: " in str(caught.value)
+
+
+def test_a_pattern_that_no_backend_reads_is_left_out_when_allowed(library: Library) -> None:
+    grammar = parse(*schema({"type": "string", "pattern": "^(?!a)b*$", "maxLength": 2}), Whitespace.COMPACT)
+    compiled = library.backend.load(grammar, library.backend.compile(grammar, allow_unenforced=True))
+    assert "look-around" in compiled.warnings[0]
+    assert [text for text in ('"a"', '"abc"') if library.takes(compiled, text)] == ['"a"']
 
 
 def test_regex_matches_the_whole_answer(library: Library) -> None:
