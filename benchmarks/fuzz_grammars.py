@@ -111,7 +111,7 @@ class Sidecar:
 
     async def close(self) -> None:
         """End it."""
-        await self._channel.close()
+        await self._channel.close(None)
         self._process.terminate()
         try:
             await asyncio.to_thread(self._process.wait, 20)

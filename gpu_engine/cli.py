@@ -1,4 +1,4 @@
-"""The command line: `serve`, `generate`, `info`, `health`, `demo`.
+"""The command line: `serve`, `generate`, `compile`, `info`, `health`, `demo`.
 
 The invariant: answers go to stdout, everything else to stderr, and the exit status tells how it went. Commands that are
 clients never load the model's libraries. Not here: what the commands do.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from gpu_engine import probe
+from gpu_engine import compile_command, probe
 from gpu_engine.client import Client
 from gpu_engine.client_access import Access, access_of, add_access_flags
 from gpu_engine.config import EngineConfig, ServerConfig
@@ -121,6 +121,11 @@ def _parser() -> argparse.ArgumentParser:
     add_request_flags(generate)
     generate.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long")
     generate.set_defaults(run=_run_generate)
+    ahead = commands.add_parser(
+        "compile", help="compile a grammar ahead of time", description=compile_command.HELP, formatter_class=_Formatter
+    )
+    compile_command.add_compile_flags(ahead)
+    ahead.set_defaults(run=_run_compile)
     info = commands.add_parser("info", help="describe a server", description=_INFO, formatter_class=_Formatter)
     info.set_defaults(run=_run_info)
     health = commands.add_parser(
@@ -128,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     health.add_argument("--timeout", type=float, metavar="SECONDS", default=5.0, help="wait this long (default: 5)")
     health.set_defaults(run=_run_health)
-    for command in (generate, info, health):
+    for command in (generate, ahead, info, health):
         add_access_flags(command)
     return parser
 
@@ -210,6 +215,18 @@ async def _generate(address: str, access: Access, request: pb.GenerateRequest, t
     except grpc.aio.AioRpcError as error:
         return _refused(address, error)
     return status
+
+
+def _run_compile(flags: argparse.Namespace) -> int:
+    try:
+        grammar, access = compile_command.grammar_of(flags), access_of(flags)
+    except (OSError, ValueError) as error:
+        return _usage(error)
+    try:
+        asyncio.run(compile_command.compile_grammar(flags, grammar, access))
+    except grpc.aio.AioRpcError as error:
+        return _refused(flags.server, error)
+    return OK
 
 
 def _run_info(flags: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from protos.engine.v1 import engine_pb2 as pb
 
 _WHITESPACE = {"compact": pb.WHITESPACE_COMPACT, "bounded": pb.WHITESPACE_BOUNDED, "any": pb.WHITESPACE_ANY}
-_BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE}
+_BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE, "auto": pb.BACKEND_AUTO}
 _FILE_KINDS = {"schema": "json_schema", "ebnf": "ebnf", "lark": "lark", "structural_tag": "structural_tag"}
 _SAMPLING: list[tuple[str, type, str]] = [
     ("max_tokens", int, "most tokens to generate"),
@@ -38,6 +38,21 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="plain text to go on from")
     prompt.add_argument("--chat", metavar="TEXT", help="a user's message, put into the model's chat template")
     prompt.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    kind = add_grammar_flags(parser)
+    kind.add_argument("--grammar-id", metavar="ID", help="the grammar that `compile` gave this id")
+    sampling = parser.add_argument_group("sampling", "Unset: the server's default.")
+    for name, kind_of_value, text in _SAMPLING:
+        flag = "--" + name.replace("_", "-")
+        sampling.add_argument(flag, type=kind_of_value, metavar=kind_of_value.__name__.upper(), help=text)
+    sampling.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    sampling.add_argument("--draft-tokens", type=int, metavar="INT", help="drafts per step; 0: no speculation")
+
+
+def add_grammar_flags(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Add the flags of a grammar; return the group of those of which one may stand."""
     grammar = parser.add_argument_group("grammar", "What the answer must look like; none of them: free text.")
     kind = grammar.add_mutually_exclusive_group()
     kind.add_argument("--json", action="store_true", help="any JSON object")
@@ -49,15 +64,10 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--structural-tag", metavar="FILE", help="free text with guided regions, as JSON")
     grammar.add_argument("--whitespace", choices=sorted(_WHITESPACE), help="where white space may stand in JSON")
     grammar.add_argument("--backend", choices=sorted(_BACKENDS), help="which matcher library")
-    sampling = parser.add_argument_group("sampling", "Unset: the server's default.")
-    for name, kind_of_value, text in _SAMPLING:
-        flag = "--" + name.replace("_", "-")
-        sampling.add_argument(flag, type=kind_of_value, metavar=kind_of_value.__name__.upper(), help=text)
-    sampling.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable"
+    grammar.add_argument(
+        "--allow-unenforced", action="store_true", help="take what cannot be enforced; each part becomes a warning"
     )
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
-    sampling.add_argument("--draft-tokens", type=int, metavar="INT", help="drafts per step; 0: no speculation")
+    return kind
 
 
 def build_request(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> pb.GenerateRequest:
@@ -74,7 +84,7 @@ def build_request(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> pb.Ge
     request.sampling.ignore_eos = flags.ignore_eos
     if flags.draft_tokens is not None:
         request.speculation.num_draft_tokens = flags.draft_tokens
-    grammar = _grammar(flags)
+    grammar = build_grammar(flags)
     if grammar is not None:
         request.grammar.CopyFrom(grammar)
     return request
@@ -93,12 +103,17 @@ def _fill_prompt(request: pb.GenerateRequest, flags: argparse.Namespace, stdin: 
     request.messages.messages.add(role="user", content=flags.chat)
 
 
-def _grammar(flags: argparse.Namespace) -> pb.Grammar | None:
+def build_grammar(flags: argparse.Namespace) -> pb.Grammar | None:
+    """Make the grammar, or None. Raises as `build_request`."""
     options: dict[str, Any] = {}
     if flags.whitespace:
         options["whitespace"] = _WHITESPACE[flags.whitespace]
     if flags.backend:
         options["backend"] = _BACKENDS[flags.backend]
+    if flags.allow_unenforced:
+        options["allow_unenforced"] = True
+    if getattr(flags, "grammar_id", None) is not None:
+        return pb.Grammar(grammar_id=flags.grammar_id, **options)
     if flags.json:
         return pb.Grammar(json_object=True, **options)
     if flags.regex is not None:
@@ -110,5 +125,5 @@ def _grammar(flags: argparse.Namespace) -> pb.Grammar | None:
             source: dict[str, Any] = {field: Path(path).read_text(encoding="utf-8")}
             return pb.Grammar(**source, **options)
     if options:
-        raise ValueError("--whitespace and --backend need a grammar")
+        raise ValueError("--whitespace, --backend and --allow-unenforced need a grammar")
     return None

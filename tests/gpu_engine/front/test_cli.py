@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpu_engine import cli
+from gpu_engine.compile_command import cost
 from gpu_engine.config import EngineConfig, ServerConfig
 from gpu_engine.request import FinishReason, Request, TokenEvent
 from gpu_engine.request_flags import build_request
@@ -83,6 +84,20 @@ async def test_no_server_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "UNAVAILABLE" in capsys.readouterr().err
 
 
+async def test_compile_needs_a_grammar_and_tells_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run("compile", "--server", "unix:nowhere") == cli.USAGE
+    assert "a grammar is required" in capsys.readouterr().err
+    async with serving(tmp_path, says("x")) as address:
+        assert await run("compile", "--server", address, "--regex", "a") == cli.FAILED
+    assert "FAILED_PRECONDITION" in capsys.readouterr().err
+
+
+def test_what_a_grammar_costs_is_one_line() -> None:
+    response = pb.CompileResponse(backend=pb.BACKEND_XGRAMMAR, compile_ms=1.25, memory_bytes=2048, min_tokens=4)
+    assert cost(response) == "xgrammar, compiled in 1.2 ms, 2 KiB, at least 4 tokens"
+    assert "compiled before" in cost(pb.CompileResponse(backend=pb.BACKEND_LLGUIDANCE, cache_hit=True))
+
+
 async def test_info_shows_model_and_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(tmp_path, says("hello")) as address:
         assert await run("info", "--server", address) == cli.OK
@@ -115,6 +130,10 @@ def test_flags_make_the_request(tmp_path: Path) -> None:
     assert flags().text == "from stdin"
     assert list(flags("--choice", "a", "--choice", "b").grammar.choice.choices) == ["a", "b"]
     assert flags("--json").grammar.json_object
+    named = flags("--grammar-id", "g-1").grammar
+    assert (named.grammar_id, named.allow_unenforced) == ("g-1", False)
+    loose = flags("--regex", "a", "--backend", "auto", "--allow-unenforced").grammar
+    assert (loose.backend, loose.allow_unenforced) == (pb.BACKEND_AUTO, True)
     assert flags("--regex", "").grammar.WhichOneof("spec") == "regex"
 
 
@@ -147,7 +166,7 @@ def test_wrong_settings_are_told(arguments: list[str], message: str, capsys: pyt
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["info"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["compile"], ["info"], ["demo"]])
 def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*command, "--help"])
