@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -122,6 +123,9 @@ async def _serve_engines(listener: socket.socket, servicer: GrammarServicer, con
                 continue
             with segment:
                 await _serve_engine(connection, segment, servicer, config)
+            # The worker and its lanes know each other; until they are found the dead engine's memory stays mapped.
+            del segment
+            gc.collect()
 
 
 async def _serve_engine(
