@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from grammar_service.compile_pool import COMMAND
-from grammar_service.compiler import Compiler
+from grammar_service.compiler import AUTO, Compiler
 from grammar_service.config import GrammarConfig
-from grammar_service.errors import InvalidGrammar, LimitExceeded, UnknownGrammar
-from grammar_service.grammar import Kind, Whitespace
+from grammar_service.disk_cache import DiskCache, artifact_key
+from grammar_service.errors import InvalidGrammar, LimitExceeded, NotEnforced, UnknownGrammar
+from grammar_service.grammar import Kind, Whitespace, parse
 from grammar_service.vocabulary import Vocabulary
 from tests.grammar_service.test_compile_pool import PRETEND
+from tests.grammar_service.toy import spell
+from tests.waiting import eventually
 
 CONFIG = GrammarConfig(dir="unused", compile_workers=1, compile_timeout_s=20)
 ANY = Whitespace.ANY
+UNENFORCED = '{"type":"array","uniqueItems":true}'
 
 
 @asynccontextmanager
@@ -104,3 +110,113 @@ async def test_the_length_of_a_grammar_is_bounded(vocabulary: Vocabulary) -> Non
     async with compiler(vocabulary, max_grammar_bytes=10) as made:
         with pytest.raises(LimitExceeded, match="max_grammar_bytes: the grammar has 12 bytes, the limit is 10"):
             await made.compile(Kind.REGEX, "éééééé", ANY, "llguidance")
+
+
+async def test_a_result_of_any_size_is_loaded_and_a_larger_one_is_refused(vocabulary: Vocabulary) -> None:
+    """The worker's answer is brought back whole; nothing is compiled beside the matchers."""
+    pytest.importorskip("xgrammar", reason="needs xgrammar")
+    names = {f"name_{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 9 + 1},20}}$"} for i in range(40)}
+    wide = json.dumps({"type": "object", "properties": names})
+    async with compiler(vocabulary, backend="xgrammar") as made:
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, wide, ANY, "xgrammar")
+        assert entry.compiled.memory_bytes > 1 << 16
+    async with compiler(vocabulary, backend="xgrammar", max_artifact_bytes=1 << 16) as made:
+        with pytest.raises(LimitExceeded, match=r"max_artifact_bytes: xgrammar .* the limit is 65536"):
+            await made.compile(Kind.JSON_SCHEMA, wide, ANY, "xgrammar")
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, wide, ANY, AUTO)
+        assert entry.backend == "llguidance"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "setting"),
+    [
+        (Kind.REGEX, "(" * 129 + "a" + ")" * 129, "max_grammar_depth"),
+        (Kind.JSON_SCHEMA, '{"items":' * 129 + "{}" + "}" * 129, "max_grammar_depth"),
+        (Kind.EBNF, "root ::= " + "(" * 200 + '"a"' + ")" * 200, "max_grammar_depth"),
+        (Kind.LARK, "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(600)) + 'r600: "a"', "max_rule_depth"),
+    ],
+)
+async def test_depth_is_refused_by_its_setting(vocabulary: Vocabulary, kind: Kind, source: str, setting: str) -> None:
+    async with compiler(vocabulary) as made:
+        with pytest.raises(LimitExceeded, match=f"^{setting}: "):
+            await made.compile(kind, source, ANY, "llguidance")
+
+
+async def test_a_grammar_at_the_depth_limits_does_not_end_a_worker(vocabulary: Vocabulary) -> None:
+    """As far as references lead, with objects in each: 1,024 steps ended a thread with a stack of 8 MiB."""
+    definitions: dict[str, object] = {"d511": {"type": "null"}}
+    for i in range(511):
+        inner: object = {"$ref": f"#/$defs/d{i + 1}"}
+        for _ in range(4):
+            inner = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+        definitions[f"d{i}"] = inner
+    source = json.dumps({"$ref": "#/$defs/d0", "$defs": definitions})
+    async with compiler(vocabulary) as made:
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, source, ANY, "llguidance")
+        assert entry.compiled.matcher().accept(spell("{")[0])
+
+
+async def test_auto_takes_the_first_that_enforces_all_of_it(vocabulary: Vocabulary) -> None:
+    pytest.importorskip("xgrammar", reason="needs xgrammar")
+    async with compiler(vocabulary, backend="xgrammar") as made:
+        plain, _ = await made.compile(Kind.REGEX, "ab", ANY, AUTO)
+        assert plain.backend == "xgrammar"
+        lark, hit = await made.compile(Kind.LARK, 'start: "a"', ANY, AUTO)
+        assert (lark.backend, hit) == ("llguidance", False)
+        again, hit = await made.compile(Kind.LARK, 'start: "a"', ANY, AUTO)
+        assert again is lark
+        assert hit
+        with pytest.raises(NotEnforced, match=r"no backend .* xgrammar .*uniqueItems.* \| llguidance .*uniqueItems"):
+            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, AUTO)
+
+
+async def test_what_is_not_enforced_is_a_warning_where_it_is_allowed(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary) as made:
+        with pytest.raises(NotEnforced, match="uniqueItems"):
+            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance", allow_unenforced=True)
+        assert any("uniqueItems" in warning for warning in entry.warnings)
+        with pytest.raises(NotEnforced):
+            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, AUTO, allow_unenforced=True)
+        assert entry.warnings
+
+
+async def test_a_compilation_that_nobody_waits_for_is_killed(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary, PRETEND) as made:
+        for text in ("sleep 1", "sleep 2"):
+            waiting = [asyncio.create_task(made.compile(Kind.REGEX, text, ANY, "llguidance")) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
+        # Both would have held the only worker for 20 s each.
+        await eventually(lambda: "running=0 abandoned=2" in repr(made))
+        assert (await made._pool("llguidance").compile(parse(Kind.REGEX, "next", ANY))).data.endswith(b" next")
+
+
+async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar", reason="needs xgrammar")
+    settings = {"backend": "xgrammar", "cache_dir": str(tmp_path / "cache")}
+    async with compiler(vocabulary, **settings) as made:
+        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
+        assert not hit
+        assert entry.compile_ms > 0
+    async with compiler(vocabulary, **settings) as made:
+        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
+        assert hit
+        assert (entry.compile_ms, made.compiled) == (0, 0)
+        assert entry.compiled.matcher().accept(spell("a")[0])
+    # Whole by its digest, and no artifact of the library's: it is compiled again and replaced.
+    name = artifact_key(parse(Kind.REGEX, "ab+", ANY), "xgrammar", vocabulary.digest, allow_unenforced=False)
+    DiskCache(tmp_path / "cache", 1 << 20).put(name, b"[]\nnonsense")
+    async with compiler(vocabulary, **settings) as made:
+        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
+        assert not hit
+        assert made.compiled == 1
+
+
+async def test_llguidance_has_nothing_to_store(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    async with compiler(vocabulary, cache_dir=str(tmp_path / "cache")) as made:
+        await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
+    assert not list((tmp_path / "cache").iterdir())
