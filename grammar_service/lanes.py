@@ -70,6 +70,8 @@ class Lanes:
         self._leader: threading.Thread
         self._watch = threading.Lock()
         """Held by the one that looks at the leader; the others queue here."""
+        self._begun_s: dict[int, float] = {}
+        """Lane -> `time.monotonic()` when the work in hand was found overdue."""
         self._stopping = threading.Event()
         self.reliefs = 0
         self.error: BaseException | None = None
@@ -103,6 +105,11 @@ class Lanes:
         with self.lock:
             self._todo.append(work)
 
+    def stuck_s(self) -> float:
+        """Return how long the slowest lane is overdue with one piece of work; 0: none is."""
+        begun_s = list(self._begun_s.values())
+        return time.monotonic() - min(begun_s) if begun_s else 0.0
+
     def superseded(self, lane: int) -> bool:
         """Return whether something waits behind the work of a lane."""
         return len(self._busy[lane]) > 1
@@ -121,7 +128,6 @@ class Lanes:
             self.error = error
             self._stopping.set()
             logger.exception("the grammar worker ended")
-            raise
 
     def _next(self, me: threading.Thread) -> Work | None:
         """Begin a piece of work. None: there is none; a leader is idle from here."""
@@ -148,6 +154,7 @@ class Lanes:
             with self.lock:
                 waiting = self._busy[work.lane]
                 waiting.popleft()
+                self._begun_s.pop(work.lane, None)
                 if not waiting:
                     del self._busy[work.lane]
                     return
@@ -172,7 +179,8 @@ class Lanes:
 
     def _overdue(self) -> Iterator[Work]:
         """What was begun and did not end; of what was not begun, what another relief has found so before."""
-        for waiting in self._busy.values():
+        for lane, waiting in self._busy.items():
+            self._begun_s.setdefault(lane, time.monotonic())
             yield from waiting
         yield from (work for work in self._todo if work in self._left)
         self._left = set(self._todo)

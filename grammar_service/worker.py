@@ -32,6 +32,8 @@ from shared_mem.layout import RowKind
 
 logger = logging.getLogger(__name__)
 
+HANG_S = 15.0
+"""A row that takes longer hangs: the engine has ended its request, and its thread and slot are lost to others."""
 WAIT_S = 0.01
 """One wait at most; both ends of it are signs of life."""
 
@@ -47,6 +49,8 @@ class Worker:
         spin_s: how long a wait spins before it sleeps.
         row_deadline_ms: an answer that is not whole so long after its sequence was seen is published as it is.
     """
+
+    hang_s: float = HANG_S
 
     def __init__(
         self, channel: Channel, *, threads: int = 1, spin_s: float = 50e-6, row_deadline_ms: float = 2.0
@@ -150,7 +154,12 @@ class Worker:
         return self._channel.wait(self._last, WAIT_S, self._spin_ns)
 
     def handle(self, news: int) -> None:
-        """Put what came: changes first, then the records of every sequence up to `news`."""
+        """Put what came: changes first, then the records of every sequence up to `news`.
+
+        Raises RuntimeError when a mask computation hangs: only the end of the process frees what it holds.
+        """
+        if (stuck_s := self._lanes.stuck_s()) > self.hang_s:
+            raise RuntimeError(f"a mask computation runs for {stuck_s:.0f} s")
         while self._inbox:
             self._lanes.put(self._inbox.popleft())
         for seq in range(self._last + 1, news + 1):

@@ -292,6 +292,24 @@ def test_records_that_were_overwritten_show_as_a_gap(segment: Segment, engine: E
         assert worker.stop()
 
 
+def test_a_row_that_hangs_ends_the_worker(
+    segment: Segment, engine: EngineEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = threading.Event()
+    worker = Worker(GrammarEnd(Segment.attach(os.dup(segment.fileno()))))
+    worker.hang_s = 0.1
+    worker.start()
+    try:
+        worker.bind(0, Slot.bind(1, lambda: SlowMatcher(gate), []))
+        engine.post([0], [1], [0], [1], [0], [[1]])
+        _until(lambda: not worker.alive)
+        assert "a mask computation runs for" in str(worker.error)
+        assert not worker.stop(0.05)
+    finally:
+        gate.set()
+    assert worker.stop()
+
+
 def test_its_sign_of_life_is_its_own(engine: EngineEnd, start: StartWorker) -> None:
     gate = threading.Event()
     worker = start(threads=1)

@@ -19,7 +19,7 @@ from gpu_engine.config import EngineConfig, ServerConfig
 from gpu_engine.listening import ServerError
 from gpu_engine.ports import GrammarPort
 from gpu_engine.request import GrammarKind, GrammarSpec, Request, SamplingParams, TokenEvent
-from gpu_engine.server import SERVICE, Parts, open_server
+from gpu_engine.server import GUIDED, SERVICE, Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from shared_mem.handover import SOCKET_NAME, listen
 from tests.fakes import FakeEngine, FakeModel, Script, says
@@ -46,10 +46,10 @@ def config(tmp_path: Path, **fields: Any) -> ServerConfig:
     return ServerConfig(**{"listen": f"unix:{tmp_path}/s", "grammar": "none"} | fields)
 
 
-async def health_of(address: str) -> int:
+async def health_of(address: str, service: str = SERVICE) -> int:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        return int((await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True)).status)
+        return int((await stub.Check(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True)).status)
 
 
 async def test_it_answers_and_says_that_it_serves(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ async def test_it_spawns_and_uses_a_grammar_process(tmp_path: Path) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (caught.value.details() or "").startswith("grammar: ")
         server.sidecar.kill()
-        await eventually(lambda: engines[0].outages == ["lost", "restored"])
+        await eventually(lambda: engines[0].outages[-2:] == ["lost", "restored"])
         pid = server.sidecar.pid
     assert pid is not None
     with pytest.raises(ProcessLookupError):
@@ -228,3 +228,29 @@ async def test_a_grammar_process_of_another_release_stops_the_start(tmp_path: Pa
         async with open_server(ENGINE, connect, parts=parts()):
             await asyncio.sleep(20)
     await refusing
+
+
+async def test_health_tells_guided_service_apart(tmp_path: Path) -> None:
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    elsewhere = config(tmp_path, grammar="connect", grammar_dir=str(tmp_path / "g"), grammar_wait_s=0.2)
+    async with open_server(ENGINE, elsewhere, parts=parts()) as server:
+        assert await health_of(server.address) == serving
+        async with asyncio.timeout(20):
+            while await health_of(server.address, GUIDED) != not_serving:  # noqa: ASYNC110 - told by a background task
+                await asyncio.sleep(0.01)
+        command = [sys.executable, "-m", "grammar_service", "--dir", str(tmp_path / "g")]
+        root = Path(__file__).parents[3]
+        child = await asyncio.create_subprocess_exec(*command, cwd=root)
+        try:
+            async with asyncio.timeout(60):
+                while await health_of(server.address, GUIDED) != serving:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            child.kill()
+            async with asyncio.timeout(20):
+                while await health_of(server.address, GUIDED) != not_serving:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert await health_of(server.address) == serving
+        finally:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
