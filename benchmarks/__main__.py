@@ -9,6 +9,7 @@ NAMES = (
     "serve",
     "schemas",
     "lossless",
+    "closing",
     "maskbench",
     "isolation",
     "fuzz_grammars",

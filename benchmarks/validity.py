@@ -20,6 +20,10 @@ from jsonschema.validators import validator_for
 from referencing.exceptions import Unresolvable
 
 
+COMPLETE = ("stop", "grammar_closed")
+"""Endings after which an answer must be valid."""
+
+
 class Verdict(enum.Enum):
     """What the judge says."""
 
@@ -96,13 +100,13 @@ class Tally:
     """(name, reason) of every complete answer that the judge could not judge."""
 
     def answered(self, name: str, finish: str, text: str, schema: str, judge: Judge) -> None:
-        """Count an answer; only one that ended by "stop" is judged."""
-        if finish != "stop":
+        """Count an answer; one that ended by "stop", or was led to its end, is judged."""
+        if finish not in COMPLETE:
             self.endings[finish] += 1
             return
         judgement = judge.judge(schema, text)
         label = "INVALID" if judgement.verdict is Verdict.INVALID else judgement.verdict.value
-        self.endings[f"stop/{label}"] += 1
+        self.endings[f"{finish}/{label}"] += 1
         if judgement.verdict is Verdict.INVALID:
             self.invalid.append((name, judgement.reason, text))
         elif judgement.verdict is Verdict.UNJUDGED:

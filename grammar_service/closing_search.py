@@ -24,7 +24,7 @@ Path = tuple[int, ...]
 """Tokens to the end; the last one is a stop token."""
 
 _FREE = 4096
-"""So many legal tokens: this is free text, where most tokens mean the same."""
+"""So many legal tokens, or a quarter of a small vocabulary: free text, where most tokens mean the same."""
 _FEW = 256
 """At most so many: a name or a value out of a list, to be read token by token."""
 _CHOICES = 4
@@ -234,7 +234,7 @@ class Search:
         number = count(words)
         legal = among(words, texts.structure)
         out: list[int] = []
-        if number > _FREE:
+        if number > _FREE or 4 * number > 32 * texts.num_words:
             # Brackets are text here; only quotes are sure to mean something.
             out += texts.structure[legal & texts.quoted][:2].tolist()
             out += texts.words[among(words, texts.words)][:1].tolist()

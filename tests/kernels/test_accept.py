@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kernels.accept import RUN_ON, STOP_LENGTH, STOP_TOKEN, AcceptResult, StepTensors, accept, gumbel_noise, pack_rules
+from kernels.accept import LED, RUN_ON, STOP_LED, STOP_LENGTH, STOP_TOKEN, AcceptResult, StepTensors, accept, gumbel_noise, pack_rules
 from tests.kernels.accept_cases import ALL, APPLY, DEAD_END, DEFER, Case, expected, random_cases, tensors
 
 
@@ -92,6 +92,20 @@ def test_a_row_without_a_legal_token_is_a_dead_end_and_never_token_zero() -> Non
     empty = torch.zeros(50, dtype=torch.bool)
     result, _, length = run([Case([1], 1, kinds=[APPLY], masks={0: empty})], logits, 1, 1)
     assert (int(result.num_emitted_B[0]), int(result.blocked_B[0]), int(length[0])) == (0, DEAD_END, 1)
+
+
+def test_a_stop_token_at_a_led_row_says_so() -> None:
+    logits = torch.zeros(3, 50)
+    for j, token in enumerate((7, 8, 9)):
+        logits[j, token] = 5.0
+    one = torch.zeros(50, dtype=torch.bool)
+    one[8] = True
+    kinds, masks = [ALL, APPLY, ALL], {1: one}
+    led = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={1: LED}, stop=(8,))
+    before = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={0: LED}, stop=(8,))
+    result, _, _ = run([led, before], torch.cat([logits, logits]), 3, 3)
+    assert result.finish_B.tolist() == [STOP_LED, STOP_TOKEN]
+    assert result.num_emitted_B.tolist() == [2, 2]
 
 
 def test_stop_token_and_length_end_the_walk_inside_a_draft_block() -> None:

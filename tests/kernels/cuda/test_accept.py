@@ -9,6 +9,8 @@ import torch
 
 from kernels.accept import (
     RUN_ON,
+    LED,
+    STOP_LED,
     STOP_LENGTH,
     STOP_TOKEN,
     AcceptResult,
@@ -130,6 +132,19 @@ def test_blocked_rows_emit_nothing_and_keep_what_came_before(device: torch.devic
         result, _, length, state = run([case], logits, 3, 3, device)
         assert (int(result.num_emitted_B[0]), int(result.blocked_B[0]), int(length[0])) == want
         assert state.done_S.tolist() == [want[1] > DEFER]
+
+
+def test_a_stop_token_at_a_led_row_says_so(device: torch.device) -> None:
+    logits = torch.zeros(6, 50)
+    for j in range(6):
+        logits[j, 7 + j % 3] = 5.0
+    one = torch.zeros(50, dtype=torch.bool)
+    one[8] = True
+    kinds, masks = [ALL, APPLY, ALL], {1: one}
+    led = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={1: LED}, stop=(8,))
+    before = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={0: LED}, stop=(8,))
+    result, _, _, _ = run([led, before], logits, 3, 3, device)
+    assert result.finish_B.tolist() == [STOP_LED, STOP_TOKEN]
 
 
 def test_stop_token_and_length_end_the_walk_inside_a_draft_block(device: torch.device) -> None:

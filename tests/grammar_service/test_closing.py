@@ -1,0 +1,238 @@
+"""Answers led to their end: they end, they are valid, and the rows are the same whatever was drafted or made anew."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from functools import partial
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from benchmarks.random_schemas import random_schema
+from grammar_service.backends import Compiled, Rows
+from grammar_service.closing import Closing, ClosingPlan
+from grammar_service.closing_texts import TokenTexts
+from grammar_service.grammar import Kind
+from grammar_service.mask_rows import few
+from grammar_service.matchers import Classifier, Slot, SlotTable
+from grammar_service.vocabulary import Vocabulary
+from shared_mem.grammar_end import Record
+from shared_mem.layout import LED, RowKind
+from tests.grammar_service.conftest import Library
+from tests.grammar_service.toy import PADDED, STOPS, spell
+
+Told = tuple[int, int, int, bytes]
+"""Kind, forced, need and words of a row."""
+
+PERSON = {
+    "type": "object",
+    "properties": {"n": {"type": "string"}, "a": {"type": "integer"}, "t": {"type": "array", "minItems": 2}},
+    "required": ["n", "a", "t"],
+}
+NODE = {"type": "object", "properties": {"l": {"$ref": "#/$defs/n"}, "v": {"type": "integer"}}, "required": ["l", "v"]}
+GRAMMARS: dict[str, tuple[Kind, Any]] = {
+    "required": (Kind.JSON_SCHEMA, PERSON),
+    "nested": (Kind.JSON_SCHEMA, {"type": "object", "properties": {"a": {"type": "array", "items": PERSON}}}),
+    "enum": (Kind.JSON_SCHEMA, {"enum": ["red", "green", "a longer value", 7]}),
+    "lengths": (Kind.JSON_SCHEMA, {"type": "string", "minLength": 12, "maxLength": 40}),
+    "pattern": (Kind.JSON_SCHEMA, {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{2}$"}),
+    "one of": (Kind.JSON_SCHEMA, {"anyOf": [PERSON, {"type": "array", "items": {"type": "boolean"}}]}),
+    "recursive": (Kind.JSON_SCHEMA, {"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [{"type": "null"}, NODE]}}}),
+    "object": (Kind.JSON_OBJECT, ""),
+    "choice": (Kind.CHOICE, ["yes", "no", "a third way"]),
+    "regex": (Kind.REGEX, "[a-z]+-(x|yy)!"),
+    "ebnf": (Kind.EBNF, 'root ::= "<" [a-z]+ ">" [^<]* "</end>"'),
+}
+
+
+def compiled_of(library: Library, name: str) -> tuple[Compiled, str]:
+    kind, source = GRAMMARS[name]
+    text = source if isinstance(source, str) else json.dumps(source)
+    return library.compiled(kind, text), text
+
+
+def plan_of(compiled: Compiled, source: str, vocabulary: Vocabulary) -> ClosingPlan:
+    return ClosingPlan.of(compiled.matcher(), source, TokenTexts.of(vocabulary))
+
+
+def drawn(seed: int, position: int, words: Any) -> int:
+    """Draw a token as the engine does: the same one from the same row, with the same seed, at the same position."""
+    legal = few(words, PADDED)
+
+    def noise(token: int) -> bytes:
+        return hashlib.blake2b(f"{seed} {position} {token}".encode(), digest_size=8).digest()
+
+    return min(legal, key=noise)
+
+
+class Walk:
+    """An engine's side of one slot: commits what it draws, drafts well or badly, and notes every row that it used."""
+
+    def __init__(self, compiled: Compiled, plan: ClosingPlan, limit: int, seed: int) -> None:
+        self.compiled, self.limit, self.seed = compiled, limit, seed
+        self.closes = partial(Closing, plan, limit)
+        self.classifier = Classifier(PADDED)
+        self.rows = Rows(np.zeros((8, plan.texts.num_words), dtype=np.int32))
+        self.tokens: list[int] = []
+        self.used: list[Told] = []
+        self.led = False
+        self.complete = False
+
+    def run(self, drafts: int = 0, rebind_at: int = -1, known: list[int] | None = None) -> Walk:
+        table, posted = self.bound(), 0
+        luck = random.Random(drafts)
+        while not self.complete and len(self.tokens) < self.limit:
+            if 0 <= rebind_at <= len(self.tokens):
+                table, posted, rebind_at = self.bound(), len(self.tokens), -1
+            proposed = self.propose(luck, drafts, known or [])
+            record = Record(0, 1, posted, tuple(self.tokens[posted:]), tuple(proposed), 0)
+            answer = table.answer(record, self.rows, 0)
+            posted = len(self.tokens)
+            for row in range(len(proposed) + 1):
+                kind, forced, need = answer.kinds[row], answer.forced[row], answer.need[row]
+                assert kind in (RowKind.ALL, RowKind.APPLY, RowKind.FORCED), (kind, table.slots[0].problem)
+                words = self.rows.words[row]
+                self.used.append((kind, forced, need, words.tobytes()))
+                token = drawn(self.seed, len(self.tokens), words)
+                self.tokens.append(token)
+                self.complete, self.led = token in STOPS, forced == LED
+                if self.complete or len(self.tokens) == self.limit or proposed[row : row + 1] != [token]:
+                    break
+        return self
+
+    def bound(self) -> SlotTable:
+        table = SlotTable(self.classifier)
+        table.bind(0, Slot.bind(1, self.compiled.matcher, self.tokens, self.closes))
+        return table
+
+    def propose(self, luck: random.Random, most: int, known: list[int]) -> list[int]:
+        """Draft what will be drawn, and now and then another token."""
+        at = len(self.tokens)
+        ahead = known[at : at + luck.randint(0, most)]
+        return [token if luck.random() < 0.9 else luck.randrange(3, 259) for token in ahead]
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_an_answer_ends_wherever_an_end_is_known(library: Library, vocabulary: Vocabulary, name: str) -> None:
+    compiled, source = compiled_of(library, name)
+    plan = plan_of(compiled, source, vocabulary)
+    assert plan.path is not None
+    for limit in (len(plan.path), len(plan.path) + 20):
+        walk = Walk(compiled, plan, limit, seed=limit).run()
+        assert walk.complete, (limit, spelled(plan, walk.tokens))
+        assert compiled_takes(compiled, walk.tokens)
+        if GRAMMARS[name][0] is Kind.JSON_SCHEMA:
+            judge(spelled(plan, walk.tokens), GRAMMARS[name][1])
+
+
+@pytest.mark.parametrize("name", ["required", "nested", "recursive", "lengths", "regex", "ebnf"])
+def test_rows_are_the_same_with_drafts_and_after_a_rebind(library: Library, vocabulary: Vocabulary, name: str) -> None:
+    compiled, source = compiled_of(library, name)
+    plan = plan_of(compiled, source, vocabulary)
+    limit = len(plan.path or ()) + 4
+    alone = Walk(compiled, plan, limit, seed=limit).run()
+    assert any(forced == LED for _, forced, _, _ in alone.used)
+    for drafts, rebind_at in ((7, -1), (3, limit // 2), (0, limit - 4)):
+        other = Walk(compiled, plan, limit, seed=limit).run(drafts, rebind_at, alone.tokens)
+        assert other.tokens == alone.tokens
+        assert other.used == alone.used
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schemas_at_random_limits(library: Library, vocabulary: Vocabulary, seed: int) -> None:
+    schema = random_schema(seed)
+    source = json.dumps(schema)
+    compiled = library.compiled(Kind.JSON_SCHEMA, source)
+    plan = plan_of(compiled, source, vocabulary)
+    limit = random.Random(seed).randint(4, 120)
+    walk = Walk(compiled, plan, limit, seed).run()
+    if walk.complete:
+        judge(spelled(plan, walk.tokens), schema)
+    else:
+        assert plan.path is None or len(plan.path) > limit
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_what_is_proven_is_not_above_what_was_found(library: Library, vocabulary: Vocabulary, name: str) -> None:
+    compiled, source = compiled_of(library, name)
+    plan = plan_of(compiled, source, vocabulary)
+    assert plan.path is not None
+    assert 2 <= plan.least <= len(plan.path)
+    assert compiled_takes(compiled, list(plan.path))
+
+
+def test_the_least_number_of_tokens_is_exact_where_every_answer_can_be_looked_at(
+    library: Library, vocabulary: Vocabulary
+) -> None:
+    compiled = library.compiled(Kind.CHOICE, json.dumps(["zq", "zqzq"]))
+    plan = plan_of(compiled, "zq", vocabulary)
+    assert plan.least == len(plan.path or ()) == len(spell("zq")) + 1
+
+
+def test_far_from_the_limit_rows_are_the_grammars_own(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, source = compiled_of(library, "required")
+    plan = plan_of(compiled, source, vocabulary)
+    matcher = compiled.matcher()
+    closing = Closing(plan, 4000, matcher)
+    tokens: list[int] = []
+    for token in spell('{"n":"someone","a":4'):
+        assert closing.narrowed(len(tokens)) is None
+        assert closing.led(len(tokens)) == -1
+        assert matcher.accept(token)
+        tokens.append(token)
+        closing.push(matcher, tokens)
+
+
+def test_with_nothing_to_spare_hardly_more_than_the_path_is_offered(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, source = compiled_of(library, "lengths")
+    plan = plan_of(compiled, source, vocabulary)
+    assert plan.path is not None
+    slot = Slot.bind(1, compiled.matcher, [], partial(Closing, plan, len(plan.path)))
+    rows = Rows(np.zeros((1, plan.texts.num_words), dtype=np.int32))
+    for token in plan.path[1:-1]:
+        slot.accept(plan.path[len(slot.tokens)])
+        kind, forced, need = slot.fill(rows, 0, Classifier(PADDED))
+        assert (kind, forced, need) == (RowKind.APPLY, LED, len(plan.path) - len(slot.tokens))
+        offered = few(rows.words[0], PADDED)
+        assert token in offered
+        assert len(offered) < 4
+
+
+def test_a_draft_that_leaves_no_room_is_walked_no_further(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, source = compiled_of(library, "lengths")
+    plan = plan_of(compiled, source, vocabulary)
+    assert plan.path is not None
+    table = SlotTable(Classifier(PADDED))
+    table.bind(0, Slot.bind(1, compiled.matcher, [], partial(Closing, plan, len(plan.path))))
+    rows = Rows(np.zeros((2, plan.texts.num_words), dtype=np.int32))
+    head = plan.path[:3]
+    other = next(t for t in spell("abc") if t != plan.path[3])
+    answer = table.answer(Record(0, 1, 0, head, (other,), 0), rows, 0)
+    assert answer.kinds == [RowKind.APPLY, RowKind.DEFER]
+    assert table.slots[0].tokens == list(head)
+
+
+def test_a_limit_that_nothing_fits_narrows_nothing(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, source = compiled_of(library, "pattern")
+    plan = plan_of(compiled, source, vocabulary)
+    walk = Walk(compiled, plan, plan.least - 1, seed=1).run()
+    assert not walk.complete
+    assert all(forced != LED for _, forced, _, _ in walk.used)
+
+
+def judge(text: str, schema: Any) -> None:
+    # A row drawn from at random shows that xgrammar lets control characters into strings with a length.
+    jsonschema.validate(json.loads(text, strict=False), schema)
+
+
+def spelled(plan: ClosingPlan, tokens: list[int]) -> str:
+    return plan.texts.text(tokens).decode()
+
+
+def compiled_takes(compiled: Compiled, tokens: list[int]) -> bool:
+    matcher = compiled.matcher()
+    return all(matcher.accept(token) for token in tokens) and matcher.terminated
