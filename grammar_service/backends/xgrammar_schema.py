@@ -197,10 +197,9 @@ def _objects(node: dict[str, Any]) -> tuple[str, str] | None:
         for keyword in ("patternProperties", "propertyNames"):
             if keyword in node:
                 return keyword, 'is not enforced without "type"'
-    if node.get("additionalProperties") is not False and any(
-        json.dumps(n, ensure_ascii=False) != f'"{n}"' for n in known
-    ):
-        return "properties", "holds a name with a quote, a backslash or a control character, which is not kept apart"
+    plain = all(json.dumps(name) == f'"{name}"' for name in known)
+    if not plain and node.get("additionalProperties") is not False:
+        return "properties", "has a name beyond plain ASCII, which is not kept apart from additional ones"
     for i, name in enumerate(node["required"] if isinstance(node.get("required"), list) else ()):
         if not isinstance(name, str) or name not in known:
             return f"required/{i}", f"{name!r} is not enforced, since it is not in properties"

@@ -98,6 +98,9 @@ OBJECTS: tuple[Case, ...] = (
     case("properties", "names repeated", A, [{"a": 1}], [Raw('{"a":1,"a":"x"}'), Raw('{"b":1,"a":"x"}')]),
     case("properties", "names spelled \\uXXXX", A, [{"a": 1}], [Raw('{"\\u0061":"x"}'), Raw('{"a":1,"\\u0061":"x"}')]),
     case("properties", "names with a quote", {**OBJ, "properties": {'"': INT}}, [{'"': 1}], [{'"': "x"}]),
+    case(
+        "properties", "names beyond ASCII", {**OBJ, "properties": {"\u00e9": INT}}, [{"\u00e9": 1}], [{"\u00e9": "x"}]
+    ),
     case("properties", "without type", {"properties": {"a": INT}}, [{"a": 1}, 1, "x"], [{"a": "x"}]),
     case("properties", "false", {**OBJ, "properties": {"a": False}}, [{}, {"b": 1}], [{"a": 1}]),
     case("required", "", {**AB, "required": ["b"]}, [{"b": 1}, {"a": 1, "b": 2}], [{}, {"a": 1}]),
