@@ -6,6 +6,7 @@ Invariant: equal seeds give equal schemas, and every schema has an instance. Not
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 Json = dict[str, Any]
@@ -23,7 +24,14 @@ def random_schema(seed: int) -> Json:
 
 
 def _schema(rng: random.Random, depth: int) -> Json:
-    makers = [_string, _number, _constant, _pattern, lambda r: {"type": "boolean"}, lambda r: {"type": "null"}]
+    makers: list[Callable[[random.Random], Json]] = [
+        _string,
+        _number,
+        _constant,
+        _pattern,
+        lambda r: {"type": "boolean"},
+        lambda r: {"type": "null"},
+    ]
     if depth:
         makers += [
             lambda r: _object(r, depth - 1),

@@ -23,7 +23,7 @@ from grammar_service.closing_search import Path, Search, WorkSpentError
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.mask_rows import Words, among, count, few, has
 
-START_WORK, FIND_WORK, TABLE_WORK, ONE_WORK = 1_500, 3_000, 4_000, 400
+START_WORK, FIND_WORK, TABLE_WORK, ONE_WORK = 2_000, 2_000, 1_500, 200
 """Units of work: for a grammar, for a state, for a row, for one token of a row that needs a search."""
 LEAST_WORK = 500
 MOST_START = 512
@@ -31,7 +31,7 @@ MOST_START = 512
 MARGIN = range(12, 65)
 _SINGLES = 12
 """So many tokens of a kind are tried one by one; of more, three speak for all."""
-_SEARCHES = 4
+_SEARCHES = 3
 """Tokens of a row behind which a search is made, when the known path does not fit there."""
 
 
@@ -168,7 +168,8 @@ class Closing:
 
     def _path(self, search: Search, tokens: list[int], before: Mark | None, left: int) -> Path | None:
         if before is None:
-            return self._plan.path if self._plan.path and len(self._plan.path) <= left else None
+            known = self._plan.path
+            return known if known and len(known) <= left else search.find(left)
         if before.path and before.position == len(tokens) - 1:
             token = tokens[-1]
             if token == before.path[0]:
