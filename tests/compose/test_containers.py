@@ -1,0 +1,172 @@
+"""The composed stack for real: hardened as the files say, a guided answer, kills in mid-answer, the backend swapped.
+
+`make compose-test` builds the images and runs this. The tests go in order on one stack, which starts from nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import jsonschema
+import pytest
+import trustme
+
+from gpu_engine.client import Client
+from gpu_engine.client_access import Access
+from protos.engine.v1 import engine_pb2 as pb
+from tests.compose.stack import UP_TIMEOUT_S, Stack, listing
+from tests.e2e.asking import ANSWER_TIMEOUT_S, Answer
+
+pytestmark = [pytest.mark.docker, pytest.mark.slow]
+
+ITEMS = 20
+
+
+@pytest.fixture(scope="module")
+def stack(root: Path) -> Iterator[Stack]:
+    stack = Stack(root)
+    stack.down()
+    try:
+        stack.up()
+        yield stack
+    finally:
+        print(stack.compose("logs", "--no-color", "--tail", "60", check=False))
+        stack.down()
+
+
+def check(answer: Answer, schema: object) -> None:
+    assert pb.FinishReason.Name(answer.last.finish_reason) == "FINISH_REASON_STOP"
+    jsonschema.validate(json.loads(answer.text), schema)
+
+
+async def test_a_guided_answer_from_the_host(stack: Stack) -> None:
+    request, schema = listing(3)
+    check(await stack.ask(request), schema)
+
+
+@pytest.mark.parametrize("service", ["engine", "grammar"])
+def test_a_process_can_write_next_to_nothing_and_gain_nothing(stack: Stack, service: str) -> None:
+    assert stack.inside(service, "id -u; id -g").split() == ["10001", "10001"]
+    status = stack.inside(service, "grep -E '^(CapEff|CapBnd|NoNewPrivs)' /proc/1/status").split()
+    assert dict(zip(status[::2], status[1::2], strict=True)) == {
+        "CapEff:": "0" * 16,
+        "CapBnd:": "0" * 16,
+        "NoNewPrivs:": "1",
+    }
+    assert stack.inside(service, "touch /opt/lockstep/x /etc/x 2>/dev/null; ls /opt/lockstep/x /etc/x", False) == ""
+
+
+def test_they_share_one_folder_with_two_private_sockets(stack: Stack) -> None:
+    mounts = '{{range .Mounts}}{{.Type}} {{.Source}} {{.Destination}}{{"\\n"}}{{end}}'
+    engine, grammar = (set(stack.inspect(name, mounts).splitlines()) for name in ("engine", "grammar"))
+    assert {line.split()[-1] for line in engine & grammar} == {"/run/lockstep"}
+    assert len(grammar) == 1
+    for service in ("engine", "grammar"):
+        seen = stack.inside(service, "stat -c '%a %u %F %n' /run/lockstep /run/lockstep/*").splitlines()
+        assert seen == [
+            "700 10001 directory /run/lockstep",
+            "600 10001 socket /run/lockstep/grammar.sock",
+            "600 10001 socket /run/lockstep/segment.sock",
+        ]
+
+
+def test_the_grammar_container_has_no_network_and_no_torch(stack: Stack) -> None:
+    assert stack.inside("grammar", "ls /sys/class/net").split() == ["lo"]
+    find = "import importlib.util as u; print([m for m in ('torch', 'llguidance', 'xgrammar') if u.find_spec(m)])"
+    assert stack.inside("grammar", f'python -c "{find}"') == "['llguidance']"
+
+
+def kill_the_container(stack: Stack) -> None:
+    """By hand, so Docker leaves it dead; somebody starts it again."""
+    stack.compose("kill", "grammar")
+    stack.up()
+
+
+def crash_the_process(stack: Stack) -> None:
+    """Docker starts it again by its restart policy."""
+    stack.inside("grammar", "kill -9 -1", check=False)
+
+
+@pytest.mark.parametrize("kill", [kill_the_container, crash_the_process])
+async def test_the_sidecar_is_killed_in_mid_answer(stack: Stack, kill: Callable[[Stack], None]) -> None:
+    request, schema = listing(ITEMS)
+    undisturbed = await stack.ask(request)
+    check(undisturbed, schema)
+    disturbed = Answer()
+    killing: asyncio.Task[None] | None = None
+    at_kill = 0
+    async with (
+        Client(stack.address) as client,
+        contextlib.aclosing(client.generate(request, timeout_s=ANSWER_TIMEOUT_S)) as responses,
+    ):
+        async for response in responses:
+            disturbed.text += response.text
+            disturbed.token_ids.extend(response.token_ids)
+            disturbed.last = response
+            if killing is None and len(disturbed.text) > 100:
+                at_kill = len(disturbed.text)
+                killing = asyncio.create_task(asyncio.to_thread(kill, stack))
+    assert killing is not None
+    await killing
+    print(f"{kill.__name__}: after {at_kill} of {len(disturbed.text)} characters; {disturbed.last.telemetry}")
+    check(disturbed, schema)
+    assert disturbed.text == undisturbed.text
+    assert disturbed.token_ids == undisturbed.token_ids
+    async with Client(stack.address) as client:
+        assert (await client.stats()).grammar_ready
+
+
+async def test_a_crashed_engine_comes_back_to_the_same_sidecar(stack: Stack) -> None:
+    grammar = stack.container("grammar"), stack.inspect("grammar", "{{.State.StartedAt}}")
+    restarts = stack.restarts("engine")
+    stack.inside("engine", "kill -9 -1", check=False)
+    async with asyncio.timeout(UP_TIMEOUT_S):
+        while not await asyncio.to_thread(stack.recovered, "engine", restarts):  # noqa: ASYNC110 - nothing tells us
+            await asyncio.sleep(1)
+    request, schema = listing(3)
+    check(await stack.ask(request), schema)
+    assert grammar == (stack.container("grammar"), stack.inspect("grammar", "{{.State.StartedAt}}"))
+
+
+async def test_the_variable_swaps_the_backend_under_the_running_engine(stack: Stack) -> None:
+    engine = stack.container("engine"), stack.inspect("engine", "{{.State.StartedAt}}")
+    request, schema = listing(3)
+    for name, backend in (("xgrammar", pb.BACKEND_XGRAMMAR), ("llguidance", pb.BACKEND_LLGUIDANCE)):
+        dataclasses.replace(stack, variables={"GRAMMAR_BACKEND": name}).up()
+        check(await stack.ask(request), schema)
+        assert await stack.backends() == [backend]
+    assert engine == (stack.container("engine"), stack.inspect("engine", "{{.State.StartedAt}}"))
+
+
+def secrets_in(folder: Path) -> trustme.CA:
+    """Write what compose.tls.yaml mounts, readable by the container's user; return who signed it."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    (folder / "tls.crt").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    (folder / "tls.key").write_bytes(issued.private_key_pem.bytes())
+    (folder / "tokens").write_text("0123456789abcdef\n")
+    folder.chmod(0o755)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+    return authority
+
+
+async def test_tls_and_tokens_from_a_folder_of_secrets(stack: Stack, tmp_path: Path) -> None:
+    authority = secrets_in(tmp_path)
+    behind_tls = dataclasses.replace(
+        stack, files=("compose.yaml", "compose.tls.yaml"), variables={"LOCKSTEP_SECRETS": str(tmp_path)}
+    )
+    behind_tls.up()
+    tls = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    request, schema = listing(3)
+    check(await behind_tls.ask(request, Access(tls, "0123456789abcdef")), schema)
+    with pytest.raises(grpc.aio.AioRpcError, match="authorization: is missing"):
+        await behind_tls.ask(request, Access(tls))
+    with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+        await behind_tls.ask(request)

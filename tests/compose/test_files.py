@@ -1,0 +1,128 @@
+"""What compose.yaml and the Dockerfiles promise about containers, read from the files: no Docker is needed.
+
+Not here: the containers themselves (`test_containers.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+SERVICES = ("engine", "grammar")
+DOCKERFILES = ("gpu_engine/Dockerfile", "grammar_service/Dockerfile")
+
+
+@pytest.fixture
+def compose(root: Path) -> dict[str, Any]:
+    return load(root, "compose.yaml")
+
+
+def load(root: Path, name: str) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((root / name).read_text())
+    return document
+
+
+def stages(root: Path, name: str) -> list[str]:
+    """Return the instructions of each stage, comments and line ends left out."""
+    lines = [line for line in (root / name).read_text().splitlines() if not line.startswith("#")]
+    return re.split(r"^FROM ", "\n".join(lines).replace("\\\n", " "), flags=re.MULTILINE)[1:]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_containers_hold_nothing_they_could_lose(compose: dict[str, Any], service: str) -> None:
+    settings = compose["services"][service]
+    assert settings["user"].split(":")[0] not in ("", "0", "root")
+    assert settings["read_only"] is True
+    assert settings["cap_drop"] == ["ALL"]
+    assert settings["security_opt"] == ["no-new-privileges:true"]
+    assert settings["restart"] == "unless-stopped"
+    assert settings["init"] is True
+    assert settings["pids_limit"] > 0
+    for granted in ("cap_add", "privileged", "devices", "ipc", "pid"):
+        assert granted not in settings
+
+
+def test_the_two_share_the_sockets_and_nothing_else(compose: dict[str, Any]) -> None:
+    volumes = {name: compose["services"][name]["volumes"] for name in SERVICES}
+    assert volumes["grammar"] == ["sockets:/run/lockstep"]
+    assert set(volumes["engine"]) & set(volumes["grammar"]) == {"sockets:/run/lockstep"}
+    options = compose["volumes"]["sockets"]["driver_opts"]
+    assert options["type"] == "tmpfs"
+    user = compose["services"]["engine"]["user"].split(":")[0]
+    assert {"mode=0700", f"uid={user}", "nosuid", "nodev", "noexec"} <= set(options["o"].split(","))
+
+
+def test_the_grammar_process_has_no_network(compose: dict[str, Any]) -> None:
+    grammar = compose["services"]["grammar"]
+    assert grammar["network_mode"] == "none"
+    assert "ports" not in grammar
+
+
+def test_ports_are_published_to_this_machine_alone(compose: dict[str, Any]) -> None:
+    ports = compose["services"]["engine"]["ports"]
+    assert "${LOCKSTEP_PUBLISH:-127.0.0.1:50051}:50051" in ports
+    assert [port for port in ports if not re.fullmatch(r"\$\{\w+:-127\.0\.0\.1:(\d+)\}:\1", port)] == []
+
+
+def test_one_variable_swaps_the_backend_and_the_engine_does_not_see_it(compose: dict[str, Any], root: Path) -> None:
+    grammar = compose["services"]["grammar"]
+    assert grammar["image"] == "lockstep-grammar:${GRAMMAR_BACKEND:-llguidance}"
+    assert grammar["build"]["args"]["GRAMMAR_BACKEND"] == "${GRAMMAR_BACKEND:-llguidance}"
+    assert grammar["environment"]["LOCKSTEP_GRAMMAR_BACKEND"] == "${GRAMMAR_BACKEND:-llguidance}"
+    assert "GRAMMAR_BACKEND" not in str(compose["services"]["engine"])
+    # Compose makes a container again when one that it depends on is.
+    assert "depends_on" not in compose["services"]["engine"]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_health_is_asked_of_the_process_itself(compose: dict[str, Any], service: str) -> None:
+    settings = compose["services"][service]
+    module = {"engine": "gpu_engine", "grammar": "grammar_service"}[service]
+    assert settings["healthcheck"]["test"][:5] == ["CMD", "python", "-m", module, "health"]
+
+
+def test_a_gpu_is_an_override(root: Path, compose: dict[str, Any]) -> None:
+    (device,) = load(root, "compose.gpu.yaml")["services"]["engine"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    assert "nvidia" not in str(compose)
+
+
+def test_secrets_are_mounted_and_not_built_in(root: Path) -> None:
+    engine = load(root, "compose.tls.yaml")["services"]["engine"]
+    (mount,) = engine["volumes"]
+    assert mount.endswith(":/run/secrets:ro")
+    for name in ("TLS_CERT", "TLS_KEY", "AUTH_TOKEN_FILE"):
+        assert engine["environment"][f"LOCKSTEP_{name}"].startswith("/run/secrets/")
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_images_run_as_the_composed_user_without_sources_or_compiler(
+    root: Path, compose: dict[str, Any], name: str
+) -> None:
+    _, build, final = stages(root, name)[:3]
+    assert "gcc" in build
+    assert "gcc" not in final
+    assert "pip" not in final
+    copies = re.findall(r"^COPY (.*)", final, re.MULTILINE)
+    assert copies == ["--from=build /opt/lockstep /opt/lockstep"]
+    assert "USER ${UID}:${UID}" in final
+    uid = re.findall(r"^ARG UID=(\d+)", final, re.MULTILINE)
+    assert [uid[0], uid[0]] == compose["services"]["engine"]["user"].split(":")
+
+
+def test_the_small_sidecar_refuses_torch_when_it_is_built(root: Path) -> None:
+    assert "find_spec('torch')" in stages(root, "grammar_service/Dockerfile")[1]
+
+
+def test_only_sources_get_into_a_build(root: Path) -> None:
+    lines = [line for line in (root / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "*"
+    taken = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    assert taken == {
+        *("LICENSE", "README.md", "pyproject.toml", "setup.py"),
+        *("gpu_engine", "grammar_service", "kernels", "protos", "shared_mem"),
+    }
