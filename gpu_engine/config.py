@@ -44,11 +44,12 @@ class EngineConfig:
     prefill_chunk: int = 256
     """Prompt tokens per prefill call; decode steps run between the chunks."""
     drafter: str = "ngram"
-    """"ngram", "model" or "none"."""
+    """"ngram", "model", "eagle3" or "none"."""
     draft_model: str = ""
-    """With drafter=model: a model with the same tokenizer, in the forms of `model`."""
+    """With drafter=model: a model with the same tokenizer, in the forms of `model`. With drafter=eagle3: the directory
+    of a head for this model."""
     draft_masks: bool = True
-    """With drafter=model: drafts are held to the grammar too, a row a draft."""
+    """With drafter=model or eagle3: drafts are held to the grammar too, a row a draft."""
     draft_timeout_ms: float = 5.0
     """A draft waits this long for its row, then goes unmasked; verification guards it."""
     num_draft_tokens: int = 7
@@ -88,11 +89,12 @@ class EngineConfig:
         _require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
         _require(self.page_size in (16, 32, 64, 128), "page_size", "must be 16, 32, 64 or 128")
         _require(self.prefill_chunk >= 16, "prefill_chunk", "must be at least 16")
-        _require(self.drafter in ("ngram", "model", "none"), "drafter", f"{self.drafter!r} is not ngram, model or none")
+        drafters = ("ngram", "model", "eagle3", "none")
+        _require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")
         _require(
-            (self.drafter == "model") == bool(self.draft_model),
+            (self.drafter in ("model", "eagle3")) == bool(self.draft_model),
             "draft_model",
-            "goes with drafter=model, and only with it",
+            "goes with drafter=model and drafter=eagle3, and only with these",
         )
         _require(self.draft_timeout_ms > 0, "draft_timeout_ms", "must be positive")
         _require(
@@ -149,6 +151,8 @@ class ServerConfig:
     """A directory in which a spawned sidecar keeps compiled grammars over restarts; empty: none."""
     grammar_handles_bytes: int = 64 << 20
     """Bound on the grammars that Compile gave an id, in bytes of their text; the least recently used leaves first."""
+    grammar_wait_s: float = 30.0
+    """A guided request waits this long for a grammar process that is starting or was lost, then it is UNAVAILABLE."""
     grammar_silence_s: float = 5.0
     """A grammar process without a sign of life for this long counts as lost; a spawned one is killed. Guided steps
     pause after 0.1 s already, and go on where they are when it shows life in time."""
@@ -157,8 +161,6 @@ class ServerConfig:
     grammar_retry_s: float = 60.0
     """A spawned grammar process that failed 8 times within 60 s is tried again after so long; guided requests are
     UNAVAILABLE until then."""
-    grammar_wait_s: float = 30.0
-    """A guided request waits this long for a grammar process that is starting or was lost, then it is UNAVAILABLE."""
     max_n: int = 16
     """Most sequences of one request."""
     max_prompt_bytes: int = 4 << 20
@@ -188,8 +190,6 @@ class ServerConfig:
         _require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
         _require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
         _require(self.grammar_handles_bytes >= 1 << 20, "grammar_handles_bytes", "must be at least 1048576")
-        _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
-        _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
         _require(self.grammar_wait_s > 0, "grammar_wait_s", "must be positive")
         _require(self.grammar_silence_s > 0, "grammar_silence_s", "must be positive")
         _require(
@@ -198,6 +198,8 @@ class ServerConfig:
             "must be 0 or at least 128: a grammar process begins with about 100",
         )
         _require(self.grammar_retry_s > 0, "grammar_retry_s", "must be positive")
+        _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
+        _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
         host, _, port = self.metrics_listen.rpartition(":")
         _require(
             not self.metrics_listen or bool(host and port.isdecimal() and int(port) < 1 << 16),

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.drafters.nets import Hidden
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.model.prefill import prefill_row
@@ -28,10 +29,13 @@ from kernels.paged_attention import KVPages
 class DeviceDrafter(Protocol):
     """Enqueues what proposes the tokens that the next step verifies."""
 
-    def prefill(self, slot: SlotBuffers, place: int, start: int, end: int) -> None:
+    layers: tuple[int, ...]
+    """Target layers whose input it wants to see."""
+
+    def prefill(self, slot: SlotBuffers, place: int, start: int, end: int, hidden: Hidden) -> None:
         """See tokens [start, end) of slot `place` go by. Called inside a launch of the stream's."""
 
-    def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor) -> None:
+    def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         """Enqueue the writing of `drafts_SR` and `num_drafts_S` of the lanes' slots."""
 
 
@@ -70,6 +74,8 @@ class DeviceStep:
         self._positions = torch.zeros(most * R, dtype=torch.int32, device=device)
         self._table_BN = torch.zeros(most, N, dtype=torch.int32, device=device)
         self._logits_NV: torch.Tensor | None = None
+        self._hidden: Hidden = dict.fromkeys(drafter.layers)
+        """Filled by every forward, for the drafting behind it."""
 
     def __call__(self, batch: StepBatch) -> None:
         """Enqueue one verify step for every lane and the drafting behind it; the ring has the results."""
@@ -80,7 +86,7 @@ class DeviceStep:
         self.sync.await_rows(batch)
         kernel(self._accept, batch)
         self.sync.settle(batch)
-        self._drafter.enqueue(batch, self._tensors(batch), table_BN)
+        self._drafter.enqueue(batch, self._tensors(batch), table_BN, self._hidden)
         self.ring.pack(batch)
 
     def prefill(self, place: int, start: int, end: int) -> None:
@@ -90,8 +96,9 @@ class DeviceStep:
     @torch.no_grad()
     def _prefill(self, place: int, start: int, end: int) -> None:
         at, slot = slice(place, place + 1), self._slot
-        prefill_row(self.model, self._pages, slot.history_SL[at], slot.page_table_SN[at], start, end)
-        self._drafter.prefill(slot, place, start, end)
+        hidden: Hidden = dict.fromkeys(self._drafter.layers)
+        prefill_row(self.model, self._pages, slot.history_SL[at], slot.page_table_SN[at], start, end, hidden)
+        self._drafter.prefill(slot, place, start, end, hidden)
 
     def _load(self, batch: StepBatch) -> None:
         from kernels.cuda.step_inputs import load_step  # a CPU install has no Triton
@@ -106,7 +113,8 @@ class DeviceStep:
     @torch.no_grad()
     def _forward(self, batch: StepBatch) -> None:
         ids_BP, positions_BP = self._inputs(batch)
-        context = AttentionContext(self._pages, self._table_BN[: batch.num_lanes], positions_BP)
+        table_BN = self._table_BN[: batch.num_lanes]
+        context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden)
         self._logits_NV = self.model.logits(ids_BP, context)
 
     def _accept(self, batch: StepBatch) -> None:
@@ -161,10 +169,12 @@ class NgramKernel:
     def __init__(self, stream: Stream, ngram_max: int, ngram_min: int) -> None:
         self._stream, self._max, self._min = stream, ngram_max, ngram_min
 
-    def prefill(self, slot: SlotBuffers, place: int, start: int, end: int) -> None:
+    layers: tuple[int, ...] = ()
+
+    def prefill(self, slot: SlotBuffers, place: int, start: int, end: int, hidden: Hidden) -> None:
         """Nothing: the history is all it needs."""
 
-    def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor) -> None:
+    def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         """Enqueue the lookup; a lane without news finds the drafts that it has."""
         self._stream.kernel(self._propose, batch)
 
@@ -184,8 +194,10 @@ class NgramKernel:
 class NoDrafts:
     """Proposes nothing: a slot has no drafts since it was seated."""
 
-    def prefill(self, slot: SlotBuffers, place: int, start: int, end: int) -> None:
+    layers: tuple[int, ...] = ()
+
+    def prefill(self, slot: SlotBuffers, place: int, start: int, end: int, hidden: Hidden) -> None:
         """Nothing."""
 
-    def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor) -> None:
+    def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         """Nothing."""

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.drafters.nets import Hidden
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.model.prefill import prefill
@@ -23,10 +24,13 @@ from shared_mem.layout import RowKind
 class Drafter(Protocol):
     """Proposes the tokens that the next step verifies."""
 
-    def prefill(self, batch: StepBatch, start: int, end: int) -> None:
-        """See tokens [start, end) of the one lane's sequence go by."""
+    layers: tuple[int, ...]
+    """Target layers whose input it wants to see."""
 
-    def propose(self, batch: StepBatch, step: StepTensors) -> None:
+    def prefill(self, batch: StepBatch, start: int, end: int, hidden: Hidden) -> None:
+        """See tokens [start, end) of the one lane's sequence go by, with the target's hidden states there."""
+
+    def propose(self, batch: StepBatch, step: StepTensors, hidden: Hidden) -> None:
         """Write `drafts_SR` and `num_drafts_S` of the lanes' slots."""
 
 
@@ -40,6 +44,7 @@ class StepProgram:
     def run(self, batch: StepBatch) -> None:
         """Advance every lane by one verify step; results are in `batch.lane.result`."""
         ids_BP, context = self._load(batch)
+        context.hidden = hidden = dict.fromkeys(self.drafter.layers)
         self.sync.post(batch)  # the sidecar rolls back, accepts and fills rows while the target runs
         logits_NV = self.model.logits(ids_BP, context)
         self.sync.await_rows(batch)
@@ -47,13 +52,14 @@ class StepProgram:
         step = self._tensors(batch)
         accept(logits_NV, step, num_rows=batch.num_rows)
         self._settle(batch)
-        self.drafter.propose(batch, step)
+        self.drafter.propose(batch, step, hidden)
 
     @torch.inference_mode()
     def prefill(self, batch: StepBatch, start: int, end: int) -> None:
         """Fill the cache with tokens [start, end) of the one lane's sequence."""
-        prefill(self.model, self.pages, batch, start, end)
-        self.drafter.prefill(batch, start, end)
+        hidden: Hidden = dict.fromkeys(self.drafter.layers)
+        prefill(self.model, self.pages, batch, start, end, hidden)
+        self.drafter.prefill(batch, start, end, hidden)
 
     def warm_up(self, slot: SlotBuffers, lane: LaneBuffers, num_rows: int) -> None:
         """Run the target over a made-up token in page 0, so that libraries choose and allocate early."""

@@ -26,6 +26,9 @@ RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_LED = 0, 1, 2, 3
 LED = -2
 """In `StepTensors.forced_BR` of a row that is not FORCED: the grammar process is leading the answer to its end."""
 
+_FORCED = 2
+"""RowKind.FORCED, which this leaf may not import."""
+
 _POINTERS = (
     *("logits", "slots", "drafts", "num_drafts", "kinds", "forced", "masks", "history", "length", "prompt_length"),
     *(
@@ -203,17 +206,31 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
     native().lockstep_accept(ctypes.byref(step.arguments(logits_NV, num_rows)))
 
 
-def draw_drafts(logits_BV: torch.Tensor, step: StepTensors, k: int) -> None:
+def draw_drafts(logits_BV: torch.Tensor, step: StepTensors, k: int, *, d2t_V: torch.Tensor | None = None) -> None:
     """Draw draft k of every lane into `drafts_BR[:, k]` by the target's own rule, from a drafter's logits [B, V].
 
     Position and noise are those that verification will use at row k; kinds and forced are read at [b, k]. The draft
     also goes into `history_SL` behind `length_S`, where the next draft's penalties find it. -1: nothing is legal.
+    `d2t_V` int32 [Vd] is added to a column of `logits_BV` [B, Vd] to give its token, where the drafter's vocabulary is
+    pruned. A row that leaves nothing of that vocabulary gives -1, too: no draft of it could be accepted.
     """
     if step.device is not None:
         from kernels.cuda import accept as device
 
-        return device.draw_drafts(logits_BV, step, k)
+        return device.draw_drafts(logits_BV, step, k, d2t_V=d2t_V)
+    if d2t_V is not None:
+        logits_BV = _widened(logits_BV, d2t_V, step, k)
     native().lockstep_draft(ctypes.byref(step.arguments(logits_BV, 1)), ctypes.c_int32(k))
+
+
+def _widened(logits_BV: torch.Tensor, d2t_V: torch.Tensor, step: StepTensors, k: int) -> torch.Tensor:
+    """Return logits over the target's vocabulary, -inf outside of the drafter's; a forced token is always there."""
+    B, Vd = logits_BV.shape
+    wide_BV = logits_BV.new_full((B, step.result.scratch_BV.shape[1]), -torch.inf)
+    wide_BV[:, torch.arange(Vd) + d2t_V] = logits_BV
+    forced_B1 = step.forced_BR[:B, k : k + 1].clamp(min=0).long()
+    is_forced_B1 = step.kinds_BR[:B, k : k + 1] == _FORCED
+    return wide_BV.scatter(1, forced_B1, torch.where(is_forced_B1, 0.0, wide_BV.gather(1, forced_B1)).to(wide_BV.dtype))
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> torch.Tensor:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from gpu_engine.config import EngineConfig
 from gpu_engine.device_step import DeviceDrafter, NgramKernel, NoDrafts
 from gpu_engine.drafters.chain import ModelChain
+from gpu_engine.drafters.eagle3 import Eagle3Net
+from gpu_engine.drafters.eagle3_files import load_head
 from gpu_engine.drafters.model import ModelDrafter
+from gpu_engine.drafters.nets import DraftNet, ModelNet
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
-from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from gpu_engine.model.linear import pack_linears
+from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.probe import ModelNotSupported
 from gpu_engine.step import Drafter
 from gpu_engine.stream import Stream
 from gpu_engine.sync import Sync
+from kernels.paged_attention import KVPages
 
 
 def build_drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pages: int) -> Drafter:
-    """Return the drafter. Raises ModelNotSupported when a draft model does not share the target's vocabulary."""
+    """Return the drafter. Raises ModelNotSupported or HeadNotUsable: it does not fit the target."""
     if config.drafter == "none" or config.num_draft_tokens == 0:
         return NoDrafter()
     if config.drafter == "ngram":
         return NgramDrafter(config.ngram_max, config.ngram_min)
-    model = _draft_model(config, target)
-    pages = model.allocate_pages(num_pages, config.page_size)
-    return ModelDrafter(model, pages, sync, masked=config.draft_masks)
+    return ModelDrafter(_net(config, target, num_pages, token_major=False), sync, masked=config.draft_masks)
 
 
 def build_device_drafter(
@@ -34,9 +39,22 @@ def build_device_drafter(
         return NoDrafts()
     if config.drafter == "ngram":
         return NgramKernel(stream, config.ngram_max, config.ngram_min)
+    net = _net(config, target, num_pages, token_major=True)
+    return ModelChain(stream, net, sync, masked=config.draft_masks, num_lanes=config.max_batch_size)
+
+
+def _net(config: EngineConfig, target: LoadedModel, num_pages: int, *, token_major: bool) -> DraftNet:
+    if config.drafter == "eagle3":
+        head = load_head(Path(config.draft_model), target.net.config.get_text_config(), target.dtype).to(target.device)
+        head.requires_grad_(False)
+        heads, width = head.config.num_key_value_heads, head.config.head_dim
+        shape = (num_pages, heads, width, config.page_size)
+        pages = KVPages.allocate(*shape, target.dtype, target.device, token_major)
+        if target.device.type == "cpu" and not token_major:
+            pack_linears(head)
+        return Eagle3Net(head, target.net.get_input_embeddings(), pages)
     model = _draft_model(config, target)
-    pages = model.allocate_pages(num_pages, config.page_size, token_major=True)
-    return ModelChain(stream, model, pages, sync, masked=config.draft_masks, num_lanes=config.max_batch_size)
+    return ModelNet(model, model.allocate_pages(num_pages, config.page_size, token_major=token_major))
 
 
 def _draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from gpu_engine.buffers import StepBatch
+from gpu_engine.drafters.nets import Hidden
 from kernels.accept import StepTensors
 
 
@@ -19,10 +20,12 @@ class NgramDrafter:
     def __init__(self, ngram_max: int, ngram_min: int) -> None:
         self._max, self._min = ngram_max, ngram_min
 
-    def prefill(self, batch: StepBatch, start: int, end: int) -> None:
+    layers: tuple[int, ...] = ()
+
+    def prefill(self, batch: StepBatch, start: int, end: int, hidden: Hidden) -> None:
         """Nothing: the history is all it needs."""
 
-    def propose(self, batch: StepBatch, step: StepTensors) -> None:
+    def propose(self, batch: StepBatch, step: StepTensors, hidden: Hidden) -> None:
         """Write `drafts_SR` and `num_drafts_S` of the lanes' slots, within draft_limit and max_length.
 
         The longest match wins, then the first: behind it stands the most text, and in a prompt that lists its fields
@@ -57,9 +60,11 @@ class NgramDrafter:
 class NoDrafter:
     """Proposes nothing: one token a step."""
 
-    def prefill(self, batch: StepBatch, start: int, end: int) -> None:
+    layers: tuple[int, ...] = ()
+
+    def prefill(self, batch: StepBatch, start: int, end: int, hidden: Hidden) -> None:
         """Nothing."""
 
-    def propose(self, batch: StepBatch, step: StepTensors) -> None:
+    def propose(self, batch: StepBatch, step: StepTensors, hidden: Hidden) -> None:
         """Leave the slots without drafts."""
         batch.slot.num_drafts_S[batch.slots_B.long()] = 0

@@ -17,10 +17,17 @@ STEP = 32
 """Chunk lengths are multiples of this."""
 
 
-def prefill(model: LoadedModel, pages: list[KVPages], batch: StepBatch, start: int, end: int) -> None:
-    """Fill `pages` with tokens [start, end) of the one lane's sequence."""
+def prefill(
+    model: LoadedModel,
+    pages: list[KVPages],
+    batch: StepBatch,
+    start: int,
+    end: int,
+    hidden: dict[int, torch.Tensor | None] | None = None,
+) -> None:
+    """Fill `pages` with tokens [start, end) of the one lane's sequence; `hidden` as in `prefill_row`."""
     slots_B = batch.slots_B.long()
-    prefill_row(model, pages, batch.slot.history_SL[slots_B], batch.slot.page_table_SN[slots_B], start, end)
+    prefill_row(model, pages, batch.slot.history_SL[slots_B], batch.slot.page_table_SN[slots_B], start, end, hidden)
 
 
 def prefill_row(
@@ -30,11 +37,15 @@ def prefill_row(
     page_table_1N: torch.Tensor,
     start: int,
     end: int,
+    hidden: dict[int, torch.Tensor | None] | None = None,
 ) -> None:
-    """Fill `pages` with tokens [start, end) of one row of the history; reads nothing back from the device."""
+    """Fill `pages` with tokens [start, end) of one row of the history; reads nothing back from the device.
+
+    `hidden` names the layers whose input is wanted and receives it, a row a token, padding behind the last.
+    """
     length = -(-(end - start) // STEP) * STEP
     at_P = torch.arange(start, start + length, dtype=torch.int32, device=history_1L.device)
     live_P = at_P < end
     ids_BP = history_1L.gather(1, at_P.clamp(max=end - 1).long()[None])
-    context = AttentionContext(pages, page_table_1N, torch.where(live_P, at_P, -1)[None])
+    context = AttentionContext(pages, page_table_1N, torch.where(live_P, at_P, -1)[None], hidden=hidden)
     model.prefill(torch.where(live_P, ids_BP, 0).long(), context)

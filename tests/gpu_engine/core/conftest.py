@@ -9,7 +9,7 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from gpu_engine.model.loader import LoadedModel, load_model
-from tests.gpu_engine.core import tiny
+from tests.gpu_engine.core import eagle, tiny
 from tests.gpu_engine.core.harness import config
 
 transformers_logging.disable_progress_bar()
@@ -37,9 +37,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def draft_models(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of draft models: "same" is the tiny Llama itself, "other" agrees with it now and then."""
+    """Folders of draft models: "same" is the tiny Llama itself, "other" agrees with it now and then; two EAGLE3 heads.
+
+    "trained eagle3" has learned the tiny Llama's circles, "random eagle3" is hardly ever right. Both know two thirds of
+    the vocabulary.
+    """
     other = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("other"), rounds=True, seed=1)
-    return {"same": llama.name, "other": str(other)}
+    trained, random = (tmp_path_factory.mktemp(name) / "eagle3" for name in ("trained", "random"))
+    eagle.save_trained(Path(llama.name), trained)
+    eagle.save_random(Path(llama.name), random)
+    return {"same": llama.name, "other": str(other), "trained eagle3": str(trained), "random eagle3": str(random)}
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])

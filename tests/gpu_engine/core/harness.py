@@ -104,7 +104,9 @@ def config(**fields: object) -> EngineConfig:
 
 def with_drafts(num_drafts: int, **fields: object) -> EngineConfig:
     """Return `config` with K drafts a step, of the n-gram drafter unless `draft_model` names a folder."""
-    drafter = "none" if not num_drafts else "model" if fields.get("draft_model") else "ngram"
+    folder = str(fields.get("draft_model", ""))
+    by_folder = "eagle3" if folder.endswith("eagle3") else "model" if folder else "ngram"
+    drafter = by_folder if num_drafts else "none"
     return config(drafter=drafter, num_draft_tokens=num_drafts, **fields)
 
 

@@ -37,7 +37,7 @@ def write(batch: StepBatch, slot: int, history: list[int], *, limit: int = ROWS 
 def propose(drafter: Drafter, batch: StepBatch) -> None:
     slot, lane = batch.slot, batch.lane
     lanes = (batch.slots_B, lane.drafts_BR, lane.num_drafts_B, lane.kinds_BR, lane.forced_BR)
-    drafter.propose(batch, StepTensors(*lanes, 0, (0, 0), slot.history_SL, slot.length_S, slot.params, lane.result))
+    drafter.propose(batch, StepTensors(*lanes, 0, (0, 0), slot.history_SL, slot.length_S, slot.params, lane.result), {})
 
 
 def drafts(batch: StepBatch, slot: int) -> list[int]:

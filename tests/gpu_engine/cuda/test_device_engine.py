@@ -42,7 +42,7 @@ pytestmark = [
 ]
 
 SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "row_timeout_ms": 20_000.0}
-PATIENT = {"draft_timeout_ms": 20_000.0}
+PATIENT = {"draft_timeout_ms": 20_000.0, "fuse": False}
 
 FREE = [
     partial(ask, [*range(196, 203)] * 2, max_tokens=9),

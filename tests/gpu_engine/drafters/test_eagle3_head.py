@@ -16,12 +16,12 @@ from gpu_engine.drafters.eagle3_files import HeadNotUsable, load_head, save_head
 from gpu_engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, default_aux_layers
 from gpu_engine.drafters.training.unroll import Sequence, unroll
 
-V, VD, H = 64, 20, 32
+V, VD, H = 64, 20, 64
 
 
 def target_config(**changed: Any) -> LlamaConfig:
     shape: dict[str, Any] = {
-        "vocab_size": V, "hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "vocab_size": V, "hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 128,
     }  # fmt: skip
     return LlamaConfig(**(shape | changed))
@@ -95,7 +95,7 @@ def test_the_frequencies_of_the_rotary_embedding_stay_exact_in_bfloat16(tmp_path
 
 REFUSALS = {
     "vocab_size is 64, and the target has 65": ({}, {"vocab_size": V + 1}),
-    "target_hidden_size is 32, and the target has 40": ({}, {"hidden_size": 40}),
+    "target_hidden_size is 64, and the target has 40": ({}, {"hidden_size": 40}),
     "three of the target's 2 layers": ({}, {"num_hidden_layers": 2}),
     "d2t is [20], and [21] fits": ({"draft_vocab_size": 21}, {}),
     "not the config of an EAGLE3 head": ({"num_attention_heads": None}, {}),

@@ -60,7 +60,7 @@ def test_ngram_proposes_what_the_engines_drafter_does(
     batch = StepBatch(slot, lane, S, R, any_guided=False)
     lanes = (lane.slots_B, lane.drafts_BR, lane.num_drafts_B, lane.kinds_BR, lane.forced_BR)
     step = StepTensors(*lanes, 0, (0, 0), slot.history_SL, slot.length_S, slot.params, lane.result)
-    NgramDrafter(longest, shortest).propose(batch, step)
+    NgramDrafter(longest, shortest).propose(batch, step, {})
     assert num.tolist() == slot.num_drafts_S.tolist()
     for s in range(S):
         assert drafts[s, : int(num[s])].tolist() == slot.drafts_SR[s, : int(num[s])].tolist()

@@ -1,0 +1,140 @@
+"""The EAGLE3 head over paged memory drafts what a plain chain drafts, and a pruned vocabulary its own tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.drafters.eagle3 import Eagle3Net
+from gpu_engine.drafters.eagle3_head import Eagle3Head
+from gpu_engine.drafters.nets import Hidden
+from kernels.accept import StepTensors, draw_drafts
+from kernels.paged_attention import KVPages
+from shared_mem.layout import RowKind
+from tests.gpu_engine.drafters.test_eagle3_head import VD, H, PlainAttention, V, make_head
+
+PAGE, LENGTH, ROWS = 16, 64, 4
+
+
+class Lanes:
+    """Sequences of random tokens and hidden states: as much prefilled as the engine would, then a step that emitted."""
+
+    def __init__(self, head: Eagle3Head, lengths: list[int], emitted: list[int]) -> None:
+        draw = torch.Generator().manual_seed(7)
+        self.head, B = head, len(lengths)
+        self.embedding = torch.nn.Embedding(V, H)
+        torch.nn.init.normal_(self.embedding.weight, generator=draw)
+        pages = KVPages.allocate(B * LENGTH // PAGE + B, 2, H // 4, PAGE, torch.float32, torch.device("cpu"))
+        self.net = Eagle3Net(head, self.embedding, pages)
+        slot, lane = SlotBuffers.allocate(B, ROWS, LENGTH, PAGE), LaneBuffers.allocate(B, ROWS, V)
+        slot.history_SL.copy_(torch.randint(0, V, slot.history_SL.shape, generator=draw))
+        slot.page_table_SN.copy_(torch.arange(slot.page_table_SN.numel()).view(B, -1) % len(pages.v))
+        lane.slots_B.copy_(torch.arange(B))
+        self.aux_BLF = torch.randn(B, LENGTH, 3 * H, generator=draw)
+        self.batch = StepBatch(slot, lane, B, ROWS, any_guided=False)
+        for b, (length, count) in enumerate(zip(lengths, emitted, strict=True)):
+            before = length - count
+            for start in range(0, before - 1, 5):  # chunks, with padding behind the last token
+                end = min(start + 5, before - 1)
+                self.net.prefill(
+                    slot.history_SL[b : b + 1], slot.page_table_SN[b : b + 1], start, end, self.hidden([(b, start, 8)])
+                )
+            slot.length_S[b] = length
+            lane.result.num_emitted_B[b] = count
+        self.step_hidden = self.hidden(
+            [(b, n - e - 1, ROWS) for b, (n, e) in enumerate(zip(lengths, emitted, strict=True))]
+        )
+
+    def hidden(self, rows: list[tuple[int, int, int]]) -> Hidden:
+        """The target's states of (lane, first position, count), layer by layer."""
+        aux_NF = torch.cat([self.aux_BLF[b, max(at, 0) : max(at, 0) + count] for b, at, count in rows])
+        return {layer: aux_NF[:, i * H : (i + 1) * H] for i, layer in enumerate(self.head.config.aux_layers)}
+
+    def plain(self, b: int, drafts: list[int]) -> torch.Tensor:
+        """Logits of draft 0, 1, ... of a lane, from all its true pairs and then its own outputs."""
+        length = int(self.batch.slot.length_S[b])
+        ids = self.batch.slot.history_SL[b, :length].long()
+        attention, last = PlainAttention(self.head), length - 1
+        embeds, fused = self.embedding(ids[1:]), self.head.fuse(self.aux_BLF[b, :last])
+        hidden = self.head(embeds, fused, torch.arange(last), attention)[-1:]
+        out = [self.head.logits(hidden)[0]]
+        for k, draft in enumerate(drafts):
+            hidden = self.head(self.embedding(torch.tensor([draft])), hidden, torch.tensor([last + k]), attention)
+            out.append(self.head.logits(hidden)[0])
+        return torch.stack(out)
+
+
+@torch.inference_mode()
+def test_first_drafts_are_those_of_a_plain_chain() -> None:
+    lanes = Lanes(make_head(), lengths=[20, 9, 31, 3], emitted=[1, 4, 2, 1])
+    batch, slot = lanes.batch, lanes.batch.slot
+    place_B, table_BN = batch.slots_B.long(), slot.page_table_SN
+    going_B = torch.ones(4, dtype=torch.bool)
+    logits = [lanes.net.first(batch, place_B, going_B, table_BN, lanes.step_hidden)]
+    drafts: list[torch.Tensor] = []
+    for k in range(3):
+        drafts.append(lanes.head.target_ids[logits[-1].argmax(-1)])
+        positions_B1 = (slot.length_S + k)[:, None]
+        logits.append(lanes.net.next(drafts[-1][:, None], positions_B1, table_BN))
+    for b in range(4):
+        plain = lanes.plain(b, [int(draft[b]) for draft in drafts])
+        torch.testing.assert_close(torch.stack([each[b] for each in logits]), plain, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_lane_that_stays_behind_writes_nothing() -> None:
+    lanes = Lanes(make_head(), lengths=[20, 9], emitted=[1, 2])
+    batch, slot = lanes.batch, lanes.batch.slot
+    before = lanes.net._pages.v.clone()
+    going_B = torch.tensor([False, False])
+    lanes.net.first(batch, batch.slots_B.long(), going_B, slot.page_table_SN, lanes.step_hidden)
+    lanes.net.next(torch.zeros(2, 1), torch.full((2, 1), -1), slot.page_table_SN)
+    torch.testing.assert_close(lanes.net._pages.v, before, rtol=0, atol=0)
+
+
+def drawn(
+    head: Eagle3Head, logits_D: torch.Tensor, kind: RowKind, *, legal: list[int] | None = None, forced: int = -1
+) -> int:
+    """One draft of one lane under one row."""
+    slot, lane = SlotBuffers.allocate(1, 1, 16, PAGE), LaneBuffers.allocate(1, 1, V)
+    slot.length_S[0] = 1
+    slot.params.top_p_S[:] = 1.0
+    slot.params.repetition_S[:] = 1.0
+    mask = np.zeros(V, dtype=bool)
+    mask[legal or []] = True
+    words = torch.from_numpy(np.packbits(mask, bitorder="little").view(np.int32).copy())
+    lane.kinds_BR[0, 0], lane.forced_BR[0, 0] = int(kind), forced
+    step = StepTensors(
+        lane.slots_B, lane.drafts_BR, lane.num_drafts_B, lane.kinds_BR, lane.forced_BR, words.data_ptr(),
+        (len(words), len(words)), slot.history_SL, slot.length_S, slot.params, lane.result,
+    )  # fmt: skip
+    draw_drafts(logits_D[None], step, 0, d2t_V=head.d2t.int())
+    return int(lane.drafts_BR[0, 0])
+
+
+@pytest.mark.parametrize("best", [0, 7, VD - 1])
+def test_a_column_is_drawn_as_its_token(best: int) -> None:
+    head, logits = make_head(), torch.zeros(VD)
+    logits[best] = 3.0
+    assert drawn(head, logits, RowKind.ALL) == int(head.target_ids[best])
+
+
+def test_a_mask_is_of_tokens_and_not_of_columns() -> None:
+    head = make_head()
+    ids = head.target_ids.tolist()
+    logits = torch.arange(VD, dtype=torch.float32)
+    assert drawn(head, logits, RowKind.APPLY, legal=[ids[3], ids[5]]) == ids[5]
+
+
+def test_nothing_in_common_with_the_mask_is_no_draft_and_never_token_zero() -> None:
+    head = make_head()
+    outside = sorted(set(range(V)) - set(head.target_ids.tolist()))
+    assert drawn(head, torch.randn(VD), RowKind.APPLY, legal=outside) == -1
+
+
+def test_a_forced_token_outside_of_the_vocabulary_is_drafted_all_the_same() -> None:
+    head = make_head()
+    outside = next(i for i in range(V) if i not in set(head.target_ids.tolist()))
+    assert drawn(head, torch.randn(VD), RowKind.FORCED, forced=outside) == outside
