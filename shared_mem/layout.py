@@ -184,14 +184,14 @@ class Layout:
         return self.ans_forced_offset + 4 * self.num_rows
 
     @property
-    def ans_stride(self) -> int:
-        """Distance between answers; whole lines, so that sidecar threads with different slots share none."""
-        return _align(self.ans_late_offset + 8, LINE)
-
-    @property
     def ans_late_offset(self) -> int:
         """`late` inside an answer."""
         return _align(self.ans_need_offset + 4 * self.num_rows, 8)
+
+    @property
+    def ans_stride(self) -> int:
+        """Distance between answers; whole lines, so that sidecar threads with different slots share none."""
+        return _align(self.ans_late_offset + 8, LINE)
 
     @property
     def out_stride(self) -> int:
