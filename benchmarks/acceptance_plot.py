@@ -1,0 +1,63 @@
+"""Tokens a step over drafts a step, drawn, with the figures that TensorRT-LLM has published beside ours.
+
+Invariant: draws what the table says and measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+PUBLISHED = (
+    ("EAGLE3, masked drafts", "Llama 3.1 8B", 2.86, 2.55),
+    ("EAGLE3, free drafts", "Llama 3.1 8B", 2.65, 2.33),
+    ("n-gram", "Llama 3.1 8B", 2.59, 1.89),
+)
+"""At K = 3: (drafter, model, JSON Mode Eval, JSON Schema Bench)."""
+
+
+class Measured(Protocol):
+    """A cell of the table."""
+
+    @property
+    def variant(self) -> str:
+        """The drafter."""
+
+    @property
+    def drafts(self) -> int:
+        """K."""
+
+    @property
+    def group(self) -> str:
+        """The prompts."""
+
+    @property
+    def length(self) -> float:
+        """Tokens a step."""
+
+
+def draw(cells: Sequence[Measured], title: str, path: Path) -> None:
+    """Write a PNG: tokens a step over K, a panel a group, the published figures as marks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = list(dict.fromkeys(cell.group for cell in cells))
+    figure, axes = plt.subplots(1, len(groups), figsize=(6 * len(groups), 4), squeeze=False, sharey=True)
+    for place, group in enumerate(groups):
+        axis = axes[0][place]
+        for variant in dict.fromkeys(cell.variant for cell in cells if cell.drafts):
+            line = sorted((c.drafts, c.length) for c in cells if (c.variant, c.group) == (variant, group) and c.drafts)
+            axis.plot([k for k, _ in line], [length for _, length in line], marker="o", label=variant)
+        for name, model, *lengths in PUBLISHED:
+            axis.plot([3], [lengths[place % 2]], marker="x", linestyle="", label=f"published: {name} ({model})")
+        axis.set_title(group, fontsize=10)
+        axis.set_xlabel("drafts a step", fontsize=8)
+        axis.legend(fontsize=6)
+    axes[0][0].set_ylabel("tokens a step", fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

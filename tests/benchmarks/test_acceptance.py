@@ -1,0 +1,104 @@
+"""Tokens a step by drafter: prompts, variants, the table, and answers that differ."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.acceptance import Cell, Variant, answer, differing, result_table
+from benchmarks.acceptance_prompts import facts, own_prompts, read_prompts
+from benchmarks.measure import Answer
+from benchmarks.tables import Progress
+from tests.benchmarks.conftest import Serve
+from tests.benchmarks.fake_engine import Script
+
+
+def made(name: str, *tokens: int, steps: int = 1) -> Answer:
+    return Answer(name, "", tokens, "stop", 0.0, 0.0, 0.0, steps)
+
+
+def cell(variant: str, drafts: int, group: str, *answers: Answer, wall_s: float = 2.0) -> Cell:
+    return Cell(variant, drafts, group, answers, wall_s)
+
+
+def test_a_variant_is_a_drafter_a_folder_and_marks() -> None:
+    assert Variant.parse("ngram") == Variant("ngram", "ngram", "", ())
+    assert Variant.parse("none+forced").flags == ("--draft-forced", "true")
+    head = Variant.parse("eagle3:a/head+free+unforced")
+    assert (head.name, head.drafter, head.draft_model) == ("eagle3+free+unforced", "eagle3", "a/head")
+    assert head.flags == ("--draft-model", "a/head", "--draft-masks", "false", "--draft-forced", "false")
+    with pytest.raises(ValueError, match="wild is none of"):
+        Variant.parse("ngram+wild")
+
+
+def test_facts_are_the_leaves() -> None:
+    value = {"name": "Orr", "year": 1874, "tags": ["a", "b"], "at": {"city": "Oslo"}, "none": None}
+    assert list(facts(value)) == [
+        "The name is Orr.",
+        "The year is 1874.",
+        "The tags is a.",
+        "The tags is b.",
+        "The at city is Oslo.",
+    ]
+
+
+def test_prompts_come_from_a_file_by_group(tmp_path: Path) -> None:
+    path = tmp_path / "cases.jsonl"
+    tests = [{"valid": False, "data": {"n": "no"}}, {"valid": True, "data": {"n": 7}}]
+    cases = [{"name": f"JME_{i}", "schema": {"type": "object"}, "tests": tests} for i in range(5)]
+    cases += [{"name": f"Other_{i}", "schema": {"type": "object"}, "tests": []} for i in range(5)]
+    cases += [{"name": "Other_long", "schema": {"title": "x" * 5000}, "tests": []}]
+    path.write_text("\n".join(map(json.dumps, cases)))
+    prompts = read_prompts(path, 3)
+    assert [prompt.group for prompt in prompts] == ["extraction"] * 3 + ["generation"] * 3
+    assert "The n is 7." in prompts[0].messages[1][1]
+    assert len(read_prompts(path, 100)) == 10
+    path.write_text('{"name": "a"}')
+    with pytest.raises(ValueError, match=r"cases\.jsonl:1"):
+        read_prompts(path, 3)
+
+
+def test_own_prompts_have_schemas_and_ask_for_the_drafts() -> None:
+    prompts = own_prompts(2)
+    assert [prompt.group for prompt in prompts] == ["extraction"] * 2 + ["generation"] * 2
+    request = prompts[0].call(5, 64).request
+    assert request.speculation.num_draft_tokens == 5
+    assert request.sampling.temperature == 0.0
+    assert json.loads(request.grammar.json_schema)["type"] == "object"
+
+
+def test_the_table_has_tokens_a_step_and_the_ratio_to_no_drafts() -> None:
+    cells = [
+        cell("no drafts", 0, "extraction", made("a", 1, 2, 3, 4, steps=4)),
+        cell("ngram", 3, "extraction", made("a", 1, 2, 3, 4, steps=2), wall_s=1.0),
+    ]
+    text = result_table(cells)
+    assert "| ngram" in text
+    row = next(line for line in text.splitlines() if line.startswith("| ngram"))
+    assert [part.strip() for part in row.split("|")[1:-1]] == ["ngram", "3", "2.00", "4.0", "2.00"]
+    assert "2.86" in text
+
+
+def test_an_answer_that_differs_or_was_never_given_is_named() -> None:
+    reference = [cell("", 0, "extraction", made("a", 1, 2), made("b", 3))]
+    assert differing([cell("", 3, "extraction", made("a", 1, 2))], reference) == []
+    found = [cell("", 3, "extraction", made("a", 1, 9), made("c", 3)), cell("", 3, "generation", made("b", 3))]
+    assert differing(found, reference) == ["a", "c", "b"]
+
+
+def test_every_prompt_is_asked_with_its_drafts(serve_fake: Serve) -> None:
+    address, engine = serve_fake(Script())
+    prompts = own_prompts(2)
+    cells = asyncio.run(answer(address, prompts, 4, 16, Progress(4)))
+    assert [(found.group, len(found.answers)) for found in cells] == [("extraction", 2), ("generation", 2)]
+    assert {request.speculation.num_draft_tokens for request in engine.requests} == {4}
+    assert all(found.wall_s > 0 for found in cells)
+    # The fake's tokens depend on the prompt and not on the drafts.
+    again = asyncio.run(answer(address, prompts, 0, 16, Progress(4)))
+    assert differing(cells, again) == []
+    changed = [replace(again[0], answers=again[1].answers), again[1]]
+    assert differing(cells, changed) == [prompt.name for prompt in prompts[:2]]
