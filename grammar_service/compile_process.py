@@ -82,6 +82,17 @@ class CompileProcess:
             return unpack(await reader.readexactly(length))[0]
         except (OSError, asyncio.IncompleteReadError) as error:
             raise EOFError from error
+        except RuntimeError as error:
+            # uvloop's word for a pipe that was closed at the process's end.
+            if self.gone:
+                raise EOFError from error
+            raise
+
+    @property
+    def gone(self) -> bool:
+        """It has ended, or its pipe is closed."""
+        writer = self._process.stdin
+        return self._process.returncode is not None or writer is None or writer.is_closing()
 
     async def take_artifact(self, size: int) -> bytes:
         """Return the `size` bytes of the last result, and give their memory back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from grammar_service.compile_pool import CompileLimits, CompilePool
 from grammar_service.errors import GrammarServiceError, InternalError, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar import Grammar, Kind, Whitespace, parse
 from grammar_service.vocabulary import Vocabulary
+from tests.waiting import eventually
 
 PRETEND = (sys.executable, str(Path(__file__).with_name("pretend_worker.py")))
 
@@ -94,6 +96,15 @@ async def test_a_worker_that_ran_out_of_memory_is_a_limit(vocabulary: Vocabulary
         with pytest.raises(LimitExceeded, match=r"compile_memory_mb: .* 512 MiB"):
             await workers.compile(grammar(text))
         assert (await workers.compile(grammar("next"))).data.endswith(b" next")
+
+
+async def test_a_worker_that_ended_while_it_was_idle_is_nobodys_error(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        before = await pid(workers)
+        os.kill(before, signal.SIGKILL)
+        await eventually(lambda: workers.stats()["crashed"] or not alive(before))
+        assert await pid(workers, "next") != before
+        assert workers.stats()["crashed"] == 1
 
 
 async def test_a_refusal_keeps_the_worker(vocabulary: Vocabulary) -> None:
