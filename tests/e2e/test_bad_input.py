@@ -102,6 +102,7 @@ async def one(client: Client, dice: random.Random) -> str:
         pb.FINISH_REASON_STOP,
         pb.FINISH_REASON_LENGTH,
         pb.FINISH_REASON_GRAMMAR_INCOMPLETE,
+        pb.FINISH_REASON_GRAMMAR_CLOSED,
     )
     return "answered"
 
