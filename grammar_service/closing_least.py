@@ -16,7 +16,7 @@ def least_tokens(matcher: Matcher, texts: TokenTexts, work: int) -> int:
 
     Breadth first over every legal token, as far as `work` goes. States of the same text are one.
     """
-    search = Search(matcher, texts, work)
+    search = Search(matcher, texts, work, measures=True)
     layer: dict[bytes, Path] = {b"": ()}
     seen: set[bytes] = {b""}
     length = 1

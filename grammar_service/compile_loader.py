@@ -12,6 +12,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from grammar_service.artifact import Artifact
 from grammar_service.backends import Backend, Compiled
 from grammar_service.closing import ClosingPlan
 from grammar_service.closing_texts import TokenTexts
@@ -39,11 +40,13 @@ class CompileLoader:
         finally:
             threading.stack_size(before)
 
-    async def load(self, backend: Backend, grammar: Grammar, artifact: bytes) -> Compiled:
-        """Return the compiled form. Raises LimitExceeded, InternalError."""
+    async def load(
+        self, backend: Backend, grammar: Grammar, artifact: Artifact, vocabulary: Vocabulary
+    ) -> tuple[Compiled, ClosingPlan]:
+        """Return the compiled form, and what is known of its end. Raises LimitExceeded, InternalError."""
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._threads, backend.load, grammar, artifact)
+            return await loop.run_in_executor(self._threads, _load, backend, grammar, artifact, vocabulary)
         except GrammarServiceError as error:
             raise InternalError(f"{backend.name} loaded the grammar in a worker and not again: {error}") from error
         except MemoryError:
@@ -51,12 +54,8 @@ class CompileLoader:
         except Exception as error:  # each library has its own
             raise InternalError(f"{backend.name} cannot load the grammar: {error}") from error
 
-    async def plan(self, compiled: Compiled, grammar: Grammar, vocabulary: Vocabulary) -> ClosingPlan:
-        """Look for the shortest answer of a grammar. Never raises; takes milliseconds."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _plan, compiled, grammar, vocabulary)
-
     async def read_texts(self, vocabulary: Vocabulary) -> None:
-        """Do what the first plan of a vocabulary needs."""
+        """Do what the first plan of a vocabulary needs here."""
         await asyncio.get_running_loop().run_in_executor(self._threads, TokenTexts.of, vocabulary)
 
     def close(self) -> None:
@@ -67,8 +66,10 @@ class CompileLoader:
         return f"<CompileLoader {LOADERS} threads>"
 
 
-def _plan(compiled: Compiled, grammar: Grammar, vocabulary: Vocabulary) -> ClosingPlan:
-    return ClosingPlan.of(compiled.matcher(), grammar.text, TokenTexts.of(vocabulary))
+def _load(
+    backend: Backend, grammar: Grammar, artifact: Artifact, vocabulary: Vocabulary
+) -> tuple[Compiled, ClosingPlan]:
+    return backend.load(grammar, artifact.data), ClosingPlan.from_wire(artifact.plan, TokenTexts.of(vocabulary))
 
 
 def _be_polite() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grammar_service.artifact import Artifact
 from grammar_service.compile_process import CompileProcess, obituary
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded, from_wire
 from grammar_service.grammar import Grammar
@@ -40,15 +41,6 @@ class CompileLimits:
     max_chain: int = 512
     """max_rule_depth."""
     max_artifact_bytes: int = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Artifact:
-    """What a worker made."""
-
-    data: bytes
-    compile_ms: float
-    """Time of the compilation itself, without waiting, proof and transport."""
 
 
 class CompilePool:
@@ -118,7 +110,6 @@ class CompilePool:
             "max_depth": self._limits.max_depth,
             "max_chain": self._limits.max_chain,
             "max_artifact_bytes": self._limits.max_artifact_bytes,
-            "num_words": self._vocabulary.num_words,
         }
         vocabulary = self._vocabulary
         return {"backend": self._backend, "size": vocabulary.size, "stop_ids": vocabulary.stop_ids, "terms": terms}
@@ -145,15 +136,7 @@ class CompilePool:
             self._slots.release()
 
     async def _compile(self, grammar: Grammar, allow_unenforced: bool) -> Artifact:
-        task = self._spare.pop(self._first_started())
-        try:
-            worker = await asyncio.shield(task)
-        except GrammarServiceError:
-            self._spare.append(self._launch())
-            raise
-        except asyncio.CancelledError:
-            self._spare.append(task)
-            raise
+        task, worker = await self._living()
         head = {"kind": grammar.kind, "whitespace": grammar.whitespace, "allow_unenforced": allow_unenforced}
         begun = time.monotonic()
         healthy = False
@@ -184,7 +167,26 @@ class CompilePool:
                     self._spare.append(self._launch())
         if "error" in reply:
             raise from_wire(reply["error"], reply["message"])
-        return Artifact(data, reply["compile_ms"])
+        return Artifact(data, reply["plan"], reply["compile_ms"])
+
+    async def _living(self) -> tuple[asyncio.Task[CompileProcess], CompileProcess]:
+        """Take a spare worker. One that ended while it was idle is replaced: no grammar is to blame for that."""
+        while True:
+            task = self._spare.pop(self._first_started())
+            try:
+                worker = await asyncio.shield(task)
+            except GrammarServiceError:
+                self._spare.append(self._launch())
+                raise
+            except asyncio.CancelledError:
+                self._spare.append(task)
+                raise
+            if not worker.gone:
+                return task, worker
+            self.crashed += 1
+            logger.error("an idle compile worker of %s ended: %s", self._backend, worker.last_words())
+            self._reap(worker)
+            self._spare.append(self._launch())
 
     def _first_started(self) -> int:
         return next((i for i, task in enumerate(self._spare) if task.done()), 0)

@@ -1,4 +1,4 @@
-"""A compiled grammar tried out in the process that compiled it, before the sidecar meets it.
+"""A compiled grammar tried out in the process that compiled it, before the sidecar meets it; and its end looked for.
 
 Invariant: what passes was loaded from its artifact, and gave its first rows, within the library's own limits and on
 stacks smaller than the sidecar's. So loading it again in the sidecar, with the same limits, ends the same way. It
@@ -11,10 +11,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from grammar_service.backends import Backend, Matcher, MatcherFailed, Rows
+from grammar_service.closing import ClosingPlan
+from grammar_service.closing_texts import TokenTexts
 from grammar_service.errors import LimitExceeded
 from grammar_service.grammar import Grammar
 
@@ -30,21 +33,29 @@ PROOF_S = 0.1
 """The walk takes no more than this beyond its first row, which is always computed."""
 
 
-def prove(backend: Backend, grammar: Grammar, artifact: bytes, num_words: int) -> float:
-    """Load `artifact` and walk over its first rows; return the seconds that loading took.
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What trying an artifact out gave."""
 
-    Args:
-        num_words: 32-bit words of a row.
+    loaded_s: float
+    """Seconds that loading took."""
+    plan: ClosingPlan
+
+
+def prove(backend: Backend, grammar: Grammar, artifact: bytes, texts: TokenTexts) -> Proof:
+    """Load `artifact`, walk over its first rows, and look for its shortest answers.
 
     Raises LimitExceeded when the library hits one of its limits, and what `Backend.load` raises.
     """
     begun = time.perf_counter()
     compiled = backend.load(grammar, artifact)
     loaded_s = time.perf_counter() - begun
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
+    plans: list[ClosingPlan] = []
     before = threading.stack_size(WALK_STACK_BYTES)
     try:
-        walking = threading.Thread(target=_walk_noting, args=(compiled.matcher, num_words, failures), name="proof")
+        arguments = (compiled.matcher, grammar.text, texts, plans, failures)
+        walking = threading.Thread(target=_walk_noting, args=arguments, name="proof")
         walking.start()
     finally:
         threading.stack_size(before)
@@ -53,13 +64,20 @@ def prove(backend: Backend, grammar: Grammar, artifact: bytes, num_words: int) -
         if isinstance(error, MatcherFailed):
             raise LimitExceeded(f"{backend.name}: a row of the grammar exceeds the library's limits: {error}")
         raise error
-    return loaded_s
+    return Proof(loaded_s, plans[0])
 
 
-def _walk_noting(start: Callable[[], Matcher], num_words: int, failures: list[Exception]) -> None:
+def _walk_noting(
+    start: Callable[[], Matcher],
+    source: str,
+    texts: TokenTexts,
+    plans: list[ClosingPlan],
+    failures: list[BaseException],
+) -> None:
     try:
-        _walk(start(), Rows(np.zeros((1, num_words), dtype=np.int32)))
-    except Exception as error:  # told to the thread that waits
+        _walk(start(), Rows(np.zeros((1, texts.num_words), dtype=np.int32)))
+        plans.append(ClosingPlan.of(start(), source, texts))
+    except BaseException as error:  # told to the thread that waits; a library's panic is no Exception
         failures.append(error)
 
 

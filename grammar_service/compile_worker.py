@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from grammar_service.backends import Backend, load_backend
+from grammar_service.closing_texts import TokenTexts
 from grammar_service.compile_proof import WORKER_STACK_BYTES, prove
 from grammar_service.errors import LimitExceeded, to_wire
 from grammar_service.grammar import Grammar, Kind, Whitespace
@@ -46,7 +47,14 @@ class _Terms:
     max_depth: int
     max_chain: int
     max_artifact_bytes: int
-    num_words: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """What a vocabulary was made into; every grammar needs it."""
+
+    backend: Backend
+    texts: TokenTexts
 
 
 def pack(head: dict[str, Any], body: bytes = b"") -> bytes:
@@ -83,20 +91,20 @@ def _serve(frames: BinaryIO, out: BinaryIO) -> None:
     if not first:
         return
     head, body = unpack(first)
-    backend = _start(head, body, out)
-    if backend is None:
+    bench = _start(head, body, out)
+    if bench is None:
         return
     terms = _Terms(**head["terms"])
     while frame := _read(frames):
         head, body = unpack(frame)
-        out.write(_reply(backend, terms, head, body))
+        out.write(_reply(bench, terms, head, body))
         out.flush()
 
 
-def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> Backend | None:
+def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> _Bench | None:
     try:
         vocabulary = Vocabulary.load(tokenizer_json, head["size"], tuple(head["stop_ids"]))
-        backend = load_backend(head["backend"], vocabulary)
+        bench = _Bench(load_backend(head["backend"], vocabulary), TokenTexts.of(vocabulary))
     except Exception as error:
         name, message = to_wire(error)
         out.write(pack({"error": name, "message": message}))
@@ -105,12 +113,12 @@ def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> Backen
     _limit_memory(int(head["terms"]["memory_mb"]))
     out.write(pack({"ready": os.getpid(), "modules": "torch" in sys.modules}))
     out.flush()
-    return backend
+    return bench
 
 
-def _reply(backend: Backend, terms: _Terms, head: dict[str, Any], body: bytes) -> bytes:
+def _reply(bench: _Bench, terms: _Terms, head: dict[str, Any], body: bytes) -> bytes:
     grammar = Grammar(Kind(head["kind"]), body.decode(), Whitespace(head["whitespace"]))
-    begun = time.perf_counter()
+    backend, begun = bench.backend, time.perf_counter()
     try:
         check_nesting(grammar.kind, grammar.text, terms.max_depth)
         check_chains(grammar.kind, grammar.text, terms.max_chain)
@@ -121,7 +129,7 @@ def _reply(backend: Backend, terms: _Terms, head: dict[str, Any], body: bytes) -
                 f"{terms.max_artifact_bytes}"
             )
         compiled_ms = (time.perf_counter() - begun) * 1e3
-        loaded_s = prove(backend, grammar, artifact, terms.num_words)
+        proof = prove(backend, grammar, artifact, bench.texts)
     except RecursionError:
         return _refusal(LimitExceeded("max_grammar_depth: the grammar is nested too deeply to be walked"))
     except MemoryError:
@@ -131,7 +139,14 @@ def _reply(backend: Backend, terms: _Terms, head: dict[str, Any], body: bytes) -
     except BaseException as error:  # a library's panic is no Exception
         return _refusal(error)
     _store(terms.artifact_fd, artifact)
-    return pack({"compile_ms": compiled_ms, "load_ms": loaded_s * 1e3, "artifact_bytes": len(artifact)})
+    return pack(
+        {
+            "compile_ms": compiled_ms,
+            "load_ms": proof.loaded_s * 1e3,
+            "artifact_bytes": len(artifact),
+            "plan": proof.plan.to_wire(),
+        }
+    )
 
 
 def _refusal(error: BaseException) -> bytes:

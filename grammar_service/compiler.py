@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grammar_service.artifact import Artifact
 from grammar_service.backends import NAMES, Backend, Compiled, installed, load_backend
 from grammar_service.closing import ClosingPlan
 from grammar_service.compile_flights import Flights
@@ -190,17 +191,16 @@ class Compiler:
         loader = await asyncio.shield(self._backend(backend))
         if disk and data is not None:
             try:
-                compiled = await self._loader.load(loader, grammar, data)
-                plan = await self._loader.plan(compiled, grammar, self._vocabulary)
+                artifact = Artifact.unpack(data)
+                compiled, plan = await self._loader.load(loader, grammar, artifact, self._vocabulary)
                 return self._store(Entry(key, backend, compiled, 0.0, plan)), True
-            except InternalError as error:
+            except (ValueError, InternalError) as error:
                 logger.warning("cache_dir: %s; it is compiled again", error)
                 await asyncio.to_thread(disk.remove, name)
         artifact = await self._pool(backend).compile(grammar, allow_unenforced=allow_unenforced)
-        compiled = await self._loader.load(loader, grammar, artifact.data)
-        plan = await self._loader.plan(compiled, grammar, self._vocabulary)
+        compiled, plan = await self._loader.load(loader, grammar, artifact, self._vocabulary)
         if disk:
-            await asyncio.to_thread(disk.put, name, artifact.data)
+            await asyncio.to_thread(disk.put, name, artifact.pack())
         self.compiled += 1
         return self._store(Entry(key, backend, compiled, artifact.compile_ms, plan)), False
 

@@ -82,6 +82,13 @@ class Matcher(Protocol):
         """
         ...
 
+    def certain_bytes(self) -> int:
+        """Return how many bytes can only go one way from here, if the row costs in proportion to them; else 0.
+
+        May take as long as two rows, and holds the GIL: for processes that compile.
+        """
+        ...
+
 
 class Compiled(Protocol):
     """A grammar ready for use. Immutable: any number of matchers, from any thread."""

@@ -196,6 +196,10 @@ class LlguidanceMatcher:
         words = rows.words[index]
         words[special.where] &= special.keep
 
+    def certain_bytes(self) -> int:
+        """Return the length of the text that the library will tokenize for the next row."""
+        return len(self._inner.compute_ff_bytes())
+
     def _check(self) -> None:
         # In the error state the library's mask allows the stop token alone, which would pass for a finished answer.
         if self._inner.is_error():

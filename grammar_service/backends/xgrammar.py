@@ -245,6 +245,10 @@ class XgrammarMatcher:
         elif self._has_tail:
             rows.words[index, self._num_words - 1] &= self._all[-1]
 
+    def certain_bytes(self) -> int:
+        """Return 0: a row costs the same whatever comes behind it."""
+        return 0
+
     def __repr__(self) -> str:
         return f"<XgrammarMatcher terminated={self.terminated}>"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.random_schemas import random_schema
-from grammar_service.backends import Compiled, Rows
+from grammar_service.backends import Compiled, Matcher, Rows
 from grammar_service.closing import Closing, ClosingPlan
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.grammar import Kind
@@ -163,6 +164,65 @@ def test_what_is_proven_is_not_above_what_was_found(library: Library, vocabulary
     assert plan.path is not None
     assert 2 <= plan.least <= len(plan.path)
     assert compiled_takes(compiled, list(plan.path))
+
+
+@pytest.mark.parametrize("name", ["required", "choice"])
+def test_a_plan_comes_back_from_the_wire(library: Library, vocabulary: Vocabulary, name: str) -> None:
+    compiled, source = compiled_of(library, name)
+    plan = plan_of(compiled, source, vocabulary)
+    assert ClosingPlan.from_wire(json.loads(json.dumps(plan.to_wire())), plan.texts) == plan
+
+
+@pytest.mark.parametrize(
+    "change", [{"path": [PADDED]}, {"path": [True]}, {"path": "ab"}, {"least": 0}, {"margin": 1000}, {"toll": -1}]
+)
+def test_a_plan_that_cannot_be_one_is_refused(vocabulary: Vocabulary, change: dict[str, Any]) -> None:
+    texts = TokenTexts.of(vocabulary)
+    plain = {"path": [5], "least": 1, "margin": 12, "toll": 0}
+    assert ClosingPlan.from_wire(plain, texts).path == (5,)
+    with pytest.raises(ValueError, match="cannot be read"):
+        ClosingPlan.from_wire(plain | change, texts)
+
+
+class Counted:
+    """A matcher whose rows are counted, those of its copies, too."""
+
+    def __init__(self, inner: Matcher, fills: list[int]) -> None:
+        self.inner, self.fills = inner, fills
+
+    @property
+    def terminated(self) -> bool:
+        return self.inner.terminated
+
+    def accept(self, token: int) -> bool:
+        return self.inner.accept(token)
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+
+    def copy(self) -> Counted:
+        return Counted(self.inner.copy(), self.fills)
+
+    def fill(self, rows: Rows, index: int) -> None:
+        self.fills[0] += 1
+        self.inner.fill(rows, index)
+
+    def certain_bytes(self) -> int:
+        return self.inner.certain_bytes()
+
+
+def test_where_a_row_is_dear_few_are_looked_at(libraries: Callable[[str], Library], vocabulary: Vocabulary) -> None:
+    # llguidance tokenizes the whole of a text that can only go one way, for every row of it.
+    library = libraries("llguidance")
+    source = json.dumps(["ab" * 10_000])
+    compiled = library.compiled(Kind.CHOICE, source)
+    fills = [0]
+    plan = ClosingPlan.of(Counted(compiled.matcher(), fills), source, TokenTexts.of(vocabulary))
+    assert (plan.path, plan.toll) == (None, 625)
+    assert fills[0] < 8
+    fills[0] = 0
+    Closing(plan, 50, Counted(compiled.matcher(), fills))
+    assert fills[0] < 8
 
 
 def test_the_least_number_of_tokens_is_exact_where_every_answer_can_be_looked_at(

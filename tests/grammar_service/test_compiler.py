@@ -202,18 +202,23 @@ async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_p
         entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
         assert not hit
         assert entry.compile_ms > 0
+        plan = entry.plan
+        assert plan.path is not None
     async with compiler(vocabulary, **settings) as made:
         entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
         assert hit
         assert (entry.compile_ms, made.compiled) == (0, 0)
         assert entry.compiled.matcher().accept(spell("a")[0])
-    # Whole by its digest, and no artifact of the library's: it is compiled again and replaced.
+        assert entry.plan == plan
+    # Whole by its digest, and no artifact, or none of the library's: it is compiled again and replaced.
     name = artifact_key(parse(Kind.REGEX, "ab+", ANY), "xgrammar", vocabulary.digest, allow_unenforced=False)
-    DiskCache(tmp_path / "cache", 1 << 20).put(name, b"[]\nnonsense")
-    async with compiler(vocabulary, **settings) as made:
-        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
-        assert not hit
-        assert made.compiled == 1
+    told = json.dumps(plan.to_wire()).encode()
+    for foreign in (b"no line", b"no plan\n[]\nnonsense", b"{}\n[]\nnonsense", told + b"\n[]\nnonsense"):
+        DiskCache(tmp_path / "cache", 1 << 20).put(name, foreign)
+        async with compiler(vocabulary, **settings) as made:
+            entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
+            assert not hit
+            assert made.compiled == 1
 
 
 async def test_llguidance_has_nothing_to_store(vocabulary: Vocabulary, tmp_path: Path) -> None:
