@@ -54,5 +54,7 @@ def cost(response: pb.CompileResponse) -> str:
     """Return one line on what a grammar costs."""
     backend = pb.Backend.Name(response.backend).removeprefix("BACKEND_").lower()
     when = "compiled before" if response.cache_hit else f"compiled in {response.compile_ms:.1f} ms"
-    least = f"at least {response.min_tokens} tokens" if response.min_tokens else "shortest answer not known"
-    return f"{backend}, {when}, {response.memory_bytes / 1024:.0f} KiB, {least}"
+    least = f"no answer below {response.min_tokens} tokens" if response.min_tokens else "shortest answer not known"
+    closing = response.closing_tokens
+    ends = f"led to its end from max_tokens {closing} on" if closing else "no way to its end was found"
+    return f"{backend}, {when}, {response.memory_bytes / 1024:.0f} KiB, {least}, {ends}"

@@ -49,7 +49,9 @@ class Compiled:
     memory_bytes: int = 0
     """What it holds in the grammar process, an estimate."""
     min_tokens: int = 0
-    """Of the shortest answer known, the end-of-sequence token included; 0: not known."""
+    """No answer has fewer, the end-of-sequence token included; 0: not known."""
+    closing_tokens: int = 0
+    """An answer has so many, and there may be shorter ones; 0: none was found."""
     ready_s: float = 0.0
     """`time.monotonic()` when it was known here."""
 
@@ -183,6 +185,7 @@ class GrammarCompiler:
                 warnings=tuple(response.warnings),
                 memory_bytes=response.memory_bytes,
                 min_tokens=response.min_tokens,
+                closing_tokens=response.closing_tokens,
                 ready_s=time.monotonic(),
             )
 

@@ -60,6 +60,7 @@ class GrammarHandles:
             compile_ms=compiled.compile_ms,
             memory_bytes=compiled.memory_bytes,
             min_tokens=compiled.min_tokens,
+            closing_tokens=compiled.closing_tokens,
             warnings=compiled.warnings,
         )
 

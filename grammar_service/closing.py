@@ -56,11 +56,13 @@ class ClosingPlan:
         For a process that compiles: it measures rows (`Matcher.certain_bytes`) before it asks for them.
         """
         path, least = None, 1
+        # Copies remember what was measured.
+        if certain := matcher.certain_bytes():
+            least += -(-certain // max(map(len, texts.texts)))
         search = Search(matcher.copy(), texts, START_WORK, measures=True)
         try:
             path = search.find(MOST_START)
-            if search.toll < LEAST_WORK:
-                least = least_tokens(matcher.copy(), texts, LEAST_WORK)
+            least = max(least, least_tokens(matcher.copy(), texts, LEAST_WORK))
         except MatcherFailed:
             path = None
         # What one token can open is a part of the grammar: eight bytes of its text for a token are on the safe side.

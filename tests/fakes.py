@@ -245,7 +245,9 @@ class FakeGrammar:
         if error := self.refusals.get(spec.source):
             raise error
         self.compiled.append(spec)
-        return Compiled("inner", 2, len(self.compiled) > 1, 3.0, ("w",), memory_bytes=99, min_tokens=4)
+        return Compiled(
+            "inner", 2, len(self.compiled) > 1, 3.0, ("w",), memory_bytes=99, min_tokens=4, closing_tokens=6
+        )
 
     async def stats(self) -> GrammarStats:
         return GrammarStats(starts=1, ready=True, matchers=2, cached_grammars=3)

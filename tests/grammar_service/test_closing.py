@@ -19,7 +19,8 @@ from grammar_service.closing import Closing, ClosingPlan
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.grammar import Kind
 from grammar_service.mask_rows import few
-from grammar_service.matchers import Classifier, Slot, SlotTable
+from grammar_service.mask_rows import Classifier
+from grammar_service.matchers import Slot, SlotTable
 from grammar_service.vocabulary import Vocabulary
 from shared_mem.grammar_end import Record
 from shared_mem.layout import LED, RowKind
@@ -220,6 +221,7 @@ def test_where_a_row_is_dear_few_are_looked_at(libraries: Callable[[str], Librar
     plan = ClosingPlan.of(Counted(compiled.matcher(), fills), source, TokenTexts.of(vocabulary))
     assert (plan.path, plan.toll) == (None, 625)
     assert fills[0] < 8
+    assert len(spell("ab" * 10_000)) > plan.least > 1000, "what is certain has to be written"
     fills[0] = 0
     Closing(plan, 50, Counted(compiled.matcher(), fills))
     assert fills[0] < 8

@@ -94,7 +94,10 @@ async def test_compile_needs_a_grammar_and_tells_a_refusal(tmp_path: Path, capsy
 
 def test_what_a_grammar_costs_is_one_line() -> None:
     response = pb.CompileResponse(backend=pb.BACKEND_XGRAMMAR, compile_ms=1.25, memory_bytes=2048, min_tokens=4)
-    assert cost(response) == "xgrammar, compiled in 1.2 ms, 2 KiB, at least 4 tokens"
+    line = "xgrammar, compiled in 1.2 ms, 2 KiB, no answer below 4 tokens, "
+    assert cost(response) == line + "no way to its end was found"
+    response.closing_tokens = 6
+    assert cost(response) == line + "led to its end from max_tokens 6 on"
     assert "compiled before" in cost(pb.CompileResponse(backend=pb.BACKEND_LLGUIDANCE, cache_hit=True))
 
 

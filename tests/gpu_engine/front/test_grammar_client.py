@@ -98,7 +98,12 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         if self.refuse_compile:
             await context.abort(*self.refuse_compile)
         return gpb.CompileResponse(
-            grammar_id=f"id:{request.source}", backend=gpb.BACKEND_LLGUIDANCE, compile_ms=3.0, warnings=["w"]
+            grammar_id=f"id:{request.source}",
+            backend=gpb.BACKEND_LLGUIDANCE,
+            compile_ms=3.0,
+            warnings=["w"],
+            min_tokens=2,
+            closing_tokens=7,
         )
 
     async def Bind(  # type: ignore[override]
@@ -234,7 +239,8 @@ async def test_a_compilation_is_cancelled_with_its_last_request(tmp_path: Path) 
         await eventually(lambda: s.process.calls["compile cancelled"] == 1)
         # Who comes now starts anew, and is not told of the cancellation.
         s.process.hold_compile.set()
-        assert (await s.client.compile(spec())).grammar_id == "id:a"
+        made = await s.client.compile(spec())
+        assert (made.grammar_id, made.min_tokens, made.closing_tokens) == ("id:a", 2, 7)
         assert s.process.calls["compile"] == 2
 
 
