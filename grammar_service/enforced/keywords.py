@@ -57,15 +57,20 @@ NUMBERS: tuple[Case, ...] = (
     case("multipleOf", "without type", {"multipleOf": 3}, [3, "a"], [4]),
 )
 
+UNESCAPED = [Raw(f'"{control}"') for control in ("\0", "\x01", "\t", "\x1f")]
+SHORT_NAMES = {**OBJ, "propertyNames": {**STR, "maxLength": 3}}
 LONE_QUOTE = {"type": "string", "pattern": '^[^"]$'}
 
 STRINGS: tuple[Case, ...] = (
     case("minLength", "", {**STR, "minLength": 2}, ["ab", "abc", "\u00e9\u00e9"], ["", "a", "\n", "\U0001f600"]),
     case("minLength", "escapes count as one", {**STR, "minLength": 2}, ["\n\n"], ["\n", Raw('"\\u0061"')]),
+    case("minLength", "control characters", {**STR, "minLength": 1}, ["a", "ab"], UNESCAPED),
     case("minLength", "without type", {"minLength": 2}, ["ab", 1], ["a"]),
     case("minLength", "beside a list of types", {"type": ["string", "null"], "minLength": 2}, ["ab", None], ["a"]),
     case("maxLength", "", {**STR, "maxLength": 2}, ["", "ab", "\U0001f600\u00e9"], ["abc", "\n\n\n"]),
     case("maxLength", "escapes count as one", {**STR, "maxLength": 1}, ["\n", '"'], ["ab"]),
+    case("maxLength", "control characters", {**STR, "maxLength": 3}, ["a", "ab"], UNESCAPED),
+    case("maxLength", "of names, control characters", SHORT_NAMES, [{"ab": 1}], [Raw('{"\t":1}'), Raw('{"\0":1}')]),
     case("maxLength", "without type", {"maxLength": 2}, ["ab", 1], ["abc"]),
     case("minLength", "with maxLength", {**STR, "minLength": 2, "maxLength": 3}, ["ab", "abc"], ["a", "abcd"]),
     case("pattern", "anchored", {**STR, "pattern": "^[a-c]+$"}, ["a", "cab"], ["", "d", "abd"]),
