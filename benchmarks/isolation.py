@@ -21,6 +21,7 @@ from benchmarks.measure import percentile
 from benchmarks.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.streams import Streams, Window, Windows
 from benchmarks.tables import Progress, number, table
+from grammar_service.compile_worker import NICENESS
 
 ALONE = "alone"
 GOAL = 1.2
@@ -203,7 +204,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--hostile-rate", type=float, default=4.0, help="hostile: requests a second (default 4)")
     add("--kill-every", type=float, default=2.0, help="kills: seconds between two (default 2)")
     add("--burners", type=int, default=max(1, cores), help="burners: processes (default: the cores here)")
-    add("--nice", type=int, default=19, help="burners: their niceness (default 19)")
+    add("--nice", type=int, default=NICENESS, help=f"burners: their niceness (default {NICENESS}, the workers')")
     add("--server-flag", action="append", default=[], metavar="FLAG", help="a further flag of the server; repeatable")
     add("--plot", type=Path, metavar="FILE.png")
     add("--json", type=Path, metavar="FILE.json")
@@ -222,7 +223,7 @@ def main() -> int:
         attacks = {name: attack for name, attack in attacks.items() if name in names}
     options = ServerOptions(
         model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
-        extra=("--device", args.device, "--stream-pace-ms", "0", *args.server_flag),
+        extra=("--device", args.device, "--stream-pace-ms", "0", "--grammar-max-failures", "0", *args.server_flag),
     )  # fmt: skip
     try:
         with EngineServer(options) as server:

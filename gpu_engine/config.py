@@ -158,9 +158,10 @@ class ServerConfig:
     pause after 0.1 s already, and go on where they are when it shows life in time."""
     grammar_memory_mb: int = 4096
     """A spawned grammar process with more memory of its own (MiB) is killed and started again; 0: no limit."""
+    grammar_max_failures: int = 8
+    """A spawned grammar process that ended so often within 60 s is given up for `grammar_retry_s`; 0: never."""
     grammar_retry_s: float = 60.0
-    """A spawned grammar process that failed 8 times within 60 s is tried again after so long; guided requests are
-    UNAVAILABLE until then."""
+    """One that was given up is tried again after so long; guided requests are UNAVAILABLE until then."""
     max_n: int = 16
     """Most sequences of one request."""
     max_prompt_bytes: int = 4 << 20
@@ -197,6 +198,7 @@ class ServerConfig:
             "grammar_memory_mb",
             "must be 0 or at least 128: a grammar process begins with about 100",
         )
+        _require(self.grammar_max_failures >= 0, "grammar_max_failures", "must not be negative")
         _require(self.grammar_retry_s > 0, "grammar_retry_s", "must be positive")
         _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
         _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")

@@ -114,14 +114,15 @@ class GrammarLink:
         *,
         silence_s: float,
         on_stuck: Callable[[], None],
+        on_attached: Callable[[], None] = lambda: None,
     ) -> None:
         """Args: after `silence_s` without a heartbeat `on_stuck` is called, to kill it, and the link counts as lost.
 
-        It is called, too, whenever a process could not be attached for `start_patience_s`.
+        It is called, too, whenever a process could not be attached for `start_patience_s`; `on_attached` when one was.
         """
         self._heartbeats = heartbeats
         self._silence_s = silence_s
-        self._on_stuck = on_stuck
+        self._on_stuck, self._on_attached = on_stuck, on_attached
         self._directory = directory
         self._setup = setup
         self._hand_over = hand_over
@@ -175,6 +176,7 @@ class GrammarLink:
                     self.attached += 1
                     self._given_up = None  # one came after all
                     self._changed.set()
+                    self._on_attached()
                     self._events.link_restored()
                     reason = await self._watch(sock)
                 self._up.clear()

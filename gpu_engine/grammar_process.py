@@ -55,7 +55,11 @@ class GrammarProcess:
         if config.grammar == "spawn":
             command = grammar_command(config, self.directory, must_spin=must_spin)
             self.sidecar = Sidecar(
-                command, self._give_up, memory_mb=config.grammar_memory_mb, cool_down_s=config.grammar_retry_s
+                command,
+                self._give_up,
+                memory_mb=config.grammar_memory_mb,
+                max_failures=config.grammar_max_failures,
+                cool_down_s=config.grammar_retry_s,
             )
             self._sidecar_task = background.create_task(self.sidecar.run(), name="sidecar")
 
@@ -87,6 +91,7 @@ class GrammarProcess:
             self.channel,
             silence_s=self.config.grammar_silence_s,
             on_stuck=self.sidecar.kill if self.sidecar else lambda: None,
+            on_attached=self.sidecar.attached if self.sidecar else lambda: None,
         )
         stack.push_async_callback(self.client.aclose)
 

@@ -24,10 +24,11 @@ from gpu_engine.logs import level_of
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("grammar_service")
 
-MAX_FAILURES = 8
 FAILURE_WINDOW_S = 60.0
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 5.0
+HEALTHY_S = 1.0
+"""A process that was of use for so long is followed by the next one at once; its end still counts as a failure."""
 TERM_TIMEOUT_S = 3.0
 MEMORY_LOOK_S = 0.1
 SPIN_ALWAYS_US = 1e6
@@ -67,22 +68,27 @@ class Sidecar:
         give_up: Callable[[str], None],
         *,
         memory_mb: int = 0,
+        max_failures: int = 8,
         cool_down_s: float = 60.0,
     ) -> None:
         """Args: see below.
 
         give_up: told why, each time when the process failed too often.
         memory_mb: a process with more memory of its own is killed; 0: no limit.
+        max_failures: so many ends within FAILURE_WINDOW_S are too many; 0: none are.
         cool_down_s: after it failed too often, it is tried again so much later.
         """
         self._command = list(command)
         self._memory_mb, self._cool_down_s = memory_mb, cool_down_s
+        self._max_failures = max_failures or sys.maxsize
         self._killed_for = ""
         self._give_up = give_up
         self._process: asyncio.subprocess.Process | None = None
         self._failures: deque[float] = deque()
         self.term_timeout_s = TERM_TIMEOUT_S
         self.longest_retry_s = LONGEST_RETRY_S
+        self.healthy_s = HEALTHY_S
+        self._of_use_s: float | None = None
         self.starts = 0
         self.gave_up: str | None = None
         """Why nobody waits for it at the moment: it failed too often, and the cool-down runs."""
@@ -93,17 +99,22 @@ class Sidecar:
         process = self._process
         return process.pid if process and process.returncode is None else None
 
+    def attached(self) -> None:
+        """Hear that the child is of use. From `healthy_s` later on its end is no reason to wait before the next."""
+        self._of_use_s = time.monotonic()
+
     async def run(self) -> None:
         """Start the child, and start it again whenever it ends, until cancelled.
 
         After too many failures it is given up for a time; then one more failure gives it up again, until one has lived.
         """
-        allowed = MAX_FAILURES
+        allowed = self._max_failures
         while True:
             await self._run_until(allowed)
             allowed = 1
             reason = (
-                f"the grammar process failed {MAX_FAILURES} times within {FAILURE_WINDOW_S:g} s; see the server's log"
+                f"the grammar process failed {self._max_failures} times within {FAILURE_WINDOW_S:g} s "
+                "(grammar_max_failures); see the server's log"
             )
             log.error(
                 "%s. Guided requests are refused and the others go on; it is tried again in %g s (grammar_retry_s)",
@@ -120,7 +131,7 @@ class Sidecar:
         """Start it again and again, until it has failed `allowed` times within the window."""
         retry_s = FIRST_RETRY_S
         while True:
-            started_s = time.monotonic()
+            started_s, self._of_use_s = time.monotonic(), None
             try:
                 ended = _describe(await self._run_once())
             except OSError as error:  # no memory or no process ids left, for now
@@ -128,7 +139,10 @@ class Sidecar:
             ended, self._killed_for = self._killed_for or ended, ""
             now_s = time.monotonic()
             if now_s - started_s > FAILURE_WINDOW_S:
-                retry_s, allowed = FIRST_RETRY_S, MAX_FAILURES
+                allowed = self._max_failures
+            # For the wait alone: whatever ends a process every other second is still a failure each time.
+            if self._of_use_s is not None and now_s - self._of_use_s >= self.healthy_s:
+                retry_s = FIRST_RETRY_S
             self._failures.append(now_s)
             while now_s - self._failures[0] > FAILURE_WINDOW_S:
                 self._failures.popleft()

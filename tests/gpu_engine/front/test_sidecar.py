@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpu_engine.config import ServerConfig
-from gpu_engine.sidecar import MAX_FAILURES, SPIN_ALWAYS_US, Sidecar, grammar_command, private_memory_mb
+from gpu_engine.sidecar import FIRST_RETRY_S, SPIN_ALWAYS_US, Sidecar, grammar_command, private_memory_mb
 from grammar_service.config import read as grammar_settings
 from grammar_service.worker import WAIT_S
 from tests.waiting import eventually
@@ -24,6 +24,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+MAX_FAILURES = 3
 LINE = "2026-01-01 10:00:00,000 INFO grammar_service.server: ready"
 SLEEPS = python(f"import time; print('{LINE}\\nup', flush=True); time.sleep(600)")
 
@@ -94,13 +95,14 @@ async def test_after_too_many_failures_it_is_given_up_for_a_time(
     reasons: list[str] = []
     cured = tmp_path / "cured"
     code = f"import pathlib, time; pathlib.Path({str(cured)!r}).exists() or exit(3); time.sleep(600)"
-    sidecar = Sidecar(python(code), reasons.append, cool_down_s=0.3)
+    sidecar = Sidecar(python(code), reasons.append, max_failures=MAX_FAILURES, cool_down_s=0.3)
     sidecar.longest_retry_s = 0.05
     task = asyncio.create_task(sidecar.run())
     await eventually(lambda: reasons)
     assert sidecar.starts == MAX_FAILURES
     assert reasons == [sidecar.gave_up]
     assert f"failed {MAX_FAILURES} times" in reasons[0]
+    assert "(grammar_max_failures)" in reasons[0]
     assert caplog.text.count("it is started again") == MAX_FAILURES - 1
     assert "tried again in 0.3 s (grammar_retry_s)" in caplog.text
     # The first attempt after the pause decides: here it fails, then it does not.
@@ -111,6 +113,35 @@ async def test_after_too_many_failures_it_is_given_up_for_a_time(
     await asyncio.sleep(0.5)
     assert len(reasons) == sidecar.starts - MAX_FAILURES
     await end(task)
+
+
+async def test_without_a_limit_it_is_never_given_up() -> None:
+    reasons: list[str] = []
+    sidecar = Sidecar(python("exit(3)"), reasons.append, max_failures=0)
+    sidecar.longest_retry_s = 0.0
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.starts > 10)
+    await end(task)
+    assert reasons == []
+
+
+async def test_after_one_that_was_of_use_the_next_is_started_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    sidecar = Sidecar(SLEEPS, lambda reason: None)
+    sidecar.healthy_s = 0.0
+    task = asyncio.create_task(sidecar.run())
+
+    async def killed(start: int, *, of_use: bool) -> None:
+        await eventually(lambda: sidecar.starts == start and sidecar.pid)
+        if of_use:
+            sidecar.attached()
+        sidecar.kill()
+
+    for start, of_use in enumerate((False, False, True, False), start=1):
+        await killed(start, of_use=of_use)
+    await eventually(lambda: sidecar.starts == 5)
+    await end(task)
+    waits = [line.rpartition("again in ")[2] for line in caplog.messages if "it is started again" in line]
+    assert waits == [f"{FIRST_RETRY_S * factor:.2f} s" for factor in (1, 2, 1, 2)]
 
 
 async def test_a_child_that_takes_too_much_memory_is_killed(caplog: pytest.LogCaptureFixture) -> None:
