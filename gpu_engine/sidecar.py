@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -88,7 +89,7 @@ class Sidecar:
         self.term_timeout_s = TERM_TIMEOUT_S
         self.longest_retry_s = LONGEST_RETRY_S
         self.healthy_s = HEALTHY_S
-        self._of_use_s: float | None = None
+        self._of_use_s = math.inf
         self.starts = 0
         self.gave_up: str | None = None
         """Why nobody waits for it at the moment: it failed too often, and the cool-down runs."""
@@ -131,7 +132,7 @@ class Sidecar:
         """Start it again and again, until it has failed `allowed` times within the window."""
         retry_s = FIRST_RETRY_S
         while True:
-            started_s, self._of_use_s = time.monotonic(), None
+            started_s, self._of_use_s = time.monotonic(), math.inf
             try:
                 ended = _describe(await self._run_once())
             except OSError as error:  # no memory or no process ids left, for now
@@ -141,7 +142,7 @@ class Sidecar:
             if now_s - started_s > FAILURE_WINDOW_S:
                 allowed = self._max_failures
             # For the wait alone: whatever ends a process every other second is still a failure each time.
-            if self._of_use_s is not None and now_s - self._of_use_s >= self.healthy_s:
+            if now_s - self._of_use_s >= self.healthy_s:
                 retry_s = FIRST_RETRY_S
             self._failures.append(now_s)
             while now_s - self._failures[0] > FAILURE_WINDOW_S:

@@ -14,8 +14,8 @@ from typing import Any
 
 from grammar_service.backends import NAMES
 from grammar_service.compile_pool import CompileLimits
-from grammar_service.cores import usable_cores
 from grammar_service.grammar import MAX_JSON_DEPTH
+from shared_mem.cores import usable_cores
 
 GRPC_SOCKET_NAME = "grammar.sock"
 """In the directory `dir`."""

@@ -7,7 +7,6 @@ what is generated with it.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +23,7 @@ from gpu_engine.model.linear import pack_linears
 from gpu_engine.model.probe import ModelNotSupported, probe
 from gpu_engine.stream import load_kernels_eagerly
 from kernels.paged_attention import KVPages
+from shared_mem.cores import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     report: Progress = progress or (lambda stage, done: None)
     device = torch.device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.num_threads or usable_cores())
     else:
         load_kernels_eagerly()
     path = ensure_embedded(progress) if config.model == EMBEDDED_MODEL else Path(config.model)
