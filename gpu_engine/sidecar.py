@@ -140,7 +140,7 @@ class Sidecar:
             ended, self._killed_for = self._killed_for or ended, ""
             now_s = time.monotonic()
             if now_s - started_s > FAILURE_WINDOW_S:
-                allowed = self._max_failures
+                retry_s, allowed = FIRST_RETRY_S, self._max_failures
             # For the wait alone: whatever ends a process every other second is still a failure each time.
             if now_s - self._of_use_s >= self.healthy_s:
                 retry_s = FIRST_RETRY_S

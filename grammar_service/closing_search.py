@@ -12,22 +12,18 @@ The text of a path is then spelled anew in the fewest tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from grammar_service.backends import Matcher, Rows
+from grammar_service.closing_choices import choices_of
 from grammar_service.closing_texts import TokenTexts
-from grammar_service.mask_rows import Words, among, count, few, has
+from grammar_service.mask_rows import Words, count, few, has
 
 Path = tuple[int, ...]
 """Tokens to the end; the last one is a stop token."""
 
-_FREE = 4096
-"""So many legal tokens, or a quarter of a small vocabulary: free text, where most tokens mean the same."""
-_FEW = 256
-"""At most so many: a name or a value out of a list, to be read token by token."""
-_CHOICES = 4
 _PATIENCE = 3
 """So often the first choice is taken when the choices are the same."""
 _WORDLIKE = 4
@@ -220,7 +216,7 @@ class Search:
                 stop = self._stop(words)
                 if stop is not None:
                     return True, (*taken, stop), decisions
-                choices = self._choices(words)
+                choices = choices_of(words, self._texts)
                 again = again + 1 if choices == before else 0
                 before = choices
                 turn = max(0, again - _PATIENCE) % max(1, len(choices))
@@ -243,42 +239,6 @@ class Search:
             if spelled is not None:
                 return spelled
         return trail if len(trail) <= limit else best
-
-    def _choices(self, words: Words) -> list[int]:
-        """Return the tokens to try, the best first."""
-        texts = self._texts
-        number = count(words)
-        legal = among(words, texts.structure)
-        out: list[int] = []
-        if number > _FREE or 4 * number > 32 * texts.num_words:
-            # Brackets are text here; only quotes are sure to mean something.
-            out += texts.structure[legal & texts.quoted][:2].tolist()
-            out += texts.words[among(words, texts.words)][:1].tolist()
-            out += texts.punctuation[among(words, texts.punctuation)][:4].tolist()
-            return list(dict.fromkeys(out)) or few(words, self._texts.num_words * 32)[:_CHOICES]
-        found = texts.structure[legal]
-        cheap = int((texts.cost[legal] <= 0.3).sum())
-        out += found[: min(cheap, _CHOICES)].tolist()
-        if number <= _FEW:
-            out += self._names(few(words, _FEW))
-        else:
-            out += texts.words[among(words, texts.words)][:1].tolist()
-            out += texts.punctuation[among(words, texts.punctuation)][:2].tolist()
-        out += found[cheap : cheap + 2].tolist()
-        return list(dict.fromkeys(out)) or few(words, self._texts.num_words * 32)[:_CHOICES]
-
-    def _names(self, legal: Sequence[int]) -> list[int]:
-        """Return tokens that go on in different ways, each as far as one token can, and the shortest of all."""
-        texts = self._texts.texts
-        longest = sorted((t for t in legal if texts[t] and not texts[t].isspace()), key=lambda t: (-len(texts[t]), t))
-        out = longest[:1]
-        for token in longest:
-            if all(texts[token][0] != texts[other][0] for other in out):
-                out.append(token)
-        for token in (*longest[1:], *longest[-1:]):
-            if len(out) < _CHOICES and not any(texts[other].startswith(texts[token]) for other in out):
-                out.append(token)
-        return list(dict.fromkeys([*out[:_CHOICES], *longest[-1:]]))
 
     def _stop(self, words: Words) -> int | None:
         return next((stop for stop in self._texts.stop_ids if has(words, stop)), None)
