@@ -195,7 +195,8 @@ class GrammarCompiler:
 
 def grammar_error(error: grpc.aio.AioRpcError) -> LockstepError:
     """Return the engine's error for a status of the grammar process. The one place that knows both."""
-    message = error.details() or error.code().name
+    # `source` is a field of the protocol between the processes; the client's own is called by its kind.
+    message = (error.details() or error.code().name).removeprefix("source: ")
     match error.code():
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidRequest("grammar", message)

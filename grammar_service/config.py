@@ -183,7 +183,8 @@ def _from_file(path: str, names: set[str]) -> dict[str, Any]:
 
 
 def _convert(name: str, value: Any, kind: type) -> Any:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    # A file's values have types of their own; a flag or a variable is always text.
+    if not isinstance(value, str) and not (type(value) is kind or (type(value) is int and kind is float)):
         raise ValueError(f"{name}: {value!r} is not {kind.__name__}")
     try:
         return kind(value)

@@ -77,7 +77,8 @@ def parse(kind: Kind, source: str, whitespace: Whitespace, max_depth: int = MAX_
         if source:
             raise InvalidGrammar("source: must be empty for a JSON object; use a JSON Schema to say more")
         return Grammar(Kind.JSON_SCHEMA, '{"type":"object"}', whitespace)
-    if not source.strip():
+    # A blank is a regular expression like any other letter.
+    if not (source if kind is Kind.REGEX else source.strip()):
         raise InvalidGrammar(f"source: is empty; {_WANTED[kind]} is required")
     if kind is Kind.JSON_SCHEMA:
         return Grammar(kind, _compact(_schema(source, max_depth)), whitespace)

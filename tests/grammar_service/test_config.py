@@ -45,6 +45,25 @@ def test_an_unknown_key_of_the_file_is_named(tmp_path: Path, capsys: pytest.Capt
     assert "unknown setting 'compile_timout_s'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("threads = 2.5", "threads: 2.5 is not int"),
+        ("compile_queue = inf", "compile_queue: inf is not int"),
+        ("spin_us = true", "spin_us: True is not float"),
+        ("backend = 3", "backend: 3 is not str"),
+    ],
+)
+def test_a_value_of_the_file_is_not_bent_into_its_type(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sidecar.toml"
+    file.write_text(f'dir = "d"\n{line}\n')
+    with pytest.raises(SystemExit):
+        read(["--config", str(file)], {})
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", [b"backend = = 3", b"\xff"])
 def test_a_broken_file_is_named(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "sidecar.toml"

@@ -51,6 +51,10 @@ def test_refused(kind: Kind, source: str, message: str) -> None:
         parse(kind, source, Whitespace.ANY)
 
 
+def test_a_blank_is_a_regular_expression() -> None:
+    assert parse(Kind.REGEX, " ", Whitespace.ANY).text == " "
+
+
 @pytest.mark.parametrize("source", ["[" * (MAX_JSON_DEPTH + 2) + "]" * (MAX_JSON_DEPTH + 2), "[" * 100_000])
 def test_json_is_nested_within_a_limit(source: str) -> None:
     with pytest.raises(LimitExceeded, match=r"max_grammar_depth: .* deeper than 128"):

@@ -272,7 +272,7 @@ async def test_a_refused_grammar_fails_at_arrival_and_at_its_slot(
     tmp_path: Path, status: grpc.StatusCode, kind: type[LockstepError], text: str
 ) -> None:
     async with connected(tmp_path) as s:
-        s.process.refuse_compile = (status, "line 3")
+        s.process.refuse_compile = (status, "source: line 3")
         refused: list[LockstepError] = []
         s.client.prepare("r", spec(), refused.append)
         s.client.open(0, 1, request(), ())
