@@ -43,7 +43,10 @@ class AttentionContext:
     positions_BP: torch.Tensor
     """int32, absolute positions; negative is padding."""
     hidden: dict[int, torch.Tensor | None] | None = None
-    """Layers whose input is wanted: a forward puts it there, [B * P, H] in the model's dtype, its caller's to keep."""
+    """Layers whose input is wanted: a forward puts it there, [B * P, H] in the model's dtype, its caller's to keep.
+
+    The number behind the last layer's is the input of the output head: the final hidden state, normed.
+    """
     layers_seen: dict[int, LayerAttention] = field(default_factory=dict)
     """Layers that came through transformers' interface; the loader's probe reads it."""
 

@@ -69,15 +69,24 @@ class Walk:
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]."""
-        x_NH, delta_NH = self._through(ids_BP, ctx)
-        logits_NV: torch.Tensor = self.head(_normed(x_NH, delta_NH, self.norm))
+        logits_NV: torch.Tensor = self.head(self._last(ids_BP, ctx))
         if self.logits_softcap:
             logits_NV = torch.tanh(logits_NV / self.logits_softcap) * self.logits_softcap
         return logits_NV[: ids_BP.numel()]
 
     def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
-        """Write keys and values; nothing behind the last layer's attention is computed."""
-        self._through(ids_BP, ctx, only_fill=True)
+        """Write keys and values; nothing behind the last layer's attention is computed that nobody wants."""
+        if ctx.hidden is not None and len(self.layers) in ctx.hidden:
+            self._last(ids_BP, ctx)
+        else:
+            self._through(ids_BP, ctx, only_fill=True)
+
+    def _last(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        """Return the final hidden state, normed, [B * P, H]; hand it out if it is wanted."""
+        last_NH = _normed(*self._through(ids_BP, ctx), self.norm)
+        if ctx.hidden is not None and len(self.layers) in ctx.hidden:
+            ctx.hidden[len(self.layers)] = last_NH[: ids_BP.numel()]
+        return last_NH
 
     def _through(
         self, ids_BP: torch.Tensor, ctx: AttentionContext, *, only_fill: bool = False

@@ -77,7 +77,7 @@ def test_the_inputs_of_layers_are_handed_out_when_they_are_asked_for(saved: Save
     states = with_own(input_ids=ids, output_hidden_states=True).hidden_states
     table, positions = torch.arange(2).int().view(2, 1), torch.arange(12).int().expand(2, 12).contiguous()
     for run in (model.logits, model.prefill):
-        hidden: dict[int, torch.Tensor | None] = {0: None, 1: None}
+        hidden: dict[int, torch.Tensor | None] = {0: None, 1: None, 2: None}  # 2: behind the last, normed
         run(ids, AttentionContext(model.allocate_pages(2, 16), table, positions, hidden=hidden))
         for layer, got in hidden.items():
             assert got is not None

@@ -1,0 +1,79 @@
+"""Draft nets over pairs: the target's hidden state of position p with the token at p + 1 (EAGLE, Li et al. 2024).
+
+The pair of position p stands at position p of the net's own cache. One invariant: when a first link begins, the cache
+holds true pairs of every position before `length - 1 - emitted`; the link writes those of the step's emitted tokens
+itself, over whatever an older chain left there. Not here: what is made of a pair (eagle3.py, mtp.py), the chain.
+
+Shapes: B lanes, P rows of the step, N = B * P rows, H hidden size, Vd columns of the net.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from gpu_engine.buffers import StepBatch
+from gpu_engine.drafters.nets import Hidden
+
+
+class PairNet(ABC):
+    """The places of pairs. A subclass says what a pair gives."""
+
+    layers: tuple[int, ...]
+    d2t_V: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        self._hidden_BH: torch.Tensor | None = None
+        """What stands in for the target's hidden state at the next link."""
+
+    @abstractmethod
+    def _taken(self, hidden: Hidden) -> torch.Tensor:
+        """Return of the target's hidden states what a pair has of them, [N, H]."""
+
+    @abstractmethod
+    def _run(
+        self, ids_BP: torch.Tensor, hidden_NH: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor
+    ) -> torch.Tensor:
+        """Store the pairs at their positions, int32 and contiguous, -1 for padding; return hidden states, [N, H]."""
+
+    @abstractmethod
+    def _logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
+        """Return [B, Vd]."""
+
+    def prefill(
+        self, history_1L: torch.Tensor, page_table_1N: torch.Tensor, start: int, end: int, hidden: Hidden
+    ) -> None:
+        """Store the pairs of positions [start, end); the token behind the last of them is in the history, too."""
+        states_NH = self._taken(hidden)
+        at_P = torch.arange(start, start + len(states_NH), dtype=torch.int32, device=history_1L.device)
+        ids_1P = history_1L.gather(1, (at_P + 1).clamp(max=end).long()[None])
+        positions_1P = torch.where(at_P < end, at_P, -1)[None].contiguous()
+        self._run(ids_1P, states_NH, positions_1P, page_table_1N)
+
+    def first(
+        self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
+        hidden: Hidden,
+    ) -> torch.Tensor:  # fmt: skip
+        """Run the pairs of the step's emitted tokens, and draft behind the last of them."""
+        slot, B, P = batch.slot, batch.num_lanes, batch.num_rows
+        emitted_B1 = batch.lane.result.num_emitted_B[:B, None]
+        row_P = torch.arange(P, dtype=torch.int32, device=place_B.device)
+        at_BP = slot.length_S[place_B][:, None] - emitted_B1 - 1 + row_P
+        positions_BP = torch.where(going_B[:, None] & (row_P < emitted_B1), at_BP, -1)
+        behind_BP = (at_BP + 1).clamp(min=0, max=slot.history_SL.shape[1] - 1).long()
+        ids_BP = slot.history_SL[place_B[:, None], behind_BP]
+        out_BPH = self._run(ids_BP, self._taken(hidden), positions_BP.int().contiguous(), page_table_BN).view(B, P, -1)
+        last_B = (emitted_B1[:, 0] - 1).clamp(min=0).long()
+        return self._speak(out_BPH[torch.arange(B, device=place_B.device), last_B])
+
+    def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
+        """Run the pair of the head's own last output and the draft behind it."""
+        assert self._hidden_BH is not None, "a first link is before this"
+        # The draft is token `positions_B1`; its pair stands where the hidden state does, one in front.
+        at_B1 = torch.where(positions_B1 < 0, -1, positions_B1 - 1)
+        return self._speak(self._run(ids_B1, self._hidden_BH, at_B1.int().contiguous(), page_table_BN))
+
+    def _speak(self, hidden_BH: torch.Tensor) -> torch.Tensor:
+        self._hidden_BH = hidden_BH
+        return self._logits(hidden_BH)

@@ -1,0 +1,124 @@
+"""The target's own multi-token-prediction layer: loaded from its checkpoint, drafting what transformers' code gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedTokenizerFast
+
+from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.drafters.mtp import MtpNet, load_mtp
+from gpu_engine.drafters.nets import Hidden
+from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.probe import ModelNotSupported
+from kernels.paged_attention import KVPages
+from tests.fakes import byte_tokenizer
+from tests.gpu_engine.core.harness import answer_all, ask, config, free_engine, tokens
+
+cache_utils = pytest.importorskip("transformers.cache_utils")
+modeling_layers = pytest.importorskip("transformers.modeling_layers")
+if not hasattr(modeling_layers, "MtpModel"):
+    pytest.skip("this transformers has no MtpModel", allow_module_level=True)
+
+LAYERS = 46
+"""transformers knows the MTP layer of this family by its number, which is that of the published models."""
+H, PAGE, LENGTH = 32, 16, 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GLM-4.5 of random weights whose checkpoint has the MTP layer behind the last."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": 300, "hidden_size": H, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": LAYERS,
+        "n_group": 1, "topk_group": 1, "max_position_embeddings": 256, "num_mtp_layers": 1, "bos_token_id": 257,
+        "eos_token_id": 256, "pad_token_id": None,
+    }  # fmt: skip
+    net = AutoModelForCausalLM.from_config(Glm4MoeConfig(**shape), dtype=torch.float32)
+    mtp = modeling_layers.MtpModel(net, 1)
+    for part in (net, mtp):
+        for weight in part.parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=1.5 / weight.shape[-1] ** 0.5)
+    path = tmp_path_factory.mktemp("glm")
+    net.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in mtp.state_dict().items():
+        if name.startswith("layers.0."):
+            published = name.removeprefix("layers.0.").removeprefix("mtp_block.")
+            tensors[f"model.layers.{LAYERS}.{published}"] = tensor.clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(), eos_token="<|end|>", bos_token="<|start|>"
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> LoadedModel:
+    return load_model(config(model=str(folder)))
+
+
+@torch.inference_mode()
+def test_drafts_are_those_of_transformers_own_layer(folder: Path, target: LoadedModel) -> None:
+    """Logits of the first draft and of the next, against `MtpModel.forward_layer` over the whole sequence."""
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    mtp = modeling_layers.MtpModel.from_pretrained(plain)
+    ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(1))
+    last = plain(ids, output_hidden_states=True).hidden_states[-1]
+    cache = cache_utils.MtpCache(config=mtp.config)
+    places = torch.arange(1, 20)[None]
+    states = mtp.forward_layer(0, last[:, :19], places, cache, input_ids=ids[:, 1:])
+    draft = mtp._project_to_logits(states[:, -1]).argmax(-1)
+    chained = mtp.forward_layer(0, states[:, -1:], torch.tensor([[20]]), cache, input_ids=draft[:, None])
+    expected = [mtp._project_to_logits(states[:, -1]), mtp._project_to_logits(chained[:, -1])]
+
+    pages = KVPages.allocate(8, 1, 16, PAGE, torch.float32, torch.device("cpu"))
+    net = MtpNet(load_mtp(str(folder), target.net, torch.float32), LAYERS, pages)
+    slot, lane = SlotBuffers.allocate(1, 4, LENGTH, PAGE), LaneBuffers.allocate(1, 4, 300)
+    slot.history_SL[0, :20], slot.length_S[0], lane.result.num_emitted_B[0] = ids[0], 20, 3
+    slot.page_table_SN.copy_(torch.arange(slot.page_table_SN.shape[1]))
+
+    def hidden(start: int, count: int) -> Hidden:
+        rows = last[0, start : start + count]
+        return {LAYERS: torch.cat([rows, torch.zeros(count - len(rows), H)])}
+
+    net.prefill(slot.history_SL, slot.page_table_SN, 0, 9, hidden(0, 32))
+    net.prefill(slot.history_SL, slot.page_table_SN, 9, 16, hidden(9, 32))
+    batch = StepBatch(slot, lane, 1, 4, any_guided=False)
+    going, table = torch.ones(1, dtype=torch.bool), slot.page_table_SN
+    first = net.first(batch, torch.zeros(1, dtype=torch.long), going, table, hidden(16, 4))
+    torch.testing.assert_close(first, expected[0], rtol=1e-3, atol=1e-3)
+    second = net.next(draft[:, None], torch.tensor([[20]]), table)
+    torch.testing.assert_close(second, expected[1], rtol=1e-3, atol=1e-3)
+
+
+def test_tokens_do_not_depend_on_it(target: LoadedModel) -> None:
+    def made() -> list[Any]:
+        return [
+            ask(tokens(9, seed), max_tokens=12, temperature=0.5 * seed, seed=seed, ignore_eos=True) for seed in (0, 1)
+        ]
+
+    with free_engine(target, config(model=target.name, drafter="none", num_draft_tokens=3)) as engine:
+        expected = answer_all(engine, made())
+    with free_engine(target, config(model=target.name, drafter="mtp", num_draft_tokens=3)) as engine:
+        assert answer_all(engine, made()) == expected
+        assert engine.stats().draft_tokens > 20
+
+
+def test_a_model_without_such_layers_is_refused(target: LoadedModel, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotSupported, match="has no usable multi-token-prediction weights"):
+        load_mtp(str(tmp_path), target.net, torch.float32)
+    count = target.net.config.num_mtp_layers
+    target.net.config.num_mtp_layers = 0
+    try:
+        with pytest.raises(ModelNotSupported, match="glm4_moe has no multi-token-prediction layers"):
+            load_mtp(str(folder), target.net, torch.float32)
+    finally:
+        target.net.config.num_mtp_layers = count
