@@ -162,11 +162,41 @@ def test_wrong_usage_is_told(arguments: list[str], message: str, capsys: pytest.
         (["--max-batch-size", "x"], "--max-batch-size: 'x' is not an integer"),
         (["--grammar", "connect"], "grammar_dir: is required"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
+        (["--listen", "nonsense"], "listen: 'nonsense' is neither host:port nor unix:/path"),
+        (["--listen", ""], "listen: '' is neither"),
+        (["--health-listen", "unix:"], "health_listen: 'unix:' is neither"),
+        (["--device", "cuda:first"], "device: 'cuda:first' is not cpu, cuda or cuda:N"),
+        (["--num-threads", "-1"], "num_threads: must not be negative"),
+        (["--log-level", "chatty"], "log_level: 'chatty' is not one of debug, info, warning, error"),
     ],
 )
 def test_wrong_settings_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", *arguments]) == cli.USAGE
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--max-batch", "4"], "unrecognized arguments: --max-batch 4"),
+        (["generate", "--timeout", "-1"], "'-1' is not a number of seconds above 0"),
+        (["compile", "--timeout", "nan"], "'nan' is not a number of seconds above 0"),
+        (["health", "--timeout", "soon"], "'soon' is not a number of seconds above 0"),
+    ],
+)
+def test_wrong_flags_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_a_failure_to_start_is_an_object_among_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = f"{tmp_path}/tls.pem"
+    flags = ("--listen", f"unix:{tmp_path}/s", "--tls-cert", missing, "--tls-key", missing, "--log-format", "json")
+    assert cli.main(["serve", *flags]) == cli.FAILED
+    line = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert (line["level"], line["message"]) == ("error", f"tls_cert: cannot read {missing}: No such file or directory")
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["compile"], ["info"], ["demo"]])
@@ -222,8 +252,11 @@ print("closed", flush=True)
 """
     root = Path(__file__).parents[3]
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=root, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline() == "closed\n"
-        assert process.wait(20) == 0
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == "closed\n"
+            assert process.wait(60) == 0
+        finally:
+            process.kill()  # leaving the block waits for it

@@ -29,7 +29,7 @@ from gpu_engine.request import GrammarKind, GrammarSpec, Request, SamplingParams
 from protos.grammar.v1 import grammar_pb2 as gpb
 from protos.grammar.v1 import grammar_pb2_grpc
 from shared_mem.channel import EngineEnd
-from shared_mem.errors import HandshakeError, PeerGone, VersionSkew
+from shared_mem.errors import HandshakeError, PeerGone, SharedMemoryError, VersionSkew
 from shared_mem.handover import SOCKET_NAME, listen, recv_segment
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
@@ -69,8 +69,10 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         while True:
             peer, _ = await asyncio.get_running_loop().sock_accept(self._listener)
             self._peers.append(peer)
-            segment = await asyncio.to_thread(recv_segment, peer)
-            segment.close()
+            # An engine that was too slow comes again.
+            with suppress(SharedMemoryError):
+                segment = await asyncio.to_thread(recv_segment, peer)
+                segment.close()
 
     async def stop(self) -> None:
         self._accepting.cancel()

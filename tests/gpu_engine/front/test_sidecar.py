@@ -185,10 +185,12 @@ async def main():
 asyncio.run(main())
 """
     with subprocess.Popen(python(code), stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert alive(pid)
-        parent.kill()
+        try:
+            assert parent.stdout is not None
+            pid = int(parent.stdout.readline())
+            assert alive(pid)
+        finally:
+            parent.kill()  # leaving the block waits for it
     asyncio.run(eventually(lambda: not alive(pid)))
 
 
