@@ -81,6 +81,10 @@ class LaneBuffers:
     """uint8 RowKind. Writer: the sync."""
     forced_BR: torch.Tensor
     """int32. Writer: the sync."""
+    num_forced_B: torch.Tensor
+    """int32, tokens that the grammar forces next, for the drafter to propose before its own: they stand in `drafts_SR`
+    and in `history_SL` behind the last token. -1: the lane did not move, and keeps the drafts it has, since rows are
+    kept for them. Writer: the sync, in steps with a guided lane; 0 where nobody ever asks."""
     result: AcceptResult
     """Writer: the step."""
 
@@ -102,6 +106,7 @@ class LaneBuffers:
             num_drafts_B=ints(num_lanes),
             kinds_BR=torch.zeros(num_lanes, num_rows, dtype=torch.uint8, device=device),
             forced_BR=ints(num_lanes, num_rows),
+            num_forced_B=ints(num_lanes),
             result=AcceptResult.allocate(num_lanes, num_rows, vocab_size, device),
         )
 

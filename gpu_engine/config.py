@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 EMBEDDED_MODEL = "embedded"
@@ -17,6 +18,11 @@ MAX_DRAFT_TOKENS = 15
 def _require(condition: bool, name: str, problem: str) -> None:
     if not condition:
         raise ValueError(f"{name}: {problem}")
+
+
+def _is_host_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) < 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +50,19 @@ class EngineConfig:
     prefill_chunk: int = 256
     """Prompt tokens per prefill call; decode steps run between the chunks."""
     drafter: str = "ngram"
-    """"ngram", "model", "eagle3" or "none"."""
+    """"ngram", "model", "eagle3", "mtp" (the model's own multi-token-prediction layer), "grammar" (what the grammar
+    forces, and nothing else) or "none"."""
     draft_model: str = ""
     """With drafter=model: a model with the same tokenizer, in the forms of `model`. With drafter=eagle3: the directory
     of a head for this model."""
     draft_masks: bool = True
-    """With drafter=model or eagle3: drafts are held to the grammar too, a row a draft."""
+    """With drafter=model, eagle3 or mtp: drafts are held to the grammar too, a row a draft."""
+    draft_forced: bool = False
+    """Text that the grammar forces, such as the name of a key, is drafted first; the drafter goes on behind it. With
+    drafter=grammar always so."""
     draft_timeout_ms: float = 5.0
-    """A draft waits this long for its row, then goes unmasked; verification guards it."""
+    """A draft waits this long for its row, then goes unmasked; verification guards it. What is forced is waited for as
+    long, then goes undrafted."""
     num_draft_tokens: int = 7
     """K: drafts per step, the default and the upper limit of a request."""
     step_rows: int = 24
@@ -79,17 +90,18 @@ class EngineConfig:
             self.dtype in ("auto", "bfloat16", "float32"), "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32"
         )
         _require(
-            self.device == "cpu" or self.device.partition(":")[0] == "cuda",
+            re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device) is not None,
             "device",
             f"{self.device!r} is not cpu, cuda or cuda:N",
         )
         syncs = ("auto", "inline") if self.device == "cpu" else ("auto", "host_callback", "device_flag")
         _require(self.sync in syncs, "sync", f"{self.sync!r} on {self.device} is not one of {', '.join(syncs)}")
+        _require(self.num_threads >= 0, "num_threads", "must not be negative")
         _require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
         _require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
         _require(self.page_size in (16, 32, 64, 128), "page_size", "must be 16, 32, 64 or 128")
         _require(self.prefill_chunk >= 16, "prefill_chunk", "must be at least 16")
-        drafters = ("ngram", "model", "eagle3", "none")
+        drafters = ("ngram", "model", "eagle3", "mtp", "grammar", "none")
         _require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")
         _require(
             (self.drafter in ("model", "eagle3")) == bool(self.draft_model),
@@ -119,6 +131,11 @@ class EngineConfig:
     def num_rows(self) -> int:
         """R = K + 1: positions that a decode step verifies per slot."""
         return (self.num_draft_tokens if self.drafter != "none" else 0) + 1
+
+    @property
+    def forced_first(self) -> bool:
+        """The grammar is asked for forced tokens before the drafter drafts."""
+        return self.num_rows > 1 and (self.draft_forced or self.drafter == "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +191,22 @@ class ServerConfig:
     """"host:port" of both processes' Prometheus metrics, over HTTP; empty: none. Bind it where only the scraper comes."""
     log_format: str = "text"
     """"text" or "json" (one object a line), of both processes."""
+    log_level: str = ""
+    """"debug", "info", "warning" or "error"; empty: info, and warning for the demo."""
 
     def __post_init__(self) -> None:
         _require(
             self.grammar in ("spawn", "connect", "none"), "grammar", f"{self.grammar!r} is not spawn, connect or none"
         )
         _require(self.grammar != "connect" or bool(self.grammar_dir), "grammar_dir", "is required with grammar=connect")
+        for name, address in (("listen", self.listen), ("health_listen", self.health_listen)):
+            _require(
+                (name == "health_listen" and not address)
+                or (address.startswith("unix:") and address != "unix:")
+                or _is_host_port(address),
+                name,
+                f"{address!r} is neither host:port nor unix:/path",
+            )
         _require(bool(self.tls_cert) or not self.tls_key, "tls_cert", "is required with tls_key")
         _require(bool(self.tls_key) or not self.tls_cert, "tls_key", "is required with tls_cert")
         _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
@@ -202,12 +229,13 @@ class ServerConfig:
         _require(self.grammar_retry_s > 0, "grammar_retry_s", "must be positive")
         _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
         _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
-        host, _, port = self.metrics_listen.rpartition(":")
         _require(
-            not self.metrics_listen or bool(host and port.isdecimal() and int(port) < 1 << 16),
+            not self.metrics_listen or _is_host_port(self.metrics_listen),
             "metrics_listen",
             f"{self.metrics_listen!r} is not host:port",
         )
         _require(self.log_format in ("text", "json"), "log_format", f"{self.log_format!r} is not text or json")
+        levels = ("", "debug", "info", "warning", "error")
+        _require(self.log_level in levels, "log_level", f"{self.log_level!r} is not one of {', '.join(levels[1:])}")
         _require(self.max_n >= 1, "max_n", "must be at least 1")
         _require(0 <= self.stream_pace_ms <= 1000, "stream_pace_ms", "must be in [0, 1000]")

@@ -166,8 +166,8 @@ class FreeSync(NoSync):
 class NgramKernel:
     """Prompt lookup, one launch."""
 
-    def __init__(self, stream: Stream, ngram_max: int, ngram_min: int) -> None:
-        self._stream, self._max, self._min = stream, ngram_max, ngram_min
+    def __init__(self, stream: Stream, ngram_max: int, ngram_min: int, *, forced: bool = False) -> None:
+        self._stream, self._max, self._min, self._forced = stream, ngram_max, ngram_min, forced
 
     layers: tuple[int, ...] = ()
 
@@ -181,18 +181,19 @@ class NgramKernel:
     def _propose(self, batch: StepBatch) -> None:
         from kernels.cuda.ngram import propose_ngram
 
-        slot = batch.slot
+        slot, forced = batch.slot, self._forced and batch.any_guided
         propose_ngram(
             *(batch.slots_B, slot.history_SL, slot.length_S, slot.draft_limit_S, slot.params.max_length_S),
             *(slot.drafts_SR, slot.num_drafts_S),
             ngram_max=self._max,
             ngram_min=self._min,
             max_rows=batch.max_rows,
+            num_forced_B=batch.lane.num_forced_B if forced else None,
         )
 
 
 class NoDrafts:
-    """Proposes nothing: a slot has no drafts since it was seated."""
+    """Proposes nothing: a slot has no drafts since it was seated, or those alone that the sync wrote."""
 
     layers: tuple[int, ...] = ()
 

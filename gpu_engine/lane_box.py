@@ -73,7 +73,7 @@ class HostBox(LaneBox):
         """What was enqueued, by stage: those posts are looked at."""
         # All stages share the memory: they follow each other on the stream.
         self._calls: dict[int, tuple[BatchArrays, HostCall, HostCall]] = {}
-        for stage in range(int(Stage.VERIFY), Stage.DRAFT + rows - 1):
+        for stage in (*range(int(Stage.VERIFY), Stage.DRAFT + rows - 1), int(Stage.PROPOSE)):
             timeout_s = (timeout_ns if stage == Stage.VERIFY else draft_timeout_ns) / 1e9
             self._calls[stage] = channel.host_calls(
                 num_lanes, timeout_s=timeout_s, stage=stage, memory=self.pinned.numpy()

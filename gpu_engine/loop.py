@@ -127,7 +127,9 @@ class EngineLoop:
         seat.prefilled = seat.length - 1  # the keys of every token but the last stand, rejected drafts are overwritten
         telemetry.steps += 1
         telemetry.mask_wait_ms += waited_ms if seat.guided else 0.0
-        stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted)
+        stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted, seat.payload.forced)
+        if outcome.num_forced >= 0:
+            seat.payload.forced = outcome.num_forced
         if count:
             telemetry.draft_tokens += outcome.num_drafts
             telemetry.accepted_draft_tokens += outcome.num_accepted

@@ -16,7 +16,7 @@ from gpu_engine.buffers import LaneBuffers, StepBatch
 from gpu_engine.stream import Event, Stream
 from kernels.accept import MAX_LOGPROBS, AcceptResult
 
-_PER_LANE = ("num_emitted", "num_accepted", "finish", "blocked", "num_drafts", "slots", "slot_gens")
+_PER_LANE = ("num_emitted", "num_accepted", "finish", "blocked", "num_drafts", "num_forced", "slots", "slot_gens")
 _HEAD = 4
 """int32 numbers before the lanes: sequence and waited time, two each."""
 
@@ -28,6 +28,8 @@ class StepOutputs:
     result: AcceptResult
     num_drafts_B: torch.Tensor
     """int32 [B], drafts that were verified."""
+    num_forced_B: torch.Tensor
+    """int32 [B]; see `LaneBuffers`."""
     slots_B: torch.Tensor
     """int32 [B] as launched; -1: padding."""
     slot_gens_B: torch.Tensor
@@ -119,7 +121,8 @@ class OutputRing:
             *(entry.logprob_BR[:count].clone(), entry.top_ids_BRN[:count].clone()),
             *(entry.top_logprobs_BRN[:count].clone(), torch.empty(0), torch.empty(0, dtype=torch.int32)),
         )
-        return StepOutputs(result, lanes["num_drafts"], lanes["slots"], lanes["slot_gens"], seq, waited_ns)
+        per_lane = (lanes["num_drafts"], lanes["num_forced"], lanes["slots"], lanes["slot_gens"])
+        return StepOutputs(result, *per_lane, seq, waited_ns)
 
     def _size(self, num_lanes: int) -> int:
         return _HEAD + num_lanes * (len(_PER_LANE) + self._rows)
@@ -127,7 +130,7 @@ class OutputRing:
     def _pack(self, batch: StepBatch) -> None:
         lane, r, B = batch.lane, batch.lane.result, batch.num_lanes
         results = (r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B)
-        per_lane = (*results, lane.num_drafts_B, lane.slots_B, lane.slot_gens_B)
+        per_lane = (*results, lane.num_drafts_B, lane.num_forced_B, lane.slots_B, lane.slot_gens_B)
         parts = [*self._report, *(t[:B] for t in per_lane), r.emitted_BR[:B].reshape(-1)]
         torch.cat(parts, out=self._packed[: self._size(B)])
 

@@ -20,26 +20,33 @@ import torch
 from gpu_engine.buffers import StepBatch
 from gpu_engine.lane_box import LaneBox
 from gpu_engine.rows import RowStore
+from kernels.accept import RUN_ON
 from shared_mem.layout import RowKind
 
 if TYPE_CHECKING:
     from kernels.cuda import posting
 
-VERIFY = -1
-"""Instead of the number of a draft."""
+VERIFY, PROPOSE = -1, -2
+"""Instead of the number of a draft; PROPOSE asks for no row, but for what the grammar forces."""
 
 
 class RowWork(Protocol):
     """Kernels around a post and a wait. The store's kinds, forced and kept have S + 1 rows, the last one is spare."""
 
     def pack(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
-        """Fill the box's inputs for draft k, or VERIFY; advance `posted_S` by what they tell."""
+        """Fill the box's inputs for draft k, VERIFY or PROPOSE; advance `posted_S` by what they tell.
+
+        PROPOSE is behind `settle`, and leaves `posted_S`: the next post says the same tokens again.
+        """
 
     def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int, told: torch.Tensor | None) -> None:
         """Keep the rows that the box's inputs asked for; fill `kinds_BR` and `forced_BR`: row k, or every row.
 
         `told` int64 [1] gets the sequence of the answers.
         """
+
+    def take_forced(self, batch: StepBatch, box: LaneBox) -> None:
+        """Fill `num_forced_B`, and put the tokens where it says; `num_drafts_S` of lanes that moved is that number."""
 
     def settle(self, batch: StepBatch, store: RowStore) -> None:
         """Forget the rows of lanes that emitted something."""
@@ -64,6 +71,12 @@ class TorchRows:
         asking_B, drafts_B = _asking(batch, slots_B) & (batch.slots_B >= 0), lane.num_drafts_B[:B]
         if k == VERIFY:
             missing_BR = (self._row_R <= drafts_B[:, None]) & ~store.kept_SR[slots_B] & asking_B[:, None]
+        elif k == PROPOSE:
+            r, room_B = lane.result, slot.params.max_length_S[slots_B] - slot.length_S[slots_B] - 1
+            asking_B &= (r.num_emitted_B[:B] > 0) & (r.finish_B[:B] == RUN_ON) & (r.blocked_B[:B] == 0)
+            wanted_B = torch.minimum(slot.draft_limit_S[slots_B], room_B).clamp(max=min(R, batch.max_rows) - 1)
+            missing_BR = (self._row_R < wanted_B[:, None]) & asking_B[:, None]
+            drafts_B = torch.zeros_like(drafts_B)
         else:
             missing_BR = (self._row_R == k) & (asking_B & lane.drafting_B[:B])[:, None]
             drafts_B = torch.full_like(drafts_B, k)
@@ -84,7 +97,8 @@ class TorchRows:
         box.n_draft.copy_(torch.where(asked_B, drafts_B, 0))
         box.need_rows.copy_((missing_BR.int() << self._row_R).sum(dim=1))
         # An addition, since a padded lane shares its index with slot 0: it adds nothing.
-        slot.posted_S.index_add_(0, slots_B, fresh_B)
+        if k != PROPOSE:
+            slot.posted_S.index_add_(0, slots_B, fresh_B)
 
     def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int, told: torch.Tensor | None) -> None:
         """See `RowWork.keep`. The mask rows are in the store already."""
@@ -105,6 +119,21 @@ class TorchRows:
             here_B = here_BR[:, k] & listens_B & lane.drafting_B[:B]
             lane.kinds_BR[:B, k] = torch.where(here_B, kind_BR[:, k], int(RowKind.ALL)).to(torch.uint8)
             lane.forced_BR[:B, k] = forced_BR[:, k]
+
+    def take_forced(self, batch: StepBatch, box: LaneBox) -> None:
+        """See `RowWork.take_forced`."""
+        slot, lane, B, row_R = batch.slot, batch.lane, batch.num_lanes, self._row_R
+        place_B = torch.where(batch.slots_B < 0, len(slot.length_S) - 1, batch.slots_B).long()
+        asked_BR = (box.need_rows[:, None] >> row_R & 1).bool() & (box.slots >= 0)[:, None]
+        ahead_B = ((box.kinds == int(RowKind.FORCED)) & asked_BR).int().cumprod(dim=1).sum(dim=1).int()
+        stays_B = lane.result.num_emitted_B[:B] == 0
+        lane.num_forced_B[:B] = torch.where(stays_B, -1, ahead_B)
+        there_BR = row_R < ahead_B[:, None]
+        behind_BR = (slot.length_S[place_B][:, None] + row_R).clamp(max=slot.history_SL.shape[1] - 1).long()
+        old_BR = slot.history_SL[place_B[:, None], behind_BR]
+        slot.history_SL[place_B[:, None], behind_BR] = torch.where(there_BR, box.forced, old_BR)
+        slot.drafts_SR[place_B] = torch.where(there_BR, box.forced, slot.drafts_SR[place_B])
+        slot.num_drafts_S[place_B] = torch.where(stays_B, slot.num_drafts_S[place_B], ahead_B)
 
     def settle(self, batch: StepBatch, store: RowStore) -> None:
         """See `RowWork.settle`."""
@@ -127,9 +156,11 @@ class TritonRows:
 
     def __init__(self, source_NSRW: torch.Tensor) -> None:
         from kernels.cuda import posting as kernels
+        from kernels.cuda.forced import take_forced
         from kernels.cuda.settling import settle
 
-        self._kernels, self._settle, self._source_NSRW = kernels, settle, source_NSRW
+        self._kernels, self._settle, self._take_forced = kernels, settle, take_forced
+        self._source_NSRW = source_NSRW
 
     def pack(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
         """See `RowWork.pack`."""
@@ -141,6 +172,16 @@ class TritonRows:
             k=k,
             # A lane that drafts has not stopped.
             done_S=slot.done_S if k == VERIFY else None,
+            limits=(slot.draft_limit_S, slot.params.max_length_S) if k == PROPOSE else None,
+            max_rows=batch.max_rows,
+        )
+
+    def take_forced(self, batch: StepBatch, box: LaneBox) -> None:
+        """See `RowWork.take_forced`."""
+        slot, lane, B = batch.slot, batch.lane, batch.num_lanes
+        self._take_forced(
+            *(batch.slots_B, lane.result.num_emitted_B[:B], box.slots, box.need_rows, box.kinds, box.forced),
+            *(slot.length_S, slot.history_SL, slot.drafts_SR, slot.num_drafts_S, lane.num_forced_B[:B]),
         )
 
     def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int, told: torch.Tensor | None) -> None:

@@ -32,6 +32,8 @@ class Running:
     """Answers in a row that said DEFER though they came in time."""
     bound: tuple[int, int] | None = None
     """(slot, slot_gen) that the sidecar was asked to open; to be closed."""
+    forced: int = 0
+    """Of the drafts that its next step verifies, so many come from the grammar."""
     pages_written: int = 0
     """Entries of the page table that stand."""
 
@@ -81,7 +83,7 @@ class Seating:
         p.seed_S[s] = sampling.seed - (1 << 64) if sampling.seed >= 1 << 63 else sampling.seed
         p.num_logprobs_S[s] = -1 if sampling.logprobs is None else sampling.logprobs
         p.rules_S[s] = rules.data_ptr()
-        seat.payload.pages_written = 0
+        seat.payload.pages_written = seat.payload.forced = 0
 
     def bind(self, seat: Seat) -> None:
         """A matcher is opened behind the tokens emitted so far: the sidecar needs to be told only what follows."""

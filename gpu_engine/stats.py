@@ -56,6 +56,9 @@ class EngineStats:
     prefill_tokens: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    forced_draft_tokens: int = 0
+    """Of the drafts: what the grammar forces."""
+    accepted_forced_tokens: int = 0
     mask_wait_ms: float = 0.0
     deferred_rows: int = 0
     preemptions: int = 0
@@ -85,10 +88,12 @@ class EngineStats:
         if guided:
             self.mask_wait_seconds.observe(waited_ms / 1e3)
 
-    def count_tokens(self, num_tokens: int, num_drafts: int, num_accepted: int) -> None:
-        """Count what a step brought to one sequence."""
+    def count_tokens(self, num_tokens: int, num_drafts: int, num_accepted: int, num_forced: int = 0) -> None:
+        """Count what a step brought to one sequence; the first `num_forced` of its drafts were forced."""
         self.tokens_per_step.observe(num_tokens)
         self.generated_tokens += num_tokens
         if num_tokens:
             self.draft_tokens += num_drafts
             self.accepted_draft_tokens += num_accepted
+            self.forced_draft_tokens += min(num_forced, num_drafts)
+            self.accepted_forced_tokens += min(num_forced, num_accepted)

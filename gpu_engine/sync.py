@@ -42,6 +42,15 @@ class Sync(Protocol):
     def await_draft(self, batch: StepBatch, k: int) -> None:
         """Fill row k of `kinds_BR` and `forced_BR`; soft: what is late becomes ALL, and verification guards."""
 
+    def post_forced(self, batch: StepBatch) -> None:
+        """After `settle`: ask what the grammar forces behind the lanes in `drafting_B` that may have drafts."""
+
+    def await_forced(self, batch: StepBatch) -> None:
+        """Fill `num_forced_B`, and put the tokens where it says; soft: what is late is nothing.
+
+        They are proposals, and no rows: none is kept, none masks anything.
+        """
+
     def forget(self, slot: int) -> None:
         """Drop what is kept for a slot: it has another owner, or its matcher was made anew."""
 
@@ -128,6 +137,38 @@ class InlineSync:
         lane.kinds_BR[:B, k] = torch.where(here_B, self.store.kind_SR[slots, k], int(RowKind.ALL)).to(torch.uint8)
         lane.forced_BR[:B, k] = self.store.forced_SR[slots, k]
 
+    def post_forced(self, batch: StepBatch) -> None:
+        """Ask for as many tokens as a lane may have drafts."""
+        self._draft_seq = 0
+        if not batch.any_guided or batch.max_rows < 2:
+            return
+        slot, lane, B, slots = batch.slot, batch.lane, batch.num_lanes, batch.slots_B.long()
+        room_B = slot.params.max_length_S[slots] - slot.length_S[slots] - 1
+        wanted_B = torch.minimum(slot.draft_limit_S[slots], room_B).clamp(max=batch.max_rows - 1)
+        asking_B = lane.guided_B[:B] & lane.drafting_B[:B]
+        missing_BR = (torch.arange(lane.drafts_BR.shape[1]) < wanted_B[:, None]) & asking_B[:, None]
+        self._draft_seq = self._post(batch, torch.zeros(B, dtype=torch.int32), missing_BR, Stage.PROPOSE)
+
+    def await_forced(self, batch: StepBatch) -> None:
+        """Wait briefly; the tokens are those before the first that is none."""
+        B, lane = batch.num_lanes, batch.lane
+        lane.num_forced_B[:B] = torch.where(lane.result.num_emitted_B[:B] == 0, -1, 0)
+        if not self._draft_seq:
+            return
+        arrays, slot = self._arrays, batch.slot
+        self.waited_ns += self.channel.await_batch(
+            arrays, self._draft_seq, B, timeout_s=self._draft_timeout_s
+        ).waited_ns
+        need_BR = torch.from_numpy(arrays.need_rows[:B].astype("int64"))[:, None] >> torch.arange(arrays.rows) & 1
+        said_BR = (self._kinds_BR[:B] == int(RowKind.FORCED)) & need_BR.bool()
+        said_BR &= torch.from_numpy(arrays.slots[:B] >= 0)[:, None]
+        for b, count in enumerate(said_BR.int().cumprod(dim=1).sum(dim=1).tolist()):
+            if count:
+                place, at = int(batch.slots_B[b]), int(slot.length_S[batch.slots_B[b]])
+                slot.history_SL[place, at : at + count] = self._forced_BR[b, :count]
+                slot.drafts_SR[place, :count] = self._forced_BR[b, :count]
+                lane.num_forced_B[b] = count
+
     def rows(self) -> tuple[int, tuple[int, int]]:
         """Return the store's rows."""
         mask = self.store.mask_SRW
@@ -170,7 +211,9 @@ class InlineSync:
         arrays.n_commit[:B] = fresh_B.numpy()
         arrays.n_draft[:B] = torch.where(asked_B, num_drafts_B, 0).numpy()
         arrays.need_rows[:B] = (missing_BR.long() << torch.arange(R)).sum(dim=1).numpy()
-        slot.posted_S[slots] = told_B + fresh_B
+        if stage != Stage.PROPOSE:
+            # The next post says these tokens again: one that overtakes this record need not wait for it.
+            slot.posted_S[slots] = told_B + fresh_B
         return self.channel.post_batch(arrays, B, stage) if bool(asked_B.any()) else 0
 
     def _await(self, batch: StepBatch, seq: int, timeout_s: float) -> None:
@@ -209,6 +252,12 @@ class NoSync:
     def await_draft(self, batch: StepBatch, k: int) -> None:
         """Free the row."""
         batch.lane.kinds_BR[: batch.num_lanes, k] = int(RowKind.ALL)
+
+    def post_forced(self, batch: StepBatch) -> None:
+        """Nothing is asked."""
+
+    def await_forced(self, batch: StepBatch) -> None:
+        """Nothing is forced."""
 
     def rows(self) -> tuple[int, tuple[int, int]]:
         """Return no rows; none is read."""

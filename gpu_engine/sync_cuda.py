@@ -20,6 +20,7 @@ from gpu_engine.row_work import RowWork, TritonRows
 from gpu_engine.stream import Stream
 from gpu_engine.sync_stream import StreamSync
 from shared_mem.channel import EngineEnd
+from shared_mem.layout import Stage
 from shared_mem.segment import Segment
 
 
@@ -129,7 +130,7 @@ class HostCallbackSync(StreamSync):
     def _receive(self, box: LaneBox, stage: int, rows_wanted: int, timeout_ns: int) -> None:
         assert isinstance(box, HostBox)
         box.wait(self.stream, stage)
-        if self._fetcher is not None:
+        if self._fetcher is not None and stage != Stage.PROPOSE:
             self.stream.kernel(self._fetch, self._fetcher, box, rows_wanted)
 
     def _fetch(self, fetcher: RowFetcher, box: LaneBox, rows_wanted: int) -> None:

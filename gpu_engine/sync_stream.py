@@ -16,7 +16,7 @@ import torch
 
 from gpu_engine.buffers import StepBatch
 from gpu_engine.lane_box import LaneBox
-from gpu_engine.row_work import VERIFY, RowWork
+from gpu_engine.row_work import PROPOSE, VERIFY, RowWork
 from gpu_engine.rows import RowStore
 from gpu_engine.stream import Stream
 from shared_mem.channel import EngineEnd
@@ -105,6 +105,21 @@ class StreamSync(abc.ABC):
         self._receive(box, Stage.DRAFT + k, 1 << k, self._draft_timeout_ns)
         self.stream.kernel(self._keep, batch, box, k)
 
+    def post_forced(self, batch: StepBatch) -> None:
+        """Enqueue the question what is forced behind the guided lanes that go on."""
+        if batch.any_guided:
+            box = self._box(batch.num_lanes)
+            self.stream.kernel(self._pack, batch, box, PROPOSE)
+            self._send(box, int(Stage.PROPOSE), self._draft_timeout_ns)
+
+    def await_forced(self, batch: StepBatch) -> None:
+        """Enqueue a short wait, and what puts the tokens where drafters find them; `num_drafts_S`, too."""
+        if batch.any_guided:
+            box = self._box(batch.num_lanes)
+            rows = (1 << self.channel.layout.num_rows) - 1
+            self._receive(box, int(Stage.PROPOSE), rows, self._draft_timeout_ns)
+            self.stream.kernel(self._take_forced, batch, box)
+
     def forget(self, slot: int) -> None:
         """Enqueue: drop the rows of a slot. Steps that are in flight are before it."""
         self.stream.kernel(self._forget, slot)
@@ -161,7 +176,7 @@ class StreamSync(abc.ABC):
 
     @abc.abstractmethod
     def _receive(self, box: LaneBox, stage: int, rows_wanted: int, timeout_ns: int) -> None:
-        """Enqueue the wait, and what fills the box's outputs and brings the rows."""
+        """Enqueue the wait, and what fills the box's outputs and brings the rows, if any is wanted."""
 
     # -- kernels ------------------------------------------------------------------------------------------------------
 
@@ -173,6 +188,9 @@ class StreamSync(abc.ABC):
 
     def _keep(self, batch: StepBatch, box: LaneBox, k: int) -> None:
         self._work.keep(batch, self.store, box, k, self.told if k == VERIFY else None)
+
+    def _take_forced(self, batch: StepBatch, box: LaneBox) -> None:
+        self._work.take_forced(batch, box)
 
     def _settle(self, batch: StepBatch) -> None:
         self._work.settle(batch, self.store)

@@ -162,6 +162,17 @@ class Closing:
             return -1
         return len(mark.path or ())
 
+    def only(self, position: int) -> Path | None:
+        """Return the one way to the end where the row at `position` was narrowed to it; () where the row has more.
+
+        None: the row is the grammar's own.
+        """
+        words = self.narrowed(position)
+        if words is None:
+            return None
+        path = self._marks[-1].path
+        return path if path and count(words) == 1 and has(words, path[0]) else ()
+
     def refuses(self, position: int, token: int) -> bool:
         """Say whether the row at `position` was narrowed and has no `token`."""
         words = self.narrowed(position)

@@ -18,13 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from grammar_service.backends import Matcher, MatcherFailed, Rows
 from grammar_service.closing import Closing
+from grammar_service.mask_rows import Classifier
 from shared_mem.grammar_end import Record
-from shared_mem.layout import LED, RowKind
+from shared_mem.layout import LED, RowKind, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +108,13 @@ class Slot:
             return kind, forced, -1
         return (RowKind.APPLY if kind is RowKind.FORCED else kind), LED, need
 
+    def forced(self, limit: int) -> tuple[int, ...]:
+        """Return at most `limit` tokens that are likely to follow because nothing else may; the matcher stays."""
+        if self.matcher.terminated:
+            return ()
+        way = None if self.closing is None else self.closing.only(len(self.tokens))
+        return self.matcher.forced(limit) if way is None else way[:limit]
+
 
 class MatcherRejected(Exception):
     """Token number `index` of the committed tokens is illegal."""
@@ -118,32 +123,6 @@ class MatcherRejected(Exception):
         super().__init__(f"token {token} at {index} does not fit the grammar")
         self.index = index
         self.token = token
-
-
-class Classifier:
-    """Tells from a filled row what kind it is. `vocab_size` columns; bits beyond them are 0."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.num_words = (vocab_size + 31) // 32
-        bits = np.zeros(self.num_words * 32, dtype=bool)
-        bits[:vocab_size] = True
-        self._full: NDArray[np.int32] = np.packbits(bits, bitorder="little").view(np.int32)
-
-    def classify(self, row: NDArray[np.int32]) -> tuple[RowKind, int]:
-        """Return the kind and, for FORCED, the token (else -1)."""
-        words = row[: self.num_words]
-        # Counting words costs a fifth of counting bits, and nearly every row has many words.
-        used = int(np.count_nonzero(words))
-        if used == 0:
-            return RowKind.DEAD_END, -1
-        if used == 1:
-            at = int(np.flatnonzero(words)[0])
-            word = int(words[at]) & 0xFFFFFFFF
-            if word & (word - 1) == 0:
-                return RowKind.FORCED, at * 32 + word.bit_length() - 1
-        if words[0] == self._full[0] and used == self.num_words and bool((words == self._full).all()):
-            return RowKind.ALL, -1
-        return RowKind.APPLY, -1
 
 
 @dataclass(slots=True)
@@ -202,6 +181,8 @@ class SlotTable:
             _fail(slot, str(error))
             return _same(RowKind.ERROR, count)
         slot.health = Health.GOOD
+        if record.stage == Stage.PROPOSE:
+            return self._propose(slot, record.need_rows.bit_count())
         return self._walk(slot, record, rows, first, told)
 
     def _move(self, slot: Slot, record: Record) -> bool:
@@ -252,6 +233,16 @@ class SlotTable:
             answer.forced[row:] = answer.need[row:] = [-1] * (count - row)
             self._rebuild(slot)
         return answer
+
+    def _propose(self, slot: Slot, limit: int) -> Answer:
+        """Return what is forced behind the committed tokens, where the matcher stays. Nothing is filled."""
+        try:
+            tokens = slot.forced(limit)
+        except MatcherFailed:
+            # Nobody asked for a row yet: a matcher made anew may give it.
+            tokens = ()
+            self._rebuild(slot)
+        return Answer([RowKind.FORCED] * len(tokens), list(tokens), [-1] * len(tokens))
 
     def _rebuild(self, slot: Slot) -> None:
         self.rebuilds += 1

@@ -13,7 +13,7 @@ from typing import Any
 
 from grammar_service.matchers import Answer
 from shared_mem.grammar_end import Record
-from shared_mem.layout import RowKind
+from shared_mem.layout import RowKind, Stage
 
 
 class Question:
@@ -35,8 +35,15 @@ class Question:
         self._ask(self)
 
     def replaces(self, other: Any) -> bool:
-        """Say whether `other` asks for the same rows under an older sequence."""
-        return isinstance(other, Question) and other._moves() == self._moves()
+        """Say whether `other` asks for the same rows, or what would have led to them, under an older sequence."""
+        if not isinstance(other, Question) or (self.proposes and not other.proposes):
+            return False
+        return other._moves() == self._moves()
+
+    @property
+    def proposes(self) -> bool:
+        """It asks for no row, but for what the grammar forces."""
+        return self.record.stage == Stage.PROPOSE
 
     def _moves(self) -> tuple[int, int, tuple[int, ...]]:
         return self.record.slot_gen, self.record.commit_pos, self.record.committed

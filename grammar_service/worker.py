@@ -23,7 +23,8 @@ import numpy as np
 from grammar_service.backends import Rows
 from grammar_service.channel import Channel
 from grammar_service.lanes import Lanes, Work
-from grammar_service.matchers import Answer, Classifier, Slot, SlotTable
+from grammar_service.mask_rows import Classifier
+from grammar_service.matchers import Answer, Slot, SlotTable
 from grammar_service.metrics import FillTimes, WorkerCounts
 from grammar_service.questions import Change, Question
 from shared_mem.errors import RingOverrun
@@ -72,6 +73,7 @@ class Worker:
         self._records = 0
         self._overruns = 0
         self._late_answers = self._late_rows = self._reused_rows = self._filled_rows = 0
+        self._proposed_tokens = 0
         self._fill_ns: collections.deque[int] = collections.deque(maxlen=_SAMPLES)
         self._fill_times = FillTimes(self._num_slots)
 
@@ -124,6 +126,7 @@ class Worker:
         out.update(records=self._records, overruns=self._overruns, reliefs=self._lanes.reliefs)
         out.update(late_answers=self._late_answers, late_rows=self._late_rows)
         out.update(filled_rows=self._filled_rows, reused_rows=self._reused_rows)
+        out.update(proposed_tokens=self._proposed_tokens)
         out.update(fill_p50_us=float(np.percentile(samples, 50)), fill_p99_us=float(np.percentile(samples, 99)))
         return out
 
@@ -205,6 +208,8 @@ class Worker:
         return slot.cost_ns if slot else 0
 
     def _answer(self, question: Question) -> None:
+        if question.proposes:
+            return self._propose(question)
         begun = time.perf_counter_ns()
         record, slot = question.record, self._table.slots.get(question.lane)
         reused = self._reuse(question)
@@ -223,6 +228,15 @@ class Worker:
         self._fill_times.observe(record.slot, took)
         for kind in question.answer.kinds:
             self._counts[record.slot, kind] += 1
+        self._channel.heartbeat()
+
+    def _propose(self, question: Question) -> None:
+        """Answer what is forced. Rows of the answer before stay where they are, and may be used again."""
+        if not self._lanes.superseded(question.lane):
+            question.answer = self._fill(question, question.record)
+            self._proposed_tokens += question.answer.kinds.count(RowKind.FORCED)
+        with self._lanes.lock:
+            self._finish(question)
         self._channel.heartbeat()
 
     def _finish(self, question: Question) -> None:

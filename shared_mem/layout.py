@@ -47,8 +47,8 @@ from dataclasses import dataclass
 
 from shared_mem.errors import InvalidField, LayoutError, VersionSkew
 
-LAYOUT_VERSION = 2
-"""Changes with every change of the bytes above; both processes must have the same."""
+LAYOUT_VERSION = 3
+"""Changes with every change of the bytes above, or of what they mean; both processes must have the same."""
 
 MAX_ROWS = 16
 MAX_SLOTS = 4096
@@ -97,6 +97,10 @@ class Stage(enum.IntEnum):
     """Committed tokens and a whole chain of drafts; R rows are wanted."""
     DRAFT = 1
     """One draft step; the k-th one is stage DRAFT + k."""
+    PROPOSE = 64
+    """Committed tokens and no drafts; what is wanted is no row, but the tokens that the grammar forces behind them, at
+    most as many as `need_rows` has bits. FORCED and a token at k = 0, 1, ... of the answer, anything else behind the
+    last: a proposal, not masked and not kept. The record that follows says the same committed tokens again."""
 
 
 class Word(enum.IntEnum):

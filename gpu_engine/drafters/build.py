@@ -10,7 +10,9 @@ from gpu_engine.device_step import DeviceDrafter, NgramKernel, NoDrafts
 from gpu_engine.drafters.chain import ModelChain
 from gpu_engine.drafters.eagle3 import Eagle3Net
 from gpu_engine.drafters.eagle3_files import load_head
+from gpu_engine.drafters.forced import ForcedFirst, ForcedFirstLaunches, NothingBehind
 from gpu_engine.drafters.model import ModelDrafter
+from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import DraftNet, ModelNet
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.model.linear import pack_linears
@@ -24,23 +26,39 @@ from kernels.paged_attention import KVPages
 
 def build_drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pages: int) -> Drafter:
     """Return the drafter. Raises ModelNotSupported or HeadNotUsable: it does not fit the target."""
-    if config.drafter == "none" or config.num_draft_tokens == 0:
+    drafter = _drafter(config, target, sync, num_pages)
+    return ForcedFirst(drafter, sync) if config.forced_first else drafter
+
+
+def _drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pages: int) -> Drafter:
+    if config.num_rows == 1:
         return NoDrafter()
+    if config.drafter == "grammar":
+        return NothingBehind()
     if config.drafter == "ngram":
         return NgramDrafter(config.ngram_max, config.ngram_min)
-    return ModelDrafter(_net(config, target, num_pages, token_major=False), sync, masked=config.draft_masks)
+    net = _net(config, target, num_pages, token_major=False)
+    return ModelDrafter(net, sync, masked=config.draft_masks, forced=config.forced_first)
 
 
 def build_device_drafter(
     config: EngineConfig, target: LoadedModel, stream: Stream, sync: Sync, num_pages: int
 ) -> DeviceDrafter:
     """Return the drafter as launches; see `build_drafter`."""
-    if config.drafter == "none" or config.num_draft_tokens == 0:
+    drafter = _device_drafter(config, target, stream, sync, num_pages)
+    return ForcedFirstLaunches(drafter, sync) if config.forced_first else drafter
+
+
+def _device_drafter(
+    config: EngineConfig, target: LoadedModel, stream: Stream, sync: Sync, num_pages: int
+) -> DeviceDrafter:
+    if config.num_rows == 1 or config.drafter == "grammar":
         return NoDrafts()
+    forced = config.forced_first
     if config.drafter == "ngram":
-        return NgramKernel(stream, config.ngram_max, config.ngram_min)
+        return NgramKernel(stream, config.ngram_max, config.ngram_min, forced=forced)
     net = _net(config, target, num_pages, token_major=True)
-    return ModelChain(stream, net, sync, masked=config.draft_masks, num_lanes=config.max_batch_size)
+    return ModelChain(stream, net, sync, masked=config.draft_masks, forced=forced, num_lanes=config.max_batch_size)
 
 
 def _net(config: EngineConfig, target: LoadedModel, num_pages: int, *, token_major: bool) -> DraftNet:
@@ -53,6 +71,12 @@ def _net(config: EngineConfig, target: LoadedModel, num_pages: int, *, token_maj
         if target.device.type == "cpu" and not token_major:
             pack_linears(head)
         return Eagle3Net(head, target.net.get_input_embeddings(), pages)
+    if config.drafter == "mtp":
+        mtp = load_mtp(target.name, target.net, target.dtype)
+        shape = (num_pages, target.num_kv_heads, target.head_dim, config.page_size)
+        if target.device.type == "cpu" and not token_major:
+            pack_linears(mtp)
+        return MtpNet(mtp, target.num_layers, KVPages.allocate(*shape, target.dtype, target.device, token_major))
     model = _draft_model(config, target)
     return ModelNet(model, model.allocate_pages(num_pages, config.page_size, token_major=token_major))
 

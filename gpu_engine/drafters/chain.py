@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from gpu_engine.buffers import SlotBuffers, StepBatch
-from gpu_engine.drafters.nets import DraftNet, Hidden
+from gpu_engine.drafters.nets import DraftNet, Hidden, put_forced
 from gpu_engine.stream import Stream
 from gpu_engine.sync import Sync
 from kernels.accept import RUN_ON, StepTensors, draw_drafts
@@ -22,8 +22,10 @@ from shared_mem.layout import RowKind
 class ModelChain:
     """Owns the net and the chain's buffers. Padded lanes write into the last slot, the spare one."""
 
-    def __init__(self, stream: Stream, net: DraftNet, sync: Sync, *, masked: bool, num_lanes: int) -> None:
-        self._stream, self.net, self._sync, self._masked = stream, net, sync, masked
+    def __init__(
+        self, stream: Stream, net: DraftNet, sync: Sync, *, masked: bool, num_lanes: int, forced: bool = False
+    ) -> None:
+        self._stream, self.net, self._sync, self._masked, self._forced = stream, net, sync, masked, forced
         self.layers = net.layers
 
         def ints(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -85,6 +87,8 @@ class ModelChain:
             lane.kinds_BR[:B, k] = int(RowKind.ALL)
         draw_drafts(self._logits_BV, step, k, d2t_V=self.net.d2t_V)
         self._logits_BV = None
+        if self._forced and batch.any_guided:
+            put_forced(batch, _place(batch), k)
         drawn_B = lane.drafts_BR[:B, k]
         self._count_B[:B] += (drawn_B >= 0) & lane.drafting_B[:B]
         self._ids[:B] = drawn_B.clamp(min=0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from gpu_engine.buffers import StepBatch
-from gpu_engine.drafters.nets import DraftNet, Hidden
+from gpu_engine.drafters.nets import DraftNet, Hidden, put_forced
 from gpu_engine.sync import Sync
 from kernels.accept import StepTensors, draw_drafts
 
@@ -22,8 +22,8 @@ from kernels.accept import StepTensors, draw_drafts
 class ModelDrafter:
     """Owns the net. Run by the engine thread alone."""
 
-    def __init__(self, net: DraftNet, sync: Sync, *, masked: bool) -> None:
-        self.net, self._sync, self._masked = net, sync, masked
+    def __init__(self, net: DraftNet, sync: Sync, *, masked: bool, forced: bool = False) -> None:
+        self.net, self._sync, self._masked, self._forced = net, sync, masked, forced
         self.layers = net.layers
 
     def prefill(self, batch: StepBatch, start: int, end: int, hidden: Hidden) -> None:
@@ -61,6 +61,8 @@ class ModelDrafter:
             else:
                 lane.kinds_BR[:B, k] = 0
             draw_drafts(logits_BV, step, k, d2t_V=self.net.d2t_V)
+            if self._forced and batch.any_guided:
+                put_forced(batch, slots, k)
             count_B += (lane.drafts_BR[:B, k] >= 0) & lane.drafting_B[:B]
         slot.drafts_SR[slots] = torch.where(drafting_B[:, None], lane.drafts_BR[:B].clamp(min=0), slot.drafts_SR[slots])
         # A lane that emitted nothing keeps drafts and rows for its next try; one that was cut short has none.

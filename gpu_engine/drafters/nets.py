@@ -24,6 +24,20 @@ Hidden = dict[int, torch.Tensor | None]
 """Target layer -> its input, [rows, H]; see `AttentionContext.hidden`."""
 
 
+def put_forced(batch: StepBatch, place_B: torch.Tensor, k: int) -> None:
+    """Put the token that the grammar forces in place of draft k, where one is; a chain that met a dead end stays so.
+
+    `place_B` int64 are the lanes' slots.
+    """
+    slot, lane, B = batch.slot, batch.lane, batch.num_lanes
+    at_B = (slot.length_S[place_B] + k).clamp(max=slot.history_SL.shape[1] - 1).long()
+    drawn_B, behind_B = lane.drafts_BR[:B, k], slot.history_SL[place_B, at_B]
+    forced_B = (lane.num_forced_B[:B] > k) & (drawn_B >= 0)
+    lane.drafts_BR[:B, k] = torch.where(forced_B, slot.drafts_SR[place_B, k], drawn_B)
+    # Where the next draft's penalties find it, in place of the one that was drawn.
+    slot.history_SL[place_B, at_B] = torch.where(forced_B, slot.drafts_SR[place_B, k], behind_B)
+
+
 class DraftNet(Protocol):
     """A network that drafts. Owned by one chain; its state between two links is its own."""
 

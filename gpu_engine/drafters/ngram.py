@@ -1,7 +1,8 @@
 """Prompt lookup: the tokens behind an earlier occurrence of the answer's own suffix (Saxena 2023; LLMA, Yang 2023).
 
 Vectorised over the lanes and without data-dependent shapes or host reads, so it can stand inside a captured step.
-One invariant: it proposes only tokens of the slot's own history. Not here: masks; a draft that breaks the grammar is
+One invariant: it proposes only tokens of the slot's own history, and in front of them what the grammar forces, where
+that is asked (forced.py): the lookup goes on from there. Not here: masks; a draft that breaks the grammar is
 rejected.
 """
 
@@ -32,8 +33,10 @@ class NgramDrafter:
         the first is the list. A match of n tokens is good for 2 n + 1 drafts; more were hardly ever accepted
         (docs/log.md). Cost: ngram_max comparisons over the history.
         """
-        slot, slots = batch.slot, batch.slots_B.long()
-        length_B1 = slot.length_S[slots][:, None].long()
+        slot, slots, forced_B = batch.slot, batch.slots_B.long(), batch.lane.num_forced_B[: batch.num_lanes]
+        ahead_B1 = forced_B.clamp(min=0).long()[:, None]
+        last_B1 = slot.length_S[slots][:, None].long()
+        length_B1 = last_B1 + ahead_B1  # forced tokens stand behind the history
         R = slot.drafts_SR.shape[1]
         # On a CPU the longest history of the batch bounds the work; a captured step scans the whole buffer.
         L = int(length_B1.max()) if slot.history_SL.device.type == "cpu" else slot.history_SL.shape[1]
@@ -47,14 +50,16 @@ class NgramDrafter:
             run_BL += alive_BL
         score_BL = torch.where(run_BL >= self._min, run_BL.long() * L + (L - 1 - at_L), -1)
         best_B, end_B = score_BL.max(dim=1)
-        follow_BR = (end_B[:, None] + 1 + torch.arange(R, device=end_B.device)).clamp(max=L - 1)
+        at_R = torch.arange(R, device=end_B.device)
+        follow_BR = torch.where(at_R < ahead_B1, last_B1 + at_R, end_B[:, None] + 1 + at_R - ahead_B1).clamp(max=L - 1)
         room_B = slot.params.max_length_S[slots] - length_B1[:, 0] - 1
         trust_B = 2 * torch.div(best_B, L, rounding_mode="floor") + 1
         found_B = torch.where(best_B >= 0, torch.minimum(length_B1[:, 0] - 1 - end_B, trust_B), 0)
-        count_B = torch.minimum(torch.minimum(found_B, slot.draft_limit_S[slots].long()), room_B.long())
-        count_B = count_B.clamp(min=0, max=batch.max_rows - 1)
-        slot.drafts_SR[slots] = history_BL.gather(1, follow_BR)
-        slot.num_drafts_S[slots] = count_B.int()
+        most_B = slot.draft_limit_S[slots].clamp(max=batch.max_rows - 1) - ahead_B1[:, 0]
+        count_B = torch.minimum(torch.minimum(found_B, most_B), room_B.long()).clamp(min=0) + ahead_B1[:, 0]
+        stays_B = forced_B < 0
+        slot.drafts_SR[slots] = torch.where(stays_B[:, None], slot.drafts_SR[slots], history_BL.gather(1, follow_BR))
+        slot.num_drafts_S[slots] = torch.where(stays_B, slot.num_drafts_S[slots], count_B.int())
 
 
 class NoDrafter:

@@ -82,6 +82,14 @@ class Matcher(Protocol):
         """
         ...
 
+    def forced(self, limit: int) -> tuple[int, ...]:
+        """Return at most `limit` tokens of the text that alone may follow; stays where it is. Raises MatcherFailed.
+
+        The text is forced, its spelling in tokens is likely: tokens whose end what follows might change are left out.
+        Not after the answer's end.
+        """
+        ...
+
     def certain_bytes(self) -> int:
         """Return how many bytes can only go one way from here, if the row costs in proportion to them; else 0.
 

@@ -196,6 +196,12 @@ class LlguidanceMatcher:
         words = rows.words[index]
         words[special.where] &= special.keep
 
+    def forced(self, limit: int) -> tuple[int, ...]:
+        """Ask the library; see `Matcher.forced`. Its masks offer nothing else where it spells a forced text."""
+        found = self._inner.compute_ff_tokens()[:limit]
+        self._check()
+        return tuple(found)
+
     def certain_bytes(self) -> int:
         """Return the length of the text that the library will tokenize for the next row."""
         return len(self._inner.compute_ff_bytes())

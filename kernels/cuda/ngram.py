@@ -20,6 +20,7 @@ def ngram_kernel(
     max_length: tl.tensor,
     drafts: tl.tensor,
     num_drafts: tl.tensor,
+    num_forced: tl.tensor,
     history_stride: tl.tensor,
     R: tl.tensor,
     max_drafts: tl.tensor,
@@ -27,12 +28,16 @@ def ngram_kernel(
     LEAST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BEHIND: tl.constexpr,
 ) -> None:
     """Grid (B): see `propose_ngram`."""
     s = tl.load(slots + tl.program_id(0)).to(tl.int64)
-    if s < 0:
+    ahead = tl.zeros([], tl.int32)
+    if BEHIND:
+        ahead = tl.load(num_forced + tl.program_id(0))
+    if (s < 0) | (ahead < 0):
         return
-    n = tl.load(length + s)
+    n = tl.load(length + s) + ahead
     tokens = history + s * history_stride
     best = tl.full([BLOCK], -1, tl.int32)
     best_end = tl.full([BLOCK], 0, tl.int32)
@@ -49,14 +54,14 @@ def ngram_kernel(
         best_end = tl.where(better, at, best_end)
     longest = tl.max(best, axis=0)
     end = tl.min(tl.where(best == longest, best_end, n), axis=0)
-    count = tl.minimum(tl.minimum(n - 1 - end, max_drafts), tl.load(draft_limit + s))
+    count = tl.minimum(tl.minimum(n - 1 - end, max_drafts - ahead), tl.load(draft_limit + s) - ahead)
     count = tl.minimum(count, 2 * longest + 1)
     count = tl.maximum(tl.minimum(count, tl.load(max_length + s) - n - 1), 0)
     count = tl.where(longest > 0, count, 0)
     j = tl.arange(0, ROWS)
     proposed = tl.load(tokens + end + 1 + j, mask=j < count, other=0)
-    tl.store(drafts + s * R + j, proposed, mask=j < R)
-    tl.store(num_drafts + s, count)
+    tl.store(drafts + s * R + ahead + j, proposed, mask=ahead + j < R)
+    tl.store(num_drafts + s, ahead + count)
 
 
 def propose_ngram(
@@ -71,22 +76,27 @@ def propose_ngram(
     ngram_max: int,
     ngram_min: int,
     max_rows: int = 16,
+    num_forced_B: torch.Tensor | None = None,
 ) -> None:
     """Write `drafts_SR` (0 behind the last) and `num_drafts_S` of the lanes' slots; all int32, contiguous.
 
     A suffix of `ngram_max` down to `ngram_min` tokens is looked up; drafts stay within draft_limit, one below
     max_length, and one below `max_rows`. Cost: one pass over the history. An idle lane (negative slot) is left alone.
+
+    `num_forced_B` int32: so many tokens stand in front, in `drafts_SR` and behind the history; the lookup goes on from
+    there. A lane of -1 is left alone, too.
     """
     tensors = (slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
     assert 1 <= ngram_min <= ngram_max, (ngram_min, ngram_max)
     R = drafts_SR.shape[1]
     ngram_kernel[(slots_B.shape[0],)](
-        *(slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S),
+        *(slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S, num_forced_B),
         *(history_SL.stride(0), R, min(max_rows, R + 1) - 1),
         MOST=ngram_max,
         LEAST=ngram_min,
         ROWS=triton.next_power_of_2(R),
         BLOCK=4096,
+        BEHIND=num_forced_B is not None,
         num_warps=8,
     )

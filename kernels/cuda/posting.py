@@ -17,8 +17,9 @@ import triton.language as tl
 
 from kernels.cuda.rows import APPLY, DEFER
 
-VERIFY = -1
-"""Instead of the number of a draft: the post or the wait is that of the verify step."""
+VERIFY, PROPOSE = -1, -2
+"""Instead of the number of a draft: the post or the wait is that of the verify step; the post asks for no row, but for
+what the grammar forces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ def post_kernel(
     posted: tl.tensor,
     kept: tl.tensor,
     done: tl.tensor,
+    draft_limit: tl.tensor,
+    max_length: tl.tensor,
     slots: tl.tensor,
     slot_gens: tl.tensor,
     commit_pos: tl.tensor,
@@ -72,8 +75,10 @@ def post_kernel(
     history_stride: tl.tensor,
     R: tl.tensor,
     k: tl.tensor,
+    max_drafts: tl.tensor,
     ROWS: tl.constexpr,
     DONE: tl.constexpr,
+    ASKS_FORCED: tl.constexpr,
 ) -> None:
     """Grid (B): see `pack_post`."""
     b = tl.program_id(0)
@@ -88,6 +93,11 @@ def post_kernel(
     if k >= 0:
         count = tl.zeros_like(count) + k
         missing = (j == k) & (tl.load(drafting + b) != 0)
+    if ASKS_FORCED:
+        count = tl.zeros_like(count)
+        room = tl.load(max_length + s) - tl.load(length + s) - 1
+        wanted = tl.minimum(tl.minimum(tl.load(draft_limit + s), room), max_drafts)
+        missing = (j < wanted) & (tl.load(drafting + b) != 0)
     need = tl.where(told_of, tl.sum(tl.where(missing, 1 << j, 0), axis=0), 0)
     told = tl.load(posted + s)
     start = tl.load(prompt_length + s) + told
@@ -104,7 +114,8 @@ def post_kernel(
         committed = tl.load(history + s * history_stride + start + i, mask=i < fresh, other=0)
         draft = tl.load(drafts + b * R + i - fresh, mask=(i >= fresh) & (i - fresh < R), other=0)
         tl.store(tokens + b * 2 * R + i, tl.where(i < fresh, committed, draft), mask=i < 2 * R)
-        tl.store(posted + s, told + fresh)
+        if not ASKS_FORCED:
+            tl.store(posted + s, told + fresh)
 
 
 def pack_post(
@@ -123,12 +134,17 @@ def pack_post(
     *,
     k: int = VERIFY,
     done_S: torch.Tensor | None = None,
+    limits: tuple[torch.Tensor, torch.Tensor] | None = None,
+    max_rows: int = 16,
 ) -> None:
     """Write what a step posts, and advance `posted_S` of the lanes that are told of.
 
     To verify: guided lanes, for rows 0 to `num_drafts_B` that are not kept. To draft k: guided lanes in `drafting_B`,
     for row k behind k drafts. A lane without a missing row gets slot -1. int32 and contiguous; `guided_B` and
     `drafting_B` bool. At most R answer tokens may be untold. A slot in `done_S` (bool) asks for nothing.
+
+    PROPOSE: guided lanes in `drafting_B`, for as many tokens as they may have drafts; `limits` are `draft_limit_S` and
+    `max_length_S`, and `max_rows` the rows of the next step. `posted_S` stays: the next post says these tokens again.
     """
     B, R = slots_B.shape[0], drafts_BR.shape[1]
     ints = (slots_B, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S)
@@ -139,15 +155,17 @@ def pack_post(
     assert rows.kept_SR.is_contiguous()
     assert out.tokens_BT.shape[0] >= B
     assert out.tokens_BT.shape[1] == 2 * R
-    assert VERIFY <= k < R, k
+    assert PROPOSE <= k < R, k
+    assert (k == PROPOSE) == (limits is not None)
     assert done_S is None or done_S.dtype == torch.bool
     flags = (t.view(torch.uint8) for t in (guided_B, drafting_B))
     post_kernel[(B,)](
         *(slots_B, *flags, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S),
-        *(rows.kept_SR.view(torch.uint8), None if done_S is None else done_S.view(torch.uint8), *outs, out.tokens_BT),
-        *(history_SL.stride(0), R, k),
+        *(rows.kept_SR.view(torch.uint8), None if done_S is None else done_S.view(torch.uint8)),
+        *(*(limits or (None, None)), *outs, out.tokens_BT, history_SL.stride(0), R, k, min(max_rows, R) - 1),
         ROWS=triton.next_power_of_2(R),
         DONE=done_S is not None,
+        ASKS_FORCED=k == PROPOSE,
         num_warps=1,
     )
 

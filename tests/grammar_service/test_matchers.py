@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grammar_service.backends import Rows
-from grammar_service.matchers import Answer, Classifier, Health, MatcherRejected, Slot, SlotTable
+from grammar_service.mask_rows import Classifier
+from grammar_service.matchers import Answer, Health, MatcherRejected, Slot, SlotTable
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind, Stage
 from tests.grammar_service.toy import STOP, VOCAB, ToyMatcher, row_of, tokens_in

@@ -56,6 +56,13 @@ class Automaton:
             case place:
                 return frozenset(range(100 + place, 256, 3))
 
+    def forced(self, said: list[int]) -> list[int]:
+        """The tokens that alone may follow."""
+        chain: list[int] = []
+        while len(legal := self.legal(said + chain)) == 1:
+            chain += legal
+        return chain
+
     def allows(self, said: list[int]) -> bool:
         """Whether every token is legal, in order."""
         return all(token in self.legal(said[:i]) for i, token in enumerate(said))
@@ -83,6 +90,8 @@ class ToySidecar:
     """A number: the answer goes out late, with so many rows; the others come at `give`."""
     gives: bool = False
     """The others come by themselves, as soon as nothing else is to be done."""
+    proposes: Callable[[Automaton, list[int]], list[int]] = Automaton.forced
+    """(grammar, tokens so far) -> what is proposed behind them, true or not."""
     gen_shift: int = 0
     """Added to the owner's generation in the answers: not 0 is a stale answer."""
     records: list[Record] = field(default_factory=list)
@@ -152,6 +161,8 @@ class ToySidecar:
         if record.commit_pos != len(matcher.certain):
             self.problems.append(f"{record} after {len(matcher.certain)} tokens")
             return kinds, forced
+        if record.stage == Stage.PROPOSE:
+            return self._propose(record, matcher)
         matcher.certain += record.committed
         if not matcher.automaton.allows(matcher.certain):
             self.problems.append(f"illegal tokens were committed: {matcher.certain}")
@@ -175,6 +186,16 @@ class ToySidecar:
             if record.need_rows >> row & 1:
                 kinds[row], forced[row] = self._fill(seq, record.slot, row, matcher.automaton, len(said), legal)
         return kinds, forced
+
+    def _propose(self, record: Record, matcher: Matcher) -> tuple[list[int], list[int]]:
+        """The record that follows tells the same tokens again."""
+        said = [*matcher.certain, *record.committed]
+        if not matcher.automaton.allows(said) or record.drafts or not record.need_rows:
+            self.problems.append(f"{record} asks for forced tokens behind {said}")
+        if self.refuse(record):
+            return [], []
+        tokens = self.proposes(matcher.automaton, said)[: record.need_rows.bit_count()]
+        return [int(RowKind.FORCED)] * len(tokens), tokens
 
     def _fill(
         self, seq: int, slot: int, row: int, automaton: Automaton, place: int, legal: frozenset[int]
