@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
@@ -20,7 +22,8 @@ from gpu_engine.client import Client
 from gpu_engine.client_access import Access, access_of, add_access_flags
 from gpu_engine.config import EngineConfig, ServerConfig
 from gpu_engine.logs import configure as configure_logs
-from gpu_engine.request_flags import add_request_flags, build_request
+from gpu_engine.logs import json_line
+from gpu_engine.request_flags import add_request_flags, build_request, seconds
 from gpu_engine.settings import Sources, add_flags
 from gpu_engine.terminal import loading_progress, summary
 from protos.engine.v1 import engine_pb2 as pb
@@ -103,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m gpu_engine", description=_TOP, formatter_class=_Formatter)
+    parser = _Parser("python -m gpu_engine", description=_TOP, formatter_class=_Formatter)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serve = commands.add_parser(
         "serve", help="run a server", usage="%(prog)s [settings]", description=_SERVE, formatter_class=_Formatter
@@ -111,15 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="see it work", usage="%(prog)s [settings]", description=_DEMO, formatter_class=_Formatter
     )
-    for command, run, level in ((serve, _run_serve, "info"), (demo, _run_demo, "warning")):
+    for command, run in ((serve, _run_serve), (demo, _run_demo)):
         add_flags(command, [EngineConfig, ServerConfig])
-        command.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default=level)
         command.set_defaults(run=run)
     generate = commands.add_parser(
         "generate", help="send a request", usage="%(prog)s [flags]", description=_GENERATE, formatter_class=_Formatter
     )
     add_request_flags(generate)
-    generate.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long")
+    generate.add_argument("--timeout", type=seconds, metavar="SECONDS", help="give up after this long")
     generate.set_defaults(run=_run_generate)
     ahead = commands.add_parser(
         "compile", help="compile a grammar ahead of time", description=compile_command.HELP, formatter_class=_Formatter
@@ -131,11 +133,18 @@ def _parser() -> argparse.ArgumentParser:
     health = commands.add_parser(
         "health", help="ask whether a server serves", description=_HEALTH, formatter_class=_Formatter
     )
-    health.add_argument("--timeout", type=float, metavar="SECONDS", default=5.0, help="wait this long (default: 5)")
+    health.add_argument("--timeout", type=seconds, metavar="SECONDS", default=5.0, help="wait this long (default: 5)")
     health.set_defaults(run=_run_health)
     for command in (generate, ahead, info, health):
         add_access_flags(command)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes whole names alone: an abbreviation would mean something else once a longer flag is added."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, allow_abbrev=False, **more)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -152,7 +161,8 @@ def _run_serve(flags: argparse.Namespace) -> int:
         engine_config, server_config = _configs(flags)
     except ValueError as error:
         return _usage(error)
-    configure_logs(flags.log_level, server_config.log_format)
+    as_json = server_config.log_format == "json"
+    configure_logs(server_config.log_level or "info", server_config.log_format)
     import uvloop
 
     from gpu_engine.listening import ServerError
@@ -160,17 +170,18 @@ def _run_serve(flags: argparse.Namespace) -> int:
 
     with contextlib.ExitStack() as stack:
         # A bar is no JSON.
-        progress = stack.enter_context(loading_progress()) if server_config.log_format == "text" else None
+        progress = None if as_json else stack.enter_context(loading_progress())
 
         def ready(server: Server) -> None:
             stack.close()
-            print(f"ready: {server.model.name} on {server.address}", flush=True)
+            line = f"ready: {server.model.name} on {server.address}"
+            print(json_line(__name__, logging.INFO, line) if as_json else line, flush=True)
 
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(serve(engine_config, server_config, progress, ready))
         except (ServerError, OSError, ValueError, RuntimeError) as error:
-            return _failed(error)
+            return _failed(error, as_json=as_json)
     return OK
 
 
@@ -179,7 +190,7 @@ def _run_demo(flags: argparse.Namespace) -> int:
         engine_config, server_config = _configs(flags)
     except ValueError as error:
         return _usage(error)
-    configure_logs(flags.log_level, server_config.log_format)
+    configure_logs(server_config.log_level or "warning", server_config.log_format)
     from gpu_engine.demo import run_demo
     from gpu_engine.listening import ServerError
 
@@ -281,6 +292,6 @@ def _usage(error: Exception) -> int:
     return USAGE
 
 
-def _failed(error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)
+def _failed(error: Exception, *, as_json: bool = False) -> int:
+    print(json_line(__name__, logging.ERROR, str(error)) if as_json else f"error: {error}", file=sys.stderr)
     return FAILED

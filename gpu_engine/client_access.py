@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def access_of(flags: argparse.Namespace) -> Access:
             read_bytes(flag, Path(path)) if path else None
             for flag, path in (("--tls-ca", flags.tls_ca), ("--tls-key", flags.tls_key), ("--tls-cert", flags.tls_cert))
         )
+        _check_pem(flags)
         credentials = grpc.ssl_channel_credentials(ca, key, cert)
     token = None
     if flags.token_file:
@@ -78,3 +80,21 @@ def access_of(flags: argparse.Namespace) -> Access:
             raise ValueError(f"--token-file: {flags.token_file} is empty")
         token = lines[0]
     return Access(credentials, token)
+
+
+def _check_pem(flags: argparse.Namespace) -> None:
+    # gRPC would take any bytes, and then find no server.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if flags.tls_ca:
+        try:
+            context.load_verify_locations(flags.tls_ca)
+        except ssl.SSLError as error:
+            raise ValueError(f"--tls-ca: {flags.tls_ca} holds no certificates in PEM") from error
+    if flags.tls_cert:
+        try:
+            context.load_cert_chain(flags.tls_cert, flags.tls_key, password="")
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"--tls-cert, --tls-key: {flags.tls_cert} and {flags.tls_key} must be a certificate and its "
+                f"unencrypted key in PEM ({error.reason or error})"
+            ) from error

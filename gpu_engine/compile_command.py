@@ -11,7 +11,7 @@ import sys
 
 from gpu_engine.client import Client
 from gpu_engine.client_access import Access
-from gpu_engine.request_flags import add_grammar_flags, build_grammar
+from gpu_engine.request_flags import add_grammar_flags, build_grammar, seconds
 from protos.engine.v1 import engine_pb2 as pb
 
 HELP = """\
@@ -28,8 +28,8 @@ Exit status: 0 it compiled; 1 the server refused it and says why; 2 wrong usage.
 
 def add_compile_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a grammar and `--timeout`."""
-    add_grammar_flags(parser)
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long")
+    add_grammar_flags(parser, "What to compile; one is required.")
+    parser.add_argument("--timeout", type=seconds, metavar="SECONDS", help="give up after this long")
 
 
 async def compile_grammar(flags: argparse.Namespace, grammar: pb.Grammar, access: Access) -> None:

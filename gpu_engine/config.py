@@ -188,7 +188,8 @@ class ServerConfig:
     drain_timeout_s: float = 5.0
     """On SIGTERM running requests get this long to end."""
     metrics_listen: str = ""
-    """"host:port" of both processes' Prometheus metrics, over HTTP; empty: none. Bind it where only the scraper comes."""
+    """"host:port" of both processes' Prometheus metrics, over HTTP; empty: none. Bind it where only the scraper
+    comes."""
     log_format: str = "text"
     """"text" or "json" (one object a line), of both processes."""
     log_level: str = ""

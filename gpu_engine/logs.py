@@ -67,6 +67,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
+def json_line(logger: str, level: int, message: str) -> str:
+    """Return the object of a line that is printed whatever the level is."""
+    return JsonFormatter().format(logging.LogRecord(logger, level, "", 0, message, None, None))
+
+
 class ForwardedFormatter(logging.Formatter):
     """For lines of the grammar process: what it formatted stays as it is; other output becomes a line in `format`."""
 

@@ -7,6 +7,7 @@ the server alone, which says what is wrong. Not here: sending it.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -51,9 +52,22 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--draft-tokens", type=int, metavar="INT", help="drafts per step; 0: no speculation")
 
 
-def add_grammar_flags(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+def seconds(text: str) -> float:
+    """Return the value of a flag that is a time. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def add_grammar_flags(
+    parser: argparse.ArgumentParser, teaches: str = "What the answer must look like; none of them: free text."
+) -> argparse._MutuallyExclusiveGroup:
     """Add the flags of a grammar; return the group of those of which one may stand."""
-    grammar = parser.add_argument_group("grammar", "What the answer must look like; none of them: free text.")
+    grammar = parser.add_argument_group("grammar", teaches)
     kind = grammar.add_mutually_exclusive_group()
     kind.add_argument("--json", action="store_true", help="any JSON object")
     kind.add_argument("--schema", metavar="FILE", help="JSON that fits this JSON Schema")

@@ -420,6 +420,8 @@ def test_a_token_does_not_cross_a_network_in_clear_text(tmp_path: Path) -> None:
     [
         (("--tls-cert", "c"), "--tls-cert and --tls-key go together"),
         (("--tls-ca", "/no/such"), "--tls-ca: cannot read /no/such"),
+        (("--tls-ca", __file__), "--tls-ca: .* holds no certificates in PEM"),
+        (("--tls-cert", __file__, "--tls-key", __file__), "--tls-cert, --tls-key: .* must be a certificate"),
         (("--token-file", "/dev/null"), "--token-file: /dev/null is empty"),
     ],
 )
