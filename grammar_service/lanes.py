@@ -2,9 +2,9 @@
 
 The leader waits for records and does their work itself, so a step that is quick costs no hand-over. When it has been
 away from `wait` for too long, whoever stands by takes the lead: it tells what is late and goes on with the rest, while
-the thread that is stuck finishes its piece of work and then helps or stands by. Invariant: one thread leads; one thread
-works in a lane at a time, in the order of `put`; a slow lane holds one thread and nothing else. Not here: what the
-work is (worker).
+the thread that is stuck finishes its lane and then stands by. Invariant: one thread leads, and it alone begins work, so
+that nothing is done unwatched; one thread works in a lane at a time, in the order of `put`; a slow lane holds one
+thread and nothing else. Not here: what the work is (worker).
 """
 
 from __future__ import annotations
@@ -130,22 +130,23 @@ class Lanes:
             logger.exception("the grammar worker ended")
 
     def _next(self, me: threading.Thread) -> Work | None:
-        """Begin a piece of work. None: there is none; a leader is idle from here."""
+        """Begin a piece of work. None: `me` does not lead, or there is none, and the leader is idle from here."""
         with self.lock:
-            leads = self._leader is me
+            if self._leader is not me:
+                return None
             while self._todo:
                 work = self._todo.popleft()
                 waiting = self._busy.get(work.lane)
                 if waiting is None:
                     self._busy[work.lane] = collections.deque((work,))
-                    self._idle = self._idle and not leads
+                    self._idle = False
                     return work
                 # Its lane is stuck, or it would be free: whoever waits for this is told now.
                 if len(waiting) > 1 and work.replaces(waiting[-1]):
                     waiting.pop()
                 waiting.append(work)
                 self._crew.late(work)
-            self._idle = self._idle or leads
+            self._idle = True
             return None
 
     def _do(self, work: Work) -> None:
@@ -158,7 +159,9 @@ class Lanes:
                 if not waiting:
                     del self._busy[work.lane]
                     return
+                # Whoever waits for it was told when it came in here: it is overdue as it begins.
                 work = waiting[0]
+                self._begun_s[work.lane] = time.monotonic()
 
     def _stand_by(self, me: threading.Thread) -> None:
         if not self._watch.acquire(timeout=STAND_BY_S):
