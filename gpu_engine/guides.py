@@ -74,6 +74,8 @@ class Guides:
         notes = seat.payload
         notes.request.telemetry.deferred_rows += 1
         self._stats.deferred_rows += 1
+        if seat.guide not in (Guide.OPEN, Guide.SILENT):
+            return  # the step asked a matcher that is gone: no row of it will come
         notes.deferred_s = time.monotonic() if moved else notes.deferred_s or time.monotonic()
         notes.deferred_seq, notes.moved = seq, moved
         seat.parked = not moved
