@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import grpc
 from grpc_health.v1 import health
 
 from gpu_engine.from_files import FromFiles, read_bytes
+
+log = logging.getLogger(__name__)
 
 HEADER = "authorization"
 SCHEME = "bearer"
@@ -75,6 +78,7 @@ class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         if problem is None:
             return await continuation(handler_call_details)
         self.refused += 1
+        log.info("refused", extra={"fields": {"status": "UNAUTHENTICATED", "method": details.method, "why": problem}})
         return _refusal(problem)
 
     def _problem(self, values: list[str | bytes]) -> str | None:

@@ -144,7 +144,7 @@ class _Parser(argparse.ArgumentParser):
     """Takes whole names alone: an abbreviation would mean something else once a longer flag is added."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, **more)
+        super().__init__(*arguments, **{"allow_abbrev": False} | more)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -183,13 +183,15 @@ async def serve(
     on_ready: Callable[[Server], None],
     parts: Parts | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return. Before it is ready SIGTERM ends the process at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain and return. Until it is ready SIGTERM ends the process at once.
 
     SIGINT then waits for the thread that loads the model.
     """
     async with open_server(engine_config, server_config, progress, parts) as server:
         stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # A terminal that is closed sends SIGHUP; `nohup` has it ignored, and it stays so.
+        hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+        for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         on_ready(server)
         await stop.wait()

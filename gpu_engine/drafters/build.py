@@ -86,7 +86,7 @@ def _draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:
     own = {"model": config.draft_model, "drafter": "none", "draft_model": ""}
     if config.device != "cpu" and target.device.type == "cpu":
         own |= {"device": "cpu", "sync": "auto"}
-    model = load_model(dataclasses.replace(config, **own))  # type: ignore[arg-type]
+    model = load_model(dataclasses.replace(config, **own), setting="draft_model")  # type: ignore[arg-type]
     if model.vocab_size != target.vocab_size or model.tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ModelNotSupported(
             f"draft_model: its tokenizer is not that of {target.name}, so its drafts mean other tokens"

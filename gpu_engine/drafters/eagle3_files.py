@@ -20,6 +20,9 @@ from gpu_engine.drafters.eagle3_head import FUSED_LAYERS, Eagle3Config, Eagle3He
 class HeadNotUsable(ValueError):
     """The checkpoint is not an EAGLE3 head, or not one of this target."""
 
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"draft_model: {problem}")
+
 
 def save_head(head: Eagle3Head, directory: Path) -> None:
     """Write config.json and model.safetensors."""
@@ -90,7 +93,9 @@ def _read_config(directory: Path, target_config: Any) -> Eagle3Config:
             norm_before_residual=bool(said.get("norm_before_residual", False)),
             aux_layers=tuple(layers) if layers else default_aux_layers(target_config.num_hidden_layers),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise HeadNotUsable(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise HeadNotUsable(f"{path}: not the config of an EAGLE3 head: {error!r}") from None
     fits = {
         "vocab_size": (config.vocab_size, target_config.vocab_size),

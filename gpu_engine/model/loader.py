@@ -107,8 +107,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if flags & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
 
 
-def load_model(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
-    """Load `config.model`; raise ModelNotSupported, FileNotFoundError or EmbeddedModelMissing with a reason."""
+def load_model(config: EngineConfig, progress: Progress | None = None, *, setting: str = "model") -> LoadedModel:
+    """Load `config.model`; raise ModelNotSupported, FileNotFoundError or EmbeddedModelMissing with a reason.
+
+    `setting` is where the user named it: its files' faults begin with that name.
+    """
     report: Progress = progress or (lambda stage, done: None)
     device = torch.device(config.device)
     if device.type == "cpu":
@@ -117,25 +120,34 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         load_kernels_eagerly()
     path = ensure_embedded(progress) if config.model == EMBEDDED_MODEL else Path(config.model)
     if not path.exists():
-        raise FileNotFoundError(f"model: {path} is neither a directory, a GGUF file nor {EMBEDDED_MODEL!r}")
+        raise FileNotFoundError(f"{setting}: {path} is neither a directory, a GGUF file nor {EMBEDDED_MODEL!r}")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelNotSupported(f"{setting}: {path} has no config.json, so it is no model in Hugging Face's format")
     source: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
     folder = path.parent if path.is_file() else path
     attention.register()
     report("loading the tokenizer", 0.1)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+    except (OSError, ValueError) as error:
+        raise ModelNotSupported(f"{setting}: the tokenizer of {path} cannot be loaded: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelNotSupported(
-            f"model: {type(tokenizer).__name__} has no tokenizer.json, which the grammar process needs"
+            f"{setting}: {type(tokenizer).__name__} has no tokenizer.json, which the grammar process needs"
         )
     report("loading the weights", 0.2)
     dtype = resolve_dtype(config.dtype, device)
-    net: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, **source)
+    options = {"dtype": dtype, "attn_implementation": attention.NAME, **source}
+    try:
+        net: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:
+        raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
     report("preparing the weights", 0.8)
     try:
         model = prepare(config, net, tokenizer)
     except FusedModelDiffers as why:
         log.warning("loading %s again, unfused: %s", config.model, why)
-        return load_model(replace(config, fuse=False), progress)
+        return load_model(replace(config, fuse=False), progress, setting=setting)
     report("loaded", 1.0)
     return model
 

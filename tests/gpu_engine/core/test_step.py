@@ -176,6 +176,19 @@ def test_a_model_that_the_attention_does_not_fit_is_refused(
         load_model(config(model=str(tmp_path)))
 
 
+def test_a_folder_that_holds_no_model_is_refused_by_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotSupported, match=r"^model: .* has no config\.json"):
+        load_model(config(model=str(tmp_path)))
+    tiny.save(tiny.FAMILIES["llama"](), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelNotSupported, match=r"^draft_model: .* cannot be loaded: "):
+        load_model(config(model=str(tmp_path)), setting="draft_model")
+    for path in tmp_path.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ModelNotSupported, match=r"^model: the tokenizer of .* cannot be loaded: "):
+        load_model(config(model=str(tmp_path)))
+
+
 def test_a_position_limit_that_depends_on_the_batch_is_not_passed(tmp_path: Path) -> None:
     shape = tiny.FAMILIES["llama"]()
     factors = [1.0] * 8

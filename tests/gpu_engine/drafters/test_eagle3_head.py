@@ -132,7 +132,7 @@ def test_a_map_that_leaves_the_vocabulary_or_doubles_an_id_is_refused(tmp_path: 
 
 
 def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(HeadNotUsable, match=r"config\.json"):
+    with pytest.raises(HeadNotUsable, match=r"draft_model: cannot read .*config\.json: No such file"):
         load_head(tmp_path, target_config(), torch.float32)
     save_head(make_head(), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")

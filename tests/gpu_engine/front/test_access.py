@@ -206,6 +206,20 @@ def test_half_of_tls_is_refused(fields: dict[str, str], message: str) -> None:
 # --- tokens
 
 
+async def test_a_refused_call_leaves_a_line_without_the_token(
+    files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "wrong").write_text("0123456789abcdef-three\n")
+    async with serving(auth_token_file=files.tokens(TOKEN)) as server:
+        with caplog.at_level("INFO", logger="gpu_engine.auth"):
+            await refused(server, "--token-file", str(tmp_path / "wrong"))
+    (line,) = (record for record in caplog.records if record.name == "gpu_engine.auth")
+    fields = vars(line)["fields"]
+    assert fields["status"] == "UNAUTHENTICATED"
+    assert fields["method"] == "/lockstep.engine.v1.Engine/Generate"
+    assert "0123456789abcdef" not in str(vars(line))
+
+
 async def test_a_token_lets_in_and_nothing_else_does(files: Files, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text(f"{OTHER_TOKEN}\n")
     (tmp_path / "wrong").write_text("0123456789abcdef-three\n")

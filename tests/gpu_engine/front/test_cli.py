@@ -239,9 +239,11 @@ def test_the_summary_speaks_of_the_grammar_and_its_warnings() -> None:
         assert part in line
 
 
-def test_serve_ends_in_order_on_sigterm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_serve_ends_in_order_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     code = f"""
-import asyncio
+import asyncio, signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from gpu_engine.config import EngineConfig, ServerConfig
 from gpu_engine.server import Parts, serve
 from tests.fakes import FakeEngine, FakeModel
@@ -256,7 +258,7 @@ print("closed", flush=True)
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             assert process.stdout.readline() == "closed\n"
             assert process.wait(60) == 0
         finally:
