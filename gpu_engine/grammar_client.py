@@ -224,6 +224,9 @@ class GrammarClient:
             )
         except LockstepError as error:
             self._engine.grammar_failed(*key, error)
+        except Exception as error:
+            self._engine.grammar_failed(*key, InternalError(f"the slot was not opened ({type(error).__name__})"))
+            raise  # for the log
         else:
             self._engine.grammar_opened(
                 *key,

@@ -177,6 +177,10 @@ class GrammarCompiler:
                 # The RPC breaks a moment before or after the segment socket: only another connection is worth a retry.
                 await self._link.attached_after(attached, self._wait_s)
                 continue
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                continue  # nobody has left: the channel to the last grammar process was closed under the call
             return Compiled(
                 grammar_id=response.grammar_id,
                 backend=int(response.backend),

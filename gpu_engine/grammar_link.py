@@ -37,7 +37,7 @@ LONGEST_RETRY_S = 1.0
 START_PATIENCE_S = 120.0
 """Longer than the slowest start: a process that is not attached by then is stuck, and is killed if it is ours."""
 RETIRE_S = 60.0
-"""Longer than any deadline of a call."""
+"""Longer than the deadline of any call but a very long compilation, which is then made again."""
 LOOK_EVERY_S = 0.02
 """The engine's heartbeats, and looks at those of the grammar process, which come every 10 ms."""
 SILENT_S = 0.07
@@ -135,6 +135,7 @@ class GrammarLink:
         self.stub: grammar_pb2_grpc.GrammarAsyncStub
         self.backends: tuple[int, ...] = ()
         self.start_patience_s = START_PATIENCE_S
+        self.retire_s = RETIRE_S
         self.attached = 0
         """How many times a grammar process was attached."""
 
@@ -270,7 +271,7 @@ class GrammarLink:
         # Not closed at once: that would cancel the calls on it, which must end with a status of their own.
         channel, self._channel = self._channel, None
         if channel is not None:
-            self._tasks.background(channel.close(grace=RETIRE_S), "close the channel to the last grammar process")
+            self._tasks.background(channel.close(grace=self.retire_s), "close the channel to the last grammar process")
 
     def __repr__(self) -> str:
         return f"<GrammarLink {'up' if self.up else 'down'} attached={self.attached} {self._directory}>"

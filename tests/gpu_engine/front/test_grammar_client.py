@@ -353,6 +353,42 @@ async def test_a_compilation_cut_by_a_crash_is_made_again(tmp_path: Path) -> Non
         assert refused == []
 
 
+async def test_a_compilation_that_outlives_its_channel_is_made_again(tmp_path: Path) -> None:
+    async with connected(tmp_path, silence_s=0.3) as s:
+        s.link.retire_s = 0.05
+        s.process.hold_compile.clear()
+        refused: list[LockstepError] = []
+        s.client.prepare("r", spec(), refused.append)
+        await eventually(lambda: s.process.calls["compile"])
+        # It lives, and is attached again; the call on the channel of before is cut off.
+        s.channel.age_ns = 10**12
+        await eventually(lambda: "lost" in s.engine.outages)
+        s.channel.age_ns = 0
+        await eventually(lambda: s.process.calls["compile cancelled"])
+        s.process.hold_compile.set()
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.engine.opened)
+        assert (refused, s.engine.failed) == ([], [])
+
+
+class BrokenStub:
+    """Has a defect that no call should have."""
+
+    async def Bind(self, message: gpb.BindRequest, timeout: float) -> gpb.BindResponse:
+        raise ZeroDivisionError
+
+
+async def test_a_defect_at_opening_ends_its_request(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        await s.client.compile(spec())
+        s.client.prepare("r", spec(), lambda error: None)
+        await eventually(lambda: s.client.compiled_s("r"))
+        s.link.stub = BrokenStub()  # type: ignore[assignment]
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.engine.failed)
+        assert isinstance(s.engine.failed[0][2], InternalError)
+
+
 async def test_a_process_that_does_not_come_back_ends_guided_requests(tmp_path: Path) -> None:
     async with connected(tmp_path, wait_s=0.3) as s:
         s.client.open(0, 1, request(), ())
