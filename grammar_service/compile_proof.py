@@ -18,7 +18,7 @@ import numpy as np
 from grammar_service.backends import Backend, Matcher, MatcherFailed, Rows
 from grammar_service.closing import ClosingPlan
 from grammar_service.closing_texts import TokenTexts
-from grammar_service.errors import LimitExceeded
+from grammar_service.errors import InvalidGrammar, LimitExceeded
 from grammar_service.grammar import Grammar
 
 WORKER_STACK_BYTES = 256 << 20
@@ -31,6 +31,8 @@ WALK_STACK_BYTES = 4 << 20
 PROOF_STEPS = 8
 PROOF_S = 0.1
 """The walk takes no more than this beyond its first row, which is always computed."""
+
+NO_ANSWER = "it admits no answer: no text begins one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class Proof:
 def prove(backend: Backend, grammar: Grammar, artifact: bytes, texts: TokenTexts) -> Proof:
     """Load `artifact`, walk over its first rows, and look for its shortest answers.
 
-    Raises LimitExceeded when the library hits one of its limits, and what `Backend.load` raises.
+    Raises InvalidGrammar when no answer begins at all, LimitExceeded when the library hits one of its limits, and what
+    `Backend.load` raises.
     """
     begun = time.perf_counter()
     compiled = backend.load(grammar, artifact)
@@ -83,9 +86,17 @@ def _walk_noting(
 
 def _walk(matcher: Matcher, rows: Rows) -> None:
     deadline = time.perf_counter() + PROOF_S
-    for _ in range(PROOF_STEPS):
-        matcher.fill(rows, 0)
+    for step in range(PROOF_STEPS):
+        try:
+            matcher.fill(rows, 0)
+        except MatcherFailed as error:
+            # LLGuidance's word for a state without a legal token.
+            if step == 0 and "NoExtension" in str(error):
+                raise InvalidGrammar(NO_ANSWER) from None
+            raise
         legal = np.flatnonzero(rows.words[0])
+        if step == 0 and not len(legal):
+            raise InvalidGrammar(NO_ANSWER)
         if not len(legal) or time.perf_counter() > deadline:
             return
         # The middle one: the first would be a control character, and short, wherever text is free.

@@ -142,6 +142,18 @@ async def test_depth_is_refused_by_its_setting(vocabulary: Vocabulary, kind: Kin
             await made.compile(kind, source, ANY, "llguidance")
 
 
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    ("kind", "source"), [(Kind.REGEX, r"[^\s\S]"), (Kind.REGEX, r"[^\s\S]a"), (Kind.EBNF, 'root ::= root "a"')]
+)
+async def test_a_grammar_of_no_answer_at_all_is_wrong(
+    vocabulary: Vocabulary, kind: Kind, source: str, backend: str
+) -> None:
+    async with compiler(vocabulary) as made:
+        with pytest.raises(InvalidGrammar):
+            await made.compile(kind, source, ANY, backend)
+
+
 async def test_a_grammar_at_the_depth_limits_does_not_end_a_worker(vocabulary: Vocabulary) -> None:
     """As far as references lead, with objects in each: 1,024 steps ended a thread with a stack of 8 MiB."""
     definitions: dict[str, object] = {"d511": {"type": "null"}}
