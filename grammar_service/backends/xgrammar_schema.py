@@ -43,6 +43,8 @@ UNWRITABLE = [(0, 31), (34, 34), (92, 92)]
 
 _ANYTHING = portable("[^]*", UNWRITABLE)
 
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
 _OF_TYPE = {
     "minimum": "number",
     "maximum": "number",
@@ -120,6 +122,10 @@ def _problem(node: dict[str, Any]) -> tuple[str, str] | None:
             return keyword, reason
     if node.get("uniqueItems"):
         return "uniqueItems", "is not enforced"
+    for keyword in _COUNTS:
+        value = node.get(keyword)
+        if isinstance(value, int | float) and value < 0:
+            return keyword, f"is {value}, which is taken for no bound"
     for rule in (_alone, _values, _typed, _strings, _objects):
         problem = rule(node)
         if problem:
@@ -169,9 +175,9 @@ def _has_type(value: Any, name: Any) -> bool:
 
 
 def _typed(node: dict[str, Any]) -> tuple[str, str] | None:
-    """Without a type, bounds are ignored."""
+    """Without a type, bounds are ignored; a list of no types is read as if it were not there."""
     if "type" in node:
-        return None
+        return ("type", "is an empty list, which is not enforced") if node["type"] == [] else None
     implied = {"array" for k in _IMPLY_ARRAY if k in node} | {"object" for k in _IMPLY_OBJECT if k in node}
     if len(implied) > 1:
         return "type", "is missing beside keywords for arrays and for objects"

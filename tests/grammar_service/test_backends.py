@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from grammar_service.backends import Rows, load_backend
+from grammar_service.closing_texts import TokenTexts
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotEnforced, NotSupported
 from grammar_service.grammar import Kind, Whitespace, parse
 from grammar_service.vocabulary import Vocabulary
@@ -282,6 +283,10 @@ def test_wrong_grammars_are_refused_by_both(library: Library, kind: Kind, source
 
 INT, STR = {"type": "integer"}, {"type": "string"}
 WEAKENED: list[tuple[dict[str, object], list[object]]] = [
+    ({"type": []}, [1, "a", None]),
+    ({"type": "string", "maxLength": -1}, ["a"]),
+    ({"type": "array", "maxItems": -1}, [[1]]),
+    ({"type": "object", "maxProperties": -1}, [{"a": 1}]),
     ({"oneOf": [STR, {"const": "a"}]}, ["a"]),
     ({"allOf": [STR, {"minLength": 2}]}, ["a", 1]),
     ({"allOf": [{"minLength": 2}], "type": "string"}, ["a", 1]),
@@ -412,3 +417,48 @@ def test_rows_of_two_strides_and_slots_do_not_touch_each_other(library: Library)
     assert tokens_in(rows.words[3, : library.num_words]) == {*spell("a"), *spell("b")}
     assert (np.delete(rows.words, 3, axis=0) == 0x5A5A5A5A).all()
     assert (rows.words[3, library.num_words :] == 0x5A5A5A5A).all()
+
+
+FORCED = [
+    ((Kind.REGEX, "hello world"), "", "hello world"),
+    ((Kind.REGEX, "hello world"), "hel", "lo world"),
+    ((Kind.REGEX, "(hello|help) me"), "hel", ""),
+    ((Kind.REGEX, "(hello|help) me"), "hell", "o me"),
+    ((Kind.REGEX, "(hello|help) me"), "help me", ""),
+    ((Kind.REGEX, "a[0-9]+b"), "a", ""),
+    (schema({"const": {"a": "abcd"}}), "", '{"a":"abcd"}'),
+    (schema({"enum": ["customer", "supplier"]}), '"c', 'ustomer"'),
+    ((Kind.CHOICE, '["yes, certainly", "no"]'), "y", "es, certainly"),
+    ((Kind.REGEX, "\u00e9t\u00e9 \u65e5\u672c"), "", "\u00e9t\u00e9 \u65e5\u672c"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "said", "text"), FORCED)
+def test_forced_text_is_proposed_in_legal_tokens(
+    library: Library, vocabulary: Vocabulary, grammar: tuple[Kind, str], said: str, text: str
+) -> None:
+    texts = TokenTexts.of(vocabulary)
+    matcher = library.compiled(*grammar, Whitespace.COMPACT).matcher()
+    assert all(matcher.accept(token) for token in spell(said))
+    before = library.legal(matcher)
+    tokens = matcher.forced(99)
+    proposed = texts.text(tokens)
+    # The last tokens may be left out, where what follows might change them; here nothing follows.
+    assert text.encode().startswith(proposed)
+    assert len(text.encode()) - len(proposed) <= 2
+    assert matcher.forced(2) == tokens[:2]
+    assert library.legal(matcher) == before
+    assert all(matcher.accept(token) for token in tokens)
+
+
+def test_what_may_go_on_in_another_token_is_not_proposed(library: Library) -> None:
+    # The vocabulary has "tru" and "true", and behind "tr" both are possible.
+    matcher = library.compiled(Kind.REGEX, "x(tru|true|truex)y").matcher()
+    assert matcher.accept(spell("x")[0])
+    assert TokenTexts.of(library.vocabulary).text(matcher.forced(9)) == b""
+
+
+def test_nothing_is_forced_behind_the_end(library: Library) -> None:
+    matcher = library.compiled(Kind.REGEX, "ab?").matcher()
+    assert matcher.accept(spell("a")[0])
+    assert matcher.forced(9) == ()
