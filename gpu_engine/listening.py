@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gpu_engine.auth import BearerTokens, token_file
 from gpu_engine.config import ServerConfig
+from gpu_engine.malformed import ParsedRequests
 from gpu_engine.tls import server_credentials
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def bind(config: ServerConfig) -> Listeners:
     if (problem := exposure(config)) is not None:
         log.warning("%s", problem)
     server = grpc.aio.server(
-        interceptors=interceptors,
+        interceptors=[*interceptors, ParsedRequests()],
         options=[
             ("grpc.max_receive_message_length", max(LARGEST_MESSAGE_BYTES, 2 * config.max_prompt_bytes)),
             _OWN_PORT,

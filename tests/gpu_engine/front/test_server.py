@@ -108,6 +108,27 @@ async def test_a_prompt_of_ten_megabytes_is_refused_by_name(tmp_path: Path) -> N
     assert caught.value.details() == "text: has 10485760 bytes, at most 4194304 (max_prompt_bytes) are allowed"
 
 
+@pytest.mark.parametrize("method", ["Generate", "Compile", "Abort", "GetStats"])
+@pytest.mark.parametrize("content", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"])
+async def test_bytes_that_are_no_request_are_an_invalid_argument(
+    tmp_path: Path, method: str, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    if method == "GetStats" and content[0] == 0x0A:
+        content = b"\x0b"  # a message without fields takes any field, and no group that does not end
+    async with (
+        open_server(ENGINE, config(tmp_path), parts=parts(says("yes"))) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(f"/{SERVICE}/{method}", bytes, bytes)(content)
+        async with Client(server.address) as client:
+            responses = [r async for r in client.generate(pb.GenerateRequest(text="x"))]
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "the request is malformed: " in str(caught.value.details())
+    assert "".join(r.text for r in responses) == "yes"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_a_port_that_is_taken_is_said_at_once() -> None:
     loopback = ServerConfig(listen="127.0.0.1:0", grammar="none")
     async with open_server(ENGINE, loopback, parts=parts()) as server:
