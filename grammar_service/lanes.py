@@ -2,9 +2,9 @@
 
 The leader waits for records and does their work itself, so a step that is quick costs no hand-over. When it has been
 away from `wait` for too long, whoever stands by takes the lead: it tells what is late and goes on with the rest, while
-the thread that is stuck finishes its lane and then stands by. Invariant: one thread leads, and it alone begins work, so
-that nothing is done unwatched; one thread works in a lane at a time, in the order of `put`; a slow lane holds one
-thread and nothing else. Not here: what the work is (worker).
+the thread that is stuck finishes its lane and then helps or stands by. Invariant: one thread leads, and it waits only
+when no other one has work in hand that might still become late; one thread works in a lane at a time, in the order of
+`put`; a slow lane holds one thread and nothing else. Not here: what the work is (worker).
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Lanes:
         self._todo: collections.deque[Work] = collections.deque()
         self._busy: dict[int, collections.deque[Work]] = {}
         """Lanes that a thread works in: first what it does, then what waits behind that."""
+        self._hands: dict[int, threading.Thread] = {}
+        """Lane -> who works in it, while nobody was told that the work is late."""
         self._left: set[Work] = set()
         """What the last relief found not begun: held up by a neighbour, and perhaps quick."""
         self._idle = True
@@ -130,23 +132,28 @@ class Lanes:
             logger.exception("the grammar worker ended")
 
     def _next(self, me: threading.Thread) -> Work | None:
-        """Begin a piece of work. None: `me` does not lead, or there is none, and the leader is idle from here."""
+        """Begin a piece of work. None: there is none; a leader is idle from here, or leads no more."""
         with self.lock:
-            if self._leader is not me:
-                return None
+            leads = self._leader is me
             while self._todo:
                 work = self._todo.popleft()
                 waiting = self._busy.get(work.lane)
                 if waiting is None:
                     self._busy[work.lane] = collections.deque((work,))
-                    self._idle = False
+                    self._hands[work.lane] = me
+                    self._idle = self._idle and not leads
                     return work
                 # Its lane is stuck, or it would be free: whoever waits for this is told now.
                 if len(waiting) > 1 and work.replaces(waiting[-1]):
                     waiting.pop()
                 waiting.append(work)
                 self._crew.late(work)
-            self._idle = True
+            if leads and self._hands:
+                # Only a leader is watched: one who helps goes on as that, and `me` stands by.
+                self._leader = next(iter(self._hands.values()))
+                self._crew.relieved()
+            elif leads:
+                self._idle = True
             return None
 
     def _do(self, work: Work) -> None:
@@ -155,6 +162,7 @@ class Lanes:
             with self.lock:
                 waiting = self._busy[work.lane]
                 waiting.popleft()
+                self._hands.pop(work.lane, None)
                 self._begun_s.pop(work.lane, None)
                 if not waiting:
                     del self._busy[work.lane]
@@ -182,6 +190,7 @@ class Lanes:
 
     def _overdue(self) -> Iterator[Work]:
         """What was begun and did not end; of what was not begun, what another relief has found so before."""
+        self._hands.clear()
         for lane, waiting in self._busy.items():
             self._begun_s.setdefault(lane, time.monotonic())
             yield from waiting
