@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 STAND_BY_S = 0.05
 """A thread that stands by looks this often whether it shall end."""
+LOOK_AGAIN_S = 0.0005
+"""After a leader that is over its time and has no work in hand: it reads, or waits for the interpreter."""
 
 
 class Work(Protocol):
@@ -178,13 +180,14 @@ class Lanes:
             if not self._crew.overdue(STAND_BY_S) or self._stopping.is_set():
                 return
             with self.lock:
-                if self._idle:  # it came back in this moment
+                if not self._idle:
+                    self._leader = me
+                    self.reliefs += 1
+                    self._crew.relieved()
+                    for work in self._overdue():
+                        self._crew.late(work)
                     return
-                self._leader = me
-                self.reliefs += 1
-                self._crew.relieved()
-                for work in self._overdue():
-                    self._crew.late(work)
+            time.sleep(LOOK_AGAIN_S)
         finally:
             self._watch.release()
 

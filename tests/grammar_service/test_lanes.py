@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from grammar_service.lanes import Lanes
+from grammar_service.lanes import LOOK_AGAIN_S, Lanes
 
 PATIENCE_S = 20.0
 """Used up by a failing test alone, on however busy a machine."""
@@ -121,6 +121,38 @@ def test_time_runs_for_what_waited_behind_slow_work_too(crew: FakeCrew) -> None:
         slow.gate.set()
         behind.gate.set()
     _until(lambda: crew.lanes.stuck_s() == 0)
+
+
+class Reading(FakeCrew):
+    """Reads until it is let, and is over its time all the while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+        self.reads, self.gate = threading.Event(), threading.Event()
+
+    def handle(self, news: int) -> None:
+        self.reads.set()
+        assert self.gate.wait(10 * PATIENCE_S)
+
+    def overdue(self, timeout_s: float) -> bool:
+        self.looks += 1
+        return True
+
+
+def test_who_stands_by_leaves_the_interpreter_to_a_leader_that_reads() -> None:
+    crew = Reading()
+    crew.lanes = Lanes(3, crew)  # type: ignore[arg-type]
+    crew.lanes.start()
+    try:
+        assert crew.reads.wait(PATIENCE_S)
+        since_s, looks = time.monotonic(), crew.looks
+        _until(lambda: time.monotonic() > since_s + 20 * LOOK_AGAIN_S)
+        assert crew.looks - looks <= (time.monotonic() - since_s) / LOOK_AGAIN_S + 1
+        assert crew.lanes.reliefs == 0
+    finally:
+        crew.gate.set()
+        assert crew.lanes.stop(PATIENCE_S)
 
 
 def _until(condition: Callable[[], bool]) -> None:
