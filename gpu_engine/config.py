@@ -57,7 +57,7 @@ class EngineConfig:
     of a head for this model."""
     draft_masks: bool = True
     """With drafter=model, eagle3 or mtp: drafts are held to the grammar too, a row a draft."""
-    draft_forced: bool = False
+    draft_forced: bool = True
     """Text that the grammar forces, such as the name of a key, is drafted first; the drafter goes on behind it. With
     drafter=grammar always so."""
     draft_timeout_ms: float = 5.0

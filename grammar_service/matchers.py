@@ -113,7 +113,8 @@ class Slot:
         if self.matcher.terminated:
             return ()
         way = None if self.closing is None else self.closing.only(len(self.tokens))
-        return self.matcher.forced(limit) if way is None else way[:limit]
+        # The stop at the way's end needs no draft: a step adds a token of its own.
+        return self.matcher.forced(limit) if way is None else way[:-1][:limit]
 
 
 class MatcherRejected(Exception):

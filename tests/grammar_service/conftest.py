@@ -24,7 +24,7 @@ class Library:
 
     def __init__(self, backend: Backend, vocabulary: Vocabulary) -> None:
         self.name = backend.name
-        self.backend = backend
+        self.backend, self.vocabulary = backend, vocabulary
         self.rows = Rows(np.zeros((2, vocabulary.num_words + 3), dtype=np.int32))
         self.num_words = vocabulary.num_words
 

@@ -22,7 +22,7 @@ from grammar_service.mask_rows import Classifier, few
 from grammar_service.matchers import Slot, SlotTable
 from grammar_service.vocabulary import Vocabulary
 from shared_mem.grammar_end import Record
-from shared_mem.layout import LED, RowKind
+from shared_mem.layout import LED, RowKind, Stage
 from tests.grammar_service.conftest import Library
 from tests.grammar_service.toy import PADDED, STOPS, spell
 
@@ -296,3 +296,23 @@ def spelled(plan: ClosingPlan, tokens: list[int]) -> str:
 def compiled_takes(compiled: Compiled, tokens: list[int]) -> bool:
     matcher = compiled.matcher()
     return all(matcher.accept(token) for token in tokens) and matcher.terminated
+
+
+def test_where_one_way_to_the_end_is_left_it_is_proposed(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, source = compiled_of(library, "required")
+    plan = plan_of(compiled, source, vocabulary)
+    assert plan.path is not None
+    table = SlotTable(Classifier(PADDED))
+    table.bind(0, Slot.bind(1, compiled.matcher, (), partial(Closing, plan, len(plan.path))))
+    rows = Rows(np.zeros((8, plan.texts.num_words), dtype=np.int32))
+    slot, whole = table.slots[0], 0
+    assert slot.closing is not None
+    for said in range(len(plan.path)):
+        proposed = table.answer(Record(0, 1, 0, plan.path[:said], (), Stage.PROPOSE, 0b111), rows, 0).forced
+        way = slot.closing.only(said)
+        assert way in (None, (), plan.path[said:])
+        if way is not None:
+            # Where more than one token keeps the end in reach nothing is.
+            assert tuple(proposed) == way[:-1][:3]
+            whole += bool(way)
+    assert whole > 1

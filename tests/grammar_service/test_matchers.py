@@ -48,8 +48,9 @@ class Table:
         gen: int = 1,
         slot: int = 0,
         need: int = 15,
+        stage: Stage = Stage.VERIFY,
     ) -> Answer:
-        record = Record(slot, gen, at, tuple(committed), tuple(drafts), Stage.VERIFY, need)
+        record = Record(slot, gen, at, tuple(committed), tuple(drafts), stage, need)
         return self.table.answer(record, self.rows, ROWS)
 
     def legal(self, row: int) -> set[int]:
@@ -282,3 +283,52 @@ def test_any_history_gives_the_rows_of_a_matcher_made_from_scratch(seed: int, te
             assert after.accept(token)
         fresh = [*drafts[:taken], draw.choice(sorted(after.legal()))]
         done = [*done, *fresh]
+
+
+def proposed(table: Table, at: int, committed: Sequence[int], limit: int = 4) -> list[int]:
+    answer = table.ask(at, committed, need=(1 << limit) - 1, stage=Stage.PROPOSE)
+    assert answer.kinds == [RowKind.FORCED] * len(answer.forced)
+    return answer.forced
+
+
+def test_what_is_forced_is_proposed_and_nothing_is_filled() -> None:
+    table = Table()
+    assert proposed(table, 0, []) == []
+    assert proposed(table, 0, [1, 6]) == [7, 8, STOP]
+    assert proposed(table, 0, [1, 6], limit=2) == [7, 8]
+    assert table.made[0].fills == 0
+    assert (table.rows.words == np.int32(0x5A5A5A5A)).all()
+    # The record that follows says the same tokens again, and finds the matcher where they end.
+    assert table.ask(0, [1, 6], [7, 8]).kinds == [RowKind.FORCED] * 3
+    assert table.made[0].taken == [1, 6, 7, 8]
+    assert proposed(table, 2, [7]) == [8, STOP]
+    assert table.slot.tokens == [1, 6, 7]
+
+
+def test_a_proposal_behind_the_end_is_none() -> None:
+    table = Table()
+    assert proposed(table, 0, [2, STOP]) == []
+
+
+@pytest.mark.parametrize(
+    ("committed", "at", "gen", "kinds"),
+    [
+        ([3], 0, 1, [RowKind.ERROR]),
+        ([2], 1, 1, [RowKind.DEFER]),
+        ([], 0, 2, [RowKind.DEFER]),
+        ([], 0, 0, [RowKind.ALL]),
+    ],
+    ids=["illegal", "gap", "not bound yet", "of the past"],
+)
+def test_a_proposal_that_cannot_be_made_says_why_and_proposes_nothing(
+    committed: list[int], at: int, gen: int, kinds: list[RowKind]
+) -> None:
+    assert Table().ask(at, committed, gen=gen, stage=Stage.PROPOSE).kinds == kinds
+
+
+def test_a_library_that_fails_while_it_proposes_gets_a_matcher_anew() -> None:
+    table = Table(fail_at=[2])
+    assert proposed(table, 0, [1, 6]) == []
+    assert table.table.rebuilds == 1
+    assert table.slot.health is Health.GOOD
+    assert proposed(table, 2, [7]) == [8, STOP]

@@ -13,7 +13,7 @@ from grammar_service.backends import Rows
 from grammar_service.matchers import Slot
 from grammar_service.worker import Worker
 from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd
-from shared_mem.layout import Layout, RowKind
+from shared_mem.layout import Layout, RowKind, Stage
 from shared_mem.segment import Segment
 from tests.grammar_service.toy import VOCAB, ToyMatcher, tokens_in
 
@@ -360,3 +360,55 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.002)
+
+
+def propose(engine: EngineEnd, slot: int, at: int, committed: list[int], gen: int = 1) -> int:
+    """Post a question for as many tokens as there are rows."""
+    arrays = engine.batch_arrays(1)
+    arrays.slots[0], arrays.slot_gens[0], arrays.commit_pos[0] = slot, gen, at
+    arrays.n_commit[0], arrays.n_draft[0], arrays.need_rows[0] = len(committed), 0, 7
+    arrays.tokens[0, : len(committed)] = committed
+    return engine.post_batch(arrays, 1, Stage.PROPOSE)
+
+
+def test_forced_tokens_come_through_shared_memory(engine: EngineEnd, start: StartWorker) -> None:
+    worker = start()
+    worker.bind(0, Slot.bind(1, fresh, []))
+    seq = propose(engine, 0, 0, [1, 6])
+    result = engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S)
+    assert (result.kinds[0].tolist(), result.forced[0].tolist()) == ([RowKind.FORCED] * 3, [7, 8, 9])
+    seq = propose(engine, 0, 0, [1])
+    assert engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S).kinds[0].tolist() == [RowKind.DEFER] * 3
+    stats = worker.stats()
+    assert (stats["proposed_tokens"], stats["filled_rows"], stats["late_answers"]) == (3, 0, 0)
+    assert sum(worker.rows_by_kind().values()) == 0
+
+
+def test_a_proposal_disturbs_no_row_that_is_there(engine: EngineEnd, start: StartWorker) -> None:
+    worker, matcher = start(), fresh()
+    worker.bind(0, Slot.bind(1, lambda: matcher, []))
+    assert ask(engine, 0, 0, [1], [2, 3])[:2] == [RowKind.APPLY] * 2
+    seq = propose(engine, 0, 1, [2])
+    assert engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S).num_missing == 0
+    # The same tokens again; both rows stand since the first record.
+    seq = engine.post([0], [1], [1], [1], [1], [[2, 3, 0]])
+    assert whole(engine, seq, 0).kinds[0, :2].tolist() == [RowKind.APPLY, RowKind.FORCED]
+    assert [tokens_in(row) for row in engine.mask_rows(seq)[0, :2, :3]] == [{3, 5}, {4}]
+    assert matcher.fills == worker.stats()["filled_rows"] == 3
+    assert worker.stats()["reused_rows"] == 2
+
+
+def test_a_proposal_that_waits_is_given_up_for_the_rows_behind_it(engine: EngineEnd, start: StartWorker) -> None:
+    slow = OneSlowRow(at=1)
+    worker = start(threads=1)
+    worker.bind(0, Slot.bind(1, lambda: slow, []))
+    seq = engine.post([0], [1], [0], [1], [0], [[1]])
+    assert engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S).kinds[0, 0] == RowKind.DEFER
+    # Behind the row that hangs: told at once that there is nothing, and not asked for when the row has come.
+    late = propose(engine, 0, 1, [2])
+    assert engine.await_rows(late, [0], [1], timeout_s=PATIENCE_S).kinds[0].tolist() == [RowKind.DEFER] * 3
+    seq = engine.post([0], [1], [1], [1], [0], [[2]])
+    assert engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S).kinds[0, 0] == RowKind.DEFER
+    slow.gate.set()
+    assert whole(engine, seq, 0).kinds[0, 0] == RowKind.APPLY
+    assert worker.stats()["proposed_tokens"] == 0

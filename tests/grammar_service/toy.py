@@ -44,6 +44,15 @@ class ToyMatcher:
         self.taken.append(token)
         return True
 
+    def forced(self, limit: int) -> tuple[int, ...]:
+        if len(self.taken) in self.fail_at:
+            raise MatcherFailed("limit")
+        twin = ToyMatcher(self.texts)
+        twin.taken = list(self.taken)
+        while len(twin.taken) < len(self.taken) + limit and len(legal := twin.legal()) == 1:
+            twin.taken += legal
+        return tuple(twin.taken[len(self.taken) :])
+
     def rollback(self, count: int) -> None:
         if count > len(self.taken):
             raise MatcherFailed(f"{count} of {len(self.taken)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -121,6 +122,41 @@ def test_guided_tokens_are_those_of_a_cpu(llama: LoadedModel, guided_tokens: lis
         assert [answer.finish for answer in answers] == [FinishReason.STOP, FinishReason.LENGTH, FinishReason.STOP]
         assert engine.stats().deferred_rows == 0
         assert len({record.slot for record in grammar.sidecar.records}) == 2
+
+
+@pytest.mark.parametrize(
+    ("sync", "drafter"), [("host_callback", "ngram"), ("device_flag", "ngram"), ("host_callback", "grammar")]
+)
+def test_what_the_grammar_proposes_changes_no_token(
+    llama: LoadedModel, guided_tokens: list[list[int]], sync: str, drafter: str
+) -> None:
+    settings = replace(on_device(3, sync=sync, max_batch_size=4), drafter=drafter, draft_forced=True)
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        # True for an odd number of tokens, and then two of them; else nonsense.
+        grammar.sidecar.proposes = lambda automaton, said: (
+            next((ids[len(said) :][:2] for ids in guided_tokens if ids[: len(said)] == said), [])
+            if len(said) % 2
+            else [len(said), 65, 66]
+        )
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        stats = engine.stats()
+        assert stats.deferred_rows == 0
+        assert stats.forced_draft_tokens > stats.accepted_forced_tokens > 3
+
+
+@pytest.mark.slow
+def test_a_draft_model_goes_on_behind_what_the_grammar_proposes(
+    llama: LoadedModel, guided_tokens: list[list[int]]
+) -> None:
+    settings = on_device(2, draft_model=llama.name, max_batch_size=4, draft_forced=True)
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        grammar.sidecar.proposes = lambda automaton, said: next(
+            (ids[len(said) :][:1] for ids in guided_tokens if ids[: len(said)] == said), []
+        )
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        stats = engine.stats()
+        assert stats.accepted_forced_tokens == stats.forced_draft_tokens > 3
+        assert stats.accepted_draft_tokens > stats.draft_tokens * 0.8
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def named(parts: list[tuple[str, int]]) -> list[str]:
 
 @pytest.mark.parametrize("sync", list(PAIR))
 def test_nodes_of_a_guided_step(llama: LoadedModel, sync: str) -> None:
-    parts = parts_of(llama, True, sync=sync)
+    parts = parts_of(llama, True, sync=sync, draft_forced=False)
     post, wait = PAIR[sync]
     assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_settle", "_propose", "_pack"]
     counts = [(name, count) for name, count in parts if name != "_forward"]
@@ -97,3 +97,19 @@ def test_a_masked_draft_costs_the_pair(llama: LoadedModel, sync: str) -> None:
     counts = [sum(count for name, count in parts if name != "_forward") for parts in (masked, free)]
     # Without masks a launch frees the row.
     assert counts[0] - counts[1] == (ROWS - 1) * (len(pair) - 1)
+
+
+@pytest.mark.parametrize("sync", list(PAIR))
+def test_what_is_forced_costs_a_pair_without_a_fetch(llama: LoadedModel, sync: str) -> None:
+    post, wait = PAIR[sync]
+    # A proposal brings no rows; the kernel behind the wait puts the tokens where drafters find them.
+    pair = [*post, *(name for name in wait if name not in ("_fetch", "_keep")), "_take_forced"]
+    parts = parts_of(llama, True, sync=sync, draft_forced=True)
+    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_settle", *pair, "_propose", "_pack"]
+    counts = [(name, count) for name, count in parts if name != "_forward"]
+    assert {name: count for name, count in counts if count != 1} == {"_accept": 4}
+    assert sum(count for _, count in counts) == {"host_callback": 15 + 6, "device_flag": 12 + 4}[sync]
+
+
+def test_a_free_step_asks_nothing_of_the_grammar(llama: LoadedModel) -> None:
+    assert parts_of(llama, False, draft_forced=True) == parts_of(llama, False, draft_forced=False)

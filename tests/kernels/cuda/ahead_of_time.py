@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 
 from kernels.accept import AcceptResult, SlotParams, StepTensors
 from kernels.cuda import accept, bitmask, fused, ngram, noise, paged_attention, posting, settling, step_inputs
+from kernels.cuda import forced as forced_tokens
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
 from kernels.fused import Activation, NormKind, RMSNorm
 from kernels.paged_attention import KVPages
@@ -100,7 +101,9 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
     counter = torch.zeros(1, dtype=torch.int64)
     results = (result.num_emitted_B, result.num_accepted_B, result.finish_B, result.blocked_B, result.emitted_BR)
     limits = (ints(S), params.max_length_S)
-    ngram.propose_ngram(slots, history, length, *limits, ints(S, R), ints(S), ngram_max=4, ngram_min=2)
+    for ahead in (None, ints(B)):
+        proposed = (ints(S, R), ints(S))
+        ngram.propose_ngram(slots, history, length, *limits, *proposed, ngram_max=4, ngram_min=2, num_forced_B=ahead)
 
     kept = posting.KeptRows(rows.masks_SRW, flags(S, R), ints(S, R), flags(S, R).bool())
     out = posting.PostTensors(*(ints(B) for _ in range(6)), ints(B, 2 * R), flags(B, R), ints(B, R))
@@ -112,6 +115,9 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
         posting.keep_rows(
             slots, guided, guided, out, counter, ints(2, S, R, W), kept, kinds, forced, k=k, told=told_seq
         )
+    posting.pack_post(*told, k=posting.PROPOSE, limits=limits)
+    taken = (out.slots_B, out.need_rows_B, out.kinds_BR, out.forced_BR, length, history, ints(S, R), ints(S), ints(B))
+    forced_tokens.take_forced(slots, result.num_emitted_B, *taken)
     settling.settle(slots, *results[:1], *results[2:4], guided, kept.kept_SR)
 
 

@@ -11,7 +11,8 @@ import torch
 
 from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.sync import InlineSync
-from kernels.cuda.posting import VERIFY, KeptRows, PostTensors, keep_rows, pack_post
+from kernels.cuda.forced import take_forced
+from kernels.cuda.posting import PROPOSE, VERIFY, KeptRows, PostTensors, keep_rows, pack_post
 from kernels.cuda.settling import settle
 from shared_mem.batch import BatchArrays
 from shared_mem.layout import Layout, RowKind
@@ -166,3 +167,53 @@ def test_settling_forgets_the_rows_of_who_moved_on(device: torch.device) -> None
     settle(ints(3, 1, 0, 2, -1), ints(2, 0, 1, 1, 1), ints(0, 0, 1, 0, 0), ints(0, 3, 0, 4, 0), drafting, kept)
     assert drafting.tolist() == [True, False, False, False, False]
     assert kept.any(dim=1).tolist() == [False, True, False, False]
+
+
+def test_what_is_forced_is_asked_for_and_taken_as_by_the_inline_sync(device: torch.device) -> None:
+    for seed in range(8):
+        inline, channel, batch = state()
+        channel.random = np.random.default_rng(seed)
+        lane, slot = batch.lane, batch.slot
+        lane.drafting_B.copy_(torch.tensor([True, seed % 2 == 0, True, True]))
+        # Who drafts has moved; lane 1 now and then stands still, and lane 2 has no grammar.
+        lane.result.num_emitted_B.copy_(lane.drafting_B.int())
+        slot.draft_limit_S.copy_(torch.tensor([3, 2, 3, 3, seed % 4, 3]))
+        slot.params.max_length_S.copy_(slot.length_S + torch.tensor([seed % 5, 20, 20, 20, 20, 20]))
+        slot.num_drafts_S.fill_(3)
+        ours = OnDevice(inline, batch, device)
+        there = [t.clone().to(device) for t in (slot.drafts_SR, slot.num_drafts_S, lane.num_forced_B)]
+        limits = tuple(t.clone().to(device) for t in (slot.draft_limit_S, slot.params.max_length_S))
+        inline.post_forced(batch)
+        pack_post(
+            *ours.lanes, ours.gens, ours.drafts, ours.num, *ours.slot, ours.rows, ours.out,
+            k=PROPOSE, limits=limits, max_rows=batch.max_rows,
+        )  # fmt: skip
+        posted = channel.posted
+        assert ours.out.slots_B.tolist() == posted["slots"].tolist()
+        asked = posted["slots"] >= 0
+        for name in ("slot_gens", "commit_pos", "n_commit", "n_draft", "need_rows"):
+            assert getattr(ours.out, f"{name}_B").cpu().numpy()[asked].tolist() == posted[name][asked].tolist(), name
+        assert ours.slot[3].tolist() == slot.posted_S.tolist()
+
+        inline.await_forced(batch)
+        inline._kinds_BR[:, 0] = int(RowKind.FORCED)
+        if channel.seq:
+            channel.await_batch = lambda *args, **kwargs: SimpleNamespace(waited_ns=0)  # type: ignore[method-assign]
+            inline.await_forced(batch)
+        ours.out.kinds_BR.copy_(inline._kinds_BR)
+        ours.out.forced_BR.copy_(inline._forced_BR)
+        emitted = lane.result.num_emitted_B.to(device)
+        out = ours.out
+        take_forced(
+            *(ours.lanes[0], emitted, out.slots_B, out.need_rows_B, out.kinds_BR, out.forced_BR, ours.slot[1]),
+            *(ours.slot[0], *there),
+        )
+        assert there[2].tolist() == lane.num_forced_B.tolist()
+        for b, s in enumerate(LANES):
+            count = int(lane.num_forced_B[b])
+            assert int(there[1][s]) == (3 if count < 0 else count)
+            if count > 0:
+                at = int(slot.length_S[s])
+                assert there[0][s, :count].tolist() == slot.drafts_SR[s, :count].tolist()
+                assert ours.slot[0][s, at : at + count].tolist() == there[0][s, :count].tolist()
+        assert lane.num_forced_B[2] == 0

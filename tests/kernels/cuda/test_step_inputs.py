@@ -64,3 +64,34 @@ def test_ngram_proposes_what_the_engines_drafter_does(
     assert num.tolist() == slot.num_drafts_S.tolist()
     for s in range(S):
         assert drafts[s, : int(num[s])].tolist() == slot.drafts_SR[s, : int(num[s])].tolist()
+
+
+@pytest.mark.parametrize("ids", [2, 6])
+def test_ngram_goes_on_behind_forced_tokens(device: torch.device, ids: int) -> None:
+    S, R, L = 8, 4, 150
+    slot, lane = SlotBuffers.allocate(S, R, L, 16), LaneBuffers.allocate(S, R, 8)
+    slot.history_SL.copy_(ints(torch.device("cpu"), *slot.history_SL.shape, high=ids, seed=ids))
+    slot.drafts_SR.copy_(ints(torch.device("cpu"), S, R, high=ids, seed=3))
+    slot.length_S.copy_(torch.tensor([4, 2, 5, 40, 90, 140, 60, 60]))
+    slot.draft_limit_S.copy_(torch.tensor([3, 3, 3, 3, 1, 3, 3, 2]))
+    slot.params.max_length_S.fill_(150)
+    slot.num_drafts_S.fill_(2)
+    lane.slots_B.copy_(torch.arange(S))
+    lane.num_forced_B.copy_(torch.tensor([1, 0, -1, 3, 1, 2, -1, 1]))
+    for s, count in enumerate(lane.num_forced_B.clamp(min=0).tolist()):
+        slot.drafts_SR[s, :count] = slot.history_SL[s, int(slot.length_S[s]) :][:count]
+    before = slot.drafts_SR.clone()
+    ours = [t.to(device) for t in (lane.slots_B, slot.history_SL, slot.length_S, slot.draft_limit_S)]
+    drafts, num = slot.drafts_SR.clone().to(device), slot.num_drafts_S.clone().to(device)
+    limit, ahead = slot.params.max_length_S.to(device), lane.num_forced_B.to(device)
+    propose_ngram(*ours, limit, drafts, num, ngram_max=4, ngram_min=1, num_forced_B=ahead)
+    batch = StepBatch(slot, lane, S, R, any_guided=True)
+    lanes = (lane.slots_B, lane.drafts_BR, lane.num_drafts_B, lane.kinds_BR, lane.forced_BR)
+    step = StepTensors(*lanes, 0, (0, 0), slot.history_SL, slot.length_S, slot.params, lane.result)
+    NgramDrafter(4, 1).propose(batch, step, {})
+    assert num.tolist() == slot.num_drafts_S.tolist()
+    assert num[lane.num_forced_B < 0].tolist() == [2, 2]
+    assert any(int(num[s]) > count for s, count in enumerate(lane.num_forced_B.tolist()) if count > 0)
+    for s, count in enumerate(lane.num_forced_B.tolist()):
+        assert drafts[s, : int(num[s])].tolist() == slot.drafts_SR[s, : int(num[s])].tolist()
+        assert drafts[s, : count if count >= 0 else R].tolist() == before[s, : count if count >= 0 else R].tolist()

@@ -1,0 +1,171 @@
+"""What real libraries force as drafts, in one process with a tiny model: the tokens are those of one token a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.config import EngineConfig
+from gpu_engine.engine import Engine
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.ports import GrammarEvents
+from gpu_engine.request import FinishReason, Request
+from grammar_service.backends import NAMES, Backend, Compiled, load_backend
+from grammar_service.closing import Closing, ClosingPlan
+from grammar_service.closing_texts import TokenTexts
+from grammar_service.grammar import Kind, Whitespace, parse
+from grammar_service.matchers import Slot
+from grammar_service.vocabulary import Vocabulary
+from grammar_service.worker import Worker
+from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.layout import Layout
+from shared_mem.segment import Segment
+from tests.fakes import EOS
+from tests.gpu_engine.core.harness import Answer, answer_all, answer_each, ask, config, running, tokens, with_drafts
+
+LITERAL = "REGEX COMPACT the whole answer is forced"
+CONST = 'JSON_SCHEMA COMPACT {"const":{"name":"a const","of":[1,2,{"deep":null}]}}'
+SCHEMAS = [
+    'JSON_SCHEMA COMPACT {"type":"object","properties":{"first":{"enum":["customer","current","supplier"]},'
+    '"second_name":{"type":"boolean"},"n":{"type":"integer"}},"required":["first","second_name","n"]}',
+    'JSON_SCHEMA BOUNDED {"type":"object","properties":{"a_key":{"type":"string"},"b_key":{"type":"null"}},'
+    '"required":["a_key","b_key"]}',
+    'CHOICE COMPACT ["yes, of course", "yes, but", "no", "not at all"]',
+    "REGEX COMPACT (ab|cd){3}end of it?",
+    LITERAL,
+    CONST,
+]
+
+
+def made() -> list[Answer]:
+    """Return requests: greedy and drawn, some of whose limits are so near that the answer is led to its end."""
+    answers = []
+    for number, source in enumerate(SCHEMAS):
+        # A prompt that holds the answer's words lets the n-gram drafter in, with drafts that may break the grammar.
+        prompt = list(f"{source[-40:]} customer true {number}".encode())
+        answers.append(partial(ask, prompt, grammar=source, max_tokens=90)())
+        answers.append(ask(prompt, grammar=source, max_tokens=60, temperature=0.8, seed=number))
+    answers.append(ask(tokens(12, 2), max_tokens=30, ignore_eos=True))
+    return answers
+
+
+@dataclass(eq=False)
+class LibraryGrammar:
+    """A `ports.GrammarPort` over a real worker's threads; a source reads "KIND WHITESPACE text"."""
+
+    segment: Segment
+    backend: Backend
+    vocabulary: Vocabulary
+    compiled: dict[str, tuple[Compiled, ClosingPlan]]
+    engine: GrammarEvents = field(init=False)
+    worker: Worker = field(init=False)
+
+    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
+        assert request.grammar is not None
+        source = request.grammar.source
+        if source not in self.compiled:
+            kind, whitespace, text = source.split(" ", 2)
+            grammar = parse(Kind[kind], text, Whitespace[whitespace])
+            loaded = self.backend.load(grammar, self.backend.compile(grammar))
+            self.compiled[source] = loaded, ClosingPlan.of(loaded.matcher(), text, TokenTexts.of(self.vocabulary))
+        loaded, plan = self.compiled[source]
+        closes = partial(Closing, plan, request.sampling.max_tokens)
+        self.worker.bind(slot, Slot.bind(slot_gen, loaded.matcher, committed, closes))
+        self.engine.grammar_opened(slot, slot_gen, compile_ms=1.0, cache_hit=True, backend=1)
+
+    def close(self, slot: int, slot_gen: int) -> None:
+        self.worker.release(slot, slot_gen)
+
+
+class Sidecars:
+    """A library with the tiny model's vocabulary, and what it has compiled."""
+
+    def __init__(self, name: str, model: LoadedModel) -> None:
+        tokenizer = (Path(model.name) / "tokenizer.json").read_bytes()
+        self.vocabulary = Vocabulary.load(tokenizer, model.vocab_size, (EOS,))
+        self.backend, self.model = load_backend(name, self.vocabulary), model
+        self.compiled: dict[str, tuple[Compiled, ClosingPlan]] = {}
+
+    @contextmanager
+    def engine(self, settings: EngineConfig) -> Iterator[tuple[Engine, Worker]]:
+        """Run an engine with a worker of the library."""
+        layout = Layout(settings.max_batch_size, settings.num_rows, self.model.vocab_size)
+        with Segment.create(layout) as segment:
+            grammar = LibraryGrammar(segment, self.backend, self.vocabulary, self.compiled)
+            grammar.worker = Worker(GrammarEnd(segment), row_deadline_ms=1000.0)
+            model = replace(self.model, max_model_len=settings.max_model_len)
+            grammar.engine = engine = Engine(settings, model, EngineEnd(segment), grammar)
+            grammar.worker.start()
+            try:
+                with running(engine):
+                    yield engine, grammar.worker
+                assert grammar.worker.error is None
+            finally:
+                assert grammar.worker.stop()
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def sidecars(request: pytest.FixtureRequest, llama: LoadedModel) -> Sidecars:
+    return Sidecars(request.param, llama)
+
+
+PATIENT = {"row_timeout_ms": 5000.0, "draft_timeout_ms": 5000.0}
+
+
+@pytest.fixture(scope="module")
+def expected(sidecars: Sidecars) -> list[list[int]]:
+    """One request at a time, one token a step."""
+    answers = made()
+    with sidecars.engine(with_drafts(0, **PATIENT)) as (engine, worker):
+        answer_each(engine, answers)
+        assert worker.stats()["proposed_tokens"] == 0
+    for answer in answers[:-1]:
+        assert answer.finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED), answer.request.grammar
+    literal, const = answers[2 * SCHEMAS.index(LITERAL)], answers[2 * SCHEMAS.index(CONST)]
+    assert bytes(literal.tokens[:-1]) == b"the whole answer is forced"
+    assert json.loads(bytes(const.tokens[:-1])) == {"name": "a const", "of": [1, 2, {"deep": None}]}
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
+def test_tokens_do_not_depend_on_what_is_forced(
+    sidecars: Sidecars, expected: list[list[int]], drafter: str, num_drafts: int, overlap: bool
+) -> None:
+    settings = config(drafter=drafter, num_draft_tokens=num_drafts, draft_forced=True, overlap=overlap, **PATIENT)
+    with sidecars.engine(settings) as (engine, worker):
+        assert answer_all(engine, made()) == expected
+        stats = engine.stats()
+    assert stats.deferred_rows == 0
+    # A vocabulary of bytes spells nothing in two ways; but an answer that is led to its end may have a choice there.
+    assert stats.forced_draft_tokens >= stats.accepted_forced_tokens > 0.95 * stats.forced_draft_tokens > 100
+    assert worker.stats()["proposed_tokens"] >= stats.forced_draft_tokens
+
+
+@pytest.mark.parametrize("drafts_by", ["same", "trained eagle3", "random eagle3"])
+@pytest.mark.parametrize("masks", [True, False])
+def test_nets_go_on_behind_what_is_forced(
+    sidecars: Sidecars, expected: list[list[int]], draft_models: dict[str, str], drafts_by: str, masks: bool
+) -> None:
+    settings = with_drafts(
+        5, draft_model=draft_models[drafts_by], draft_forced=True, draft_masks=masks, max_batch_size=2, **PATIENT
+    )
+    with sidecars.engine(settings) as (engine, _):
+        assert answer_all(engine, made()) == expected
+        stats = engine.stats()
+    assert stats.forced_draft_tokens >= stats.accepted_forced_tokens > 0.95 * stats.forced_draft_tokens > 100
+
+
+def test_an_answer_that_is_forced_takes_few_steps(sidecars: Sidecars, expected: list[list[int]]) -> None:
+    at = 2 * SCHEMAS.index(LITERAL)
+    with sidecars.engine(config(drafter="grammar", num_draft_tokens=7, **PATIENT)) as (engine, _):
+        answer = made()[at]
+        assert answer_all(engine, [answer]) == [expected[at]]
+    # One token behind the prompt, then eight a step; the stop is the last step's own.
+    assert answer.request.telemetry.steps == 1 + -(-(len(expected[at]) - 1) // 8)
