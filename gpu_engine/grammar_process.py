@@ -113,7 +113,9 @@ class GrammarProcess:
                 await self._link.ready(self.config.grammar_wait_s)
                 await self.client.warm_up()
         except (LockstepError, TimeoutError) as error:
-            log.warning("serving before the grammar process is ready for guided requests: %s", error)
+            why = str(error) or f"nothing answered within {self.config.grammar_wait_s:g} s (grammar_wait_s)"
+            hint = "" if self.sidecar else "; one serves one engine at a time: is another attached?"
+            log.warning("serving before the grammar process is ready for guided requests: %s%s", why, hint)
 
     async def tell(self, serves: Callable[[bool], Awaitable[None]]) -> None:
         """Tell, now and at every change, whether guided requests are served. Runs for ever."""

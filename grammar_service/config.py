@@ -140,6 +140,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str]) -> GrammarCon
     """
     parser = argparse.ArgumentParser(
         prog="python -m grammar_service",
+        allow_abbrev=False,
         description=_TEACHES,
         epilog=_CLOSING,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -23,12 +23,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from grammar_service.backends import import_library
 from grammar_service.config import GRPC_SOCKET_NAME, GrammarConfig
-from grammar_service.metrics_http import MetricsListener
+from grammar_service.metrics_http import CannotListen, MetricsListener
 from grammar_service.servicer import GrammarServicer
 from grammar_service.worker import Worker
 from protos.grammar.v1 import grammar_pb2, grammar_pb2_grpc
 from shared_mem.channel import GrammarEnd
-from shared_mem.errors import SharedMemoryError
+from shared_mem.errors import InvalidField, SharedMemoryError
 from shared_mem.handover import SOCKET_NAME, listen, recv_segment
 from shared_mem.segment import Segment
 
@@ -43,11 +43,16 @@ _SERVICE = grammar_pb2.DESCRIPTOR.services_by_name["Grammar"].full_name
 
 
 def run(config: GrammarConfig) -> None:
-    """Run a sidecar in this thread until SIGTERM or SIGINT."""
+    """Run a sidecar in this thread until SIGTERM or SIGINT. Raises CannotListen that names the setting."""
     directory = Path(config.dir)
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     paths = directory / GRPC_SOCKET_NAME, directory / SOCKET_NAME
-    listener = listen(paths[1])
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        listener = listen(paths[1])
+    except InvalidField as error:
+        raise CannotListen(str(error).replace(error.field, "dir", 1)) from error
+    except OSError as error:
+        raise CannotListen(f"dir: {directory}: {error.strerror or error}") from error
     # Only a socket file that nobody listens on can stand here: the other one's listener would have refused.
     paths[0].unlink(missing_ok=True)
     try:

@@ -26,6 +26,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> No
         (["--dir", "d", "--threads", "many"], {}, "threads: 'many' is not int"),
         (["--dir", "d"], {"LOCKSTEP_GRAMMAR_COMPILE_WORKERS": "65"}, "compile_workers: must be in [0, 64]"),
         (["--dir", "d", "--config", "/nowhere.toml"], {}, "/nowhere.toml"),
+        (["--dir", "d", "--thread", "3"], {}, "unrecognized arguments: --thread 3"),
     ],
 )
 def test_a_wrong_setting_is_named(

@@ -233,8 +233,20 @@ def test_a_second_sidecar_does_not_take_the_place_of_the_first(sidecar: Sidecar)
         timeout=60,
     )
     assert second.returncode != 0
-    assert "another process listens" in second.stderr
+    assert "python -m grammar_service: dir: another process listens" in second.stderr
     sidecar.configure()
+
+
+def test_a_directory_that_cannot_be_made_is_named() -> None:
+    refused = subprocess.run(
+        [sys.executable, "-m", "grammar_service", "--dir", "/proc/none"],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("python -m grammar_service: dir: /proc/none: ")
 
 
 def test_compile_workers_die_with_a_killed_sidecar(sidecar: Sidecar, start: Start) -> None:

@@ -251,11 +251,14 @@ async def test_a_grammar_process_of_another_release_stops_the_start(tmp_path: Pa
     await refusing
 
 
-async def test_health_tells_guided_service_apart(tmp_path: Path) -> None:
+async def test_health_tells_guided_service_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     elsewhere = config(tmp_path, grammar="connect", grammar_dir=str(tmp_path / "g"), grammar_wait_s=0.2)
     async with open_server(ENGINE, elsewhere, parts=parts()) as server:
         assert await health_of(server.address) == serving
+        (warning,) = (r.message for r in caplog.records if r.message.startswith("serving before"))
+        assert "within 0.2 s" in warning
+        assert warning.endswith("is another attached?")
         async with asyncio.timeout(20):
             while await health_of(server.address, GUIDED) != not_serving:  # noqa: ASYNC110 - told by a background task
                 await asyncio.sleep(0.01)
