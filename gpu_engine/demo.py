@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import shutil
 import sys
 from typing import Any
 
@@ -88,7 +90,7 @@ async def run_demo(engine_config: EngineConfig, server_config: ServerConfig) -> 
             plain_text, plain = await _ask(client, num_draft_tokens=0)
             same = "the same answer" if plain_text == text else "ANOTHER ANSWER"
             print(f"without speculation: {_speed(plain)}; {same}\n")
-            print(_NEXT)
+            print(_NEXT.format(python=how_to_call(sys.executable, shutil.which("python"), os.getcwd())))
     return 0 if valid else 1
 
 
@@ -141,7 +143,14 @@ def _jsonschema() -> Any:
 
 
 _NEXT = """Go on:
-  python -m gpu_engine serve                                        a server of your own
-  python -m gpu_engine generate --chat "Describe Oslo." --json      ask it
-  python -m gpu_engine generate --help                              schemas, regexes, choices, grammars
-  python -m gpu_engine serve --help                                 models, batch sizes, settings"""
+  {python} -m gpu_engine serve                                        a server of your own
+  {python} -m gpu_engine generate --chat "Describe Oslo." --json      ask it
+  {python} -m gpu_engine generate --help                              schemas, regexes, choices, grammars
+  {python} -m gpu_engine serve --help                                 models, batch sizes, settings"""
+
+
+def how_to_call(executable: str, on_path: str | None, directory: str) -> str:
+    """Return what a shell in `directory` calls this Python by; `on_path` is what it finds for `python`."""
+    if executable == on_path:
+        return "python"
+    return executable.removeprefix(directory.rstrip("/") + "/")

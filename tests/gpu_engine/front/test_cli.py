@@ -17,6 +17,7 @@ import pytest
 from gpu_engine import cli
 from gpu_engine.compile_command import cost
 from gpu_engine.config import EngineConfig, ServerConfig
+from gpu_engine.demo import how_to_call
 from gpu_engine.request import FinishReason, Request, TokenEvent
 from gpu_engine.request_flags import build_request
 from gpu_engine.server import Parts, open_server
@@ -206,6 +207,19 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
         cli.main([*command, "--help"])
     assert caught.value.code == 0
     assert len(capsys.readouterr().out) > 200
+
+
+@pytest.mark.parametrize(
+    ("executable", "on_path", "name"),
+    [
+        ("/usr/bin/python", "/usr/bin/python", "python"),
+        ("/repo/.venv/bin/python", "/usr/bin/python", ".venv/bin/python"),
+        ("/repo/.venv/bin/python", None, ".venv/bin/python"),
+        ("/opt/bin/python", None, "/opt/bin/python"),
+    ],
+)
+def test_the_demo_speaks_of_the_python_that_runs_it(executable: str, on_path: str | None, name: str) -> None:
+    assert how_to_call(executable, on_path, "/repo") == name
 
 
 def test_clients_do_not_load_the_model_libraries() -> None:
