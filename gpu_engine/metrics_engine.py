@@ -34,6 +34,12 @@ _COUNTERS = (
 _BY_DRAFTER = (
     ("draft_tokens", "Drafts verified", "draft_tokens"),
     ("accepted_draft_tokens", "Drafts that equalled the target's own token", "accepted_draft_tokens"),
+    ("forced_draft_tokens", "Drafts verified that the grammar forced", "forced_draft_tokens"),
+    (
+        "accepted_forced_tokens",
+        "Drafts that the grammar forced and that equalled the target's own token",
+        "accepted_forced_tokens",
+    ),
 )
 _HISTOGRAMS = (
     ("step_seconds", "Time of a decode step", "step_seconds"),

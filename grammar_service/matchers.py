@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +26,10 @@ from shared_mem.grammar_end import Record
 from shared_mem.layout import LED, RowKind, Stage
 
 logger = logging.getLogger(__name__)
+
+_DEAR_NS, _REST, _MOST_REST = 500_000, 8, 255
+"""For every half of a millisecond that a proposal takes, so many of the slot's next ones are left out: a long forced
+text may cost a library as much as a row, at every step, while nobody has to have it."""
 
 
 class Answer(NamedTuple):
@@ -63,6 +68,8 @@ class Slot:
     """For the logs."""
     cost_ns: int = 0
     """What the last record of this slot took; the worker serves cheap slots first."""
+    resting: int = 0
+    """Proposals to leave out."""
 
     @staticmethod
     def bind(
@@ -237,12 +244,17 @@ class SlotTable:
 
     def _propose(self, slot: Slot, limit: int) -> Answer:
         """Return what is forced behind the committed tokens, where the matcher stays. Nothing is filled."""
+        if slot.resting:
+            slot.resting -= 1
+            return Answer([], [], [])
+        begun_ns = time.thread_time_ns()
         try:
             tokens = slot.forced(limit)
         except MatcherFailed:
             # Nobody asked for a row yet: a matcher made anew may give it.
             tokens = ()
             self._rebuild(slot)
+        slot.resting = min(_MOST_REST, (time.thread_time_ns() - begun_ns) // _DEAR_NS * _REST)
         return Answer([RowKind.FORCED] * len(tokens), list(tokens), [-1] * len(tokens))
 
     def _rebuild(self, slot: Slot) -> None:

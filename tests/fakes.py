@@ -88,6 +88,8 @@ class FakeStats:
     prefill_tokens: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    forced_draft_tokens: int = 0
+    accepted_forced_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     failed: Mapping[str, int] = field(default_factory=dict)
     mask_wait_ms: float = 0.0

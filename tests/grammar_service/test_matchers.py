@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -332,3 +333,22 @@ def test_a_library_that_fails_while_it_proposes_gets_a_matcher_anew() -> None:
     assert table.table.rebuilds == 1
     assert table.slot.health is Health.GOOD
     assert proposed(table, 2, [7]) == [8, STOP]
+
+
+class DearMatcher(ToyMatcher):
+    """Works for two milliseconds before it proposes."""
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        end_ns = time.thread_time_ns() + 2_000_000
+        while time.thread_time_ns() < end_ns:
+            pass
+        return super().forced(limit)
+
+
+def test_a_matcher_that_works_long_for_a_proposal_is_asked_less() -> None:
+    table = Table()
+    table.table.bind(0, Slot.bind(1, lambda: DearMatcher(TEXTS), []))
+    answers = [proposed(table, 0, [1, 6]) for _ in range(40)]
+    assert answers[0] == [7, 8, STOP]
+    assert answers[1:33] == [[]] * 32
+    assert table.ask(0, [1, 6]).kinds == [RowKind.FORCED]
