@@ -49,7 +49,21 @@ _KEYWORDS: list[tuple[str, Any]] = [
     ("x-guidance", {"lenient": True}),
     ("$defs", {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}),
 ]
-_VALUES: list[Any] = [None, True, False, 0, -1, 1e308, 10**30, "", "\u00e9\U0001f600", [], {}, [[]], {"type": "nonsense"}]
+_VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1e308,
+    10**30,
+    "",
+    "\u00e9\U0001f600",
+    [],
+    {},
+    [[]],
+    {"type": "nonsense"},
+]
 _REGEX = ["a", "b", "[a-z]", "[^\\n]", ".", "\\d", "\\w+", "\\p{L}", "\\x41", "\\u00e9", "\u20ac", "(", ")", "(?:", "|"]
 _REGEX += ["*", "+", "?", "{2}", "{3,}", "{1,500}", "^", "$", "\\b", "(?=", "(?<!", "\\1", "(?i)", "[", "]", "\\", "/"]
 _RULES = [

@@ -19,7 +19,6 @@ from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 from referencing.exceptions import Unresolvable
 
-
 COMPLETE = ("stop", "grammar_closed")
 """Endings after which an answer must be valid."""
 

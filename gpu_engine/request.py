@@ -49,9 +49,9 @@ class GrammarSpec:
     """A value of the Whitespace enum (equal in both protos)."""
     backend: int = 0
     """A value of the Backend enum (equal in both protos); 0 is the sidecar's default."""
-
     allow_unenforced: bool = False
     """Parts that cannot be enforced become warnings."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

@@ -7,7 +7,18 @@ import math
 import pytest
 import torch
 
-from kernels.accept import LED, RUN_ON, STOP_LED, STOP_LENGTH, STOP_TOKEN, AcceptResult, StepTensors, accept, gumbel_noise, pack_rules
+from kernels.accept import (
+    LED,
+    RUN_ON,
+    STOP_LED,
+    STOP_LENGTH,
+    STOP_TOKEN,
+    AcceptResult,
+    StepTensors,
+    accept,
+    gumbel_noise,
+    pack_rules,
+)
 from tests.kernels.accept_cases import ALL, APPLY, DEAD_END, DEFER, Case, expected, random_cases, tensors
 
 

@@ -74,7 +74,7 @@ def test_guided_tokens_do_not_depend_on_speculation_or_company(
         assert (stats.accepted_draft_tokens > 50) == (num_drafts > 0)
 
 
-@pytest.mark.parametrize("drafts_by", ["same", "other"])
+@pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
 @pytest.mark.parametrize("waits", [{}, {"draft_masks": False}, {"draft_timeout_ms": 0.001}])
 def test_guided_tokens_do_not_depend_on_a_draft_model(
     llama: LoadedModel,
@@ -96,7 +96,8 @@ def test_guided_tokens_do_not_depend_on_a_draft_model(
         assert answer_all(engine, answers) == expected
         stats = engine.stats()
     assert stats.deferred_rows == 0
-    assert stats.accepted_draft_tokens > 40
+    # The heads have not learned what a grammar makes of the answers; masks alone make any draft right now and then.
+    assert stats.accepted_draft_tokens > (40 if "eagle3" not in drafts_by else 0 if "draft_masks" not in waits else -1)
     if drafts_by == "same" and not waits:
         # With the rows of the verification and its noise the target as its own drafter is right, but behind a stop.
         for answer in answers:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels.accept import (
-    RUN_ON,
     LED,
+    RUN_ON,
     STOP_LED,
     STOP_LENGTH,
     STOP_TOKEN,
