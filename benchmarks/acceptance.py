@@ -27,8 +27,9 @@ Two groups of prompts: "extraction", where the prompt states the facts that the 
 where it states the schema alone. With --data FILE.jsonl (MaskBench's form) they are its JME_* schemas with the facts of
 a valid instance, and a spread over its other groups; without it they are the workloads of `serve`.
 
-A variant is a drafter, +free for drafts without masks, +forced / +unforced for the grammar's own drafts:
-  ngram   ngram+unforced   none+forced   eagle3:DIR   eagle3:DIR+free   model:DIR
+A variant is a drafter, +free for drafts without masks, +forced / +unforced for the grammar's drafts in
+front of its own ("grammar": these alone):
+  ngram   ngram+unforced   grammar   eagle3:DIR   eagle3:DIR+free   model:DIR
 
 examples:
   python -m benchmarks.acceptance --variants ngram+unforced,ngram+forced --drafts 1,3,7
@@ -147,7 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--count", type=int, default=12, help="prompts of each group (default 12)")
     add("--max-tokens", type=int, default=128)
     add("--drafts", default="1,2,3,5,7", metavar="K,...", help="drafts a step to try (default 1,2,3,5,7)")
-    add("--variants", default="ngram+unforced,ngram+forced,none+forced", metavar="NAME,...", help="see below")
+    add("--variants", default="ngram+unforced,ngram+forced,grammar", metavar="NAME,...", help="see below")
     add("--plot", type=Path, metavar="FILE.png")
     add("--json", type=Path, metavar="FILE.json")
     return parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import psutil
@@ -112,6 +112,27 @@ def test_guided_tokens_are_those_of_a_cpu(
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
         assert answer_staggered(engine, [make() for make in GUIDED]) == guided_tokens
         assert engine.stats().deferred_rows == 0
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("drafts_by", ["ngram", "grammar", "model"])
+def test_what_the_grammar_proposes_changes_no_token(
+    models: Models, guided_tokens: list[list[int]], drafts_by: str, sync: str, eager: bool
+) -> None:
+    draft_model = models.cpu.name if drafts_by == "model" else ""
+    settings = on_gpu(3, sync=sync, enforce_eager=eager, draft_model=draft_model, draft_forced=True)
+    with guided_engine(models.gpu, replace(settings, drafter=drafts_by)) as (engine, grammar):
+        # True for an odd number of tokens, and then two of them; else nonsense.
+        grammar.sidecar.proposes = lambda automaton, said: (
+            next((ids[len(said) :][:2] for ids in guided_tokens if ids[: len(said)] == said), [])
+            if len(said) % 2
+            else [len(said) % 256, 65, 66]
+        )
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        stats = engine.stats()
+    assert stats.deferred_rows == 0
+    assert stats.forced_draft_tokens > stats.accepted_forced_tokens > 10
 
 
 @pytest.mark.parametrize("sync", SYNCS)
