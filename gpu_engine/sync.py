@@ -6,6 +6,7 @@ into the native flags with the GIL released. Not here: what is done with a row.
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 import torch
@@ -159,14 +160,15 @@ class InlineSync:
         self.waited_ns += self.channel.await_batch(
             arrays, self._draft_seq, B, timeout_s=self._draft_timeout_s
         ).waited_ns
-        need_BR = torch.from_numpy(arrays.need_rows[:B].astype("int64"))[:, None] >> torch.arange(arrays.rows) & 1
-        said_BR = (self._kinds_BR[:B] == int(RowKind.FORCED)) & need_BR.bool()
-        said_BR &= torch.from_numpy(arrays.slots[:B] >= 0)[:, None]
-        for b, count in enumerate(said_BR.int().cumprod(dim=1).sum(dim=1).tolist()):
+        # In Python: a lane has few tokens, and an operation on tensors costs more behind a forward than all of them.
+        lanes = zip(arrays.slots[:B].tolist(), arrays.need_rows[:B].tolist(), arrays.kinds[:B].tolist(), strict=True)
+        for b, (place, need, kinds) in enumerate(lanes):
+            said = itertools.takewhile(lambda kind: kind == int(RowKind.FORCED), kinds[: need.bit_length()])
+            count = len(list(said)) if place >= 0 else 0
             if count:
-                place, at = int(batch.slots_B[b]), int(slot.length_S[batch.slots_B[b]])
-                slot.history_SL[place, at : at + count] = self._forced_BR[b, :count]
-                slot.drafts_SR[place, :count] = self._forced_BR[b, :count]
+                at, tokens = int(slot.length_S[place]), self._forced_BR[b, :count]
+                slot.history_SL[place, at : at + count] = tokens
+                slot.drafts_SR[place, :count] = tokens
                 lane.num_forced_B[b] = count
 
     def rows(self) -> tuple[int, tuple[int, int]]:
