@@ -189,7 +189,7 @@ def _typed(node: dict[str, Any]) -> tuple[str, str] | None:
 
 def _strings(node: dict[str, Any]) -> tuple[str, str] | None:
     if "format" in node:
-        if node["format"] not in _FORMATS:
+        if not isinstance(node["format"], str) or node["format"] not in _FORMATS:
             return "format", f"{node['format']!r} is not enforced"
         if "pattern" in node:
             return "pattern", "is not enforced beside format"

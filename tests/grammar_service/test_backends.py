@@ -262,6 +262,7 @@ def test_structural_tag(library: Library) -> None:
         (Kind.JSON_SCHEMA, '{"$ref":"#/$defs/nowhere"}'),
         (Kind.JSON_SCHEMA, '{"$ref":"http://localhost/x"}'),
         (Kind.JSON_SCHEMA, '{"enum":[]}'),
+        (Kind.JSON_SCHEMA, '{"type":"string","format":{"a":1}}'),
         (Kind.REGEX, "["),
         (Kind.REGEX, "a(?=b)"),
         (Kind.REGEX, "(a)\\1"),
