@@ -193,7 +193,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", default="embedded")
     add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     add("--device", default="cpu")
-    add("--threads", type=int, default=cores, help=f"threads of the model (default {cores}, the cores here)")
+    spare = max(1, cores - 1)
+    add(
+        "--threads", type=int, default=spare, help=f"threads of the model (default {spare}: a core is left to the rest)"
+    )
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
     add("--only", metavar="NAME,...", help="scenarios to run (default all)")
     add("--seconds", type=float, default=20.0, help="length of a window (default 20)")
@@ -203,7 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rate", type=float, default=100.0, help="flood: schemas a second (default 100)")
     add("--hostile-rate", type=float, default=4.0, help="hostile: requests a second (default 4)")
     add("--kill-every", type=float, default=2.0, help="kills: seconds between two (default 2)")
-    add("--burners", type=int, default=max(1, cores), help="burners: processes (default: the cores here)")
+    add("--burners", type=int, default=spare, help=f"burners: processes (default {spare}, as many as compile)")
     add("--nice", type=int, default=NICENESS, help=f"burners: their niceness (default {NICENESS}, the workers')")
     add("--server-flag", action="append", default=[], metavar="FLAG", help="a further flag of the server; repeatable")
     add("--plot", type=Path, metavar="FILE.png")

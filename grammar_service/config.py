@@ -62,7 +62,7 @@ class GrammarConfig:
     backend: str = _setting("llguidance", "default library, llguidance or xgrammar; a request may name another one")
     compile_timeout_s: float = _setting(5.0, "bound on one compilation; its process is killed at the end of it")
     compile_workers: int = _setting(
-        0, "processes per backend that compile; they wait warm; 0: the usable cores, at most 4"
+        0, "processes per backend that compile; they wait warm; 0: the usable cores but one, at most 4"
     )
     compile_queue: int = _setting(256, "compilations that may wait for a worker; one more is refused")
     compile_memory_mb: int = _setting(2048, "what one compile worker may allocate beyond its start, in MiB")
@@ -114,7 +114,7 @@ class GrammarConfig:
     @property
     def workers(self) -> int:
         """`compile_workers`, with 0 resolved for this machine."""
-        return self.compile_workers or min(4, usable_cores())
+        return self.compile_workers or max(1, min(4, usable_cores() - 1))
 
     @property
     def compile_limits(self) -> CompileLimits:
