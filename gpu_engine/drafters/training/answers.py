@@ -82,7 +82,10 @@ async def answer_all(
     client: Client, prompts: Iterable[TrainingPrompt], out: TextIO, *, temperature: float, concurrency: int,
     told: Progress, task: TaskID,
 ) -> int:  # fmt: skip
-    """Ask for every prompt, write each answer when it is whole, and return how many were refused."""
+    """Ask for every prompt, write each answer when it is whole, and return how many were refused.
+
+    Raises ConnectionError: the server is not there, or failed; what it answered before is written.
+    """
     waiting = iter(enumerate(prompts))
     refused = 0
 
@@ -100,9 +103,14 @@ async def answer_all(
                 told.console.print(f"{prompt.name}: {error.details()}")
             told.advance(task)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(asker())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(asker())
+    except* grpc.aio.AioRpcError as failed:
+        error = failed.exceptions[0]
+        assert isinstance(error, grpc.aio.AioRpcError)
+        raise ConnectionError(f"the server at {client.address}: {error.code().name}: {error.details()}") from None
     return refused
 
 
@@ -152,7 +160,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Answer the prompts; 2 when a file is wrong."""
+    """Answer the prompts; 2 when a file is wrong or the server fails."""
     args = build_parser().parse_args()
     try:
         return asyncio.run(_run(args))

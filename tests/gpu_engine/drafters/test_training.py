@@ -8,10 +8,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from rich.progress import Progress
 
+from gpu_engine.client import Client
 from gpu_engine.drafters.eagle3_files import load_head
 from gpu_engine.drafters.eagle3_head import Eagle3Head
-from gpu_engine.drafters.training.answers import TrainingAnswer, read_answers, read_prompts
+from gpu_engine.drafters.training.answers import TrainingAnswer, answer_all, read_answers, read_prompts
 from gpu_engine.drafters.training.evaluate import replay
 from gpu_engine.drafters.training.features import FeatureFolder, batches, draft_vocabulary, split
 from gpu_engine.drafters.training.prompts import TrainingPrompt, make_prompts
@@ -67,6 +69,16 @@ def test_an_answer_that_was_cut_off_in_writing_is_asked_again(tmp_path: Path) ->
     assert read_answers(path) == []
     path.write_text(answer("a", 1, 2).line() + "\n" + answer("b", 3).line()[:20])
     assert read_answers(path) == [answer("a", 1, 2)]
+
+
+async def test_a_server_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/nobody.sock"
+    with (tmp_path / "answers.jsonl").open("w") as out, Progress(disable=True) as told:
+        async with Client(address) as client:
+            with pytest.raises(ConnectionError, match=r"nobody\.sock: UNAVAILABLE"):
+                await answer_all(
+                    client, make_prompts(3), out, temperature=0.0, concurrency=2, told=told, task=told.add_task("")
+                )
 
 
 def test_a_name_is_always_on_the_same_side_of_the_split() -> None:
