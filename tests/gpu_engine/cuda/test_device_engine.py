@@ -236,7 +236,7 @@ def test_a_step_whose_sidecar_dies_drains_and_the_answers_go_on(
 def test_a_record_that_a_callback_refuses_ends_its_own_requests_with_internal(
     llama: LoadedModel, guided_tokens: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with guided_device_engine(llama, on_device(3)) as (engine, _, stream):
+    with guided_device_engine(llama, on_device(3)) as (engine, grammar, stream):
         seating, told = engine._loop.machinery.seating, [0]
         assert isinstance(seating, DeviceSeating)
 
@@ -254,6 +254,12 @@ def test_a_record_that_a_callback_refuses_ends_its_own_requests_with_internal(
         assert "a step's post was refused" in caplog.text
         assert answer_all(engine, [GUIDED[0]()]) == guided_tokens[:1], "the slot is sound for the next"
         assert engine.stats().failed == {"INTERNAL": 1}
+        # A step launched behind the refused one goes on from what the refused one told: the sidecar sees a gap, unless
+        # the matcher is closed by then. Nothing else, and of no other owner of a slot.
+        broken_gen = grammar.opened[0][1]
+        problems = grammar.sidecar.problems
+        assert [p for p in problems if f"slot_gen={broken_gen}," not in p or not p.endswith(" tokens")] == []
+        problems.clear()
 
 
 def test_a_lost_device_ends_the_engine_and_says_so(llama: LoadedModel) -> None:
