@@ -102,6 +102,7 @@ def train(args: argparse.Namespace, told: Progress) -> Acceptance:
         learning_rate=args.learning_rate,
         depth=args.depth,
         seed=args.seed,
+        mixed=args.precision == "bfloat16",
     )
     plan = [batch for epoch in range(recipe.epochs) for batch in batches(learn, recipe.batch_size, recipe.seed + epoch)]
     args.out.mkdir(parents=True, exist_ok=True)
@@ -157,6 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=8, help="answers an update (default 8)")
     add("--learning-rate", type=float, default=4e-4)
     add("--depth", type=int, default=5, help="drafts deep that the loss looks (default 5)")
+    add("--precision", default="bfloat16", choices=("bfloat16", "float32"), help="of the products of the training")
     add("--num-drafts", type=int, default=3, help="K of the reported acceptance length (default 3)")
     add("--held-back", type=float, default=0.05, help="share of answers to judge by (default 0.05)")
     add("--judge", type=int, default=64, help="at most so many of them at a report (default 64)")

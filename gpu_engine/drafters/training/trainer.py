@@ -33,6 +33,8 @@ class Recipe:
     depth: int
     """Drafts deep; the loss of depth j counts 0.8 ** j."""
     seed: int
+    mixed: bool = True
+    """Products in bfloat16; weights, their gradients and the optimiser stay float32."""
 
 
 def new_head(net: Any, config: Eagle3Config, vocabulary: torch.Tensor) -> Eagle3Head:
@@ -107,7 +109,8 @@ class Training:
         """Take one step on a batch and return its loss."""
         total = 0.0
         for sequence in sequences:
-            loss = loss_of(self.head, embedding, sequence, self.recipe.depth) / len(sequences)
+            with torch.autocast(embedding.device.type, torch.bfloat16, enabled=self.recipe.mixed):
+                loss = loss_of(self.head, embedding, sequence, self.recipe.depth) / len(sequences)
             if loss.requires_grad:
                 loss.backward()
             total += float(loss.detach())
