@@ -27,13 +27,13 @@ Two groups of prompts: "extraction", where the prompt states the facts that the 
 where it states the schema alone. With --data FILE.jsonl (MaskBench's form) they are its JME_* schemas with the facts of
 a valid instance, and a spread over its other groups; without it they are the workloads of `serve`.
 
-A variant is a drafter, +free for drafts without masks, +forced / +unforced for the grammar's drafts in
-front of its own ("grammar": these alone):
-  ngram   ngram+unforced   grammar   eagle3:DIR   eagle3:DIR+free   model:DIR
+A variant is a drafter, +masked / +free for a network's drafts with and without masks (neither: as is measured
+to pay), +forced / +unforced for the grammar's drafts in front of its own ("grammar": these alone):
+  ngram   ngram+unforced   grammar   eagle3:DIR+masked   eagle3:DIR+free   model:DIR
 
 examples:
   python -m benchmarks.acceptance --variants ngram+unforced,ngram+forced --drafts 1,3,7
-  python -m benchmarks.acceptance --data maskbench.jsonl --variants ngram,eagle3:head,eagle3:head+free --plot acc.png
+  python -m benchmarks.acceptance --data maskbench.jsonl --variants eagle3:head+masked,eagle3:head+free --plot acc.png
 """
 
 
@@ -52,8 +52,8 @@ class Variant:
         base, *marks = text.split("+")
         drafter, _, folder = base.partition(":")
         known = {
-            "free": ("--draft-masks", "false"),
-            "masked": ("--draft-masks", "true"),
+            "free": ("--draft-masks", "off"),
+            "masked": ("--draft-masks", "on"),
             "forced": ("--draft-forced", "true"),
             "unforced": ("--draft-forced", "false"),
         }

@@ -55,8 +55,9 @@ class EngineConfig:
     draft_model: str = ""
     """With drafter=model: a model with the same tokenizer, in the forms of `model`. With drafter=eagle3: the directory
     of a head for this model."""
-    draft_masks: bool = True
-    """With drafter=model, eagle3 or mtp: drafts are held to the grammar too, a row a draft."""
+    draft_masks: str = "auto"
+    """With drafter=model, eagle3 or mtp: "on" holds drafts to the grammar too, a row a draft; "off" leaves that to
+    verification; "auto" measures both now and then, and masks while that brings more tokens than it costs time."""
     draft_forced: bool = True
     """Text that the grammar forces, such as the name of a key, is drafted first; the drafter goes on behind it. With
     drafter=grammar always so."""
@@ -108,6 +109,9 @@ class EngineConfig:
             "draft_model",
             "goes with drafter=model and drafter=eagle3, and only with these",
         )
+        _require(
+            self.draft_masks in ("on", "off", "auto"), "draft_masks", f"{self.draft_masks!r} is not on, off or auto"
+        )
         _require(self.draft_timeout_ms > 0, "draft_timeout_ms", "must be positive")
         _require(
             0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS, "num_draft_tokens", f"must be in [0, {MAX_DRAFT_TOKENS}]"
@@ -131,6 +135,11 @@ class EngineConfig:
     def num_rows(self) -> int:
         """R = K + 1: positions that a decode step verifies per slot."""
         return (self.num_draft_tokens if self.drafter != "none" else 0) + 1
+
+    @property
+    def drafts_by_net(self) -> bool:
+        """A network drafts, whose links may be masked."""
+        return self.num_rows > 1 and self.drafter in ("model", "eagle3", "mtp")
 
     @property
     def forced_first(self) -> bool:

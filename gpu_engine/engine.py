@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from gpu_engine.assemble import Assemble, assemble
 from gpu_engine.config import EngineConfig
+from gpu_engine.draft_masks import MaskPolicy
 from gpu_engine.errors import InternalError, LimitExceeded, LockstepError, ShuttingDown
 from gpu_engine.loop import EngineLoop
 from gpu_engine.model.loader import LoadedModel
@@ -41,10 +42,11 @@ class Engine:
         channel: EngineEnd | None = None,
         grammar: GrammarPort | None = None,
         assemble: Assemble = assemble,
+        masks: MaskPolicy | None = None,
     ) -> None:
         self.config, self.model = config, model
         self._channel = channel
-        self._loop = EngineLoop(config, model, channel, grammar, assemble)
+        self._loop = EngineLoop(config, model, channel, grammar, assemble, masks)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._started = threading.Event()

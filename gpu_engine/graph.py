@@ -145,6 +145,8 @@ class StepGraphs:
             for _ in range(self.depth + 1)
         ]
         self._next = 0
+        self._masked = True
+        """What `lane.draft_masks` says behind everything that is enqueued."""
 
     @property
     def captured(self) -> dict[GraphKey, Graph]:
@@ -167,6 +169,7 @@ class StepGraphs:
         if channel is not None:
             channel.permissive = True
         try:
+            self._write_masked(self._masked)
             for key in self.keys:
                 self._fill([], key)
                 for _ in range(_WARM_UPS):
@@ -196,14 +199,20 @@ class StepGraphs:
             raise ValueError("a guided step, but graphs were captured without a grammar process")
         return GraphKey(bucket, rows, guided)
 
-    def launch(self, lanes: Sequence[LaneInput], num_rows: int, *, logprobs: bool = False) -> Launched:
+    def launch(
+        self, lanes: Sequence[LaneInput], num_rows: int, *, logprobs: bool = False, masked: bool = True
+    ) -> Launched:
         """Enqueue one step over these lanes, with at most `num_rows` - 1 drafts each; does not wait for the device.
 
+        `masked` says whether draft links ask for rows; the graph is the same, and what it reads is written at a change.
         With `depth` steps in flight it waits for the copy of the oldest one's inputs, long since done.
         """
         assert self._ready, "capture first"
         key = self.key(len(lanes), num_rows, any(lane.guided for lane in lanes))
         self._fill(lanes, key)
+        if masked != self._masked:
+            self._write_masked(masked)
+            self._masked = masked
         graph = self._graphs.get(key)
         if graph is None:
             self.program(self._batch(key))
@@ -234,6 +243,12 @@ class StepGraphs:
 
     def _batch(self, key: GraphKey) -> StepBatch:
         return StepBatch(self.slot, self.lane, key.num_lanes, key.num_rows, key.guided)
+
+    def _write_masked(self, masked: bool) -> None:
+        def write() -> None:
+            self.lane.draft_masks.fill_(masked)
+
+        self.stream.kernel(write)
 
     def _fill(self, lanes: Sequence[LaneInput], key: GraphKey) -> None:
         """Enqueue the lanes and the padding behind them."""

@@ -13,6 +13,7 @@ from collections import deque
 from gpu_engine.assemble import Assemble, assemble
 from gpu_engine.collect import LaneOutcome
 from gpu_engine.config import EngineConfig
+from gpu_engine.draft_masks import DraftMasks, MaskPolicy
 from gpu_engine.errors import LockstepError, status_of
 from gpu_engine.guides import Guides
 from gpu_engine.kv_cache import PageAllocator
@@ -37,8 +38,9 @@ class EngineLoop:
         channel: EngineEnd | None,
         grammar: GrammarPort | None,
         assemble: Assemble = assemble,
+        masks: MaskPolicy | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.masks = config, masks or DraftMasks.of(config)
         S, R, L, depth = config.max_batch_size, config.num_rows, model.max_model_len, config.depth
         # Every step in flight may write R tokens behind the last that the host knows.
         ahead = R * (depth + 1)
@@ -68,7 +70,7 @@ class EngineLoop:
         if plan.prefill is not None:
             self._prefill(plan.prefill)
         if plan.decode:
-            self._in_flight.append(self._runner.launch(plan.decode))
+            self._in_flight.append(self._runner.launch(plan.decode, masked=self.masks.on))
         if len(self._in_flight) > (self._runner.depth if plan.decode else 0):
             self._tell(self._in_flight.popleft())
         return not plan.idle or bool(self._in_flight)
@@ -109,7 +111,7 @@ class EngineLoop:
             if outcome.error is not None:
                 self.end(seat, error=outcome.error)
                 continue
-            self._count(seat, outcome, collected.waited_ms)
+            self._count(seat, outcome, collected.waited_ms, masked=ticket.masked)
             if outcome.deferred:
                 self.guides.defer(seat, collected.seq, moved=bool(outcome.token_ids))
             elif seat.guided:
@@ -119,8 +121,10 @@ class EngineLoop:
             elif outcome.token_ids:
                 request = seat.payload.request
                 request.sink(TokenEvent(request.index, outcome.token_ids, outcome.logprobs))
+        self.masks.told(masked=ticket.masked, step_ms=collected.step_ms, draft_ms=collected.draft_ms)
+        self.stats.set_masks(self.masks.stats())
 
-    def _count(self, seat: Seat, outcome: LaneOutcome, waited_ms: float) -> None:
+    def _count(self, seat: Seat, outcome: LaneOutcome, waited_ms: float, *, masked: bool) -> None:
         telemetry, stats, count = seat.payload.request.telemetry, self.stats, len(outcome.token_ids)
         seat.payload.answer.extend(outcome.token_ids)
         seat.length += count
@@ -128,9 +132,13 @@ class EngineLoop:
         telemetry.steps += 1
         telemetry.mask_wait_ms += waited_ms if seat.guided else 0.0
         stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted, seat.payload.forced)
+        self.masks.lane(seat.payload.masked, count)
         if outcome.num_forced >= 0:
             seat.payload.forced = outcome.num_forced
         if count:
+            # Who emitted has new drafts, drawn in this step; who did not keeps those that it has.
+            drawn = self.config.drafts_by_net and seat.guided and seat.payload.request.num_draft_tokens > 0
+            seat.payload.masked = masked if drawn else None
             telemetry.draft_tokens += outcome.num_drafts
             telemetry.accepted_draft_tokens += outcome.num_accepted
             now_s = time.monotonic()

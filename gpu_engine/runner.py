@@ -43,6 +43,8 @@ class Ticket:
     num_rows: int
     launched_s: float
     """`time.perf_counter()`."""
+    masked: bool = True
+    """The drafts that it drew for the next step are held to the grammar, where a drafter can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Collected:
     waited_ms: float
     seq: int
     """Sequence under which it asked for its rows; 0: it asked for none."""
+    draft_ms: float = 0.0
+    """Time that drafts' rows held it up, as far as it can be seen."""
 
 
 class StepRunner(Protocol):
@@ -63,8 +67,8 @@ class StepRunner(Protocol):
     def depth(self) -> int:
         """Steps that may be in flight when the next is launched: 0, each is collected before the next; 1, overlap."""
 
-    def launch(self, seats: tuple[Seat, ...]) -> Ticket:
-        """Start a step; returns without knowing a token."""
+    def launch(self, seats: tuple[Seat, ...], *, masked: bool = True) -> Ticket:
+        """Start a step, whose draft links ask for rows or do not; returns without knowing a token."""
 
     def collect(self, ticket: Ticket) -> Collected:
         """Wait for the oldest launched step and return what it did."""
@@ -82,20 +86,21 @@ class EagerRunner:
         """As given."""
         return self._depth
 
-    def launch(self, seats: tuple[Seat, ...]) -> Ticket:
+    def launch(self, seats: tuple[Seat, ...], *, masked: bool = True) -> Ticket:
         """Run the step and keep a copy of its results."""
         begin = time.perf_counter()
-        batch = self._seating.batch(seats)
+        batch = self._seating.batch(seats, masked=masked)
         self._program.run(batch)
         sync = self._program.sync
-        ticket = Ticket(lanes_of(seats), batch.num_rows, begin)
+        ticket = Ticket(lanes_of(seats), batch.num_rows, begin, masked)
         results = outcomes(
             self._seating.lane,
             len(seats),
             guided=[seat.guided for seat in seats],
             logprobs=[seat.payload.request.sampling.logprobs for seat in seats],
         )
-        self._done[id(ticket)] = Collected(results, (time.perf_counter() - begin) * 1e3, sync.waited_ns / 1e6, sync.seq)
+        times = ((time.perf_counter() - begin) * 1e3, sync.waited_ns / 1e6)
+        self._done[id(ticket)] = Collected(results, *times, sync.seq, sync.draft_ns / 1e6)
         return ticket
 
     def collect(self, ticket: Ticket) -> Collected:

@@ -34,6 +34,8 @@ class Running:
     """(slot, slot_gen) that the sidecar was asked to open; to be closed."""
     forced: int = 0
     """Of the drafts that its next step verifies, so many come from the grammar."""
+    masked: bool | None = None
+    """Those drafts were held to the grammar, or drawn free; None: it has none, or masks do not matter to it."""
     pages_written: int = 0
     """Entries of the page table that stand."""
 
@@ -84,6 +86,7 @@ class Seating:
         p.num_logprobs_S[s] = -1 if sampling.logprobs is None else sampling.logprobs
         p.rules_S[s] = rules.data_ptr()
         seat.payload.pages_written = seat.payload.forced = 0
+        seat.payload.masked = None
 
     def bind(self, seat: Seat) -> None:
         """A matcher is opened behind the tokens emitted so far: the sidecar needs to be told only what follows."""
@@ -96,8 +99,12 @@ class Seating:
         """Return a batch of this sequence alone, for prefill."""
         return self._cut([seat], num_rows=1)
 
-    def batch(self, seats: tuple[Seat, ...]) -> StepBatch:
-        """Return the batch of a decode step: as many rows as the longest draft needs and the lanes' share allows."""
+    def batch(self, seats: tuple[Seat, ...], *, masked: bool = True) -> StepBatch:
+        """Return the batch of a decode step: as many rows as the longest draft needs and the lanes' share allows.
+
+        `masked`: its draft links ask for rows.
+        """
+        self.lane.draft_masks.fill_(masked)
         longest = 1 + int(self.slot.num_drafts_S[[seat.slot for seat in seats]].max())
         return self._cut(list(seats), num_rows=min(longest, self._share(len(seats))))
 

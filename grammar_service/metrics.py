@@ -58,6 +58,8 @@ class WorkerCounts:
 
     records: int = 0
     overruns: int = 0
+    filled_rows: int = 0
+    refilled_rows: int = 0
     gaps: int = 0
     rebuilds: int = 0
     matchers: int = 0
@@ -72,6 +74,8 @@ class WorkerCounts:
         return WorkerCounts(
             records=self.records + other.records,
             overruns=self.overruns + other.overruns,
+            filled_rows=self.filled_rows + other.filled_rows,
+            refilled_rows=self.refilled_rows + other.refilled_rows,
             gaps=self.gaps + other.gaps,
             rebuilds=self.rebuilds + other.rebuilds,
             matchers=other.matchers,
@@ -168,6 +172,8 @@ class GrammarMetrics(Collector):
         yield _gauge("cache_bytes", "Memory of the compiled grammars kept", cache.get("cache_bytes", 0))
         yield _counter("records", "Slots answered, one per guided slot and step", now.records)
         yield _counter("overruns", "Steps that the engine had left before they were read", now.overruns)
+        yield _counter("filled_rows", "Rows computed", now.filled_rows)
+        yield _counter("refilled_rows", "Rows computed again behind the same tokens; 0 is right", now.refilled_rows)
         yield _counter("gaps", "Records that spoke of tokens which never came; the slot was bound again", now.gaps)
         yield _counter("rebuilds", "Matchers made anew because a draft broke them", now.rebuilds)
         rows = CounterMetricFamily(f"{_PREFIX}rows", "Rows answered, drafts' rows included, by kind", labels=("kind",))

@@ -1,9 +1,7 @@
-"""One record on its way to an answer: what stands of it so far, and which rows an earlier answer has already.
+"""One record on its way to an answer: what stands of it so far.
 
-Rows of an answer stay where they were written, in the half of the mask memory that its sequence names, until the same
-slot is filled again; so a row that came too late for its step serves the record that asks for it again. Invariant: a
-row is used again only where the slot's owner and every token behind which it stands are the same. Not here: who fills
-rows, and when they are published (worker).
+Invariant: a row that is said to stand is written. Not here: who fills rows, and when they are published (worker); which
+rows earlier answers have (standing_rows).
 """
 
 from __future__ import annotations
@@ -52,24 +50,6 @@ class Question:
         """Note a row that is written."""
         self.answer.forced[row], self.answer.need[row] = forced, need
         self.answer.kinds[row] = kind
-
-    def same_rows(self, earlier: Question) -> list[tuple[int, int]]:
-        """Return (row of `earlier`, row here) for wanted rows that stand there: the same tokens lead to both."""
-        new, old = self.record, earlier.record
-        # Tokens of the new record behind the end of what the old one committed.
-        known = old.commit_pos + len(old.committed) - new.commit_pos
-        if new.slot_gen != old.slot_gen or not 0 <= known <= len(new.committed):
-            return []
-        shift = len(new.committed) - known
-        path = (*new.committed[known:], *new.drafts)
-        pairs = []
-        for row in range(len(new.drafts) + 1):
-            there = row + shift
-            if there > len(old.drafts) or path[:there] != old.drafts[:there]:
-                break
-            if new.need_rows >> row & 1 and earlier.answer.kinds[there] not in (RowKind.DEFER, RowKind.ERROR):
-                pairs.append((there, row))
-        return pairs
 
     def __repr__(self) -> str:
         kinds = " ".join(RowKind(kind).name for kind in self.answer.kinds)

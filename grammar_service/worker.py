@@ -17,6 +17,7 @@ import collections
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from grammar_service.mask_rows import Classifier
 from grammar_service.matchers import Answer, Slot, SlotTable
 from grammar_service.metrics import FillTimes, WorkerCounts
 from grammar_service.questions import Change, Question
+from grammar_service.standing_rows import Standing, StandingRows
 from shared_mem.errors import RingOverrun
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind
@@ -67,12 +69,12 @@ class Worker:
         self._lanes = Lanes(threads + 1, self)
         self._inbox: collections.deque[Change] = collections.deque()
         self._last = channel.start_seq
-        self._answered: dict[int, Question] = {}
-        """slot -> what its rows were last filled for. Touched by whoever has the slot's lane."""
+        self._standing = [StandingRows() for _ in range(self._num_slots)]
+        """Of each slot. Touched by whoever has the slot's lane."""
         self._counts = np.zeros((self._num_slots, len(RowKind)), dtype=np.int64)
         self._records = 0
         self._overruns = 0
-        self._late_answers = self._late_rows = self._reused_rows = self._filled_rows = 0
+        self._late_answers = self._late_rows = self._reused_rows = self._filled_rows = self._refilled_rows = 0
         self._proposed_tokens = 0
         self._fill_ns: collections.deque[int] = collections.deque(maxlen=_SAMPLES)
         self._fill_times = FillTimes(self._num_slots)
@@ -86,7 +88,6 @@ class Worker:
         ended = self._lanes.stop(timeout_s)
         if ended:
             self._table.slots.clear()
-            self._answered.clear()
         return ended
 
     def bind(self, slot: int, state: Slot) -> None:
@@ -105,7 +106,7 @@ class Worker:
     def _change(self, slot: int, change: Callable[[], None]) -> None:
         def apply() -> None:
             change()
-            self._answered.pop(slot, None)
+            self._standing[slot] = StandingRows()
 
         self._inbox.append(Change(slot, apply))
 
@@ -125,7 +126,7 @@ class Worker:
         out: dict[str, float] = dict(self._table.stats())
         out.update(records=self._records, overruns=self._overruns, reliefs=self._lanes.reliefs)
         out.update(late_answers=self._late_answers, late_rows=self._late_rows)
-        out.update(filled_rows=self._filled_rows, reused_rows=self._reused_rows)
+        out.update(filled_rows=self._filled_rows, refilled_rows=self._refilled_rows, reused_rows=self._reused_rows)
         out.update(proposed_tokens=self._proposed_tokens)
         out.update(fill_p50_us=float(np.percentile(samples, 50)), fill_p99_us=float(np.percentile(samples, 99)))
         return out
@@ -142,6 +143,8 @@ class Worker:
         return WorkerCounts(
             records=sum(fill_counts),
             overruns=self._overruns,
+            filled_rows=self._filled_rows,
+            refilled_rows=self._refilled_rows,
             gaps=table["gaps"],
             rebuilds=table["rebuilds"],
             matchers=table["matchers"],
@@ -218,7 +221,6 @@ class Worker:
         for row, kind in enumerate(answer.kinds):
             if kind != RowKind.DEFER or not reused >> row & 1:
                 question.stands(row, kind, answer.forced[row], answer.need[row])
-        self._answered[record.slot] = question
         with self._lanes.lock:
             self._finish(question)
         took = time.perf_counter_ns() - begun
@@ -248,25 +250,31 @@ class Worker:
         self._records += 1
 
     def _reuse(self, question: Question) -> int:
-        """Bring the rows that an earlier answer has to where this one's belong; return their bits."""
-        earlier = self._answered.get(question.lane)
-        if earlier is None:
-            return 0
-        bits, first = 0, question.lane * self._num_rows
-        source, target = self._rows[earlier.seq & 1].words, self._rows[question.seq & 1].words
-        for there, here in question.same_rows(earlier):
-            # Upwards: in one buffer a row moves down, onto rows that were moved before it.
-            target[first + here] = source[first + there]
-            answer = earlier.answer
-            question.stands(here, answer.kinds[there], answer.forced[there], answer.need[there])
-            bits |= 1 << here
-            self._reused_rows += 1
+        """Bring the rows that earlier answers have to where this one's belong; return their bits."""
+        record, standing, half = question.record, self._standing[question.lane], question.seq & 1
+        standing.follow(record)
+        bits, first, target = 0, question.lane * self._num_rows, self._rows[half].words
+        # Upwards: a row moves down or stays, onto rows that were moved before it.
+        for here in range(len(record.drafts) + 1):
+            path = record.drafts[:here]
+            found = standing.find(path) if record.need_rows >> here & 1 else None
+            if found is not None:
+                target[first + here] = self._rows[found.half].words[first + found.row]
+                question.stands(here, found.kind, found.forced, found.need)
+                standing.put(path, replace(found, half=half, row=here))
+                bits |= 1 << here
+                self._reused_rows += 1
         return bits
 
     def _fill(self, question: Question, record: Record) -> Answer:
+        standing, half = self._standing[question.lane], question.seq & 1
+        standing.clear(half, 0 if question.proposes else record.need_rows)
+
         def told(row: int, kind: RowKind, forced: int, need: int) -> bool:
             question.stands(row, kind, forced, need)
+            standing.put(record.drafts[:row], Standing(half, row, kind, forced, need))
             self._filled_rows += 1
+            self._refilled_rows += standing.fill(record.drafts[:row])
             if question.late:
                 self._late_rows += 1
                 with self._lanes.lock:

@@ -38,7 +38,7 @@ def _drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pages: i
     if config.drafter == "ngram":
         return NgramDrafter(config.ngram_max, config.ngram_min)
     net = _net(config, target, num_pages, token_major=False)
-    return ModelDrafter(net, sync, masked=config.draft_masks, forced=config.forced_first)
+    return ModelDrafter(net, sync, masked=config.draft_masks != "off", forced=config.forced_first)
 
 
 def build_device_drafter(
@@ -58,7 +58,8 @@ def _device_drafter(
     if config.drafter == "ngram":
         return NgramKernel(stream, config.ngram_max, config.ngram_min, forced=forced)
     net = _net(config, target, num_pages, token_major=True)
-    return ModelChain(stream, net, sync, masked=config.draft_masks, forced=forced, num_lanes=config.max_batch_size)
+    masked = config.draft_masks != "off"
+    return ModelChain(stream, net, sync, masked=masked, forced=forced, num_lanes=config.max_batch_size)
 
 
 def _net(config: EngineConfig, target: LoadedModel, num_pages: int, *, token_major: bool) -> DraftNet:

@@ -16,7 +16,7 @@ typedef long long i64;
 enum { WORDS, REC, ANS, MASK, REC_ENTRY_STRIDE, NUM_SLOTS, NUM_ROWS, NUM_RECS, REC_HEAD_BYTES, REC_STRIDE, ANS_STRIDE,
        ANS_FORCED, ANS_NEED, MASK_BUFFER_BYTES, ROW_STRIDE };
 enum { REQ_SEQ = 0, ABORT = 128 };              // words
-enum { LAST, CURRENT, WAITED_NS, MISSING };     // counter, device memory
+enum { LAST, CURRENT, WAITED_NS, MISSING, DRAFTS_WAITED_NS, COUNTED_TO_NS }; // counter, device memory
 enum { KIND_ALL, KIND_APPLY, KIND_FORCED, KIND_DEFER };
 
 static __device__ __forceinline__ void put64(u8 *p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
@@ -102,12 +102,15 @@ static __device__ void copy_row(const i64 *cfg, u64 seq, int slot, int row, u8 *
 }
 
 // grid (batch, rows): one thread decides for its row, the block fetches it. rows_wanted: bit j set, row j is looked at.
+// Lanes wait side by side, so time that another one has counted is not counted again.
 extern "C" __global__ void lockstep_wait(const i64 *cfg, u64 *counter, const int *slots, const int *slot_gens, u8 *kinds,
-                                         int *forced, int *need, u8 *mask, u32 rows_wanted, u64 timeout_ns) {
+                                         int *forced, int *need, u8 *mask, u32 rows_wanted, u64 timeout_ns,
+                                         u32 draft) {
     __shared__ u32 verdict;
     int i = blockIdx.x, row = blockIdx.y, rows = (int)cfg[NUM_ROWS], at = i * rows + row, slot = slots[i];
     if (!(rows_wanted >> row & 1)) return;
     u64 seq = counter[CURRENT];
+    bool first = row + 1 == __ffs(rows_wanted); // one thread counts for its lane
     if (threadIdx.x == 0) {
         u32 kind = slot < 0 ? KIND_ALL : KIND_DEFER;
         int token = -1, least = -1;
@@ -127,9 +130,14 @@ extern "C" __global__ void lockstep_wait(const i64 *cfg, u64 *counter, const int
                 fence(); // a row of a late answer comes with its kind
                 token = (int)get32(answer + cfg[ANS_FORCED] + 4 * row);
                 least = (int)get32(answer + cfg[ANS_NEED] + 4 * row);
-            } else if (row == 0)
+            } else if (first)
                 atomicAdd(&counter[MISSING], 1ull);
-            if (row == 0) atomicAdd(&counter[WAITED_NS], now - start);
+            if (first) {
+                u64 counted = atomicMax(&counter[COUNTED_TO_NS], now);
+                u64 waited = now <= counted ? 0 : now - (counted > start ? counted : start);
+                atomicAdd(&counter[WAITED_NS], waited);
+                if (draft) atomicAdd(&counter[DRAFTS_WAITED_NS], waited);
+            }
         }
         kinds[at] = (u8)kind;
         forced[at] = token;

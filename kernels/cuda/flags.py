@@ -49,14 +49,15 @@ class DeviceFlags:
     def __init__(self, numbers: SegmentNumbers, start_seq: int = 0) -> None:
         self.numbers = numbers
         self.cfg = numbers.on_device()
-        self.counter = torch.tensor([start_seq, 0, 0, 0], dtype=torch.int64, device="cuda")
-        """Last posted sequence, the one to wait for, nanoseconds waited, lanes that were not answered in time."""
+        self.counter = torch.tensor([start_seq, 0, 0, 0, 0, 0], dtype=torch.int64, device="cuda")
+        """Last posted sequence, the one to wait for, nanoseconds waited, lanes that were not answered in time, of the
+        nanoseconds those for drafts, the device's time up to which they are counted."""
         self.mask_SRW = torch.zeros(
             numbers.num_slots, numbers.num_rows, numbers.row_stride // 4, dtype=torch.int32, device="cuda"
         )
         """Rows of the last waits and fetches, [S, R, W']."""
         self._post: Kernel = kernel(_SOURCE, "lockstep_post", [POINTER] * 9 + [INT] * 2)
-        self._wait: Kernel = kernel(_SOURCE, "lockstep_wait", [POINTER] * 8 + [UINT, ULONG])
+        self._wait: Kernel = kernel(_SOURCE, "lockstep_wait", [POINTER] * 8 + [UINT, ULONG, UINT])
         self._fetch: Kernel = kernel(_SOURCE, "lockstep_fetch", [POINTER] * 5 + [UINT])
 
     def post(
@@ -87,14 +88,18 @@ class DeviceFlags:
         *,
         rows_wanted: int,
         timeout_ns: int,
+        draft: bool = False,
     ) -> None:
-        """Wait for the last post's answers and fetch APPLY rows into `mask_SRW`; what is not there in time is DEFER."""
+        """Wait for the last post's answers and fetch APPLY rows into `mask_SRW`; what is not there in time is DEFER.
+
+        `draft`: the time counts as that of drafts, too.
+        """
         B, R = kinds_BR.shape
         assert self.numbers.num_rows == R
         assert kinds_BR.dtype == torch.uint8
         assert all(t.dtype == torch.int32 for t in (slots_B, slot_gens_B, forced_BR, need_BR))
         tensors = (self.cfg, self.counter, slots_B, slot_gens_B, kinds_BR, forced_BR, need_BR, self.mask_SRW)
-        self._wait((B, R), 256, *[t.data_ptr() for t in tensors], rows_wanted, timeout_ns)
+        self._wait((B, R), 256, *[t.data_ptr() for t in tensors], rows_wanted, timeout_ns, int(draft))
 
     def fetch(self, seq: torch.Tensor, slots_B: torch.Tensor, kinds_BR: torch.Tensor, *, rows_wanted: int) -> None:
         """Fetch the APPLY rows of a sequence (int64 [1], device) that a host function has waited for."""

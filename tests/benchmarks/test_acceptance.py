@@ -30,7 +30,7 @@ def test_a_variant_is_a_drafter_a_folder_and_marks() -> None:
     assert Variant.parse("none+forced").flags == ("--draft-forced", "true")
     head = Variant.parse("eagle3:a/head+free+unforced")
     assert (head.name, head.drafter, head.draft_model) == ("eagle3+free+unforced", "eagle3", "a/head")
-    assert head.flags == ("--draft-model", "a/head", "--draft-masks", "false", "--draft-forced", "false")
+    assert head.flags == ("--draft-model", "a/head", "--draft-masks", "off", "--draft-forced", "false")
     with pytest.raises(ValueError, match="wild is none of"):
         Variant.parse("ngram+wild")
 

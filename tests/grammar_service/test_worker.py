@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -228,6 +229,86 @@ def test_no_row_is_filled_twice(
     assert len(slow.filled) == len(set(slow.filled)) == worker.stats()["filled_rows"]
     shared = {(1,), (1, 2), (1, 2, 3)} & {(1, *committed, *drafts[:row]) for row in range(len(kinds))}
     assert worker.stats()["reused_rows"] == len(shared)
+
+
+def post_drafts(engine: EngineEnd, at: int, committed: list[int], drafts: list[int], rows: int, stage: int) -> int:
+    """Post as a step does: a draft asks for the one row behind it, a verification for those that are missing."""
+    arrays = engine.batch_arrays(1)
+    arrays.slots[0], arrays.slot_gens[0], arrays.commit_pos[0] = 0, 1, at
+    arrays.n_commit[0], arrays.n_draft[0], arrays.need_rows[0] = len(committed), len(drafts), rows
+    arrays.tokens[0, : len(committed) + len(drafts)] = [*committed, *drafts]
+    return engine.post_batch(arrays, 1, stage)
+
+
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_rows_of_drafts_are_not_filled_again_to_verify(engine: EngineEnd, start: StartWorker, late: int | None) -> None:
+    """Nor one that came too late for its draft, though other drafts have asked since."""
+    slow = OneSlowRow(at=9 if late is None else 1 + late)
+    worker = start(threads=1)
+    worker.bind(0, Slot.bind(1, lambda: slow, []))
+    drafts = [2, 3]
+    for k, committed in ((0, [1]), (1, [])):
+        seq = post_drafts(engine, 1 - len(committed), committed, drafts[:k], 1 << k, Stage.DRAFT + k)
+        kind = engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S).kinds[0, k]
+        assert kind == (RowKind.DEFER if k == late else RowKind.APPLY)
+        if k == late:
+            slow.gate.set()
+            whole(engine, seq, 0)
+    missing = 0b100 | (0 if late is None else 1 << late)
+    seq = post_drafts(engine, 1, [], drafts, missing, Stage.VERIFY)
+    result = whole(engine, seq, 0)
+    for row in range(3):
+        wanted = missing >> row & 1
+        assert (result.kinds[0, row] != RowKind.DEFER) == bool(wanted)
+        if wanted:
+            assert tokens_in(engine.mask_rows(seq)[0, row, :3]) == legal_after((1, *drafts[:row]))
+    stats = worker.stats()
+    assert slow.filled == [(1,), (1, 2), (1, 2, 3)]
+    assert (stats["filled_rows"], stats["refilled_rows"]) == (3, 0)
+    assert stats["reused_rows"] == (late is not None)
+
+
+def test_a_row_that_is_filled_again_is_counted(engine: EngineEnd, start: StartWorker) -> None:
+    worker, matcher = start(), fresh()
+    worker.bind(0, Slot.bind(1, lambda: matcher, []))
+    # Others are written where it stood, in both halves.
+    for drafts in ([2, 3], [6, 7], [6, 7], [2, 3]):
+        committed = [1] if not matcher.fills else []
+        post = post_drafts(engine, 1 - len(committed), committed, drafts, 0b100, Stage.VERIFY)
+        assert whole(engine, post, 0).kinds[0, 2] == RowKind.FORCED
+        ask(engine, 1, 0, [], [])
+    assert (worker.stats()["filled_rows"], worker.stats()["refilled_rows"]) == (3, 1)
+    assert worker.counts().refilled_rows == 1
+
+
+def test_rows_stand_behind_their_own_tokens_whatever_is_asked(engine: EngineEnd, start: StartWorker) -> None:
+    """Drafts, commits, repeats and proposals at random: each row is that of a matcher of its own."""
+    dice, worker = random.Random(5), start()
+    for gen in range(1, 40):
+        worker.bind(0, Slot.bind(gen, fresh, []))
+        said: list[int] = []
+        for _ in range(12):
+            text = next(iter(dice.sample([text for text in TEXTS if list(text[: len(said)]) == said], 1)))
+            fresh_tokens = list(text[len(said) : len(said) + dice.randrange(3)])
+            drafts = list(text[len(said) + len(fresh_tokens) :][: dice.randrange(3)])
+            if not fresh_tokens and not said:
+                continue
+            if dice.random() < 0.2:
+                propose(engine, 0, len(said), fresh_tokens, gen)
+            need = dice.randrange(1, 1 << (len(drafts) + 1))
+            arrays = engine.batch_arrays(1)
+            arrays.slots[0], arrays.slot_gens[0], arrays.commit_pos[0] = 0, gen, len(said)
+            arrays.n_commit[0], arrays.n_draft[0], arrays.need_rows[0] = len(fresh_tokens), len(drafts), need
+            arrays.tokens[0, : len(fresh_tokens) + len(drafts)] = [*fresh_tokens, *drafts]
+            seq = engine.post_batch(arrays, 1, Stage.VERIFY)
+            kinds = whole(engine, seq, 0, gen).kinds[0]
+            said += fresh_tokens
+            for row in range(len(drafts) + 1):
+                if need >> row & 1:
+                    assert kinds[row] in (RowKind.APPLY, RowKind.FORCED)
+                    legal = legal_after((*said, *drafts[:row]))
+                    assert tokens_in(engine.mask_rows(seq)[0, row, :3]) == legal
+    assert worker.stats()["reused_rows"] > 50
 
 
 def legal_after(said: tuple[int, ...]) -> set[int]:

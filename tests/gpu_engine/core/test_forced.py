@@ -93,14 +93,14 @@ def test_no_proposal_changes_a_token(
 
 @pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
 @pytest.mark.parametrize("proposes", ["forced", "prophet", "liar"])
-@pytest.mark.parametrize("waits", [{}, {"draft_masks": False}])
+@pytest.mark.parametrize("waits", [{}, {"draft_masks": "off"}])
 def test_a_net_goes_on_behind_what_is_proposed(
     llama: LoadedModel,
     draft_models: dict[str, str],
     expected: list[list[int]],
     drafts_by: str,
     proposes: str,
-    waits: dict[str, bool],
+    waits: dict[str, str],
 ) -> None:
     settings = with_drafts(
         3, draft_model=draft_models[drafts_by], draft_forced=True, row_timeout_ms=2000.0, draft_timeout_ms=2000.0,

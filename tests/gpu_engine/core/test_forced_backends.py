@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from gpu_engine.config import EngineConfig
+from gpu_engine.draft_masks import MaskPolicy
 from gpu_engine.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ports import GrammarEvents
 from gpu_engine.request import FinishReason, Request
-from grammar_service.backends import NAMES, Backend, Compiled, load_backend
+from grammar_service.backends import NAMES, Backend, Compiled, Rows, load_backend
 from grammar_service.closing import Closing, ClosingPlan
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.grammar import Kind, Whitespace, parse
+from grammar_service.mask_rows import Classifier
 from grammar_service.matchers import Slot
 from grammar_service.vocabulary import Vocabulary
 from grammar_service.worker import Worker
 from shared_mem.channel import EngineEnd, GrammarEnd
-from shared_mem.layout import Layout
+from shared_mem.layout import Layout, RowKind
 from shared_mem.segment import Segment
 from tests.fakes import EOS
 from tests.gpu_engine.core.harness import Answer, answer_all, answer_each, ask, config, running, tokens, with_drafts
+from tests.gpu_engine.core.test_draft_masks import Turns
 
 LITERAL = "REGEX COMPACT the whole answer is forced"
 CONST = 'JSON_SCHEMA COMPACT {"const":{"name":"a const","of":[1,2,{"deep":null}]}}'
@@ -55,6 +59,23 @@ def made() -> list[Answer]:
     return answers
 
 
+class NotedSlot(Slot):
+    """Notes every row that is filled, by its owner and the tokens in front of it."""
+
+    filled: list[tuple[int, tuple[int, ...]]]
+
+    def fill(self, rows: Rows, index: int, classifier: Classifier) -> tuple[RowKind, int, int]:
+        self.filled.append((self.gen, tuple(self.tokens)))
+        return super().fill(rows, index, classifier)
+
+    @classmethod
+    def of(cls, slot: Slot, filled: list[tuple[int, tuple[int, ...]]]) -> NotedSlot:
+        """Return the same slot, which notes into `filled`."""
+        noted = cls(*(getattr(slot, part.name) for part in fields(slot)))
+        noted.filled = filled
+        return noted
+
+
 @dataclass(eq=False)
 class LibraryGrammar:
     """A `ports.GrammarPort` over a real worker's threads; a source reads "KIND WHITESPACE text"."""
@@ -65,6 +86,8 @@ class LibraryGrammar:
     compiled: dict[str, tuple[Compiled, ClosingPlan]]
     engine: GrammarEvents = field(init=False)
     worker: Worker = field(init=False)
+    filled: dict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=lambda: defaultdict(list))
+    """slot -> what was filled."""
 
     def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
         assert request.grammar is not None
@@ -76,7 +99,8 @@ class LibraryGrammar:
             self.compiled[source] = loaded, ClosingPlan.of(loaded.matcher(), text, TokenTexts.of(self.vocabulary))
         loaded, plan = self.compiled[source]
         closes = partial(Closing, plan, request.sampling.max_tokens)
-        self.worker.bind(slot, Slot.bind(slot_gen, loaded.matcher, committed, closes))
+        bound = Slot.bind(slot_gen, loaded.matcher, committed, closes)
+        self.worker.bind(slot, NotedSlot.of(bound, self.filled[slot]))
         self.engine.grammar_opened(slot, slot_gen, compile_ms=1.0, cache_hit=True, backend=1)
 
     def close(self, slot: int, slot_gen: int) -> None:
@@ -93,19 +117,24 @@ class Sidecars:
         self.compiled: dict[str, tuple[Compiled, ClosingPlan]] = {}
 
     @contextmanager
-    def engine(self, settings: EngineConfig) -> Iterator[tuple[Engine, Worker]]:
-        """Run an engine with a worker of the library."""
+    def engine(self, settings: EngineConfig, masks: MaskPolicy | None = None) -> Iterator[tuple[Engine, Worker]]:
+        """Run an engine with a worker of the library; at the end no row was filled twice."""
         layout = Layout(settings.max_batch_size, settings.num_rows, self.model.vocab_size)
         with Segment.create(layout) as segment:
             grammar = LibraryGrammar(segment, self.backend, self.vocabulary, self.compiled)
             grammar.worker = Worker(GrammarEnd(segment), row_deadline_ms=1000.0)
             model = replace(self.model, max_model_len=settings.max_model_len)
-            grammar.engine = engine = Engine(settings, model, EngineEnd(segment), grammar)
+            grammar.engine = engine = Engine(settings, model, EngineEnd(segment), grammar, masks=masks)
             grammar.worker.start()
             try:
                 with running(engine):
                     yield engine, grammar.worker
                 assert grammar.worker.error is None
+                for slot, filled in grammar.filled.items():
+                    assert len(filled) == len(set(filled)), f"slot {slot}: a row was filled twice"
+                stats = grammar.worker.stats()
+                assert stats["filled_rows"] == sum(map(len, grammar.filled.values()))
+                assert stats["refilled_rows"] == 0
             finally:
                 assert grammar.worker.stop()
 
@@ -149,17 +178,23 @@ def test_tokens_do_not_depend_on_what_is_forced(
 
 
 @pytest.mark.parametrize("drafts_by", ["same", "trained eagle3", "random eagle3"])
-@pytest.mark.parametrize("masks", [True, False])
+@pytest.mark.parametrize("masks", ["on", "off", "turns"])
 def test_nets_go_on_behind_what_is_forced(
-    sidecars: Sidecars, expected: list[list[int]], draft_models: dict[str, str], drafts_by: str, masks: bool
+    sidecars: Sidecars, expected: list[list[int]], draft_models: dict[str, str], drafts_by: str, masks: str
 ) -> None:
     settings = with_drafts(
-        5, draft_model=draft_models[drafts_by], draft_forced=True, draft_masks=masks, max_batch_size=2, **PATIENT
-    )
-    with sidecars.engine(settings) as (engine, _):
+        5, draft_model=draft_models[drafts_by], draft_forced=True, max_batch_size=2,
+        draft_masks="auto" if masks == "turns" else masks, **PATIENT,
+    )  # fmt: skip
+    turns = Turns() if masks == "turns" else None
+    with sidecars.engine(settings, turns) as (engine, worker):
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
+        rows = worker.stats()
     assert stats.forced_draft_tokens >= stats.accepted_forced_tokens > 0.95 * stats.forced_draft_tokens > 100
+    assert rows["filled_rows"] > 100
+    # A verification asks for what its drafts did not get: the sidecar has none of it yet.
+    assert rows["reused_rows"] == 0
 
 
 def test_an_answer_that_is_forced_takes_few_steps(sidecars: Sidecars, expected: list[list[int]]) -> None:

@@ -75,13 +75,13 @@ def test_guided_tokens_do_not_depend_on_speculation_or_company(
 
 
 @pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
-@pytest.mark.parametrize("waits", [{}, {"draft_masks": False}, {"draft_timeout_ms": 0.001}])
+@pytest.mark.parametrize("waits", [{"draft_masks": "on"}, {"draft_masks": "off"}, {"draft_timeout_ms": 0.001}])
 def test_guided_tokens_do_not_depend_on_a_draft_model(
     llama: LoadedModel,
     draft_models: dict[str, str],
     expected: list[list[int]],
     drafts_by: str,
-    waits: dict[str, float],
+    waits: dict[str, float | str],
     overlap: bool,
 ) -> None:
     settings = with_drafts(
@@ -97,8 +97,10 @@ def test_guided_tokens_do_not_depend_on_a_draft_model(
         stats = engine.stats()
     assert stats.deferred_rows == 0
     # The heads have not learned what a grammar makes of the answers; masks alone make any draft right now and then.
-    assert stats.accepted_draft_tokens > (40 if "eagle3" not in drafts_by else 0 if "draft_masks" not in waits else -1)
-    if drafts_by == "same" and not waits:
+    assert stats.accepted_draft_tokens > (
+        40 if "eagle3" not in drafts_by else 0 if waits.get("draft_masks") != "off" else -1
+    )
+    if drafts_by == "same" and waits.get("draft_masks") == "on":
         # With the rows of the verification and its noise the target as its own drafter is right, but behind a stop.
         for answer in answers:
             telemetry = answer.request.telemetry
@@ -107,7 +109,8 @@ def test_guided_tokens_do_not_depend_on_a_draft_model(
 
 
 def test_rows_of_masked_drafts_are_not_asked_for_again(llama: LoadedModel, draft_models: dict[str, str]) -> None:
-    settings = with_drafts(3, draft_model=draft_models["same"], row_timeout_ms=2000.0, draft_timeout_ms=2000.0)
+    waits = {"row_timeout_ms": 2000.0, "draft_timeout_ms": 2000.0}
+    settings = with_drafts(3, draft_model=draft_models["same"], draft_masks="on", **waits)
     with guided_engine(llama, settings) as (engine, grammar):
         answer_all(engine, [ask(tokens(20, 3), grammar="31", max_tokens=90)])
         verified = [record for record in grammar.sidecar.records if record.stage == Stage.VERIFY]

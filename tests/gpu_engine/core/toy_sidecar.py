@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from gpu_engine.config import EngineConfig
+from gpu_engine.draft_masks import MaskPolicy
 from gpu_engine.engine import Engine
 from gpu_engine.errors import InvalidRequest
 from gpu_engine.model.loader import LoadedModel
@@ -259,12 +260,15 @@ class ToyGrammar:
 
 
 @contextmanager
-def guided_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[Engine, ToyGrammar]]:
+def guided_engine(
+    model: LoadedModel, settings: EngineConfig, masks: MaskPolicy | None = None
+) -> Iterator[tuple[Engine, ToyGrammar]]:
     """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
     layout = Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)
     with Segment.create(layout) as segment:
         grammar = ToyGrammar(segment)
-        engine = Engine(settings, replace(model, max_model_len=settings.max_model_len), EngineEnd(segment), grammar)
+        served = replace(model, max_model_len=settings.max_model_len)
+        engine = Engine(settings, served, EngineEnd(segment), grammar, masks=masks)
         grammar.engine = engine
         grammar.start_sidecar()
         try:

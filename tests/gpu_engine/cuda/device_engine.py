@@ -15,6 +15,7 @@ import pytest
 
 from gpu_engine.assemble import Machinery, device_machinery
 from gpu_engine.config import EngineConfig
+from gpu_engine.draft_masks import MaskPolicy
 from gpu_engine.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.row_work import TritonRows
@@ -81,14 +82,14 @@ def device_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[
 
 @contextmanager
 def guided_device_engine(
-    model: LoadedModel, settings: EngineConfig
+    model: LoadedModel, settings: EngineConfig, masks: MaskPolicy | None = None
 ) -> Iterator[tuple[Engine, ToyGrammar, RecordedStream]]:
     """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
     device = RecordedDevice()
     model = replace(model, max_model_len=settings.max_model_len)
     with Segment.create(Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)) as segment:
         grammar = ToyGrammar(segment)
-        engine = Engine(settings, model, EngineEnd(segment), grammar, assemble=device.assemble)
+        engine = Engine(settings, model, EngineEnd(segment), grammar, assemble=device.assemble, masks=masks)
         grammar.engine = engine
         grammar.start_sidecar()
         try:

@@ -18,7 +18,7 @@ class FakeFlags:
         self._channel = channel
         self._arrays = channel.batch_arrays(layout.num_slots * 2)
         self.mask_SRW = torch.zeros(layout.num_slots, layout.num_rows, layout.row_stride // 4, dtype=torch.int32)
-        self.counter = torch.zeros(4, dtype=torch.int64)
+        self.counter = torch.zeros(6, dtype=torch.int64)
 
     @opaque
     def post(
@@ -57,11 +57,13 @@ class FakeFlags:
         *,
         rows_wanted: int,
         timeout_ns: int,
+        draft: bool = False,
     ) -> None:
         a, B, seq = self._arrays, len(slots_B), int(self.counter[1])
         a.slots[:B], a.slot_gens[:B] = slots_B.numpy(), slot_gens_B.numpy()
         answer = self._channel.await_batch(a, seq, B, timeout_s=timeout_ns / 1e9)
         self.counter[2] += answer.waited_ns
+        self.counter[4] += answer.waited_ns if draft else 0
         self.counter[3] += answer.num_missing
         for row in range(kinds_BR.shape[1]):
             if rows_wanted >> row & 1:

@@ -16,8 +16,11 @@ from gpu_engine.drafters.nets import Hidden
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.model.probe import ModelNotSupported
 from kernels.paged_attention import KVPages
+from shared_mem.layout import Stage
 from tests.fakes import byte_tokenizer
 from tests.gpu_engine.core.harness import answer_all, ask, config, free_engine, tokens
+from tests.gpu_engine.core.test_draft_masks import Turns
+from tests.gpu_engine.core.toy_sidecar import guided_engine
 
 cache_utils = pytest.importorskip("transformers.cache_utils")
 modeling_layers = pytest.importorskip("transformers.modeling_layers")
@@ -110,6 +113,31 @@ def test_tokens_do_not_depend_on_it(target: LoadedModel) -> None:
     with free_engine(target, config(model=target.name, drafter="mtp", num_draft_tokens=3)) as engine:
         assert answer_all(engine, made()) == expected
         assert engine.stats().draft_tokens > 20
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("masks", ["on", "off", "turns"])
+def test_guided_tokens_do_not_depend_on_it(target: LoadedModel, masks: str, forced: bool) -> None:
+    """Behind what the grammar forces and behind nothing; masked, unmasked, and by turns."""
+
+    def made() -> list[Any]:
+        greedy = ask(tokens(9, 1), grammar="14", max_tokens=30)
+        return [greedy, ask(tokens(12, 2), grammar="9", max_tokens=30, temperature=0.7, seed=2)]
+
+    patient = {"model": target.name, "row_timeout_ms": 5000.0, "draft_timeout_ms": 5000.0, "max_batch_size": 2}
+    with guided_engine(target, config(drafter="none", **patient)) as (engine, _):
+        expected = answer_all(engine, made())
+    settings = config(
+        drafter="mtp", num_draft_tokens=3, draft_forced=forced, draft_masks="off" if masks == "off" else "on", **patient
+    )
+    with guided_engine(target, settings, Turns() if masks == "turns" else None) as (engine, grammar):
+        assert answer_all(engine, made()) == expected
+        stats = engine.stats()
+    assert stats.draft_tokens > 10
+    assert (stats.forced_draft_tokens > 0) == forced
+    assert stats.accepted_forced_tokens == stats.forced_draft_tokens
+    drawn = {record.stage for record in grammar.sidecar.records} - {Stage.VERIFY, Stage.PROPOSE}
+    assert bool(drawn) == (masks != "off")
 
 
 def test_a_model_without_such_layers_is_refused(target: LoadedModel, folder: Path, tmp_path: Path) -> None:
