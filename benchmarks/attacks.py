@@ -28,7 +28,7 @@ Outcomes = collections.Counter[str]
 Attack = Callable[["Target", Outcomes], Coroutine[None, None, None]]
 """Runs until cancelled."""
 
-_BURN = "import os\nos.nice({nice})\nwhile True: pass"
+_BURN = "from grammar_service.compile_worker import step_back\nstep_back({nice})\nwhile True: pass"
 
 
 class Target:

@@ -72,7 +72,7 @@ def unpack(frame: bytes) -> tuple[dict[str, Any], bytes]:
 def main() -> None:
     """Serve frames until stdin ends."""
     _die_with_parent()
-    os.nice(NICENESS)
+    step_back(NICENESS)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
     # Libraries print to stdout; the frames must not meet that.
@@ -84,6 +84,21 @@ def main() -> None:
     serving = threading.Thread(target=_serve, args=(sys.stdin.buffer, out), name="compile")
     serving.start()
     serving.join()
+
+
+def step_back(niceness: int) -> None:
+    """Take less of a core than other processes.
+
+    Where Linux groups tasks by session (sched(7), autogroup), a niceness counts within its session alone, and a session
+    gets as much as any other: so this process has one of its own, and the session has the niceness.
+    """
+    os.nice(niceness)
+    # Refused to a process that leads its group: it has one already.
+    with contextlib.suppress(PermissionError):
+        os.setsid()
+    # Not there without autogroups; then the first line is enough.
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
+        file.write(str(niceness))
 
 
 def _serve(frames: BinaryIO, out: BinaryIO) -> None:

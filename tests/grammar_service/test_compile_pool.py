@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -66,6 +67,18 @@ async def test_a_worker_serves_many_grammars(vocabulary: Vocabulary) -> None:
         assert first.data.endswith(b" one")
         assert first.compile_ms == 1.5
         assert await pid(workers, "two") == int(first.data.split()[0])
+
+
+def test_a_worker_steps_back_among_sessions_and_in_its_own() -> None:
+    """A niceness inside a session of everybody's own would change nothing where Linux groups tasks by session."""
+    group = Path("/proc/self/autogroup")
+    told = "import os; print(os.getsid(0) == os.getpid(), os.nice(0))"
+    if group.exists():
+        told += f"; print(open('{group}').read())"
+    code = f"from grammar_service.compile_worker import step_back; step_back(7); {told}"
+    lines = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    assert lines[0] == "True 7"
+    assert not group.exists() or lines[1].endswith("nice 7")
 
 
 async def test_a_slow_grammar_costs_its_worker_only(vocabulary: Vocabulary) -> None:
