@@ -47,16 +47,23 @@ class CallRecord:
     ended_s: float = 0.0
     status: str = ""
     """Name of the gRPC status, once it is known."""
+    request_id: str = ""
+    """As the client gave it, then as it was checked or drawn. A request that is refused has one, too, if it gave one."""
     checked: Checked | None = None
     """None: it did not get so far."""
     compiled_s: float = 0.0
     """Its grammar was compiled, or found; 0: it has none, or did not get so far."""
     ended: list[Ended] = field(default_factory=list)
 
+    def named(self, request_id: str) -> None:
+        """It has an id that may stand in a line: from here on lines of this task carry it."""
+        self.request_id = request_id
+        REQUEST_ID.set(request_id)
+
     def begin(self, checked: Checked) -> None:
-        """The request is within all limits: from here on lines of this task carry its id."""
+        """The request is within all limits."""
         self.checked = checked
-        REQUEST_ID.set(checked.request_id)
+        self.named(checked.request_id)
 
     def finished(self, request: Request, finish: FinishReason, completion_tokens: int, finished_s: float) -> None:
         """One of its sequences has ended."""
@@ -80,8 +87,8 @@ class CallRecord:
     def access_fields(self) -> dict[str, Any]:
         """Return what the access line says."""
         fields: dict[str, Any] = {"status": self.status}
-        if self.checked:
-            fields["request_id"] = self.checked.request_id
+        if self.request_id:
+            fields["request_id"] = self.request_id
         if self.ended:
             fields["finish"] = ",".join(each.finish.name for each in self.ended)
             fields["prompt_tokens"], fields["completion_tokens"] = self.prompt_tokens, self.completion_tokens

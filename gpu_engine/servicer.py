@@ -31,7 +31,7 @@ from gpu_engine.prompt import build_requests, is_large
 from gpu_engine.request import FinishReason, GrammarSpec, Request, TokenEvent
 from gpu_engine.responses import delta_response, model_info, stats_response
 from gpu_engine.sequence_output import SequenceOutput
-from gpu_engine.validation import Checked, Limits, check
+from gpu_engine.validation import Checked, Limits, check, given_id
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 
@@ -178,6 +178,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
     async def _generate(self, message: pb.GenerateRequest, context: Context, record: CallRecord) -> None:
         arrived_s = time.monotonic()
+        record.named(given_id(message.request_id))
         if self._draining:
             raise ShuttingDown("the server is shutting down")
         await self._warm.wait()

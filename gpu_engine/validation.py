@@ -154,14 +154,19 @@ def check(
     )
 
 
-def _request_id(request_id: str, running: Collection[str]) -> str:
-    if not request_id:
-        return uuid.uuid4().hex
+def given_id(request_id: str) -> str:
+    """Return the id that the client gave, or "" when it gave none. Raises InvalidRequest for one that is no id."""
     size = len(request_id.encode())
     if size > MAX_REQUEST_ID_BYTES:
         raise InvalidRequest("request_id", f"has {size} bytes, at most {MAX_REQUEST_ID_BYTES} are allowed")
     if not request_id.isprintable():
         raise InvalidRequest("request_id", "holds a control character")
+    return request_id
+
+
+def _request_id(request_id: str, running: Collection[str]) -> str:
+    if not given_id(request_id):
+        return uuid.uuid4().hex
     if request_id in running:
         raise InvalidRequest("request_id", f"{request_id!r} belongs to a request that is running")
     return request_id

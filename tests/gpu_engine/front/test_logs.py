@@ -155,3 +155,31 @@ async def test_every_call_has_one_access_line_that_quotes_nothing(
     assert lines[0]["total_ms"] > 0
     assert lines[1]["grammar"] == "regex"
     assert not [line for line in map(str, lines) if "secret" in line or "hush" in line]
+
+
+async def test_a_refused_request_has_the_id_that_its_client_gave_it(
+    tmp_path: Path, access: list[logging.LogRecord]
+) -> None:
+    def build(config: EngineConfig, model: object, channel: object, grammar: object) -> FakeEngine:
+        return FakeEngine(config)
+
+    parts = Parts(lambda config, progress: FakeModel(), build)
+    config = ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none")
+    wrong = pb.SamplingParams(temperature=-1)
+    asks = [
+        pb.GenerateRequest(text="secret", request_id="mine", sampling=wrong),
+        pb.GenerateRequest(text="secret", sampling=wrong),
+        pb.GenerateRequest(text="secret", request_id="two\nlines", sampling=wrong),
+        pb.GenerateRequest(text="secret", request_id="x" * 129, sampling=wrong),
+        pb.GenerateRequest(text="secret", request_id="other", grammar=pb.Grammar(grammar_id="g-0")),
+    ]
+    async with (
+        open_server(EngineConfig(max_model_len=256), config, parts=parts) as server,
+        Client(server.address) as client,
+    ):
+        for ask in asks:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await anext(client.generate(ask))
+    lines = [json.loads(JsonFormatter().format(line)) for line in access]
+    assert [line.get("request_id") for line in lines] == ["mine", None, None, None, "other"]
+    assert [line["status"] for line in lines] == ["INVALID_ARGUMENT"] * 4 + ["FAILED_PRECONDITION"]
