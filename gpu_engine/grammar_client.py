@@ -125,6 +125,11 @@ class GrammarClient:
         """How many times a grammar process was attached."""
         return self._link.attached
 
+    @property
+    def silences(self) -> int:
+        """How often an attached one was found silent."""
+        return self._link.silences.count
+
     async def metrics(self, timeout_s: float) -> bytes | None:
         """Ask for the grammar process's metrics, in Prometheus' text format; None while it does not answer."""
         if not self._link.up:

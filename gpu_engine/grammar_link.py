@@ -21,6 +21,7 @@ import grpc
 
 from gpu_engine.errors import GrammarUnavailable
 from gpu_engine.owned_tasks import OwnedTasks
+from gpu_engine.silences import Silences
 from protos.grammar.v1 import grammar_pb2 as gpb
 from protos.grammar.v1 import grammar_pb2_grpc
 from shared_mem.errors import SharedMemoryError, VersionSkew
@@ -138,6 +139,7 @@ class GrammarLink:
         self.retire_s = RETIRE_S
         self.attached = 0
         """How many times a grammar process was attached."""
+        self.silences = Silences()
 
     @property
     def up(self) -> bool:
@@ -205,15 +207,27 @@ class GrammarLink:
                 silent_s = since_attached_s if age_ns is None else min(age_ns * 1e-9, since_attached_s)
                 if silent != (silent_s > SILENT_S):
                     silent = not silent
-                    log.info(
-                        "the grammar process %s", f"is silent for {silent_s:.2f} s" if silent else "is heard again"
-                    )
-                    (self._events.link_silent if silent else self._events.link_heard)()
+                    if silent:
+                        self._fell_silent(silent_s)
+                    else:
+                        self._heard()
+                if line := self.silences.line():
+                    log.info("the grammar process %s", line)
                 if silent_s > self._silence_s:
                     self._on_stuck()
                     return f"showed no life for {silent_s:.1f} s"
         finally:
             hang_up.cancel()
+            self.silences.lost()
+
+    def _fell_silent(self, silent_s: float) -> None:
+        self.silences.begin(silent_s)
+        log.debug("the grammar process is silent for %.2f s", silent_s)
+        self._events.link_silent()
+
+    def _heard(self) -> None:
+        log.debug("the grammar process is heard again after %.2f s", self.silences.end())
+        self._events.link_heard()
 
     async def _attach(self) -> socket.socket:
         retry_s, since_s = FIRST_RETRY_S, time.monotonic()

@@ -132,6 +132,11 @@ class GrammarProcess:
         return self.client.attachments
 
     @property
+    def silences(self) -> int:
+        """How often an attached one was found silent."""
+        return self.client.silences
+
+    @property
     def process_starts(self) -> int:
         """How many times one was started by us."""
         return self.sidecar.starts if self.sidecar else 0

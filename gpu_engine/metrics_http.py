@@ -31,6 +31,10 @@ class GrammarSource(Protocol):
         """How many times a grammar process was attached."""
 
     @property
+    def silences(self) -> int:
+        """How often an attached one was found silent."""
+
+    @property
     def process_starts(self) -> int:
         """How many times one was started by us; 0 for one that somebody else runs."""
 
@@ -109,6 +113,11 @@ def about_grammar(grammar: GrammarSource, *, up: bool) -> Iterable[Metric]:
     yield GaugeMetricFamily("lockstep_grammar_up", "1 while the grammar process answers", value=int(up))
     yield CounterMetricFamily(
         "lockstep_grammar_attachments", "Times that a grammar process was attached", value=grammar.attachments
+    )
+    yield CounterMetricFamily(
+        "lockstep_grammar_silences",
+        "Times that it showed no life for 0.07 s, and guided requests paused",
+        value=grammar.silences,
     )
     yield CounterMetricFamily(
         "lockstep_grammar_process_starts",

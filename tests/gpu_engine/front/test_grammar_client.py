@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from collections import Counter
@@ -459,6 +460,20 @@ async def test_a_process_that_is_silent_for_a_moment_loses_nothing(tmp_path: Pat
         assert s.channel.words == ["abort", "run"]
         assert len(s.process.bound) == s.link.attached == 1
         assert s.stuck == []
+
+
+async def test_silences_in_a_row_are_counted_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with connected(tmp_path) as s:
+        for count in range(1, 4):
+            s.channel.age_ns = 99_000_000
+            await eventually(lambda: s.engine.outages.count("silent") == count)  # noqa: B023 - ends before it changes
+            s.channel.age_ns = 0
+            await eventually(lambda: s.engine.outages.count("heard") == count)  # noqa: B023
+        await eventually(lambda: "was silent for" in caplog.text)
+        assert s.client.silences == 3
+    assert caplog.text.count("silent") == 1
+    assert "heard again" not in caplog.text
 
 
 async def test_a_process_that_comes_after_it_was_given_up_serves(tmp_path: Path) -> None:

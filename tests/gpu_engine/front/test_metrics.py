@@ -52,6 +52,7 @@ class Grammar:
 
     attachments = 2
     process_starts = 1
+    silences = 9
 
     def __init__(self, text: str | None, *, hangs: bool = False) -> None:
         self.text = text
@@ -89,6 +90,7 @@ async def test_a_scrape_has_both_processes_or_says_that_one_is_away(grammar: Gra
     assert seen["things_total", "engine"] == 3
     assert seen["grammar_up", "engine"] == up
     assert (seen["grammar_attachments_total", "engine"], seen["grammar_process_starts_total", "engine"]) == (2, 1)
+    assert seen["grammar_silences_total", "engine"] == 9
     assert seen["process_open_fds", "engine"] > 0
     assert seen.get(("grammar_records_total", "sidecar")) == (7 if up else None)
     assert seen.get(("process_open_fds", "sidecar")) == (12 if up else None)
