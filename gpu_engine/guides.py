@@ -84,9 +84,13 @@ class Guides:
         came = self._late(seat)
         notes.refusals += came == 0 and not moved
         if notes.refusals >= _REFUSALS:
-            since_s = notes.deferred_s
-            self.open(seat)
-            notes.deferred_s = since_s
+            self._open_again(seat)
+
+    def _open_again(self, seat: Seat) -> None:
+        """The matcher lost the thread: have it made anew, at the committed tokens. The slot has waited all along."""
+        since_s = seat.payload.deferred_s
+        self.open(seat)
+        seat.payload.deferred_s = since_s
 
     def served(self, seat: Seat) -> None:
         """All rows that the seat's step needed were there."""
@@ -98,11 +102,13 @@ class Guides:
             since_s = seat.payload.deferred_s
             if seat.guide is Guide.OPEN and since_s and time.monotonic() > since_s + self.stall_s:
                 self._end(seat, error=GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s"))
-            elif seat.parked and not self._flies(seat):
-                self._late(seat)
+            elif seat.parked and not self._flies(seat) and self._late(seat) is None and not self._silent:
+                # Its tokens went with the record: repeated steps would find a gap until the matcher is made anew.
+                if self._sync.unread(seat.payload.deferred_seq, seat.slot, seat.slot_gen):
+                    self._open_again(seat)
 
     def _late(self, seat: Seat) -> int | None:
-        """Look for the rows that a slot waits for; it is parked until all of them are there."""
+        """Look for the rows that a slot waits for; it is parked until all of them are there, or will never be."""
         notes = seat.payload
         came = self._sync.late(notes.deferred_seq, seat.slot, seat.slot_gen, moved=notes.moved)
         seat.parked = came is None

@@ -66,6 +66,9 @@ class Sync(Protocol):
         They are kept for the repeated step, unless the slot `moved` on with those that were there. Never waits.
         """
 
+    def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
+        """Whether the record of a deferred slot was overwritten before it was read: no answer will come. Never waits."""
+
     def rows(self) -> tuple[int, tuple[int, int]]:
         """Return where the bitmask of (slot, row) lies: base address, strides in 32-bit words."""
 
@@ -200,6 +203,10 @@ class InlineSync:
         self.store.take(slot, rows, kinds[rows], forced[rows], masks_RW[rows])
         return len(rows)
 
+    def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
+        """See `Sync.unread`."""
+        return self.channel.unread(seq, slot, slot_gen)
+
     def forget(self, slot: int) -> None:
         """Drop the rows of a slot: it has another owner, or its matcher was made anew."""
         self.store.forget(slot)
@@ -279,6 +286,10 @@ class NoSync:
     def late(self, seq: int, slot: int, slot_gen: int, *, moved: bool = False) -> int | None:
         """Nothing is ever deferred."""
         return None
+
+    def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
+        """Nothing is ever asked."""
+        return False
 
     def forget(self, slot: int) -> None:
         """Nothing is kept."""

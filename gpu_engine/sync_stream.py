@@ -161,6 +161,10 @@ class StreamSync(abc.ABC):
             self.stream.kernel(self._came, slot, row)
         return len(rows)
 
+    def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
+        """See `Sync.unread`; looks at host memory alone."""
+        return self.channel.unread(seq, slot, slot_gen)
+
     def reserve(self, lane_counts: tuple[int, ...]) -> None:
         """Allocate for these numbers of lanes, and run once what no warm-up runs: no later step allocates or loads."""
         for count in lane_counts:

@@ -227,6 +227,15 @@ class EngineEnd:
         post = HostCall(native.function_address("ls_post"), arrays.post_pointer)
         return arrays, post, HostCall(native.function_address("ls_await"), arrays.await_pointer)
 
+    def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
+        """Whether no answer to `seq` will come: its record was overwritten in the ring, and no row of it is there.
+
+        The grammar process may have read it in the moment before; an answer that comes all the same harms nobody.
+        """
+        if native.load64(self._word(Word.REQ_SEQ)) - seq < self.layout.num_recs:
+            return False
+        return bool(self.await_rows(seq, [slot], [slot_gen], timeout_s=0.0).num_missing)
+
     def mask_rows(self, seq: int) -> Int32Array:
         """Return the mask rows of `seq` in place: int32 [num_slots, R, row_stride / 4]; only the first W words count.
 

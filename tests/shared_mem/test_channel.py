@@ -260,6 +260,27 @@ def test_a_record_that_is_being_overwritten_is_not_read(ends: Ends, segment: Seg
     assert len(grammar.records(seq)) == 1
 
 
+def test_an_answer_is_given_up_once_its_record_is_gone_and_no_row_of_it_is_there(ends: Ends, layout: Layout) -> None:
+    engine, grammar = ends
+    seq = post_one(engine, slot=0)
+    late = engine.post([1], [1], [0], [0], [0], np.zeros((1, 6), dtype=np.int32))
+    grammar.publish(late, 1, 1, [], late=True)
+    for _ in range(layout.num_recs - 2):
+        assert not engine.unread(seq, 0, 1)
+        newest = post_one(engine, slot=2)
+    assert newest - seq == layout.num_recs - 1
+    post_one(engine, slot=2)
+    assert engine.unread(seq, 0, 1)
+    with pytest.raises(RingOverrun):
+        grammar.records(seq)
+    # It was read: the rest of its answer comes.
+    post_one(engine, slot=2)
+    assert not engine.unread(late, 1, 1)
+    # So was this one, in the last moment.
+    grammar.publish(seq, 0, 1, [RowKind.ALL] * 3)
+    assert not engine.unread(seq, 0, 1)
+
+
 def test_wait_ends_at_its_time(ends: Ends) -> None:
     _, grammar = ends
     assert grammar.wait(0, 0.003, spin_ns=0) == 0

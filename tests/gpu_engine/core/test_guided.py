@@ -359,6 +359,49 @@ def test_a_matcher_that_never_answers_ends_its_request(llama: LoadedModel, overl
         assert len(grammar.opened) > 3
 
 
+@pytest.mark.parametrize("frozen", [True, False], ids=["not read", "read, and slow"])
+def test_a_slot_whose_record_was_overwritten_asks_again_once_it_is_sure_that_nobody_read_it(
+    llama: LoadedModel, expected: list[list[int]], frozen: bool, overlap: bool
+) -> None:
+    with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=5.0)) as (engine, grammar):
+        sidecar, loop, channel = grammar.sidecar, engine._loop, engine._channel
+        assert channel is not None
+
+        def trouble(record: Record) -> int | None:
+            if record.slot != 0 or record.commit_pos < 10 or grammar.opened[1:] or sidecar.overruns:
+                return None
+            # This record is answered; the next one is not read, or has no row for a while.
+            sidecar.frozen = frozen
+            return None if frozen else 0
+
+        sidecar.withhold = trouble
+        answer = MIX[0]()
+        engine.submit(answer.request)
+        until_false(lambda: not any(seat.parked for seat in loop.scheduler.seated) or bool(loop._in_flight))
+        until_false(lambda: not frozen and len(sidecar.records) < channel.last_seq)
+        # As the drafts of others would do it; the engine's own thread posts nothing now.
+        others = channel.batch_arrays(1)
+        others.slots[0], others.slot_gens[0], others.commit_pos[0] = 3, 99, 0
+        others.n_commit[0] = others.n_draft[0] = 0
+        others.need_rows[0] = 1
+        for _ in range(channel.layout.num_recs + 4):
+            read = len(sidecar.records)
+            channel.post_batch(others, 1)
+            until_false(lambda: not frozen and len(sidecar.records) == read)  # noqa: B023 - ends before it changes
+        if frozen:
+            until_false(lambda: len(grammar.opened) < 2)
+            sidecar.frozen = False
+        else:
+            # Many turns of the engine, and a look at the slot in each.
+            answer_all(engine, [ask(tokens(9, 9), max_tokens=40, ignore_eos=True, drafts=0)])
+            assert any(seat.parked for seat in loop.scheduler.seated)
+            sidecar.withhold = lambda record: None
+            sidecar.give()
+        assert answer.wait().tokens == expected[0]
+        assert len(grammar.opened) == (2 if frozen else 1)
+        assert (sidecar.overruns > 0) == frozen
+
+
 def test_an_answer_for_an_earlier_owner_of_the_slot_frees_no_token(llama: LoadedModel) -> None:
     with guided_engine(llama, with_drafts(7, row_timeout_ms=20.0)) as (engine, grammar):
         engine._loop.guides.stall_s = 0.3

@@ -7,6 +7,7 @@ committed token. One thread owns the matchers. Not here: compilation, RPC, and w
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ports import GrammarEvents
 from gpu_engine.request import Request
 from shared_mem.channel import EngineEnd, GrammarEnd, Record
+from shared_mem.errors import RingOverrun
 from shared_mem.layout import Layout, RowKind, Stage
 from shared_mem.segment import Segment
 from tests.fakes import EOS
@@ -99,7 +101,11 @@ class ToySidecar:
     problems: list[str] = field(default_factory=list)
     matchers: dict[int, Matcher] = field(default_factory=dict)
     stopping: bool = False
+    frozen: bool = False
+    """It reads nothing, and binds nothing."""
     withheld: int = 0
+    overruns: int = 0
+    """Posts that were overwritten before they were read."""
     _inbox: deque[Callable[[], None]] = field(default_factory=deque)
     _late: list[tuple[int, int, list[int], list[int]]] = field(default_factory=list)
 
@@ -129,19 +135,29 @@ class ToySidecar:
     def run(self) -> None:
         last = self.end.start_seq
         while not self.stopping:
+            if self.frozen:
+                time.sleep(0.0005)
+                continue
             newest = self.end.wait(last, 0.002, 0)
             if self.gives and newest == last:
                 self._give()
             while self._inbox:
                 self._inbox.popleft()()
             for seq in range(last + 1, newest + 1):
-                for record in self.end.records(seq):
+                for record in self._records(seq):
                     self.records.append(record)
                     if self.before is not None:
                         self.before(record)
                     if not self.stopping:
                         self._answer(seq, record)
             last = newest
+
+    def _records(self, seq: int) -> list[Record]:
+        try:
+            return self.end.records(seq)
+        except RingOverrun:
+            self.overruns += 1
+            return []
 
     def _answer(self, seq: int, record: Record) -> None:
         kinds, forced = self._walk(seq, record)
@@ -159,6 +175,8 @@ class ToySidecar:
         matcher = self.matchers.get(record.slot)
         if matcher is None or matcher.gen != record.slot_gen:
             return kinds, forced
+        if record.commit_pos > len(matcher.certain) and self.overruns:
+            return kinds, forced  # the tokens in between went with a record that it has not read
         if record.commit_pos != len(matcher.certain):
             self.problems.append(f"{record} after {len(matcher.certain)} tokens")
             return kinds, forced
