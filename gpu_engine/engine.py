@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from gpu_engine.assemble import Assemble, assemble
 from gpu_engine.config import EngineConfig
@@ -190,9 +190,9 @@ class Engine:
         """End the slot's sequence with `error`."""
         self._inbox.put(lambda: self._loop.grammar_failed(slot, slot_gen, error))
 
-    def grammar_lost(self) -> None:
-        """The sidecar is gone: guided slots pause and keep their pages."""
-        self._inbox.put(self._loop.guides.lost)
+    def grammar_lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
+        """The sidecar is gone: guided slots pause and keep their pages. `binding`: whose matchers it was making."""
+        self._inbox.put(lambda: self._loop.guides.lost(binding))
 
     def grammar_silent(self) -> None:
         """The sidecar shows no life: guided slots leave the batch until it does, or is lost."""
@@ -215,6 +215,11 @@ class Engine:
         stats.waiting = max(self._loop.live - stats.running, 0)
         stats.pages_used = self._loop.allocator.used
         return stats
+
+    @property
+    def grammar_progress(self) -> int:
+        """Counts up whenever a sidecar was of use to a guided sequence."""
+        return self._loop.guides.progress
 
     def check_integrity(self) -> None:
         """Assert that every slot and page has one owner; meant for an idle engine."""

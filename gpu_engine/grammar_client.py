@@ -54,6 +54,8 @@ class _Slot:
     task: asyncio.Task[None] | None = None
     binding: bool = False
     """A Bind is on its way: the matcher may exist by the time a Release is sent, so the Release waits for it."""
+    in_hand: bool = False
+    """The grammar process has it, too, and not only a compilation before it: a death may be this matcher's doing."""
 
 
 class GrammarClient:
@@ -120,16 +122,6 @@ class GrammarClient:
             return GrammarStats(starts=starts)
         return GrammarStats(starts, True, stats.matchers, stats.cached_grammars)
 
-    @property
-    def attachments(self) -> int:
-        """How many times a grammar process was attached."""
-        return self._link.attached
-
-    @property
-    def silences(self) -> int:
-        """How often an attached one was found silent."""
-        return self._link.silences.count
-
     async def metrics(self, timeout_s: float) -> bytes | None:
         """Ask for the grammar process's metrics, in Prometheus' text format; None while it does not answer."""
         if not self._link.up:
@@ -167,7 +159,7 @@ class GrammarClient:
         """Pause guided slots; when no grammar process comes back in time, end them."""
         self._was_lost = True
         self._abort_word.set_abort()
-        self._engine.grammar_lost()
+        self._engine.grammar_lost([key for key, state in self._slots.items() if state.in_hand])
         for state in self._slots.values():
             if state.task:
                 state.task.cancel()  # the engine opens each again when a grammar process is back
@@ -219,10 +211,10 @@ class GrammarClient:
             compiled = await self._compiler.result(state.request_id, state.spec)
             state.binding = True
             try:
-                await self._bind(key, compiled, committed, state.max_tokens)
+                await self._bind(key, state, compiled, committed)
             except _EvictedError:
                 compiled = await self._compiler.again(state.spec)
-                await self._bind(key, compiled, committed, state.max_tokens)
+                await self._bind(key, state, compiled, committed)
         except _EvictedError:
             self._engine.grammar_failed(
                 *key, GrammarUnavailable("the grammar process drops grammars too fast; try again")
@@ -243,13 +235,11 @@ class GrammarClient:
         finally:
             state.binding = False
 
-    async def _bind(
-        self, key: tuple[int, int], compiled: Compiled, committed: tuple[int, ...], max_tokens: int
-    ) -> None:
-        if max_tokens < compiled.min_tokens:
+    async def _bind(self, key: tuple[int, int], state: _Slot, compiled: Compiled, committed: tuple[int, ...]) -> None:
+        if state.max_tokens < compiled.min_tokens:
             raise InvalidRequest(
                 "sampling.max_tokens",
-                f"leaves {max_tokens} tokens, no answer of this grammar has fewer than {compiled.min_tokens}",
+                f"leaves {state.max_tokens} tokens, no answer of this grammar has fewer than {compiled.min_tokens}",
             )
         await self._link.ready(self._wait_s)
         attached = self._link.attached
@@ -258,9 +248,10 @@ class GrammarClient:
             slot_gen=key[1],
             grammar_id=compiled.grammar_id,
             committed_tokens=committed,
-            max_tokens=max_tokens,
+            max_tokens=state.max_tokens,
             request_id=REQUEST_ID.get(),
         )
+        state.in_hand = True
         try:
             await self._link.stub.Bind(message, timeout=BIND_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
@@ -275,6 +266,8 @@ class GrammarClient:
                     # No answer: the link is about to notice, and `link_lost` cancels this task while it waits here.
                     await self._link.attached_after(attached, self._wait_s)
             raise grammar_error(error) from error
+        finally:
+            state.in_hand = False
 
     def _close(self, key: tuple[int, int]) -> None:
         state = self._slots.pop(key, None)

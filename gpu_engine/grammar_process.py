@@ -99,6 +99,8 @@ class GrammarProcess:
         """Start to connect."""
         self.client.attach(engine, self._link)
         self._attached = True
+        if self.sidecar:
+            self.sidecar.progress = lambda: engine.grammar_progress
         stack.push_async_callback(end_task, self._background.create_task(self._link.run(), name="grammar link"))
         if self._must_spin:
             watch = warn_of_sleepers(lambda: self._link.attached if self._link.up else 0, self.channel)
@@ -129,12 +131,12 @@ class GrammarProcess:
     @property
     def attachments(self) -> int:
         """How many times a grammar process was attached."""
-        return self.client.attachments
+        return self._link.attached
 
     @property
     def silences(self) -> int:
         """How often an attached one was found silent."""
-        return self.client.silences
+        return self._link.silences.count
 
     @property
     def process_starts(self) -> int:

@@ -7,16 +7,20 @@ in here. Not here: who is in the batch (scheduler.py), connections and processes
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
-from gpu_engine.errors import GrammarUnavailable
+from gpu_engine import suspects
+from gpu_engine.errors import GrammarUnavailable, InternalError, LockstepError
 from gpu_engine.ports import GrammarPort
 from gpu_engine.scheduler import Guide, Scheduler
 from gpu_engine.seating import Running, Seat, Seating
 from gpu_engine.stats import EngineStats
 from gpu_engine.sync import Sync
+
+log = logging.getLogger(__name__)
 
 _REFUSALS = 4
 """Answers in a row that only defer, and are whole: the matcher lost the thread and is bound again."""
@@ -25,7 +29,7 @@ _REFUSALS = 4
 class Ending(Protocol):
     """Ends a sequence."""
 
-    def __call__(self, seat: Seat, *, error: GrammarUnavailable) -> None:
+    def __call__(self, seat: Seat, *, error: LockstepError) -> None:
         """Free everything it holds and tell its client."""
 
 
@@ -50,15 +54,19 @@ class Guides:
         self._stats, self._flies, self._end = stats, flies, end
         self._up = True
         self._silent = False
+        self.progress = 0
+        """Counts up when a grammar process is of use: it gives a sequence rows, or its end tells whose fault it is."""
 
     # -- one slot ----------------------------------------------------------------------------------------------------
 
     def open(self, seat: Seat) -> None:
-        """Ask for a matcher that stands behind the tokens emitted so far."""
-        seat.guide = Guide.OPENING if self._up else Guide.LOST
+        """Ask for a matcher that stands behind the tokens emitted so far; without a sidecar, or its turn, it waits."""
+        now = self._up and not suspects.must_wait(seat, self._scheduler.seated)
+        seat.guide = Guide.OPENING if now else Guide.LOST
         seat.parked, seat.payload.refusals, seat.payload.deferred_s = False, 0, 0.0
         self._sync.forget(seat.slot)
-        if self._up and self._port is not None:
+        if now and self._port is not None:
+            suspects.opened(seat)
             self._seating.bind(seat)
             seat.payload.bound = (seat.slot, seat.slot_gen)
             self._port.open(seat.slot, seat.slot_gen, seat.payload.request, tuple(seat.payload.answer))
@@ -74,6 +82,8 @@ class Guides:
         notes = seat.payload
         notes.request.telemetry.deferred_rows += 1
         self._stats.deferred_rows += 1
+        if moved:
+            self._gained(seat)
         if seat.guide not in (Guide.OPEN, Guide.SILENT):
             return  # the step asked a matcher that is gone: no row of it will come
         notes.deferred_s = time.monotonic() if moved else notes.deferred_s or time.monotonic()
@@ -94,18 +104,31 @@ class Guides:
 
     def served(self, seat: Seat) -> None:
         """All rows that the seat's step needed were there."""
+        self._gained(seat)
         seat.payload.refusals, seat.payload.deferred_s, seat.parked = 0, 0.0, False
 
+    def _gained(self, seat: Seat) -> None:
+        suspects.gained(seat)
+        self.progress += 1
+
     def look(self) -> None:
-        """Let slots whose late rows have come back into the batch; end those that wait in vain."""
-        for seat in self._scheduler.seated:
+        """Let slots whose late rows have come back into the batch, and open the next suspect; end who waits in vain."""
+        seated = self._scheduler.seated
+        waiting = [seat for seat in seated if seat.guide is Guide.LOST] if self._up else []
+        for seat in sorted(waiting, key=suspects.turn):
+            if not suspects.must_wait(seat, seated):
+                self.open(seat)
+        for seat in seated:
             since_s = seat.payload.deferred_s
             if seat.guide is Guide.OPEN and since_s and time.monotonic() > since_s + self.stall_s:
                 self._end(seat, error=GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s"))
-            elif seat.parked and not self._flies(seat) and self._late(seat) is None and not self._silent:
+            elif seat.parked and not self._flies(seat) and self._late(seat) is None and self._is_unread(seat):
                 # Its tokens went with the record: repeated steps would find a gap until the matcher is made anew.
-                if self._sync.unread(seat.payload.deferred_seq, seat.slot, seat.slot_gen):
-                    self._open_again(seat)
+                self._open_again(seat)
+
+    def _is_unread(self, seat: Seat) -> bool:
+        """What a parked slot waits for will never come; a silent process may be asked again when it is heard."""
+        return not self._silent and self._sync.unread(seat.payload.deferred_seq, seat.slot, seat.slot_gen)
 
     def _late(self, seat: Seat) -> int | None:
         """Look for the rows that a slot waits for; it is parked until all of them are there, or will never be."""
@@ -148,17 +171,31 @@ class Guides:
                 seat.guide = Guide.OPEN
                 seat.payload.deferred_s = seat.payload.deferred_s and time.monotonic()
 
-    def lost(self) -> None:
-        """It is gone: guided slots leave the batch and keep their pages."""
+    def lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
+        """It is gone: guided slots leave the batch and keep their pages. `binding`: whose matchers it was making."""
         self._up = self._silent = False
-        for seat in self._scheduler.seated:
-            if seat.guided:
-                seat.guide, seat.parked = Guide.LOST, False
+        guided = [seat for seat in self._scheduler.seated if seat.guided]
+        found = suspects.died([seat for seat in guided if self._served(seat) or (seat.slot, seat.slot_gen) in binding])
+        for seat in guided:
+            seat.guide, seat.parked = Guide.LOST, False
+        if found is not None:
+            self.progress += 1
+            self._end_found(found)
+
+    @staticmethod
+    def _served(seat: Seat) -> bool:
+        """Its matcher stood and was asked for rows; in the middle of its prompt a sequence asks for none."""
+        return seat.guide in (Guide.OPEN, Guide.SILENT) and seat.prefilled >= seat.prefill_end
+
+    def _end_found(self, seat: Seat) -> None:
+        problem = f"the grammar process died {seat.payload.strikes} times over this request, without a token in between"
+        log.error("%s; the request ends", problem, extra={"request_id": seat.payload.request.request_id})
+        self._end(seat, error=InternalError(f"{problem}; its grammar, or the library behind it, seems to be the cause"))
 
     def restored(self) -> None:
-        """Open every guided slot again, at its committed tokens."""
+        """Open every guided slot again, at its committed tokens; suspects one by one."""
         self._up, self._silent = True, False
-        for seat in self._scheduler.seated:
+        for seat in sorted(self._scheduler.seated, key=suspects.turn):
             if seat.guided:
                 self.open(seat)
 

@@ -48,7 +48,7 @@ class CallRecord:
     status: str = ""
     """Name of the gRPC status, once it is known."""
     request_id: str = ""
-    """As the client gave it, then as it was checked or drawn. A request that is refused has one, too, if it gave one."""
+    """As the client gave it, or drawn. A request that is refused has one, too, if the client gave one."""
     checked: Checked | None = None
     """None: it did not get so far."""
     compiled_s: float = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from gpu_engine.config import EngineConfig
     from gpu_engine.errors import LockstepError
@@ -215,8 +215,8 @@ class GrammarEvents(Protocol):
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the slot's request with `error`."""
 
-    def grammar_lost(self) -> None:
-        """The sidecar is gone: guided slots pause and keep their KV."""
+    def grammar_lost(self, binding: Collection[tuple[int, int]]) -> None:
+        """The sidecar is gone: guided slots pause and keep their KV. `binding`: it had a Bind of these in hand."""
 
     def grammar_silent(self) -> None:
         """The sidecar shows no life: guided slots pause and keep their KV and matchers; heard or lost comes next."""
@@ -243,6 +243,10 @@ class ServedEngine(EngineCore, GrammarEvents, Protocol):
 
     def start(self) -> None:
         """Start the thread and warm up; blocks until warm."""
+
+    @property
+    def grammar_progress(self) -> int:
+        """Counts up whenever a sidecar was of use to a guided sequence. Any thread."""
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
         """Have `failed` called once, on the engine's thread, when the engine can serve nothing any more."""

@@ -23,7 +23,7 @@ class Guide(enum.Enum):
     OPENING = enum.auto()  # the sidecar compiles or binds; prefill may go on
     OPEN = enum.auto()  # its matcher stands; may decode
     SILENT = enum.auto()  # its matcher stands, in a sidecar that shows no life; waits with its pages for a sign
-    LOST = enum.auto()  # the sidecar died; waits with its pages for the next one
+    LOST = enum.auto()  # the sidecar died; waits with its pages for the next one, or there for its turn (suspects.py)
 
 
 @dataclass(slots=True, eq=False)

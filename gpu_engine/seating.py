@@ -30,6 +30,12 @@ class Running:
     """`time.monotonic()` of the first deferral in a row; 0: the last row came."""
     refusals: int = 0
     """Answers in a row that said DEFER though they came in time."""
+    strikes: int = 0
+    """Grammar processes that ended while they served it, since it last got a token."""
+    gained: bool = False
+    """It got a token since the last of them, or since it came."""
+    tried: int = 0
+    """Times that it was opened as a suspect. This and the two before: suspects.py writes them."""
     bound: tuple[int, int] | None = None
     """(slot, slot_gen) that the sidecar was asked to open; to be closed."""
     forced: int = 0

@@ -76,7 +76,7 @@ class Sidecar:
 
         give_up: told why, each time when the process failed too often.
         memory_mb: a process with more memory of its own is killed; 0: no limit.
-        max_failures: so many ends within FAILURE_WINDOW_S are too many; 0: none are.
+        max_failures: so many ends within FAILURE_WINDOW_S, with no `progress` between, are too many; 0: none are.
         cool_down_s: after it failed too often, it is tried again so much later.
         """
         self._command = list(command)
@@ -84,6 +84,8 @@ class Sidecar:
         self._max_failures = max_failures or sys.maxsize
         self._killed_for = ""
         self._give_up = give_up
+        self.progress: Callable[[], int] = lambda: 0
+        """Counts up while the child is of use to requests; whoever attaches an engine says how."""
         self._process: asyncio.subprocess.Process | None = None
         self._failures: deque[float] = deque()
         self.term_timeout_s = TERM_TIMEOUT_S
@@ -101,7 +103,7 @@ class Sidecar:
         return process.pid if process and process.returncode is None else None
 
     def attached(self) -> None:
-        """Hear that the child is of use. From `healthy_s` later on its end is no reason to wait before the next."""
+        """Hear that the child serves. From `healthy_s` later on its end is no reason to wait before the next."""
         self._of_use_s = time.monotonic()
 
     async def run(self) -> None:
@@ -129,8 +131,8 @@ class Sidecar:
             self._failures.clear()
 
     async def _run_until(self, allowed: int) -> None:
-        """Start it again and again, until it has failed `allowed` times within the window."""
-        retry_s = FIRST_RETRY_S
+        """Start it again and again, until it failed `allowed` times within the window and was of no use between."""
+        retry_s, progress = FIRST_RETRY_S, self.progress()
         while True:
             started_s, self._of_use_s = time.monotonic(), math.inf
             try:
@@ -141,11 +143,15 @@ class Sidecar:
             now_s = time.monotonic()
             if now_s - started_s > FAILURE_WINDOW_S:
                 retry_s, allowed = FIRST_RETRY_S, self._max_failures
-            # For the wait alone: whatever ends a process every other second is still a failure each time.
+            if progress != (progress := self.progress()):
+                self._failures.clear()
+                retry_s, allowed = FIRST_RETRY_S, self._max_failures
+            else:
+                self._failures.append(now_s)
+            # For the wait alone: one that serves nobody and ends every other second fails each time.
             if now_s - self._of_use_s >= self.healthy_s:
                 retry_s = FIRST_RETRY_S
-            self._failures.append(now_s)
-            while now_s - self._failures[0] > FAILURE_WINDOW_S:
+            while self._failures and now_s - self._failures[0] > FAILURE_WINDOW_S:
                 self._failures.popleft()
             if len(self._failures) >= allowed:
                 log.error("the grammar process ended (%s)", ended)

@@ -67,7 +67,7 @@ class Sync(Protocol):
         """
 
     def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
-        """Whether the record of a deferred slot was overwritten before it was read: no answer will come. Never waits."""
+        """Whether the record of a deferred slot was overwritten before it was read: no answer will come."""
 
     def rows(self) -> tuple[int, tuple[int, int]]:
         """Return where the bitmask of (slot, row) lies: base address, strides in 32-bit words."""

@@ -75,8 +75,7 @@ class EngineEnd:
         self._memory = segment.memory
         self._address = native.address_of(self._memory)
         self._view = native.View.of(self.layout, self._address)
-        start = native.load64(self._word(Word.REQ_SEQ))
-        self._counter = native.Counter(start, 0)
+        self._counter = native.Counter(native.load64(self._word(Word.REQ_SEQ)), 0)
         self._counter_current = ctypes.addressof(self._counter) + ctypes.sizeof(ctypes.c_uint64)
         self._awaited = ctypes.c_uint64(0)
         self._masks = mask_views(self.layout, self._memory)
@@ -228,13 +227,9 @@ class EngineEnd:
         return arrays, post, HostCall(native.function_address("ls_await"), arrays.await_pointer)
 
     def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
-        """Whether no answer to `seq` will come: its record was overwritten in the ring, and no row of it is there.
-
-        The grammar process may have read it in the moment before; an answer that comes all the same harms nobody.
-        """
-        if native.load64(self._word(Word.REQ_SEQ)) - seq < self.layout.num_recs:
-            return False
-        return bool(self.await_rows(seq, [slot], [slot_gen], timeout_s=0.0).num_missing)
+        """Whether no answer will come: the record is gone from the ring, unless it was read just before that."""
+        gone = native.load64(self._word(Word.REQ_SEQ)) - seq >= self.layout.num_recs
+        return gone and bool(self.await_rows(seq, [slot], [slot_gen], timeout_s=0.0).num_missing)
 
     def mask_rows(self, seq: int) -> Int32Array:
         """Return the mask rows of `seq` in place: int32 [num_slots, R, row_stride / 4]; only the first W words count.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +142,8 @@ class FakeEngine:
         self.opened: list[tuple[int, int]] = []
         self.failed: list[tuple[int, int, LockstepError]] = []
         self.outages: list[str] = []
+        self.binding: set[tuple[int, int]] = set()
+        self.grammar_progress = 0
         self.watchers: list[Callable[[Exception], None]] = []
         self.refuse_with: LockstepError | None = None
         self.refuse_from = 0
@@ -195,8 +197,9 @@ class FakeEngine:
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         self.failed.append((slot, slot_gen, error))
 
-    def grammar_lost(self) -> None:
+    def grammar_lost(self, binding: Collection[tuple[int, int]]) -> None:
         self.outages.append("lost")
+        self.binding = set(binding)
 
     def grammar_silent(self) -> None:
         self.outages.append("silent")

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from gpu_engine.errors import GrammarUnavailable, InvalidRequest
+from gpu_engine.errors import GrammarUnavailable, InternalError, InvalidRequest
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.request import FinishReason
 from shared_mem.channel import Record
@@ -24,7 +24,7 @@ from tests.gpu_engine.core.harness import (
     until_false,
     with_drafts,
 )
-from tests.gpu_engine.core.toy_sidecar import Automaton, ToyGrammar, guided_engine
+from tests.gpu_engine.core.toy_sidecar import Automaton, CrashError, ToyGrammar, guided_engine
 
 MIX = [
     partial(ask, tokens(30, 1, repeat=10), grammar="50", max_tokens=90),
@@ -513,3 +513,58 @@ def test_a_stop_inside_a_block_of_drafts_ends_a_guided_answer(llama: LoadedModel
     assert all(answer.events[-1].matched_token_id == EOS for answer in again)
     assert drafted_stops
     assert any(len(answer.events[-1].token_ids) > 1 for answer in again)
+
+
+@pytest.mark.parametrize("at", [0, 1, 12])
+@pytest.mark.parametrize("num_drafts", [0, 7])
+def test_a_grammar_that_kills_every_sidecar_ends_alone(
+    llama: LoadedModel, expected: list[list[int]], at: int, num_drafts: int, overlap: bool
+) -> None:
+    settings = with_drafts(num_drafts, overlap=overlap, row_timeout_ms=2000.0)
+    with guided_engine(llama, settings) as (engine, grammar):
+        answers = made()
+        deadly = ask(answers[0].request.prompt_ids, grammar=f"50 crash {at}", max_tokens=90)
+        with grammar.supervised(engine):
+            assert answer_all(engine, [*answers[:2], deadly, *answers[2:]])[:2] == expected[:2]
+            assert [answer.wait().tokens for answer in answers] == expected
+        assert isinstance(deadly.error, InternalError)
+        assert "died" in str(deadly.error)
+        assert deadly.tokens == expected[0][: len(deadly.tokens)]
+        assert len(deadly.tokens) <= max(at, 1)
+        assert 3 <= len(grammar.buried) <= 8
+        assert [problem for sidecar in grammar.buried for problem in sidecar.problems] == []
+        # Its end does not count against the sidecar.
+        assert engine.grammar_progress > 50
+
+
+def test_several_grammars_that_kill_the_sidecar_are_found_one_by_one(
+    llama: LoadedModel, expected: list[list[int]], overlap: bool
+) -> None:
+    with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
+        deadly = [ask(tokens(9, seed), grammar="50 crash 0", max_tokens=90) for seed in range(3)]
+        answer = MIX[0]()
+        with grammar.supervised(engine):
+            answer_all(engine, [*deadly, answer])
+        assert answer.tokens == expected[0]
+        assert all(isinstance(each.error, InternalError) and each.tokens == [] for each in deadly)
+        assert len(grammar.buried) <= 9
+
+
+def test_a_sidecar_that_dies_every_few_tokens_ends_nobody(
+    llama: LoadedModel, expected: list[list[int]], overlap: bool
+) -> None:
+    with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
+        answers = made()
+
+        def die(record: Record) -> None:
+            if sum(1 for each in grammar.sidecar.records if each.committed) > 12:
+                raise CrashError
+
+        def watch(answer: Answer) -> None:
+            grammar.sidecar.before = die
+
+        for answer in answers:
+            answer.on_event = watch
+        with grammar.supervised(engine):
+            assert answer_all(engine, answers) == expected
+        assert len(grammar.buried) > 5

@@ -33,7 +33,10 @@ EVERY = frozenset(range(VOCAB))
 
 @dataclass(frozen=True)
 class Automaton:
-    """Legal tokens by the number of tokens so far. Its source reads "length", or "length dead|error at"."""
+    """Legal tokens by the number of tokens so far. Its source reads "length", or "length dead|error|crash at".
+
+    "crash" ends the sidecar that moves a matcher to so many tokens.
+    """
 
     length: int
     trouble: str = ""
@@ -71,6 +74,10 @@ class Automaton:
         return all(token in self.legal(said[:i]) for i, token in enumerate(said))
 
 
+class CrashError(Exception):
+    """The sidecar is no more."""
+
+
 @dataclass
 class Matcher:
     """What stands behind one owner of a slot."""
@@ -78,6 +85,11 @@ class Matcher:
     gen: int
     automaton: Automaton
     certain: list[int]
+
+    def moved_to(self, count: int) -> None:
+        """Raise CrashError where the automaton crashes."""
+        if self.automaton.trouble == "crash" and count >= self.automaton.at:
+            raise CrashError
 
 
 @dataclass(eq=False)
@@ -101,6 +113,9 @@ class ToySidecar:
     problems: list[str] = field(default_factory=list)
     matchers: dict[int, Matcher] = field(default_factory=dict)
     stopping: bool = False
+    crashed: threading.Event = field(default_factory=threading.Event)
+    binding: set[tuple[int, int]] = field(default_factory=set)
+    """(slot, slot_gen) of the binds in hand."""
     frozen: bool = False
     """It reads nothing, and binds nothing."""
     withheld: int = 0
@@ -111,9 +126,12 @@ class ToySidecar:
 
     def bind(self, slot: int, matcher: Matcher, bound: Callable[[], None]) -> None:
         def install() -> None:
+            matcher.moved_to(len(matcher.certain))
             self.matchers[slot] = matcher
+            self.binding.discard((slot, matcher.gen))
             bound()
 
+        self.binding.add((slot, matcher.gen))
         self._inbox.append(install)
 
     def release(self, slot: int, gen: int) -> None:
@@ -133,6 +151,13 @@ class ToySidecar:
         self._late.clear()
 
     def run(self) -> None:
+        try:
+            self._run()
+        except CrashError:
+            self.stopping = True
+            self.crashed.set()
+
+    def _run(self) -> None:
         last = self.end.start_seq
         while not self.stopping:
             if self.frozen:
@@ -183,6 +208,7 @@ class ToySidecar:
         if record.stage == Stage.PROPOSE:
             return self._propose(record, matcher)
         matcher.certain += record.committed
+        matcher.moved_to(len(matcher.certain))
         if not matcher.automaton.allows(matcher.certain):
             self.problems.append(f"illegal tokens were committed: {matcher.certain}")
         if not EVERY.issuperset(record.drafts):
@@ -199,6 +225,7 @@ class ToySidecar:
                 if record.drafts[row - 1] not in matcher.automaton.legal(said):
                     break
                 said.append(record.drafts[row - 1])
+                matcher.moved_to(len(said))
             legal = matcher.automaton.legal(said)
             if not legal:
                 break
@@ -242,6 +269,8 @@ class ToyGrammar:
     closed: list[tuple[int, int]] = field(default_factory=list)
     hold: bool = False
     """True: opens are noted and not answered."""
+    buried: list[ToySidecar] = field(default_factory=list)
+    """Those that crashed while `supervised`, in order."""
     _thread: threading.Thread = field(init=False)
 
     def start_sidecar(self) -> ToySidecar:
@@ -258,6 +287,38 @@ class ToyGrammar:
         self.sidecar.stopping = True
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
+
+    @contextmanager
+    def supervised(self, engine: Engine) -> Iterator[None]:
+        """In the block, start the next sidecar whenever one has crashed, and tell the engine as the link does."""
+        over, channel = threading.Event(), engine._channel
+        assert channel is not None
+
+        def watch() -> None:
+            while not over.is_set():
+                if not self.sidecar.crashed.wait(0.01):
+                    continue
+                dead = self.sidecar
+                self.kill_sidecar()
+                channel.set_abort()
+                engine.grammar_lost(frozenset(dead.binding))
+                self.buried.append(dead)
+                # As in life: by the time that the next one is there, the engine has heard of the end of this one.
+                heard = threading.Event()
+                engine._inbox.put(heard.set)
+                assert heard.wait(PATIENCE_S)
+                self.start_sidecar()
+                channel.clear_abort()
+                engine.grammar_restored()
+
+        thread = threading.Thread(target=watch, name="toy supervisor", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
 
     def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
         assert request.grammar is not None

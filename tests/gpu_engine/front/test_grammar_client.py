@@ -53,6 +53,8 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.refuse_bind: list[grpc.StatusCode] = []
         self.hold_compile = asyncio.Event()
         self.hold_compile.set()
+        self.hold_bind = asyncio.Event()
+        self.hold_bind.set()
         self._stack = AsyncExitStack()
         self._server: grpc.aio.Server
         self._peers: list[socket.socket] = []
@@ -113,6 +115,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self, request: gpb.BindRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> gpb.BindResponse:
         self.bound.append(request)
+        await self.hold_bind.wait()
         if self.refuse_bind:
             await context.abort(self.refuse_bind.pop(0), "no")
         return gpb.BindResponse()
@@ -339,6 +342,36 @@ async def test_a_lost_process_pauses_and_the_next_one_goes_on(tmp_path: Path) ->
         assert (await s.client.stats()).starts == 2
 
 
+async def test_a_death_is_told_with_the_matchers_that_were_being_made(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.client.open(0, 4, request("stands"), ())
+        await eventually(lambda: s.engine.opened)
+        s.process.hold_bind.clear()
+        s.client.open(1, 5, request("in hand"), (7,))
+        await eventually(lambda: len(s.process.bound) == 2)
+        await s.process.stop()
+        await eventually(lambda: s.engine.outages == ["lost"])
+        assert s.engine.binding == {(1, 5)}
+        # In the next one its grammar is gone, and compiled again: that is not yet the matcher.
+        s.process.hold_bind.set()
+        s.process.refuse_bind = [grpc.StatusCode.NOT_FOUND]
+        s.process.hold_compile.clear()
+        await s.process.start()
+        await eventually(lambda: s.link.up)
+        compiled = s.process.calls["compile"]
+        s.process.hold_compile.set()
+        await s.client.compile(spec())
+        s.process.hold_compile.clear()
+        s.client.prepare("in hand", spec("b"), lambda error: None)
+        s.client.open(1, 5, request("in hand", "b"), (7,))
+        await eventually(lambda: s.process.calls["compile"] > compiled + 1)
+        await s.process.stop()
+        await eventually(lambda: s.engine.outages.count("lost") == 2)
+        assert s.engine.binding == set()
+        s.process.hold_compile.set()
+        await s.process.start()
+
+
 async def test_a_compilation_cut_by_a_crash_is_made_again(tmp_path: Path) -> None:
     async with connected(tmp_path) as s:
         s.process.hold_compile.clear()
@@ -471,7 +504,7 @@ async def test_silences_in_a_row_are_counted_and_told_once(tmp_path: Path, caplo
             s.channel.age_ns = 0
             await eventually(lambda: s.engine.outages.count("heard") == count)  # noqa: B023
         await eventually(lambda: "was silent for" in caplog.text)
-        assert s.client.silences == 3
+        assert s.link.silences.count == 3
     assert caplog.text.count("silent") == 1
     assert "heard again" not in caplog.text
 

@@ -115,6 +115,18 @@ async def test_after_too_many_failures_it_is_given_up_for_a_time(
     await end(task)
 
 
+async def test_ends_of_processes_that_were_of_use_are_no_failures() -> None:
+    reasons: list[str] = []
+    sidecar = Sidecar(python("exit(3)"), reasons.append, max_failures=MAX_FAILURES, cool_down_s=60)
+    sidecar.longest_retry_s = 0.0
+    # Every second process is of use, as one is behind which a grammar crashes after some tokens.
+    sidecar.progress = lambda: min(sidecar.starts, 20) // 2
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: reasons)
+    await end(task)
+    assert sidecar.starts == 20 + MAX_FAILURES
+
+
 async def test_without_a_limit_it_is_never_given_up() -> None:
     reasons: list[str] = []
     sidecar = Sidecar(python("exit(3)"), reasons.append, max_failures=0)

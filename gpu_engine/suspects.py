@@ -1,0 +1,57 @@
+"""Which guided sequence may be the one that grammar processes die of.
+
+A grammar that crashes or hangs its process does so again in the next one, where the same matcher is made of the same
+tokens; so every end of a process counts against those it served, until they get a token. One invariant: a sequence
+that gets a token between two ends is never found out. Of several that got none nobody knows whose fault it is, so
+suspects are tried one at a time; who comes meanwhile is not held up. Whatever ended the process counts: a crash, its
+memory, a hang for which the engine killed it, somebody's SIGKILL; from outside they look alike. Pure: reads the
+scheduler's states, writes the notes on a sequence. Not here: opening and ending (guides.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gpu_engine.scheduler import Guide
+from gpu_engine.seating import Seat
+
+SUSPECT = 2
+"""So many ends in a row without a token make a suspect."""
+FOUND = 3
+"""So many end the sequence, if every other one that was served had got a token."""
+FOUND_IN_COMPANY = 6
+"""So many end it anyhow: those who come meanwhile, and have none yet, cannot hide it for ever."""
+
+
+def gained(seat: Seat) -> None:
+    """It got a token: whatever came before was not its doing."""
+    seat.payload.strikes, seat.payload.gained = 0, True
+
+
+def died(served: Iterable[Seat]) -> Seat | None:
+    """Count the end of a process against the sequences that it served; return the one that is found out."""
+    seats = list(served)
+    without = [seat for seat in seats if not seat.payload.gained]
+    for seat in seats:
+        notes = seat.payload
+        notes.strikes, notes.gained = notes.strikes + 1, False
+    most = max(without, key=lambda seat: seat.payload.strikes, default=None)
+    enough = FOUND if len(without) == 1 else FOUND_IN_COMPANY
+    return most if most is not None and most.payload.strikes >= enough else None
+
+
+def turn(seat: Seat) -> int:
+    """A key that sorts those who may be opened: who was tried least often comes first, so that nobody bars the way."""
+    return seat.payload.tried
+
+
+def opened(seat: Seat) -> None:
+    """It is asked to be opened."""
+    seat.payload.tried += seat.payload.strikes >= SUSPECT
+
+
+def must_wait(seat: Seat, seated: Iterable[Seat]) -> bool:
+    """Whether another suspect is being tried: it has been asked to be opened, and has neither a token nor an end."""
+    return seat.payload.strikes >= SUSPECT and any(
+        other is not seat and other.payload.strikes >= SUSPECT and other.guide is not Guide.LOST for other in seated
+    )

@@ -1,0 +1,74 @@
+"""Whom the ends of grammar processes are counted against, and who is opened when."""
+
+from __future__ import annotations
+
+from gpu_engine import suspects
+from gpu_engine.scheduler import Guide
+from gpu_engine.seating import Running, Seat
+from tests.gpu_engine.core.harness import ask, tokens
+
+
+def seats(count: int) -> list[Seat]:
+    return [Seat(Running(ask(tokens(9, i), grammar="20").request), 9, guided=True, slot=i) for i in range(count)]
+
+
+def test_three_ends_without_a_token_between_find_a_sequence_out() -> None:
+    (seat,) = seats(1)
+    suspects.gained(seat)
+    assert [suspects.died([seat]) for _ in range(3)] == [None, None, seat]
+
+
+def test_a_token_between_two_ends_clears_a_sequence() -> None:
+    (seat,) = seats(1)
+    for _ in range(20):
+        assert suspects.died([seat]) is None
+        assert suspects.died([seat]) is None
+        suspects.gained(seat)
+
+
+def test_an_end_counts_against_nobody_who_was_not_served() -> None:
+    one, other = seats(2)
+    for _ in range(2):
+        suspects.died([one])
+    assert other.payload.strikes == 0
+    assert suspects.died([one]) is one
+
+
+def test_of_several_without_a_token_nobody_is_found_out_at_once() -> None:
+    one, other = seats(2)
+    assert [suspects.died([one, other]) for _ in range(5)] == [None] * 5
+    # Alone it is.
+    assert suspects.died([other]) is other
+
+
+def test_company_that_got_a_token_hides_nobody() -> None:
+    one, other = seats(2)
+    for _ in range(2):
+        suspects.gained(other)
+        assert suspects.died([one, other]) is None
+    suspects.gained(other)
+    assert suspects.died([other, one]) is one
+
+
+def test_newcomers_do_not_hide_one_for_ever() -> None:
+    seat, *newcomers = seats(7)
+    assert [suspects.died([newcomer, seat]) for newcomer in newcomers] == [None] * 5 + [seat]
+
+
+def test_suspects_are_opened_one_at_a_time_and_others_at_any_time() -> None:
+    one, other, free = seats(3)
+    for _ in range(2):
+        suspects.died([one, other])
+    for seat in (one, other, free):
+        seat.guide = Guide.LOST
+    everybody = [one, other, free]
+    assert [suspects.must_wait(seat, everybody) for seat in everybody] == [False, False, False]
+    one.guide = Guide.OPENING
+    suspects.opened(one)
+    assert [suspects.must_wait(seat, everybody) for seat in everybody] == [False, True, False]
+    # Not in its turn for ever: when the process ends before it could be tried, the other one is first.
+    assert sorted([one, other], key=suspects.turn) == [other, one]
+    one.guide = Guide.OPEN
+    assert suspects.must_wait(other, everybody)
+    suspects.gained(one)
+    assert not suspects.must_wait(other, everybody)
