@@ -192,7 +192,11 @@ class Engine:
 
     def grammar_lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
         """The sidecar is gone: guided slots pause and keep their pages. `binding`: whose matchers it was making."""
-        self._inbox.put(lambda: self._loop.guides.lost(binding))
+        self._inbox.put(lambda: self._loop.grammar_lost(binding))
+
+    def grammar_pardoned(self) -> None:
+        """The sidecar that was lost last had been ended from outside: no guided sequence is to blame."""
+        self._inbox.put(self._loop.guides.pardoned)
 
     def grammar_silent(self) -> None:
         """The sidecar shows no life: guided slots leave the batch until it does, or is lost."""

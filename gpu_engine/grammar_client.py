@@ -251,7 +251,7 @@ class GrammarClient:
             max_tokens=state.max_tokens,
             request_id=REQUEST_ID.get(),
         )
-        state.in_hand = True
+        state.in_hand = compiled.attached == attached  # else it only says that the grammar is not there
         try:
             await self._link.stub.Bind(message, timeout=BIND_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

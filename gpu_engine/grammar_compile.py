@@ -52,6 +52,8 @@ class Compiled:
     """No answer has fewer, the end-of-sequence token included; 0: not known."""
     closing_tokens: int = 0
     """An answer has so many, and there may be shorter ones; 0: none was found."""
+    attached: int = 0
+    """The grammar process that has it, if none was attached since: `GrammarLink.attached` of then."""
     ready_s: float = 0.0
     """`time.monotonic()` when it was known here."""
 
@@ -190,6 +192,7 @@ class GrammarCompiler:
                 memory_bytes=response.memory_bytes,
                 min_tokens=response.min_tokens,
                 closing_tokens=response.closing_tokens,
+                attached=attached,
                 ready_s=time.monotonic(),
             )
 

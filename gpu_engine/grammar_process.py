@@ -101,6 +101,7 @@ class GrammarProcess:
         self._attached = True
         if self.sidecar:
             self.sidecar.progress = lambda: engine.grammar_progress
+            self.sidecar.pardon = engine.grammar_pardoned
         stack.push_async_callback(end_task, self._background.create_task(self._link.run(), name="grammar link"))
         if self._must_spin:
             watch = warn_of_sleepers(lambda: self._link.attached if self._link.up else 0, self.channel)

@@ -54,6 +54,8 @@ class Guides:
         self._stats, self._flies, self._end = stats, flies, end
         self._up = True
         self._silent = False
+        self._owed: list[Seat] = []
+        self._found: Seat | None = None
         self.progress = 0
         """Counts up when a grammar process is of use: it gives a sequence rows, or its end tells whose fault it is."""
 
@@ -172,20 +174,26 @@ class Guides:
                 seat.payload.deferred_s = seat.payload.deferred_s and time.monotonic()
 
     def lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
-        """It is gone: guided slots leave the batch and keep their pages. `binding`: whose matchers it was making."""
+        """It is gone: guided slots leave the batch and keep their pages. `binding`: whose matchers it was making.
+
+        No step may be in flight: what it still waited for counts.
+        """
         self._up = self._silent = False
         guided = [seat for seat in self._scheduler.seated if seat.guided]
-        found = suspects.died([seat for seat in guided if self._served(seat) or (seat.slot, seat.slot_gen) in binding])
+        self._owed = [seat for seat in guided if self._served(seat) or (seat.slot, seat.slot_gen) in binding]
+        self._found = suspects.died(self._owed)
         for seat in guided:
             seat.guide, seat.parked = Guide.LOST, False
-        if found is not None:
-            self.progress += 1
-            self._end_found(found)
+
+    def pardoned(self) -> None:
+        """Somebody outside ended it: none of the guided sequences is to blame."""
+        suspects.pardon(self._owed)
+        self._owed, self._found = [], None
 
     @staticmethod
     def _served(seat: Seat) -> bool:
-        """Its matcher stood and was asked for rows; in the middle of its prompt a sequence asks for none."""
-        return seat.guide in (Guide.OPEN, Guide.SILENT) and seat.prefilled >= seat.prefill_end
+        """Its matcher was asked for rows that never came. A grammar at fault always is; of others few, by chance."""
+        return seat.guide in (Guide.OPEN, Guide.SILENT) and seat.payload.deferred_s > 0
 
     def _end_found(self, seat: Seat) -> None:
         problem = f"the grammar process died {seat.payload.strikes} times over this request, without a token in between"
@@ -195,6 +203,10 @@ class Guides:
     def restored(self) -> None:
         """Open every guided slot again, at its committed tokens; suspects one by one."""
         self._up, self._silent = True, False
+        found, self._found, self._owed = self._found, None, []
+        if found is not None and found.slot >= 0 and found in self._scheduler.seated:
+            self.progress += 1
+            self._end_found(found)
         for seat in sorted(self._scheduler.seated, key=suspects.turn):
             if seat.guided:
                 self.open(seat)

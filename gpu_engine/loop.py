@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 
 from gpu_engine.assemble import Assemble, assemble
 from gpu_engine.collect import LaneOutcome
@@ -206,6 +207,12 @@ class EngineLoop:
         seat = self.sequences.get(request)
         if seat is not None:
             self.end(seat, silent=True)
+
+    def grammar_lost(self, binding: Collection[tuple[int, int]]) -> None:
+        """Tell what is in flight, which the abort word drains, and pause guided slots; see `Guides.lost`."""
+        while self._in_flight:
+            self._tell(self._in_flight.popleft())
+        self.guides.lost(binding)
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the slot's sequence; news of an owner that is gone is ignored."""

@@ -244,6 +244,9 @@ class ServedEngine(EngineCore, GrammarEvents, Protocol):
     def start(self) -> None:
         """Start the thread and warm up; blocks until warm."""
 
+    def grammar_pardoned(self) -> None:
+        """The sidecar that was lost last had been ended from outside: no guided sequence is to blame. Any thread."""
+
     @property
     def grammar_progress(self) -> int:
         """Counts up whenever a sidecar was of use to a guided sequence. Any thread."""

@@ -31,7 +31,7 @@ class Running:
     refusals: int = 0
     """Answers in a row that said DEFER though they came in time."""
     strikes: int = 0
-    """Grammar processes that ended while they served it, since it last got a token."""
+    """Grammar processes that ended while they owed it an answer, since it last got a token."""
     gained: bool = False
     """It got a token since the last of them, or since it came."""
     tried: int = 0

@@ -32,6 +32,8 @@ HEALTHY_S = 1.0
 """A process that was of use for so long is followed by the next one at once; its end still counts as a failure."""
 TERM_TIMEOUT_S = 3.0
 MEMORY_LOOK_S = 0.1
+_FROM_OUTSIDE = (0, -signal.SIGTERM, -signal.SIGKILL)
+"""Ends that no crash of a library has."""
 SPIN_ALWAYS_US = 1e6
 """Longer than any single wait of the grammar process."""
 
@@ -83,9 +85,12 @@ class Sidecar:
         self._memory_mb, self._cool_down_s = memory_mb, cool_down_s
         self._max_failures = max_failures or sys.maxsize
         self._killed_for = ""
+        self._ordered = False
         self._give_up = give_up
         self.progress: Callable[[], int] = lambda: 0
         """Counts up while the child is of use to requests; whoever attaches an engine says how."""
+        self.pardon: Callable[[], None] = lambda: None
+        """Called when the child was ended from outside, before the next one is started."""
         self._process: asyncio.subprocess.Process | None = None
         self._failures: deque[float] = deque()
         self.term_timeout_s = TERM_TIMEOUT_S
@@ -136,7 +141,9 @@ class Sidecar:
         while True:
             started_s, self._of_use_s = time.monotonic(), math.inf
             try:
-                ended = _describe(await self._run_once())
+                ended = _describe(code := await self._run_once())
+                if code in _FROM_OUTSIDE and not self._ordered:
+                    self.pardon()
             except OSError as error:  # no memory or no process ids left, for now
                 ended = str(error)
             ended, self._killed_for = self._killed_for or ended, ""
@@ -163,6 +170,7 @@ class Sidecar:
     def kill(self) -> None:
         """End a child that does not react any more; `run` starts the next one."""
         if self._process and self._process.returncode is None:
+            self._ordered = True
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
@@ -176,7 +184,7 @@ class Sidecar:
             start_new_session=True,
             env=os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"},
         )
-        self.starts += 1
+        self.starts, self._ordered = self.starts + 1, False
         log.info("grammar process %d started", process.pid)
         watch = asyncio.create_task(self._watch_memory(process.pid), name="grammar process memory")
         try:

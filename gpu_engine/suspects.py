@@ -1,11 +1,11 @@
 """Which guided sequence may be the one that grammar processes die of.
 
 A grammar that crashes or hangs its process does so again in the next one, where the same matcher is made of the same
-tokens; so every end of a process counts against those it served, until they get a token. One invariant: a sequence
-that gets a token between two ends is never found out. Of several that got none nobody knows whose fault it is, so
-suspects are tried one at a time; who comes meanwhile is not held up. Whatever ended the process counts: a crash, its
-memory, a hang for which the engine killed it, somebody's SIGKILL; from outside they look alike. Pure: reads the
-scheduler's states, writes the notes on a sequence. Not here: opening and ending (guides.py).
+tokens; so every end of a process counts against those whom it owed an answer then, until they get a token. One
+invariant: a sequence that gets a token between two ends is never found out. Of several that got none nobody knows whose
+fault it is, so suspects are tried one at a time; who comes meanwhile is not held up. A hang for which the engine kills
+it counts, and so does its memory; an end from outside is taken back. Pure: reads the scheduler's states, writes the
+notes on a sequence. Not here: opening and ending (guides.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpu_engine.seating import Seat
 SUSPECT = 2
 """So many ends in a row without a token make a suspect."""
 FOUND = 3
-"""So many end the sequence, if every other one that was served had got a token."""
+"""So many end the sequence, if every other one that it owed an answer had got a token."""
 FOUND_IN_COMPANY = 6
 """So many end it anyhow: those who come meanwhile, and have none yet, cannot hide it for ever."""
 
@@ -29,7 +29,7 @@ def gained(seat: Seat) -> None:
 
 
 def died(served: Iterable[Seat]) -> Seat | None:
-    """Count the end of a process against the sequences that it served; return the one that is found out."""
+    """Count the end of a process against the sequences that it owed an answer; return the one that is found out."""
     seats = list(served)
     without = [seat for seat in seats if not seat.payload.gained]
     for seat in seats:
@@ -38,6 +38,12 @@ def died(served: Iterable[Seat]) -> Seat | None:
     most = max(without, key=lambda seat: seat.payload.strikes, default=None)
     enough = FOUND if len(without) == 1 else FOUND_IN_COMPANY
     return most if most is not None and most.payload.strikes >= enough else None
+
+
+def pardon(owed: Iterable[Seat]) -> None:
+    """Take the last end back: it was not the doing of any of them."""
+    for seat in owed:
+        seat.payload.strikes = max(seat.payload.strikes - 1, 0)
 
 
 def turn(seat: Seat) -> int:

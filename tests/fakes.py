@@ -201,6 +201,9 @@ class FakeEngine:
         self.outages.append("lost")
         self.binding = set(binding)
 
+    def grammar_pardoned(self) -> None:
+        self.outages.append("pardoned")
+
     def grammar_silent(self) -> None:
         self.outages.append("silent")
 

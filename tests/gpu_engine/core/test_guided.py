@@ -568,3 +568,17 @@ def test_a_sidecar_that_dies_every_few_tokens_ends_nobody(
         with grammar.supervised(engine):
             assert answer_all(engine, answers) == expected
         assert len(grammar.buried) > 5
+
+
+def test_ends_from_outside_end_nobody_however_often_they_come(
+    llama: LoadedModel, expected: list[list[int]], overlap: bool
+) -> None:
+    with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
+        grammar.pardons = True
+        answer = ask(MIX[0]().request.prompt_ids, grammar="50 crash 0", max_tokens=90)
+        with grammar.supervised(engine):
+            engine.submit(answer.request)
+            until_false(lambda: len(grammar.buried) < 10)
+            assert not answer.over
+            assert engine.abort(answer.request.request_id)
+            answer.wait()

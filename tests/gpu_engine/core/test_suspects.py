@@ -72,3 +72,11 @@ def test_suspects_are_opened_one_at_a_time_and_others_at_any_time() -> None:
     assert suspects.must_wait(other, everybody)
     suspects.gained(one)
     assert not suspects.must_wait(other, everybody)
+
+
+def test_an_end_that_is_taken_back_counts_against_nobody() -> None:
+    (seat,) = seats(1)
+    for _ in range(20):
+        suspects.died([seat])
+        suspects.pardon([seat])
+    assert [suspects.died([seat]) for _ in range(3)] == [None, None, seat]

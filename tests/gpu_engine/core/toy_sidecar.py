@@ -269,6 +269,8 @@ class ToyGrammar:
     closed: list[tuple[int, int]] = field(default_factory=list)
     hold: bool = False
     """True: opens are noted and not answered."""
+    pardons: bool = False
+    """A crash is said to have come from outside."""
     buried: list[ToySidecar] = field(default_factory=list)
     """Those that crashed while `supervised`, in order."""
     _thread: threading.Thread = field(init=False)
@@ -307,6 +309,8 @@ class ToyGrammar:
                 heard = threading.Event()
                 engine._inbox.put(heard.set)
                 assert heard.wait(PATIENCE_S)
+                if self.pardons:
+                    engine.grammar_pardoned()
                 self.start_sidecar()
                 channel.clear_abort()
                 engine.grammar_restored()

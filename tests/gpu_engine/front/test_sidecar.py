@@ -115,6 +115,23 @@ async def test_after_too_many_failures_it_is_given_up_for_a_time(
     await end(task)
 
 
+@pytest.mark.parametrize(("ending", "pardoned"), [("kill", 1), ("ordered", 0), ("crash", 0)])
+async def test_an_end_from_outside_is_told_apart_from_a_crash_and_from_our_own_kill(ending: str, pardoned: int) -> None:
+    pardons: list[int] = []
+    sidecar = Sidecar(SLEEPS, lambda reason: None)
+    sidecar.pardon = lambda: pardons.append(sidecar.starts)
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.pid)
+    assert sidecar.pid is not None
+    if ending == "ordered":
+        sidecar.kill()
+    else:
+        os.kill(sidecar.pid, signal.SIGKILL if ending == "kill" else signal.SIGSEGV)
+    await eventually(lambda: sidecar.starts == 2)
+    assert pardons == [1] * pardoned
+    await end(task)
+
+
 async def test_ends_of_processes_that_were_of_use_are_no_failures() -> None:
     reasons: list[str] = []
     sidecar = Sidecar(python("exit(3)"), reasons.append, max_failures=MAX_FAILURES, cool_down_s=60)
