@@ -21,6 +21,7 @@ from benchmarks.client import CallRefused, EngineClient
 from benchmarks.measure import Answer
 from benchmarks.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.tables import Progress, number, table
+from gpu_engine.config import MAX_DRAFT_TOKENS
 
 EXAMPLES = """
 Two groups of prompts: "extraction", where the prompt states the facts that the answer is made of, and "generation",
@@ -28,8 +29,10 @@ where it states the schema alone. With --data FILE.jsonl (MaskBench's form) they
 a valid instance, and a spread over its other groups; without it they are the workloads of `serve`.
 
 A variant is a drafter, +masked / +free for a network's drafts with and without masks (neither: as is measured
-to pay), +forced / +unforced for the grammar's drafts in front of its own ("grammar": these alone):
-  ngram   ngram+unforced   grammar   eagle3:DIR+masked   eagle3:DIR+free   model:DIR
+to pay), +forced / +unforced for the grammar's drafts in front of its own ("grammar": these alone), +f15 for at most
+15 of these (forced_draft_tokens; used with the largest K, which a request leaves to the server: one that names its
+K has no more drafts in all):
+  ngram   ngram+unforced   ngram+f15   grammar   eagle3:DIR+masked   eagle3:DIR+free   model:DIR
 
 examples:
   python -m benchmarks.acceptance --variants ngram+unforced,ngram+forced --drafts 1,3,7
@@ -56,9 +59,10 @@ class Variant:
             "masked": ("--draft-masks", "on"),
             "forced": ("--draft-forced", "true"),
             "unforced": ("--draft-forced", "false"),
+            **{f"f{most}": ("--forced-draft-tokens", str(most)) for most in range(MAX_DRAFT_TOKENS + 1)},
         }
         if unknown := [mark for mark in marks if mark not in known]:
-            raise ValueError(f"{text}: {', '.join(unknown)} is none of {', '.join(known)}")
+            raise ValueError(f"{text}: {', '.join(unknown)} is none of free, masked, forced, unforced, fN")
         flags = tuple(flag for mark in marks for flag in known[mark])
         name = "+".join([drafter, *marks])
         return Variant(name, drafter, folder, ("--draft-model", folder, *flags) if folder else flags)
@@ -86,9 +90,15 @@ class Cell:
 
 
 async def answer(
-    address: str, prompts: Sequence[AcceptancePrompt], drafts: int, max_tokens: int, progress: Progress
+    address: str,
+    prompts: Sequence[AcceptancePrompt],
+    drafts: int,
+    max_tokens: int,
+    progress: Progress,
+    *,
+    named: bool = True,
 ) -> list[Cell]:
-    """Answer every prompt, one at a time; a refused one is left out."""
+    """Answer every prompt, one at a time; a refused one is left out. `named`: the requests say how many drafts."""
     client, cells = EngineClient(address), []
     try:
         for group in dict.fromkeys(prompt.group for prompt in prompts):
@@ -96,7 +106,7 @@ async def answer(
             for prompt in prompts:
                 if prompt.group == group:
                     try:
-                        answers.append(await client.generate(prompt.call(drafts, max_tokens)))
+                        answers.append(await client.generate(prompt.call(drafts if named else None, max_tokens)))
                         wall_s += answers[-1].last_s - answers[-1].started_s
                     except CallRefused as refusal:
                         print(f"left out: {refusal}", file=sys.stderr)
@@ -168,7 +178,8 @@ def run(args: argparse.Namespace, variants: Sequence[Variant], drafts: Sequence[
         )  # fmt: skip
         with EngineServer(options) as server:
             for k in [0, *drafts] if number_ == 0 else drafts:
-                found = asyncio.run(answer(server.address, prompts, k, args.max_tokens, progress))
+                named = k != max(drafts)
+                found = asyncio.run(answer(server.address, prompts, k, args.max_tokens, progress, named=named))
                 name = variant.name if k else "no drafts"
                 cells += [Cell(name, k, cell.group, cell.answers, cell.wall_s) for cell in found]
                 wrong += [f"{variant.name} K={k}: {name}" for name in differing(found, cells[:2])]
@@ -183,8 +194,8 @@ def main() -> int:
     try:
         variants = [Variant.parse(text) for text in args.variants.split(",")]
         drafts = [int(text) for text in args.drafts.split(",")]
-        if not drafts or min(drafts) < 1 or max(drafts) > 15:
-            raise ValueError(f"--drafts: {args.drafts}: numbers in [1, 15] are needed")
+        if not drafts or min(drafts) < 1 or max(drafts) > MAX_DRAFT_TOKENS:
+            raise ValueError(f"--drafts: {args.drafts}: numbers in [1, {MAX_DRAFT_TOKENS}] are needed")
         cells, wrong = run(args, variants, drafts)
     except ValueError as error:
         parser.error(str(error))

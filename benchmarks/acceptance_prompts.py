@@ -27,8 +27,8 @@ class AcceptancePrompt:
     messages: tuple[tuple[str, str], ...]
     schema: str
 
-    def call(self, num_drafts: int, max_tokens: int) -> Call:
-        """Return the greedy request with so many drafts a step."""
+    def call(self, num_drafts: int | None, max_tokens: int) -> Call:
+        """Return the greedy request with so many drafts a step; None: as many as the server's requests have."""
         sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.0)
         return make_call(self.name, self.messages, schema=self.schema, sampling=sampling, num_draft_tokens=num_drafts)
 

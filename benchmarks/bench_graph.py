@@ -23,7 +23,7 @@ import torch
 from benchmarks.gpu_server import CountedGraph, CountingStream
 from benchmarks.sync_peer import attached
 from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.graph import LaneInput, StepGraphs
+from gpu_engine.graph import LaneInput, StepGraphs, StepRows
 from gpu_engine.output_ring import OutputRing
 from gpu_engine.pinned import PinnedSegment
 from gpu_engine.stream import load_kernels_eagerly
@@ -92,14 +92,14 @@ class Figures:
     """Of the graph; 0: eager."""
 
 
-def _drive(graphs: StepGraphs, lanes: list[LaneInput], rows: int, steps: int) -> Figures:
+def _drive(graphs: StepGraphs, lanes: list[LaneInput], steps: int) -> Figures:
     """Launch one step ahead of the one that is read, as the engine does."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flying, launches = graphs.launch(lanes, rows), []
+    flying, launches = graphs.launch(lanes), []
     begin.record()
     for _ in range(steps):
         start = time.perf_counter_ns()
-        following = graphs.launch(lanes, rows)
+        following = graphs.launch(lanes)
         launches.append(time.perf_counter_ns() - start)
         graphs.read(flying)
         flying = following
@@ -124,16 +124,16 @@ def measure(args: argparse.Namespace, mode: str, work: Kernel) -> dict[str, tupl
             lane = LaneBuffers.allocate(B, R, args.vocab, stream.device)
             ring = OutputRing(stream, lane, sync.report)
             step = BenchStep(lane, sync, ring, work, args.work_ns)
-            graphs = StepGraphs(stream, step, slot, lane, ring, (B,), (R,), eager=eager)
+            graphs = StepGraphs(stream, step, slot, lane, ring, (B,), StepRows(R, R), eager=eager)
             try:
                 graphs.capture(channel)
                 with attached(segment, args.spin_us):
                     for kind in ("free", "guided"):
                         lanes = [LaneInput(s, 1, kind == "guided") for s in range(B)]
-                        _drive(graphs, lanes, R, 50)
+                        _drive(graphs, lanes, 50)
                         step.bad_2.zero_()
-                        best = min((_drive(graphs, lanes, R, args.steps) for _ in range(3)), key=lambda f: f.step_us)
-                        graph = graphs.captured.get(graphs.key(B, R, kind == "guided"))
+                        best = min((_drive(graphs, lanes, args.steps) for _ in range(3)), key=lambda f: f.step_us)
+                        graph = graphs.captured.get(graphs.key(B, kind == "guided"))
                         nodes = graph.num_nodes if isinstance(graph, CountedGraph) else 0
                         name = f"{kind} {'eager' if eager else 'graph'}"
                         figures[name] = (replace(best, nodes=nodes), step.bad_2.tolist())

@@ -19,7 +19,7 @@ from gpu_engine.config import EngineConfig
 from gpu_engine.device_seating import DeviceSeating
 from gpu_engine.device_step import DeviceStep, FreeSync
 from gpu_engine.drafters.build import build_device_drafter, build_drafter
-from gpu_engine.graph import StepGraphs, lane_buckets
+from gpu_engine.graph import StepGraphs, StepRows, lane_buckets
 from gpu_engine.graph_runner import GraphRunner
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.model.prefill import STEP
@@ -90,6 +90,7 @@ def _cpu_machinery(
         LaneBuffers.allocate(S, R, model.vocab_size),
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
+        num_drafts=config.num_drafts,
         step_rows=config.step_rows,
     )
     sync: InlineSync | NoSync = NoSync()
@@ -170,6 +171,8 @@ def device_machinery(
     masks_SRW = torch.zeros(1, 1, 4, dtype=torch.int32, device=device) if sync is None else sync.store.mask_SRW
     rows = SlotRows.allocate(S + 1, V, masks_SRW, slot.done_S, max_rules=MAX_RULES)
     ring = OutputRing(stream, lane, None if sync is None else sync.report)
+    buckets, guided = lane_buckets(S), sync is not None
+    step_rows = StepRows(config.num_drafts + 1, R)
     step = DeviceStep(
         stream,
         model,
@@ -178,15 +181,12 @@ def device_machinery(
         build_device_drafter(config, model, stream, meets, num_pages),
         slot,
         lane,
-        DeviceRows(rows, RowScratch.allocate(S * R, V, device)),
+        DeviceRows(rows, RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device)),
         ring,
     )
-    buckets = lane_buckets(S)
-    guided = sync is not None
-    graphs = StepGraphs(stream, step, slot, lane, ring, buckets, (R,), guided=guided, eager=config.enforce_eager)
-    seating = DeviceSeating(
-        stream, slot, lane, rows, max_model_len=model.max_model_len, eos_token_ids=model.eos_token_ids
-    )
+    graphs = StepGraphs(stream, step, slot, lane, ring, buckets, step_rows, guided=guided, eager=config.enforce_eager)
+    told = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
+    seating = DeviceSeating(stream, slot, lane, rows, eos_token_ids=model.eos_token_ids, **told)
 
     def prefill(seat: Seat, start: int, end: int) -> None:
         seating.write_pages(seat)
@@ -203,7 +203,7 @@ def device_machinery(
     return Machinery(
         seating,
         meets,
-        GraphRunner(graphs, seating, meets, R, depth),
+        GraphRunner(graphs, seating, meets, depth),
         prefill,
         warm_up,
         enter=lambda: None,

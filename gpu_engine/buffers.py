@@ -3,7 +3,8 @@
 One invariant: nothing here is allocated or moved after the start, so a captured program may keep the addresses. A lane
 is a place in the batch; a slot belongs to a sequence. Writers are named with the fields. Not here: any decision.
 
-Shapes: S slots, B lanes of this step, R rows a slot (K + 1), P rows of this step, L tokens of a full sequence, N pages.
+Shapes: S slots, B lanes of this step, R rows a slot (max(K, F) + 1), P rows of this step, L tokens of a full sequence,
+N pages.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class SlotBuffers:
     num_drafts_S: torch.Tensor
     """int32. Writer: the drafter; the engine zeroes it when it seats."""
     draft_limit_S: torch.Tensor
-    """int32, drafts per step that the request allows. Writer: the engine, when it seats."""
+    """int32, drafts per step that a drafter may bring them to, at most K. Writer: the engine, when it seats."""
+    forced_limit_S: torch.Tensor
+    """int32, drafts per step that the grammar may force; more than `draft_limit_S` only where that is K. Writer: the
+    engine, when it seats."""
     done_S: torch.Tensor
     """bool: stopped on the device, though the host may not know yet; further steps leave the slot alone. The engine
     clears it when it seats, the step sets it."""
@@ -54,6 +58,7 @@ class SlotBuffers:
             drafts_SR=ints(num_slots, num_rows),
             num_drafts_S=ints(num_slots),
             draft_limit_S=ints(num_slots),
+            forced_limit_S=ints(num_slots),
             done_S=torch.zeros(num_slots, dtype=torch.bool, device=device),
             posted_S=ints(num_slots),
             page_table_SN=ints(num_slots, -(-(max_model_len + num_rows) // page_size)),

@@ -12,7 +12,7 @@ EMBEDDED_MODEL = "embedded"
 """The model that comes as a PyPI package: SmolLM2-135M-Instruct."""
 
 MAX_DRAFT_TOKENS = 15
-"""Upper bound of K: 16 rows a slot."""
+"""Upper bound of drafts per step, K and F: 16 rows a slot."""
 
 
 def _require(condition: bool, name: str, problem: str) -> None:
@@ -66,6 +66,10 @@ class EngineConfig:
     long, then goes undrafted."""
     num_draft_tokens: int = 7
     """K: drafts per step, the default and the upper limit of a request."""
+    forced_draft_tokens: int = 15
+    """F: what the grammar forces may be so many drafts; fewer than num_draft_tokens count as num_draft_tokens. The
+    drafter behind still fills up to K alone, and a request that names its own num_draft_tokens has no more in all.
+    Used where rows are left: on a CPU within step_rows, on a GPU in guided steps of at most 64 rows."""
     step_rows: int = 24
     """Rows that a decode step aims at on a CPU, where rows are not free: with more sequences each verifies fewer
     drafts. On a GPU every sequence verifies K."""
@@ -116,6 +120,11 @@ class EngineConfig:
         _require(
             0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS, "num_draft_tokens", f"must be in [0, {MAX_DRAFT_TOKENS}]"
         )
+        _require(
+            0 <= self.forced_draft_tokens <= MAX_DRAFT_TOKENS,
+            "forced_draft_tokens",
+            f"must be in [0, {MAX_DRAFT_TOKENS}]",
+        )
         _require(self.step_rows >= 1, "step_rows", "must be at least 1")
         _require(1 <= self.ngram_min <= self.ngram_max <= 8, "ngram_min", "needs 1 <= ngram_min <= ngram_max <= 8")
         _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
@@ -132,9 +141,19 @@ class EngineConfig:
         return int(self.device != "cpu" if self.overlap is None else self.overlap)
 
     @property
+    def num_drafts(self) -> int:
+        """K as it is: 0 without a drafter."""
+        return self.num_draft_tokens if self.drafter != "none" else 0
+
+    @property
+    def num_forced(self) -> int:
+        """F as it is: at least K, and K where nobody asks the grammar."""
+        return max(self.num_drafts, self.forced_draft_tokens if self.forced_first else 0)
+
+    @property
     def num_rows(self) -> int:
-        """R = K + 1: positions that a decode step verifies per slot."""
-        return (self.num_draft_tokens if self.drafter != "none" else 0) + 1
+        """R = max(K, F) + 1: the most positions that a decode step verifies per slot."""
+        return self.num_forced + 1
 
     @property
     def drafts_by_net(self) -> bool:
@@ -144,7 +163,7 @@ class EngineConfig:
     @property
     def forced_first(self) -> bool:
         """The grammar is asked for forced tokens before the drafter drafts."""
-        return self.num_rows > 1 and (self.draft_forced or self.drafter == "grammar")
+        return self.num_drafts > 0 and (self.draft_forced or self.drafter == "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from kernels.cuda.row_state import SlotRows
 
 Buffers = TypeVar("Buffers", SlotBuffers, SlotParams)
 
-_PER_SLOT = ("length_S", "num_drafts_S", "draft_limit_S", "done_S", "posted_S")
+_PER_SLOT = ("length_S", "num_drafts_S", "draft_limit_S", "forced_limit_S", "done_S", "posted_S")
 """Fields of `SlotBuffers` with one number a slot, written when it is seated."""
 
 
@@ -59,8 +59,10 @@ class DeviceSeating(Seating):
         *,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        num_drafts: int,
     ) -> None:
-        super().__init__(pinned_twin(device, stream), lane, max_model_len=max_model_len, eos_token_ids=eos_token_ids)
+        told = {"max_model_len": max_model_len, "num_drafts": num_drafts}
+        super().__init__(pinned_twin(device, stream), lane, eos_token_ids=eos_token_ids, **told)
         self.device, self._stream, self._rows = device, stream, rows
         S, most = rows.rules_SX.shape
         self._rules_SX = stream.pinned(4 * S * most).view(torch.int32).view(S, most)

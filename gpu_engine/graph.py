@@ -50,6 +50,27 @@ class GraphKey:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRows:
+    """P, the rows a lane, of the steps of a bucket. A captured step verifies P rows whatever its lanes have drafted.
+
+    The drafter needs K + 1. What the grammar forces may be longer, up to `most` - 1 drafts, in guided steps of at most
+    `room` rows in all: a forward of so few rows is bound by reading the weights (below about 200 rows on an H100 or an
+    H200, 150 on an RTX 4090), so the rows behind K + 1, empty in most steps, cost little more than their share of
+    attention and sampling. A slot that comes into a larger bucket has its first K drafts verified.
+    """
+
+    usual: int
+    """K + 1."""
+    most: int
+    """R = max(K, F) + 1."""
+    room: int = 64
+
+    def of(self, num_lanes: int, guided: bool) -> int:
+        """Return P of a bucket of so many lanes."""
+        return self.most if guided and num_lanes * self.most <= self.room else self.usual
+
+
+@dataclass(frozen=True, slots=True)
 class LaneInput:
     """One lane of a step."""
 
@@ -110,7 +131,7 @@ class StepGraphs:
         lane: the same; as many lanes as the largest bucket.
         ring: over the same stream and lanes.
         buckets: batch sizes, ascending.
-        rows: numbers of rows P, ascending; the last is K + 1.
+        rows: P of each.
         guided: whether graphs with posts and waits are wanted too.
         eager: capture nothing.
         depth: launches that may be in flight, at least 1.
@@ -122,7 +143,7 @@ class StepGraphs:
     lane: LaneBuffers
     ring: OutputRing
     buckets: tuple[int, ...]
-    rows: tuple[int, ...]
+    rows: StepRows
     guided: bool = True
     eager: bool = False
     depth: int = 2
@@ -132,7 +153,6 @@ class StepGraphs:
 
     def __post_init__(self) -> None:
         assert list(self.buckets) == sorted(set(self.buckets))
-        assert list(self.rows) == sorted(set(self.rows))
         most = self.buckets[-1]
         assert len(self.lane.slots_B) >= most
         self._inputs = [
@@ -157,7 +177,7 @@ class StepGraphs:
     def keys(self) -> list[GraphKey]:
         """Every graph there is or will be, the largest first: the later ones fit into its memory."""
         kinds = (False, True) if self.guided else (False,)
-        return sorted((GraphKey(b, p, g) for b in self.buckets for p in self.rows for g in kinds), reverse=True)
+        return sorted((GraphKey(b, self.rows.of(b, g), g) for b in self.buckets for g in kinds), reverse=True)
 
     def capture(self, channel: PermissiveWord | None = None) -> None:
         """Run every shape over padding, then capture it. Blocks; no step may be in flight.
@@ -188,27 +208,23 @@ class StepGraphs:
         self.stats.graphs = len(self._graphs)
         self._ready = True
 
-    def key(self, num_lanes: int, num_rows: int, guided: bool) -> GraphKey:
+    def key(self, num_lanes: int, guided: bool) -> GraphKey:
         """Return the smallest key that holds such a step. Raises ValueError when there is none."""
         bucket = next((b for b in self.buckets if b >= num_lanes), None)
-        rows = next((p for p in self.rows if p >= num_rows), None)
-        if bucket is None or rows is None or num_lanes < 1:
-            limits = f"{self.buckets[-1]} lanes, {self.rows[-1]} rows"
-            raise ValueError(f"a step of {num_lanes} lanes and {num_rows} rows does not fit: {limits}")
+        if bucket is None or num_lanes < 1:
+            raise ValueError(f"a step of {num_lanes} lanes does not fit: there are 1 to {self.buckets[-1]}")
         if guided and not self.guided:
             raise ValueError("a guided step, but graphs were captured without a grammar process")
-        return GraphKey(bucket, rows, guided)
+        return GraphKey(bucket, self.rows.of(bucket, guided), guided)
 
-    def launch(
-        self, lanes: Sequence[LaneInput], num_rows: int, *, logprobs: bool = False, masked: bool = True
-    ) -> Launched:
-        """Enqueue one step over these lanes, with at most `num_rows` - 1 drafts each; does not wait for the device.
+    def launch(self, lanes: Sequence[LaneInput], *, logprobs: bool = False, masked: bool = True) -> Launched:
+        """Enqueue one step over these lanes; does not wait for the device.
 
         `masked` says whether draft links ask for rows; the graph is the same, and what it reads is written at a change.
         With `depth` steps in flight it waits for the copy of the oldest one's inputs, long since done.
         """
         assert self._ready, "capture first"
-        key = self.key(len(lanes), num_rows, any(lane.guided for lane in lanes))
+        key = self.key(len(lanes), any(lane.guided for lane in lanes))
         self._fill(lanes, key)
         if masked != self._masked:
             self._write_masked(masked)
@@ -242,7 +258,8 @@ class StepGraphs:
             self._graphs.clear()
 
     def _batch(self, key: GraphKey) -> StepBatch:
-        return StepBatch(self.slot, self.lane, key.num_lanes, key.num_rows, key.guided)
+        # The next step is taken to be of the same bucket: drafts that a larger one has no rows for are left out there.
+        return StepBatch(self.slot, self.lane, key.num_lanes, key.num_rows, key.guided, max_rows=key.num_rows)
 
     def _write_masked(self, masked: bool) -> None:
         def write() -> None:

@@ -54,13 +54,11 @@ class GraphRunner:
         graphs: captured, or eager.
         seating: of the same slots.
         sync: of the same steps.
-        num_rows: P of every step.
         depth: 1 to launch a step before the last one is read, else 0.
     """
 
-    def __init__(self, graphs: StepGraphs, seating: DeviceSeating, sync: StepSync, num_rows: int, depth: int) -> None:
-        self._graphs, self._seating, self._sync, self._num_rows = graphs, seating, sync, num_rows
-        self._depth = depth
+    def __init__(self, graphs: StepGraphs, seating: DeviceSeating, sync: StepSync, depth: int) -> None:
+        self._graphs, self._seating, self._sync, self._depth = graphs, seating, sync, depth
         self._flying: deque[_Flight] = deque()
         self._device_waited_ns = self._device_drafts_ns = 0
         self._collected_s = 0.0
@@ -81,9 +79,9 @@ class GraphRunner:
         lanes = self._seating.lanes(seats)
         logprobs = [seat.payload.request.sampling.logprobs for seat in seats]
         wanted = any(count is not None for count in logprobs)
-        launched = self._graphs.launch(lanes, self._num_rows, logprobs=wanted, masked=masked)
+        launched = self._graphs.launch(lanes, logprobs=wanted, masked=masked)
         self._flying.append(_Flight(launched, [lane.guided for lane in lanes], logprobs))
-        return Ticket(lanes_of(seats), self._num_rows, begin, masked)
+        return Ticket(lanes_of(seats), launched.key.num_rows, begin, masked)
 
     def collect(self, ticket: Ticket) -> Collected:
         """Wait for the oldest launched step. Raises when the device failed."""

@@ -86,6 +86,7 @@ def build_requests(
             sink=sink,
             grammar=checked.grammar,
             num_draft_tokens=checked.num_draft_tokens,
+            forced_draft_tokens=checked.forced_draft_tokens,
             telemetry=Telemetry(arrived_s=arrived_s),
         )
         for i in range(checked.n)

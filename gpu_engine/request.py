@@ -137,8 +137,16 @@ class Request:
     """Called on the engine thread, once per step with news; must not block or raise."""
     grammar: GrammarSpec | None = None
     num_draft_tokens: int = 0
-    """Drafts per step for this sequence, at most the server's K."""
+    """Drafts per step for this sequence; the server's K is the most."""
+    forced_draft_tokens: int | None = None
+    """The same for what the grammar forces; the server's F is the most. None: as many as `num_draft_tokens`."""
     telemetry: Telemetry = field(default_factory=Telemetry)
+
+    @property
+    def most_forced(self) -> int:
+        """Drafts per step that the grammar may force; none for a request without speculation."""
+        own = self.num_draft_tokens
+        return own if self.forced_draft_tokens is None or not own else self.forced_draft_tokens
 
     @property
     def key(self) -> str:

@@ -75,7 +75,7 @@ class TorchRows:
         elif k == PROPOSE:
             r, room_B = lane.result, slot.params.max_length_S[slots_B] - slot.length_S[slots_B] - 1
             asking_B &= (r.num_emitted_B[:B] > 0) & (r.finish_B[:B] == RUN_ON) & (r.blocked_B[:B] == 0)
-            wanted_B = torch.minimum(slot.draft_limit_S[slots_B], room_B).clamp(max=min(R, batch.max_rows) - 1)
+            wanted_B = torch.minimum(slot.forced_limit_S[slots_B], room_B).clamp(max=min(R, batch.max_rows) - 1)
             missing_BR = (self._row_R < wanted_B[:, None]) & asking_B[:, None]
             drafts_B = torch.zeros_like(drafts_B)
         else:
@@ -173,7 +173,7 @@ class TritonRows:
             k=k,
             # A lane that drafts has not stopped.
             done_S=slot.done_S if k == VERIFY else None,
-            limits=(slot.draft_limit_S, slot.params.max_length_S) if k == PROPOSE else None,
+            limits=(slot.forced_limit_S, slot.params.max_length_S) if k == PROPOSE else None,
             max_rows=batch.max_rows,
             draft_masks=lane.draft_masks if k >= 0 else None,
         )

@@ -62,9 +62,10 @@ class Seating:
         *,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        num_drafts: int,
         step_rows: int = 1 << 30,
     ) -> None:
-        self.slot, self.lane, self._step_rows = slot, lane, step_rows
+        self.slot, self.lane, self._num_drafts, self._step_rows = slot, lane, num_drafts, step_rows
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._rules: list[torch.Tensor | None] = [None] * len(slot.length_S)
 
@@ -78,7 +79,8 @@ class Seating:
         slot.length_S[s] = len(tokens)
         slot.num_drafts_S[s] = 0
         slot.done_S[s] = False
-        slot.draft_limit_S[s] = min(request.num_draft_tokens, slot.drafts_SR.shape[1] - 1)
+        slot.draft_limit_S[s] = min(request.num_draft_tokens, self._num_drafts)
+        slot.forced_limit_S[s] = min(request.most_forced, slot.drafts_SR.shape[1] - 1)
         slot.posted_S[s] = len(seat.payload.answer)
         p = slot.params
         p.prompt_length_S[s] = len(request.prompt_ids)

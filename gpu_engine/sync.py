@@ -153,13 +153,13 @@ class InlineSync:
         self.draft_ns += time.perf_counter_ns() - begun_ns
 
     def post_forced(self, batch: StepBatch) -> None:
-        """Ask for as many tokens as a lane may have drafts."""
+        """Ask for as many tokens as a lane may have forced drafts."""
         self._draft_seq = 0
         if not batch.any_guided or batch.max_rows < 2:
             return
         slot, lane, B, slots = batch.slot, batch.lane, batch.num_lanes, batch.slots_B.long()
         room_B = slot.params.max_length_S[slots] - slot.length_S[slots] - 1
-        wanted_B = torch.minimum(slot.draft_limit_S[slots], room_B).clamp(max=batch.max_rows - 1)
+        wanted_B = torch.minimum(slot.forced_limit_S[slots], room_B).clamp(max=batch.max_rows - 1)
         asking_B = lane.guided_B[:B] & lane.drafting_B[:B]
         missing_BR = (torch.arange(lane.drafts_BR.shape[1]) < wanted_B[:, None]) & asking_B[:, None]
         self._draft_seq = self._post(batch, torch.zeros(B, dtype=torch.int32), missing_BR, Stage.PROPOSE)

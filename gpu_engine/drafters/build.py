@@ -31,7 +31,7 @@ def build_drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pag
 
 
 def _drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pages: int) -> Drafter:
-    if config.num_rows == 1:
+    if config.num_drafts == 0:
         return NoDrafter()
     if config.drafter == "grammar":
         return NothingBehind()
@@ -52,14 +52,14 @@ def build_device_drafter(
 def _device_drafter(
     config: EngineConfig, target: LoadedModel, stream: Stream, sync: Sync, num_pages: int
 ) -> DeviceDrafter:
-    if config.num_rows == 1 or config.drafter == "grammar":
+    if config.num_drafts == 0 or config.drafter == "grammar":
         return NoDrafts()
     forced = config.forced_first
     if config.drafter == "ngram":
         return NgramKernel(stream, config.ngram_max, config.ngram_min, forced=forced)
     net = _net(config, target, num_pages, token_major=True)
-    masked = config.draft_masks != "off"
-    return ModelChain(stream, net, sync, masked=masked, forced=forced, num_lanes=config.max_batch_size)
+    shape = {"num_lanes": config.max_batch_size, "num_links": config.num_drafts}
+    return ModelChain(stream, net, sync, masked=config.draft_masks != "off", forced=forced, **shape)
 
 
 def _net(config: EngineConfig, target: LoadedModel, num_pages: int, *, token_major: bool) -> DraftNet:
@@ -79,7 +79,8 @@ def _net(config: EngineConfig, target: LoadedModel, num_pages: int, *, token_maj
             pack_linears(mtp)
         return MtpNet(mtp, target.num_layers, KVPages.allocate(*shape, target.dtype, target.device, token_major))
     model = _draft_model(config, target)
-    return ModelNet(model, model.allocate_pages(num_pages, config.page_size, token_major=token_major))
+    own_pages = model.allocate_pages(num_pages, config.page_size, token_major=token_major)
+    return ModelNet(model, own_pages, config.num_drafts)
 
 
 def _draft_model(config: EngineConfig, target: LoadedModel) -> LoadedModel:

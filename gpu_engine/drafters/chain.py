@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from gpu_engine.buffers import SlotBuffers, StepBatch
-from gpu_engine.drafters.nets import DraftNet, Hidden, put_forced
+from gpu_engine.drafters.nets import DraftNet, Hidden, put_forced, with_forced
 from gpu_engine.stream import Stream
 from gpu_engine.sync import Sync
 from kernels.accept import RUN_ON, StepTensors, draw_drafts
@@ -23,10 +23,18 @@ class ModelChain:
     """Owns the net and the chain's buffers. Padded lanes write into the last slot, the spare one."""
 
     def __init__(
-        self, stream: Stream, net: DraftNet, sync: Sync, *, masked: bool, num_lanes: int, forced: bool = False
+        self,
+        stream: Stream,
+        net: DraftNet,
+        sync: Sync,
+        *,
+        masked: bool,
+        num_lanes: int,
+        num_links: int,
+        forced: bool = False,
     ) -> None:
         self._stream, self.net, self._sync, self._masked, self._forced = stream, net, sync, masked, forced
-        self.layers = net.layers
+        self.layers, self._links = net.layers, num_links
 
         def ints(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype, device=stream.device)
@@ -45,7 +53,7 @@ class ModelChain:
 
     def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         """Enqueue K links; a lane without news keeps the drafts it has."""
-        kernel, links = self._stream.kernel, min(batch.slot.drafts_SR.shape[1], batch.max_rows) - 1
+        kernel, links = self._stream.kernel, min(self._links, batch.max_rows - 1)
         kernel(self._begin, batch, links)
         for k in range(links):
             kernel(self._link, batch, k)
@@ -99,11 +107,16 @@ class ModelChain:
 
     def _finish(self, batch: StepBatch, links: int) -> None:
         slot, lane, B, place_B = batch.slot, batch.lane, batch.num_lanes, _place(batch)
-        going_B, drafts_BK = self._going_B[:B], lane.drafts_BR[:B, :links].clamp(min=0)
-        slot.drafts_SR[place_B, :links] = torch.where(going_B[:, None], drafts_BK, slot.drafts_SR[place_B, :links])
+        going_B, count_B = self._going_B[:B], self._count_B[:B]
+        drawn_BK = going_B[:, None] & (torch.arange(links, device=count_B.device) < count_B[:, None])
+        slot.drafts_SR[place_B, :links] = torch.where(
+            drawn_BK, lane.drafts_BR[:B, :links], slot.drafts_SR[place_B, :links]
+        )
+        if self._forced and batch.any_guided:
+            count_B = with_forced(batch, count_B, self._wanted_B[:B])
         # A lane that emitted nothing keeps drafts and rows for its next try; one that was cut short has none.
         kept_B = torch.where(lane.result.num_emitted_B[:B] == 0, slot.num_drafts_S[place_B], 0)
-        slot.num_drafts_S[place_B] = torch.where(going_B, self._count_B[:B], kept_B).int()
+        slot.num_drafts_S[place_B] = torch.where(going_B, count_B, kept_B).int()
         lane.drafting_B[:B] = going_B
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from gpu_engine.buffers import StepBatch
-from gpu_engine.drafters.nets import DraftNet, Hidden, put_forced
+from gpu_engine.drafters.nets import DraftNet, Hidden, put_forced, with_forced
 from gpu_engine.sync import Sync
 from kernels.accept import StepTensors, draw_drafts
 
@@ -32,7 +32,7 @@ class ModelDrafter:
         self.net.prefill(slot.history_SL[slots_B], slot.page_table_SN[slots_B], start, end, hidden)
 
     def propose(self, batch: StepBatch, step: StepTensors, hidden: Hidden) -> None:
-        """Draft up to K tokens a lane; a lane without news keeps the drafts it has."""
+        """Draft up to K tokens a lane, or as many as are forced; a lane without news keeps the drafts it has."""
         slot, lane, B, slots = batch.slot, batch.lane, batch.num_lanes, batch.slots_B.long()
         length_B1, drafting_B = slot.length_S[slots][:, None], lane.drafting_B[:B].clone()
         room_B = slot.params.max_length_S[slots] - length_B1[:, 0] - 1
@@ -64,7 +64,10 @@ class ModelDrafter:
             if self._forced and batch.any_guided:
                 put_forced(batch, slots, k)
             count_B += (lane.drafts_BR[:B, k] >= 0) & lane.drafting_B[:B]
-        slot.drafts_SR[slots] = torch.where(drafting_B[:, None], lane.drafts_BR[:B].clamp(min=0), slot.drafts_SR[slots])
+        drawn_BR = drafting_B[:, None] & (torch.arange(lane.drafts_BR.shape[1]) < count_B[:, None])
+        slot.drafts_SR[slots] = torch.where(drawn_BR, lane.drafts_BR[:B], slot.drafts_SR[slots])
+        if self._forced and batch.any_guided:
+            count_B = with_forced(batch, count_B, wanted_B)
         # A lane that emitted nothing keeps drafts and rows for its next try; one that was cut short has none.
         stuck_B = lane.result.num_emitted_B[:B] == 0
         kept_B = torch.where(stuck_B, slot.num_drafts_S[slots], 0)

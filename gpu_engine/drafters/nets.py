@@ -38,6 +38,15 @@ def put_forced(batch: StepBatch, place_B: torch.Tensor, k: int) -> None:
     slot.history_SL[place_B, at_B] = torch.where(forced_B, slot.drafts_SR[place_B, k], behind_B)
 
 
+def with_forced(batch: StepBatch, count_B: torch.Tensor, wanted_B: torch.Tensor) -> torch.Tensor:
+    """Return how many drafts each lane has: behind a whole chain, what is forced may reach further.
+
+    `count_B` links of the chain gave a draft, `wanted_B` were wanted; what is forced stands in `drafts_SR` already.
+    """
+    forced_B = batch.lane.num_forced_B[: batch.num_lanes]
+    return torch.where(count_B == wanted_B, torch.maximum(count_B, forced_B.to(count_B.dtype)), count_B)
+
+
 class DraftNet(Protocol):
     """A network that drafts. Owned by one chain; its state between two links is its own."""
 
@@ -62,13 +71,16 @@ class DraftNet(Protocol):
 
 
 class ModelNet:
-    """A causal language model. It stores a token's key at the token's own position."""
+    """A causal language model. It stores a token's key at the token's own position.
+
+    `num_links` is the longest chain, K: of a step that accepts more drafts it has not seen all.
+    """
 
     layers: tuple[int, ...] = ()
     d2t_V: torch.Tensor | None = None
 
-    def __init__(self, model: LoadedModel, pages: list[KVPages]) -> None:
-        self.model, self._pages = model, pages
+    def __init__(self, model: LoadedModel, pages: list[KVPages], num_links: int) -> None:
+        self.model, self._pages, self._links = model, pages, num_links
 
     def prefill(
         self, history_1L: torch.Tensor, page_table_1N: torch.Tensor, start: int, end: int, hidden: Hidden
@@ -80,20 +92,26 @@ class ModelNet:
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
         hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
-        """Run the last two tokens: after a full acceptance it has not seen the last draft yet."""
+        """Run the last tokens: after a full acceptance it has not seen the chain's last draft, nor any behind it.
+
+        Of a step of P rows these are at most P - K, and the step's own token.
+        """
         slot = batch.slot
-        tail_B2 = slot.length_S[place_B][:, None] - 2 + torch.arange(2, dtype=torch.int32, device=place_B.device)
-        ids_B2 = slot.history_SL[place_B[:, None], tail_B2.clamp(min=0).long()]
-        return self._logits(ids_B2, torch.where(going_B[:, None], tail_B2, -1), page_table_BN)
+        length_B1 = slot.length_S[place_B][:, None]
+        row_T = torch.arange(max(2, batch.num_rows - self._links + 1), dtype=torch.int32, device=place_B.device)
+        tail_BT = (length_B1 - len(row_T)).clamp(min=0) + row_T
+        live_BT = going_B[:, None] & (tail_BT < length_B1)
+        ids_BT = slot.history_SL[place_B[:, None], tail_BT.long()]
+        context = self._context(torch.where(live_BT, tail_BT, -1), page_table_BN)
+        lane_B, last_B = torch.arange(len(place_B), device=place_B.device), (live_BT.sum(dim=1) - 1).clamp(min=0)
+        return self.model.logits(ids_BT.long(), context).view(*ids_BT.shape, -1)[lane_B, last_B]
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
         """Run one token."""
-        return self._logits(ids_B1, positions_B1, page_table_BN)
+        return self.model.logits(ids_B1.long(), self._context(positions_B1, page_table_BN))
 
-    def _logits(self, ids_BP: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
-        B, P = positions_BP.shape
-        context = AttentionContext(self._pages, page_table_BN, positions_BP.int().contiguous())
-        return self.model.logits(ids_BP.long(), context).view(B, P, -1)[:, -1]
+    def _context(self, positions_BP: torch.Tensor, page_table_BN: torch.Tensor) -> AttentionContext:
+        return AttentionContext(self._pages, page_table_BN, positions_BP.int().contiguous())
 
     def __repr__(self) -> str:
         return f"<ModelNet {self.model.name}>"

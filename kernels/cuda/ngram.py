@@ -84,7 +84,7 @@ def propose_ngram(
     max_length, and one below `max_rows`. Cost: one pass over the history. An idle lane (negative slot) is left alone.
 
     `num_forced_B` int32: so many tokens stand in front, in `drafts_SR` and behind the history; the lookup goes on from
-    there. A lane of -1 is left alone, too.
+    there, and adds nothing where they reach beyond draft_limit. A lane of -1 is left alone, too.
     """
     tensors = (slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)

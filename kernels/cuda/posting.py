@@ -63,7 +63,7 @@ def post_kernel(
     posted: tl.tensor,
     kept: tl.tensor,
     done: tl.tensor,
-    draft_limit: tl.tensor,
+    forced_limit: tl.tensor,
     max_length: tl.tensor,
     draft_masks: tl.tensor,
     slots: tl.tensor,
@@ -100,7 +100,7 @@ def post_kernel(
     if ASKS_FORCED:
         count = tl.zeros_like(count)
         room = tl.load(max_length + s) - tl.load(length + s) - 1
-        wanted = tl.minimum(tl.minimum(tl.load(draft_limit + s), room), max_drafts)
+        wanted = tl.minimum(tl.minimum(tl.load(forced_limit + s), room), max_drafts)
         missing = (j < wanted) & (tl.load(drafting + b) != 0)
     need = tl.where(told_of, tl.sum(tl.where(missing, 1 << j, 0), axis=0), 0)
     told = tl.load(posted + s)
@@ -149,8 +149,9 @@ def pack_post(
     int32 and contiguous; `guided_B` and `drafting_B` bool. At most R answer tokens may be untold. A slot in `done_S`
     (bool) asks for nothing.
 
-    PROPOSE: guided lanes in `drafting_B`, for as many tokens as they may have drafts; `limits` are `draft_limit_S` and
-    `max_length_S`, and `max_rows` the rows of the next step. `posted_S` stays: the next post says these tokens again.
+    PROPOSE: guided lanes in `drafting_B`, for as many tokens as they may have forced drafts; `limits` are
+    `forced_limit_S` and `max_length_S`, and `max_rows` the rows of the next step. `posted_S` stays: the next post says
+    these tokens again.
     """
     B, R = slots_B.shape[0], drafts_BR.shape[1]
     ints = (slots_B, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S)

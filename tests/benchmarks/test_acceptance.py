@@ -97,6 +97,8 @@ def test_every_prompt_is_asked_with_its_drafts(serve_fake: Serve) -> None:
     assert [(found.group, len(found.answers)) for found in cells] == [("extraction", 2), ("generation", 2)]
     assert {request.speculation.num_draft_tokens for request in engine.requests} == {4}
     assert all(found.wall_s > 0 for found in cells)
+    asyncio.run(answer(address, prompts, 4, 16, Progress(4), named=False))
+    assert not any(request.speculation.HasField("num_draft_tokens") for request in engine.requests[4:])
     # The fake's tokens depend on the prompt and not on the drafts.
     again = asyncio.run(answer(address, prompts, 0, 16, Progress(4)))
     assert differing(cells, again) == []

@@ -45,9 +45,9 @@ def test_launching_ahead_changes_no_token(mode: str) -> None:
         with sidecar_of(t) as sidecar:
             open_slot(t, sidecar, 0)
             said: list[int] = []
-            flying = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+            flying = t.graphs.launch([LaneInput(0, 1, True)])
             for _ in range(100):
-                following = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+                following = t.graphs.launch([LaneInput(0, 1, True)])
                 said += tokens_of(t.graphs.read(flying))[0]
                 flying = following
             said += tokens_of(t.graphs.read(flying))[0]
@@ -61,9 +61,9 @@ def test_no_row_of_a_hundred_thousand_replays_is_stale_torn_or_lost(mode: str, t
         step = t.count_patterns()
         t.graphs.capture(t.channel)
         lanes = [LaneInput(slot, 1, True) for slot in (3, 0, 2)]
-        flying = t.graphs.launch(lanes, ROWS)
+        flying = t.graphs.launch(lanes)
         for count in range(1, replays):
-            following = t.graphs.launch(lanes, ROWS)
+            following = t.graphs.launch(lanes)
             assert t.graphs.read(flying).seq == count
             flying = following
         assert t.graphs.read(flying).seq == replays
@@ -77,11 +77,11 @@ def test_peer_killed_in_mid_replay_drains_within_the_deadline(mode: str, tmp_pat
         t.graphs.capture(t.channel)
         lanes = [LaneInput(0, 1, True), LaneInput(1, 1, True)]
         for _ in range(200):
-            t.graphs.read(t.graphs.launch(lanes, ROWS))
-        flying = t.graphs.launch(lanes, ROWS)
+            t.graphs.read(t.graphs.launch(lanes))
+        flying = t.graphs.launch(lanes)
         peer.send_signal(signal.SIGKILL)
         for _ in range(5):
-            following = t.graphs.launch(lanes, ROWS)
+            following = t.graphs.launch(lanes)
             t.graphs.read(flying)
             flying = following
         t.graphs.read(flying)
@@ -93,7 +93,7 @@ def test_abort_word_ends_a_wait_at_once(mode: str) -> None:
     with toys_on_gpu(mode) as t:
         t.graphs.capture(t.channel)
         t.sit(0)
-        launched = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+        launched = t.graphs.launch([LaneInput(0, 1, True)])
         time.sleep(0.05)
         assert not t.graphs.ready(launched)
         t.channel.set_abort()

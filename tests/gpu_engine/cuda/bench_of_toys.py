@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gpu_engine.buffers import LaneBuffers, SlotBuffers
-from gpu_engine.graph import LaneInput, StepGraphs
+from gpu_engine.graph import LaneInput, StepGraphs, StepRows
 from gpu_engine.output_ring import OutputRing, StepOutputs
 from gpu_engine.row_work import RowWork, TorchRows, TritonRows
 from gpu_engine.sync_cuda import DeviceFlagSync, HostCallbackSync, segment_rows
@@ -63,7 +63,7 @@ class Toys:
     def launch(self, slots: list[int], *, guided: bool = True, gen: int = 1) -> StepOutputs:
         """Run one step to its end."""
         lanes = [LaneInput(slot, gen, guided) for slot in slots]
-        return self.graphs.read(self.graphs.launch(lanes, ROWS))
+        return self.graphs.read(self.graphs.launch(lanes))
 
 
 @dataclass(eq=False)
@@ -113,7 +113,13 @@ def assemble(
     lane: LaneBuffers = on_device(LaneBuffers.allocate(SLOTS, ROWS, vocab), stream.device)
     ring = OutputRing(stream, lane, sync.report)
     step = ToyStep(slot, lane, sync, ring, drafts)
-    return segment, channel, sync, step, StepGraphs(stream, step, slot, lane, ring, buckets, (ROWS,), eager=eager)
+    return (
+        segment,
+        channel,
+        sync,
+        step,
+        StepGraphs(stream, step, slot, lane, ring, buckets, StepRows(ROWS, ROWS), eager=eager),
+    )
 
 
 @contextmanager

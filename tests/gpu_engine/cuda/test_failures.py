@@ -30,10 +30,10 @@ def test_no_row_of_thousands_of_replays_is_stale_or_lost(mode: str, replays: int
         step = t.count_patterns()
         t.graphs.capture(t.channel)
         lanes = [LaneInput(slot, 1, True) for slot in (3, 0, 2)]
-        flying = t.graphs.launch(lanes, ROWS)
+        flying = t.graphs.launch(lanes)
         seqs = []
         for _ in range(replays):
-            following = t.graphs.launch(lanes, ROWS)
+            following = t.graphs.launch(lanes)
             seqs.append(t.graphs.read(flying).seq)
             flying = following
         t.graphs.read(flying)
@@ -48,7 +48,7 @@ def test_peer_killed_between_replays_is_deferred_within_the_deadline(mode: str, 
         t.graphs.capture(t.channel)
         lanes = [LaneInput(0, 1, True), LaneInput(1, 1, True)]
         for count in range(40):
-            launched = t.graphs.launch(lanes, ROWS)
+            launched = t.graphs.launch(lanes)
             if count == 20:
                 peer.send_signal(signal.SIGKILL)
                 peer.wait(PATIENCE_S)
@@ -121,7 +121,7 @@ def test_abort_word_ends_a_wait_at_once(mode: str) -> None:
         t.sit(0)
         begun = threading.Event()
         posted = t.channel.last_seq
-        launched = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+        launched = t.graphs.launch([LaneInput(0, 1, True)])
         while t.channel.last_seq == posted:
             begun.wait(0.001)
         begin_s = time.monotonic()
@@ -152,12 +152,12 @@ def test_after_a_device_error_no_host_function_runs_and_every_wait_ends(mode: st
                     raise RuntimeError("an illegal memory access was encountered")
 
             t.stream.before = break_early
-            launched = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+            launched = t.graphs.launch([LaneInput(0, 1, True)])
             with pytest.raises(DeviceFailed, match="illegal memory access"):
                 t.graphs.read(launched)
             assert t.channel.last_seq == posted, "its post was skipped"
             with pytest.raises(DeviceFailed):
-                t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+                t.graphs.launch([LaneInput(0, 1, True)])
 
 
 @pytest.mark.parametrize("mode", MODES)

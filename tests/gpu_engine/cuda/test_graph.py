@@ -66,7 +66,7 @@ def test_lanes_change_places_buckets_and_owners(mode: str) -> None:
             for slot in range(SLOTS):
                 open_slot(t, sidecar, slot)
             for lanes in ([0], [1, 0], [3, 1, 0, 2], [2], [2, 3, 0], [0, 1, 2, 3]):
-                launched = t.graphs.launch([LaneInput(slot, gens[slot], True) for slot in lanes], ROWS)
+                launched = t.graphs.launch([LaneInput(slot, gens[slot], True) for slot in lanes])
                 for slot, tokens in tokens_of(t.graphs.read(launched)).items():
                     said[slot] += tokens
             for slot in (0, 3):
@@ -74,7 +74,7 @@ def test_lanes_change_places_buckets_and_owners(mode: str) -> None:
                 said[slot] = []
                 open_slot(t, sidecar, slot, gen=2)
             for _ in range(6):
-                launched = t.graphs.launch([LaneInput(slot, gens[slot], True) for slot in (0, 3)], ROWS)
+                launched = t.graphs.launch([LaneInput(slot, gens[slot], True) for slot in (0, 3)])
                 for slot, tokens in tokens_of(t.graphs.read(launched)).items():
                     said[slot] += tokens
             for slot, tokens in said.items():
@@ -90,7 +90,7 @@ def test_guided_and_free_lanes_share_a_step(mode: str) -> None:
             t.sit(2)
             said: dict[int, list[int]] = {1: [], 2: []}
             for _ in range(8):
-                launched = t.graphs.launch([LaneInput(2, 1, False), LaneInput(1, 1, True)], ROWS)
+                launched = t.graphs.launch([LaneInput(2, 1, False), LaneInput(1, 1, True)])
                 for slot, tokens in tokens_of(t.graphs.read(launched)).items():
                     said[slot] += tokens
             assert said[1] == expected(Automaton(1500).legal, 1, len(said[1]))
@@ -104,9 +104,9 @@ def test_launch_does_not_wait_and_outputs_come_a_step_behind() -> None:
         with sidecar_of(t) as sidecar:
             open_slot(t, sidecar, 0)
             said: list[int] = []
-            flying = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+            flying = t.graphs.launch([LaneInput(0, 1, True)])
             for _ in range(20):
-                following = t.graphs.launch([LaneInput(0, 1, True)], ROWS)
+                following = t.graphs.launch([LaneInput(0, 1, True)])
                 said += tokens_of(t.graphs.read(flying))[0]
                 flying = following
             said += tokens_of(t.graphs.read(flying))[0]
@@ -117,9 +117,9 @@ def test_outputs_that_nobody_reads_are_not_overwritten() -> None:
     with toys("host_callback") as t:
         t.graphs.capture()
         lanes = [LaneInput(0, 1, False)]
-        kept = [t.graphs.launch(lanes, ROWS) for _ in range(3)]
+        kept = [t.graphs.launch(lanes) for _ in range(3)]
         with pytest.raises(RuntimeError, match="not read"):
-            t.graphs.launch(lanes, ROWS)
+            t.graphs.launch(lanes)
         assert [t.graphs.read(launched).seq for launched in kept] == [0, 0, 0]
 
 
@@ -127,10 +127,10 @@ def test_a_step_that_fits_no_graph_is_refused() -> None:
     with toys("host_callback", buckets=(1, 2)) as t:
         t.graphs.capture()
         lanes = [LaneInput(slot, 1, False) for slot in range(3)]
-        with pytest.raises(ValueError, match="3 lanes and 3 rows does not fit: 2 lanes, 3 rows"):
-            t.graphs.launch(lanes, ROWS)
+        with pytest.raises(ValueError, match="3 lanes does not fit: there are 1 to 2"):
+            t.graphs.launch(lanes)
         with pytest.raises(ValueError, match="does not fit"):
-            t.graphs.launch(lanes[:1], ROWS + 1)
+            t.graphs.launch([])
 
 
 def test_capture_sets_the_permissive_word_and_leaves_the_slots_alone() -> None:
@@ -168,7 +168,7 @@ def test_triton_kernels_tell_and_keep_the_same(mode: str) -> None:
             t.sit(2)
             lanes = [LaneInput(3, 1, True), LaneInput(2, 1, False), LaneInput(1, 1, True)]
             for count in range(9):
-                launched = t.graphs.launch(lanes if count < 6 else lanes[::2], ROWS)
+                launched = t.graphs.launch(lanes if count < 6 else lanes[::2])
                 for slot, tokens in tokens_of(t.graphs.read(launched)).items():
                     said[slot] += tokens
             for slot in (1, 3):
@@ -181,7 +181,7 @@ def test_triton_kernels_tell_and_keep_the_same(mode: str) -> None:
 def test_close_waits_and_destroys_the_graphs() -> None:
     with toys("host_callback") as t:
         t.graphs.capture()
-        t.graphs.launch([LaneInput(0, 1, False)], ROWS)
+        t.graphs.launch([LaneInput(0, 1, False)])
         ran = t.stream.ran
         t.graphs.close()
         assert t.stream.ran > ran

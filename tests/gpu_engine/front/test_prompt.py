@@ -14,7 +14,9 @@ from gpu_engine.validation import Limits, check
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer
 
-LIMITS = Limits(vocab_size=320, max_model_len=64, num_draft_tokens=7, max_n=4, max_prompt_bytes=1 << 20)
+LIMITS = Limits(
+    vocab_size=320, max_model_len=64, num_draft_tokens=7, forced_draft_tokens=15, max_n=4, max_prompt_bytes=1 << 20
+)
 
 
 def build(message: pb.GenerateRequest, tokenizer: ByteTokenizer | None = None) -> list[Request]:

@@ -217,12 +217,12 @@ def test_what_is_forced_is_asked_for_and_taken_as_by_the_inline_sync(device: tor
         lane.drafting_B.copy_(torch.tensor([True, seed % 2 == 0, True, True]))
         # Who drafts has moved; lane 1 now and then stands still, and lane 2 has no grammar.
         lane.result.num_emitted_B.copy_(lane.drafting_B.int())
-        slot.draft_limit_S.copy_(torch.tensor([3, 2, 3, 3, seed % 4, 3]))
+        slot.forced_limit_S.copy_(torch.tensor([3, 2, 3, 3, seed % 4, 3]))
         slot.params.max_length_S.copy_(slot.length_S + torch.tensor([seed % 5, 20, 20, 20, 20, 20]))
         slot.num_drafts_S.fill_(3)
         ours = OnDevice(inline, batch, device)
         there = [t.clone().to(device) for t in (slot.drafts_SR, slot.num_drafts_S, lane.num_forced_B)]
-        limits = tuple(t.clone().to(device) for t in (slot.draft_limit_S, slot.params.max_length_S))
+        limits = tuple(t.clone().to(device) for t in (slot.forced_limit_S, slot.params.max_length_S))
         inline.post_forced(batch)
         pack_post(
             *ours.lanes, ours.gens, ours.drafts, ours.num, *ours.slot, ours.rows, ours.out,
