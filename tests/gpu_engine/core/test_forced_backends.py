@@ -162,12 +162,16 @@ def expected(sidecars: Sidecars) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize(
+    ("num_drafts", "most"), [*((number, 0) for number in range(1, 8)), (1, 7), (2, 7), (3, 7), (3, 15)]
+)
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 def test_tokens_do_not_depend_on_what_is_forced(
-    sidecars: Sidecars, expected: list[list[int]], drafter: str, num_drafts: int, overlap: bool
+    sidecars: Sidecars, expected: list[list[int]], drafter: str, num_drafts: int, most: int, overlap: bool
 ) -> None:
-    settings = config(drafter=drafter, num_draft_tokens=num_drafts, draft_forced=True, overlap=overlap, **PATIENT)
+    settings = config(
+        drafter=drafter, num_draft_tokens=num_drafts, forced_draft_tokens=most, step_rows=64, overlap=overlap, **PATIENT
+    )
     with sidecars.engine(settings) as (engine, worker):
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
@@ -178,12 +182,20 @@ def test_tokens_do_not_depend_on_what_is_forced(
 
 
 @pytest.mark.parametrize("drafts_by", ["same", "trained eagle3", "random eagle3"])
-@pytest.mark.parametrize("masks", ["on", "off", "turns"])
+@pytest.mark.parametrize(
+    ("masks", "num_drafts", "most"), [("on", 5, 0), ("off", 5, 0), ("turns", 5, 0), ("on", 2, 7), ("turns", 3, 15)]
+)
 def test_nets_go_on_behind_what_is_forced(
-    sidecars: Sidecars, expected: list[list[int]], draft_models: dict[str, str], drafts_by: str, masks: str
+    sidecars: Sidecars,
+    expected: list[list[int]],
+    draft_models: dict[str, str],
+    drafts_by: str,
+    masks: str,
+    num_drafts: int,
+    most: int,
 ) -> None:
     settings = with_drafts(
-        5, draft_model=draft_models[drafts_by], draft_forced=True, max_batch_size=2,
+        num_drafts, draft_model=draft_models[drafts_by], forced_draft_tokens=most, max_batch_size=2,
         draft_masks="auto" if masks == "turns" else masks, **PATIENT,
     )  # fmt: skip
     turns = Turns() if masks == "turns" else None
@@ -197,10 +209,15 @@ def test_nets_go_on_behind_what_is_forced(
     assert rows["reused_rows"] == 0
 
 
-def test_an_answer_that_is_forced_takes_few_steps(sidecars: Sidecars, expected: list[list[int]]) -> None:
-    at = 2 * SCHEMAS.index(LITERAL)
-    with sidecars.engine(config(drafter="grammar", num_draft_tokens=7, **PATIENT)) as (engine, _):
+@pytest.mark.parametrize(("num_drafts", "most"), [(7, 0), (7, 15), (1, 11)])
+def test_an_answer_that_is_forced_takes_few_steps(
+    sidecars: Sidecars, expected: list[list[int]], num_drafts: int, most: int
+) -> None:
+    at, rows = 2 * SCHEMAS.index(LITERAL), max(num_drafts, most) + 1
+    settings = config(drafter="grammar", num_draft_tokens=num_drafts, forced_draft_tokens=most, **PATIENT)
+    with sidecars.engine(settings) as (engine, _):
         answer = made()[at]
+        answer.request.forced_draft_tokens = 15
         assert answer_all(engine, [answer]) == [expected[at]]
-    # One token behind the prompt, then eight a step; the stop is the last step's own.
-    assert answer.request.telemetry.steps == 1 + -(-(len(expected[at]) - 1) // 8)
+    # One token behind the prompt, then a step's rows; the stop is the last step's own.
+    assert answer.request.telemetry.steps == 1 + -(-(len(expected[at]) - 1) // rows)

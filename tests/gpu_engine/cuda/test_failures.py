@@ -100,7 +100,7 @@ def test_time_of_drafts_is_told_apart_and_is_none_without_masks(mode: str) -> No
             drafts_ns, posts, before_ns = [], [], 0
             for masked in (True, False, True):
                 posted = t.channel.last_seq
-                outputs = t.graphs.read(t.graphs.launch([LaneInput(1, 1, True)], ROWS, masked=masked))
+                outputs = t.graphs.read(t.graphs.launch([LaneInput(1, 1, True)], masked=masked))
                 assert len(tokens_of(outputs)[1]) > 0
                 waited_ns = t.sync.waited_ns
                 drafts_ns.append(outputs.drafts_waited_ns - before_ns + t.sync.draft_ns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_engine.graph import GraphKey, LaneInput, lane_buckets
+from gpu_engine.graph import GraphKey, LaneInput, StepRows, lane_buckets
 from tests.gpu_engine.core.toy_sidecar import Automaton
 from tests.gpu_engine.cuda.bench_of_toys import MODES, ROWS, SLOTS, open_slot, sidecar_of, tokens_of, toys
 from tests.gpu_engine.cuda.toy_step import expected
@@ -152,6 +152,12 @@ def test_capture_sets_the_permissive_word_and_leaves_the_slots_alone() -> None:
 def test_buckets(most: int, sizes: tuple[int, ...]) -> None:
     assert lane_buckets(most) == sizes
     assert lane_buckets(256)[-3:] == (192, 224, 256)
+
+
+def test_rows_of_a_bucket() -> None:
+    rows = StepRows(usual=8, most=16, room=64)
+    assert [rows.of(bucket, True) for bucket in (1, 2, 4, 5, 8, 256)] == [16, 16, 16, 8, 8, 8]
+    assert {rows.of(bucket, False) for bucket in (1, 4, 8)} == {8}, "nothing is forced in a free step"
 
 
 @pytest.mark.parametrize("mode", MODES)

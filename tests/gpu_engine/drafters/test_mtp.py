@@ -140,6 +140,32 @@ def test_guided_tokens_do_not_depend_on_it(target: LoadedModel, masks: str, forc
     assert bool(drawn) == (masks != "off")
 
 
+@pytest.mark.parametrize(("num_drafts", "overlap"), [(1, False), (2, True), (3, False)])
+def test_it_goes_on_behind_forced_tokens_that_are_more_than_its_chain(
+    target: LoadedModel, num_drafts: int, overlap: bool
+) -> None:
+    def made() -> list[Any]:
+        return [ask(tokens(9, seed), grammar="20", max_tokens=15 * seed, seed=seed) for seed in (1, 2)]
+
+    with guided_engine(target, config(model=target.name, drafter="none", row_timeout_ms=2000.0)) as (engine, _):
+        expected = answer_all(engine, made())
+    settings = config(
+        model=target.name, drafter="mtp", num_draft_tokens=num_drafts, forced_draft_tokens=7, overlap=overlap,
+        row_timeout_ms=2000.0, draft_timeout_ms=2000.0,
+    )  # fmt: skip
+    with guided_engine(target, settings) as (engine, grammar):
+        # Now and then right, and then with a wrong token at the end.
+        grammar.sidecar.proposes = lambda automaton, said: (
+            [token for ids in expected if said and ids[: len(said)] == said for token in [*ids[len(said) :][:5], 66]]
+            if len(said) % 3
+            else []
+        )
+        assert answer_all(engine, made()) == expected
+        stats, records = engine.stats(), grammar.sidecar.records
+    assert max(len(record.drafts) for record in records if record.stage == Stage.VERIFY) == 6
+    assert stats.forced_draft_tokens > stats.accepted_forced_tokens > 10
+
+
 def test_a_model_without_such_layers_is_refused(target: LoadedModel, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelNotSupported, match="has no usable multi-token-prediction weights"):
         load_mtp(str(tmp_path), target.net, torch.float32)
