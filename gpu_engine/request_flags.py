@@ -49,7 +49,9 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable"
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
-    sampling.add_argument("--draft-tokens", type=int, metavar="INT", help="drafts per step; 0: no speculation")
+    sampling.add_argument(
+        "--draft-tokens", type=int, metavar="INT", help="drafts per step, forced ones too; 0: no speculation"
+    )
 
 
 def seconds(text: str) -> float:

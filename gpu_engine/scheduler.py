@@ -91,7 +91,7 @@ class Scheduler(Generic[Payload]):
     """Slots and waiting line. Used by the engine thread alone."""
 
     def __init__(self, num_slots: int, allocator: PageAllocator, *, prefill_chunk: int, lookahead: int) -> None:
-        """`lookahead`: tokens beyond its length that a decode step may write (K + 1)."""
+        """`lookahead`: tokens beyond its length that a decode step may write (R)."""
         self.allocator = allocator
         self._chunk, self._lookahead = prefill_chunk, lookahead
         self._seats: list[Sequence[Payload] | None] = [None] * num_slots

@@ -33,9 +33,10 @@ writes each 128-byte line (the writer is named below), so no line is ever conten
     OUT    [num_recs][num_slots], out_stride apart                                        engine step
            u64 seq | u32 slot_gen | u8 n | u8 kind | u16 0 | i32 tokens[R]
 
-R = num_rows = K + 1. Row j is the mask of the token that follows drafts[:j]. `commit_pos` is the number of answer
-tokens that were committed before the tokens of the record. Handling a record twice, known by (slot_gen, commit_pos),
-must change nothing. Not here: memory (segment.py), ordering (native/flags.c), meaning of the calls (channel.py).
+R = num_rows: one more than the most drafts of a step. Row j is the mask of the token that follows drafts[:j].
+`commit_pos` is the number of answer tokens that were committed before the tokens of the record. Handling a record
+twice, known by (slot_gen, commit_pos), must change nothing. Not here: memory (segment.py), ordering (native/flags.c),
+meaning of the calls (channel.py).
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Layout:
     num_slots: int
     """Sequences that run at once, 1 to 4096."""
     num_rows: int
-    """R = K + 1, 1 to 16."""
+    """R, one more than the most drafts of a step: 1 to 16."""
     vocab_size: int
     """V: columns of the logits, padding included."""
     num_recs: int = 16
@@ -159,7 +160,7 @@ class Layout:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of one record: R committed and K drafts."""
+        """Most tokens of one record: R committed and R - 1 drafts."""
         return 2 * self.num_rows - 1
 
     @property
