@@ -113,9 +113,9 @@ def test_tokens_are_those_of_a_cpu(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("drafts_by", "masks"), [("model", True), ("model", False), ("eagle3", True)])
+@pytest.mark.parametrize(("drafts_by", "masks"), [("model", "on"), ("model", "off"), ("eagle3", "on")])
 def test_a_net_goes_on_behind(
-    llama: LoadedModel, expected: list[list[int]], tmp_path: Path, drafts_by: str, masks: bool
+    llama: LoadedModel, expected: list[list[int]], tmp_path: Path, drafts_by: str, masks: str
 ) -> None:
     folder = Path(llama.name)
     if drafts_by == "eagle3":
