@@ -54,7 +54,7 @@ class EngineConfig:
     forces, and nothing else) or "none"."""
     draft_model: str = ""
     """With drafter=model: a model with the same tokenizer, in the forms of `model`. With drafter=eagle3: the directory
-    of a head for this model."""
+    of a head for this model; the embedded one has a head of its own."""
     draft_masks: str = "auto"
     """With drafter=model, eagle3 or mtp: "on" holds drafts to the grammar too, a row a draft; "off" leaves that to
     verification; "auto" measures both now and then, and masks while that brings more tokens than it costs time."""
@@ -109,9 +109,14 @@ class EngineConfig:
         drafters = ("ngram", "model", "eagle3", "mtp", "grammar", "none")
         _require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")
         _require(
-            (self.drafter in ("model", "eagle3")) == bool(self.draft_model),
+            bool(self.draft_model) <= (self.drafter in ("model", "eagle3")),
             "draft_model",
             "goes with drafter=model and drafter=eagle3, and only with these",
+        )
+        _require(
+            bool(self.draft_model) or self.drafter not in ("model", "eagle3") or self.drafts_with_shipped_head,
+            "draft_model",
+            f"drafter={self.drafter} needs one; only the embedded model comes with an EAGLE3 head",
         )
         _require(
             self.draft_masks in ("on", "off", "auto"), "draft_masks", f"{self.draft_masks!r} is not on, off or auto"
@@ -154,6 +159,11 @@ class EngineConfig:
     def num_rows(self) -> int:
         """R = max(K, F) + 1: the most positions that a decode step verifies per slot."""
         return self.num_forced + 1
+
+    @property
+    def drafts_with_shipped_head(self) -> bool:
+        """The head is the one that comes with this package."""
+        return self.drafter == "eagle3" and not self.draft_model and self.model == EMBEDDED_MODEL
 
     @property
     def drafts_by_net(self) -> bool:
@@ -204,7 +214,8 @@ class ServerConfig:
     grammar_memory_mb: int = 4096
     """A spawned grammar process with more memory of its own (MiB) is killed and started again; 0: no limit."""
     grammar_max_failures: int = 8
-    """A spawned grammar process that ended so often within 60 s is given up for `grammar_retry_s`; 0: never."""
+    """A spawned grammar process that ended so often within 60 s, with no guided token in between, is given up for
+    `grammar_retry_s`; 0: never."""
     grammar_retry_s: float = 60.0
     """One that was given up is tried again after so long; guided requests are UNAVAILABLE until then."""
     max_n: int = 16

@@ -23,6 +23,9 @@ from gpu_engine.stream import Stream
 from gpu_engine.sync import Sync
 from kernels.paged_attention import KVPages
 
+SHIPPED_HEAD = Path(__file__).parent / "heads" / "smollm2-135m-instruct"
+"""Trained for the embedded model; README.md beside it says on what."""
+
 
 def build_drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pages: int) -> Drafter:
     """Return the drafter. Raises ModelNotSupported or HeadNotUsable: it does not fit the target."""
@@ -64,7 +67,8 @@ def _device_drafter(
 
 def _net(config: EngineConfig, target: LoadedModel, num_pages: int, *, token_major: bool) -> DraftNet:
     if config.drafter == "eagle3":
-        head = load_head(Path(config.draft_model), target.net.config.get_text_config(), target.dtype).to(target.device)
+        directory = SHIPPED_HEAD if config.drafts_with_shipped_head else Path(config.draft_model)
+        head = load_head(directory, target.net.config.get_text_config(), target.dtype).to(target.device)
         head.requires_grad_(False)
         heads, width = head.config.num_key_value_heads, head.config.head_dim
         shape = (num_pages, heads, width, config.page_size)
