@@ -29,6 +29,7 @@ Attack = Callable[["Target", Outcomes], Coroutine[None, None, None]]
 """Runs until cancelled."""
 
 _BURN = "from grammar_service.compile_worker import step_back\nstep_back({nice})\nwhile True: pass"
+"""Code of a process that computes and touches no memory."""
 
 
 class Target:
@@ -120,9 +121,17 @@ def kills(every_s: float) -> Attack:
 
 def burners(count: int, nice: int) -> Attack:
     """Return a control: `count` processes that compute at `nice` and have nothing to do with the server."""
+    return _beside(count, sys.executable, "-c", _BURN.format(nice=nice))
 
+
+def compilers(count: int, nice: int, tokenizer: Path, backend: str) -> Attack:
+    """Return a control: `count` processes that compile the flood's schemas, and tell nobody."""
+    command = (sys.executable, "-m", "benchmarks.compile_alone", "--tokenizer", str(tokenizer), "--backend", backend)
+    return _beside(count, *command, "--nice", str(nice))
+
+
+def _beside(count: int, *command: str) -> Attack:
     async def attack(_target: Target, outcomes: Outcomes) -> None:
-        command = (sys.executable, "-c", _BURN.format(nice=nice))
         processes = [await asyncio.create_subprocess_exec(*command) for _ in range(count)]
         outcomes["processes"] = count
         try:

@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.attacks import Attack, Outcomes, Target, burners, flood, hostile, kills, under
+from benchmarks.attacks import Attack, Outcomes, Target, burners, compilers, flood, hostile, kills, under
 from benchmarks.measure import percentile
 from benchmarks.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.streams import Streams, Window, Windows
 from benchmarks.tables import Progress, number, table
+from gpu_engine.config import EMBEDDED_MODEL
+from gpu_engine.model.embedded import ensure_embedded
 from grammar_service.compile_worker import NICENESS
 
 ALONE = "alone"
@@ -34,7 +36,8 @@ what it does:
     hostile    short requests with oneOf nested 16 deep, a 2 MB schema, a regex of many states, enums of 1000
     kills      the grammar process gets SIGKILL every two seconds
   and their controls:
-    burners    as many processes as compile grammars, at their niceness, that only burn a core
+    compilers  as many processes as compile grammars, at their niceness, that compile the flood's schemas for nobody
+    burners    the same number, that only burn a core
     requests   the requests of "hostile" without their grammars
 
 examples:
@@ -53,10 +56,16 @@ class Result:
     outcomes: Outcomes
 
 
+def tokenizer_of(model: str) -> Path:
+    """Return the directory with the model's tokenizer.json."""
+    return ensure_embedded() if model == EMBEDDED_MODEL else Path(model)
+
+
 def scenarios(args: argparse.Namespace) -> dict[str, Attack]:
     """Return the attacks and controls in the order in which they run."""
     return {
         "flood": flood(args.rate),
+        "compilers": compilers(args.burners, args.nice, tokenizer_of(args.model), args.grammar_backend),
         "burners": burners(args.burners, args.nice),
         "hostile": hostile(args.hostile_rate),
         "requests": hostile(args.hostile_rate, guided=False),

@@ -255,7 +255,8 @@ def _lines(path: Path, limit: int) -> list[dict[str, Any]]:
     return lines[:limit] if limit else lines
 
 
-def _vocabulary(path: Path, stop_ids: Sequence[int]) -> Vocabulary:
+def read_vocabulary(path: Path, stop_ids: Sequence[int]) -> Vocabulary:
+    """Return the vocabulary of a tokenizer.json, or of the one in a directory."""
     file = path / "tokenizer.json" if path.is_dir() else path
     content = file.read_bytes()
     document = json.loads(content)
@@ -301,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the harness; return the exit status."""
     options = _parse(arguments)
     lines = _lines(options.data, options.limit)
-    vocabulary = _vocabulary(options.tokenizer, options.stop_id)
+    vocabulary = read_vocabulary(options.tokenizer, options.stop_id)
     backends = NAMES if options.backend == "both" else (options.backend,)
     benches: dict[str, Tally] = {}
 

@@ -12,6 +12,8 @@ def main() -> None:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     # Prompts are tokenised one by one; the library's thread pool would only warn when a child is started after its use.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # The engine's thread must get the GIL soon after each operation, whatever the event loop is doing.
+    sys.setswitchinterval(0.0005)
     from gpu_engine import cli
 
     sys.exit(cli.main())

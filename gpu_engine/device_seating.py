@@ -86,9 +86,11 @@ class DeviceSeating(Seating):
         self._stream.kernel(self._rows.count_seen, s, self.device.history_SL[s, :count], len(request.prompt_ids))
         self._mark(s)
 
-    def bind(self, seat: Seat) -> None:
-        """Enqueue the number of answer tokens that the matcher knows."""
+    def bind(self, seat: Seat, *, drafts: bool = True) -> None:
+        """Enqueue the number of answer tokens that the matcher knows, and an end of drafts."""
         self._stream.kernel(self._write_posted, seat.slot, len(seat.payload.answer))
+        if not drafts:
+            self._stream.kernel(self._end_drafts, seat.slot)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest when stops and bans do not fit into a slot's rules."""
@@ -115,6 +117,10 @@ class DeviceSeating(Seating):
 
     def _write_posted(self, slot: int, count: int) -> None:
         self.device.posted_S[slot].fill_(count)
+
+    def _end_drafts(self, slot: int) -> None:
+        for limit_S in (self.device.num_drafts_S, self.device.draft_limit_S, self.device.forced_limit_S):
+            limit_S[slot].fill_(0)
 
     def _copy_one(self, target_S: torch.Tensor, source_S: torch.Tensor, slot: int) -> None:
         self._copy(target_S[slot : slot + 1], source_S[slot : slot + 1])

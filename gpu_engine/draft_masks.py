@@ -97,6 +97,8 @@ class DraftMasks:
         self._ways = {True: _Way(), False: _Way()}
         self._others = 0.0
         """Tokens of lanes that masks do nothing for, in the same steps: their time is spent, too. It fades, too."""
+        self._beside = 0.0
+        """The same, of the step that is being told."""
         self._windows, self._left, self._rest = 1, WINDOW, 0
         """Windows to come of this comparison: the chosen way, before it the other one. 0: at rest."""
         self._matters = False
@@ -115,10 +117,10 @@ class DraftMasks:
     def lane(self, masked: bool | None, tokens: int) -> None:
         """See `MaskPolicy.lane`."""
         self._matters |= masked is not None
-        if self.mode != "auto" or not self._windows:
-            return
         if masked is None:
-            self._others += tokens
+            self._beside += tokens
+            return
+        if self.mode != "auto" or not self._windows:
             return
         way = self._ways[masked]
         way.lanes += 1
@@ -127,6 +129,7 @@ class DraftMasks:
 
     def told(self, *, masked: bool, step_ms: float, draft_ms: float) -> None:
         """See `MaskPolicy.told`. A step in which masks mattered to nobody is none of a window."""
+        beside, self._beside = self._beside, 0.0
         if not self._matters:
             return
         self._matters = False
@@ -137,6 +140,7 @@ class DraftMasks:
             way = self._ways[masked]
             way.step_ms += step_ms
             way.draft_ms += draft_ms
+            self._others += beside
         self._left -= 1
         if not self._left:
             self._turn()

@@ -55,6 +55,7 @@ class Guides:
         self._up = True
         self._silent = False
         self._owed: list[Seat] = []
+        self._stood: list[Seat] = []
         self._found: Seat | None = None
         self.progress = 0
         """Counts up when a grammar process is of use: it gives a sequence rows, or its end tells whose fault it is."""
@@ -69,7 +70,7 @@ class Guides:
         self._sync.forget(seat.slot)
         if now and self._port is not None:
             suspects.opened(seat)
-            self._seating.bind(seat)
+            self._seating.bind(seat, drafts=suspects.drafts(seat))
             seat.payload.bound = (seat.slot, seat.slot_gen)
             self._port.open(seat.slot, seat.slot_gen, seat.payload.request, tuple(seat.payload.answer))
 
@@ -181,14 +182,15 @@ class Guides:
         self._up = self._silent = False
         guided = [seat for seat in self._scheduler.seated if seat.guided]
         self._owed = [seat for seat in guided if self._served(seat) or (seat.slot, seat.slot_gen) in binding]
-        self._found = suspects.died(self._owed)
+        self._stood = [seat for seat in guided if seat.guide in (Guide.OPEN, Guide.SILENT)]
+        self._found = suspects.died(self._owed, self._stood)
         for seat in guided:
             seat.guide, seat.parked = Guide.LOST, False
 
     def pardoned(self) -> None:
         """Somebody outside ended it: none of the guided sequences is to blame."""
-        suspects.pardon(self._owed)
-        self._owed, self._found = [], None
+        suspects.pardon(self._owed, self._stood)
+        self._owed, self._stood, self._found = [], [], None
 
     @staticmethod
     def _served(seat: Seat) -> bool:
@@ -203,7 +205,7 @@ class Guides:
     def restored(self) -> None:
         """Open every guided slot again, at its committed tokens; suspects one by one."""
         self._up, self._silent = True, False
-        found, self._found, self._owed = self._found, None, []
+        found, self._found, self._owed, self._stood = self._found, None, [], []
         if found is not None and found.slot >= 0 and found in self._scheduler.seated:
             self.progress += 1
             self._end_found(found)

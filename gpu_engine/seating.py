@@ -34,8 +34,12 @@ class Running:
     """Grammar processes that ended while they owed it an answer, since it last got a token."""
     gained: bool = False
     """It got a token since the last of them, or since it came."""
+    had: bool = False
+    """`gained` before the last of them."""
     tried: int = 0
-    """Times that it was opened as a suspect. This and the two before: suspects.py writes them."""
+    """Times that it was opened as a suspect."""
+    ends: int = 0
+    """Grammar processes that ended while its matcher stood. This and the four before: suspects.py writes them."""
     bound: tuple[int, int] | None = None
     """(slot, slot_gen) that the sidecar was asked to open; to be closed."""
     forced: int = 0
@@ -96,9 +100,15 @@ class Seating:
         seat.payload.pages_written = seat.payload.forced = 0
         seat.payload.masked = None
 
-    def bind(self, seat: Seat) -> None:
-        """A matcher is opened behind the tokens emitted so far: the sidecar needs to be told only what follows."""
+    def bind(self, seat: Seat, *, drafts: bool = True) -> None:
+        """A matcher is opened behind the tokens emitted so far: the sidecar needs to be told only what follows.
+
+        `drafts`: False takes those that it has away, and lets it have no more while it holds the slot.
+        """
         self.slot.posted_S[seat.slot] = len(seat.payload.answer)
+        if not drafts:
+            for limit_S in (self.slot.num_drafts_S, self.slot.draft_limit_S, self.slot.forced_limit_S):
+                limit_S[seat.slot] = 0
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest when a slot cannot hold what the request asks for. Any thread; before it has a slot."""

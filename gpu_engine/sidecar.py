@@ -142,7 +142,8 @@ class Sidecar:
             started_s, self._of_use_s = time.monotonic(), math.inf
             try:
                 ended = _describe(code := await self._run_once())
-                if code in _FROM_OUTSIDE and not self._ordered:
+                # One that served nobody owed nobody an answer: what is to be taken back is of the end before.
+                if code in _FROM_OUTSIDE and not self._ordered and self._of_use_s < math.inf:
                     self.pardon()
             except OSError as error:  # no memory or no process ids left, for now
                 ended = str(error)

@@ -18,7 +18,7 @@ from gpu_engine.seating import Seat
 SUSPECT = 2
 """So many ends in a row without a token make a suspect."""
 FOUND = 3
-"""So many end the sequence, if every other one that it owed an answer had got a token."""
+"""So many end the sequence, if it alone can have been at fault."""
 FOUND_IN_COMPANY = 6
 """So many end it anyhow: those who come meanwhile, and have none yet, cannot hide it for ever."""
 
@@ -28,22 +28,39 @@ def gained(seat: Seat) -> None:
     seat.payload.strikes, seat.payload.gained = 0, True
 
 
-def died(served: Iterable[Seat]) -> Seat | None:
-    """Count the end of a process against the sequences that it owed an answer; return the one that is found out."""
-    seats = list(served)
+def died(owed: Iterable[Seat], decoding: Iterable[Seat]) -> Seat | None:
+    """Count the end of a process; return the one that is found out.
+
+    Args:
+        owed: it owed these an answer: rows, or a matcher.
+        decoding: their matchers stood; some of them may have been owed rows.
+    """
+    seats, stood = list(owed), list(decoding)
     without = [seat for seat in seats if not seat.payload.gained]
+    # Where only matchers were being made for those without a token, it may have died of who was decoding beside them.
+    alone = len(without) == 1 and (without[0] in stood or not stood)
     for seat in seats:
         notes = seat.payload
-        notes.strikes, notes.gained = notes.strikes + 1, False
+        notes.strikes, notes.gained, notes.had = notes.strikes + 1, False, notes.gained
+    for seat in stood:
+        seat.payload.ends += 1
     most = max(without, key=lambda seat: seat.payload.strikes, default=None)
-    enough = FOUND if len(without) == 1 else FOUND_IN_COMPANY
+    enough = FOUND if alone else FOUND_IN_COMPANY
     return most if most is not None and most.payload.strikes >= enough else None
 
 
-def pardon(owed: Iterable[Seat]) -> None:
+def pardon(owed: Iterable[Seat], decoding: Iterable[Seat]) -> None:
     """Take the last end back: it was not the doing of any of them."""
     for seat in owed:
-        seat.payload.strikes = max(seat.payload.strikes - 1, 0)
+        notes = seat.payload
+        notes.strikes, notes.gained = max(notes.strikes - 1, 0), notes.gained or notes.had
+    for seat in decoding:
+        seat.payload.ends -= 1
+
+
+def drafts(seat: Seat) -> bool:
+    """Whether it may still draft. A library may crash over a draft, or over what is forced, which no answer needs."""
+    return seat.payload.ends < SUSPECT
 
 
 def turn(seat: Seat) -> int:

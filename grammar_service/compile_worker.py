@@ -14,6 +14,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import random
 import resource
 import signal
 import struct
@@ -36,6 +37,7 @@ _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 NICENESS = 5
 """Of workers and loaders. At 10, on a machine whose cores the engine fills, small schemas ran out of their time."""
+_GROUP_TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +95,22 @@ def step_back(niceness: int) -> None:
     gets as much as any other: so this process has one of its own, and the session has the niceness.
     """
     os.nice(niceness)
-    # Refused to a process that leads its group: it has one already.
+    # Refused to a process that leads its group.
     with contextlib.suppress(PermissionError):
         os.setsid()
-    # Not there without autogroups; then the first line is enough.
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
-        file.write(str(niceness))
+    if os.getsid(0) != os.getpid():
+        return  # the session is others', too
+    for _ in range(_GROUP_TRIES):
+        try:
+            with open("/proc/self/autogroup", "w", encoding="ascii") as file:
+                file.write(str(niceness))
+        except BlockingIOError:
+            # Whoever is not root may write such a file once in 0.1 s, on the whole machine.
+            time.sleep(random.uniform(0.05, 0.15))
+        except OSError:
+            return  # no autogroups here: then the niceness is enough
+        else:
+            return
 
 
 def _serve(frames: BinaryIO, out: BinaryIO) -> None:

@@ -570,6 +570,26 @@ def test_a_sidecar_that_dies_every_few_tokens_ends_nobody(
         assert len(grammar.buried) > 5
 
 
+@pytest.mark.parametrize("what", ["drafts", "forced"])
+def test_a_library_that_dies_of_drafts_costs_two_processes_and_no_answer(
+    llama: LoadedModel, expected: list[list[int]], overlap: bool, what: str
+) -> None:
+    def die(record: Record) -> None:
+        if record.drafts if what == "drafts" else record.stage == Stage.PROPOSE:
+            raise CrashError
+
+    with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
+        grammar.before = grammar.sidecar.before = die
+        with grammar.supervised(engine):
+            assert answer_all(engine, [MIX[0]()]) == expected[:1]
+        assert len(grammar.buried) == 2
+        # The next owner of the slot drafts again.
+        grammar.before = grammar.sidecar.before = None
+        again = MIX[0]()
+        assert answer_all(engine, [again]) == expected[:1]
+        assert again.request.telemetry.draft_tokens > 0
+
+
 def test_ends_from_outside_end_nobody_however_often_they_come(
     llama: LoadedModel, expected: list[list[int]], overlap: bool
 ) -> None:

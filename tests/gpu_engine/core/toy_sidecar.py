@@ -271,6 +271,8 @@ class ToyGrammar:
     """True: opens are noted and not answered."""
     pardons: bool = False
     """A crash is said to have come from outside."""
+    before: Callable[[Record], None] | None = None
+    """`before` of every sidecar that is started from now on."""
     buried: list[ToySidecar] = field(default_factory=list)
     """Those that crashed while `supervised`, in order."""
     _thread: threading.Thread = field(init=False)
@@ -280,6 +282,7 @@ class ToyGrammar:
         # A process of its own would map the segment when it starts; so does this one's descriptor of it.
         self.segment.start_seq = EngineEnd(self.segment).last_seq
         self.sidecar = ToySidecar(GrammarEnd(self.segment))
+        self.sidecar.before = self.before
         self._thread = threading.Thread(target=self.sidecar.run, name="toy sidecar", daemon=True)
         self._thread.start()
         return self.sidecar

@@ -115,7 +115,7 @@ async def test_after_too_many_failures_it_is_given_up_for_a_time(
     await end(task)
 
 
-@pytest.mark.parametrize(("ending", "pardoned"), [("kill", 1), ("ordered", 0), ("crash", 0)])
+@pytest.mark.parametrize(("ending", "pardoned"), [("kill", 1), ("ordered", 0), ("crash", 0), ("kill unattached", 0)])
 async def test_an_end_from_outside_is_told_apart_from_a_crash_and_from_our_own_kill(ending: str, pardoned: int) -> None:
     pardons: list[int] = []
     sidecar = Sidecar(SLEEPS, lambda reason: None)
@@ -123,10 +123,12 @@ async def test_an_end_from_outside_is_told_apart_from_a_crash_and_from_our_own_k
     task = asyncio.create_task(sidecar.run())
     await eventually(lambda: sidecar.pid)
     assert sidecar.pid is not None
+    if ending != "kill unattached":
+        sidecar.attached()
     if ending == "ordered":
         sidecar.kill()
     else:
-        os.kill(sidecar.pid, signal.SIGKILL if ending == "kill" else signal.SIGSEGV)
+        os.kill(sidecar.pid, signal.SIGSEGV if ending == "crash" else signal.SIGKILL)
     await eventually(lambda: sidecar.starts == 2)
     assert pardons == [1] * pardoned
     await end(task)
