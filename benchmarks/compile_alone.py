@@ -1,4 +1,4 @@
-"""`python -m benchmarks.compile_alone`: compiles the flood's schemas for nobody, without end: a control of `isolation`.
+"""`python -m benchmarks.compile_alone`: compiles the flood's schemas for nobody: a control of `isolation`.
 
 Invariant: it does what a compile worker does for each of them, with the worker's own functions and priority, and nobody
 waits for it. So what steady streams feel of it is the machine's doing: caches, memory, cores. Not here: a worker's
@@ -8,6 +8,7 @@ pipe and limits.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from benchmarks.attacks import distinct_schema
@@ -20,20 +21,19 @@ from grammar_service.grammar import Grammar, Kind, Whitespace
 
 
 def main() -> None:
-    """Compile until killed."""
+    """Compile until killed, or so many."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compile_alone", description=__doc__.splitlines()[0])
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a directory with one")
     parser.add_argument("--backend", default="llguidance", choices=("llguidance", "xgrammar"))
     parser.add_argument("--nice", type=int, default=NICENESS)
+    parser.add_argument("--count", type=int, default=sys.maxsize, help="end after so many (default: never)")
     args = parser.parse_args()
     step_back(args.nice)
     vocabulary = read_vocabulary(args.tokenizer, ())
     backend, texts = load_backend(args.backend, vocabulary), TokenTexts.of(vocabulary)
-    number = 0
-    while True:
+    for number in range(args.count):
         grammar = Grammar(Kind.JSON_SCHEMA, distinct_schema(number), Whitespace.BOUNDED)
         prove(backend, grammar, backend.compile(grammar, allow_unenforced=False), texts)
-        number += 1
 
 
 if __name__ == "__main__":

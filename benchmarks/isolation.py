@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.attacks import Attack, Outcomes, Target, burners, compilers, flood, hostile, kills, under
+from benchmarks.attacker import elsewhere
+from benchmarks.attacks import Attack, Outcomes, Target, burners, compilers, kills, under
 from benchmarks.measure import percentile
 from benchmarks.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.streams import Streams, Window, Windows
@@ -64,11 +65,11 @@ def tokenizer_of(model: str) -> Path:
 def scenarios(args: argparse.Namespace) -> dict[str, Attack]:
     """Return the attacks and controls in the order in which they run."""
     return {
-        "flood": flood(args.rate),
+        "flood": elsewhere("flood", args.rate),
         "compilers": compilers(args.burners, args.nice, tokenizer_of(args.model), args.grammar_backend),
         "burners": burners(args.burners, args.nice),
-        "hostile": hostile(args.hostile_rate),
-        "requests": hostile(args.hostile_rate, guided=False),
+        "hostile": elsewhere("hostile", args.hostile_rate),
+        "requests": elsewhere("requests", args.hostile_rate),
         "kills": kills(args.kill_every),
     }
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import subprocess
+import sys
 
 import grpc
 import jsonschema
 import pytest
 
+from benchmarks.attacker import elsewhere
 from benchmarks.attacks import (
     Outcomes,
     Target,
@@ -21,7 +24,7 @@ from benchmarks.attacks import (
     kills,
     under,
 )
-from benchmarks.isolation import Result, changed, ratio, result_table
+from benchmarks.isolation import Result, changed, ratio, result_table, tokenizer_of
 from benchmarks.streams import Streams, Window
 from protos.engine.v1 import engine_pb2 as pb
 from tests.benchmarks.conftest import Serve
@@ -138,6 +141,24 @@ def test_without_a_process_nothing_is_killed() -> None:
         return outcomes
 
     assert set(asyncio.run(attack())) == {"no process to kill"}
+
+
+def test_an_attack_from_another_process_tells_what_it_did(serve_fake: Serve) -> None:
+    address, engine = serve_fake(Script())
+
+    async def attack() -> Outcomes:
+        async with under(elsewhere("flood", 100.0), Target(address, None)) as outcomes:
+            await eventually(lambda: len(engine.compiled) >= 10)
+        return outcomes
+
+    outcomes = asyncio.run(attack())
+    assert outcomes["sent"] >= outcomes["OK"] >= 9
+
+
+@pytest.mark.model
+def test_the_control_compiles_the_schemas_of_the_flood() -> None:
+    command = (sys.executable, "-m", "benchmarks.compile_alone", "--tokenizer", str(tokenizer_of("embedded")))
+    subprocess.run([*command, "--count", "3"], check=True)
 
 
 def test_burners_end_with_the_attack() -> None:
