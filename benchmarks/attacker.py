@@ -10,13 +10,14 @@ import asyncio
 import json
 import signal
 import sys
+from collections.abc import Callable
 
 from benchmarks.attacks import Attack, Outcomes, Target, flood, hostile
 
-_REMOTE = {
+_REMOTE: dict[str, Callable[[float], Attack]] = {
     "flood": flood,
     "hostile": hostile,
-    "requests": lambda rate: hostile(rate, guided=False),
+    "requests": lambda per_second: hostile(per_second, guided=False),
 }
 
 
