@@ -28,7 +28,7 @@ class Port:
 class Binds:
     """A seating that only notes."""
 
-    def bind(self, seat: Seat) -> None:
+    def bind(self, seat: Seat, *, drafts: bool = True) -> None:
         assert seat.slot >= 0
 
 
