@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-from shared_mem.turns import give_way
-
 
 def main() -> None:
     """Run the command line and exit with its status."""
@@ -16,8 +14,6 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # The engine's thread must get the GIL soon after each operation, whatever the event loop is doing.
     sys.setswitchinterval(0.0005)
-    # The threads of gRPC and the event loop begin as this one.
-    give_way()
     from gpu_engine import cli
 
     sys.exit(cli.main())

@@ -23,7 +23,6 @@ from gpu_engine.request import FinishReason, Request
 from gpu_engine.seating import Running, Seat
 from gpu_engine.stats import EngineStats
 from shared_mem.channel import EngineEnd
-from shared_mem.turns import be_prompt
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,6 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _run(self) -> None:
-        be_prompt()
         try:
             self._loop.machinery.enter()
             self._loop.machinery.warm_up()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from grammar_service.config import GRPC_SOCKET_NAME, read
 from grammar_service.logs import configure
-from shared_mem.turns import give_way
 
 
 def main() -> None:
@@ -21,7 +20,6 @@ def main() -> None:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     # The worker thread must get the GIL soon, whatever the event loop or an import is doing.
     sys.setswitchinterval(0.0005)
-    give_way()
     from grammar_service.metrics_http import CannotListen
     from grammar_service.server import run
     from shared_mem.errors import SharedMemoryError

@@ -16,8 +16,6 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from shared_mem.turns import be_prompt
-
 logger = logging.getLogger(__name__)
 
 STAND_BY_S = 0.05
@@ -121,7 +119,6 @@ class Lanes:
         return len(self._busy[lane]) > 1
 
     def _run(self) -> None:
-        be_prompt()
         me = threading.current_thread()
         try:
             while not self._stopping.is_set():
