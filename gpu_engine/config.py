@@ -117,7 +117,8 @@ class EngineConfig:
         _require(
             bool(self.draft_model) or self.drafter not in ("model", "eagle3") or self.drafts_with_shipped_head,
             "draft_model",
-            f"drafter={self.drafter} needs one; only the embedded model comes with an EAGLE3 head",
+            f"drafter={self.drafter} needs one"
+            + ("; only the embedded model comes with an EAGLE3 head" if self.drafter == "eagle3" else ""),
         )
         _require(
             self.draft_masks in ("on", "off", "auto"), "draft_masks", f"{self.draft_masks!r} is not on, off or auto"

@@ -4,7 +4,7 @@ The rule: the token at absolute position p is argmax(filtered(masked logits) / T
 iff it equals that token. The noise is Philox4x32-10 keyed by (seed, position, token), so speculation changes no token.
 Greedy is T = 0. One invariant: a slot's result depends on its own rows alone. Not here: waiting for rows, drafting.
 
-Shapes: B batch entries, S slots, R rows a slot (K + 1), P rows of this step (P <= R), V vocabulary, W = ceil(V / 32).
+Shapes: B batch entries, S slots, R rows a slot, P rows of this step (P <= R), V vocabulary, W = ceil(V / 32).
 """
 
 from __future__ import annotations
