@@ -1,17 +1,20 @@
 """Host functions through the CUDA driver: enqueue a C function, ask about a capture, give a graph something to own.
 
-One invariant: function and user data reach the driver as the numbers that they are. (The runtime's Python binding wraps
-them in memory that is freed after the first run, so a replay finds nothing there; it is not used.) Not here: Python
-functions (kernels/hostfunc.py), and which C functions the engine enqueues.
+One invariant: function and user data reach the driver as the numbers that they are, and no callback needs the GIL.
+So libcuda is called through ctypes: cuda-bindings (13.3, runtime and driver alike) puts a trampoline of its own in place
+of the function, which takes the GIL and frees its argument after the first run; a replay finds nothing there. Not
+here: Python functions (kernels/hostfunc.py), and which C functions the engine enqueues.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from typing import Any
 
 import torch
 
-from kernels.cuda.nvrtc import check
+from kernels.cuda.nvrtc import CudaError, check
 
 
 class HostFunctionError(RuntimeError):
@@ -19,10 +22,10 @@ class HostFunctionError(RuntimeError):
 
 
 class CudaHostDriver:
-    """CUDA through cuda-bindings, on torch's current stream.
+    """CUDA's driver, on torch's current stream.
 
     Args:
-        low_latency: dispatch by spinning instead of by an interrupt, where driver and bindings have it (CUDA 13.2):
+        low_latency: dispatch by spinning instead of by an interrupt, where the driver has it (CUDA 13.2):
             quicker by some 30 microseconds, and a core is busy while a graph with host nodes runs.
     """
 
@@ -78,20 +81,41 @@ _FIRST_WITH_SPIN_WAIT = 13020
 def launch_host_function(function: int, user_data: int, *, low_latency: bool = False) -> None:
     """Enqueue the C function `void function(void *user_data)` on torch's current stream; captured like any launch.
 
-    The driver keeps the two numbers as they are (the runtime's Python binding would wrap them in memory that is freed
-    after one run, so it is not used here). Both must be valid for as long as a graph can be replayed.
+    Both numbers must be valid for as long as a graph can be replayed. Raises CudaError when the driver refuses.
     """
-    from cuda.bindings import driver
+    enqueue(_libcuda(), torch.cuda.current_stream().cuda_stream, function, user_data, low_latency=low_latency)
 
-    stream = torch.cuda.current_stream().cuda_stream
-    if low_latency and has_low_latency_dispatch():
-        check(driver.cuLaunchHostFunc_v2(stream, driver.CUhostFn(function), user_data, _SPIN_WAIT))
+
+def enqueue(library: ctypes.CDLL, stream: int, function: int, user_data: int, *, low_latency: bool = False) -> None:
+    """As `launch_host_function`, on a stream's handle and with a driver library of the caller's."""
+    handle, address, argument = (ctypes.c_void_p(number) for number in (stream, function, user_data))
+    if low_latency and spins(library):
+        status = library.cuLaunchHostFunc_v2(handle, address, argument, ctypes.c_uint(_SPIN_WAIT))
     else:
-        check(driver.cuLaunchHostFunc(stream, driver.CUhostFn(function), user_data))
+        status = library.cuLaunchHostFunc(handle, address, argument)
+    if status != 0:
+        raise CudaError(f"cuLaunchHostFunc: {_name(library, status)}")
+
+
+def spins(library: ctypes.CDLL) -> bool:
+    """Return whether a driver library dispatches host functions by spinning on request."""
+    version = ctypes.c_int()
+    status = library.cuDriverGetVersion(ctypes.byref(version))
+    return status == 0 and version.value >= _FIRST_WITH_SPIN_WAIT and hasattr(library, "cuLaunchHostFunc_v2")
 
 
 def has_low_latency_dispatch() -> bool:
-    """Return whether driver and bindings can dispatch host functions by spinning."""
-    from cuda.bindings import driver
+    """Return whether this machine's driver can dispatch host functions by spinning."""
+    return spins(_libcuda())
 
-    return hasattr(driver, "cuLaunchHostFunc_v2") and int(check(driver.cuDriverGetVersion())) >= _FIRST_WITH_SPIN_WAIT
+
+@functools.cache
+def _libcuda() -> ctypes.CDLL:
+    """Return the driver, which torch has loaded already. Calls release the GIL."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _name(library: ctypes.CDLL, status: int) -> str:
+    text = ctypes.c_char_p()
+    found = library.cuGetErrorName(status, ctypes.byref(text)) == 0 and text.value
+    return text.value.decode() if found and text.value else f"CUDA error {status}"
