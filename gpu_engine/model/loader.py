@@ -172,7 +172,7 @@ def prepare(config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast) 
     if device.type == "cpu":
         pack_linears(net)
     if config.fuse:
-        model.fused = settle(net, model.fused, seen.record, seen.logits_NV, seen.again(model), dtype)
+        model.fused = settle(net, model.fused, seen.record, seen.logits_NV, seen.again(model), dtype, seen.noise)
     return model
 
 

@@ -14,7 +14,7 @@ import torch
 
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext, LayerAttention
-from gpu_engine.model.recording import Recording, recording
+from gpu_engine.model.recording import Recording, distance, recording
 from gpu_engine.model.walk import Walk
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ class Probe:
     asked: dict[int, LayerAttention]
     """By layer."""
     record: Recording
+    noise: float
+    """Relative distance of those logits from the ones over the model's own attention: what rounding in another order
+    does to this model in its dtype, through all of its layers."""
 
     def again(self, model: LoadedModel) -> Callable[[Walk | None], torch.Tensor]:
         """Return a function that computes the same tokens' logits by a walk, or by the model's own forward."""
@@ -92,6 +95,7 @@ def probe(model: LoadedModel) -> Probe:
     net.set_attn_implementation("eager")
     own = net(input_ids=ids, use_cache=False).logits[0].float()
     net.set_attn_implementation(attention.NAME)
-    if float((logits.float() - own).norm() / own.norm()) > _ERROR:
+    noise = distance(logits, own)
+    if noise > _ERROR:
         raise ModelNotSupported(f"model: the attention of {model.model_type} does more than ours; it cannot be served")
-    return Probe(ids, logits, ctx.layers_seen, record)
+    return Probe(ids, logits, ctx.layers_seen, record, noise)
