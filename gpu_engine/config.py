@@ -82,8 +82,9 @@ class EngineConfig:
     """Launch a step before the last one's tokens are read. Pays on a GPU, where it is on unless set; on a CPU a stop is
     then found a step late."""
     sync: str = "auto"
-    """How a step meets the grammar process: "inline" (the one on a CPU), "host_callback" (the default on a GPU) or
-    "device_flag"; "auto" is the device's default."""
+    """How a step meets the grammar process: "inline" (the one on a CPU), "host_callback" or "device_flag". "auto" on a
+    GPU: device_flag, with a grammar process that spins while somebody is guided, where the engine starts that itself
+    and has 3 cores; else host_callback."""
     enforce_eager: bool = False
     """On a GPU: launch every kernel of every step instead of replaying captured graphs. Slow; for finding faults."""
     row_timeout_ms: float = 50.0

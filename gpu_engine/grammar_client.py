@@ -72,8 +72,7 @@ class GrammarClient:
         self._engine: GrammarEvents
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._outage: asyncio.TimerHandle | None = None
-        self._was_lost = False
-        self._closed = False
+        self._was_lost = self._closed = False
         self.serves = False
         """Guided requests are served, or wait for no longer than `grammar_wait_s`."""
 
@@ -82,6 +81,11 @@ class GrammarClient:
         self._engine = engine
         self._link = link
         self._compiler = GrammarCompiler(self._config, link, self._tasks)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that have, or wait for, a matcher."""
+        return len(self._slots)
 
     # ---- for the servicer, on the event loop -----------------------------------------------------------------------
 

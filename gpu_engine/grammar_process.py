@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 
 DIRECTORY_PREFIX = "lockstep-engine-"
 TELL_EVERY_S = 0.1
+CORES_TO_SPIN = 3
+"""The engine's thread, what waits for clients, and the grammar process."""
+_LOOKS = 3
+"""So many in a row find a process asleep that sleeps between steps."""
 FRESH_S = 60.0
 """A directory this young may be one that its owner has not locked yet."""
 
@@ -104,7 +108,8 @@ class GrammarProcess:
             self.sidecar.pardon = engine.grammar_pardoned
         stack.push_async_callback(end_task, self._background.create_task(self._link.run(), name="grammar link"))
         if self._must_spin:
-            watch = warn_of_sleepers(lambda: self._link.attached if self._link.up else 0, self.channel)
+            guides = lambda: self._link.attached if self._link.up and self.client.num_slots else 0  # noqa: E731
+            watch = warn_of_sleepers(guides, self.channel)
             stack.push_async_callback(end_task, self._background.create_task(watch, name="sleeping sidecar watch"))
         if self.sidecar and self.sidecar.gave_up:
             self._give_up(self.sidecar.gave_up)
@@ -156,6 +161,17 @@ class GrammarProcess:
         return f"<GrammarProcess {self.config.grammar} {self.directory} {self.sidecar!r}>"
 
 
+def resolved_sync(engine_config: EngineConfig, server_config: ServerConfig, cores: int) -> str:
+    """Return what "auto" stands for: flags of the device, where a grammar process of ours can spin on its own core.
+
+    A host function costs a step some 75 microseconds for each post and await, and such flags less than 20
+    (docs/log.md), but they wake nobody who sleeps.
+    """
+    if engine_config.sync != "auto" or engine_config.device == "cpu":
+        return engine_config.sync
+    return "device_flag" if server_config.grammar == "spawn" and cores >= CORES_TO_SPIN else "host_callback"
+
+
 class Sleeper(Protocol):
     """Who may sleep; an EngineEnd tells it of the grammar process."""
 
@@ -164,20 +180,21 @@ class Sleeper(Protocol):
         """It sleeps on a futex, waiting for a step."""
 
 
-async def warn_of_sleepers(attachment: Callable[[], int], sleeper: Sleeper, every_s: float = 0.1) -> None:
-    """Warn once for every grammar process that sleeps between steps, though a device posts them. Runs for ever.
+async def warn_of_sleepers(guides: Callable[[], int], sleeper: Sleeper, every_s: float = 0.1) -> None:
+    """Warn once for every grammar process that sleeps between guided steps, though a device posts them. Runs for ever.
 
     Args:
-        attachment: number of the grammar process that is attached; 0: none is.
+        guides: number of the grammar process that guides somebody; 0: nobody is guided, and it may sleep.
         sleeper: of that process.
-        every_s: it is looked at so often.
+        every_s: it is looked at so often. One look is not enough: it wakes a moment after its first matcher is bound.
     """
-    warned = 0
+    warned = asleep = 0
     while True:
         await asyncio.sleep(every_s)
-        current = attachment()
-        if current > warned and sleeper.grammar_parked:
-            warned = current
+        current = guides()
+        asleep = asleep + 1 if current > warned and sleeper.grammar_parked else 0
+        if asleep == _LOOKS:
+            warned, asleep = current, 0
             log.warning(
                 "the grammar process sleeps between steps, and with sync=device_flag nothing wakes it: a guided step "
                 "may wait 10 ms for it. Start it with --spin-us %g",

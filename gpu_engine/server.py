@@ -17,7 +17,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -25,7 +25,7 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from gpu_engine.config import EngineConfig, ServerConfig
-from gpu_engine.grammar_process import GrammarProcess, end_task
+from gpu_engine.grammar_process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.listening import HealthServicer, ServerError, bind
 from gpu_engine.metrics_engine import EngineCollector
 from gpu_engine.metrics_http import BothProcesses, MetricsServer
@@ -38,6 +38,7 @@ from gpu_engine.tracing import open_tracing
 from gpu_engine.validation import Limits
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from shared_mem.channel import EngineEnd
+from shared_mem.cores import usable_cores
 from shared_mem.errors import VersionSkew
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ async def _start(
     background = await stack.enter_async_context(asyncio.TaskGroup())
     grammar: GrammarProcess | None = None
     if server_config.grammar != "none":
+        engine_config = replace(engine_config, sync=resolved_sync(engine_config, server_config, usable_cores()))
         # The flags of a device wake nobody.
         spins = engine_config.sync == "device_flag"
         grammar = GrammarProcess(server_config, background, stack, must_spin=spins)

@@ -32,6 +32,7 @@ from grammar_service.standing_rows import Standing, StandingRows
 from shared_mem.errors import RingOverrun
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind
+from shared_mem.native import DEFAULT_SPIN_NS
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Worker:
     Args:
         channel: the grammar process's end of the mapped segment.
         threads: so many may hang in slow rows before the last one, which leads, does too.
-        spin_s: how long a wait spins before it sleeps.
+        spin_s: how long a wait spins before it sleeps, while a matcher is bound.
         row_deadline_ms: an answer that is not whole so long after its sequence was seen is published as it is.
     """
 
@@ -157,7 +158,9 @@ class Worker:
 
     def wait(self) -> int:
         """Wait for a sequence; both ends of it are signs of life."""
-        return self._channel.wait(self._last, WAIT_S, self._spin_ns)
+        # Where nobody is guided nobody waits: the core is left to others, and a bind is seen at the end of a wait.
+        spin_ns = self._spin_ns if self._table.slots else min(self._spin_ns, DEFAULT_SPIN_NS)
+        return self._channel.wait(self._last, WAIT_S, spin_ns)
 
     def handle(self, news: int) -> None:
         """Put what came: changes first, then the records of every sequence up to `news`.

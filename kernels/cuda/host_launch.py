@@ -1,9 +1,9 @@
 """Host functions through the CUDA driver: enqueue a C function, ask about a capture, give a graph something to own.
 
-One invariant: function and user data reach the driver as the numbers that they are, and no callback needs the GIL.
-So libcuda is called through ctypes: cuda-bindings (13.3, runtime and driver alike) puts a trampoline of its own in place
-of the function, which takes the GIL and frees its argument after the first run; a replay finds nothing there. Not
-here: Python functions (kernels/hostfunc.py), and which C functions the engine enqueues.
+One invariant: function and user data reach the driver as the numbers that they are, and no callback needs the GIL. So
+libcuda is called through ctypes: cuda-bindings (13.3, runtime and driver alike) puts a trampoline of its own into the
+graph, which takes the GIL and frees its argument after the first run; a replay finds nothing there. Not here: Python
+functions (kernels/hostfunc.py), and which C functions the engine enqueues.
 """
 
 from __future__ import annotations

@@ -139,7 +139,10 @@ def test_what_the_grammar_proposes_changes_no_token(
 def test_a_draft_model_changes_no_token_and_its_rows_are_kept(
     models: Models, guided_tokens: list[list[int]], sync: str
 ) -> None:
-    with guided_engine(models.gpu, on_gpu(3, sync=sync, draft_model=models.cpu.name)) as (engine, grammar):
+    with guided_engine(models.gpu, on_gpu(3, sync=sync, draft_model=models.cpu.name, draft_masks="on")) as (
+        engine,
+        grammar,
+    ):
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
         stats = engine.stats()
         verified = [record for record in grammar.sidecar.records if record.stage == Stage.VERIFY]

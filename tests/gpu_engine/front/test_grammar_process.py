@@ -10,7 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpu_engine.grammar_process import DIRECTORY_PREFIX, FRESH_S, end_task, private_directory, warn_of_sleepers
+from gpu_engine.config import EngineConfig, ServerConfig
+from gpu_engine.grammar_process import (
+    DIRECTORY_PREFIX,
+    FRESH_S,
+    end_task,
+    private_directory,
+    resolved_sync,
+    warn_of_sleepers,
+)
 from tests.waiting import eventually
 
 
@@ -59,4 +67,39 @@ async def test_every_grammar_process_that_sleeps_is_warned_of_once(caplog: pytes
             await eventually(lambda: warnings() >= expected)  # noqa: B023 - ends before it changes
             await asyncio.sleep(0.01)
             assert warnings() == expected
+    await end_task(watch)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "grammar", "cores", "expected"),
+    [
+        ("cuda", "auto", "spawn", 3, "device_flag"),
+        ("cuda:1", "auto", "spawn", 2, "host_callback"),
+        ("cuda", "auto", "connect", 16, "host_callback"),
+        ("cuda", "host_callback", "spawn", 16, "host_callback"),
+        ("cuda", "device_flag", "connect", 1, "device_flag"),
+        ("cpu", "auto", "spawn", 16, "auto"),
+    ],
+)
+def test_flags_of_the_device_are_for_a_grammar_process_that_spins(
+    device: str, asked: str, grammar: str, cores: int, expected: str
+) -> None:
+    server_config = ServerConfig(grammar=grammar, grammar_dir="/run/lockstep" if grammar == "connect" else "")
+    assert resolved_sync(EngineConfig(device=device, sync=asked), server_config, cores) == expected
+
+
+async def test_one_that_wakes_a_moment_later_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    looks = iter([True, False, True, True, False] * 20)
+    looked = [0]
+
+    class Sleeper:
+        @property
+        def grammar_parked(self) -> bool:
+            looked[0] += 1
+            return next(looks)
+
+    watch = asyncio.create_task(warn_of_sleepers(lambda: 1, Sleeper(), every_s=0.001))
+    async with asyncio.timeout(20):
+        await eventually(lambda: looked[0] >= 50)
+    assert "spin-us" not in caplog.text
     await end_task(watch)
