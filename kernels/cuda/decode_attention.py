@@ -51,6 +51,7 @@ def decode_kernel(
     window: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
+    stripes: tl.tensor,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
@@ -61,16 +62,15 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Grid (row tiles, B * Hkv, splits): partial [B * Hkv * P * G, splits, D], peaks and totals without the D."""
+    """Grid (row tiles, B * Hkv, stripes): partial [B * Hkv * P * G, splits, D], peaks and totals without the D.
+
+    A program takes every `stripes`-th split of its sequence, one after the other: a large batch fills the chip with a
+    program or two a sequence, and splits behind its end cost nothing.
+    """
     tile = tl.program_id(0)
     b = (tl.program_id(1) // Hkv).to(tl.int64)
     h = tl.program_id(1) % Hkv
-    split = tl.program_id(2)
     first, last, low = bounds(positions, b, P, window, QUERIES)
-    start = split * SPLIT
-    end = tl.minimum(start + SPLIT, last + 1)
-    if (start >= end) | (start + SPLIT <= low):
-        return
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = P * G
     d = tl.arange(0, BLOCK_D)
@@ -80,35 +80,38 @@ def decode_kernel(
     query = tl.load(at[:, None] + d[None, :], mask=(m < rows)[:, None] & real[None, :], other=0.0)
     k_head = k_pages + h * (T * D)
     v_head = v_pages + h * (T * D)
-    if end > first:
-        # Every program stores what it will read itself, so programs need not wait for each other; equal bytes twice
-        # are no race.
-        i = tl.arange(0, QUERIES)
-        token = first + i
-        writes = (token >= start) & (token < end)
-        page = tl.load(table + b * table_stride + token // T, mask=writes, other=0)
-        row = (page.to(tl.int64) * (Hkv * T * D) + (token % T) * D)[:, None] + d[None, :]
-        cells = writes[:, None] & real[None, :]
-        k_row = k_new + b * k_stride_b + i * k_stride_p + h * k_stride_h
-        v_row = v_new + b * v_stride_b + i * v_stride_p + h * v_stride_h
-        tl.store(k_head + row, tl.load(k_row[:, None] + d[None, :], mask=cells), mask=cells)
-        tl.store(v_head + row, tl.load(v_row[:, None] + d[None, :], mask=cells), mask=cells)
-        tl.debug_barrier()
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_M], MASKED, tl.float32)
-    total = tl.zeros([BLOCK_M, 16], tl.float32)
-    for n in range(tl.maximum(start, low // BLOCK_N * BLOCK_N), end, BLOCK_N):
-        token = n + tl.arange(0, BLOCK_N)
-        inside = token < end
-        page = tl.load(table + b * table_stride + token // T, mask=inside, other=0)
-        row = page.to(tl.int64) * (Hkv * T * D) + (token % T) * D
-        k = tl.load(k_head + row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
-        v = tl.load(v_head + row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
-        acc, peak, total = attend(query, k, v, token, position, acc, peak, total, window, scale, softcap, SOFTCAP)
-    out = (tl.program_id(1).to(tl.int64) * rows + m) * splits + split
-    tl.store(partial + out[:, None] * D + d[None, :], acc, mask=(m < rows)[:, None] & real[None, :])
-    tl.store(peaks + out, peak, mask=m < rows)
-    tl.store(totals + out, tl.max(total, axis=1), mask=m < rows)
+    for split in range(low // SPLIT + tl.program_id(2), (last + SPLIT) // SPLIT, stripes):
+        start = split * SPLIT
+        end = tl.minimum(start + SPLIT, last + 1)
+        if end > first:
+            # Every program stores what it will read itself, so programs need not wait for each other; equal bytes
+            # twice are no race.
+            i = tl.arange(0, QUERIES)
+            token = first + i
+            writes = (token >= start) & (token < end)
+            page = tl.load(table + b * table_stride + token // T, mask=writes, other=0)
+            row = (page.to(tl.int64) * (Hkv * T * D) + (token % T) * D)[:, None] + d[None, :]
+            cells = writes[:, None] & real[None, :]
+            k_row = k_new + b * k_stride_b + i * k_stride_p + h * k_stride_h
+            v_row = v_new + b * v_stride_b + i * v_stride_p + h * v_stride_h
+            tl.store(k_head + row, tl.load(k_row[:, None] + d[None, :], mask=cells), mask=cells)
+            tl.store(v_head + row, tl.load(v_row[:, None] + d[None, :], mask=cells), mask=cells)
+            tl.debug_barrier()
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        peak = tl.full([BLOCK_M], MASKED, tl.float32)
+        total = tl.zeros([BLOCK_M, 16], tl.float32)
+        for n in range(tl.maximum(start, low // BLOCK_N * BLOCK_N), end, BLOCK_N):
+            token = n + tl.arange(0, BLOCK_N)
+            inside = token < end
+            page = tl.load(table + b * table_stride + token // T, mask=inside, other=0)
+            row = page.to(tl.int64) * (Hkv * T * D) + (token % T) * D
+            k = tl.load(k_head + row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
+            v = tl.load(v_head + row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+            acc, peak, total = attend(query, k, v, token, position, acc, peak, total, window, scale, softcap, SOFTCAP)
+        out = (tl.program_id(1).to(tl.int64) * rows + m) * splits + split
+        tl.store(partial + out[:, None] * D + d[None, :], acc, mask=(m < rows)[:, None] & real[None, :])
+        tl.store(peaks + out, peak, mask=m < rows)
+        tl.store(totals + out, tl.max(total, axis=1), mask=m < rows)
 
 
 @triton.jit

@@ -25,18 +25,28 @@ _COMBINE = 16
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """How the decode kernel is cut; `block_n` is part of the result's bits, the rest is speed."""
+    """How the decode kernels are cut; `block_n` is part of the result's bits, the rest is speed.
+
+    Chosen on an H200 (docs/log.md): 128 sequences of 200 tokens take 56 us a layer so, and 188 with 4 warps for every
+    split that the page table has room for.
+    """
 
     block_n: int
     """Tokens of a block; a power of two that divides the split."""
     num_warps: int
     num_stages: int
+    programs: int = 512
+    """So many fill the chip. Fewer heads of sequences have their splits side by side, more take them in turns."""
 
     @classmethod
-    def of(cls, head_dim: int, itemsize: int) -> DecodeTuning:
-        """Return what suits the bytes of a head: shared memory holds two stages of keys and values."""
-        small = triton.next_power_of_2(head_dim) * itemsize <= 256
-        return cls(block_n=64, num_warps=4, num_stages=2) if small else cls(block_n=32, num_warps=8, num_stages=2)
+    def of(cls, head_dim: int, itemsize: int, heads: int = 1) -> DecodeTuning:
+        """Return what suits the bytes of a head, and `heads` KV heads of a batch.
+
+        Shared memory holds two stages of keys and values. Where programs are many, small ones wait less for each other.
+        """
+        if triton.next_power_of_2(head_dim) * itemsize > 256:
+            return cls(block_n=32, num_warps=8, num_stages=2)
+        return cls(block_n=64, num_warps=4 if heads < 32 else 2, num_stages=2)
 
 
 def split_length(max_tokens: int) -> int:
@@ -87,7 +97,7 @@ def paged_attention(
     scales = (scale, softcap) if softcap else (scale * _LOG2_E, 0.0)
     strides = (*q_BPHD.stride()[:3], *k_BPHD.stride()[:3], *v_BPHD.stride()[:3], page_table_BN.stride(0))
     shape = {"D": D, "BLOCK_D": triton.next_power_of_2(D), "T": T, "G": Hq // Hkv, "SOFTCAP": softcap != 0.0}
-    tuning = tuning or DecodeTuning.of(D, q_BPHD.element_size())
+    tuning = tuning or DecodeTuning.of(D, q_BPHD.element_size(), B * Hkv)
     if P > MAX_DECODE_QUERIES:
         tensors = (k_BPHD, v_BPHD, pages.k, pages.v, page_table_BN, positions_BP)
         store_kernel[(B * P,)](*tensors, *strides[3:], P, Hkv, D=D, BLOCK_D=shape["BLOCK_D"], T=T, num_warps=4)
@@ -109,9 +119,11 @@ def paged_attention(
     partial = torch.empty(B * Hkv * rows, splits, D, dtype=torch.float32, device=out.device)
     weights = torch.empty(2, B * Hkv * rows, splits, dtype=torch.float32, device=out.device)
     tile = 16 if rows <= 16 else 32
-    decode_kernel[(-(-rows // tile), B * Hkv, splits)](
+    tiles = -(-rows // tile)
+    stripes = max(1, min(splits, tuning.programs // (tiles * B * Hkv)))
+    decode_kernel[(tiles, B * Hkv, stripes)](
         *(q_BPHD, k_BPHD, v_BPHD, pages.k, pages.v, page_table_BN, positions_BP, partial, weights[0], weights[1]),
-        *(*strides, P, Hkv, splits, window, *scales),
+        *(*strides, P, Hkv, splits, window, *scales, stripes),
         **shape,
         SPLIT=split,
         QUERIES=triton.next_power_of_2(P),
@@ -128,6 +140,6 @@ def paged_attention(
         SPLIT=split,
         QUERIES=triton.next_power_of_2(P),
         COMBINE=_COMBINE,
-        num_warps=4,
+        num_warps=1 if D <= 128 else 2,
     )
     return out

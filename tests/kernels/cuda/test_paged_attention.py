@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -81,6 +83,23 @@ def test_result_is_the_same_bits_alone_and_in_a_batch_and_for_any_number_of_quer
         assert torch.equal(run(slice(b, b + 1), P)[0], whole[b])
         assert torch.equal(run(slice(b, b + 1), 1)[0, 0], whole[b, 0])
     assert torch.equal(run(slice(0, B), 3), whole[:, :3])
+
+
+@pytest.mark.parametrize("window", [0, 150])
+def test_how_splits_are_shared_out_changes_no_bit(device: torch.device, window: int) -> None:
+    B, P, N, dtype = 3, 4, 40, torch.float16
+    q, k, v = inputs(B, P, 4, 2, 64, dtype, device)
+    table = torch.randperm(B * N, generator=torch.Generator().manual_seed(2)).view(B, N).int().to(device)
+    positions = (torch.tensor([3, 255, 620])[:, None] + torch.arange(P)).int().to(device)
+    usual = DecodeTuning.of(64, 2)
+    results = []
+    for cut in (usual, replace(usual, programs=1), replace(usual, programs=12), replace(usual, num_warps=2)):
+        pages = pages_of(B * N, 2, 16, 64, dtype, device, seed=4)
+        out = paged_attention(q, k, v, pages, table, positions, scale=0.125, window=window, tuning=cut)
+        results.append((out, pages.k))
+    for out, keys in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(keys, results[0][1])
 
 
 def test_a_lane_of_padding_stores_nothing_and_gives_zeros(device: torch.device) -> None:
