@@ -43,6 +43,7 @@ SCHEMA = {
 """No answer within a window ends by itself, and the shortest one is within the token budget."""
 _LEAST_STEPS, _MOST_STEPS = 10, 200
 """A window ends at the latter: the answers end, too, at some 1900 tokens."""
+_CALM_STEPS = 4
 _PATIENCE_S = 60.0
 
 
@@ -136,14 +137,14 @@ async def window(stub: Any, count: int, guided: bool, *, seconds: float, max_tok
         # All are seated, prefilled, and through their first steps.
         base = (await stub.GetStats(pb.GetStatsRequest(), timeout=30)).generated_tokens
         await _until(stub, lambda s: s.running == count and s.generated_tokens >= base + 3 * count, check)
-        prefilled = (await stub.GetStats(pb.GetStatsRequest(), timeout=30)).prefill_tokens
+        first = await stub.GetStats(pb.GetStatsRequest(), timeout=30)
         while True:
-            await asyncio.sleep(0.02)
-            first = await stub.GetStats(pb.GetStatsRequest(), timeout=30)
+            # Several steps without a prefill: a look may be shorter than a step.
+            begun = first
+            first = await _until(stub, lambda s, begun=begun: s.steps >= begun.steps + _CALM_STEPS, check)  # type: ignore[misc]
             start_s = time.perf_counter()
-            if first.prefill_tokens == prefilled:
+            if first.prefill_tokens == begun.prefill_tokens:
                 break
-            prefilled = first.prefill_tokens
         while True:
             await asyncio.sleep(0.02)
             last = await stub.GetStats(pb.GetStatsRequest(), timeout=30)

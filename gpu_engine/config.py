@@ -71,9 +71,9 @@ class EngineConfig:
     """F: what the grammar forces may be so many drafts; fewer than num_draft_tokens count as num_draft_tokens. The
     drafter behind still fills up to K alone, and a request that names its own num_draft_tokens has no more in all.
     Used where rows are left: on a CPU within step_rows, on a GPU in guided steps of at most 64 rows."""
-    step_rows: int = 24
-    """Rows that a decode step aims at on a CPU, where rows are not free: with more sequences each verifies fewer
-    drafts. On a GPU every sequence verifies K."""
+    step_rows: int = 0
+    """Rows that a decode step aims at: with more sequences each verifies fewer drafts. 0: 24 on a CPU, where rows are
+    not free; 256 on a GPU, where products of more rows than some 200 take longer than reading the weights."""
     ngram_max: int = 4
     """Longest suffix that the n-gram drafter looks up."""
     ngram_min: int = 1
@@ -133,7 +133,7 @@ class EngineConfig:
             "forced_draft_tokens",
             f"must be in [0, {MAX_DRAFT_TOKENS}]",
         )
-        _require(self.step_rows >= 1, "step_rows", "must be at least 1")
+        _require(self.step_rows >= 0, "step_rows", "must not be negative")
         _require(1 <= self.ngram_min <= self.ngram_max <= 8, "ngram_min", "needs 1 <= ngram_min <= ngram_max <= 8")
         _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
         _require(self.max_queue_size >= 1, "max_queue_size", "must be at least 1")
@@ -157,6 +157,11 @@ class EngineConfig:
     def num_forced(self) -> int:
         """F as it is: at least K, and K where nobody asks the grammar."""
         return max(self.num_drafts, self.forced_draft_tokens if self.forced_first else 0)
+
+    @property
+    def most_step_rows(self) -> int:
+        """`step_rows`, with 0 resolved for the device."""
+        return self.step_rows or (24 if self.device == "cpu" else 256)
 
     @property
     def num_rows(self) -> int:

@@ -53,21 +53,26 @@ class GraphKey:
 class StepRows:
     """P, the rows a lane, of the steps of a bucket. A captured step verifies P rows whatever its lanes have drafted.
 
-    The drafter needs K + 1. What the grammar forces may be longer, up to `most` - 1 drafts, in guided steps of at most
-    `room` rows in all: a forward of so few rows is bound by reading the weights (below about 200 rows on an H100 or an
-    H200, 150 on an RTX 4090), so the rows behind K + 1, empty in most steps, cost little more than their share of
-    attention and sampling. A slot that comes into a larger bucket has its first K drafts verified.
+    The drafter needs K + 1, which a bucket has while all of its lanes together have at most `limit` rows, else fewer:
+    a forward of few rows is bound by reading the weights (below about 200 rows on an H100 or an H200, 150 on an RTX
+    4090), and more take time in proportion, most of it for drafts that are not accepted. What the grammar forces may be
+    longer than K, up to `most` - 1 drafts, in guided steps of at most `room` rows: the rows behind K + 1, empty in most
+    steps, cost little more there than their share of attention and sampling. A slot that comes into a larger bucket
+    has its first drafts verified. One draft is left to every lane: a drafting network sees what its forward is given.
     """
 
     usual: int
     """K + 1."""
     most: int
     """R = max(K, F) + 1."""
+    limit: int = 1 << 30
     room: int = 64
 
     def of(self, num_lanes: int, guided: bool) -> int:
         """Return P of a bucket of so many lanes."""
-        return self.most if guided and num_lanes * self.most <= self.room else self.usual
+        if guided and num_lanes * self.most <= min(self.room, self.limit):
+            return self.most
+        return min(self.usual, max(2, self.limit // num_lanes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,9 @@ def test_rows_of_a_bucket() -> None:
     rows = StepRows(usual=8, most=16, room=64)
     assert [rows.of(bucket, True) for bucket in (1, 2, 4, 5, 8, 256)] == [16, 16, 16, 8, 8, 8]
     assert {rows.of(bucket, False) for bucket in (1, 4, 8)} == {8}, "nothing is forced in a free step"
+    rows = StepRows(usual=8, most=16, limit=256, room=64)
+    assert [rows.of(bucket, True) for bucket in (1, 4, 8, 32, 48, 64, 128, 256)] == [16, 16, 8, 8, 5, 4, 2, 2]
+    assert [StepRows(usual=1, most=1, limit=256).of(bucket, True) for bucket in (1, 256)] == [1, 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
