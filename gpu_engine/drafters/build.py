@@ -15,7 +15,7 @@ from gpu_engine.drafters.model import ModelDrafter
 from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import DraftNet, ModelNet
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
-from gpu_engine.model.linear import pack_linears
+from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.model.probe import ModelNotSupported
 from gpu_engine.step import Drafter
@@ -75,12 +75,14 @@ def _net(config: EngineConfig, target: LoadedModel, num_pages: int, *, token_maj
         pages = KVPages.allocate(*shape, target.dtype, target.device, token_major)
         if target.device.type == "cpu" and not token_major:
             pack_linears(head)
+        thin_linears(head)
         return Eagle3Net(head, target.net.get_input_embeddings(), pages)
     if config.drafter == "mtp":
         mtp = load_mtp(target.name, target.net, target.dtype)
         shape = (num_pages, target.num_kv_heads, target.head_dim, config.page_size)
         if target.device.type == "cpu" and not token_major:
             pack_linears(mtp)
+        thin_linears(mtp)
         return MtpNet(mtp, target.num_layers, KVPages.allocate(*shape, target.dtype, target.device, token_major))
     model = _draft_model(config, target)
     own_pages = model.allocate_pages(num_pages, config.page_size, token_major=token_major)

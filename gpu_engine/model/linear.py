@@ -1,17 +1,25 @@
-"""Linear layers for CPUs: oneDNN's prepacked products behind `nn.Linear`'s face.
+"""Linear layers behind `nn.Linear`'s face: oneDNN's prepacked products on a CPU, our kernel for few rows on a GPU.
 
 Packing once spares the reorder that a plain product does at every call (2x per step, measured in docs/log.md). One
 invariant: a row's result has the same bits for any number of rows; oneDNN keeps it from two rows on, so one row is
-doubled. Not here: quantisation.
+doubled; on a GPU it holds up to 16 rows, in the 16-bit types. Not here: quantisation.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from gpu_engine.model.recording import distance
+
+log = logging.getLogger(__name__)
+
+_ROUNDING = 1e-2
+"""Largest relative distance of two products in a 16-bit type that counts as equal."""
 _ROWS_HINT = 8
 """Rows that the packed layout is tuned for: a verify step of one sequence."""
 
@@ -42,13 +50,74 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, packed"
 
 
+class SkinnyLinear(nn.Module):
+    """`nn.Linear` on a GPU. Shares the weight; up to 16 rows are ours to multiply, more are cuBLAS's."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        from kernels.cuda.skinny import MAX_ROWS, skinny_linear  # a CPU install has no Triton
+
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, _bias(linear)
+        self._most, self._product = MAX_ROWS, skinny_linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T + bias; [..., in_features] -> [..., out_features]."""
+        rows = x.numel() // self.in_features
+        if not 0 < rows <= self._most:
+            return nn.functional.linear(x, self.weight, self.bias)
+        out_MN = self._product(x.reshape(rows, self.in_features), self.weight, self.bias)
+        return out_MN.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Name the shape."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, skinny"
+
+
+def skinny(linear: nn.Linear) -> nn.Module:
+    """Return the same product with our kernel for few rows, where that takes it and agrees; else `linear`."""
+    weight = linear.weight
+    suits = weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
+    if not suits or weight.shape[1] % 8:
+        return linear
+    return (
+        SkinnyLinear(linear) if _agrees(weight.shape, weight.dtype, weight.device, linear.bias is not None) else linear
+    )
+
+
+@functools.cache
+def _agrees(shape: torch.Size, dtype: torch.dtype, device: torch.device, biased: bool) -> bool:
+    """Compare the kernel with cuBLAS once for every kind of matrix: it is compiled for that."""
+    made = nn.Linear(shape[1], shape[0], bias=biased, device=device, dtype=dtype).requires_grad_(False)
+    x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    try:
+        far = distance(SkinnyLinear(made)(x), made(x))
+    except Exception as error:  # a compiler's: what it cannot build for this chip is not worth the start
+        log.warning("products of %s go to cuBLAS: %s: %s", tuple(shape), type(error).__name__, error)
+        return False
+    if far > _ROUNDING:
+        log.warning("products of %s go to cuBLAS: ours are %.1e away", tuple(shape), far)
+    return far <= _ROUNDING
+
+
+def thin_linears(model: nn.Module) -> int:
+    """Replace every `nn.Linear` of a model on a GPU in place, where `skinny` has something better; return how many."""
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and (better := skinny(child)) is not child:
+                setattr(parent, name, better)
+                count += 1
+    return count
+
+
 def can_pack() -> bool:
     """Whether oneDNN's prepacked products are built in."""
     return bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def joined(linears: Sequence[nn.Linear]) -> nn.Module:
-    """Return one product for several of the same input, outputs side by side; packed where it is on a CPU.
+    """Return one product for several of the same input, outputs side by side, in the form that suits its device.
 
     Holds a copy of the weights. Raises ValueError when inputs or biases differ in kind.
     """
@@ -63,7 +132,7 @@ def joined(linears: Sequence[nn.Linear]) -> nn.Module:
         whole.weight = nn.Parameter(torch.cat(tuple(item.weight for item in linears)), requires_grad=False)
         bias = nn.Parameter(torch.cat(given), requires_grad=False) if given else None
         whole.register_parameter("bias", bias)
-    return PackedLinear(whole) if first.weight.device.type == "cpu" and can_pack() else whole
+    return PackedLinear(whole) if first.weight.device.type == "cpu" and can_pack() else skinny(whole)
 
 
 def _bias(linear: nn.Linear) -> torch.Tensor | None:

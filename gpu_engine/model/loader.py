@@ -19,7 +19,7 @@ from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.embedded import Progress, ensure_embedded
 from gpu_engine.model.fuse import Fused, FusedModelDiffers, fuse_parts, settle
-from gpu_engine.model.linear import pack_linears
+from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.probe import ModelNotSupported, probe
 from gpu_engine.stream import load_kernels_eagerly
 from kernels.paged_attention import KVPages
@@ -171,6 +171,8 @@ def prepare(config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast) 
         model.fused = fuse_parts(net, seen.record, seen.asked, dtype)
     if device.type == "cpu":
         pack_linears(net)
+    elif config.fuse:
+        thin_linears(net)
     if config.fuse:
         model.fused = settle(net, model.fused, seen.record, seen.logits_NV, seen.again(model), dtype, seen.noise)
     return model

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.accept import AcceptResult, SlotParams, StepTensors
-from kernels.cuda import accept, bitmask, fused, ngram, noise, paged_attention, posting, settling, step_inputs
+from kernels.cuda import accept, bitmask, fused, ngram, noise, paged_attention, posting, settling, skinny, step_inputs
 from kernels.cuda import forced as forced_tokens
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
 from kernels.fused import Activation, NormKind, RMSNorm
@@ -145,6 +145,13 @@ def compile_fused(rows: int, H: int, inner: int, heads: tuple[int, int], D: int,
         fused.gated(torch.zeros(rows, 2 * inner, dtype=dtype), act)
 
 
+def compile_products(M: int, N: int, K: int) -> None:
+    """Run a product of a few rows."""
+    x, weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((M, K), (N, K), (N,)))
+    skinny.skinny_linear(x, weight)
+    skinny.skinny_linear(x, weight, bias)
+
+
 def main() -> None:
     """Compile all and print the kernels' names."""
     driver = install()
@@ -162,6 +169,9 @@ def main() -> None:
     compile_fused(1, 576, 1536, (9, 3), 64, torch.bfloat16)
     compile_fused(4, 4096, 12288, (32, 8), 128, torch.bfloat16)
     compile_fused(3, 2304, 9216, (8, 4), 256, torch.float32)
+    compile_products(1, 4096, 14_336)
+    compile_products(16, 128_256, 4096)
+    compile_products(8, 960, 576)
     print(*sorted({name for name, _ in driver.binaries}))
 
 

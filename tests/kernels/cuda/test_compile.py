@@ -15,6 +15,7 @@ NAMES = {
     *("norm_kernel", "rotary_kernel", "gated_kernel"),
     *("decode_kernel", "combine_kernel", "store_kernel", "prefill_kernel", "judge_kernel", "apply_kernel"),
     *("load_kernel", "post_kernel", "keep_kernel", "settle_kernel", "ngram_kernel", "take_forced_kernel"),
+    "skinny_kernel",
 }
 
 

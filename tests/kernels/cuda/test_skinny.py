@@ -1,0 +1,56 @@
+"""Products of a few rows against plain torch, and against themselves with other rows beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_engine.model.linear import SkinnyLinear
+from kernels.cuda.skinny import MAX_ROWS, SkinnyTuning, skinny_linear
+
+
+def some(device: torch.device, *shape: int, seed: int = 0) -> torch.Tensor:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter multiplies the bits of bf16
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 4).to(device, dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 64, 128), (3, 100, 192), (8, 33, 576), (16, 130, 64)])
+def test_equals_a_plain_product(device: torch.device, M: int, N: int, K: int, bias: bool) -> None:
+    x, weight, offset = some(device, M, K), some(device, N, K, seed=1), some(device, N, seed=2) if bias else None
+    want = torch.nn.functional.linear(x.float(), weight.float(), None if offset is None else offset.float())
+    torch.testing.assert_close(skinny_linear(x, weight, offset).float(), want, atol=2e-2, rtol=1e-2)
+
+
+def test_a_row_has_the_same_bits_with_any_rows_beside_it(device: torch.device) -> None:
+    x, weight = some(device, MAX_ROWS, 320), some(device, 96, 320, seed=1)
+    whole = skinny_linear(x, weight)
+    for count in (1, 2, 7):
+        assert torch.equal(skinny_linear(x[:count], weight), whole[:count])
+    assert torch.equal(skinny_linear(x[5:6], weight), whole[5:6])
+
+
+def test_rows_of_a_wider_tensor_are_read_by_their_stride(device: torch.device) -> None:
+    x, weight = some(device, 4, 256), some(device, 32, 64, seed=1)
+    assert torch.equal(skinny_linear(x[:, 64:128], weight), skinny_linear(x[:, 64:128].contiguous(), weight))
+
+
+def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
+    weight = some(device, 16, 64)
+    for x in (some(device, MAX_ROWS + 1, 64), some(device, 2, 64).float(), some(device, 2, 32)):
+        with pytest.raises(AssertionError):
+            skinny_linear(x, weight)
+
+
+def test_stages_fit_into_shared_memory() -> None:
+    for N, K in ((576, 576), (4096, 4096), (128_256, 4096), (49_152, 576)):
+        for shared in (99 << 10, 227 << 10):
+            cut = SkinnyTuning.of(N, K, shared)
+            assert cut.num_stages * (cut.block_n + MAX_ROWS) * cut.block_k * 2 <= shared
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (2, 3, 64), (16, 64), (17, 64), (0, 64)])
+def test_a_linear_of_any_shape_gives_what_the_plain_one_gives(device: torch.device, shape: tuple[int, ...]) -> None:
+    x = some(device, *shape)
+    plain = torch.nn.Linear(64, 48, device=device, dtype=x.dtype).requires_grad_(False)
+    torch.testing.assert_close(SkinnyLinear(plain)(x), plain(x), atol=1e-2, rtol=1e-2)
