@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from gpu_engine.sidecar import SPIN_ALWAYS_US
+
 SERVICES = ("engine", "grammar")
 DOCKERFILES = ("gpu_engine/Dockerfile", "grammar_service/Dockerfile")
 
@@ -86,8 +88,12 @@ def test_health_is_asked_of_the_process_itself(compose: dict[str, Any], service:
 
 
 def test_a_gpu_is_an_override(root: Path, compose: dict[str, Any]) -> None:
-    (device,) = load(root, "compose.gpu.yaml")["services"]["engine"]["deploy"]["resources"]["reservations"]["devices"]
+    services = load(root, "compose.gpu.yaml")["services"]
+    (device,) = services["engine"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
+    # A device wakes nobody: who waits for its posts must not sleep.
+    assert services["engine"]["environment"]["LOCKSTEP_SYNC"] == "${LOCKSTEP_SYNC:-device_flag}"
+    assert services["grammar"]["environment"]["LOCKSTEP_GRAMMAR_SPIN_US"].endswith(f":-{SPIN_ALWAYS_US:.0f}}}")
     assert "nvidia" not in str(compose)
 
 
