@@ -16,16 +16,17 @@ import torch
 
 from gpu_engine.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.config import EngineConfig
+from gpu_engine.device_prefill import DevicePrefill
 from gpu_engine.device_seating import DeviceSeating
 from gpu_engine.device_step import DeviceStep, FreeSync
 from gpu_engine.drafters.build import build_device_drafter, build_drafter
 from gpu_engine.graph import StepGraphs, StepRows, lane_buckets
 from gpu_engine.graph_runner import GraphRunner
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.model.prefill import STEP
 from gpu_engine.output_ring import OutputRing
 from gpu_engine.runner import EagerRunner, StepRunner
-from gpu_engine.seating import Seat, Seating
+from gpu_engine.scheduler import Chunk
+from gpu_engine.seating import Running, Seating
 from gpu_engine.step import StepProgram
 from gpu_engine.stream import CudaStream, Stream
 from gpu_engine.sync import InlineSync, NoSync, Sync
@@ -46,8 +47,8 @@ class Machinery:
     seating: Seating
     sync: Sync
     runner: StepRunner
-    prefill: Callable[[Seat, int, int], None]
-    """(seat, start, end): fill the caches with tokens [start, end) of the sequence."""
+    prefill: Callable[[tuple[Chunk[Running], ...]], None]
+    """Fill the caches with these chunks of different sequences, which fit one of the configuration's shapes."""
     warm_up: Callable[[], None]
     """Run every shape once; capture. Before the first request, after `enter`."""
     enter: Callable[[], None]
@@ -100,8 +101,9 @@ def _cpu_machinery(
     drafter = build_drafter(config, model, sync, num_pages)
     program = StepProgram(model, model.allocate_pages(num_pages, config.page_size), sync, drafter)
 
-    def prefill(seat: Seat, start: int, end: int) -> None:
-        program.prefill(seating.one(seat), start, end)
+    def prefill(chunks: tuple[Chunk[Running], ...]) -> None:
+        for chunk in chunks:
+            program.prefill(seating.one(chunk.sequence), chunk.start, chunk.end)
 
     def warm_up() -> None:
         for num_rows in sorted({1, R}):
@@ -161,7 +163,7 @@ def device_machinery(
     assert (channel is None) == (sync is None)
     S, R, V, device = config.max_batch_size, config.num_rows, model.vocab_size, stream.device
     meets: HostCallbackSync | DeviceFlagSync | FreeSync = sync or FreeSync(stream)
-    # Every slot's rows begin at 16 bytes: Triton would compile a prefill anew for the first slot that does not.
+    # Every slot's rows begin at 16 bytes: Triton would compile a kernel anew for the first slot whose row does not.
     whole = 4 * config.page_size
     history_tokens = -(-(_history_tokens(config, model, depth) + R) // whole) * whole - R
     # One slot more than sequences have, for padded lanes and the warm-up.
@@ -173,12 +175,14 @@ def device_machinery(
     ring = OutputRing(stream, lane, None if sync is None else sync.report)
     buckets, guided = lane_buckets(S), sync is not None
     step_rows = StepRows(config.num_drafts + 1, R, config.most_step_rows)
+    pages = model.allocate_pages(num_pages, config.page_size, token_major=True)
+    drafter = build_device_drafter(config, model, stream, meets, num_pages)
     step = DeviceStep(
         stream,
         model,
-        model.allocate_pages(num_pages, config.page_size, token_major=True),
+        pages,
         meets,
-        build_device_drafter(config, model, stream, meets, num_pages),
+        drafter,
         slot,
         lane,
         DeviceRows(rows, RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device)),
@@ -188,16 +192,12 @@ def device_machinery(
     told = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
     seating = DeviceSeating(stream, slot, lane, rows, eos_token_ids=model.eos_token_ids, **told)
 
-    def prefill(seat: Seat, start: int, end: int) -> None:
-        seating.write_pages(seat)
-        step.prefill(seat.slot, start, end)
+    prefill = DevicePrefill(stream, model, pages, drafter, seating, config.prefill_shapes)
 
     def warm_up() -> None:
         if sync is not None:
             sync.reserve(buckets)
-        # The spare slot's pages are all page 0, which nobody owns yet.
-        for length in sorted({STEP, config.prefill_chunk}):
-            step.prefill(S, 0, min(length, slot.history_SL.shape[1]))
+        prefill.warm_up()  # before the first wait is captured
         graphs.capture(channel)
 
     return Machinery(

@@ -8,11 +8,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gpu_engine.prefill_shapes import PrefillShapes
+
 EMBEDDED_MODEL = "embedded"
 """The model that comes as a PyPI package: SmolLM2-135M-Instruct."""
 
 MAX_DRAFT_TOKENS = 15
 """Upper bound of drafts per step, K and F: 16 rows a slot."""
+
+PREFILL_LANES = 16
+"""Most sequences that a GPU prefills in one forward."""
 
 
 def _require(condition: bool, name: str, problem: str) -> None:
@@ -48,7 +53,7 @@ class EngineConfig:
     kv_cache_tokens: int = 0
     """Size of the KV cache; 0: max_batch_size * max_model_len."""
     prefill_chunk: int = 256
-    """Prompt tokens per prefill call; decode steps run between the chunks."""
+    """Prompt tokens per prefill call, on a GPU of several sequences; decode steps run between the chunks."""
     drafter: str = "ngram"
     """"ngram", "model", "eagle3", "mtp" (the model's own multi-token-prediction layer), "grammar" (what the grammar
     forces, and nothing else) or "none"."""
@@ -147,6 +152,12 @@ class EngineConfig:
     def depth(self) -> int:
         """Steps in flight when the next is launched: 1 with overlap, else 0."""
         return int(self.device != "cpu" if self.overlap is None else self.overlap)
+
+    @property
+    def prefill_shapes(self) -> PrefillShapes:
+        """What one prefill may hold. On a CPU one sequence: there tokens cost the same together and alone."""
+        lanes = 1 if self.device == "cpu" else min(PREFILL_LANES, self.max_batch_size)
+        return PrefillShapes(self.prefill_chunk, lanes, min(self.prefill_chunk, self.max_model_len))
 
     @property
     def num_drafts(self) -> int:

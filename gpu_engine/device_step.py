@@ -2,7 +2,7 @@
 
 One invariant: what is launched depends on nothing but `num_lanes`, `num_rows` and `any_guided` of the batch; every
 number that a launch needs is in a buffer of fixed address. Padded lanes have slot -1. Not here: capturing (graph.py),
-who is in the batch, what became of the tokens.
+prefill (device_prefill.py), who is in the batch, what became of the tokens.
 
 Shapes: B lanes, P rows of this step, R rows a slot, N pages of a sequence, V columns.
 """
@@ -17,7 +17,7 @@ from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.drafters.nets import Hidden
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.model.prefill import prefill_row
+from gpu_engine.model.prefill import Chunks
 from gpu_engine.output_ring import OutputRing
 from gpu_engine.stream import Stream
 from gpu_engine.sync import NoSync, Sync
@@ -32,8 +32,8 @@ class DeviceDrafter(Protocol):
     layers: tuple[int, ...]
     """Target layers whose input it wants to see."""
 
-    def prefill(self, slot: SlotBuffers, place: int, start: int, end: int, hidden: Hidden) -> None:
-        """See tokens [start, end) of slot `place` go by. Called inside a launch of the stream's."""
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
+        """See some sequences' tokens go by, with the target's states there. Called inside a launch of the stream's."""
 
     def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         """Enqueue the writing of `drafts_SR` and `num_drafts_S` of the lanes' slots."""
@@ -88,17 +88,6 @@ class DeviceStep:
         self.sync.settle(batch)
         self._drafter.enqueue(batch, self._tensors(batch), table_BN, self._hidden)
         self.ring.pack(batch)
-
-    def prefill(self, place: int, start: int, end: int) -> None:
-        """Enqueue filling the caches with tokens [start, end) of slot `place`; not a part of any graph."""
-        self.stream.kernel(self._prefill, place, start, end)
-
-    @torch.no_grad()
-    def _prefill(self, place: int, start: int, end: int) -> None:
-        at, slot = slice(place, place + 1), self._slot
-        hidden: Hidden = dict.fromkeys(self._drafter.layers)
-        prefill_row(self.model, self._pages, slot.history_SL[at], slot.page_table_SN[at], start, end, hidden)
-        self._drafter.prefill(slot, place, start, end, hidden)
 
     def _load(self, batch: StepBatch) -> None:
         from kernels.cuda.step_inputs import load_step  # a CPU install has no Triton
@@ -171,7 +160,7 @@ class NgramKernel:
 
     layers: tuple[int, ...] = ()
 
-    def prefill(self, slot: SlotBuffers, place: int, start: int, end: int, hidden: Hidden) -> None:
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Nothing: the history is all it needs."""
 
     def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
@@ -197,7 +186,7 @@ class NoDrafts:
 
     layers: tuple[int, ...] = ()
 
-    def prefill(self, slot: SlotBuffers, place: int, start: int, end: int, hidden: Hidden) -> None:
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Nothing."""
 
     def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:

@@ -48,7 +48,7 @@ class EngineLoop:
         num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(-ahead // config.page_size)
         self.allocator = PageAllocator(num_pages, config.page_size)
         self.scheduler: Scheduler[Running] = Scheduler(
-            S, self.allocator, prefill_chunk=config.prefill_chunk, lookahead=ahead
+            S, self.allocator, prefill_chunk=config.prefill_chunk, lookahead=ahead, shapes=config.prefill_shapes
         )
         self.machinery = assemble(config, model, channel, num_pages, depth)
         self._seating, self._sync, self._runner = self.machinery.seating, self.machinery.sync, self.machinery.runner
@@ -61,14 +61,14 @@ class EngineLoop:
         self.guides = Guides(grammar, self.scheduler, self._seating, self._sync, self.stats, self._flies, self.end)
 
     def turn(self) -> bool:
-        """Plan, prefill one chunk, run one step, tell what came of it; False when there was nothing to do."""
+        """Plan, prefill some chunks, run one step, tell what came of it; False when there was nothing to do."""
         self.guides.look()
         plan = self.scheduler.plan()
         for seat in plan.preempted:
             self._stand_up(seat)
         for seat in plan.seated:
             self._sit_down(seat)
-        if plan.prefill is not None:
+        if plan.prefill:
             self._prefill(plan.prefill)
         if plan.decode:
             self._in_flight.append(self._runner.launch(plan.decode, masked=self.masks.on))
@@ -91,13 +91,15 @@ class EngineLoop:
         self.stats.preemptions += 1
         self.guides.close(seat)
 
-    def _prefill(self, chunk: Chunk[Running]) -> None:
-        self.machinery.prefill(chunk.sequence, chunk.start, chunk.end)
-        chunk.sequence.prefilled = chunk.end
-        telemetry = chunk.sequence.payload.request.telemetry
-        if not telemetry.first_token_s:  # else it was preempted and prefills its answer, too
-            telemetry.prefilled_s = time.monotonic()
-        self.stats.prefill_tokens += chunk.end - chunk.start
+    def _prefill(self, chunks: tuple[Chunk[Running], ...]) -> None:
+        self.machinery.prefill(chunks)
+        now_s = time.monotonic()
+        for chunk in chunks:
+            chunk.sequence.prefilled = chunk.end
+            telemetry = chunk.sequence.payload.request.telemetry
+            if not telemetry.first_token_s:  # else it was preempted and prefills its answer, too
+                telemetry.prefilled_s = now_s
+            self.stats.prefill_tokens += chunk.end - chunk.start
 
     def _tell(self, ticket: Ticket) -> None:
         """Read a step's results; send the events; end who is done. Who left the seat since the launch is not meant."""

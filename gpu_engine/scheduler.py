@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from gpu_engine.kv_cache import PageAllocator
+from gpu_engine.prefill_shapes import PrefillShapes
 
 Payload = TypeVar("Payload")
 
@@ -78,21 +79,24 @@ class Plan(Generic[Payload]):
     """Lost their slot and pages; they are waiting again, at the front."""
     seated: tuple[Sequence[Payload], ...]
     """Got a slot just now."""
-    prefill: Chunk[Payload] | None
+    prefill: tuple[Chunk[Payload], ...]
+    """To be run in one forward; the oldest first."""
     decode: tuple[Sequence[Payload], ...]
 
     @property
     def idle(self) -> bool:
         """Nothing to run."""
-        return self.prefill is None and not self.decode
+        return not self.prefill and not self.decode
 
 
 class Scheduler(Generic[Payload]):
     """Slots and waiting line. Used by the engine thread alone."""
 
-    def __init__(self, num_slots: int, allocator: PageAllocator, *, prefill_chunk: int, lookahead: int) -> None:
-        """`lookahead`: tokens beyond its length that a decode step may write (R)."""
-        self.allocator = allocator
+    def __init__(
+        self, num_slots: int, allocator: PageAllocator, *, prefill_chunk: int, lookahead: int, shapes: PrefillShapes
+    ) -> None:
+        """`lookahead`: tokens beyond its length that a decode step may write (R). `shapes`: what fits one prefill."""
+        self.allocator, self._shapes = allocator, shapes
         self._chunk, self._lookahead = prefill_chunk, lookahead
         self._seats: list[Sequence[Payload] | None] = [None] * num_slots
         self._gens = [0] * num_slots
@@ -113,24 +117,35 @@ class Scheduler(Generic[Payload]):
             self._waiting.remove(sequence)
 
     def plan(self) -> Plan[Payload]:
-        """Decide one turn: make room for the decode batch, seat who fits, choose a prefill chunk."""
+        """Decide one turn: make room for the decode batch, seat who fits, choose what to prefill."""
         preempted = self._make_room()
         seated = () if preempted else self._seat_waiting()
-        # The chunk of the oldest: chunks end at multiples of the chunk size, so a prompt is cut the same way every
-        # time.
-        behind = [s for s in self.seated if s.prefilled < s.prefill_end]
-        first = min(behind, key=lambda s: s.order, default=None)
-        prefill = None
-        if first is not None:
-            end = min(first.prefill_end, (first.prefilled // self._chunk + 1) * self._chunk)
-            prefill = Chunk(first, first.prefilled, end)
-        return Plan(tuple(preempted), tuple(seated), prefill, tuple(s for s in self.seated if s.decoding))
+        decode = tuple(s for s in self.seated if s.decoding)
+        return Plan(tuple(preempted), tuple(seated), self._chunks(), decode)
 
     def preempt(self, sequence: Sequence[Payload]) -> None:
         """Take the slot and the pages; the sequence waits at the front and will be prefilled again."""
         self._unseat(sequence)
         sequence.prefilled = 0
         self._waiting.appendleft(sequence)
+
+    def _chunks(self) -> tuple[Chunk[Payload], ...]:
+        """The next chunk of the oldest, then of everyone behind who fits beside those before.
+
+        Whether a sequence is in depends on older ones alone, so who is passed over is no later for it. Chunks end at
+        multiples of the chunk size: a prompt is cut the same way every time, in company or not.
+        """
+        chosen: list[Chunk[Payload]] = []
+        longest = 0
+        for s in sorted((s for s in self.seated if s.prefilled < s.prefill_end), key=lambda s: s.order):
+            if chosen and self._shapes.of(len(chosen) + 1, longest) is None:
+                break
+            end = min(s.prefill_end, (s.prefilled // self._chunk + 1) * self._chunk)
+            length = max(longest, end - s.prefilled)
+            if not chosen or self._shapes.of(len(chosen) + 1, length) is not None:
+                chosen.append(Chunk(s, s.prefilled, end))
+                longest = length
+        return tuple(chosen)
 
     def _make_room(self) -> list[Sequence[Payload]]:
         preempted: list[Sequence[Payload]] = []

@@ -14,7 +14,8 @@ from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.drafters.nets import Hidden
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.model.prefill import prefill
+from gpu_engine.model.prefill import Chunks, prefill
+from gpu_engine.prefill_shapes import padded
 from gpu_engine.sync import Sync
 from kernels.accept import RUN_ON, StepTensors, accept
 from kernels.paged_attention import KVPages
@@ -27,8 +28,8 @@ class Drafter(Protocol):
     layers: tuple[int, ...]
     """Target layers whose input it wants to see."""
 
-    def prefill(self, batch: StepBatch, start: int, end: int, hidden: Hidden) -> None:
-        """See tokens [start, end) of the one lane's sequence go by, with the target's hidden states there."""
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
+        """See some sequences' tokens go by, with the target's hidden states there."""
 
     def propose(self, batch: StepBatch, step: StepTensors, hidden: Hidden) -> None:
         """Write `drafts_SR` and `num_drafts_S` of the lanes' slots."""
@@ -58,8 +59,10 @@ class StepProgram:
     def prefill(self, batch: StepBatch, start: int, end: int) -> None:
         """Fill the cache with tokens [start, end) of the one lane's sequence."""
         hidden: Hidden = dict.fromkeys(self.drafter.layers)
-        prefill(self.model, self.pages, batch, start, end, hidden)
-        self.drafter.prefill(batch, start, end, hidden)
+        start_B, end_B = torch.tensor([[start], [end]], dtype=torch.int32)
+        chunks = Chunks.cut(batch.slot, batch.slots_B.long(), start_B, end_B, padded(end - start))
+        prefill(self.model, self.pages, chunks, hidden)
+        self.drafter.prefill(chunks, hidden)
 
     def warm_up(self, slot: SlotBuffers, lane: LaneBuffers, num_rows: int) -> None:
         """Run the target over a made-up token in page 0, so that libraries choose and allocate early."""

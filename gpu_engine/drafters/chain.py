@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from gpu_engine.buffers import SlotBuffers, StepBatch
+from gpu_engine.buffers import StepBatch
 from gpu_engine.drafters.nets import DraftNet, Hidden, put_forced, with_forced
+from gpu_engine.model.prefill import Chunks
 from gpu_engine.stream import Stream
 from gpu_engine.sync import Sync
 from kernels.accept import RUN_ON, StepTensors, draw_drafts
@@ -46,10 +47,9 @@ class ModelChain:
         """The next link's draft of each lane, and where it stands."""
         self._logits_BV: torch.Tensor | None = None
 
-    def prefill(self, slot: SlotBuffers, place: int, start: int, end: int, hidden: Hidden) -> None:
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Let the net see the same tokens."""
-        at = slice(place, place + 1)
-        self.net.prefill(slot.history_SL[at], slot.page_table_SN[at], start, end, hidden)
+        self.net.prefill(chunks, hidden)
 
     def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         """Enqueue K links; a lane without news keeps the drafts it has."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from gpu_engine.buffers import SlotBuffers, StepBatch
+from gpu_engine.buffers import StepBatch
 from gpu_engine.device_step import DeviceDrafter
 from gpu_engine.drafters.nets import Hidden
+from gpu_engine.model.prefill import Chunks
 from gpu_engine.step import Drafter
 from gpu_engine.sync import Sync
 from kernels.accept import StepTensors
@@ -25,9 +26,9 @@ class ForcedFirst:
         self._behind, self._sync = behind, sync
         self.layers = behind.layers
 
-    def prefill(self, batch: StepBatch, start: int, end: int, hidden: Hidden) -> None:
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """As the other drafter does."""
-        self._behind.prefill(batch, start, end, hidden)
+        self._behind.prefill(chunks, hidden)
 
     def propose(self, batch: StepBatch, step: StepTensors, hidden: Hidden) -> None:
         """Ask, wait briefly, and let the other drafter write the drafts."""
@@ -49,9 +50,9 @@ class ForcedFirstLaunches:
         self._behind, self._sync = behind, sync
         self.layers = behind.layers
 
-    def prefill(self, slot: SlotBuffers, place: int, start: int, end: int, hidden: Hidden) -> None:
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """As the other drafter does."""
-        self._behind.prefill(slot, place, start, end, hidden)
+        self._behind.prefill(chunks, hidden)
 
     def enqueue(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         """Enqueue the question, a short wait, and the other drafter."""
@@ -69,7 +70,7 @@ class NothingBehind:
 
     layers: tuple[int, ...] = ()
 
-    def prefill(self, batch: StepBatch, start: int, end: int, hidden: Hidden) -> None:
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Nothing."""
 
     def propose(self, batch: StepBatch, step: StepTensors, hidden: Hidden) -> None:

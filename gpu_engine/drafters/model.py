@@ -15,6 +15,7 @@ import torch
 
 from gpu_engine.buffers import StepBatch
 from gpu_engine.drafters.nets import DraftNet, Hidden, put_forced, with_forced
+from gpu_engine.model.prefill import Chunks
 from gpu_engine.sync import Sync
 from kernels.accept import StepTensors, draw_drafts
 
@@ -26,10 +27,9 @@ class ModelDrafter:
         self.net, self._sync, self._masked, self._forced = net, sync, masked, forced
         self.layers = net.layers
 
-    def prefill(self, batch: StepBatch, start: int, end: int, hidden: Hidden) -> None:
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Let the net see the same tokens."""
-        slot, slots_B = batch.slot, batch.slots_B.long()
-        self.net.prefill(slot.history_SL[slots_B], slot.page_table_SN[slots_B], start, end, hidden)
+        self.net.prefill(chunks, hidden)
 
     def propose(self, batch: StepBatch, step: StepTensors, hidden: Hidden) -> None:
         """Draft up to K tokens a lane, or as many as are forced; a lane without news keeps the drafts it has."""

@@ -17,7 +17,7 @@ import torch
 from gpu_engine.buffers import StepBatch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.model.prefill import prefill_row
+from gpu_engine.model.prefill import Chunks, prefill
 from kernels.paged_attention import KVPages
 
 Hidden = dict[int, torch.Tensor | None]
@@ -55,10 +55,8 @@ class DraftNet(Protocol):
     d2t_V: torch.Tensor | None
     """int32 [Vd]: added to a column to give its token; None where columns are tokens."""
 
-    def prefill(
-        self, history_1L: torch.Tensor, page_table_1N: torch.Tensor, start: int, end: int, hidden: Hidden
-    ) -> None:
-        """See tokens [start, end) of one sequence go by; `hidden` is the target's at these, padding behind."""
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
+        """See some sequences' tokens go by; `hidden` is the target's at these, padding in its place."""
 
     def first(
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
@@ -82,11 +80,9 @@ class ModelNet:
     def __init__(self, model: LoadedModel, pages: list[KVPages], num_links: int) -> None:
         self.model, self._pages, self._links = model, pages, num_links
 
-    def prefill(
-        self, history_1L: torch.Tensor, page_table_1N: torch.Tensor, start: int, end: int, hidden: Hidden
-    ) -> None:
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Fill the cache with the same tokens."""
-        prefill_row(self.model, self._pages, history_1L, page_table_1N, start, end)
+        prefill(self.model, self._pages, chunks)
 
     def first(
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,

@@ -12,6 +12,7 @@ import torch
 
 from gpu_engine.buffers import StepBatch
 from gpu_engine.drafters.nets import Hidden
+from gpu_engine.model.prefill import Chunks
 from kernels.accept import StepTensors
 
 
@@ -23,7 +24,7 @@ class NgramDrafter:
 
     layers: tuple[int, ...] = ()
 
-    def prefill(self, batch: StepBatch, start: int, end: int, hidden: Hidden) -> None:
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Nothing: the history is all it needs."""
 
     def propose(self, batch: StepBatch, step: StepTensors, hidden: Hidden) -> None:
@@ -67,7 +68,7 @@ class NoDrafter:
 
     layers: tuple[int, ...] = ()
 
-    def prefill(self, batch: StepBatch, start: int, end: int, hidden: Hidden) -> None:
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Nothing."""
 
     def propose(self, batch: StepBatch, step: StepTensors, hidden: Hidden) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from gpu_engine.buffers import StepBatch
 from gpu_engine.drafters.nets import Hidden
+from gpu_engine.model.prefill import Chunks
 
 
 class PairNet(ABC):
@@ -41,15 +42,9 @@ class PairNet(ABC):
     def _logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         """Return [B, Vd]."""
 
-    def prefill(
-        self, history_1L: torch.Tensor, page_table_1N: torch.Tensor, start: int, end: int, hidden: Hidden
-    ) -> None:
-        """Store the pairs of positions [start, end); the token behind the last of them is in the history, too."""
-        states_NH = self._taken(hidden)
-        at_P = torch.arange(start, start + len(states_NH), dtype=torch.int32, device=history_1L.device)
-        ids_1P = history_1L.gather(1, (at_P + 1).clamp(max=end).long()[None])
-        positions_1P = torch.where(at_P < end, at_P, -1)[None].contiguous()
-        self._run(ids_1P, states_NH, positions_1P, page_table_1N)
+    def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
+        """Store the pairs of the chunks' positions; the token behind the last of them is in the history, too."""
+        self._run(chunks.ids_BP(ahead=1), self._taken(hidden), chunks.positions_BP, chunks.page_table_BN)
 
     def first(
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,

@@ -1,51 +1,66 @@
-"""Prefill: a chunk of one sequence's tokens through a model, for their keys and values alone.
+"""Prefill: chunks of some sequences' tokens through a model, for their keys and values alone.
 
-Chunks are padded to a few lengths. Libraries keep a plan a shape, and a plan for every length that a prompt may have
-costs hundreds of megabytes and a stall each. One invariant: padding writes nothing. Not here: how a prompt is cut.
+Chunks are padded to a few shapes. Libraries keep a plan a shape, and a plan for every length that a prompt may have
+costs hundreds of megabytes and a stall each. One invariant: padding writes nothing. Not here: how a prompt is cut, and
+which shapes there are (prefill_shapes.py).
+
+Shapes: B chunks, P padded length, S slots, L tokens of a full sequence, N pages of a sequence.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from gpu_engine.buffers import StepBatch
+from gpu_engine.buffers import SlotBuffers
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from kernels.paged_attention import KVPages
 
-STEP = 32
-"""Chunk lengths are multiples of this."""
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Tokens [start, end) of one sequence a lane. Views and copies on the slots' device; nothing is read back."""
+
+    history_SL: torch.Tensor
+    """int32; the slots' own."""
+    page_table_BN: torch.Tensor
+    """int32, contiguous."""
+    place_B1: torch.Tensor
+    """int64, slots."""
+    at_BP: torch.Tensor
+    """int32, positions from `start` on, through the padding."""
+    end_B1: torch.Tensor
+    """int32; a lane of padding alone ends where it starts."""
+
+    @classmethod
+    def cut(
+        cls, slot: SlotBuffers, place_B: torch.Tensor, start_B: torch.Tensor, end_B: torch.Tensor, length: int
+    ) -> Chunks:
+        """Cut the chunks of slots `place_B` (int64) out, padded to `length`; `start_B` and `end_B` int32."""
+        row_P = torch.arange(length, dtype=torch.int32, device=place_B.device)
+        at_BP = start_B[:, None] + row_P
+        return cls(slot.history_SL, slot.page_table_SN[place_B], place_B[:, None], at_BP, end_B[:, None])
+
+    @property
+    def positions_BP(self) -> torch.Tensor:
+        """int32, contiguous; -1 is padding."""
+        return torch.where(self.at_BP < self.end_B1, self.at_BP, -1)
+
+    def ids_BP(self, ahead: int = 0) -> torch.Tensor:
+        """Return the tokens `ahead` of the positions, int32; padding repeats the last one."""
+        at_BP = torch.minimum(self.at_BP, self.end_B1 - 1) + ahead
+        return self.history_SL[self.place_B1, at_BP.clamp(min=0).long()]
 
 
 def prefill(
-    model: LoadedModel,
-    pages: list[KVPages],
-    batch: StepBatch,
-    start: int,
-    end: int,
-    hidden: dict[int, torch.Tensor | None] | None = None,
+    model: LoadedModel, pages: list[KVPages], chunks: Chunks, hidden: dict[int, torch.Tensor | None] | None = None
 ) -> None:
-    """Fill `pages` with tokens [start, end) of the one lane's sequence; `hidden` as in `prefill_row`."""
-    slots_B = batch.slots_B.long()
-    prefill_row(model, pages, batch.slot.history_SL[slots_B], batch.slot.page_table_SN[slots_B], start, end, hidden)
+    """Fill `pages` with the chunks.
 
-
-def prefill_row(
-    model: LoadedModel,
-    pages: list[KVPages],
-    history_1L: torch.Tensor,
-    page_table_1N: torch.Tensor,
-    start: int,
-    end: int,
-    hidden: dict[int, torch.Tensor | None] | None = None,
-) -> None:
-    """Fill `pages` with tokens [start, end) of one row of the history; reads nothing back from the device.
-
-    `hidden` names the layers whose input is wanted and receives it, a row a token, padding behind the last.
+    `hidden` names the layers whose input is wanted and receives it, [B * P, H]: a row a token, padding in its place.
     """
-    length = -(-(end - start) // STEP) * STEP
-    at_P = torch.arange(start, start + length, dtype=torch.int32, device=history_1L.device)
-    live_P = at_P < end
-    ids_BP = history_1L.gather(1, at_P.clamp(max=end - 1).long()[None])
-    context = AttentionContext(pages, page_table_1N, torch.where(live_P, at_P, -1)[None], hidden=hidden)
-    model.prefill(torch.where(live_P, ids_BP, 0).long(), context)
+    positions_BP = chunks.positions_BP
+    ids_BP = torch.where(positions_BP < 0, 0, chunks.ids_BP())
+    model.prefill(ids_BP.long(), AttentionContext(pages, chunks.page_table_BN, positions_BP, hidden=hidden))

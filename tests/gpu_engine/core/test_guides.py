@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpu_engine.guides import Guides
 from gpu_engine.kv_cache import PageAllocator
+from gpu_engine.prefill_shapes import PrefillShapes
 from gpu_engine.request import Request
 from gpu_engine.scheduler import Guide, Scheduler
 from gpu_engine.seating import Running, Seat
@@ -33,7 +34,9 @@ class Binds:
 
 
 def test_a_step_of_the_process_before_is_not_waited_for() -> None:
-    scheduler: Scheduler[Running] = Scheduler(2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8)
+    scheduler: Scheduler[Running] = Scheduler(
+        2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8, shapes=PrefillShapes(16, 1, 16)
+    )
     # Its answers never come: they went with the process.
     guides = Guides(Port(), scheduler, Binds(), NoSync(), EngineStats(), lambda seat: False, lambda seat, **_: None)  # type: ignore[arg-type]
     request = ask(tokens(9, 1), grammar="20").request

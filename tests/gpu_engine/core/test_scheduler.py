@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from gpu_engine.kv_cache import PageAllocator
+from gpu_engine.prefill_shapes import PrefillShapes
 from gpu_engine.scheduler import Guide, Plan, Scheduler, Sequence
 
 PAGE, CHUNK, ROWS = 16, 32, 4
@@ -17,8 +18,9 @@ PAGE, CHUNK, ROWS = 16, 32, 4
 Names = Scheduler[str]
 
 
-def scheduler(num_slots: int = 2, num_pages: int = 16) -> Names:
-    return Scheduler(num_slots, PageAllocator(num_pages, PAGE), prefill_chunk=CHUNK, lookahead=ROWS)
+def scheduler(num_slots: int = 2, num_pages: int = 16, *, chunk: int = CHUNK, lanes: int = 1) -> Names:
+    shapes = PrefillShapes(chunk, lanes, chunk)
+    return Scheduler(num_slots, PageAllocator(num_pages, PAGE), prefill_chunk=chunk, lookahead=ROWS, shapes=shapes)
 
 
 def sequence(name: str, length: int = 10, *, guided: bool = False) -> Sequence[str]:
@@ -31,12 +33,22 @@ def names(sequences: tuple[Sequence[str], ...] | list[Sequence[str]]) -> list[st
 
 def act(machine: Names, plan: Plan[str], emitted: int = 1) -> None:
     """Do what an engine does with a plan."""
-    if plan.prefill is not None:
-        plan.prefill.sequence.prefilled = plan.prefill.end
+    for chunk in plan.prefill:
+        chunk.sequence.prefilled = chunk.end
     for s in plan.decode:
         s.length += emitted
         s.prefilled = s.length - 1
     machine.check_integrity()
+
+
+def prefills(machine: Names) -> list[list[tuple[str, int, int]]]:
+    """Return what is prefilled turn by turn until nothing is left to be, with nobody decoding."""
+    turns = []
+    while (plan := machine.plan()).prefill:
+        turns.append([(chunk.sequence.payload, chunk.start, chunk.end) for chunk in plan.prefill])
+        for chunk in plan.prefill:
+            chunk.sequence.prefilled = chunk.end
+    return turns
 
 
 def test_first_come_first_seated_in_the_lowest_slot() -> None:
@@ -63,11 +75,53 @@ def test_a_prompt_is_cut_at_multiples_of_the_chunk_and_oldest_first() -> None:
     machine = scheduler()
     machine.add(sequence("a", 70))
     machine.add(sequence("b", 33))
-    chunks = []
-    while (plan := machine.plan()).prefill is not None:
-        chunks.append((plan.prefill.sequence.payload, plan.prefill.start, plan.prefill.end))
-        plan.prefill.sequence.prefilled = plan.prefill.end
-    assert chunks == [("a", 0, 32), ("a", 32, 64), ("a", 64, 69), ("b", 0, 32)]
+    assert prefills(machine) == [[("a", 0, 32)], [("a", 32, 64)], [("a", 64, 69)], [("b", 0, 32)]]
+
+
+def test_the_next_chunks_of_those_behind_go_along_while_they_fit_together() -> None:
+    machine = scheduler(num_slots=6, num_pages=40, chunk=128, lanes=8)
+    for name, length in (("a", 140), ("b", 31), ("c", 65), ("d", 34), ("e", 33), ("f", 1)):
+        machine.add(sequence(name, length))
+    assert prefills(machine) == [
+        [("a", 0, 128)],
+        [("a", 128, 139), ("b", 0, 30), ("e", 0, 32)],  # c and d are longer: three or more of them would not fit
+        [("c", 0, 64), ("d", 0, 33)],
+    ]
+
+
+def test_as_many_go_along_as_there_are_lanes() -> None:
+    machine = scheduler(num_slots=7, num_pages=40, chunk=256, lanes=3)
+    for name in "abcdefg":
+        machine.add(sequence(name, 20))
+    assert [[name for name, _, _ in turn] for turn in prefills(machine)] == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
+
+
+LINE = st.lists(st.integers(1, 200), min_size=1, max_size=12)
+
+
+@given(lengths=LINE, chunk=st.sampled_from([20, 32, 64, 100, 256]), lanes=st.sampled_from([2, 4, 16]))
+def test_company_delays_nobody_and_cuts_nobody_otherwise(lengths: list[int], chunk: int, lanes: int) -> None:
+    def turns(of: list[int], lanes: int) -> list[list[tuple[str, int, int]]]:
+        machine = scheduler(num_slots=len(of), num_pages=300, chunk=chunk, lanes=lanes)
+        for at, length in enumerate(of):
+            machine.add(sequence(str(at), length))
+        return prefills(machine)
+
+    alone, together = turns(lengths, 1), turns(lengths, lanes)
+    shapes = PrefillShapes(chunk, lanes, chunk)
+    for turn in together:
+        assert shapes.of(len(turn), max(end - start for _, start, end in turn)) in shapes.every
+    flat = [part for turn in together for part in turn]
+    assert sorted(flat) == sorted(part for turn in alone for part in turn)
+    for count in range(1, len(lengths)):
+        before = turns(lengths[:count], lanes)
+        for name in map(str, range(count)):
+            assert ends(name, together) == ends(name, before), "who came later changes nothing"
+
+
+def ends(name: str, turns: list[list[tuple[str, int, int]]]) -> list[tuple[int, int]]:
+    """Return (turn, end) of each chunk of a sequence."""
+    return [(number, end) for number, turn in enumerate(turns) for other, _, end in turn if other == name]
 
 
 def test_decoding_goes_on_while_another_prompt_is_prefilled() -> None:
@@ -77,7 +131,7 @@ def test_decoding_goes_on_while_another_prompt_is_prefilled() -> None:
     for _ in range(3):
         plan = machine.plan()
         assert names(plan.decode) == ["a"]
-        assert plan.prefill is not None
+        assert plan.prefill
         act(machine, plan)
 
 
@@ -144,7 +198,7 @@ def test_several_victims_of_one_turn_keep_their_order() -> None:
     plan = machine.plan()
     assert len(plan.seated) == 4
     (a, *_) = plan.seated
-    while machine.plan().prefill is not None:
+    while machine.plan().prefill:
         act(machine, machine.plan(), emitted=0)
     machine.allocator.grow(a.pages, 80)  # somebody took the rest
     a.length = 110
@@ -191,11 +245,13 @@ class Turns(RuleBasedStateMachine):
     """Arrivals, turns, grammars that open, park and get lost, endings: in any order."""
 
     alive = Bundle("alive")
+    chunk, lanes = CHUNK, 1
 
     def __init__(self) -> None:
         super().__init__()
         # One sequence of full length always fits, as the engine's configuration makes sure.
-        self.machine: Names = scheduler(num_slots=3, num_pages=-(-(MAX_LENGTH + ROWS) // PAGE) + 2)
+        pages = -(-(MAX_LENGTH + ROWS) // PAGE) + 2
+        self.machine: Names = scheduler(num_slots=3, num_pages=pages, chunk=self.chunk, lanes=self.lanes)
         self.count = 0
         self.gens: dict[int, int] = {}
 
@@ -228,11 +284,11 @@ class Turns(RuleBasedStateMachine):
         for s in plan.decode:
             assert len(s.pages) * PAGE >= s.length + ROWS
             assert s.prefilled >= s.length - 1
-        if (chunk := plan.prefill) is not None:
+        for chunk in plan.prefill:
             assert chunk.start == chunk.sequence.prefilled
             assert chunk.start < chunk.end <= chunk.sequence.prefill_end
-            assert chunk.end - chunk.start <= CHUNK
-            assert chunk.end % CHUNK == 0 or chunk.end == chunk.sequence.prefill_end
+            assert chunk.end - chunk.start <= self.chunk
+            assert chunk.end % self.chunk == 0 or chunk.end == chunk.sequence.prefill_end
             assert len(chunk.sequence.pages) * PAGE >= chunk.end
             chunk.sequence.prefilled = chunk.end
         for s in plan.decode:
@@ -265,7 +321,14 @@ class Turns(RuleBasedStateMachine):
         raise AssertionError(f"{self.machine} does not come to an end")
 
 
+class TurnsOfSeveral(Turns):
+    """The same where several are prefilled at once."""
+
+    chunk, lanes = 2 * CHUNK, 4
+
+
 TestTurns = Turns.TestCase
-TestTurns.settings = settings(
+TestTurnsOfSeveral = TurnsOfSeveral.TestCase
+TestTurns.settings = TestTurnsOfSeveral.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -10,6 +10,7 @@ from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.drafters.eagle3 import Eagle3Net
 from gpu_engine.drafters.eagle3_head import Eagle3Head
 from gpu_engine.drafters.nets import Hidden
+from gpu_engine.model.prefill import Chunks
 from kernels.accept import StepTensors, draw_drafts
 from kernels.paged_attention import KVPages
 from shared_mem.layout import RowKind
@@ -34,15 +35,15 @@ class Lanes:
         lane.slots_B.copy_(torch.arange(B))
         self.aux_BLF = torch.randn(B, LENGTH, 3 * H, generator=draw)
         self.batch = StepBatch(slot, lane, B, ROWS, any_guided=False)
-        for b, (length, count) in enumerate(zip(lengths, emitted, strict=True)):
-            before = length - count
-            for start in range(0, before - 1, 5):  # chunks, with padding behind the last token
-                end = min(start + 5, before - 1)
-                self.net.prefill(
-                    slot.history_SL[b : b + 1], slot.page_table_SN[b : b + 1], start, end, self.hidden([(b, start, 8)])
-                )
-            slot.length_S[b] = length
-            lane.result.num_emitted_B[b] = count
+        befores = [length - count - 1 for length, count in zip(lengths, emitted, strict=True)]
+        for start in range(0, max(befores), 5):  # chunks, with padding behind the last token, and lanes that are done
+            places = list(range(B))
+            starts = [min(start + b, before) for b, before in enumerate(befores)] if start else [0] * B
+            ends = [min(start + 5 + b, before) for b, before in enumerate(befores)]
+            chunks = Chunks.cut(slot, torch.tensor(places), *torch.tensor([starts, ends], dtype=torch.int32), 5 + B)
+            self.net.prefill(chunks, self.hidden([(b, at, 5 + B) for b, at in zip(places, starts, strict=True)]))
+        slot.length_S.copy_(torch.tensor(lengths))
+        lane.result.num_emitted_B.copy_(torch.tensor(emitted))
         self.step_hidden = self.hidden(
             [(b, n - e - 1, ROWS) for b, (n, e) in enumerate(zip(lengths, emitted, strict=True))]
         )

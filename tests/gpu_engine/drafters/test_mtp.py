@@ -14,6 +14,7 @@ from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import Hidden
 from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.prefill import Chunks
 from gpu_engine.model.probe import ModelNotSupported
 from kernels.paged_attention import KVPages
 from shared_mem.layout import Stage
@@ -92,8 +93,9 @@ def test_drafts_are_those_of_transformers_own_layer(folder: Path, target: Loaded
         rows = last[0, start : start + count]
         return {LAYERS: torch.cat([rows, torch.zeros(count - len(rows), H)])}
 
-    net.prefill(slot.history_SL, slot.page_table_SN, 0, 9, hidden(0, 32))
-    net.prefill(slot.history_SL, slot.page_table_SN, 9, 16, hidden(9, 32))
+    for start, end in ((0, 9), (9, 16)):
+        bounds = torch.tensor([[start], [end]], dtype=torch.int32)
+        net.prefill(Chunks.cut(slot, torch.zeros(1, dtype=torch.long), *bounds, 32), hidden(start, 32))
     batch = StepBatch(slot, lane, 1, 4, any_guided=False)
     going, table = torch.ones(1, dtype=torch.bool), slot.page_table_SN
     first = net.first(batch, torch.zeros(1, dtype=torch.long), going, table, hidden(16, 4))
