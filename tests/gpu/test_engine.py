@@ -13,6 +13,7 @@ import pytest
 from benchmarks.server import EngineServer, ServerOptions
 from gpu_engine.client import Client
 from gpu_engine.config import EngineConfig
+from gpu_engine.device_prefill import DevicePrefill
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.request import FinishReason
 from protos.engine.v1 import engine_pb2 as pb
@@ -100,6 +101,37 @@ def test_free_tokens_are_those_of_a_cpu(
         assert answer_staggered(engine, [make() for make in FREE]) == free_tokens
         stats = engine.stats()
     assert (stats.accepted_draft_tokens > 20) == (num_drafts > 0)
+
+
+@pytest.mark.parametrize("drafts_by", ["ngram", "model"])
+def test_prompts_that_are_prefilled_together_get_the_tokens_of_a_cpu(models: Models, drafts_by: str) -> None:
+    def made() -> list[Answer]:
+        lengths = (2, 3, 5, 9, 17, 20, 28, 31, 32, 33, 34, 64, 65, 129, 200, 1)
+        return [
+            ask(tokens(length, at, repeat=length // 3), max_tokens=20, seed=at, temperature=0.5 * (at % 2))
+            for at, length in enumerate(lengths)
+        ]
+
+    with free_engine(models.cpu, with_drafts(0)) as engine:
+        expected = answer_each(engine, made())
+    draft_model = models.cpu.name if drafts_by == "model" else ""
+    settings = on_gpu(3, draft_model=draft_model, prefill_chunk=512, max_batch_size=16)
+    with free_engine(models.gpu, settings) as engine:
+        prefill = engine._loop.machinery.prefill
+        assert isinstance(prefill, DevicePrefill)
+        warmed = prefill.launches.copy()
+        assert answer_all(engine, made()) == expected
+        answers = made()
+
+        def submit(first: Answer) -> None:
+            first.on_event = None
+            for answer in answers:
+                engine.submit(answer.request)
+
+        engine.submit(ask(tokens(3, 99), max_tokens=1, on_event=submit).request)
+        assert [answer.wait().tokens for answer in answers] == expected
+        assert set(prefill.launches) == set(warmed) == set(settings.prefill_shapes.every)
+        assert max(lanes for lanes, _ in prefill.launches - warmed) == 16
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])

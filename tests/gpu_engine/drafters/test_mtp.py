@@ -83,21 +83,23 @@ def test_drafts_are_those_of_transformers_own_layer(folder: Path, target: Loaded
     chained = mtp.forward_layer(0, states[:, -1:], torch.tensor([[20]]), cache, input_ids=draft[:, None])
     expected = [mtp._project_to_logits(states[:, -1]), mtp._project_to_logits(chained[:, -1])]
 
-    pages = KVPages.allocate(8, 1, 16, PAGE, torch.float32, torch.device("cpu"))
+    pages = KVPages.allocate(16, 1, 16, PAGE, torch.float32, torch.device("cpu"))
     net = MtpNet(load_mtp(str(folder), target.net, torch.float32), LAYERS, pages)
-    slot, lane = SlotBuffers.allocate(1, 4, LENGTH, PAGE), LaneBuffers.allocate(1, 4, 300)
-    slot.history_SL[0, :20], slot.length_S[0], lane.result.num_emitted_B[0] = ids[0], 20, 3
-    slot.page_table_SN.copy_(torch.arange(slot.page_table_SN.shape[1]))
+    slot, lane = SlotBuffers.allocate(2, 4, LENGTH, PAGE), LaneBuffers.allocate(1, 4, 300)
+    slot.history_SL[:, :20], slot.length_S[0], lane.result.num_emitted_B[0] = ids[0], 20, 3
+    slot.page_table_SN.copy_(torch.arange(slot.page_table_SN.numel()).view(2, -1))
 
     def hidden(start: int, count: int) -> Hidden:
         rows = last[0, start : start + count]
         return {LAYERS: torch.cat([rows, torch.zeros(count - len(rows), H)])}
 
-    for start, end in ((0, 9), (9, 16)):
-        bounds = torch.tensor([[start], [end]], dtype=torch.int32)
-        net.prefill(Chunks.cut(slot, torch.zeros(1, dtype=torch.long), *bounds, 32), hidden(start, 32))
+    # With another sequence that is a chunk behind, and then of padding alone.
+    for starts, ends in (([0, 0], [9, 4]), ([9, 4], [16, 4])):
+        bounds = torch.tensor([starts, ends], dtype=torch.int32)
+        (states,) = zip(*(hidden(start, 32).values() for start in starts), strict=True)
+        net.prefill(Chunks.cut(slot, torch.tensor([0, 1]), *bounds, 32), {LAYERS: torch.cat(states)})
     batch = StepBatch(slot, lane, 1, 4, any_guided=False)
-    going, table = torch.ones(1, dtype=torch.bool), slot.page_table_SN
+    going, table = torch.ones(1, dtype=torch.bool), slot.page_table_SN[:1]
     first = net.first(batch, torch.zeros(1, dtype=torch.long), going, table, hidden(16, 4))
     torch.testing.assert_close(first, expected[0], rtol=1e-3, atol=1e-3)
     second = net.next(draft[:, None], torch.tensor([[20]]), table)

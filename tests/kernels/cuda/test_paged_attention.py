@@ -102,6 +102,38 @@ def test_how_splits_are_shared_out_changes_no_bit(device: torch.device, window: 
         assert torch.equal(keys, results[0][1])
 
 
+@pytest.mark.parametrize(("P", "window"), [(32, 0), (96, 41)])
+def test_chunks_of_several_prompts_are_those_of_each_alone(device: torch.device, P: int, window: int) -> None:
+    """Different starts and lengths, and lanes of padding alone, two of which name the same pages."""
+    starts, lengths, B, N = [0, 50, 7, 0, 0, 130], [P, 3, P - 1, 1, 0, 0], 6, 20
+    tensors = inputs(B, P, 4, 2, 64, torch.float32, device)
+    table = torch.randperm(B * N, generator=torch.Generator().manual_seed(2)).view(B, N).int().to(device)
+    table[5] = table[4]
+    row = torch.arange(P)
+    positions = (
+        torch.stack([torch.where(row < n, at + row, -1) for at, n in zip(starts, lengths, strict=True)])
+        .int()
+        .to(device)
+    )
+
+    def run(lanes: list[int]) -> tuple[torch.Tensor, KVPages]:
+        pages = pages_of(B * N, 2, 16, 64, torch.float32, device, seed=4)
+        some = (t[lanes] for t in tensors)
+        out = paged_attention(*some, pages, table[lanes], positions[lanes], scale=0.125, window=window)
+        return out, pages
+
+    whole, together = run([*range(B)])
+    plain = pages_of(B * N, 2, 16, 64, torch.float32, device, seed=4)
+    want = paged_attention_reference(*tensors, plain, table, positions, scale=0.125, softcap=0.0, window=window)
+    torch.testing.assert_close(whole, want, atol=2e-5, rtol=2e-5)
+    assert torch.equal(together.k, plain.k)
+    assert torch.equal(together.v, plain.v)
+    for b in range(B):
+        alone, pages = run([b])
+        assert torch.equal(alone[0], whole[b])
+        assert torch.equal(pages.k[table[b].long()], together.k[table[b].long()])
+
+
 def test_a_lane_of_padding_stores_nothing_and_gives_zeros(device: torch.device) -> None:
     q, k, v = inputs(1, 2, 4, 2, 64, torch.float32, device)
     pages = pages_of(4, 2, 16, 64, torch.float32, device, seed=1)
