@@ -8,16 +8,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gpu_engine.prefill_shapes import PrefillShapes
+from gpu_engine.prefill_shapes import LANES, PrefillShapes
 
 EMBEDDED_MODEL = "embedded"
 """The model that comes as a PyPI package: SmolLM2-135M-Instruct."""
 
 MAX_DRAFT_TOKENS = 15
 """Upper bound of drafts per step, K and F: 16 rows a slot."""
-
-PREFILL_LANES = 16
-"""Most sequences that a GPU prefills in one forward."""
 
 
 def _require(condition: bool, name: str, problem: str) -> None:
@@ -156,7 +153,7 @@ class EngineConfig:
     @property
     def prefill_shapes(self) -> PrefillShapes:
         """What one prefill may hold. On a CPU one sequence: there tokens cost the same together and alone."""
-        lanes = 1 if self.device == "cpu" else min(PREFILL_LANES, self.max_batch_size)
+        lanes = 1 if self.device == "cpu" else min(LANES, self.max_batch_size)
         return PrefillShapes(self.prefill_chunk, lanes, min(self.prefill_chunk, self.max_model_len))
 
     @property

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 STEP = 32
 """Padded lengths are multiples of this."""
+LANES = 16
+"""Most sequences that a GPU prefills in one forward."""
 
 
 def padded(length: int) -> int:
