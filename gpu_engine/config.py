@@ -49,8 +49,9 @@ class EngineConfig:
     """Tokens a page of the KV cache holds."""
     kv_cache_tokens: int = 0
     """Size of the KV cache; 0: max_batch_size * max_model_len."""
-    prefill_chunk: int = 256
-    """Prompt tokens per prefill call, on a GPU of several sequences; decode steps run between the chunks."""
+    prefill_chunk: int = 0
+    """Prompt tokens per prefill call, on a GPU of several sequences; decode steps run between the chunks. 0: 256 on a
+    CPU, 512 on a GPU."""
     drafter: str = "ngram"
     """"ngram", "model", "eagle3", "mtp" (the model's own multi-token-prediction layer), "grammar" (what the grammar
     forces, and nothing else) or "none"."""
@@ -109,7 +110,7 @@ class EngineConfig:
         _require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
         _require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
         _require(self.page_size in (16, 32, 64, 128), "page_size", "must be 16, 32, 64 or 128")
-        _require(self.prefill_chunk >= 16, "prefill_chunk", "must be at least 16")
+        _require(self.prefill_chunk == 0 or self.prefill_chunk >= 16, "prefill_chunk", "must be 0 or at least 16")
         drafters = ("ngram", "model", "eagle3", "mtp", "grammar", "none")
         _require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")
         _require(
@@ -153,8 +154,9 @@ class EngineConfig:
     @property
     def prefill_shapes(self) -> PrefillShapes:
         """What one prefill may hold. On a CPU one sequence: there tokens cost the same together and alone."""
-        lanes = 1 if self.device == "cpu" else min(LANES, self.max_batch_size)
-        return PrefillShapes(self.prefill_chunk, lanes, min(self.prefill_chunk, self.max_model_len))
+        lanes, usual = (1, 256) if self.device == "cpu" else (min(LANES, self.max_batch_size), 512)
+        chunk = self.prefill_chunk or usual
+        return PrefillShapes(chunk, lanes, min(chunk, self.max_model_len))
 
     @property
     def num_drafts(self) -> int:

@@ -47,8 +47,9 @@ class EngineLoop:
         ahead = R * (depth + 1)
         num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(-ahead // config.page_size)
         self.allocator = PageAllocator(num_pages, config.page_size)
+        shapes = config.prefill_shapes
         self.scheduler: Scheduler[Running] = Scheduler(
-            S, self.allocator, prefill_chunk=config.prefill_chunk, lookahead=ahead, shapes=config.prefill_shapes
+            S, self.allocator, prefill_chunk=shapes.budget, lookahead=ahead, shapes=shapes
         )
         self.machinery = assemble(config, model, channel, num_pages, depth)
         self._seating, self._sync, self._runner = self.machinery.seating, self.machinery.sync, self.machinery.runner
