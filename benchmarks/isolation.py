@@ -116,11 +116,30 @@ def changed(result: Result, kind: str) -> tuple[int, int]:
     return len(both), sum(alone[name] != seen[name] for name in both)
 
 
+def late_rows(result: Result, kind: str) -> tuple[str, str]:
+    """Return how often rows came too late, under the attack and in a window alone; free streams need none."""
+    if kind != "guided":
+        return "", ""
+    # Alone are two windows.
+    return str(result.under[kind].late_rows), number(result.alone[kind].late_rows / 2, 0)
+
+
+def notes(result: Result) -> list[str]:
+    """Return lines about a scenario: what was done, and what failed, the first of each kind in its own words."""
+    lines = [f"{result.name}: " + ", ".join(f"{n} {what}" for what, n in result.outcomes.items())]
+    for when, windows in ((result.name, result.under), (f"{result.name}, alone", result.alone)):
+        for kind, window in windows.items():
+            if window.failed:
+                counts = ", ".join(f"{n} {status}" for status, n in window.failures.items())
+                lines.append(f"{when}: {kind} streams failed: {counts}; first {window.first_failure}")
+    return lines
+
+
 def result_table(results: Sequence[Result]) -> str:
     """Return the table: a row a scenario and kind of stream."""
     header = (
-        "scenario", "streams", "gap p50", "alone", "gap p99", "alone", "p99 ratio", "longest", "differ", "invalid",
-        "failed",
+        "scenario", "streams", "gap p50", "alone", "gap p99", "alone", "p99 ratio", "longest", "late rows", "alone",
+        "differ", "invalid", "failed",
     )  # fmt: skip
     rows = []
     for result in results:
@@ -136,12 +155,12 @@ def result_table(results: Sequence[Result]) -> str:
                 number(percentile(alone, 99), 1, " ms"),
                 number(ratio(result, kind), 2, "x"),
                 number(max(window.gaps_ms, default=float("nan")), 0, " ms"),
+                *late_rows(result, kind),
                 f"{differ} of {both}",
                 str(window.invalid),
                 str(window.failed),
             ])  # fmt: skip
-    done = [f"{result.name}: " + ", ".join(f"{n} {what}" for what, n in result.outcomes.items()) for result in results]
-    return "\n".join([table(header, rows), *done])
+    return "\n".join([table(header, rows), *(line for result in results for line in notes(result))])
 
 
 def draw(results: Sequence[Result], title: str, path: Path) -> None:
@@ -182,7 +201,12 @@ def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
             "compared": changed(result, kind)[0],
             "differ": changed(result, kind)[1],
             "invalid": result.under[kind].invalid,
+            "answers": len(result.under[kind].answers),
             "failed": result.under[kind].failed,
+            "failures": dict(result.under[kind].failures),
+            "first_failure": result.under[kind].first_failure,
+            "late_rows": result.under[kind].late_rows,
+            "alone_late_rows": result.alone[kind].late_rows / 2,
             "outcomes": dict(result.outcomes),
         }
         for result in results

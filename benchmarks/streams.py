@@ -7,8 +7,8 @@ compared by name. Not here: what is done to the server meanwhile (`attacks`).
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -30,14 +30,31 @@ class Window:
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Finished answers, by stream and number."""
     invalid: int = 0
-    failed: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """gRPC status name -> answers that ended with it."""
+    first_failure: str = ""
+    """What the first of them said: stream and number, status, details."""
+    late_rows: int = 0
+    """Guided streams: times that a sequence's rows came too late for its step, by the server's own count."""
+
+    @property
+    def failed(self) -> int:
+        """Answers that ended with a status of error."""
+        return self.failures.total()
+
+    def fail(self, name: str, status: str, details: str) -> None:
+        """Note an answer that failed."""
+        self.failures[status] += 1
+        self.first_failure = self.first_failure or f"{name}: {status}: {details}"
 
     def add(self, other: Window) -> None:
         """Take another window of the same streams in."""
         self.gaps_ms += other.gaps_ms
         self.answers |= other.answers
         self.invalid += other.invalid
-        self.failed += other.failed
+        self.failures += other.failures
+        self.first_failure = self.first_failure or other.first_failure
+        self.late_rows += other.late_rows
 
 
 Windows = dict[str, Window]
@@ -64,6 +81,7 @@ class Streams:
     async def watch(self, seconds: float) -> Windows:
         """Run every stream from its first request on, for `seconds`; what is under way then is cut off."""
         windows = {kind: Window() for kind in self._items}
+        before = await self._stub.GetStats(pb.GetStatsRequest())
         streams = [
             asyncio.create_task(self._stream(items, lane, windows[kind]), name=f"{kind} {lane}")
             for kind, items in self._items.items()
@@ -75,6 +93,8 @@ class Streams:
         await asyncio.gather(*running, return_exceptions=True)
         for task in done:
             task.result()
+        after = await self._stub.GetStats(pb.GetStatsRequest())
+        windows["guided"].late_rows = after.deferred_rows - before.deferred_rows
         return windows
 
     async def _stream(self, items: Sequence[Item], lane: int, window: Window) -> None:
@@ -86,8 +106,7 @@ class Streams:
             try:
                 await self._answer(call.request, name, item, window)
             except grpc.aio.AioRpcError as error:
-                window.failed += 1
-                print(f"{name}: {error.code().name}: {error.details()}", file=sys.stderr)
+                window.fail(name, error.code().name, error.details() or "")
                 await asyncio.sleep(0.1)
 
     async def _answer(self, request: pb.GenerateRequest, name: str, item: Item, window: Window) -> None:

@@ -24,7 +24,7 @@ from benchmarks.attacks import (
     kills,
     under,
 )
-from benchmarks.isolation import Result, changed, ratio, result_table, tokenizer_of
+from benchmarks.isolation import Result, as_json, changed, ratio, result_table, tokenizer_of
 from benchmarks.streams import Streams, Window
 from protos.engine.v1 import engine_pb2 as pb
 from tests.benchmarks.conftest import Serve
@@ -82,14 +82,29 @@ def test_streams_repeat_the_same_requests_in_every_watch(serve_fake: Serve) -> N
 def test_a_refused_stream_is_counted_and_goes_on(serve_fake: Serve) -> None:
     address, _ = serve_fake(Script(refuse=(grpc.StatusCode.UNAVAILABLE, "away")))
 
-    async def watch() -> int:
+    async def watch() -> Window:
         streams = Streams(address, per_kind=1, max_tokens=8)
         try:
-            return (await streams.watch(0.5))["free"].failed
+            return (await streams.watch(0.5))["free"]
         finally:
             await streams.close()
 
-    assert asyncio.run(watch()) > 1
+    window = asyncio.run(watch())
+    assert window.failures["UNAVAILABLE"] == window.failed > 1
+    assert window.first_failure == "0.0: UNAVAILABLE: away"
+
+
+def test_what_failed_is_said_under_the_table_and_in_the_plain_data() -> None:
+    seen = Window(gaps_ms=[2.0], late_rows=7)
+    for name in ("0.1", "1.4"):
+        seen.fail(name, "UNAVAILABLE", "the grammar process was lost")
+    found = result(Window(gaps_ms=[1.0], late_rows=4), seen)
+    assert "guided streams failed: 2 UNAVAILABLE; first 0.1: UNAVAILABLE: the grammar process was lost" in result_table(
+        [found]
+    )
+    guided = as_json([found])[0]
+    assert guided["failures"] == {"UNAVAILABLE": 2}
+    assert (guided["failed"], guided["late_rows"], guided["alone_late_rows"]) == (2, 7, 2.0)
 
 
 def test_a_flood_sends_distinct_schemas_at_its_rate(serve_fake: Serve) -> None:
