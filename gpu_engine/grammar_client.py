@@ -95,7 +95,7 @@ class GrammarClient:
         return self._link.backends
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
-        """Start compiling at arrival; `failed` is called when the grammar is refused."""
+        """Start compiling at arrival; `failed` is called when the grammar is refused. Raises LimitExceeded."""
         self._compiler.prepare(request_id, spec, failed)
 
     def forget(self, request_id: str) -> None:

@@ -3,7 +3,8 @@
 The invariant: while a compilation runs, an equal spec joins it; its result belongs to every request that holds a ticket
 for it, and when the last of them has left, the RPC is cancelled, by which the grammar process knows to stop. Finished
 ones are not kept here, because the grammar process has the cache and must see which grammars are in use. A grammar
-process that dies in the middle costs a retry on the next one. Not here: slots (`grammar_client.py`).
+process that dies in the middle costs a retry on the next one. Not here: slots (`grammar_client.py`), and who is not let
+through (`grammar_admission.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gpu_engine.errors import (
     LockstepError,
     NotSupported,
 )
+from gpu_engine.grammar_admission import Admission
 from gpu_engine.grammar_link import GrammarLink
 from gpu_engine.owned_tasks import OwnedTasks
 from gpu_engine.request import GrammarSpec
@@ -88,9 +90,13 @@ class GrammarCompiler:
         self._tasks = tasks
         self._tickets: dict[str, _Ticket] = {}
         self._running: dict[GrammarSpec, _Running] = {}
+        self._admission = Admission()
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
-        """Start or join the compilation; `failed` is called when it fails, or by `fail_compiled`."""
+        """Start or join the compilation; `failed` is called when it fails, or by `fail_compiled`.
+
+        Raises LimitExceeded when the grammar process has enough to do.
+        """
         joined = spec in self._running
         ticket = self._tickets[request_id] = _Ticket(self._join(spec), joined, failed)
 
@@ -129,16 +135,19 @@ class GrammarCompiler:
         return replace(compiled, cache_hit=compiled.cache_hit or ticket.joined)
 
     async def again(self, spec: GrammarSpec) -> Compiled:
-        """Compile whatever the tickets say: the grammar process has dropped an earlier result."""
+        """Compile whatever the tickets say: the grammar process has dropped an earlier result. Raises LockstepError."""
         return await self._wait(self._join(spec))
 
     def _join(self, spec: GrammarSpec) -> _Running:
-        """Start or join a compilation; whoever joins also leaves."""
+        """Start or join a compilation; whoever joins also leaves. Raises LimitExceeded."""
         running = self._running.get(spec)
         if running is None:
+            counts = self._admission.enter(spec, self._link.attached, self._link.max_compilations)
             task = self._tasks.spawn(self._compile(spec), f"compile {spec.kind.name}")
             running = self._running[spec] = _Running(spec, task)
             task.add_done_callback(lambda _: self._end(running))
+            if counts:
+                task.add_done_callback(lambda _: self._admission.leave(spec))
         running.waiters += 1
         return running
 
@@ -183,6 +192,7 @@ class GrammarCompiler:
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
                 continue  # nobody has left: the channel to the last grammar process was closed under the call
+            self._admission.compiled(spec, attached)
             return Compiled(
                 grammar_id=response.grammar_id,
                 backend=int(response.backend),
@@ -197,7 +207,7 @@ class GrammarCompiler:
             )
 
     def __repr__(self) -> str:
-        return f"<GrammarCompiler tickets={len(self._tickets)} running={len(self._running)}>"
+        return f"<GrammarCompiler tickets={len(self._tickets)} running={len(self._running)} {self._admission!r}>"
 
 
 def grammar_error(error: grpc.aio.AioRpcError) -> LockstepError:

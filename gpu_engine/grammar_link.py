@@ -135,6 +135,8 @@ class GrammarLink:
         self._channel: grpc.aio.Channel | None = None
         self.stub: grammar_pb2_grpc.GrammarAsyncStub
         self.backends: tuple[int, ...] = ()
+        self.max_compilations = 0
+        """Of one backend at once, in the process that was attached last; 0: it did not say."""
         self.start_patience_s = START_PATIENCE_S
         self.retire_s = RETIRE_S
         self.attached = 0
@@ -267,17 +269,15 @@ class GrammarLink:
 
     async def _configure(self, call: Callable[..., Awaitable[gpb.ConfigureResponse]]) -> None:
         setup = self._setup
-        response = await call(
-            gpb.ConfigureRequest(
-                tokenizer_json=setup.tokenizer_json,
-                vocab_size=setup.vocab_size,
-                stop_token_ids=setup.stop_token_ids,
-                generation=setup.generation,
-            ),
-            timeout=CONFIGURE_TIMEOUT_S,
-            wait_for_ready=True,
+        request = gpb.ConfigureRequest(
+            tokenizer_json=setup.tokenizer_json,
+            vocab_size=setup.vocab_size,
+            stop_token_ids=setup.stop_token_ids,
+            generation=setup.generation,
         )
+        response = await call(request, timeout=CONFIGURE_TIMEOUT_S, wait_for_ready=True)
         self.backends = tuple(int(backend) for backend in response.backends)
+        self.max_compilations = response.max_compilations
         names = [gpb.Backend.Name(backend) for backend in response.backends]
         log.info("grammar process %d is configured: %s", response.pid, ", ".join(names))
 

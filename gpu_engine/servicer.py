@@ -58,7 +58,7 @@ class GrammarAccess(Protocol):
         """Installed backends, the default first."""
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
-        """Start compiling for this request; `failed` gets the error that the client is to see."""
+        """Start compiling for this request; `failed` gets the error that the client is to see. Raises LimitExceeded."""
 
     def forget(self, request_id: str) -> None:
         """The request is over."""

@@ -100,6 +100,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             backends=[_BACKENDS[name] for name in names],
             versions=[installed_version(name) for name in names],
             pid=os.getpid(),
+            max_compilations=self._config.workers + self._config.compile_queue,
         )
 
     async def _replace(self, vocabulary: Vocabulary) -> None:

@@ -235,16 +235,19 @@ class FakeEngine:
 
 
 class FakeGrammar:
-    """A `servicer.GrammarAccess` that refuses grammars by their source."""
+    """A `servicer.GrammarAccess` that refuses grammars by their source; one that is `full` takes none."""
 
     def __init__(self, refusals: Mapping[str, LockstepError] | None = None) -> None:
         self.refusals = dict(refusals or {})
+        self.full: LockstepError | None = None
         self.backends = (2, 1)
         self.prepared: list[tuple[str, GrammarSpec]] = []
         self.forgotten: list[str] = []
         self.compiled: list[GrammarSpec] = []
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
+        if self.full:
+            raise self.full
         self.prepared.append((request_id, spec))
         if error := self.refusals.get(spec.source):
             failed(error)

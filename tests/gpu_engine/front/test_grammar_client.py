@@ -55,6 +55,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.hold_compile.set()
         self.hold_bind = asyncio.Event()
         self.hold_bind.set()
+        self.max_compilations = 0
         self._stack = AsyncExitStack()
         self._server: grpc.aio.Server
         self._peers: list[socket.socket] = []
@@ -89,7 +90,9 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self, request: gpb.ConfigureRequest, context: object
     ) -> gpb.ConfigureResponse:
         self.configured.append(request)
-        return gpb.ConfigureResponse(backends=[gpb.BACKEND_LLGUIDANCE], versions=["1"], pid=1)
+        return gpb.ConfigureResponse(
+            backends=[gpb.BACKEND_LLGUIDANCE], versions=["1"], pid=1, max_compilations=self.max_compilations
+        )
 
     async def Compile(  # type: ignore[override]
         self, request: gpb.CompileRequest, context: grpc.aio.ServicerContext[object, object]
@@ -164,8 +167,11 @@ class Setup:
 
 
 @asynccontextmanager
-async def connected(tmp_path: Path, *, wait_s: float = 20.0, silence_s: float = 20.0) -> AsyncIterator[Setup]:
+async def connected(
+    tmp_path: Path, *, wait_s: float = 20.0, silence_s: float = 20.0, max_compilations: int = 0
+) -> AsyncIterator[Setup]:
     process = FakeGrammarProcess(tmp_path)
+    process.max_compilations = max_compilations
     await process.start()
     channel, engine, stuck = FakeChannel(), FakeEngine(), list[str]()
     config = ServerConfig(grammar="connect", grammar_dir=str(tmp_path), grammar_wait_s=wait_s)
@@ -248,6 +254,26 @@ async def test_a_compilation_is_cancelled_with_its_last_request(tmp_path: Path) 
         made = await s.client.compile(spec())
         assert (made.grammar_id, made.min_tokens, made.closing_tokens) == ("id:a", 2, 7)
         assert s.process.calls["compile"] == 2
+
+
+async def test_what_the_process_would_refuse_is_not_sent(tmp_path: Path) -> None:
+    async with connected(tmp_path, max_compilations=2) as s:
+        await s.client.compile(spec("had"))
+        s.process.hold_compile.clear()
+        for name in ("a", "b", "b"):  # an equal one joins, and takes no place
+            s.client.prepare(f"r{name}", spec(name), lambda error: None)
+        with pytest.raises(LimitExceeded, match="compile_queue: 2 compilations"):
+            s.client.prepare("rc", spec("c"), lambda error: None)
+        with pytest.raises(LimitExceeded, match="compile_queue"):
+            await s.client.compile(spec("c"))
+        had = asyncio.create_task(s.client.compile(spec("had")))
+        await eventually(lambda: s.process.calls["compile"] == 4)
+        s.client.forget("ra")
+        await eventually(lambda: s.process.calls["compile cancelled"])
+        s.client.prepare("rc", spec("c"), lambda error: None)
+        await eventually(lambda: s.process.calls["compile"] == 5)
+        s.process.hold_compile.set()
+        assert (await had).grammar_id == "id:had"
 
 
 async def test_equal_grammars_share_one_compilation(tmp_path: Path) -> None:

@@ -160,6 +160,15 @@ async def test_a_wrong_grammar_is_refused_before_its_turn(tmp_path: Path) -> Non
         assert s.engine.dropped == s.engine.submitted
 
 
+async def test_a_grammar_for_which_there_is_no_room_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        s.grammar.full = LimitExceeded("grammar: compile_queue: 2 compilations run or wait already")
+        error = await refusal(s.client, ask(grammar=pb.Grammar(regex="a")))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "compile_queue" in (error.details() or "")
+        assert (s.engine.submitted, s.engine.dropped) == ([], [])
+
+
 async def test_a_grammar_without_a_grammar_process_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path, with_grammar=False) as s:
         error = await refusal(s.client, ask(grammar=pb.Grammar(json_object=True)))
