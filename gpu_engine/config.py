@@ -221,7 +221,8 @@ class ServerConfig:
     compile_memory_mb: int = 2048
     """What one compilation may allocate in a spawned sidecar's worker, in MiB."""
     grammar_cache_dir: str = ""
-    """A directory in which a spawned sidecar keeps compiled grammars over restarts; empty: none."""
+    """A directory in which a spawned sidecar keeps compiled grammars over restarts; empty: a private one that goes
+    with this process, 64 MiB at most, and none with a `grammar_dir`."""
     grammar_handles_bytes: int = 64 << 20
     """Bound on the grammars that Compile gave an id, in bytes of their text; the least recently used leaves first."""
     grammar_wait_s: float = 30.0

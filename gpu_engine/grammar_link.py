@@ -33,8 +33,10 @@ log = logging.getLogger(__name__)
 RPC_SOCKET_NAME = "grammar.sock"
 CONFIGURE_TIMEOUT_S = 60.0
 """Building the token tables of a large vocabulary takes seconds."""
-FIRST_RETRY_S = 0.05
+FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 1.0
+RETRY_GROWTH = 1.2
+"""Of the waits: a process that is there is found within a fifth of the time that it took to come."""
 START_PATIENCE_S = 120.0
 """Longer than the slowest start: a process that is not attached by then is stuck, and is killed if it is ours."""
 RETIRE_S = 60.0
@@ -204,9 +206,9 @@ class GrammarLink:
                 if hang_up.done():
                     return "hung up"
                 age_ns = self._heartbeats.heartbeat_age_ns()
-                # The word may still hold the last beat of the process before this one.
-                since_attached_s = time.monotonic() - attached_at_s
-                silent_s = since_attached_s if age_ns is None else min(age_ns * 1e-9, since_attached_s)
+                silent_s = time.monotonic() - attached_at_s
+                if age_ns is not None:  # the word may still hold the last beat of the process before this one
+                    silent_s = min(age_ns * 1e-9, silent_s)
                 if silent != (silent_s > SILENT_S):
                     silent = not silent
                     if silent:
@@ -245,7 +247,7 @@ class GrammarLink:
                 since_s = time.monotonic()
                 self._on_stuck()
             await asyncio.sleep(retry_s)
-            retry_s = min(retry_s * 2, LONGEST_RETRY_S)
+            retry_s = min(retry_s * RETRY_GROWTH, LONGEST_RETRY_S)
 
     async def _attach_once(self) -> socket.socket:
         sock = await asyncio.to_thread(self._hand_over, self._directory)

@@ -8,7 +8,6 @@ and requests can end in order. Not here: what is said to it (`grammar_link.py`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from gpu_engine.child_process import ChildProcess
 from gpu_engine.config import ServerConfig
 from gpu_engine.logs import level_of
 
@@ -34,6 +34,8 @@ TERM_TIMEOUT_S = 3.0
 MEMORY_LOOK_S = 0.1
 _FROM_OUTSIDE = (0, -signal.SIGTERM, -signal.SIGKILL)
 """Ends that no crash of a library has."""
+PRIVATE_CACHE_BYTES = 64 << 20
+"""Of compiled grammars on disk, kept for the next grammar process of this engine."""
 SPIN_ALWAYS_US = 1e6
 """Longer than any single wait of the grammar process."""
 
@@ -56,10 +58,19 @@ def grammar_command(config: ServerConfig, directory: Path, *, must_spin: bool = 
         *("--backend", config.grammar_backend),
         *("--compile-timeout-s", f"{config.compile_timeout_s:g}"),
         *("--compile-memory-mb", str(config.compile_memory_mb)),
-        *(("--cache-dir", config.grammar_cache_dir) if config.grammar_cache_dir else ()),
+        *_cache_flags(config, directory),
         *("--log-format", config.log_format),
         *(("--spin-us", f"{SPIN_ALWAYS_US:g}") if must_spin else ()),
     ]
+
+
+def _cache_flags(config: ServerConfig, directory: Path) -> tuple[str, ...]:
+    if config.grammar_cache_dir:
+        return "--cache-dir", config.grammar_cache_dir
+    if config.grammar_dir:
+        return ()  # others' directory: nothing of ours is to stay there
+    # Goes with the private directory: one that follows a killed one need not wait for compile workers.
+    return "--cache-dir", str(directory / "compiled"), "--cache-dir-bytes", str(PRIVATE_CACHE_BYTES)
 
 
 class Sidecar:
@@ -91,7 +102,7 @@ class Sidecar:
         """Counts up while the child is of use to requests; whoever attaches an engine says how."""
         self.pardon: Callable[[], None] = lambda: None
         """Called when the child was ended from outside, before the next one is started."""
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
         self._failures: deque[float] = deque()
         self.term_timeout_s = TERM_TIMEOUT_S
         self.longest_retry_s = LONGEST_RETRY_S
@@ -145,6 +156,7 @@ class Sidecar:
                 # One that served nobody owed nobody an answer: what is to be taken back is of the end before.
                 if code in _FROM_OUTSIDE and not self._ordered and self._of_use_s < math.inf:
                     self.pardon()
+                    retry_s = FIRST_RETRY_S  # who ends one that serves wants the next; it still counts as a failure
             except OSError as error:  # no memory or no process ids left, for now
                 ended = str(error)
             ended, self._killed_for = self._killed_for or ended, ""
@@ -172,25 +184,18 @@ class Sidecar:
         """End a child that does not react any more; `run` starts the next one."""
         if self._process and self._process.returncode is None:
             self._ordered = True
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._process.send(signal.SIGKILL)
 
     async def _run_once(self) -> int:
-        process = self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid())),
-            *self._command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"},
+        process = self._process = await ChildProcess.start(
+            [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *self._command],
+            os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"},
         )
         self.starts, self._ordered = self.starts + 1, False
         log.info("grammar process %d started", process.pid)
         watch = asyncio.create_task(self._watch_memory(process.pid), name="grammar process memory")
         try:
-            assert process.stdout is not None
-            await _forward(process.stdout)
+            await _forward(process.output)
             return await process.wait()
         finally:
             watch.cancel()
@@ -207,11 +212,10 @@ class Sidecar:
                 self.kill()
                 return
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _end(self, process: ChildProcess) -> None:
         if process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        process.send(signal.SIGTERM)
         try:
             async with asyncio.timeout(self.term_timeout_s):
                 await process.wait()

@@ -20,6 +20,8 @@ from grammar_service.mask_rows import Ids, Words
 from grammar_service.vocabulary import Vocabulary
 
 _STRUCTURE = re.compile(rb'(?:[\[\]{}",:0-9]|null|true|false)+')
+_NO_WORD = re.compile(rb'[\x00-\x1f"\\\\]')
+_PUNCTUATED = re.compile(rb"[{}\[\],:<>]")
 _CLOSING, _OPENING = b"}]", b"{["
 _LONGEST = 32
 """Bytes of the longest token that is used to spell a text."""
@@ -135,19 +137,21 @@ def _cost(text: bytes) -> float:
 def _classes(texts: Sequence[bytes], num_words: int) -> tuple[Words, ...]:
     rows = np.zeros((4, num_words * 32), dtype=bool)
     for token, text in enumerate(texts):
-        if not text or any(c < 32 or c in b'"\\' for c in text) or not _whole(text):
+        if not text or _NO_WORD.search(text) or not _whole(text):
             continue
         if text.isspace():
             rows[3, token] = True
         elif text.isdigit():
             rows[1, token] = True
         else:
-            rows[2 if any(c in b"{}[],:<>" for c in text) else 0, token] = True
+            rows[2 if _PUNCTUATED.search(text) else 0, token] = True
     return tuple(np.packbits(row, bitorder="little").view(np.int32) for row in rows)
 
 
 def _whole(text: bytes) -> bool:
     """Say whether `text` neither begins nor ends within a character."""
+    if text.isascii():
+        return True
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -165,7 +169,7 @@ def _decoded(vocabulary: Vocabulary) -> tuple[bytes, ...]:
     for text, token in pairs:
         if token < vocabulary.size:
             if "ByteLevel" in kinds:
-                texts[token] = bytes(_BYTES[c] for c in text) if all(c in _BYTES for c in text) else text.encode()
+                texts[token] = _byte_level(text)
             elif len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
                 texts[token] = bytes([int(text[3:5], 16)])
             else:
@@ -186,11 +190,19 @@ def _types(node: Any) -> list[str]:
     return []
 
 
-def _byte_level() -> dict[str, int]:
-    """Return the alphabet in which byte-level vocabularies write bytes (GPT-2, Radford et al. 2019)."""
+def _byte_level(text: str) -> bytes:
+    """Return the bytes of a token of a byte-level vocabulary; a text in other letters stands for itself."""
+    if not _FOREIGN.search(text):
+        return text.translate(_BYTES).encode("latin-1")
+    return text.encode()
+
+
+def _alphabet() -> dict[int, int]:
+    """Return the letters in which byte-level vocabularies write bytes (GPT-2, Radford et al. 2019)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    return {b: b for b in printable} | {256 + i: b for i, b in enumerate(others)}
 
 
-_BYTES = _byte_level()
+_BYTES = _alphabet()
+_FOREIGN = re.compile("[^" + "".join(re.escape(chr(letter)) for letter in _BYTES) + "]")

@@ -22,7 +22,7 @@ from grammar_service.compile_flights import Flights
 from grammar_service.compile_loader import CompileLoader
 from grammar_service.compile_pool import COMMAND, CompilePool
 from grammar_service.config import GrammarConfig
-from grammar_service.disk_cache import STORED_BACKENDS, DiskCache, artifact_key
+from grammar_service.disk_cache import DiskCache, artifact_key
 from grammar_service.errors import (
     GrammarServiceError,
     InternalError,
@@ -63,7 +63,7 @@ class Entry:
 
 
 class Compiler:
-    """Grammars of one vocabulary. Workers of the default backend start at once, others when first asked for."""
+    """Grammars of one vocabulary. The default backend's workers start when it is `ready`, others when asked for."""
 
     def __init__(self, config: GrammarConfig, vocabulary: Vocabulary, command: Sequence[str] = COMMAND) -> None:
         self._command = command
@@ -81,13 +81,16 @@ class Compiler:
         self.hits = 0
         self.rejected = 0
         self.limited = 0
-        self._pool(config.backend)
 
     async def ready(self) -> None:
-        """Wait until the default backend has taken the vocabulary, or raise why not; its workers start meanwhile."""
+        """Wait until the default backend has taken the vocabulary, or raise why not; then its workers start.
+
+        Not before: they would take the cores from it, and what the disk has needs none of them.
+        """
         await asyncio.gather(
             asyncio.shield(self._backend(self._config.backend)), self._loader.read_texts(self._vocabulary)
         )
+        self._pool(self._config.backend)
 
     async def compile(
         self, kind: Kind, source: str, whitespace: Whitespace, backend: str, *, allow_unenforced: bool = False
@@ -185,7 +188,7 @@ class Compiler:
 
     async def _fly(self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool) -> tuple[Entry, bool]:
         """Return a new cache entry and whether its artifact lay on the disk."""
-        disk = self._disk if backend in STORED_BACKENDS else None
+        disk = self._disk
         name = artifact_key(grammar, backend, self._vocabulary.digest, allow_unenforced=allow_unenforced)
         data = await asyncio.to_thread(disk.get, name) if disk else None
         loader = await asyncio.shield(self._backend(backend))

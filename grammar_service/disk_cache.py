@@ -4,7 +4,7 @@ Invariant: `get` returns exactly what `put` was given under the same key, or Non
 or of another version is never returned, and is removed. A key is a digest over everything that an artifact depends on
 (`artifact_key`), so a new version of a library or of this package finds nothing old. Files appear by rename, whole.
 No pickle: an artifact is the library's own serialised text, checked by digest and by the library. Several processes may
-share a directory. Not here: what is worth storing (the compiler asks the backend's name).
+share a directory. Not here: what is stored.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FORMAT = "lockstep-artifact-2"
 """Of the files. Another layout of their bytes is another number."""
 
 SUFFIX = ".artifact"
-STORED_BACKENDS = frozenset({"xgrammar"})
-"""llguidance's artifact is grammar text: all that it could save is the proof, which takes milliseconds."""
+LOOK_EVERY = 64
+"""So many files are written between two looks at all of them, while by our own count there is room."""
 
 _DIGEST_BYTES = 32
 _MAGIC = (FORMAT + "\n").encode()
@@ -62,6 +62,8 @@ class DiskCache:
             raise PermissionError(f"cache_dir: {directory} is writable for everybody")
         self._directory = directory
         self._max_bytes = max_bytes
+        self._written = self._total = 0
+        """Files since the last look; bytes of all files by then, and of those."""
         self.hits = 0
         self.damaged = 0
 
@@ -101,7 +103,10 @@ class DiskCache:
                 except BaseException:
                     os.unlink(file.name)
                     raise
-            self._make_room()
+            self._total += len(content)
+            if self._written % LOOK_EVERY == 0 or self._total > self._max_bytes:
+                self._written, self._total = 0, self._make_room()
+            self._written += 1
         except OSError as error:
             logger.warning("cache_dir: %s: %s", self._directory, error)
 
@@ -110,7 +115,8 @@ class DiskCache:
         with contextlib.suppress(OSError):
             self._path(key).unlink(missing_ok=True)
 
-    def _make_room(self) -> None:
+    def _make_room(self) -> int:
+        """Remove files until the rest fits; return its bytes."""
         files = []
         for entry in os.scandir(self._directory):
             # Another process may remove files at the same time.
@@ -121,10 +127,11 @@ class DiskCache:
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if total <= self._max_bytes:
-                return
+                break
             with contextlib.suppress(OSError):
                 os.unlink(path)
             total -= size
+        return total
 
     def _path(self, key: str) -> Path:
         return self._directory / (key + SUFFIX)

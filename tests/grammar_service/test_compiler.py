@@ -15,7 +15,7 @@ from grammar_service.compile_pool import COMMAND
 from grammar_service.compiler import AUTO, Compiler
 from grammar_service.config import GrammarConfig
 from grammar_service.disk_cache import DiskCache, artifact_key
-from grammar_service.errors import InvalidGrammar, LimitExceeded, NotEnforced, UnknownGrammar
+from grammar_service.errors import InternalError, InvalidGrammar, LimitExceeded, NotEnforced, UnknownGrammar
 from grammar_service.grammar import Kind, Whitespace, parse
 from grammar_service.vocabulary import Vocabulary
 from tests.grammar_service.test_compile_pool import PRETEND
@@ -233,7 +233,14 @@ async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_p
             assert made.compiled == 1
 
 
-async def test_llguidance_has_nothing_to_store(vocabulary: Vocabulary, tmp_path: Path) -> None:
-    async with compiler(vocabulary, cache_dir=str(tmp_path / "cache")) as made:
-        await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
-    assert not list((tmp_path / "cache").iterdir())
+async def test_what_the_disk_has_needs_no_worker(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    settings = {"cache_dir": str(tmp_path / "cache")}
+    async with compiler(vocabulary, **settings) as made:
+        first, _ = await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
+    async with compiler(vocabulary, command=("false",), **settings) as made:
+        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
+        assert hit
+        assert (entry.grammar_id, entry.plan, entry.warnings) == (first.grammar_id, first.plan, first.warnings)
+        assert entry.compiled.matcher().accept(spell("a")[0])
+        with pytest.raises(InternalError):
+            await made.compile(Kind.REGEX, "ac+", ANY, "llguidance")

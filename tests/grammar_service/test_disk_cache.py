@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grammar_service.disk_cache import FORMAT, SUFFIX, DiskCache, artifact_key
+from grammar_service.disk_cache import FORMAT, LOOK_EVERY, SUFFIX, DiskCache, artifact_key
 from grammar_service.grammar import Kind, Whitespace, parse
 
 A, B = "a" * 64, "b" * 64
@@ -72,6 +72,17 @@ def test_room_is_made_by_last_use(tmp_path: Path) -> None:
     assert [made.get(key) is not None for key in keys] == [True, False, True, True]
     made.put(A, bytes(20_000))
     assert made.get(A) is None
+
+
+def test_the_bound_holds_between_two_looks_and_with_files_of_before(tmp_path: Path) -> None:
+    before = cache(tmp_path, max_bytes=1 << 20)
+    for i in range(8):
+        before.put(f"a{i:063d}", bytes(1000))
+    made = cache(tmp_path, max_bytes=10_000)
+    for i in range(2 * LOOK_EVERY + 3):
+        made.put(f"b{i:063d}", bytes(1000))
+        assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= 10_000
+    assert made.get(f"b{2 * LOOK_EVERY + 2:063d}") is not None
 
 
 def test_what_others_leave_in_the_folder_stays(tmp_path: Path) -> None:

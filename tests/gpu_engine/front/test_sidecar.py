@@ -175,6 +175,20 @@ async def test_after_one_that_was_of_use_the_next_is_started_at_once(caplog: pyt
     assert waits == [f"{FIRST_RETRY_S * factor:.2f} s" for factor in (1, 2, 1, 2)]
 
 
+async def test_one_that_served_and_was_ended_from_outside_is_followed_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    sidecar = Sidecar(SLEEPS, lambda reason: None)
+    task = asyncio.create_task(sidecar.run())
+    for start, number in enumerate((signal.SIGSEGV, signal.SIGSEGV, signal.SIGKILL, signal.SIGKILL), start=1):
+        await eventually(lambda start=start: sidecar.starts == start and sidecar.pid)  # type: ignore[misc]
+        sidecar.attached()
+        assert sidecar.pid is not None
+        os.kill(sidecar.pid, number)
+    await eventually(lambda: sidecar.starts == 5)
+    await end(task)
+    waits = [line.rpartition("again in ")[2] for line in caplog.messages if "it is started again" in line]
+    assert waits == [f"{FIRST_RETRY_S * factor:.2f} s" for factor in (1, 2, 1, 1)]
+
+
 async def test_a_child_that_takes_too_much_memory_is_killed(caplog: pytest.LogCaptureFixture) -> None:
     code = "import time; kept = b'x' * (200 << 20); time.sleep(600)"
     sidecar = Sidecar(python(code), lambda reason: None, memory_mb=150)
@@ -232,8 +246,18 @@ def test_the_command_line_of_the_grammar_process() -> None:
     command = grammar_command(CONFIG, Path("/run/x"))
     assert command[1:] == [
         *("-m", "grammar_service", "--dir", "/run/x", "--backend", "xgrammar", "--compile-timeout-s", "2.5"),
-        *("--compile-memory-mb", "2048", "--log-format", "json"),
+        *("--compile-memory-mb", "2048", "--cache-dir", "/run/x/compiled", "--cache-dir-bytes", "67108864"),
+        *("--log-format", "json"),
     ]
+
+
+def test_compiled_grammars_are_kept_where_the_user_says_and_not_in_a_directory_of_others(tmp_path: Path) -> None:
+    def kept(**settings: str) -> str:
+        return grammar_settings(grammar_command(ServerConfig(**settings), tmp_path)[3:], {}).cache_dir  # type: ignore[arg-type]
+
+    assert kept() == str(tmp_path / "compiled")
+    assert kept(grammar_cache_dir="/var/kept", grammar_dir="/run/x") == "/var/kept"
+    assert kept(grammar_dir="/run/x") == ""
 
 
 def test_a_grammar_process_that_nothing_wakes_is_told_to_spin(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""A child of ours: what it says, how it ends, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+import uvloop
+
+from gpu_engine.child_process import ChildProcess
+
+LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+Loop = Callable[[], asyncio.AbstractEventLoop]
+
+
+def in_loop(loop: Loop, code: str, number: signal.Signals | None = None) -> tuple[bytes, int, int]:
+    """Return output, exit status and process id of a child that runs `code` and gets a signal behind its first line."""
+
+    async def run() -> tuple[bytes, int, int]:
+        child = await ChildProcess.start([sys.executable, "-u", "-c", code], os.environ)
+        assert child.returncode is None
+        said = await child.output.readline()
+        if number is not None:
+            child.send(number)
+        said += await child.output.read()
+        assert await child.wait() == await child.wait() == child.returncode
+        child.send(signal.SIGKILL)  # of one that is gone: nothing happens
+        return said, await child.wait(), child.pid
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(run())
+
+
+@LOOPS
+def test_output_and_exit_status(loop: Loop) -> None:
+    code = "import sys; print('out'); print('err', file=sys.stderr); print(repr(sys.stdin.read())); sys.exit(7)"
+    said, status, _ = in_loop(loop, code)
+    assert said.split() == [b"out", b"err", b"''"]
+    assert status == 7
+
+
+@LOOPS
+def test_a_signal_ends_it_and_nothing_stays(loop: Loop) -> None:
+    said, status, pid = in_loop(loop, "import os, time; print(os.getsid(0)); time.sleep(600)", signal.SIGTERM)
+    assert status == -signal.SIGTERM
+    assert int(said) == pid, "it leads a session of its own"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@LOOPS
+def test_who_stops_waiting_may_wait_again(loop: Loop) -> None:
+    async def run() -> int:
+        child = await ChildProcess.start([sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
+        waiting = asyncio.create_task(child.wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        assert child.returncode is None
+        child.send(signal.SIGKILL)
+        return await child.wait()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(run()) == -signal.SIGKILL
+
+
+@LOOPS
+def test_a_program_that_is_not_there(loop: Loop) -> None:
+    with asyncio.Runner(loop_factory=loop) as runner, pytest.raises(FileNotFoundError):
+        runner.run(ChildProcess.start(["/no/such/program"], os.environ))
