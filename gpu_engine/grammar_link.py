@@ -35,8 +35,7 @@ CONFIGURE_TIMEOUT_S = 60.0
 """Building the token tables of a large vocabulary takes seconds."""
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 1.0
-RETRY_GROWTH = 1.2
-"""Of the waits: a process that is there is found within a fifth of the time that it took to come."""
+RETRY_GROWTH = 1.2  # a process that is there is found within a fifth of the time that it took to come
 START_PATIENCE_S = 120.0
 """Longer than the slowest start: a process that is not attached by then is stuck, and is killed if it is ours."""
 RETIRE_S = 60.0
@@ -280,8 +279,8 @@ class GrammarLink:
         response = await call(request, timeout=CONFIGURE_TIMEOUT_S, wait_for_ready=True)
         self.backends = tuple(int(backend) for backend in response.backends)
         self.max_compilations = response.max_compilations
-        names = [gpb.Backend.Name(backend) for backend in response.backends]
-        log.info("grammar process %d is configured: %s", response.pid, ", ".join(names))
+        names = ", ".join(gpb.Backend.Name(backend) for backend in response.backends)
+        log.info("grammar process %d is configured: %s", response.pid, names)
 
     def _retire_channel(self) -> None:
         # Not closed at once: that would cancel the calls on it, which must end with a status of their own.
