@@ -13,7 +13,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 from packaging.version import Version
 from transformers.utils import import_utils
 
@@ -45,9 +44,12 @@ def _sources(root: Path, *suffixes: str) -> list[Path]:
     ]
 
 
-def test_import_contracts_hold(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = lint_imports(config_filename=str(root / "pyproject.toml"), no_cache=True)
-    assert status == EXIT_STATUS_SUCCESS, capsys.readouterr().out
+def test_import_contracts_hold(root: Path) -> None:
+    # In a process of its own: it sets logging up, which silences every logger that is there.
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
 
 
 def test_import_contracts_cover_every_package(root: Path) -> None:
