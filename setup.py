@@ -14,8 +14,8 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror=implicit-function-declaration"]
 
 FLAGS = Extension(
     "shared_mem._flags",
-    sources=["shared_mem/native/flags.c"],
-    depends=["shared_mem/native/flags.h"],
+    sources=["shared_mem/native/flags.c", "shared_mem/native/chains.c"],
+    depends=["shared_mem/native/flags.h", "shared_mem/native/chains.h"],
     extra_compile_args=["-O2", "-std=gnu11", "-fvisibility=hidden", *WARNINGS],
     py_limited_api=True,
 )

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shared_mem.chains import ChainArrays, SpecialWords
 from shared_mem.grammar_end import Record
 from shared_mem.layout import Layout
 
@@ -50,12 +51,22 @@ class Channel(Protocol):
         """Add rows to a late answer; `late` False: no more will come."""
         ...
 
+    def chains(self, most: int, tallies: NDArray[np.int64]) -> ChainArrays:
+        """Return arrays for `most` slots that are answered together."""
+        ...
+
+    def publish_chains(
+        self, seq: int, arrays: ChainArrays, count: int, special: SpecialWords, *, publishes: bool = True
+    ) -> None:
+        """Put their rows in place and publish their answers."""
+        ...
+
     def overdue(self, limit_ns: int, timeout_s: float) -> bool:
         """Wait until whoever waits for records has been away for `limit_ns`; False after `timeout_s`."""
         ...
 
-    def take_over(self) -> None:
-        """Count that time from now on."""
+    def take_over(self, ahead_ns: int = 0) -> None:
+        """Count that time from now on, or from `ahead_ns` later."""
         ...
 
     def heartbeat(self) -> None:

@@ -150,6 +150,15 @@ class Closing:
         while len(self._marks) > 1 and self._marks[-1].position > length:
             self._marks.pop()
 
+    def is_quiet(self, first: int, last: int) -> bool:
+        """Say whether positions `first` to `last` are far from the end: `push` would do nothing at any of them, and no
+        row of theirs is narrowed or led.
+        """
+        mark = self._marks[-1] if self._marks else None
+        if mark is None or mark.steered or mark.words is not None:
+            return False
+        return mark.position <= first and last < mark.following
+
     def narrowed(self, position: int) -> Words | None:
         """Return the words of the row at `position` if it is narrowed; they are not the caller's to change."""
         mark = self._marks[-1]

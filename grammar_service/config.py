@@ -77,8 +77,12 @@ class GrammarConfig:
         "", "directory that keeps compiled grammars over restarts; made when missing; empty: none"
     )
     cache_dir_bytes: int = _setting(1 << 30, "bound on the files in cache_dir; the least recently used leaves first")
-    threads: int = _setting(0, "slots that may be slow at once while others go on; 0: half of the cores, 3 to 8")
-    row_deadline_ms: float = _setting(2.0, "an answer that is not whole by then goes out as it is, the rest follows")
+    threads: int = _setting(
+        0, "slots that may be slow at once while others go on, and threads that fill rows; 0: half of the cores, 3 to 8"
+    )
+    row_deadline_ms: float = _setting(
+        2.0, "an answer that is not whole so long after it was begun goes out as it is, the rest follows"
+    )
     spin_us: float = _setting(50.0, "how long to spin for the next step before sleeping; with a core to spare 1000000")
     log_level: str = _setting("info", "debug, info, warning or error")
     log_format: str = _setting("text", "text, or json: one object a line")

@@ -13,7 +13,7 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
@@ -25,12 +25,14 @@ LOOK_AGAIN_S = 0.0005
 
 
 class Work(Protocol):
-    """A piece of work in a lane."""
+    """A piece of work in a lane, or in several at once."""
 
-    lane: int
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """Which; they are its own from its beginning to its end."""
 
-    def __call__(self) -> None:
-        """Do it; must not raise."""
+    def __call__(self) -> Sequence[Work]:
+        """Do it; must not raise. Return what is left of a piece in several lanes, of one lane each."""
 
     def replaces(self, other: Work) -> bool:
         """Say whether `other`, the last that waits in the lane, need not be done before this."""
@@ -51,8 +53,20 @@ class Crew(Protocol):
     def relieved(self) -> None:
         """The lead has changed hands; count the time anew."""
 
+    def begins(self, work: Work) -> None:
+        """The leader begins this piece of work; time runs for it alone, within reason."""
+
+    def keeps_waiting(self) -> bool:
+        """Say whether work that was not begun is not late yet, however long its neighbours took."""
+
     def late(self, work: Work) -> None:
         """This piece of work was not done in time."""
+
+    def parted(self, work: Work, lanes: Sequence[int]) -> Sequence[Work]:
+        """Take lanes out of a piece of work in several lanes, and return what that leaves, of one lane each."""
+
+    def abandon(self, work: Work) -> Sequence[Work]:
+        """A piece of work in several lanes does not end. Return what to do in its place, or () if it will end."""
 
 
 class Lanes:
@@ -65,8 +79,10 @@ class Lanes:
         self._todo: collections.deque[Work] = collections.deque()
         self._busy: dict[int, collections.deque[Work]] = {}
         """Lanes that a thread works in: first what it does, then what waits behind that."""
-        self._hands: dict[int, threading.Thread] = {}
-        """Lane -> who works in it, while nobody was told that the work is late."""
+        self._hands: dict[Work, threading.Thread] = {}
+        """Work in hand -> who does it, while nobody was told that it is late."""
+        self._abandoned: set[Work] = set()
+        """In hand, and no longer in any lane."""
         self._left: set[Work] = set()
         """What the last relief found not begun: held up by a neighbour, and perhaps quick."""
         self._idle = True
@@ -74,15 +90,16 @@ class Lanes:
         self._leader: threading.Thread
         self._watch = threading.Lock()
         """Held by the one that looks at the leader; the others queue here."""
-        self._begun_s: dict[int, float] = {}
-        """Lane -> `time.monotonic()` when the work in hand was found overdue."""
+        self._begun_s: dict[Work, float] = {}
+        """Work in hand -> `time.monotonic()` when it was found overdue."""
         self._stopping = threading.Event()
         self.reliefs = 0
         self.error: BaseException | None = None
         """Why the threads ended, when they ended by themselves."""
-        self._threads = [
-            threading.Thread(target=self._run, name=f"lockstep-grammar-{i}", daemon=True) for i in range(threads)
-        ]
+        self._threads = [self._thread(i) for i in range(threads)]
+
+    def _thread(self, number: int) -> threading.Thread:
+        return threading.Thread(target=self._run, name=f"lockstep-grammar-{number}", daemon=True)
 
     def start(self) -> None:
         """Start the threads. Once."""
@@ -110,9 +127,34 @@ class Lanes:
             self._todo.append(work)
 
     def stuck_s(self) -> float:
-        """Return how long the slowest lane is overdue with one piece of work; 0: none is."""
+        """Return how long the slowest piece of work is overdue; 0: none is."""
         begun_s = list(self._begun_s.values())
         return time.monotonic() - min(begun_s) if begun_s else 0.0
+
+    def give_up(self, after_s: float) -> None:
+        """Free the lanes of work in several lanes that is overdue for so long: one of them holds the others."""
+        if not self._begun_s:
+            return
+        with self.lock:
+            until_s = time.monotonic() - after_s
+            for work, begun_s in self._begun_s.items():
+                if len(work.lanes) == 1 or begun_s > until_s or work in self._abandoned:
+                    continue
+                if instead := self._crew.abandon(work):
+                    self._abandoned.add(work)
+                    self._free(work, instead)
+                    # What made it slow will hold a thread for itself.
+                    self._threads.append(self._thread(len(self._threads)))
+                    self._threads[-1].start()
+
+    def _free(self, work: Work, left: Sequence[Work]) -> None:
+        """Give the lanes of a piece of work free: what is left of it comes next, then what waits behind it."""
+        waiting: list[Work] = []
+        for lane in work.lanes:
+            behind = self._busy.pop(lane)
+            behind.popleft()
+            waiting += behind
+        self._todo.extendleft(reversed([*left, *waiting]))
 
     def superseded(self, lane: int) -> bool:
         """Return whether something waits behind the work of a lane."""
@@ -123,7 +165,8 @@ class Lanes:
         try:
             while not self._stopping.is_set():
                 if (work := self._next(me)) is not None:
-                    self._do(work)
+                    if not self._do(work):
+                        return
                 elif self._leader is me:
                     self._crew.handle(self._crew.wait())
                 else:
@@ -139,17 +182,19 @@ class Lanes:
             leads = self._leader is me
             while self._todo:
                 work = self._todo.popleft()
-                waiting = self._busy.get(work.lane)
-                if waiting is None:
-                    self._busy[work.lane] = collections.deque((work,))
-                    self._hands[work.lane] = me
-                    self._idle = self._idle and not leads
-                    return work
-                # Its lane is stuck, or it would be free: whoever waits for this is told now.
-                if len(waiting) > 1 and work.replaces(waiting[-1]):
-                    waiting.pop()
-                waiting.append(work)
-                self._crew.late(work)
+                if held := [lane for lane in work.lanes if lane in self._busy]:
+                    alone = len(work.lanes) == 1
+                    for part in (work,) if alone else self._crew.parted(work, held):
+                        self._wait_behind(part)
+                    if alone or not work.lanes:
+                        continue
+                for lane in work.lanes:
+                    self._busy[lane] = collections.deque((work,))
+                self._hands[work] = me
+                if leads:
+                    self._idle = False
+                    self._crew.begins(work)
+                return work
             if leads and self._hands:
                 # Only a leader is watched: one who helps goes on as that, and `me` stands by.
                 self._leader = next(iter(self._hands.values()))
@@ -158,20 +203,35 @@ class Lanes:
                 self._idle = True
             return None
 
-    def _do(self, work: Work) -> None:
+    def _wait_behind(self, work: Work) -> None:
+        # Its lane is stuck, or it would be free: whoever waits for this is told now.
+        waiting = self._busy[work.lanes[0]]
+        if len(waiting) > 1 and work.replaces(waiting[-1]):
+            waiting.pop()
+        waiting.append(work)
+        self._crew.late(work)
+
+    def _do(self, work: Work) -> bool:
+        """Do it, and what waits behind it. False: another thread has taken this one's place."""
         while True:
-            work()
+            left = work()
             with self.lock:
-                waiting = self._busy[work.lane]
+                self._hands.pop(work, None)
+                self._begun_s.pop(work, None)
+                if work in self._abandoned:
+                    self._abandoned.discard(work)
+                    return False
+                if left or len(work.lanes) > 1:
+                    self._free(work, left)
+                    return True
+                waiting = self._busy[work.lanes[0]]
                 waiting.popleft()
-                self._hands.pop(work.lane, None)
-                self._begun_s.pop(work.lane, None)
                 if not waiting:
-                    del self._busy[work.lane]
-                    return
+                    del self._busy[work.lanes[0]]
+                    return True
                 # Whoever waits for it was told when it came in here: it is overdue as it begins.
                 work = waiting[0]
-                self._begun_s[work.lane] = time.monotonic()
+                self._begun_s[work] = time.monotonic()
 
     def _stand_by(self, me: threading.Thread) -> None:
         if not self._watch.acquire(timeout=STAND_BY_S):
@@ -194,11 +254,12 @@ class Lanes:
     def _overdue(self) -> Iterator[Work]:
         """What was begun and did not end; of what was not begun, what another relief has found so before."""
         self._hands.clear()
-        for lane, waiting in self._busy.items():
-            self._begun_s.setdefault(lane, time.monotonic())
+        for waiting in self._busy.values():
+            self._begun_s.setdefault(waiting[0], time.monotonic())
             yield from waiting
-        yield from (work for work in self._todo if work in self._left)
-        self._left = set(self._todo)
+        if not self._crew.keeps_waiting():
+            yield from (work for work in self._todo if work in self._left)
+            self._left = set(self._todo)
 
     def __repr__(self) -> str:
         return f"<Lanes threads={len(self._threads)} busy={len(self._busy)} reliefs={self.reliefs}>"

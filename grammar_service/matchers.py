@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from grammar_service.backends import Matcher, MatcherFailed, Rows
+from grammar_service.backends import ChainFiller, Matcher, MatcherFailed, Rows, filler_of
 from grammar_service.closing import Closing
 from grammar_service.mask_rows import Classifier
 from shared_mem.grammar_end import Record
@@ -70,6 +70,10 @@ class Slot:
     """What the last record of this slot took; the worker serves cheap slots first."""
     resting: int = 0
     """Proposals to leave out."""
+    timed: int = 0
+    """Records until it may be timed by itself again, which it was in a batch that took longer than it should."""
+    filler: ChainFiller | None = None
+    """Fills its rows together with other slots'; None: nothing does."""
 
     @staticmethod
     def bind(
@@ -83,7 +87,7 @@ class Slot:
         Raises MatcherRejected when a token does not fit.
         """
         matcher = fresh()
-        slot = Slot(gen, fresh, matcher, [], 0, closes(matcher) if closes else None)
+        slot = Slot(gen, fresh, matcher, [], 0, closes(matcher) if closes else None, filler=filler_of(matcher))
         for i, token in enumerate(committed):
             if not slot.accept(token):
                 raise MatcherRejected(i, token)
@@ -200,7 +204,7 @@ class SlotTable:
         keep = start
         while keep < certain and keep < len(slot.tokens) and slot.tokens[keep] == committed[keep - start]:
             keep += 1
-        _rollback(slot, keep)
+        roll_back(slot, keep)
         slot.certain = keep
         for token in committed[keep - start :]:
             if not slot.accept(token):
@@ -239,7 +243,7 @@ class SlotTable:
             # Only a draft led here. The rows so far stand; the matcher is made anew from what is certain.
             answer.kinds[row:] = [RowKind.DEFER] * (count - row)
             answer.forced[row:] = answer.need[row:] = [-1] * (count - row)
-            self._rebuild(slot)
+            self.rebuild(slot)
         return answer
 
     def _propose(self, slot: Slot, limit: int) -> Answer:
@@ -253,11 +257,12 @@ class SlotTable:
         except MatcherFailed:
             # Nobody asked for a row yet: a matcher made anew may give it.
             tokens = ()
-            self._rebuild(slot)
+            self.rebuild(slot)
         slot.resting = min(_MOST_REST, (time.thread_time_ns() - begun_ns) // _DEAR_NS * _REST)
         return Answer([RowKind.FORCED] * len(tokens), list(tokens), [-1] * len(tokens))
 
-    def _rebuild(self, slot: Slot) -> None:
+    def rebuild(self, slot: Slot) -> None:
+        """Make the matcher anew from what is certain; a slot whose tokens it refuses has failed."""
         self.rebuilds += 1
         try:
             anew = Slot.bind(slot.gen, slot.fresh, slot.tokens[: slot.certain])
@@ -274,7 +279,8 @@ class SlotTable:
         return {"matchers": len(self.slots), "gaps": self.gaps, "rebuilds": self.rebuilds}
 
 
-def _rollback(slot: Slot, length: int) -> None:
+def roll_back(slot: Slot, length: int) -> None:
+    """Take back every token behind `length`. Raises MatcherFailed, and then nothing has moved."""
     extra = len(slot.tokens) - length
     if extra > 0:
         slot.matcher.rollback(extra)

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
+from shared_mem.batch import Int32Array
 
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps beside every counter
 
@@ -39,10 +40,10 @@ class FillTimes:
         self._counts = np.zeros((num_slots, len(_BOUNDS_NS) + 1), dtype=np.int64)
         self._sum_ns = np.zeros(num_slots, dtype=np.int64)
 
-    def observe(self, slot: int, ns: int) -> None:
-        """Count one record of `slot` that took `ns` nanoseconds."""
-        self._counts[slot, bisect_left(_BOUNDS_NS, ns)] += 1
-        self._sum_ns[slot] += ns
+    def observe(self, slots: int | Int32Array, ns: int) -> None:
+        """Count one record of `slots`, one or several different ones, that took `ns` nanoseconds."""
+        self._counts[slots, bisect_left(_BOUNDS_NS, ns)] += 1
+        self._sum_ns[slots] += ns
 
     def totals(self) -> tuple[tuple[int, ...], int]:
         """Return the counts per bucket, not cumulated, and the sum in nanoseconds."""

@@ -17,20 +17,22 @@ from shared_mem.layout import RowKind, Stage
 class Question:
     """A record, its answer so far, and its place in the lane of its slot."""
 
-    __slots__ = ("_ask", "answer", "lane", "late", "record", "seq")
+    __slots__ = ("_ask", "answer", "lane", "lanes", "late", "record", "seq")
 
     def __init__(self, seq: int, record: Record, ask: Callable[[Question], None]) -> None:
         count = len(record.drafts) + 1
         self.seq, self.record, self.lane = seq, record, record.slot
+        self.lanes: tuple[int, ...] = (record.slot,)
         self.answer = Answer([RowKind.DEFER] * count, [-1] * count, [-1] * count)
         """Rows that stand. Written by the thread that fills; another one may read it: a kind is set last."""
         self.late = False
         """An answer was published, and not all of it. Guarded by the lanes' lock."""
         self._ask = ask
 
-    def __call__(self) -> None:
+    def __call__(self) -> tuple[()]:
         """Have it answered."""
         self._ask(self)
+        return ()
 
     def replaces(self, other: Any) -> bool:
         """Say whether `other` asks for the same rows, or what would have led to them, under an older sequence."""
@@ -59,14 +61,16 @@ class Question:
 class Change:
     """A bind or a release: work that nobody waits for."""
 
-    __slots__ = ("_change", "lane")
+    __slots__ = ("_change", "lanes")
 
     def __init__(self, lane: int, change: Callable[[], None]) -> None:
-        self.lane, self._change = lane, change
+        self.lanes: tuple[int, ...] = (lane,)
+        self._change = change
 
-    def __call__(self) -> None:
+    def __call__(self) -> tuple[()]:
         """Make the change."""
         self._change()
+        return ()
 
     def replaces(self, other: Any) -> bool:
         """Everything before it is done."""

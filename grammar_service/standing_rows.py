@@ -11,8 +11,10 @@ A path is the drafts in front of a row: the tokens between the end of what the n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shared_mem.grammar_end import Record
+from shared_mem.layout import RowKind
 
 Path = tuple[int, ...]
 
@@ -28,6 +30,18 @@ class Standing:
     need: int
 
 
+class Noted(NamedTuple):
+    """The rows of one answer, not yet looked at one by one."""
+
+    half: int
+    drafts: Path
+    first: int
+    """The first row that was wanted; all behind it were."""
+    kinds: list[int]
+    forced: list[int]
+    need: list[int]
+
+
 class StandingRows:
     """See above. A slot's matcher made anew begins with none."""
 
@@ -38,9 +52,37 @@ class StandingRows:
         """(half, row) -> what stands there."""
         self._filled: set[Path] = set()
         """Rows that were filled, whether or not they stand still."""
+        self._noted: Noted | None = None
+        """All that there is, when it is set: most answers are never asked for again, and cost no entries."""
+
+    def is_clean(self, record: Record) -> bool:
+        """Do what `follow` does, and say whether nothing is left: no row would be found, or computed again."""
+        if self._noted is not None:
+            known = self._end - record.commit_pos
+            new = record.committed[known:] if known >= 0 and record.slot_gen == self._gen else ()
+            if new and self._noted.drafts[: len(new)] != new:
+                self._noted, self._end = None, record.commit_pos + len(record.committed)
+                return True
+        self.follow(record)
+        return not self._rows and not self._filled
+
+    def note(self, noted: Noted) -> None:
+        """Note the rows of a whole answer, which were computed. Only when `is_clean` has just said so."""
+        self._noted = noted
+
+    def _settle(self) -> None:
+        noted, self._noted = self._noted, None
+        if noted is None:
+            return
+        for row in range(noted.first, len(noted.drafts) + 1):
+            if noted.kinds[row] != RowKind.DEFER:
+                self._filled.add(noted.drafts[:row])
+                at = Standing(noted.half, row, noted.kinds[row], noted.forced[row], noted.need[row])
+                self.put(noted.drafts[:row], at)
 
     def follow(self, record: Record) -> None:
         """Go to the end of what the record commits; rows that other tokens led to are forgotten."""
+        self._settle()
         known = self._end - record.commit_pos
         if record.slot_gen != self._gen or not 0 <= known <= len(record.committed):
             self._gen, new = record.slot_gen, None
@@ -63,6 +105,7 @@ class StandingRows:
 
     def clear(self, half: int, rows: int) -> None:
         """Words of other rows are written there from now on; `rows` is a set of bits."""
+        self._settle()
         for row in range(rows.bit_length()):
             if rows >> row & 1:
                 self._evict(half, row)

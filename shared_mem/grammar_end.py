@@ -7,13 +7,16 @@ with different slots may publish at the same time. Not here: matchers. See chann
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from shared_mem import native
 from shared_mem.batch import Int32Array
+from shared_mem.chains import STALE, ChainArrays, SpecialWords
 from shared_mem.errors import InvalidField, RingOverrun
 from shared_mem.layout import Layout, RowKind, Word
 from shared_mem.native import DEFAULT_SPIN_NS
@@ -85,9 +88,12 @@ class GrammarEnd:
         late: int = native.overdue(self._view, self._working_address, limit_ns, int(timeout_s * 1e9))
         return bool(late)
 
-    def take_over(self) -> None:
-        """Count the time that `overdue` looks at from now on: another thread has taken the work over."""
-        native.stamp(self._working_address)
+    def take_over(self, ahead_ns: int = 0) -> None:
+        """Count the time that `overdue` looks at from now on, or from `ahead_ns` later.
+
+        What is in hand is another piece of work from here, or another thread has it.
+        """
+        native.store64(self._working_address, time.monotonic_ns() + ahead_ns)
 
     def records(self, seq: int) -> list[Record]:
         """Return the records of `seq`, a copy.
@@ -178,6 +184,24 @@ class GrammarEnd:
         args = self._publish_args[slot]
         args.seq, args.late = seq, late
         return not native.add_rows(ctypes.addressof(args))
+
+    def chains(self, most: int, tallies: npt.NDArray[np.int64]) -> ChainArrays:
+        """Return arrays for at most `most` slots that are answered together; rows are counted in `tallies`."""
+        arrays = ChainArrays(self.layout, most)
+        arrays.bind(self._view, tallies)
+        return arrays
+
+    def publish_chains(
+        self, seq: int, arrays: ChainArrays, count: int, special: SpecialWords, *, publishes: bool = True
+    ) -> None:
+        """Publish the answers of the first `count` chains, each as `publish` does, after putting their rows in place.
+
+        Chains whose state is SLOW then were left alone. Releases the GIL. `publishes` False: puts rows in place only.
+        """
+        arrays.publish(seq, self._address + self.layout.row_offset(seq, 0, 0), special, publishes=publishes)
+        if publishes:
+            for stale in (False, True):
+                self._published[int(stale), arrays.slots[:count][arrays.states[:count] == stale * STALE]] += 1
 
     @property
     def permissive(self) -> bool:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from shared_mem.errors import NativeMissing
 from shared_mem.layout import Layout
 
-ABI = 4
+ABI = 5
 
 DEFAULT_SPIN_NS = 20_000
 """Spin so long before parking: longer than a futex round trip on an idle machine, shorter than a scheduler tick."""
@@ -247,6 +247,10 @@ load64 = _short.ls_load64
 load64.argtypes = [c_void_p]
 load64.restype = c_uint64
 
+store64 = _short.ls_store64
+store64.argtypes = [c_void_p, c_uint64]
+store64.restype = None
+
 load32 = _short.ls_load32
 load32.argtypes = [c_void_p]
 load32.restype = c_uint32
@@ -262,6 +266,11 @@ stamp.restype = None
 age_ns = _short.ls_age_ns
 age_ns.argtypes = [c_void_p]
 age_ns.restype = c_int64
+
+
+def releasing(name: str) -> Any:
+    """Return an exported function that releases the GIL; its types are the caller's to set."""
+    return getattr(_waiting, name)
 
 
 def function_address(name: str) -> int:

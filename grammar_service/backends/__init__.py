@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from grammar_service.errors import NotSupported
 from grammar_service.grammar import Grammar
 from grammar_service.vocabulary import Vocabulary
+from shared_mem.chains import SpecialWords
 
 NAMES = ("llguidance", "xgrammar")
 """Backends that exist; which are installed, `installed` says."""
@@ -96,6 +98,56 @@ class Matcher(Protocol):
         May take as long as two rows, and holds the GIL: for processes that compile.
         """
         ...
+
+
+class Chain(NamedTuple):
+    """Rows of one matcher that are wanted together."""
+
+    matcher: Any
+    """One of the filler's own library, where the first row is wanted."""
+    row: int
+    """Where that is written; the others follow it."""
+    drafts: list[int]
+    """What lies between the rows; plain tokens."""
+
+
+class Filled(NamedTuple):
+    """Per chain."""
+
+    stands: list[int]
+    """How many of its drafts the matcher now stands behind; -1: it is of no use any more."""
+    accepting: list[bool]
+    """The answer is complete at the first row. A library that leaves stop tokens to nobody else may say False."""
+
+
+class ChainFiller(Protocol):
+    """Rows of many matchers in one call, on threads of its own and without the GIL. One for all matchers of a backend.
+
+    Rows come as the library writes them: what `special` says is still to be done with them.
+    """
+
+    special: SpecialWords
+
+    def plain(self, tokens: Sequence[int]) -> bool:
+        """Say whether no token is special, a stop token, or out of range."""
+        ...
+
+    def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
+        """Move over plain tokens up to the first illegal one; return how many. Raises MatcherFailed."""
+        ...
+
+    def fill(self, chains: Sequence[Chain], rows: NDArray[np.int32], threads: int) -> Filled:
+        """Write rows of int32 [N, W] up to the first draft that is illegal; rows behind that stay as they were.
+
+        Several threads may call it with different matchers. Raises nothing that a matcher raises.
+        """
+        ...
+
+
+def filler_of(matcher: Matcher) -> ChainFiller | None:
+    """Return what fills rows of this matcher together with others', if its backend has such a thing."""
+    found: ChainFiller | None = getattr(matcher, "filler", None)
+    return found
 
 
 class Compiled(Protocol):

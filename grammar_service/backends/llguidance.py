@@ -12,11 +12,13 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from grammar_service.backends import MatcherFailed, Rows, unenforced
+from grammar_service.backends.llguidance_chains import LlguidanceFiller
 from grammar_service.backends.llguidance_notation import has_schemas, notation, parts, readable
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
 from grammar_service.grammar import Grammar, Kind
 from grammar_service.text_grammar import alternatives
 from grammar_service.vocabulary import Vocabulary
+from shared_mem.chains import SpecialWords
 
 MAX_ROW_ITEMS = 20_000
 """Alternatives that may be open at one place; the library's own 2,000 is less than a schema of 600 properties needs.
@@ -42,6 +44,7 @@ class LlguidanceBackend:
         self._limits = LLParserLimits(max_items_in_row=MAX_ROW_ITEMS, verbose_errors=False)
         self._never = _SpecialBits(vocabulary, stops_too=True)
         self._never_but_stops = _SpecialBits(vocabulary, stops_too=False)
+        self._filler = LlguidanceFiller(vocabulary, self._never.special_words(self._never_but_stops))
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Return the grammar in the library's own notation, checked against its limits."""
@@ -72,7 +75,7 @@ class LlguidanceBackend:
         if pristine.is_error():
             raise InvalidGrammar(f"llguidance: {pristine.get_error()}")
         special = (self._never, self._never_but_stops)
-        return LlguidanceCompiled(pristine, len(text), self._vocabulary, special, warnings)
+        return LlguidanceCompiled(pristine, len(text), self._vocabulary, special, self._filler, warnings)
 
     def _messages(self, text: str) -> tuple[bool, list[str]]:
         """Return whether the library refuses `text`, and what it says about it."""
@@ -119,6 +122,13 @@ class _SpecialBits:
         self.where = np.flatnonzero(keep != -1)
         self.keep = keep[self.where]
 
+    def special_words(self, but_stops: _SpecialBits) -> SpecialWords:
+        """Return the same for `LlguidanceFiller`; `but_stops` differs in stop tokens alone."""
+        keep = self.keep.view(np.uint32)
+        also = np.full_like(keep, 0xFFFFFFFF)
+        also[np.searchsorted(self.where, but_stops.where)] = but_stops.keep.view(np.uint32)
+        return SpecialWords(self.where.astype(np.int32), keep, also & ~keep)
+
 
 class LlguidanceCompiled:
     """A matcher that never moves, to be copied."""
@@ -129,27 +139,36 @@ class LlguidanceCompiled:
         text_bytes: int,
         vocabulary: Vocabulary,
         special: tuple[_SpecialBits, _SpecialBits],
+        filler: LlguidanceFiller,
         warnings: tuple[str, ...],
     ) -> None:
         self._pristine = pristine
         self._vocabulary = vocabulary
         self._special = special
+        self._filler = filler
         self.warnings = warnings
         self.memory_bytes = (64 << 10) + 40 * text_bytes
         """Estimate: the lexer's tables grow with use; 40 bytes a character of the text was seen on large schemas."""
 
     def matcher(self) -> LlguidanceMatcher:
         """Return a copy at the start of an answer; the copy costs microseconds."""
-        return LlguidanceMatcher(self._pristine.deep_copy(), self._vocabulary, *self._special)
+        return LlguidanceMatcher(self._pristine.deep_copy(), self._vocabulary, *self._special, self._filler)
 
 
 class LlguidanceMatcher:
     """One answer. Stop tokens live here, text tokens in the library."""
 
     def __init__(
-        self, inner: LLMatcher, vocabulary: Vocabulary, never: _SpecialBits, never_but_stops: _SpecialBits
+        self,
+        inner: LLMatcher,
+        vocabulary: Vocabulary,
+        never: _SpecialBits,
+        never_but_stops: _SpecialBits,
+        filler: LlguidanceFiller,
     ) -> None:
-        self._inner = inner
+        self.inner = inner
+        """For `filler`."""
+        self.filler = filler
         self._vocabulary = vocabulary
         self._stops = frozenset(vocabulary.stop_ids)
         self._special = vocabulary.special
@@ -164,12 +183,12 @@ class LlguidanceMatcher:
         if self.terminated:
             return False
         if token in self._stops:
-            self.terminated = self._inner.is_accepting()
+            self.terminated = self.inner.is_accepting()
             return self.terminated
         # Out of range would be an error of the whole matcher.
         if not 0 <= token < self._vocab_size or token in self._special:
             return False
-        if self._inner.try_consume_tokens([token]) == 1:
+        if self.inner.try_consume_tokens([token]) == 1:
             return True
         self._check()
         return False
@@ -179,37 +198,39 @@ class LlguidanceMatcher:
         if count and self.terminated:
             self.terminated = False
             count -= 1
-        if count and not self._inner.rollback(count):
-            raise MatcherFailed(self._inner.get_error())
+        if count and not self.inner.rollback(count):
+            raise MatcherFailed(self.inner.get_error())
 
     def copy(self) -> LlguidanceMatcher:
         """Return a copy; it costs microseconds."""
-        twin = LlguidanceMatcher(self._inner.deep_copy(), self._vocabulary, self._never, self._never_but_stops)
+        twin = LlguidanceMatcher(
+            self.inner.deep_copy(), self._vocabulary, self._never, self._never_but_stops, self.filler
+        )
         twin.terminated = self.terminated
         return twin
 
     def fill(self, rows: Rows, index: int) -> None:
         """Compute the row in place; see `Matcher.fill`."""
-        self._inner.unsafe_compute_mask_ptr(rows.address(index), self._row_bytes)
+        self.inner.unsafe_compute_mask_ptr(rows.address(index), self._row_bytes)
         self._check()
-        special = self._never_but_stops if self._inner.is_accepting() else self._never
+        special = self._never_but_stops if self.inner.is_accepting() else self._never
         words = rows.words[index]
         words[special.where] &= special.keep
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """Ask the library; see `Matcher.forced`. Its masks offer nothing else where it spells a forced text."""
-        found = self._inner.compute_ff_tokens()[:limit]
+        found = self.inner.compute_ff_tokens()[:limit]
         self._check()
         return tuple(found)
 
     def certain_bytes(self) -> int:
         """Return the length of the text that the library will tokenize for the next row."""
-        return len(self._inner.compute_ff_bytes())
+        return len(self.inner.compute_ff_bytes())
 
     def _check(self) -> None:
         # In the error state the library's mask allows the stop token alone, which would pass for a finished answer.
-        if self._inner.is_error():
-            raise MatcherFailed(self._inner.get_error())
+        if self.inner.is_error():
+            raise MatcherFailed(self.inner.get_error())
 
     def __repr__(self) -> str:
-        return f"<LlguidanceMatcher terminated={self.terminated} stop_reason={self._inner.stop_reason()}>"
+        return f"<LlguidanceMatcher terminated={self.terminated} stop_reason={self.inner.stop_reason()}>"

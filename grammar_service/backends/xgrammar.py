@@ -21,6 +21,7 @@ import xgrammar
 from grammar_service.backends import MatcherFailed, Rows, unenforced
 from grammar_service.backends.stderr_capture import captured_stderr
 from grammar_service.backends.unenforced import Unenforced
+from grammar_service.backends.xgrammar_chains import XgrammarFiller
 from grammar_service.backends.xgrammar_rules import corrected, wanted_count
 from grammar_service.backends.xgrammar_schema import problems, tag_problems
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
@@ -48,6 +49,7 @@ class XgrammarBackend:
         # The library refuses these by itself, and prints a line about each.
         self._never = frozenset(i for i, text in enumerate(tokens) if not text) - set(vocabulary.stop_ids)
         self._spelling = Spelling(vocabulary)
+        self._filler = XgrammarFiller(vocabulary, self._never, _full_row(vocabulary))
         self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
@@ -67,7 +69,7 @@ class XgrammarBackend:
         self._spelling.ready()
         warnings, data = unenforced.unpack(artifact)
         compiled = xgrammar.CompiledGrammar.deserialize_json(str(data, "utf-8"), self._tokenizer)
-        return XgrammarCompiled(compiled, self._vocabulary, self._never, self._spelling, warnings)
+        return XgrammarCompiled(compiled, self._vocabulary, self._filler, self._spelling, warnings)
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         compiler = self._compiler
@@ -180,32 +182,34 @@ class XgrammarCompiled:
         self,
         compiled: xgrammar.CompiledGrammar,
         vocabulary: Vocabulary,
-        never: frozenset[int],
+        filler: XgrammarFiller,
         spelling: Spelling,
         warnings: tuple[str, ...],
     ) -> None:
         self._compiled = compiled
         self.warnings = warnings
         self._vocabulary = vocabulary
-        self._never, self._spelling = never, spelling
+        self._filler, self._spelling = filler, spelling
         self.memory_bytes: int = compiled.memory_size_bytes
 
     def matcher(self) -> XgrammarMatcher:
         """Return a matcher at the start of an answer."""
-        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._vocabulary, self._never, self._spelling)
+        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._vocabulary, self._filler, self._spelling)
 
 
 class XgrammarMatcher:
     """One answer."""
 
     def __init__(
-        self, inner: xgrammar.GrammarMatcher, vocabulary: Vocabulary, never: frozenset[int], spelling: Spelling
+        self, inner: xgrammar.GrammarMatcher, vocabulary: Vocabulary, filler: XgrammarFiller, spelling: Spelling
     ) -> None:
-        self._inner = inner
+        self.inner = inner
+        """For `filler`."""
+        self.filler = filler
         self._spelling = spelling
         self._vocabulary = vocabulary
         self._vocab_size = vocabulary.size
-        self._never = never
+        self._never = filler.never
         self._num_words = vocabulary.num_words
         self._all = _full_row(vocabulary)
         self._has_tail = vocabulary.size % 32 != 0
@@ -213,14 +217,14 @@ class XgrammarMatcher:
     @property
     def terminated(self) -> bool:
         """A stop token was accepted."""
-        return bool(self._inner.is_terminated())
+        return bool(self.inner.is_terminated())
 
     def accept(self, token: int) -> bool:
         """Move over `token`; see `Matcher.accept`."""
-        if not 0 <= token < self._vocab_size or token in self._never or self._inner.is_terminated():
+        if not 0 <= token < self._vocab_size or token in self._never or self.inner.is_terminated():
             return False
         try:
-            return bool(self._inner.accept_token(token))
+            return bool(self.inner.accept_token(token))
         except RuntimeError as error:
             raise MatcherFailed(_clean(str(error))) from None
 
@@ -228,13 +232,13 @@ class XgrammarMatcher:
         """Take back `count` tokens; see `Matcher.rollback`."""
         if count:
             try:
-                self._inner.rollback(count)
+                self.inner.rollback(count)
             except RuntimeError as error:
                 raise MatcherFailed(_clean(str(error))) from None
 
     def copy(self) -> XgrammarMatcher:
         """Return a copy; it shares the compiled grammar."""
-        return XgrammarMatcher(self._inner.fork(), self._vocabulary, self._never, self._spelling)
+        return XgrammarMatcher(self.inner.fork(), self._vocabulary, self.filler, self._spelling)
 
     def fill(self, rows: Rows, index: int) -> None:
         """Fill the row in place, through a tensor over the same memory; see `Matcher.fill`."""
@@ -244,7 +248,7 @@ class XgrammarMatcher:
         if tensor is None:
             tensor = tensors[index] = torch.from_numpy(rows.words[index : index + 1, : self._num_words])
         try:
-            constrained = self._inner.fill_next_token_bitmask(tensor, 0)
+            constrained = self.inner.fill_next_token_bitmask(tensor, 0)
         except RuntimeError as error:
             raise MatcherFailed(_clean(str(error))) from None
         if not constrained:
@@ -255,7 +259,7 @@ class XgrammarMatcher:
     def forced(self, limit: int) -> tuple[int, ...]:
         """Spell the library's forced string; see `Matcher.forced`."""
         try:
-            text = self._inner.find_jump_forward_string()
+            text = self.inner.find_jump_forward_string()
             return self._spelling.certain(text, self.copy())[:limit] if text else ()
         except RuntimeError as error:
             raise MatcherFailed(_clean(str(error))) from None

@@ -370,7 +370,7 @@ void ls_records(struct ls_records_args *a) {
     a->status = LS_OK;
 }
 
-int32_t ls_publish(const struct ls_publish_args *a) {
+int32_t ls_put_answer(const struct ls_publish_args *a) {
     const struct ls_view *v = a->view;
     uint8_t *answer = answer_of(v, (uint32_t)a->slot);
     /* Only this thread writes the slot's answer. An older sequence would take back what the engine may already read. */
@@ -383,10 +383,19 @@ int32_t ls_publish(const struct ls_publish_args *a) {
         put32(answer, v->ans_need + 4 * r, (uint32_t)a->need[r]);
     }
     atomic_store_explicit(at64(answer, 0), a->seq, memory_order_release);
+    return 0;
+}
+
+void ls_ring(const struct ls_view *v) {
     atomic_fetch_add_explicit(at64(v->words, LS_DOORBELL), 1, memory_order_release);
     atomic_thread_fence(memory_order_seq_cst);
     if (get32(v->words, LS_ENGINE_PARKED)) futex_wake(at32(v->words, LS_DOORBELL));
-    return 0;
+}
+
+int32_t ls_publish(const struct ls_publish_args *a) {
+    const int32_t stale = ls_put_answer(a);
+    if (!stale) ls_ring(a->view);
+    return stale;
 }
 
 /* Rings no bell: whoever waits for the answer took it when its sequence came. */

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Grows with every change of a struct or function here; native.py refuses another number. */
-#define LS_ABI 4
+#define LS_ABI 5
 
 #define LS_EXPORT __attribute__((visibility("default")))
 
@@ -26,7 +26,7 @@ enum {
     LS_DOORBELL = 896,
 };
 
-enum { LS_KIND_ALL = 0, LS_KIND_DEFER = 3 };
+enum { LS_KIND_ALL = 0, LS_KIND_DEFER = 3, LS_KINDS = 6 };
 
 /* ls_post_args.status and ls_records_args.status */
 enum {
@@ -145,6 +145,10 @@ LS_EXPORT uint64_t ls_wait_req(const struct ls_view *view, uint64_t last, int64_
 LS_EXPORT int32_t ls_overdue(const struct ls_view *view, const uint64_t *working, int64_t limit_ns, int64_t timeout_ns);
 LS_EXPORT void ls_records(struct ls_records_args *args);
 LS_EXPORT int32_t ls_publish(const struct ls_publish_args *args); /* 0, or 1: a newer answer is there, nothing written */
+
+/* Its two halves, for several answers and one bell behind them: an engine that sleeps is woken once. */
+int32_t ls_put_answer(const struct ls_publish_args *args);
+void ls_ring(const struct ls_view *view);
 
 /* Adds to a late answer the rows that are not DEFER in `args`; a row that is there stays. 1: another answer is there.
  * One thread at a time publishes or adds for a slot. */

@@ -248,6 +248,30 @@ def test_far_from_the_limit_rows_are_the_grammars_own(library: Library, vocabula
         closing.push(matcher, tokens)
 
 
+def test_where_it_is_quiet_nothing_is_looked_at_and_nothing_narrowed(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, text = compiled_of(library, "required")
+    matcher = compiled.matcher()
+    closing, rng, tokens = Closing(plan_of(compiled, text, vocabulary), 120, matcher), random.Random(1), list[int]()
+    quiet = loud = 0
+    while not matcher.terminated and len(tokens) < 119:
+        at = len(tokens)
+        said, marks = closing.is_quiet(at, at + 1), repr(closing)
+        legal = library.legal(matcher)
+        if (narrowed := closing.narrowed(at)) is not None:
+            legal = set(few(narrowed, PADDED))
+        tokens.append(rng.choice(sorted(legal)))
+        matcher.accept(tokens[-1])
+        if said:
+            assert narrowed is None
+            assert closing.led(at) == -1
+        closing.push(matcher, tokens)
+        if said:
+            assert repr(closing) == marks
+        quiet, loud = quiet + said, loud + (not said)
+    assert quiet
+    assert loud
+
+
 def test_with_nothing_to_spare_hardly_more_than_the_path_is_offered(library: Library, vocabulary: Vocabulary) -> None:
     compiled, source = compiled_of(library, "lengths")
     plan = plan_of(compiled, source, vocabulary)

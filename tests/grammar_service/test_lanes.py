@@ -18,13 +18,14 @@ PATIENCE_S = 20.0
 class Piece:
     """Work that ends when it is let."""
 
-    def __init__(self, lane: int) -> None:
-        self.lane = lane
+    def __init__(self, *lanes: int) -> None:
+        self.lanes, self.left = lanes, list[Piece]()
         self.begun, self.gate = threading.Event(), threading.Event()
 
-    def __call__(self) -> None:
+    def __call__(self) -> list[Piece]:
         self.begun.set()
         assert self.gate.wait(10 * PATIENCE_S)
+        return self.left
 
     def replaces(self, other: object) -> bool:
         return False
@@ -37,7 +38,10 @@ class FakeCrew:
         self.lanes: Lanes
         self.came: collections.deque[list[Piece]] = collections.deque()
         self.told: list[Piece] = []
+        self.instead: list[Piece] = []
         self.patient = True
+        self.waits = False
+        self.began: list[Piece] = []
         self._away = False
 
     def wait(self) -> int:
@@ -57,6 +61,22 @@ class FakeCrew:
 
     def relieved(self) -> None:
         self._away = True
+
+    def begins(self, work: Piece) -> None:
+        self.began.append(work)
+
+    def keeps_waiting(self) -> bool:
+        return self.waits
+
+    def parted(self, work: Piece, lanes: list[int]) -> list[Piece]:
+        work.lanes = tuple(lane for lane in work.lanes if lane not in lanes)
+        parts = [Piece(lane) for lane in lanes]
+        for part in parts:
+            part.gate.set()
+        return parts
+
+    def abandon(self, work: Piece) -> list[Piece]:
+        return self.instead
 
     def late(self, work: Piece) -> None:
         self.told.append(work)
@@ -120,6 +140,86 @@ def test_time_runs_for_what_waited_behind_slow_work_too(crew: FakeCrew) -> None:
     finally:
         slow.gate.set()
         behind.gate.set()
+    _until(lambda: crew.lanes.stuck_s() == 0)
+
+
+def test_what_was_not_begun_is_not_told_while_it_has_time(crew: FakeCrew) -> None:
+    stuck, others = [Piece(0), Piece(1)], [Piece(2)]
+    others[0].gate.set()
+    crew.patient, crew.waits = False, True
+    crew.came.append([*stuck, *others])
+    try:
+        # Two threads, both stuck: what waits behind them is not begun, whoever was relieved.
+        _until(lambda: stuck[1].begun.is_set() and crew.lanes.reliefs >= 1)
+        assert others[0] not in crew.told
+    finally:
+        for piece in stuck:
+            piece.gate.set()
+    assert others[0].begun.wait(PATIENCE_S)
+    assert others[0] not in crew.told
+
+
+def test_a_leader_counts_time_for_each_piece(crew: FakeCrew) -> None:
+    pieces = [Piece(lane) for lane in range(5)]
+    for piece in pieces:
+        piece.gate.set()
+    crew.came.append(pieces)
+    _until(lambda: crew.began == pieces)
+
+
+def test_work_in_several_lanes_gives_them_free_together_and_leaves_what_it_could_not_do(crew: FakeCrew) -> None:
+    together, left, behind = Piece(0, 1, 2), Piece(1), Piece(1)
+    together.left = [left]
+    left.gate.set()
+    behind.gate.set()
+    crew.came.append([together])
+    try:
+        assert together.begun.wait(PATIENCE_S)
+        crew.patient = False
+        _until(lambda: together in crew.told)
+        crew.came.append([behind])
+        _until(lambda: behind in crew.told)
+        assert not behind.begun.is_set()
+    finally:
+        together.gate.set()
+    assert left.begun.wait(PATIENCE_S)
+    assert behind.begun.wait(PATIENCE_S)
+
+
+def test_work_in_several_lanes_leaves_out_those_that_are_held(crew: FakeCrew) -> None:
+    stuck, together = Piece(1), Piece(0, 1, 2)
+    together.gate.set()
+    crew.patient = False
+    crew.came.append([stuck])
+    try:
+        _until(lambda: stuck in crew.told)
+        crew.came.append([together])
+        assert together.begun.wait(PATIENCE_S)
+        assert together.lanes == (0, 2)
+        # Its part in the lane that is held waits there, and is told.
+        _until(lambda: [piece.lanes for piece in crew.told].count((1,)) >= 2)
+    finally:
+        stuck.gate.set()
+
+
+def test_work_in_several_lanes_that_does_not_end_gives_them_up(crew: FakeCrew) -> None:
+    stuck, instead = Piece(0, 1), [Piece(0), Piece(1)]
+    for piece in instead:
+        piece.gate.set()
+    crew.instead, crew.patient = instead, False
+    crew.came.append([stuck])
+    try:
+        _until(lambda: stuck in crew.told)
+        crew.lanes.give_up(0.0)
+        assert all(piece.begun.wait(PATIENCE_S) for piece in instead)
+        assert crew.lanes.stuck_s() > 0
+        # Its thread is lost for now; another one has come.
+        one = Piece(5)
+        crew.came.append([one])
+        assert one.begun.wait(PATIENCE_S)
+        one.gate.set()
+    finally:
+        stuck.gate.set()
     _until(lambda: crew.lanes.stuck_s() == 0)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from grammar_service.standing_rows import Standing, StandingRows
+import pytest
+
+from grammar_service.standing_rows import Noted, Standing, StandingRows
 from shared_mem.grammar_end import Record
-from shared_mem.layout import Stage
+from shared_mem.layout import RowKind, Stage
 
 
 def record(at: int, committed: tuple[int, ...] = (), drafts: tuple[int, ...] = (), gen: int = 1) -> Record:
@@ -81,3 +83,54 @@ def test_a_row_that_is_computed_again_is_noticed_until_other_tokens_come() -> No
     assert [standing.fill(path) for path in ((), (2,), (3,))] == [True, True, False]
     standing.follow(record(2, (9,)))
     assert not standing.fill(())
+
+
+def noted(half: int, drafts: tuple[int, ...], kinds: list[int], first: int = 0) -> Noted:
+    return Noted(half, drafts, first, kinds, [-1] * len(kinds), [-1] * len(kinds))
+
+
+def test_a_noted_answer_is_found_row_by_row_and_knows_what_was_computed() -> None:
+    standing = StandingRows()
+    assert standing.is_clean(record(0, (7,)))
+    standing.note(noted(1, (2, 3), [RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]))
+    assert not standing.is_clean(record(1, (), (2,)))
+    assert standing.find((2,)) == Standing(1, 1, RowKind.FORCED, -1, -1)
+    assert standing.find((2, 3)) is None
+    assert [standing.fill(path) for path in ((), (2,), (2, 3))] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("then", "clean"),
+    [
+        (record(1, (5,)), True),
+        (record(1, (2,)), False),
+        (record(1, (2, 3)), False),
+        (record(1, (2, 3, 4)), True),
+        (record(1, (2, 5)), True),
+        (record(0, (7, 2)), False),
+        (record(0, (7, 6)), True),
+        (record(0, (7,)), False),
+        (record(1, (2,), gen=2), True),
+        (record(3, (2,)), True),
+    ],
+)
+def test_nothing_is_left_where_other_tokens_were_committed(then: Record, clean: bool) -> None:
+    quick, slow = StandingRows(), StandingRows()
+    for standing in (quick, slow):
+        assert standing.is_clean(record(0, (7,)))
+        standing.note(noted(0, (2, 3), [RowKind.APPLY] * 3))
+    slow.clear(1, 0)
+    assert quick.is_clean(then) is slow.is_clean(then) is clean
+    assert repr(quick) == repr(slow)
+    for path in ((), (2,), (3,), (2, 3)):
+        assert quick.find(path) == slow.find(path)
+
+
+def test_a_noted_answer_begins_at_its_first_row_and_is_overwritten_as_others_are() -> None:
+    standing = StandingRows()
+    assert standing.is_clean(record(0, (7,)))
+    standing.note(noted(0, (2, 3), [RowKind.DEFER, RowKind.DEFER, RowKind.APPLY], first=2))
+    standing.clear(0, 0b001)
+    assert standing.find((2, 3)) is not None
+    standing.clear(0, 0b100)
+    assert standing.find((2, 3)) is None

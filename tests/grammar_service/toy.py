@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from grammar_service.backends import MatcherFailed, Rows
+from grammar_service.backends import Chain, Filled, MatcherFailed, Rows
+from shared_mem.chains import SpecialWords
 
 STOP = 9
 VOCAB = 70
@@ -66,6 +67,37 @@ class ToyMatcher:
         if len(self.taken) in self.fail_at:
             raise MatcherFailed("limit")
         rows.words[index] = row_of(self.legal(), rows.words.shape[1])
+
+
+class ToyFiller:
+    """Goes along every chain by the matcher's own verbs, and takes the drafts back."""
+
+    def __init__(self) -> None:
+        none = np.zeros(0, dtype=np.uint32)
+        self.special = SpecialWords(np.zeros(0, dtype=np.int32), none, none)
+        self.fills = 0
+
+    def plain(self, tokens: Sequence[int]) -> bool:
+        return all(0 <= token < VOCAB and token != STOP for token in tokens)
+
+    def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
+        return next((i for i, token in enumerate(tokens) if not matcher.accept(token)), len(tokens))
+
+    def fill(self, chains: Sequence[Chain], rows: Any, threads: int) -> Filled:
+        self.fills += 1
+        stands = []
+        for matcher, row, drafts in chains:
+            view, passed = Rows(rows), 0
+            try:
+                matcher.fill(view, row)
+                while passed < len(drafts) and matcher.accept(drafts[passed]):
+                    passed += 1
+                    matcher.fill(view, row + passed)
+                matcher.rollback(passed)
+                stands.append(0)
+            except MatcherFailed:
+                stands.append(-1)
+        return Filled(stands, [False] * len(chains))
 
 
 def row_of(legal: Iterable[int], words: int) -> Any:

@@ -1,0 +1,129 @@
+"""Rows of many slots on their way from a matcher library to the engine: private arrays, bound once to a native call.
+
+Invariant: the library writes here and nowhere else, so that a call of it which never returns can be left behind with
+its arrays; only `GrammarEnd.publish_chains` copies rows to where the engine reads them. One thread at a time. Not here:
+which slots, and what to do with those that come back (grammar_service/batch.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+from ctypes import POINTER, c_int32, c_uint32, c_uint64, c_void_p
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shared_mem import native
+from shared_mem.batch import ByteArray, Int32Array
+from shared_mem.layout import Layout, RowKind
+
+DONE, STALE, SLOW = 0, 1, 2
+"""States of a chain: `LS_CHAIN_...` in native/chains.h."""
+
+
+class SpecialWords(NamedTuple):
+    """Words of a row that hold tokens with a rule of their own, or bits of no token. Arrays of one length."""
+
+    at: Int32Array
+    keep: npt.NDArray[np.uint32]
+    """What may always stay of each word."""
+    stops: npt.NDArray[np.uint32]
+    """Its stop tokens; they stay where the answer is complete."""
+
+
+class _Args(ctypes.Structure):
+    """`struct ls_chains_args`."""
+
+    _fields_: ClassVar = [
+        ("view", POINTER(native.View)),
+        *((name, c_void_p) for name in ("rows", "masks", "special_at", "special_keep", "special_stops")),
+        *((name, c_void_p) for name in ("slots", "slot_gens", "first", "n_draft", "accepting", "states", "drafts")),
+        *((name, c_void_p) for name in ("kinds", "forced", "need", "tallies")),
+        ("seq", c_uint64),
+        ("mark", c_uint64),
+        ("row_stride", c_uint32),
+        ("words", c_uint32),
+        ("vocab_size", c_uint32),
+        ("num_special", c_int32),
+        ("count", c_int32),
+        ("publishes", c_int32),
+    ]
+
+
+_mark = native.releasing("ls_mark_chains")
+_mark.argtypes, _mark.restype = [c_void_p], None
+_publish = native.releasing("ls_publish_chains")
+_publish.argtypes, _publish.restype = [c_void_p], None
+
+
+class ChainArrays:
+    """At most `most` chains: fill the first `count` of the arrays below, then call the rest of the methods in order.
+
+    A chain is the rows `first`, `first` + 1, ... `n_draft` of one slot's answer, and the drafts between them.
+    """
+
+    slots: Int32Array
+    """[most] in."""
+    slot_gens: Int32Array
+    """[most] in."""
+    first: Int32Array
+    """[most] in: the first row that is wanted."""
+    n_draft: Int32Array
+    """[most] in: drafts of the record; the last row."""
+    accepting: ByteArray
+    """[most] in: 1 where the answer is complete at the first row."""
+    states: ByteArray
+    """[most] in: SLOW leaves a chain out; out: DONE, STALE or SLOW."""
+    drafts: Int32Array
+    """[most, R] in: the drafts behind the first row, each a token of the vocabulary."""
+    kinds: ByteArray
+    """[most, R] out."""
+    forced: Int32Array
+    """[most, R] out."""
+    need: Int32Array
+    """[most, R] out."""
+
+    def __init__(self, layout: Layout, most: int) -> None:
+        rows = layout.num_rows
+        self.most = most
+        self.rows = np.zeros((most * rows, layout.words), dtype=np.int32)
+        """[most * R, W] in, by the library: row `first` of chain i at i * R, and so on."""
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("slots", "slot_gens", "first", "n_draft"), (most,))
+        shapes |= dict.fromkeys(("drafts", "forced", "need"), (most, rows))
+        for name, shape in shapes.items():
+            setattr(self, name, np.zeros(shape, dtype=np.int32))
+        self.accepting, self.states = np.zeros((2, most), dtype=np.uint8)
+        self.kinds = np.zeros((most, rows), dtype=np.uint8)
+        self._args = _Args(row_stride=layout.row_stride, words=layout.words, vocab_size=layout.vocab_size)
+        for name in (*shapes, "rows", "accepting", "states", "kinds"):
+            setattr(self._args, name, native.address_of(getattr(self, name)))
+        self._pointer = ctypes.addressof(self._args)
+        self._kept: tuple[object, ...] = ()
+
+    def bind(self, view: native.View, tallies: npt.NDArray[np.int64]) -> None:
+        """Say where answers go, and where their rows are counted: int64 [num_slots, kinds]. Both are kept alive."""
+        if tallies.shape != (view.num_slots, len(RowKind)) or tallies.dtype != np.int64:
+            raise ValueError(f"tallies: must be int64 [{view.num_slots}, {len(RowKind)}]")
+        self._args.view, self._args.tallies = ctypes.pointer(view), native.address_of(tallies)
+        self._kept = (view, tallies)
+
+    def mark(self, count: int) -> None:
+        """Mark every row of `count` chains as not written."""
+        self._args.count, self._args.mark = count, secrets.randbits(64)
+        _mark(self._pointer)
+
+    def publish(self, seq: int, masks: int, special: SpecialWords, *, publishes: bool) -> None:
+        """Settle the chains that were marked, copy rows to the mask buffer at `masks`, and publish. Without the GIL.
+
+        `publishes` False: everything but the last.
+        """
+        args = self._args
+        args.seq, args.masks, args.publishes = seq, masks, publishes
+        args.num_special = len(special.at)
+        args.special_at, args.special_keep, args.special_stops = map(native.address_of, special)
+        _publish(self._pointer)
+
+    def __repr__(self) -> str:
+        return f"ChainArrays(most={self.most}, {self.rows.nbytes >> 10} KiB of rows)"

@@ -1,0 +1,123 @@
+/* What follows when a library has written rows of many slots: one pass over them instead of one call of Python each.
+ *
+ * Invariant: an answer is published only when every row of it is told by the words alone. A draft that its row offers and
+ * behind which the library has written nothing, or the other way round, or a stop token whose place is not known to be the
+ * answer's end, leaves the chain to whoever goes slot by slot. Rows are copied before ls_put_answer stores the sequence
+ * with release, and the bell rings behind the last answer; all of that ordering is in flags.c. One thread at a time
+ * publishes for a slot.
+ */
+#include "chains.h"
+
+#include <string.h>
+
+enum { KIND_ALL = 0, KIND_APPLY = 1, KIND_FORCED = 2, KIND_DEFER = 3, KIND_DEAD_END = 4 };
+
+_Static_assert((int)KIND_ALL == (int)LS_KIND_ALL && (int)KIND_DEFER == (int)LS_KIND_DEFER, "kinds are those of the layout");
+
+static uint32_t *row_of(const struct ls_chains_args *a, int32_t i, uint32_t r) {
+    return a->rows + ((uint64_t)i * a->view->num_rows + r) * a->words;
+}
+
+static uint32_t rows_of(const struct ls_chains_args *a, int32_t i) { return (uint32_t)(a->n_draft[i] - a->first[i]) + 1; }
+
+void ls_mark_chains(const struct ls_chains_args *a) {
+    const size_t bytes = a->words > 1 ? 8 : 4;
+    for (int32_t i = 0; i < a->count; i++)
+        for (uint32_t r = 0; r < rows_of(a, i); r++) memcpy(row_of(a, i, r), &a->mark, bytes);
+}
+
+static int is_written(const struct ls_chains_args *a, const uint32_t *row) {
+    return memcmp(row, &a->mark, a->words > 1 ? 8 : 4) != 0;
+}
+
+/* Takes special tokens out; 1 when the row had a stop token. */
+static int keep_text(const struct ls_chains_args *a, uint32_t *row, int accepting) {
+    uint32_t stops = 0;
+    for (int32_t s = 0; s < a->num_special; s++) {
+        uint32_t *word = row + a->special_at[s];
+        stops |= *word & a->special_stops[s];
+        *word &= a->special_keep[s] | (accepting ? a->special_stops[s] : 0);
+    }
+    return stops != 0;
+}
+
+static int is_full(const struct ls_chains_args *a, const uint32_t *row) {
+    const uint32_t whole = a->vocab_size / 32, tail = a->vocab_size % 32;
+    for (uint32_t w = 0; w < whole; w++)
+        if (row[w] != 0xffffffffu) return 0;
+    return !tail || row[whole] == (1u << tail) - 1;
+}
+
+/* What grammar_service.mask_rows.Classifier says; bits beyond the vocabulary are 0. */
+static uint8_t kind_of(const struct ls_chains_args *a, const uint32_t *row, int32_t *forced) {
+    uint32_t w = 0;
+    while (w < a->words && !row[w]) w++;
+    if (w == a->words) return KIND_DEAD_END;
+    /* A vocabulary of one token: its row is a single bit, and that comes first. */
+    const uint32_t only = row[w];
+    if (only & (only - 1)) return w == 0 && is_full(a, row) ? KIND_ALL : KIND_APPLY;
+    for (uint32_t v = w + 1; v < a->words; v++)
+        if (row[v]) return KIND_APPLY;
+    *forced = (int32_t)(w * 32) + __builtin_ctz(only);
+    return KIND_FORCED;
+}
+
+/* Number of rows that stand, or 0: the chain cannot be told here. */
+static uint32_t settle(const struct ls_chains_args *a, int32_t i, uint8_t *kinds, int32_t *forced) {
+    const int32_t *drafts = a->drafts + (uint64_t)i * a->view->num_rows;
+    const uint32_t count = rows_of(a, i), first = (uint32_t)a->first[i];
+    for (uint32_t r = 0; r < count; r++) {
+        uint32_t *row = row_of(a, i, r);
+        const int written = is_written(a, row);
+        if (r) {
+            const uint32_t token = (uint32_t)drafts[r - 1];
+            const int legal = row_of(a, i, r - 1)[token / 32] >> token % 32 & 1;
+            if (legal != written) return 0;
+            if (!legal) return r;
+        } else if (!written) {
+            return 0;
+        }
+        if (keep_text(a, row, !r && a->accepting[i]) && r) return 0;
+        kinds[first + r] = kind_of(a, row, forced + first + r);
+    }
+    return count;
+}
+
+void ls_publish_chains(const struct ls_chains_args *a) {
+    const uint32_t R = a->view->num_rows;
+    for (int32_t i = 0; i < a->count; i++) {
+        const uint32_t slot = (uint32_t)a->slots[i];
+        uint8_t *kinds = a->kinds + (uint64_t)i * R;
+        int32_t *forced = a->forced + (uint64_t)i * R, *need = a->need + (uint64_t)i * R;
+        memset(kinds, KIND_DEFER, R);
+        memset(forced, 0xff, R * sizeof *forced);
+        memset(need, 0xff, R * sizeof *need);
+        if (a->states[i] == LS_CHAIN_SLOW) continue;
+        const uint32_t stand = settle(a, i, kinds, forced);
+        if (!stand) {
+            memset(kinds, KIND_DEFER, R);
+            a->states[i] = LS_CHAIN_SLOW;
+            continue;
+        }
+        uint8_t *place = a->masks + ((uint64_t)slot * R + (uint32_t)a->first[i]) * a->row_stride;
+        for (uint32_t r = 0; r < stand; r++) {
+            const uint8_t kind = kinds[(uint32_t)a->first[i] + r];
+            if (kind == KIND_APPLY || kind == KIND_FORCED)
+                memcpy(place + (uint64_t)r * a->row_stride, row_of(a, i, r), a->words * sizeof(uint32_t));
+        }
+        for (int32_t r = 0; r <= a->n_draft[i]; r++) a->tallies[slot * LS_KINDS + kinds[r]]++;
+        a->states[i] = LS_CHAIN_DONE;
+        if (!a->publishes) continue;
+        const struct ls_publish_args answer = {
+            .view = a->view,
+            .kinds = kinds,
+            .forced = forced,
+            .need = need,
+            .seq = a->seq,
+            .slot = (int32_t)slot,
+            .slot_gen = a->slot_gens[i],
+        };
+        if (ls_put_answer(&answer)) a->states[i] = LS_CHAIN_STALE;
+    }
+    if (a->publishes && a->count) ls_ring(a->view);
+}
