@@ -15,6 +15,7 @@ NAMES = (
     "isolation",
     "acceptance",
     "bench_channel",
+    "bench_sidecar",
     "bench_sync",
     "bench_graph",
     "bench_forward",
