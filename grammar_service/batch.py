@@ -20,11 +20,11 @@ from grammar_service.books import Books
 from grammar_service.channel import Channel
 from grammar_service.lanes import Work
 from grammar_service.matchers import Health, Slot, SlotTable, roll_back
-from grammar_service.questions import Change, Question
+from grammar_service.questions import Change, Question, goes_together
 from grammar_service.standing_rows import Noted, StandingRows
 from shared_mem.chains import SLOW, ChainArrays
 from shared_mem.grammar_end import Record
-from shared_mem.layout import RowKind, Stage
+from shared_mem.layout import RowKind
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Batches:
         """Return batches of what may be plain, at least `least` records in all, and the rest."""
         found = [self._table.slots.get(record.slot) for record in records]
         costs = [
-            slot.cost_ns if slot is not None and slot.filler is not None and record.stage != Stage.PROPOSE else 0
+            slot.cost_ns if slot is not None and goes_together(slot.filler, record) else 0
             for slot, record in zip(found, records, strict=True)
         ]
         most_ns = min(max(DEAR_NS, sum(costs) // self._threads), DEAREST_NS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from grammar_service.backends import ChainFiller
 from grammar_service.matchers import Answer
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind, Stage
@@ -75,3 +76,10 @@ class Change:
     def replaces(self, other: Any) -> bool:
         """Everything before it is done."""
         return False
+
+
+def goes_together(filler: ChainFiller | None, record: Record) -> bool:
+    """Say whether a backend answers such a record together with others."""
+    if filler is None or record.stage == Stage.PROPOSE:
+        return False
+    return filler.along or not record.drafts or record.need_rows == 1 << len(record.drafts)

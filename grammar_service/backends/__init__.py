@@ -127,6 +127,8 @@ class ChainFiller(Protocol):
     """
 
     special: SpecialWords
+    along: bool
+    """Chains of drafts pay, too: else only rows without a draft behind them are asked for."""
 
     def plain(self, tokens: Sequence[int]) -> bool:
         """Say whether no token is special, a stop token, or out of range."""

@@ -22,6 +22,8 @@ from shared_mem.chains import SpecialWords
 class LlguidanceFiller:
     """See `backends.ChainFiller`."""
 
+    along = True
+
     def __init__(self, vocabulary: Vocabulary, special: SpecialWords) -> None:
         self.special = special
         self._size = vocabulary.size

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from grammar_service.backends import Chain, Filled, MatcherFailed
 from grammar_service.vocabulary import Vocabulary
 from shared_mem.chains import SpecialWords
+from shared_mem.cores import usable_cores
+
+CORES_FOR_DRAFTS = 8
 
 
 class XgrammarFiller:
@@ -27,6 +30,8 @@ class XgrammarFiller:
         self.never = never
         tail = full[-1:].view(np.uint32)
         self.special = SpecialWords(np.array([len(full) - 1], dtype=np.int32), tail, np.zeros_like(tail))
+        # A call a draft costs more than it saves on two cores (docs/log.md): there must be threads to share it.
+        self.along = usable_cores() >= CORES_FOR_DRAFTS
         self._size = vocabulary.size
         self._apart = never | frozenset(vocabulary.stop_ids)
         self._pools: list[xgrammar.BatchGrammarMatcher] = []

@@ -330,6 +330,8 @@ int32_t ls_overdue(const struct ls_view *v, const uint64_t *working, int64_t lim
             posted = now;
         }
         int64_t nap = since ? limit_ns - (now - since) : now - posted < LS_IDLE_NS ? limit_ns / 2 : LS_IDLE_LOOK_NS;
+        /* A caller that is to end looks for that between two calls. */
+        if (nap > timeout_ns - (now - start)) nap = timeout_ns - (now - start);
         struct timespec t = {.tv_sec = nap / 1000000000LL, .tv_nsec = nap % 1000000000LL};
         nanosleep(&t, NULL);
         now = now_ns();

@@ -11,17 +11,19 @@ from functools import partial
 import numpy as np
 import pytest
 
-from grammar_service.backends import Compiled, Matcher
+from grammar_service.backends import Compiled, Matcher, filler_of
 from grammar_service.closing import Closing, ClosingPlan
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.grammar import Kind, Whitespace, parse
 from grammar_service.matchers import Slot
+from grammar_service.questions import goes_together
 from grammar_service.worker import Worker
 from shared_mem.channel import EngineEnd, GrammarEnd
-from shared_mem.layout import Layout, RowKind
+from shared_mem.grammar_end import Record
+from shared_mem.layout import Layout, RowKind, Stage
 from shared_mem.segment import Segment
 from tests.grammar_service.conftest import Library
-from tests.grammar_service.toy import PADDED, STOPS, tokens_in
+from tests.grammar_service.toy import PADDED, STOPS, ToyFiller, tokens_in
 
 ROWS, SLOTS, STEPS = 5, 8, 40
 PATIENCE_S = 120.0
@@ -147,6 +149,12 @@ def test_a_batch_gives_what_slot_by_slot_gives(library: Library, sides: tuple[Si
     ]
     using: dict[int, Compiled] = {}
 
+    for compiled in grammars:
+        # xgrammar's chains are for machines of many cores.
+        filler = filler_of(compiled.matcher())
+        assert filler is not None
+        filler.along = True
+
     def bind(lane: Lane) -> None:
         number = rng.randrange(len(grammars))
         using[lane.slot] = grammars[number]
@@ -203,3 +211,17 @@ def _ask(engine: EngineEnd, lanes: list[Lane], records: list[tuple[int, int, int
         ]
         out.append((kinds, forced, need, rows))
     return out
+
+
+def test_drafts_go_alone_where_a_chain_of_them_does_not_pay() -> None:
+    filler = ToyFiller()
+    filler.along = False
+    longer = Record(0, 1, 0, (), (5, 6), Stage.VERIFY, 0b111)
+    single = longer._replace(need_rows=0b100, stage=1)
+    assert not goes_together(filler, longer)
+    assert goes_together(filler, single)
+    assert goes_together(filler, longer._replace(drafts=(), need_rows=1))
+    filler.along = True
+    assert goes_together(filler, longer)
+    assert not goes_together(filler, longer._replace(stage=Stage.PROPOSE))
+    assert not goes_together(None, longer)

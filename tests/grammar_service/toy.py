@@ -75,7 +75,7 @@ class ToyFiller:
     def __init__(self) -> None:
         none = np.zeros(0, dtype=np.uint32)
         self.special = SpecialWords(np.zeros(0, dtype=np.int32), none, none)
-        self.fills = 0
+        self.fills, self.along = 0, True
 
     def plain(self, tokens: Sequence[int]) -> bool:
         return all(0 <= token < VOCAB and token != STOP for token in tokens)

@@ -348,6 +348,8 @@ def test_another_thread_sees_how_long_the_worker_is_away(ends: Ends) -> None:
     waiting.start()
     time.sleep(0.02)
     assert not grammar.overdue(limit_ns, 0.02)
+    an_hour_ns = 3_600_000_000_000
+    assert not grammar.overdue(an_hour_ns, 0.01), "it looks again when its own time is over"
     waiting.join()
 
 
