@@ -13,14 +13,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grammar_service.backends import Chain, ChainFiller, Filled, MatcherFailed
 from grammar_service.books import Books
 from grammar_service.channel import Channel
 from grammar_service.lanes import Work
 from grammar_service.matchers import Health, Slot, SlotTable, roll_back
-from grammar_service.questions import Change, Question, goes_together
+from grammar_service.questions import Batch, Change, Question, goes_together
 from grammar_service.standing_rows import Noted, StandingRows
 from shared_mem.chains import SLOW, ChainArrays
 from shared_mem.grammar_end import Record
@@ -40,36 +40,12 @@ SURPRISE_NS, REMEMBERED = 2_000_000, 64
 time, but no slot twice in so many records."""
 
 
-class Batch:
-    """Records of one sequence, of different slots. Holds the lanes of all of them at once."""
-
-    __slots__ = ("_answer", "abandoned", "lanes", "late", "records", "seq", "settled")
-
-    def __init__(self, seq: int, records: list[Record], answer: Callable[[Batch], list[Question]]) -> None:
-        self.seq, self.records = seq, records
-        self.lanes: tuple[int, ...] = tuple(record.slot for record in records)
-        self.late = self.abandoned = self.settled = False
-        """Answers were published without rows; its lanes were taken from it; what it publishes is decided. All guarded
-        by the lanes' lock."""
-        self._answer = answer
-
-    def __call__(self) -> Sequence[Work]:
-        """Have it answered; what is left is to be answered one by one."""
-        return self._answer(self)
-
-    def replaces(self, other: Any) -> bool:
-        """It waits behind nothing."""
-        return False
-
-    def __repr__(self) -> str:
-        return f"<Batch {self.seq} of {len(self.records)} slots{' late' if self.late else ''}>"
-
-
 class _Plain(NamedTuple):
     """A slot that stands where its first wanted row is."""
 
     record: Record
     slot: Slot
+    standing: StandingRows
     first: int
 
 
@@ -82,6 +58,7 @@ class Batches:
         lock: of the lanes.
         ask: answers one question, slot by slot.
         threads: of the libraries' pools.
+        most_ns: a batch is expected to take no longer.
     """
 
     def __init__(
@@ -93,11 +70,13 @@ class Batches:
         lock: Lock,
         ask: Callable[[Question], None],
         threads: int,
+        most_ns: int,
     ) -> None:
         self._channel, self._table, self._standing, self._books = channel, table, standing, books
         self._lock, self._ask, self._threads = lock, ask, threads
         self._most = min(MOST_SLOTS, channel.layout.num_slots)
         self._free: list[ChainArrays] = []
+        self.most_ns = most_ns
 
     def split(self, seq: int, records: Sequence[Record], least: int = LEAST) -> tuple[list[Batch], list[Record]]:
         """Return batches of what may be plain, at least `least` records in all, and the rest."""
@@ -109,14 +88,13 @@ class Batches:
         most_ns = min(max(DEAR_NS, sum(costs) // self._threads), DEAREST_NS)
         cheap = [record for record, cost in zip(records, costs, strict=True) if 0 < cost <= DEAR_NS]
         dear = [record for record, cost in zip(records, costs, strict=True) if DEAR_NS < cost <= most_ns]
-        groups = [group for group in (cheap, dear) if len(group) >= least]
-        if not groups:
-            return [], list(records)
         batches = []
-        for group in groups:
-            rows = 1 + max(len(record.drafts) for record in group)
-            most = min(MOST_SLOTS, max(LEAST, MOST_ROWS // rows))
-            batches += [Batch(seq, group[at : at + most], self.answer) for at in range(0, len(group), most)]
+        for group, worst_ns in ((cheap, DEAR_NS), (dear, most_ns)):
+            if len(group) >= least:
+                rows = 1 + max(len(record.drafts) for record in group)
+                fits = min(MOST_ROWS // rows, self.most_ns * self._threads // worst_ns)
+                most = min(MOST_SLOTS, max(LEAST, fits))
+                batches += [Batch(seq, group[at : at + most], self.answer) for at in range(0, len(group), most)]
         taken = {lane for batch in batches for lane in batch.lanes}
         return batches, [record for record in records if record.slot not in taken]
 
@@ -135,14 +113,14 @@ class Batches:
 
     def tell_late(self, batch: Batch) -> None:
         """Publish answers without rows, once, unless the whole ones are on their way. Under the lanes' lock."""
+        batch.owed = batch.settled
         if batch.late or batch.settled:
             return
         batch.late = True
-        self._books.late_answers += len(batch.records)
         for record in batch.records:
             none = [-1] * (len(record.drafts) + 1)
-            kinds = [int(RowKind.DEFER)] * len(none)
-            self._channel.publish(batch.seq, record.slot, record.slot_gen, kinds, none, none, late=True)
+            told = record.slot, record.slot_gen, [int(RowKind.DEFER)] * len(none), none, none
+            self._books.late_answers += self._channel.publish(batch.seq, *told, late=True)
 
     def abandon(self, batch: Batch) -> list[Work]:
         """Take a batch that does not end out of its thread's hands: its slots get matchers made anew, and are asked one
@@ -158,11 +136,12 @@ class Batches:
         return works
 
     def _renew(self, number: int) -> None:
-        # The thread that was left behind has the old object, and may still move its matcher.
+        # The thread that was left behind has the old objects, and may still move them.
         if (old := self._table.slots.get(number)) is not None:
-            slot = Slot(old.gen, old.fresh, old.matcher, list(old.tokens), old.certain, old.closing, old.health)
+            tokens, closing = list(old.tokens), old.closing.copy() if old.closing else None
+            slot = Slot(old.gen, old.fresh, old.matcher, tokens, min(old.certain, len(tokens)), closing, old.health)
             slot.problem, slot.request_id, slot.filler = old.problem, old.request_id, old.filler
-            self._table.slots[number] = slot
+            self._table.slots[number], self._standing[number] = slot, StandingRows()
             self._table.rebuild(slot)
 
     def known_ns(self, batch: Batch) -> int:
@@ -175,11 +154,13 @@ class Batches:
         groups: dict[ChainFiller, list[_Plain]] = collections.defaultdict(list)
         rest = []
         begun = time.perf_counter_ns()
-        for record in batch.records:
-            slot = self._table.slots.get(record.slot)
-            first = self._stand(slot, record) if slot is not None and slot.filler is not None else -1
+        with self._lock:
+            # Only these from here on: who abandons the batch puts others in their place.
+            held = [(self._table.slots.get(lane), self._standing[lane]) for lane in batch.lanes]
+        for record, (slot, standing) in zip(batch.records, held, strict=True):
+            first = self._stand(slot, standing, record) if slot is not None else -1
             if first >= 0 and slot is not None and slot.filler is not None:
-                groups[slot.filler].append(_Plain(record, slot, first))
+                groups[slot.filler].append(_Plain(record, slot, standing, first))
             else:
                 rest.append(record)
         for filler, plains in groups.items():
@@ -189,11 +170,23 @@ class Batches:
             batch.settled = True
             return [] if batch.abandoned else [self.question(batch, record) for record in rest]
 
-    def _stand(self, slot: Slot, record: Record) -> int:
+    def _stand(self, slot: Slot, standing: StandingRows, record: Record) -> int:
         """Bring the matcher to the first wanted row and return its number; -1: the record is not plain.
 
-        What was moved by then is what the slot-by-slot way would have moved, too.
+        What was moved by then is what the slot-by-slot way would have moved, too. Raises nothing.
         """
+        try:
+            return self._moved(slot, standing, record)
+        except MatcherFailed:
+            pass
+        except Exception:
+            # A defect of ours, or of a library's, ends one request at most, by the slot-by-slot way.
+            logger.exception("slot %d: record %r", record.slot, record, extra={"request_id": slot.request_id})
+        # How far the matcher came nobody knows.
+        self._table.rebuild(slot)
+        return -1
+
+    def _moved(self, slot: Slot, standing: StandingRows, record: Record) -> int:
         drafts, committed, start = record.drafts, record.committed, record.commit_pos
         filler, count, tokens = slot.filler, len(record.drafts), slot.tokens
         need = record.need_rows & ((2 << count) - 1)
@@ -201,7 +194,7 @@ class Batches:
         well = slot.gen == record.slot_gen and slot.health is Health.GOOD and start <= slot.certain
         if filler is None or not well or not need or need + (1 << first) != 2 << count or slot.matcher.terminated:
             return -1
-        if not self._standing[record.slot].is_clean(record):
+        if not standing.is_clean(record):
             return -1
         end = start + len(committed)
         keep = start
@@ -212,13 +205,10 @@ class Batches:
         new = [*committed[keep - start :], *drafts[:first]]
         if not filler.plain(new) or not filler.plain(drafts[first:]):
             return -1
-        try:
-            if len(tokens) > keep:
-                roll_back(slot, keep)
-            slot.certain = keep
-            taken = filler.accept(slot.matcher, new) if new else 0
-        except MatcherFailed:
-            return -1
+        if len(tokens) > keep:
+            roll_back(slot, keep)
+        slot.certain = keep
+        taken = filler.accept(slot.matcher, new) if new else 0
         tokens += new[:taken]
         slot.certain = min(end, keep + taken)
         return first if taken == len(new) else -1
@@ -231,7 +221,7 @@ class Batches:
         except IndexError:
             arrays = self._channel.chains(self._most, self._books.tallies)
         chains = []
-        for i, (record, slot, first) in enumerate(plains):
+        for i, (record, slot, _, first) in enumerate(plains):
             chains.append(Chain(slot.matcher, i * rows, list(record.drafts[first:])))
         arrays.slots[:count] = [plain.record.slot for plain in plains]
         arrays.slot_gens[:count] = [plain.record.slot_gen for plain in plains]
@@ -253,8 +243,6 @@ class Batches:
                 return []
             late, batch.settled = batch.late, True
         self._channel.publish_chains(batch.seq, arrays, count, filler.special, publishes=not late)
-        with self._lock:
-            batch.settled = False
         took = time.perf_counter_ns() - begun
         surprised = took > 4 * sum(plain.slot.cost_ns for plain in plains) + SURPRISE_NS
         for plain in plains:
@@ -265,6 +253,10 @@ class Batches:
         self._books.took_together(arrays.slots[:count][arrays.states[:count] != SLOW], took // count)
         self._free.append(arrays)
         self._channel.heartbeat()
+        with self._lock:
+            batch.settled = False
+            if batch.owed:
+                self.tell_late(batch)
         return rest
 
     def _settle(
@@ -274,7 +266,8 @@ class Batches:
         count, half, rest = len(plains), batch.seq & 1, []
         states = arrays.states[:count].tolist()
         answers = (array[:count].tolist() for array in (arrays.kinds, arrays.forced, arrays.need))
-        for (record, slot, first), stands, state, *answer in zip(plains, filled.stands, states, *answers, strict=True):
+        for plain, stands, state, *answer in zip(plains, filled.stands, states, *answers, strict=True):
+            record, slot, standing, first = plain
             if stands < 0:
                 self._table.rebuild(slot)
             elif stands:
@@ -282,7 +275,7 @@ class Batches:
             if state == SLOW:
                 rest.append(record)
                 continue
-            self._standing[record.slot].note(Noted(half, record.drafts, first, *answer))
+            standing.note(Noted(half, record.drafts, first, *answer))
             if late:
                 self._channel.add_rows(batch.seq, record.slot, *answer, late=False)
         told = arrays.states[:count] != SLOW

@@ -12,6 +12,7 @@ of its kind. When nothing is to spare, only the path is left. Where no path is k
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -144,6 +145,12 @@ class Closing:
             # The copy met a limit of its library, and the matcher itself has not; or a row alone is too dear.
             steered = before is not None and before.steered
             self._marks.append(Mark(at, None, at + max(1, (self._max - at) // 8), steered))
+
+    def copy(self) -> Closing:
+        """Return one at the same place that moves by itself."""
+        twin = copy.copy(self)
+        twin._marks = list(self._marks)
+        return twin
 
     def cut(self, length: int) -> None:
         """Forget what lies behind position `length`."""

@@ -1,4 +1,4 @@
-"""One record on its way to an answer: what stands of it so far.
+"""Records on their way to answers: one by itself, with what stands of it so far, or several of one sequence.
 
 Invariant: a row that is said to stand is written. Not here: who fills rows, and when they are published (worker); which
 rows earlier answers have (standing_rows).
@@ -6,10 +6,11 @@ rows earlier answers have (standing_rows).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grammar_service.backends import ChainFiller
+from grammar_service.lanes import Work
 from grammar_service.matchers import Answer
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind, Stage
@@ -76,6 +77,31 @@ class Change:
     def replaces(self, other: Any) -> bool:
         """Everything before it is done."""
         return False
+
+
+class Batch:
+    """Records of one sequence, of different slots. Holds the lanes of all of them at once."""
+
+    __slots__ = ("_answer", "abandoned", "lanes", "late", "owed", "records", "seq", "settled")
+
+    def __init__(self, seq: int, records: list[Record], answer: Callable[[Batch], list[Question]]) -> None:
+        self.seq, self.records = seq, records
+        self.lanes: tuple[int, ...] = tuple(record.slot for record in records)
+        self.late = self.abandoned = self.settled = self.owed = False
+        """Answers were published without rows; its lanes were taken from it; a part of it is being published; it is to
+        be told late behind that. All guarded by the lanes' lock."""
+        self._answer = answer
+
+    def __call__(self) -> Sequence[Work]:
+        """Have it answered; what is left is to be answered one by one."""
+        return self._answer(self)
+
+    def replaces(self, other: Any) -> bool:
+        """It waits behind nothing."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"<Batch {self.seq} of {len(self.records)} slots{' late' if self.late else ''}>"
 
 
 def goes_together(filler: ChainFiller | None, record: Record) -> bool:

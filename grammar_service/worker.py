@@ -21,14 +21,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from grammar_service.answers import Answers
-from grammar_service.batch import LEAST, Batch, Batches
+from grammar_service.batch import LEAST, Batches
 from grammar_service.books import Books
 from grammar_service.channel import Channel
 from grammar_service.lanes import Lanes, Work
 from grammar_service.mask_rows import Classifier
 from grammar_service.matchers import Slot, SlotTable
 from grammar_service.metrics import WorkerCounts
-from grammar_service.questions import Change, Question
+from grammar_service.questions import Batch, Change, Question
 from grammar_service.standing_rows import StandingRows
 from shared_mem.cores import usable_cores
 from shared_mem.errors import RingOverrun
@@ -74,8 +74,8 @@ class Worker:
         self._spin_ns = int(spin_s * 1e9)
         self._deadline_ns = int(row_deadline_ms * 1e6)
         self._lanes = Lanes(threads + 1, self)
-        self._patience_ns = 0
-        """`time.monotonic_ns()` until which pieces of work have their time to themselves."""
+        self._patience_ns = self._most_patience_ns = 0
+        """`time.monotonic_ns()` until which pieces of work have their time to themselves, and may at most have it."""
         self._inbox: collections.deque[Change] = collections.deque()
         self._last = channel.start_seq
         self._standing = [StandingRows() for _ in range(self._num_slots)]
@@ -83,7 +83,8 @@ class Worker:
         self._books = Books(self._num_slots)
         parts = channel, self._table, self._standing, self._books
         self._answers = Answers(*parts, self._lanes)
-        self._batches = Batches(*parts, self._lanes.lock, self._answers.answer, min(threads, usable_cores()))
+        limits = min(threads, usable_cores()), self._deadline_ns * _MOST_PATIENCE // 4
+        self._batches = Batches(*parts, self._lanes.lock, self._answers.answer, *limits)
 
     def start(self) -> None:
         """Start the threads. Once."""
@@ -186,9 +187,8 @@ class Worker:
         """Count the time anew."""
         ahead_ns = 0
         if isinstance(work, Batch):
-            known_ns = 2 * self._batches.known_ns(work)
-            ahead_ns = known_ns + max(0, self._patience_ns - time.monotonic_ns())
-            self._patience_ns += known_ns
+            self._patience_ns = min(self._patience_ns + 2 * self._batches.known_ns(work), self._most_patience_ns)
+            ahead_ns = max(0, self._patience_ns - time.monotonic_ns())
         if self.keeps_waiting():
             self._channel.take_over(ahead_ns)
 
@@ -231,7 +231,9 @@ class Worker:
             return
         shares = sum(1 + len(record.drafts) // 2 for record in records)
         patience = min(_MOST_PATIENCE, 1 + shares // _PATIENCE)
-        self._patience_ns = time.monotonic_ns() + self._deadline_ns * patience
+        now_ns = time.monotonic_ns()
+        self._patience_ns = now_ns + self._deadline_ns * patience
+        self._most_patience_ns = now_ns + self._deadline_ns * _MOST_PATIENCE
         batches, rest = self._batches.split(seq, records, self.least_batch)
         for batch in batches:
             self._lanes.put(batch)

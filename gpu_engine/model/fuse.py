@@ -23,6 +23,10 @@ from gpu_engine.model.walk import NoWalk, Walk, walk_of
 log = logging.getLogger(__name__)
 
 
+_MOST = 8e-2
+"""Largest distance of logits that rounding in a 16-bit type may explain."""
+
+
 class FusedModelDiffers(RuntimeError):
     """The parts agree with the model's own and the whole does not: the model must be loaded again, unfused."""
 
@@ -90,7 +94,9 @@ def settle(
     `run` computes logits [N, V] of the recorded tokens by a walk, or by the model's own forward. `noise` is the
     relative distance of two forwards of the model that are both right: deep ones in bfloat16 have more than the bound.
     """
-    bound = max(Bounds.of(dtype).logits, 2 * noise)
+    bound = Bounds.of(dtype).logits
+    if dtype != torch.float32:
+        bound = max(bound, min(2 * noise, _MOST))
     own = distance(run(None), want_NV)
     if own > bound:
         raise FusedModelDiffers(f"fused parts give logits that are {own:.1e} away")

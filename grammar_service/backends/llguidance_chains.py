@@ -28,7 +28,8 @@ class LlguidanceFiller:
         self.special = special
         self._size = vocabulary.size
         self._never = frozenset(vocabulary.special) | frozenset(vocabulary.stop_ids)
-        self._executor: LLExecutor | None = None
+        self._idle: list[LLExecutor] = []
+        """Those that no thread uses now; each has threads of its own, which a call that hangs keeps."""
 
     def plain(self, tokens: Sequence[int]) -> bool:
         """Look at each token: one out of range would be an error of the whole matcher."""
@@ -45,15 +46,18 @@ class LlguidanceFiller:
 
     def fill(self, chains: Sequence[Chain], rows: NDArray[np.int32], threads: int) -> Filled:
         """Fill chains with drafts and rows without, each in one call of the library."""
-        # Made late: a backend in a compile worker needs no threads.
-        executor = self._executor = self._executor or LLExecutor(threads)
+        try:
+            executor = self._idle.pop()
+        except IndexError:
+            executor = LLExecutor(threads)  # late: a backend in a compile worker needs no threads
         place = rows.ctypes.data, rows.strides[0], len(rows)
         if single := [(chain.matcher.inner, chain.row) for chain in chains if not chain.drafts]:
             executor.unsafe_compute_mask_ptr(single, *place)
         if longer := [(chain.matcher.inner, chain.row, chain.drafts) for chain in chains if chain.drafts]:
             executor.unsafe_compute_mask_ptr_with_draft_token(longer, *place)
+        self._idle.append(executor)
         inners = [chain.matcher.inner for chain in chains]
         return Filled([-inner.is_error() for inner in inners], [inner.is_accepting() for inner in inners])
 
     def __repr__(self) -> str:
-        return f"<LlguidanceFiller {'has' if self._executor else 'has not'} begun>"
+        return f"<LlguidanceFiller idle pools={len(self._idle)}>"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 
-from grammar_service.backends import MatcherFailed, Rows
+from grammar_service.backends import Chain, Filled, MatcherFailed, Rows
 from grammar_service.matchers import Slot
 from grammar_service.worker import Worker
 from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd
@@ -113,6 +115,70 @@ def test_what_hangs_in_a_batch_holds_the_others_for_a_moment_only(segment: Segme
     finally:
         gate.set()
     assert whole(engine, seq, [3]) == [[RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]]
+
+
+def test_a_thread_that_comes_back_moves_nobody_elses_matcher(segment: Segment, worker: Worker) -> None:
+    engine, gate, held, back = EngineEnd(segment), threading.Event(), threading.Lock(), threading.Event()
+
+    class Slow(ToyFiller):
+        def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
+            if matcher.number == 3 and list(tokens) == [2] and held.acquire(blocking=False):
+                assert gate.wait(10 * PATIENCE_S)
+            return super().accept(matcher, tokens)
+
+        def fill(self, chains: Sequence[Chain], rows: Any, threads: int) -> Filled:
+            filled = super().fill(chains, rows, threads)
+            if gate.is_set():
+                back.set()
+            return filled
+
+    class Numbered(Member):
+        number = 0
+
+    filler = Slow()
+
+    def made(number: int) -> Numbered:
+        matcher = Numbered(filler)
+        matcher.number = number
+        return matcher
+
+    for slot in range(8):
+        worker.bind(slot, Slot.bind(1, partial(made, slot), []))
+    slots = list(range(8))
+    whole(engine, step(engine, 8, 0, [1], [])[0], slots)
+    try:
+        # The batch is left to its thread in the middle of its moves, and the others go on from there.
+        for at, token in ((1, 2), (2, 3)):
+            seq, _ = step(engine, 8, at, [token], [])
+            expected = RowKind.APPLY if token == 2 else RowKind.FORCED
+            assert whole(engine, seq, slots) == [[expected, RowKind.DEFER, RowKind.DEFER]] * 8
+    finally:
+        gate.set()
+    assert back.wait(PATIENCE_S)
+    # What it did was done to matchers that are nobody's any more.
+    seq, _ = step(engine, 8, 3, [4], [])
+    assert {tuple(kinds) for kinds in whole(engine, seq, slots)} != {(RowKind.DEFER,) * 3}
+    assert worker.stats()["gaps"] == 0
+
+
+def test_a_librarys_own_error_in_a_batch_ends_one_request_at_most(
+    segment: Segment, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(ToyFiller):
+        def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
+            taken = super().accept(matcher, tokens)
+            if list(tokens) == [2]:
+                raise TypeError("already borrowed")
+            return taken
+
+    engine, filler = EngineEnd(segment), Broken()
+    for slot in range(8):
+        worker.bind(slot, Slot.bind(1, lambda: Member(filler), []))
+    whole(engine, step(engine, 8, 0, [1], [])[0], list(range(8)))
+    seq, _ = step(engine, 8, 1, [2], [3])
+    assert whole(engine, seq, list(range(8))) == [[RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]] * 8
+    assert worker.alive
+    assert "already borrowed" in caplog.text
 
 
 def test_a_batch_that_hangs_ends_the_worker(segment: Segment) -> None:
