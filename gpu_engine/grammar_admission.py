@@ -1,8 +1,9 @@
 """Compilations that the grammar process would refuse, refused here: a flood of them costs neither process a call.
 
 The invariant: what is refused would have found the grammar process's queue full, by its own words (Configure), and is
-no grammar that it was seen to have, for those it answers at once. Used on the event loop. Not here: the calls
-(`grammar_compile.py`).
+no grammar that it was seen to have, for those it answers at once. A request that holds a slot was accepted before, and
+is never refused here: its caller gives no limit, and it counts as the others. Used on the event loop. Not here: the
+calls (`grammar_compile.py`).
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class GrammarClient:
             try:
                 await self._bind(key, state, compiled, committed)
             except _EvictedError:
-                compiled = await self._compiler.again(state.spec)
+                compiled = await self._compiler.again(state.spec, accepted=True)
                 await self._bind(key, state, compiled, committed)
         except _EvictedError:
             self._engine.grammar_failed(

@@ -129,20 +129,25 @@ class GrammarCompiler:
         """Return what the request's ticket stands for; without one compile now. Raises what `failed` is told."""
         ticket = self._tickets.get(request_id)
         if ticket is None:
-            return await self.again(spec)
+            return await self.again(spec, accepted=True)
         ticket.running.waiters += 1
         compiled = await self._wait(ticket.running)
         return replace(compiled, cache_hit=compiled.cache_hit or ticket.joined)
 
-    async def again(self, spec: GrammarSpec) -> Compiled:
-        """Compile whatever the tickets say: the grammar process has dropped an earlier result. Raises LockstepError."""
-        return await self._wait(self._join(spec))
+    async def again(self, spec: GrammarSpec, *, accepted: bool = False) -> Compiled:
+        """Compile whatever the tickets say: the grammar process has dropped an earlier result. Raises LockstepError.
 
-    def _join(self, spec: GrammarSpec) -> _Running:
-        """Start or join a compilation; whoever joins also leaves. Raises LimitExceeded."""
+        What is `accepted`, as a slot's grammar is, only the grammar process itself may refuse: behind a restart it has
+        most of them on disk.
+        """
+        return await self._wait(self._join(spec, accepted=accepted))
+
+    def _join(self, spec: GrammarSpec, *, accepted: bool = False) -> _Running:
+        """Start or join a compilation; whoever joins also leaves. Raises LimitExceeded, unless it is `accepted`."""
         running = self._running.get(spec)
         if running is None:
-            counts = self._admission.enter(spec, self._link.attached, self._link.max_compilations)
+            limit = 0 if accepted else self._link.max_compilations
+            counts = self._admission.enter(spec, self._link.attached, limit)
             task = self._tasks.spawn(self._compile(spec), f"compile {spec.kind.name}")
             running = self._running[spec] = _Running(spec, task)
             task.add_done_callback(lambda _: self._end(running))

@@ -276,6 +276,48 @@ async def test_what_the_process_would_refuse_is_not_sent(tmp_path: Path) -> None
         assert (await had).grammar_id == "id:had"
 
 
+async def test_slots_are_opened_behind_a_restart_however_many_grammars_are_compiled_again(tmp_path: Path) -> None:
+    async with connected(tmp_path, max_compilations=1) as s:
+        sources = ("a", "b", "no ticket")
+        for source in sources[:2]:
+            s.client.prepare(source, spec(source), lambda error: None)
+            await eventually(lambda: s.client.compiled_s(source))  # noqa: B023 - ends before it changes
+        for slot, source in enumerate(sources):
+            s.client.open(slot, 1, request(source, source), ())
+        await eventually(lambda: len(s.engine.opened) == 3)
+        await s.process.stop()
+        await eventually(lambda: not s.link.up)
+        s.process.hold_compile.clear()
+        s.process.refuse_bind = [grpc.StatusCode.NOT_FOUND] * 2
+        await s.process.start()
+        await eventually(lambda: s.link.up)
+        for slot, source in enumerate(sources):
+            s.client.open(slot, 1, request(source, source), (5,))
+        await eventually(lambda: s.process.calls["compile"] == 6 or s.engine.failed)
+        assert s.engine.failed == []
+        # They count, each of them once: until one is over there is no room for who comes new.
+        assert "running=3 " in repr(s.client)
+        with pytest.raises(LimitExceeded, match="compile_queue: 1 "):
+            s.client.prepare("new", spec("new"), lambda error: None)
+        # Another death: what ran is opened once more, and compiled by the next process.
+        await s.process.stop()
+        await eventually(lambda: "running=0 " in repr(s.client))
+        await s.process.start()
+        await eventually(lambda: s.link.up)
+        s.client.open(2, 1, request("no ticket", "no ticket"), (5,))
+        await eventually(lambda: "running=1 " in repr(s.client))
+        s.client.close(2, 1)
+        await eventually(lambda: "running=0 " in repr(s.client))
+        s.process.hold_compile.set()
+        for slot, source in enumerate(sources[:2]):
+            s.client.open(slot, 1, request(source, source), (5,))
+        await eventually(lambda: len(s.engine.opened) == 5)
+        s.client.prepare("new", spec("new"), lambda error: None)
+        await eventually(lambda: s.client.compiled_s("new"))
+        assert "running=0 " in repr(s.client)
+        assert s.engine.failed == []
+
+
 async def test_equal_grammars_share_one_compilation(tmp_path: Path) -> None:
     async with connected(tmp_path) as s:
         s.process.hold_compile.clear()
