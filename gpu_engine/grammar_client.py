@@ -23,7 +23,7 @@ from gpu_engine.grammar_link import GrammarLink
 from gpu_engine.logs import REQUEST_ID
 from gpu_engine.owned_tasks import OwnedTasks
 from gpu_engine.ports import GrammarEvents
-from gpu_engine.request import GrammarKind, GrammarSpec, Request
+from gpu_engine.request import GrammarSpec, Request
 from gpu_engine.servicer import GrammarStats
 from protos.grammar.v1 import grammar_pb2 as gpb
 
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 BIND_TIMEOUT_S = 10.0
 STATS_TIMEOUT_S = 1.0
-WARM_UP = GrammarSpec(GrammarKind.REGEX, "a")
 
 
 class AbortWord(Protocol):
@@ -54,6 +53,8 @@ class _Slot:
     task: asyncio.Task[None] | None = None
     binding: bool = False
     """A Bind is on its way: the matcher may exist by the time a Release is sent, so the Release waits for it."""
+    bound_in: int = 0
+    """The grammar process (`GrammarLink.attached`) that said it has the matcher; 0: none did."""
     in_hand: bool = False
     """The grammar process has it, too, and not only a compilation before it: a death may be this matcher's doing."""
 
@@ -83,9 +84,10 @@ class GrammarClient:
         self._compiler = GrammarCompiler(self._config, link, self._tasks)
 
     @property
-    def num_slots(self) -> int:
-        """Slots that have, or wait for, a matcher."""
-        return len(self._slots)
+    def guided_by(self) -> int:
+        """Number of the attached grammar process while it has a matcher of ours, by its own word; else 0."""
+        now = self._link.attached if self._link.up else 0
+        return now if any(state.bound_in == now for state in self._slots.values()) else 0
 
     # ---- for the servicer, on the event loop -----------------------------------------------------------------------
 
@@ -109,10 +111,6 @@ class GrammarClient:
     async def compile(self, spec: GrammarSpec) -> Compiled:
         """Compile for nobody's slot. Raises LockstepError."""
         return await self._compiler.again(spec)
-
-    async def warm_up(self) -> None:
-        """Compile a small grammar: then the process has what a first request needs. Raises LockstepError."""
-        await self._compiler.again(WARM_UP)
 
     async def stats(self) -> GrammarStats:
         """Ask the grammar process for its gauges; zeros while it is away."""
@@ -258,6 +256,7 @@ class GrammarClient:
         state.in_hand = compiled.attached == attached  # else it only says that the grammar is not there
         try:
             await self._link.stub.Bind(message, timeout=BIND_TIMEOUT_S)
+            state.bound_in = attached
         except grpc.aio.AioRpcError as error:
             match error.code():
                 case grpc.StatusCode.NOT_FOUND:

@@ -23,6 +23,7 @@ from gpu_engine.errors import LockstepError
 from gpu_engine.grammar_client import GrammarClient
 from gpu_engine.grammar_link import GrammarLink, GrammarSetup, segment_hand_over
 from gpu_engine.ports import Model, ServedEngine
+from gpu_engine.request import GrammarKind, GrammarSpec
 from gpu_engine.sidecar import SPIN_ALWAYS_US, Sidecar, grammar_command
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout
@@ -31,6 +32,8 @@ from shared_mem.segment import Segment
 log = logging.getLogger(__name__)
 
 DIRECTORY_PREFIX = "lockstep-engine-"
+WARM_UP = GrammarSpec(GrammarKind.REGEX, "a")
+"""A small grammar: who has compiled it has what a first request needs."""
 TELL_EVERY_S = 0.1
 CORES_TO_SPIN = 3
 """The engine's thread, what waits for clients, and the grammar process."""
@@ -108,8 +111,7 @@ class GrammarProcess:
             self.sidecar.pardon = engine.grammar_pardoned
         stack.push_async_callback(end_task, self._background.create_task(self._link.run(), name="grammar link"))
         if self._must_spin:
-            guides = lambda: self._link.attached if self._link.up and self.client.num_slots else 0  # noqa: E731
-            watch = warn_of_sleepers(guides, self.channel)
+            watch = warn_of_sleepers(lambda: self.client.guided_by, self.channel)
             stack.push_async_callback(end_task, self._background.create_task(watch, name="sleeping sidecar watch"))
         if self.sidecar and self.sidecar.gave_up:
             self._give_up(self.sidecar.gave_up)
@@ -119,7 +121,7 @@ class GrammarProcess:
         try:
             async with asyncio.timeout(self.config.grammar_wait_s):
                 await self._link.ready(self.config.grammar_wait_s)
-                await self.client.warm_up()
+                await self.client.compile(WARM_UP)
         except (LockstepError, TimeoutError) as error:
             why = str(error) or f"nothing answered within {self.config.grammar_wait_s:g} s (grammar_wait_s)"
             hint = "" if self.sidecar else "; one serves one engine at a time: is another attached?"
@@ -184,7 +186,7 @@ async def warn_of_sleepers(guides: Callable[[], int], sleeper: Sleeper, every_s:
     """Warn once for every grammar process that sleeps between guided steps, though a device posts them. Runs for ever.
 
     Args:
-        guides: number of the grammar process that guides somebody; 0: nobody is guided, and it may sleep.
+        guides: number of the grammar process that has a matcher; 0: it has none, only compiles, say, and may sleep.
         sleeper: of that process.
         every_s: it is looked at so often. One look is not enough: it wakes a moment after its first matcher is bound.
     """

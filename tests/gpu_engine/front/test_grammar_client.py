@@ -276,6 +276,32 @@ async def test_what_the_process_would_refuse_is_not_sent(tmp_path: Path) -> None
         assert (await had).grammar_id == "id:had"
 
 
+async def test_a_process_guides_from_its_word_that_it_has_a_matcher_until_the_last_is_closed(tmp_path: Path) -> None:
+    async with connected(tmp_path) as s:
+        s.process.hold_compile.clear()
+        s.process.hold_bind.clear()
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: s.process.calls["compile"])
+        assert s.client.guided_by == 0, "it compiles, and sleeps meanwhile"
+        s.process.hold_compile.set()
+        await eventually(lambda: s.process.bound)
+        assert s.client.guided_by == 0
+        s.process.hold_bind.set()
+        await eventually(lambda: s.engine.opened)
+        assert s.client.guided_by == 1
+        await s.process.stop()
+        await eventually(lambda: not s.link.up)
+        assert s.client.guided_by == 0
+        await s.process.start()
+        await eventually(lambda: s.link.up)
+        assert s.client.guided_by == 0, "the next one has no matcher yet"
+        s.client.open(0, 1, request(), ())
+        await eventually(lambda: len(s.engine.opened) == 2)
+        assert s.client.guided_by == 2
+        s.client.close(0, 1)
+        await eventually(lambda: s.client.guided_by == 0)
+
+
 async def test_slots_are_opened_behind_a_restart_however_many_grammars_are_compiled_again(tmp_path: Path) -> None:
     async with connected(tmp_path, max_compilations=1) as s:
         sources = ("a", "b", "no ticket")
