@@ -18,6 +18,7 @@ import grpc
 
 from gpu_engine.config import ServerConfig
 from gpu_engine.errors import GrammarUnavailable, InternalError, InvalidRequest, LockstepError
+from gpu_engine.grammar_admission import Admission
 from gpu_engine.grammar_compile import Compiled, GrammarCompiler, grammar_error
 from gpu_engine.grammar_link import GrammarLink
 from gpu_engine.logs import REQUEST_ID
@@ -76,12 +77,14 @@ class GrammarClient:
         self._was_lost = self._closed = False
         self.serves = False
         """Guided requests are served, or wait for no longer than `grammar_wait_s`."""
+        self.admission = Admission()
+        """Says how many grammars were refused before they were sent. The compiler's to change."""
 
     def attach(self, engine: GrammarEvents, link: GrammarLink) -> None:
         """Close the circle: the engine needs this port, and this port answers to the engine."""
         self._engine = engine
         self._link = link
-        self._compiler = GrammarCompiler(self._config, link, self._tasks)
+        self._compiler = GrammarCompiler(self._config, link, self._tasks, self.admission)
 
     @property
     def guided_by(self) -> int:
@@ -115,14 +118,13 @@ class GrammarClient:
     async def stats(self) -> GrammarStats:
         """Ask the grammar process for its gauges; zeros while it is away."""
         starts = self._link.attached
-        if not self._link.up:
-            return GrammarStats(starts=starts)
-        try:
-            stats = await self._link.stub.GetStats(gpb.GetStatsRequest(), timeout=STATS_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            log.warning("the grammar process does not answer GetStats: %s", error.details())
-            return GrammarStats(starts=starts)
-        return GrammarStats(starts, True, stats.matchers, stats.cached_grammars)
+        if self._link.up:
+            try:
+                stats = await self._link.stub.GetStats(gpb.GetStatsRequest(), timeout=STATS_TIMEOUT_S)
+                return GrammarStats(starts, True, stats.matchers, stats.cached_grammars)
+            except grpc.aio.AioRpcError as error:
+                log.warning("the grammar process does not answer GetStats: %s", error.details())
+        return GrammarStats(starts=starts)
 
     async def metrics(self, timeout_s: float) -> bytes | None:
         """Ask for the grammar process's metrics, in Prometheus' text format; None while it does not answer."""
@@ -218,9 +220,8 @@ class GrammarClient:
                 compiled = await self._compiler.again(state.spec, accepted=True)
                 await self._bind(key, state, compiled, committed)
         except _EvictedError:
-            self._engine.grammar_failed(
-                *key, GrammarUnavailable("the grammar process drops grammars too fast; try again")
-            )
+            evicted = GrammarUnavailable("the grammar process drops grammars too fast; try again")
+            self._engine.grammar_failed(*key, evicted)
         except LockstepError as error:
             self._engine.grammar_failed(*key, error)
         except Exception as error:

@@ -83,14 +83,14 @@ class _Ticket:
 class GrammarCompiler:
     """Used on the event loop. Tasks belong to `tasks`, whose owner ends them."""
 
-    def __init__(self, config: ServerConfig, link: GrammarLink, tasks: OwnedTasks) -> None:
+    def __init__(self, config: ServerConfig, link: GrammarLink, tasks: OwnedTasks, admission: Admission) -> None:
         self._wait_s = config.grammar_wait_s
         self._timeout_s = config.compile_timeout_s + COMPILE_MARGIN_S
         self._link = link
         self._tasks = tasks
         self._tickets: dict[str, _Ticket] = {}
         self._running: dict[GrammarSpec, _Running] = {}
-        self._admission = Admission()
+        self._admission = admission
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
         """Start or join the compilation; `failed` is called when it fails, or by `fail_compiled`.

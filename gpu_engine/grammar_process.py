@@ -147,6 +147,11 @@ class GrammarProcess:
         return self._link.silences.count
 
     @property
+    def refused_early(self) -> int:
+        """How many grammars were refused before they were sent."""
+        return self.client.admission.refused
+
+    @property
     def process_starts(self) -> int:
         """How many times one was started by us."""
         return self.sidecar.starts if self.sidecar else 0

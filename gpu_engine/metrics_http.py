@@ -35,6 +35,10 @@ class GrammarSource(Protocol):
         """How often an attached one was found silent."""
 
     @property
+    def refused_early(self) -> int:
+        """How many grammars the engine refused by itself, because its queue was full."""
+
+    @property
     def process_starts(self) -> int:
         """How many times one was started by us; 0 for one that somebody else runs."""
 
@@ -118,6 +122,11 @@ def about_grammar(grammar: GrammarSource, *, up: bool) -> Iterable[Metric]:
         "lockstep_grammar_silences",
         "Times that it showed no life for 0.07 s, and guided requests paused",
         value=grammar.silences,
+    )
+    yield CounterMetricFamily(
+        "lockstep_grammar_refused_early",
+        "Grammars refused by the engine itself, because the grammar process's compile_queue was full",
+        value=grammar.refused_early,
     )
     yield CounterMetricFamily(
         "lockstep_grammar_process_starts",

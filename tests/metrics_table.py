@@ -23,7 +23,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs/metrics.md"
 class NoGrammar:
     """A `GrammarSource` for its families' names."""
 
-    attachments = process_starts = silences = 0
+    attachments = process_starts = refused_early = silences = 0
 
     async def metrics(self, timeout_s: float) -> bytes | None:
         return None

@@ -266,6 +266,8 @@ async def test_what_the_process_would_refuse_is_not_sent(tmp_path: Path) -> None
             s.client.prepare("rc", spec("c"), lambda error: None)
         with pytest.raises(LimitExceeded, match="compile_queue"):
             await s.client.compile(spec("c"))
+        assert s.client.admission.refused == 2
+        assert "refused=2" in repr(s.client)
         had = asyncio.create_task(s.client.compile(spec("had")))
         await eventually(lambda: s.process.calls["compile"] == 4)
         s.client.forget("ra")

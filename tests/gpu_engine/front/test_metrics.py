@@ -53,6 +53,7 @@ class Grammar:
     attachments = 2
     process_starts = 1
     silences = 9
+    refused_early = 4
 
     def __init__(self, text: str | None, *, hangs: bool = False) -> None:
         self.text = text
@@ -91,6 +92,7 @@ async def test_a_scrape_has_both_processes_or_says_that_one_is_away(grammar: Gra
     assert seen["grammar_up", "engine"] == up
     assert (seen["grammar_attachments_total", "engine"], seen["grammar_process_starts_total", "engine"]) == (2, 1)
     assert seen["grammar_silences_total", "engine"] == 9
+    assert seen["grammar_refused_early_total", "engine"] == 4
     assert seen["process_open_fds", "engine"] > 0
     assert seen.get(("grammar_records_total", "sidecar")) == (7 if up else None)
     assert seen.get(("process_open_fds", "sidecar")) == (12 if up else None)
@@ -215,6 +217,7 @@ async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_o
         assert seen["grammar_compile_seconds_count", "llguidance", "regex", "sidecar"] == 1
         assert seen["grammar_compile_refusals_total", "regex", "sidecar", "invalid"] == 1
         assert (seen["grammar_process_starts_total", "engine"], seen["grammar_attachments_total", "engine"]) == (1, 1)
+        assert seen["grammar_refused_early_total", "engine"] == 0
         for process in ("engine", "sidecar"):
             assert seen["process_resident_memory_bytes", process] > 0
         # A family whose labels nothing has had yet is not in a scrape.
