@@ -1,14 +1,14 @@
 """A child process for the event loop, started without a copy of this one's page tables.
 
 uvloop's own way forks: with a model in memory that holds the loop for 50 ms, and the step meets copied pages behind it
-(docs/log.md). `subprocess.Popen` uses vfork. One invariant: a child is reaped, and its pipe closed, by `wait`, which
-its owner calls. Not here: when one is started or ended (`sidecar.py`).
+(docs/log.md). `subprocess.Popen` uses vfork. One invariant: a child is reaped, and its pipe closed, by `wait` on the
+event loop and by nothing else; its owner calls it. Until then the process id is the child's, and a signal meets nobody
+else. Not here: when one is started or ended (`sidecar.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -45,6 +45,7 @@ class ChildProcess:
         except BaseException:
             process.kill()
             process.wait()
+            process.stdout.close()
             raise
         return ChildProcess(process, output, pipe)
 
@@ -60,23 +61,32 @@ class ChildProcess:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless it has been reaped."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+        if self._process.returncode is None:
+            os.kill(self.pid, number)  # not Popen's send_signal, which would reap it
 
     async def wait(self) -> int:
-        """Wait for its end and return `returncode`. What `output` has not read by then is lost."""
+        """Wait for its end and return `returncode`. What `output` has not read by then is lost.
+
+        Who is cancelled here has neither: the child may live, and `wait` is to be called again.
+        """
         if self._process.returncode is None:
-            loop = asyncio.get_running_loop()
-            ended = asyncio.Event()
-            descriptor = os.pidfd_open(self._process.pid)
             try:
-                loop.add_reader(descriptor, ended.set)
-                await ended.wait()
-            finally:
-                loop.remove_reader(descriptor)
-                os.close(descriptor)
+                await self._ended()
+            except OSError:  # no descriptor is left: a thread needs none
+                await asyncio.to_thread(os.waitid, os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self._pipe.close()
         return self._process.wait()
+
+    async def _ended(self) -> None:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            loop.add_reader(descriptor, ended.set)
+            await ended.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
 
     def __repr__(self) -> str:
         return f"<ChildProcess pid={self.pid} returncode={self.returncode}>"

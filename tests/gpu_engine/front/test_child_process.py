@@ -12,6 +12,8 @@ import pytest
 import uvloop
 
 from gpu_engine.child_process import ChildProcess
+from tests.descriptors import none_left
+from tests.waiting import eventually
 
 LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 Loop = Callable[[], asyncio.AbstractEventLoop]
@@ -67,6 +69,50 @@ def test_who_stops_waiting_may_wait_again(loop: Loop) -> None:
 
     with asyncio.Runner(loop_factory=loop) as runner:
         assert runner.run(run()) == -signal.SIGKILL
+
+
+@LOOPS
+def test_without_a_descriptor_left_it_is_waited_for_and_reaped(loop: Loop) -> None:
+    async def run() -> tuple[int, int]:
+        child = await ChildProcess.start([sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
+        with none_left():
+            waiting, again = (asyncio.create_task(child.wait()) for _ in range(2))
+            await asyncio.wait([waiting, again], timeout=0.05)
+            waiting.cancel()
+            waited = not waiting.done(), not again.done()
+            child.send(signal.SIGTERM)
+            await asyncio.wait([waiting, again])
+        assert waited == (True, True)
+        assert waiting.cancelled()
+        return await again, child.pid
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        status, pid = runner.run(run())
+    assert status == -signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def open_pipes() -> set[str]:
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return {target for link in links if os.path.lexists(link) and (target := os.readlink(link)).startswith("pipe:")}
+
+
+@LOOPS
+def test_a_signal_to_one_that_has_ended_does_not_reap_it(loop: Loop) -> None:
+    async def run() -> None:
+        before = open_pipes()
+        child = await ChildProcess.start([sys.executable, "-c", "pass"], os.environ)
+        assert open_pipes() > before
+        await asyncio.to_thread(os.waitid, os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        child.send(signal.SIGKILL)
+        assert child.returncode is None
+        os.kill(child.pid, 0)  # it is there, as it says
+        assert await child.wait() == 0
+        await eventually(lambda: open_pipes() == before)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(run())
 
 
 @LOOPS

@@ -17,6 +17,7 @@ from gpu_engine.config import ServerConfig
 from gpu_engine.sidecar import FIRST_RETRY_S, SPIN_ALWAYS_US, Sidecar, grammar_command, private_memory_mb
 from grammar_service.config import read as grammar_settings
 from grammar_service.worker import WAIT_S
+from tests.descriptors import none_left
 from tests.waiting import eventually
 
 
@@ -87,6 +88,37 @@ async def test_a_child_that_ignores_sigterm_is_killed() -> None:
     assert pid is not None
     await end(task)
     assert not alive(pid)
+
+
+async def test_without_a_descriptor_left_there_is_still_one_child_at_most(tmp_path: Path) -> None:
+    # It says nothing more, which looks like its end, and lives.
+    code = (
+        "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); print('up', flush=True);"
+        f"open({str(tmp_path / 'ready')!r}, 'w'); signal.sigwait([signal.SIGUSR1]); os.close(1); os.close(2);"
+        "signal.pause()"
+    )
+    sidecar = Sidecar(python(code), lambda reason: None)
+    task = asyncio.create_task(sidecar.run())
+    await eventually((tmp_path / "ready").exists)
+    pid = sidecar.pid
+    assert pid is not None
+    with none_left():
+        os.kill(pid, signal.SIGUSR1)
+        await asyncio.sleep(0.3)
+        os.kill(pid, 0)
+        assert sidecar.pid == pid
+        sidecar.kill()
+        await eventually(lambda: sidecar.pid != pid)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    await eventually(lambda: sidecar.starts == 2 and sidecar.pid)
+    second = sidecar.pid
+    assert second is not None
+    with none_left():
+        task.cancel()
+        await eventually(task.done)
+    assert task.cancelled()
+    assert not alive(second)
 
 
 async def test_after_too_many_failures_it_is_given_up_for_a_time(
