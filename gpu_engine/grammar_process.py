@@ -69,6 +69,8 @@ class GrammarProcess:
                 cool_down_s=config.grammar_retry_s,
             )
             self._sidecar_task = background.create_task(self.sidecar.run(), name="sidecar")
+            # In front of its directory, which one that lives would make again: a start may fail before `share`.
+            stack.push_async_callback(self._end_sidecar)
 
     def share(self, stack: AsyncExitStack, engine_config: EngineConfig, model: Model) -> None:
         """Make the segment and the client, which the engine is built with."""
@@ -80,8 +82,7 @@ class GrammarProcess:
             generation=time.time_ns(),
         )
         segment = stack.enter_context(Segment.create(layout))
-        if self._sidecar_task:
-            stack.push_async_callback(end_task, self._sidecar_task)
+        stack.push_async_callback(self._end_sidecar)  # in front of the segment, too; whichever comes first ends it
         self.channel = EngineEnd(segment)
         self.client = GrammarClient(self.config, self.channel)
         setup = GrammarSetup(
@@ -159,6 +160,14 @@ class GrammarProcess:
     async def metrics(self, timeout_s: float) -> bytes | None:
         """Ask for its metrics; None while it does not answer."""
         return await self.client.metrics(timeout_s)
+
+    async def _end_sidecar(self) -> None:
+        task = self._sidecar_task
+        if task is None or task.done():
+            return
+        if not task.cancelling():  # one that is, by its group say, ends its child by now, and is to be left to it
+            task.cancel()
+        await asyncio.wait([task])
 
     def _give_up(self, reason: str) -> None:
         if self._attached:  # else `attach` finds it in the sidecar

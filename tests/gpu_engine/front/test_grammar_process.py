@@ -14,6 +14,7 @@ from gpu_engine.config import EngineConfig, ServerConfig
 from gpu_engine.grammar_process import (
     DIRECTORY_PREFIX,
     FRESH_S,
+    GrammarProcess,
     end_task,
     private_directory,
     resolved_sync,
@@ -33,6 +34,36 @@ async def test_a_directory_goes_with_its_owner(tmp_path: Path) -> None:
         (path / "grammar.sock").touch()
         assert path.stat().st_mode & 0o777 == 0o700
     assert not path.exists()
+
+
+@pytest.mark.parametrize("cancelled_before", [False, True])
+async def test_a_start_that_fails_ends_the_process_before_its_directory_goes(cancelled_before: bool) -> None:
+    made: list[GrammarProcess] = []
+    seen: list[tuple[bool, bool]] = []
+
+    def look() -> None:
+        assert made[0].sidecar is not None
+        seen.append((made[0].sidecar.pid is not None, made[0].directory.exists()))
+
+    async def start() -> None:
+        async with AsyncExitStack() as stack:
+            background = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(look)
+            made.append(grammar := GrammarProcess(ServerConfig(grammar="spawn"), background, stack))
+            sidecar = grammar.sidecar
+            assert sidecar is not None
+            await eventually(lambda: sidecar.pid)
+            stack.callback(look)
+            (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "sidecar")
+            if cancelled_before:
+                task.cancel()
+                await asyncio.sleep(0)
+            raise FileNotFoundError("model: nowhere")
+
+    with pytest.raises(ExceptionGroup):
+        await start()
+    assert seen == [(True, True), (False, False)]
+    assert not made[0].directory.exists()
 
 
 async def test_what_a_killed_engine_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
