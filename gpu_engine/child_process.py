@@ -9,6 +9,7 @@ else. Not here: when one is started or ended (`sidecar.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -38,15 +39,27 @@ class ChildProcess:
         )
         assert process.stdout is not None
         output = asyncio.StreamReader()
-        try:
-            pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(output), process.stdout
-            )
-        except BaseException:
+        connecting = asyncio.ensure_future(
+            asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), process.stdout)
+        )
+        cancelled: asyncio.CancelledError | None = None
+        while not connecting.done():
+            try:
+                await asyncio.wait([connecting])
+            except asyncio.CancelledError as error:
+                # It takes a moment. Left half-way, the loop has the descriptor and both would close it.
+                cancelled = error
+        failed = connecting.exception()
+        if cancelled or failed:
             process.kill()
             process.wait()
-            process.stdout.close()
-            raise
+            if failed is None:
+                connecting.result()[0].close()
+            else:
+                with contextlib.suppress(OSError):  # a loop that failed may have closed it
+                    process.stdout.close()
+            raise cancelled or failed  # type: ignore[misc]
+        pipe, _ = connecting.result()
         return ChildProcess(process, output, pipe)
 
     @property

@@ -118,6 +118,9 @@ def load_model(config: EngineConfig, progress: Progress | None = None, *, settin
         torch.set_num_threads(config.num_threads or usable_cores())
     else:
         load_kernels_eagerly()
+        if (device.index or 0) >= torch.cuda.device_count():
+            there = torch.cuda.device_count() if torch.backends.cuda.is_built() else "none: this torch is a CPU build"
+            raise ModelNotSupported(f"device: {config.device} is not there; CUDA devices that torch sees: {there}")
     path = ensure_embedded(progress) if config.model == EMBEDDED_MODEL else Path(config.model)
     if not path.exists():
         raise FileNotFoundError(f"{setting}: {path} is neither a directory, a GGUF file nor {EMBEDDED_MODEL!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -164,6 +165,17 @@ def test_greedy_answers_are_those_of_transformers(saved: Callable[[str], Path], 
     assert all(len(set(answer)) > 5 for answer in expected)
     with free_engine(model, with_drafts(7, prefill_chunk=32)) as engine:
         assert answer_all(engine, [ask(prompt, ignore_eos=True) for prompt in prompts]) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_device_that_is_not_there_is_named() -> None:
+    environment = os.environ.get("CUDA_MODULE_LOADING")
+    try:
+        with pytest.raises(ModelNotSupported, match=r"^device: cuda:3 is not there; CUDA devices that torch sees: "):
+            load_model(config(device="cuda:3"))
+    finally:
+        if environment is None:
+            os.environ.pop("CUDA_MODULE_LOADING", None)
 
 
 @pytest.mark.parametrize("family", [tiny.bloom, tiny.mamba, tiny.deepseek, tiny.gpt_oss])

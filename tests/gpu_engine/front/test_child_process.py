@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+import psutil
 import pytest
 import uvloop
 
@@ -119,3 +120,24 @@ def test_a_signal_to_one_that_has_ended_does_not_reap_it(loop: Loop) -> None:
 def test_a_program_that_is_not_there(loop: Loop) -> None:
     with asyncio.Runner(loop_factory=loop) as runner, pytest.raises(FileNotFoundError):
         runner.run(ChildProcess.start(["/no/such/program"], os.environ))
+
+
+@pytest.mark.parametrize("loop", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("turns", range(4))
+def test_a_start_that_is_cancelled_is_cancelled_and_leaves_no_child(loop: Callable[..., None], turns: int) -> None:
+    async def main() -> None:
+        before = {child.pid for child in psutil.Process().children()}
+        task = asyncio.create_task(ChildProcess.start(["sleep", "600"], os.environ))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        try:
+            child = await task
+        except asyncio.CancelledError:
+            assert task.cancelled()
+        else:  # it was over before
+            child.send(signal.SIGKILL)
+            await child.wait()
+        assert {child.pid for child in psutil.Process().children()} <= before
+
+    loop(main())
