@@ -76,7 +76,7 @@ class Batches:
         self._lock, self._ask, self._threads = lock, ask, threads
         self._most = min(MOST_SLOTS, channel.layout.num_slots)
         self._free: list[ChainArrays] = []
-        self.most_ns = most_ns
+        self._most_ns = most_ns
 
     def split(self, seq: int, records: Sequence[Record], least: int = LEAST) -> tuple[list[Batch], list[Record]]:
         """Return batches of what may be plain, at least `least` records in all, and the rest."""
@@ -92,7 +92,7 @@ class Batches:
         for group, worst_ns in ((cheap, DEAR_NS), (dear, most_ns)):
             if len(group) >= least:
                 rows = 1 + max(len(record.drafts) for record in group)
-                fits = min(MOST_ROWS // rows, self.most_ns * self._threads // worst_ns)
+                fits = min(MOST_ROWS // rows, self._most_ns * self._threads // worst_ns)
                 most = min(MOST_SLOTS, max(LEAST, fits))
                 batches += [Batch(seq, group[at : at + most], self.answer) for at in range(0, len(group), most)]
         taken = {lane for batch in batches for lane in batch.lanes}

@@ -7,23 +7,28 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from threading import Lock
 
 import numpy as np
 import pytest
 
 from grammar_service.backends import Compiled, Matcher, filler_of
+from grammar_service.batch import Batches
+from grammar_service.books import Books
 from grammar_service.closing import Closing, ClosingPlan
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.grammar import Kind, Whitespace, parse
-from grammar_service.matchers import Slot
+from grammar_service.mask_rows import Classifier
+from grammar_service.matchers import Slot, SlotTable
 from grammar_service.questions import goes_together
+from grammar_service.standing_rows import StandingRows
 from grammar_service.worker import Worker
 from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.grammar_end import Record
 from shared_mem.layout import Layout, RowKind, Stage
 from shared_mem.segment import Segment
 from tests.grammar_service.conftest import Library
-from tests.grammar_service.toy import PADDED, STOPS, ToyFiller, tokens_in
+from tests.grammar_service.toy import PADDED, STOPS, VOCAB, ToyFiller, ToyMatcher, tokens_in
 
 ROWS, SLOTS, STEPS = 5, 8, 40
 PATIENCE_S = 120.0
@@ -225,3 +230,22 @@ def test_drafts_go_alone_where_a_chain_of_them_does_not_pay() -> None:
     assert goes_together(filler, longer)
     assert not goes_together(filler, longer._replace(stage=Stage.PROPOSE))
     assert not goes_together(None, longer)
+
+
+@pytest.mark.parametrize(
+    ("cost_ms", "most", "sizes"), [(0.4, 8.0, [32, 8]), (3.9, 8.0, [4] * 10), (3.9, 80.0, [32, 8])]
+)
+def test_a_batch_is_no_longer_than_its_time(cost_ms: float, most: float, sizes: list[int]) -> None:
+    count, layout = sum(sizes), Layout(num_slots=40, num_rows=3, vocab_size=VOCAB)
+    with Segment.create(layout) as segment:
+        table = SlotTable(Classifier(VOCAB))
+        for number in range(count):
+            slot = Slot.bind(1, lambda: ToyMatcher([(1, 2)]), ())
+            slot.filler, slot.cost_ns = ToyFiller(), int(cost_ms * 1e6)
+            table.bind(number, slot)
+        standing = [StandingRows() for _ in range(count)]
+        limits = 2, int(most * 1e6)
+        made = Batches(GrammarEnd(segment), table, standing, Books(count), Lock(), lambda question: None, *limits)
+        batches, rest = made.split(1, [Record(number, 1, 0, (), (), Stage.VERIFY, 1) for number in range(count)])
+    assert [len(batch.records) for batch in batches] == sizes
+    assert not rest

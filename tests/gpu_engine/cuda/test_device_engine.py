@@ -12,12 +12,11 @@ import pytest
 from gpu_engine.config import EngineConfig
 from gpu_engine.device_seating import DeviceSeating
 from gpu_engine.errors import InternalError, InvalidRequest
-from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.loader import LoadedModel
 from gpu_engine.request import FinishReason
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.fakes import EOS
-from tests.gpu_engine.core import tiny
 from tests.gpu_engine.core.harness import (
     PATIENCE_S,
     Answer,
@@ -68,16 +67,6 @@ GUIDED = [
     partial(ask, tokens(7, 2), max_tokens=6, ignore_eos=True),
     partial(ask, tokens(11, 3), grammar="7", max_tokens=30, temperature=1.0, seed=3),
 ]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """A tiny Llama in float32 on a CPU, unfused: on CPU tensors that would be native code, which no capture sees.
-
-    Its name is its folder.
-    """
-    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("rounds"), rounds=True)
-    return load_model(config(model=str(folder), fuse=False))
 
 
 @pytest.fixture(scope="module")

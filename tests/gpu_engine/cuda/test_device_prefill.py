@@ -12,10 +12,10 @@ import pytest
 
 from gpu_engine.device_prefill import DevicePrefill
 from gpu_engine.engine import Engine
-from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.loader import LoadedModel
 from gpu_engine.request import FinishReason
-from tests.gpu_engine.core import eagle, tiny
-from tests.gpu_engine.core.harness import Answer, answer_each, ask, config, free_engine, tokens, with_drafts
+from tests.gpu_engine.core import eagle
+from tests.gpu_engine.core.harness import Answer, answer_each, ask, free_engine, tokens, with_drafts
 from tests.gpu_engine.core.toy_sidecar import guided_engine
 from tests.gpu_engine.cuda.device_engine import device_engine, guided_device_engine
 
@@ -44,13 +44,6 @@ GUIDED = [
     partial(ask, tokens(33, 2), max_tokens=3, ignore_eos=True),
     partial(ask, tokens(11, 3), grammar="4", max_tokens=30, temperature=1.0, seed=3),
 ]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """A tiny Llama in float32 on a CPU, unfused: on CPU tensors that would be native code, which no capture sees."""
-    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("rounds"), rounds=True)
-    return load_model(config(model=str(folder), fuse=False))
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.loader import LoadedModel
 from shared_mem.layout import Stage
-from tests.gpu_engine.core import eagle, tiny
+from tests.gpu_engine.core import eagle
 from tests.gpu_engine.core.harness import (
     Answer,
     answer_all,
@@ -45,13 +45,6 @@ GUIDED = [
     partial(ask, tokens(8, 6), grammar="13", max_tokens=20, temperature=0.5, seed=6),
 ]
 """Ended by a stop, by `max_tokens` and by the model's length; one free."""
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """A tiny Llama in float32 on a CPU, unfused: native code would be seen by no capture."""
-    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("rounds"), rounds=True)
-    return load_model(config(model=str(folder), fuse=False))
 
 
 @pytest.fixture(scope="module")
