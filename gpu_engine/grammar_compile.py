@@ -64,7 +64,8 @@ class Compiled:
 class _Running:
     """A compilation, and how many wait for it."""
 
-    spec: GrammarSpec
+    key: tuple[GrammarSpec, bool]
+    """What, and whether its sequence was accepted before."""
     task: asyncio.Task[Compiled]
     waiters: int = 0
 
@@ -89,7 +90,7 @@ class GrammarCompiler:
         self._link = link
         self._tasks = tasks
         self._tickets: dict[str, _Ticket] = {}
-        self._running: dict[GrammarSpec, _Running] = {}
+        self._running: dict[tuple[GrammarSpec, bool], _Running] = {}
         self._admission = admission
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
@@ -97,7 +98,7 @@ class GrammarCompiler:
 
         Raises LimitExceeded when the grammar process has enough to do.
         """
-        joined = spec in self._running
+        joined = (spec, False) in self._running or (spec, True) in self._running
         ticket = self._tickets[request_id] = _Ticket(self._join(spec), joined, failed)
 
         def done(task: asyncio.Task[Compiled]) -> None:
@@ -137,19 +138,21 @@ class GrammarCompiler:
     async def again(self, spec: GrammarSpec, *, accepted: bool = False) -> Compiled:
         """Compile whatever the tickets say: the grammar process has dropped an earlier result. Raises LockstepError.
 
-        What is `accepted`, as a slot's grammar is, only the grammar process itself may refuse: behind a restart it has
-        most of them on disk.
+        What is `accepted`, as a slot's grammar is, is refused by no queue, here or there.
         """
         return await self._wait(self._join(spec, accepted=accepted))
 
     def _join(self, spec: GrammarSpec, *, accepted: bool = False) -> _Running:
-        """Start or join a compilation; whoever joins also leaves. Raises LimitExceeded, unless it is `accepted`."""
-        running = self._running.get(spec)
+        """Start or join a compilation; whoever joins also leaves. Raises LimitExceeded, unless it is `accepted`.
+
+        An accepted one joins none that may be refused; others may join it.
+        """
+        running = self._running.get((spec, True)) or self._running.get((spec, accepted))
         if running is None:
             limit = 0 if accepted else self._link.max_compilations
             counts = self._admission.enter(spec, self._link.attached, limit)
-            task = self._tasks.spawn(self._compile(spec), f"compile {spec.kind.name}")
-            running = self._running[spec] = _Running(spec, task)
+            task = self._tasks.spawn(self._compile(spec, accepted), f"compile {spec.kind.name}")
+            running = self._running[spec, accepted] = _Running((spec, accepted), task)
             task.add_done_callback(lambda _: self._end(running))
             if counts:
                 task.add_done_callback(lambda _: self._admission.leave(spec))
@@ -171,16 +174,17 @@ class GrammarCompiler:
             running.task.cancel()
 
     def _end(self, running: _Running) -> None:
-        if self._running.get(running.spec) is running:
-            del self._running[running.spec]
+        if self._running.get(running.key) is running:
+            del self._running[running.key]
 
-    async def _compile(self, spec: GrammarSpec) -> Compiled:
+    async def _compile(self, spec: GrammarSpec, accepted: bool) -> Compiled:
         message = gpb.CompileRequest(
             kind=cast("gpb.Kind", spec.kind.value),
             source=spec.source,
             whitespace=cast("gpb.Whitespace", spec.whitespace),
             backend=cast("gpb.Backend", spec.backend),
             allow_unenforced=spec.allow_unenforced,
+            accepted=accepted,
         )
         while True:
             await self._link.ready(self._wait_s)

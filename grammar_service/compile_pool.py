@@ -16,6 +16,7 @@ from typing import Any
 
 from grammar_service.artifact import Artifact
 from grammar_service.compile_process import CompileProcess, obituary
+from grammar_service.compile_turns import Turns
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded, from_wire
 from grammar_service.grammar import Grammar
 from grammar_service.vocabulary import Vocabulary
@@ -51,7 +52,7 @@ class CompilePool:
         vocabulary: what each worker gets at its start.
         workers: how many.
         limits: of one compilation.
-        queue: compilations that may wait for a worker.
+        queue: compilations that may wait for a worker, those of accepted sequences not counted.
         command: what to start; speaks as `compile_worker` does.
     """
 
@@ -70,9 +71,8 @@ class CompilePool:
         self._limits = limits
         self._queue = queue
         self._command = command
-        self._waiting = 0
         self._closed = False
-        self._slots = asyncio.Semaphore(workers)
+        self._turns = Turns(workers)
         self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(workers)]
         self._all: set[CompileProcess] = set()
         self._reaping: set[asyncio.Task[int]] = set()
@@ -118,22 +118,19 @@ class CompilePool:
         """Wait until every worker has started. Raises what their start raised."""
         await asyncio.gather(*(asyncio.shield(task) for task in self._spare))
 
-    async def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> Artifact:
+    async def compile(self, grammar: Grammar, *, allow_unenforced: bool = False, accepted: bool = False) -> Artifact:
         """Compile in a free worker. A caller that is cancelled takes its worker's process with it.
 
+        What is `accepted` already goes before the others, and no queue is too long for it.
         Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, queue), InternalError (crash).
         """
-        if self._waiting >= self._queue:
+        if self._turns.waiting >= self._queue and not accepted:
             raise LimitExceeded(f"compile_queue: {self._queue} compilations are waiting already")
-        self._waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self._waiting -= 1
+        await self._turns.take(accepted=accepted)
         try:
             return await self._compile(grammar, allow_unenforced)
         finally:
-            self._slots.release()
+            self._turns.give_back()
 
     async def _compile(self, grammar: Grammar, allow_unenforced: bool) -> Artifact:
         task, worker = await self._living()
@@ -212,7 +209,7 @@ class CompilePool:
         """Return counters since the start, and gauges."""
         return {
             "workers": len(self._all),
-            "waiting": self._waiting,
+            "waiting": self._turns.waiting,
             "started": self.started,
             "killed": self.killed,
             "crashed": self.crashed,

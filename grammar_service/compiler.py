@@ -1,8 +1,9 @@
 """From a grammar's text to its compiled form, once: checks, choice of the backend, cache, single flight.
 
-Invariant: equal grammars share one compilation and one cache entry; what failed is not remembered, so a grammar that
-ran out of time may succeed later. Compiling happens in other processes (`compile_pool`), never here: here a result is
-only loaded (`compile_loader`). A compilation that nobody waits for any more is killed. Owned by one event loop.
+Invariant: equal grammars share one cache entry and one compilation, those of accepted sequences one of their own; what
+failed is not remembered, so a grammar that ran out of time may succeed later. Compiling happens in other processes
+(`compile_pool`), never here: here a result is only loaded (`compile_loader`). A compilation that nobody waits for any
+more is killed. Owned by one event loop.
 """
 
 from __future__ import annotations
@@ -93,13 +94,21 @@ class Compiler:
         self._pool(self._config.backend)
 
     async def compile(
-        self, kind: Kind, source: str, whitespace: Whitespace, backend: str, *, allow_unenforced: bool = False
+        self,
+        kind: Kind,
+        source: str,
+        whitespace: Whitespace,
+        backend: str,
+        *,
+        allow_unenforced: bool = False,
+        accepted: bool = False,
     ) -> tuple[Entry, bool]:
         """Return the cache entry of a grammar and whether it was compiled before (or is on its way already).
 
         Args:
             backend: one of NAMES, or AUTO.
             allow_unenforced: take what cannot be enforced; the entry has a warning for each part.
+            accepted: a sequence that was let in needs it; it waits for no other's, and is not refused for a full queue.
 
         Raises InvalidGrammar, LimitExceeded, NotSupported, InternalError.
         """
@@ -110,8 +119,8 @@ class Compiler:
             grammar = parse(kind, source, whitespace, self._config.max_grammar_depth)
             self._vocabulary.refuse_special(grammar)
             if backend == AUTO:
-                return await self._choose(grammar, allow_unenforced)
-            return await self._one(grammar, backend, allow_unenforced)
+                return await self._choose(grammar, allow_unenforced, accepted)
+            return await self._one(grammar, backend, allow_unenforced, accepted)
         except InvalidGrammar:
             self.rejected += 1
             raise
@@ -149,7 +158,7 @@ class Compiler:
             "compile_limited": self.limited,
         }
 
-    async def _choose(self, grammar: Grammar, allow_unenforced: bool) -> tuple[Entry, bool]:
+    async def _choose(self, grammar: Grammar, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
         """Try the installed backends, the default first; strictly at first, then with what the caller allows."""
         names = [self._config.backend, *(name for name in NAMES if name != self._config.backend and installed(name))]
         choice = _key(grammar, AUTO, allow_unenforced)
@@ -163,7 +172,7 @@ class Compiler:
             refusals.clear()
             for name in names:
                 try:
-                    entry, hit = await self._one(grammar, name, allowed)
+                    entry, hit = await self._one(grammar, name, allowed, accepted)
                 except GrammarServiceError as error:
                     refusals.append((name, error))
                     continue
@@ -173,20 +182,25 @@ class Compiler:
                 return entry, hit
         raise _all_refused(refusals)
 
-    async def _one(self, grammar: Grammar, backend: str, allow_unenforced: bool) -> tuple[Entry, bool]:
+    async def _one(self, grammar: Grammar, backend: str, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
         key = _key(grammar, backend, allow_unenforced)
         entry = self._cache.get(key)
         if entry is not None:
             self._cache.move_to_end(key)
             self.hits += 1
             return entry, True
+        # An accepted one joins none that waits in the queue; others may join it.
+        urgent = f"{key} accepted"
         (entry, stored), joined = await self._flights.join(
-            key, lambda: self._fly(key, grammar, backend, allow_unenforced)
+            urgent if accepted or urgent in self._flights else key,
+            lambda: self._fly(key, grammar, backend, allow_unenforced, accepted),
         )
         self.hits += joined or stored
         return entry, joined or stored
 
-    async def _fly(self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool) -> tuple[Entry, bool]:
+    async def _fly(
+        self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool, accepted: bool
+    ) -> tuple[Entry, bool]:
         """Return a new cache entry and whether its artifact lay on the disk."""
         disk = self._disk
         name = artifact_key(grammar, backend, self._vocabulary.digest, allow_unenforced=allow_unenforced)
@@ -200,7 +214,7 @@ class Compiler:
             except (ValueError, InternalError) as error:
                 logger.warning("cache_dir: %s; it is compiled again", error)
                 await asyncio.to_thread(disk.remove, name)
-        artifact = await self._pool(backend).compile(grammar, allow_unenforced=allow_unenforced)
+        artifact = await self._pool(backend).compile(grammar, allow_unenforced=allow_unenforced, accepted=accepted)
         compiled, plan = await self._loader.load(loader, grammar, artifact, self._vocabulary)
         if disk:
             await asyncio.to_thread(disk.put, name, artifact.pack())

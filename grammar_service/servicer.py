@@ -135,7 +135,12 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                     raise NotSupported(f"backend: {backend} is not installed in this sidecar")
             with self.metrics.compilation(kind.name.lower()) as compiled:
                 entry, hit = await compiler.compile(
-                    kind, request.source, whitespace, backend, allow_unenforced=request.allow_unenforced
+                    kind,
+                    request.source,
+                    whitespace,
+                    backend,
+                    allow_unenforced=request.allow_unenforced,
+                    accepted=request.accepted,
                 )
                 compiled(entry.backend, hit, entry.compile_ms)
             return pb.CompileResponse(

@@ -149,6 +149,21 @@ async def test_the_queue_has_a_bound(vocabulary: Vocabulary) -> None:
         await asyncio.gather(*calls)
 
 
+async def test_what_was_accepted_finds_no_queue_too_long_and_goes_first(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary, queue=2) as workers:
+        order: list[str] = []
+
+        async def compiled(name: str, *, accepted: bool) -> None:
+            await workers.compile(grammar(f"pause {name}"), accepted=accepted)
+            order.append(name)
+
+        calls = [asyncio.create_task(compiled(name, accepted=False)) for name in ("a", "b", "c")]
+        await eventually(lambda: workers.stats()["waiting"] == 2)
+        calls += [asyncio.create_task(compiled(name, accepted=True)) for name in ("x", "y", "z")]
+        await asyncio.gather(*calls)
+        assert order == ["a", "x", "y", "z", "b", "c"]
+
+
 async def test_a_worker_that_cannot_start_says_why(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary, memory_mb=666) as workers:
         for _ in range(2):

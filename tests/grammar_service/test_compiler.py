@@ -207,6 +207,28 @@ async def test_a_compilation_that_nobody_waits_for_is_killed(vocabulary: Vocabul
         assert (await made._pool("llguidance").compile(parse(Kind.REGEX, "next", ANY))).data.endswith(b" next")
 
 
+async def test_an_accepted_one_joins_none_that_waits_and_others_join_it(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary, PRETEND, compile_queue=1) as made:
+
+        def ask(text: str, *, accepted: bool = False) -> asyncio.Task[object]:
+            return asyncio.create_task(made.compile(Kind.REGEX, text, ANY, "llguidance", accepted=accepted))
+
+        held, waits = ask("pause 1"), ask("pause 2")
+        await eventually(lambda: made._pool("llguidance").stats()["waiting"] == 1)
+        refused, again = ask("pause 3"), ask("pause 3", accepted=True)
+        with pytest.raises(LimitExceeded, match="compile_queue"):
+            await refused
+        joins = ask("pause 3")
+        await asyncio.sleep(0)
+        assert "running=3 " in repr(made)
+        apart = ask("pause 2", accepted=True)
+        await asyncio.sleep(0)
+        assert "running=4 " in repr(made), "not the one that waits"
+        ended = await asyncio.gather(held, again, joins, waits, apart, return_exceptions=True)
+        # What the pretended worker compiles no library loads: each had its turn.
+        assert [type(end) for end in ended] == [InternalError] * 5
+
+
 async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_path: Path) -> None:
     pytest.importorskip("xgrammar", reason="needs xgrammar")
     settings = {"backend": "xgrammar", "cache_dir": str(tmp_path / "cache")}

@@ -47,6 +47,8 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.directory = directory
         self.calls: Counter[str] = Counter()
         self.configured: list[gpb.ConfigureRequest] = []
+        self.accepted: Counter[str] = Counter()
+        """Compilations that were said to be of accepted sequences, by source."""
         self.bound: list[gpb.BindRequest] = []
         self.released: list[gpb.ReleaseRequest] = []
         self.refuse_compile: tuple[grpc.StatusCode, str] | None = None
@@ -98,6 +100,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self, request: gpb.CompileRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> gpb.CompileResponse:
         self.calls["compile"] += 1
+        self.accepted[request.source] += request.accepted
         try:
             await self.hold_compile.wait()
         except asyncio.CancelledError:
@@ -322,6 +325,8 @@ async def test_slots_are_opened_behind_a_restart_however_many_grammars_are_compi
         for slot, source in enumerate(sources):
             s.client.open(slot, 1, request(source, source), (5,))
         await eventually(lambda: s.process.calls["compile"] == 6 or s.engine.failed)
+        # No queue of the grammar process refuses them, either.
+        assert s.process.accepted == {"a": 1, "b": 1, "no ticket": 2}
         assert s.engine.failed == []
         # They count, each of them once: until one is over there is no room for who comes new.
         assert "running=3 " in repr(s.client)
