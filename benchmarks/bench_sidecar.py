@@ -24,7 +24,8 @@ from benchmarks.gpu_guided import SCHEMA
 from benchmarks.gpu_models import widened
 from benchmarks.tables import number, table
 from grammar_service.backends import NAMES, Compiled, Matcher, Rows, load_backend
-from grammar_service.closing import Closing, ClosingPlan
+from grammar_service.closing import Closing
+from grammar_service.closing_plan import ClosingPlan
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.grammar import Grammar, Kind, Whitespace
 from grammar_service.matchers import Slot

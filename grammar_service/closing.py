@@ -14,83 +14,22 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from grammar_service.backends import Matcher, MatcherFailed
-from grammar_service.closing_least import least_tokens
+from grammar_service.closing_choices import is_text
+from grammar_service.closing_plan import ClosingPlan
 from grammar_service.closing_search import Path, Search, WorkSpentError
-from grammar_service.closing_texts import TokenTexts
-from grammar_service.mask_rows import Words, among, count, few, has
+from grammar_service.mask_rows import Words, among, count, few, first, has, spread
 
-START_WORK, FIND_WORK, TABLE_WORK, ONE_WORK = 2_000, 2_000, 1_500, 200
-"""Units of work: for a grammar, for a state, for a row, for one token of a row that needs a search."""
-LEAST_WORK = 500
-MOST_START = 512
-"""Longer ways to the end are not looked for when a grammar is compiled."""
-MARGIN = range(12, 65)
+FIND_WORK, TABLE_WORK, ONE_WORK = 2_000, 1_500, 200
+"""Units of work: for a state, for a row, for one token of a row that needs a search."""
 _SINGLES = 12
 """So many tokens of a kind are tried one by one; of more, three speak for all."""
-_SEARCHES = 3
+_SEARCHES = 2
 """Tokens of a row behind which a search is made, when the known path does not fit there."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClosingPlan:
-    """What is known of a grammar before its first token. Immutable, shared by its matchers."""
-
-    texts: TokenTexts
-    path: Path | None
-    """A short way from the start to the end; None: not found."""
-    least: int
-    """No answer has fewer tokens, the stop token included."""
-    margin: int
-    """Tokens to spare below which rows are narrowed: one token may make the way to the end longer by less."""
-    toll: int
-    """Units of work, beyond those of a fill, for a row of one token: what the dearest that was met cost."""
-
-    @staticmethod
-    def of(matcher: Matcher, source: str, texts: TokenTexts) -> ClosingPlan:
-        """Look ahead from the start of a grammar: milliseconds, at most some 200. Raises nothing that a matcher raises.
-
-        For a process that compiles: it measures rows (`Matcher.certain_bytes`) before it asks for them.
-        """
-        path, least = None, 1
-        # Copies remember what was measured.
-        if certain := matcher.certain_bytes():
-            least += -(-certain // max(map(len, texts.texts)))
-        search = Search(matcher.copy(), texts, START_WORK, measures=True)
-        try:
-            path = search.find(MOST_START)
-            least = max(least, least_tokens(matcher.copy(), texts, LEAST_WORK))
-        except MatcherFailed:
-            path = None
-        # What one token can open is a part of the grammar: eight bytes of its text for a token are on the safe side.
-        wanted = max(len(source) // 8, 4 + len(path or ()))
-        return ClosingPlan(texts, path, least, min(max(wanted, MARGIN.start), MARGIN.stop - 1), search.toll)
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return it as plain JSON, without the vocabulary."""
-        return {"path": self.path, "least": self.least, "margin": self.margin, "toll": self.toll}
-
-    @staticmethod
-    def from_wire(told: Any, texts: TokenTexts) -> ClosingPlan:
-        """Return what `to_wire` was called on. Raises ValueError for anything else."""
-        match told:
-            case {"path": list() | None as path, "least": int(least), "margin": int(margin), "toll": int(toll)} if (
-                least > 0 and margin in MARGIN and toll >= 0
-            ):
-                if all(type(token) is int and 0 <= token < len(texts.texts) for token in path or ()):
-                    return ClosingPlan(texts, None if path is None else tuple(path), least, margin, toll)
-        raise ValueError("what is known of the answer's end cannot be read")
-
-    def is_far(self, left: int) -> bool:
-        """Say whether so many tokens are more than a row at the start of the answer has to look at."""
-        return self.path is not None and left - len(self.path) >= self.margin
-
-    def __repr__(self) -> str:
-        return f"<ClosingPlan path={len(self.path or ())} least={self.least} margin={self.margin}>"
 
 
 class _Group(NamedTuple):
@@ -116,6 +55,8 @@ class Mark:
     """The grammar's own row, where there is a table."""
     table: tuple[_Group, ...] = ()
     """What `words` was cut from: every group that fits into what is left."""
+    ways: tuple[tuple[int, Path], ...] = ()
+    """(token, way to the end behind it) for each token of the table that took a search: often the next row's, too."""
 
 
 class Closing:
@@ -209,13 +150,13 @@ class Closing:
         plain = search.mask().copy()
         if count(plain) <= 1:
             return Mark(at, path, at + 1, steered)
-        if before is not None and before.path == path and before.plain is not None and _equal(before.plain, plain):
-            table = before.table
+        if before is not None and before.path == path and before.plain is not None and _same(before.plain, plain):
+            table, ways = before.table, before.ways
         else:
-            table = self._table(search, plain, path, left)
-        words = np.bitwise_or.reduce([group.words for group in table if group.need <= left])
+            table, ways = self._table(search, plain, path, left, dict(before.ways) if before else {})
+        words = plain & np.bitwise_or.reduce([group.words for group in table if group.need <= left])
         narrowed = None if _equal(words, plain) else words
-        return Mark(at, path, at + 1, steered, narrowed, plain, table)
+        return Mark(at, path, at + 1, steered, narrowed, plain, table, ways)
 
     def _path(self, search: Search, tokens: list[int], before: Mark | None, left: int) -> Path | None:
         if before is None:
@@ -235,23 +176,34 @@ class Closing:
             search.work = FIND_WORK
         return search.find(left)
 
-    def _table(self, search: Search, plain: Words, path: Path, left: int) -> tuple[_Group, ...]:
-        """Return groups of legal tokens, the path's own first, and how far the end is with each."""
+    def _table(
+        self, search: Search, plain: Words, path: Path, left: int, known: dict[int, Path]
+    ) -> tuple[tuple[_Group, ...], tuple[tuple[int, Path], ...]]:
+        """Return groups of legal tokens and how far the end is with each; `known` is, and becomes, `Mark.ways`."""
         texts = self._plan.texts
         singles = {path[0]: len(path)} | {stop: 1 for stop in texts.stop_ids if has(plain, stop)}
         groups: list[_Group] = []
+        ways: dict[int, Path] = {}
         searches = _SEARCHES
 
         def try_one(token: int) -> int | None:
             nonlocal searches
             if token in singles:
                 return singles[token]
-            rest = search.after(token, path, left - 1)
-            if rest is None and searches:
+            rest = known.get(token)
+            searched = rest is not None and len(rest) < left and search.leads(token, rest)
+            if not searched:
+                rest = search.after(token, path, left - 1)
+            if rest is None and texts.is_half(token):
+                rest = search.after_next(token, path, left - 1)
+            elif rest is None and searches:
                 searches -= 1
+                searched = True
                 rest = search.find_after(token, left - 1, ONE_WORK)
             if rest is None:
                 return None
+            if searched:
+                ways[token] = rest
             singles[token] = 1 + len(rest)
             return singles[token]
 
@@ -260,17 +212,16 @@ class Closing:
             for kind in texts.classes:
                 members = plain & kind
                 unsorted &= ~kind
-                ids = few(members, texts.num_words * 32)
-                if len(ids) <= _SINGLES:
-                    for token in ids:
+                if count(members) <= _SINGLES:
+                    for token in few(members, _SINGLES):
                         try_one(token)
                     continue
-                needs = [try_one(ids[i]) for i in (0, len(ids) // 2, -1)]
+                needs = [try_one(token) for token in spread(members)]
                 if None not in needs:
                     groups.append(_Group(members, max(need for need in needs if need is not None)))
-            others = few(unsorted, texts.num_words * 32)
+            others = first(unsorted, _SINGLES)
             ranked = texts.structure[among(unsorted, texts.structure)].tolist()
-            for token in dict.fromkeys([*ranked[:_SINGLES], *others[:_SINGLES]]):
+            for token in dict.fromkeys([*ranked[:_SINGLES], *others]):
                 try_one(token)
         except WorkSpentError:
             pass
@@ -278,10 +229,18 @@ class Closing:
             bits = np.zeros(texts.num_words * 32, dtype=bool)
             bits[[token for token, its_need in singles.items() if its_need == need]] = True
             groups.append(_Group(np.packbits(bits, bitorder="little").view(np.int32), need))
-        return tuple(groups)
+        return tuple(groups), tuple(ways.items())
 
     def __repr__(self) -> str:
         return f"<Closing max={self._max} marks={len(self._marks)} {self._plan!r}>"
+
+
+def _same(before: Words, words: Words) -> bool:
+    """Say whether what was found for the row before holds for this one: it is the same, or text that is a bit shorter.
+
+    A bounded text loses its longest tokens one by one; behind those that it keeps comes what came before.
+    """
+    return _equal(before, words) or (is_text(words) and not (words & ~before).any())
 
 
 def _equal(one: Words, other: Words) -> bool:

@@ -15,14 +15,35 @@ _FREE = 4096
 _FEW = 256
 """At most so many: a name or a value out of a list, to be read token by token."""
 _CHOICES = 4
+_MEMORY = 1024
+"""Rows whose choices are remembered: 16 KiB each with the largest vocabularies."""
+
+
+def is_text(words: Words, number: int | None = None) -> bool:
+    """Say whether so many tokens (`number`, if that is known) are legal that they are text."""
+    number = count(words) if number is None else number
+    return number > _FREE or 4 * number > 32 * len(words)
 
 
 def choices_of(words: Words, texts: TokenTexts) -> list[int]:
-    """Return the tokens of a row to try, the best first; at least one where any is legal."""
+    """Return the tokens of a row to try, the best first; at least one where any is legal. Not the caller's to change.
+
+    A search comes to the same rows again and again: the last ones are remembered.
+    """
+    row = words.tobytes()
+    found = texts.choices.get(row)
+    if found is None:
+        if len(texts.choices) >= _MEMORY:
+            texts.choices.clear()
+        found = texts.choices[row] = _choices(words, texts)
+    return found
+
+
+def _choices(words: Words, texts: TokenTexts) -> list[int]:
     number = count(words)
     legal = among(words, texts.structure)
     out: list[int] = []
-    if number > _FREE or 4 * number > 32 * texts.num_words:
+    if is_text(words, number):
         # Brackets are text here; only quotes are sure to mean something.
         out += texts.structure[legal & texts.quoted][:2].tolist()
         out += texts.words[among(words, texts.words)][:1].tolist()

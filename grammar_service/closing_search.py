@@ -12,15 +12,17 @@ The text of a path is then spelled anew in the fewest tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
-from grammar_service.backends import Matcher, Rows
+from grammar_service.backends import Matcher, Rows, filler_of
 from grammar_service.closing_choices import choices_of
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.mask_rows import Words, count, few, has
 
+T = TypeVar("T")
 Path = tuple[int, ...]
 """Tokens to the end; the last one is a stop token."""
 
@@ -30,6 +32,8 @@ _WORDLIKE = 4
 """Bytes of a token that may well follow itself; a shorter one is a digit or a mark."""
 _SHALLOW = 48
 """The first try goes so deep; a grammar that can go on for ever is left by then."""
+_HALVES = 2
+"""Tokens that are tried as the second half of something."""
 _ACCEPT, _FILL = 1, 8
 """Units of work; measured, a fill takes five to ten times as long as an accept."""
 _BYTES_A_UNIT = 32
@@ -59,29 +63,29 @@ class Search:
         self.toll = toll
         self._measures = measures
         self._texts = texts
+        self._filler = filler_of(matcher)
         self._words = np.zeros(texts.num_words, dtype=np.int32)
         self._rows = Rows(self._words[None])
 
     def mask(self) -> Words:
         """Return the row of the present state; valid until the next call of any method."""
-        if self._measures:
-            units = self.matcher.certain_bytes() // _BYTES_A_UNIT
-            self.toll = max(self.toll, units)
-            self._spend(_FILL + units)
-            self.matcher.fill(self._rows, 0)
-            return self._words
-        self._spend(_FILL)
+        units = self.matcher.certain_bytes() // _BYTES_A_UNIT if self._measures else 0
+        self.toll = max(self.toll, units)
+        self._spend(_FILL + units)
         self.matcher.fill(self._rows, 0)
-        if self.toll and count(self._words) == 1:
+        if not self._measures and self.toll and count(self._words) == 1:
             self._spend(self.toll)
         return self._words
 
-    def find(self, most: int) -> Path | None:
-        """Return a short path of at most `most` tokens, or None when none was found."""
+    def find(self, most: int, *, any_will_do: bool = False) -> Path | None:
+        """Return a short path of at most `most` tokens, or None when none was found.
+
+        With `any_will_do` the first one that is met; else shorter ones are looked for while there is work left.
+        """
         best: Path | None = None
         with contextlib.suppress(WorkSpentError):
             for depth in (_SHALLOW, 4 * _SHALLOW, 16 * _SHALLOW):
-                best = self._within(min(depth, 2 * most + 8), most)
+                best = self._within(min(depth, 2 * most + 8), most, any_will_do)
                 if best is not None or depth >= 2 * most + 8:
                     break
         return best
@@ -117,7 +121,8 @@ class Search:
         """Say whether the matcher takes `tokens` to the end."""
         taken = 0
         try:
-            for token in tokens:
+            taken = self._accept_plain(tokens)
+            for token in tokens[taken:]:
                 if not self._accept(token):
                     return False
                 taken += 1
@@ -141,12 +146,23 @@ class Search:
 
     def after(self, token: int, path: Path, most: int) -> Path | None:
         """Return what `carry` finds behind `token`."""
-        if not self._accept(token):
+        return self._behind(token, lambda: self.carry(token, path, most))
+
+    def after_next(self, token: int, path: Path, most: int) -> Path | None:
+        """Return what `carry` finds one token later: `token` is half of something, an escape or a character."""
+
+        def ask() -> Path | None:
+            for choice in choices_of(self.mask(), self._texts)[:_HALVES]:
+                rest = self.after(choice, path, most - 1)
+                if rest is not None:
+                    return (choice, *rest)
             return None
-        try:
-            return self.carry(token, path, most)
-        finally:
-            self._back(1)
+
+        return self._behind(token, ask)
+
+    def leads(self, token: int, path: Path) -> bool:
+        """Say whether `path` leads to the end behind `token`."""
+        return bool(self._behind(token, lambda: self.fits(path)))
 
     def legal_after(self, path: Path) -> list[int]:
         """Return every token that may follow `path`; a long list costs more work than there is."""
@@ -163,20 +179,17 @@ class Search:
             self._back(taken)
 
     def find_after(self, token: int, most: int, work: int) -> Path | None:
-        """Return what `find` finds behind `token`, with at most `work` of the work left."""
-        if not self._accept(token):
-            return None
-        kept = max(0, self.work - work)
+        """Return a path of at most `most` tokens behind `token`, with at most `work` of the work left."""
+        kept = max(0, self.work - work - _ACCEPT)
         self.work -= kept
         try:
-            return self.find(most)
+            return self._behind(token, lambda: self.find(most, any_will_do=True))
         finally:
             self.work += kept
-            self._back(1)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _within(self, depth: int, most: int) -> Path | None:
+    def _within(self, depth: int, most: int, any_will_do: bool) -> Path | None:
         """Look for a path that is no longer than `depth` before it is spelled anew."""
         best: Path | None = None
         ended, trail, decisions = self._descend((), depth)
@@ -184,7 +197,7 @@ class Search:
             best = self._better(trail, None, most)
         tried = 0
         with contextlib.suppress(WorkSpentError):
-            while tried < len(decisions):
+            while tried < len(decisions) and not (any_will_do and best):
                 at, choices = decisions[tried]
                 tried += 1
                 for choice in choices:
@@ -240,12 +253,30 @@ class Search:
                 return spelled
         return trail if len(trail) <= limit else best
 
+    def _behind(self, token: int, ask: Callable[[], T]) -> T | None:
+        """Return what `ask` says with the matcher behind `token`; None where it is illegal."""
+        if not self._accept(token):
+            return None
+        try:
+            return ask()
+        finally:
+            self._back(1)
+
     def _stop(self, words: Words) -> int | None:
         return next((stop for stop in self._texts.stop_ids if has(words, stop)), None)
 
     def _accept(self, token: int) -> bool:
         self._spend(_ACCEPT)
         return self.matcher.accept(token)
+
+    def _accept_plain(self, tokens: Path) -> int:
+        """Move over all but the last, up to the first illegal one, in one call if there is one; return how many."""
+        plain = tokens[:-1]
+        if self._filler is None or len(plain) > self.work or not self._filler.plain(plain):
+            return 0
+        taken = self._filler.accept(self.matcher, plain)
+        self._spend(_ACCEPT * taken)  # as one by one
+        return taken
 
     def _back(self, count: int) -> None:
         if count:

@@ -52,6 +52,8 @@ class TokenTexts:
     classes: tuple[Words, ...]
     """Bit rows of tokens that mean the same within free text: words, digits, punctuation, white space."""
     ids: dict[bytes, int] = field(repr=False)
+    choices: dict[bytes, list[int]] = field(default_factory=dict, repr=False)
+    """Row -> what a search tries there (`closing_choices`)."""
     _spelled: dict[bytes, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -91,6 +93,11 @@ class TokenTexts:
                 self._spelled.clear()
             found = self._spelled[text] = tuple(out)
         return found
+
+    def is_half(self, token: int) -> bool:
+        """Say whether a token's text ends within a character or behind a backslash: more of it has to follow."""
+        text = self.texts[token]
+        return text.endswith(b"\\") or not _whole(text)
 
     def __repr__(self) -> str:
         return f"<TokenTexts {len(self.texts)} tokens, {len(self.structure)} of them structure>"

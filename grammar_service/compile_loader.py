@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from grammar_service.artifact import Artifact
 from grammar_service.backends import Backend, Compiled
-from grammar_service.closing import ClosingPlan
+from grammar_service.closing_plan import ClosingPlan
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.compile_proof import LOADER_STACK_BYTES
 from grammar_service.compile_worker import NICENESS

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grammar_service.backends import Backend, Matcher, MatcherFailed, Rows
-from grammar_service.closing import ClosingPlan
+from grammar_service.closing_plan import ClosingPlan
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.errors import InvalidGrammar, LimitExceeded
 from grammar_service.grammar import Grammar

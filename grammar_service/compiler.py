@@ -18,7 +18,7 @@ from pathlib import Path
 
 from grammar_service.artifact import Artifact
 from grammar_service.backends import NAMES, Backend, Compiled, installed, load_backend
-from grammar_service.closing import ClosingPlan
+from grammar_service.closing_plan import ClosingPlan
 from grammar_service.compile_flights import Flights
 from grammar_service.compile_loader import CompileLoader
 from grammar_service.compile_pool import COMMAND, CompilePool

@@ -37,7 +37,30 @@ def few(words: Words, most: int) -> list[int]:
 
 def count(words: Words) -> int:
     """Return the number of tokens in a row."""
-    return int(np.unpackbits(words.view(np.uint8)).sum())
+    return int.from_bytes(words.tobytes(), "little").bit_count()
+
+
+def first(words: Words, most: int) -> list[int]:
+    """Return the first tokens of a row in order, at most so many."""
+    at = np.flatnonzero(words)[:most]
+    part = np.zeros_like(words)
+    part[at] = words[at]
+    return few(part, 32 * most)[:most]
+
+
+def spread(words: Words) -> tuple[int, int, int]:
+    """Return the first token of a row that has some, one from its middle, and the last."""
+    at = np.flatnonzero(words)
+    low, middle, high = (int(words[i]) & 0xFFFFFFFF for i in (at[0], at[len(at) // 2], at[-1]))
+    return (
+        32 * int(at[0]) + _lowest(low),
+        32 * int(at[len(at) // 2]) + _lowest(middle),
+        32 * int(at[-1]) + high.bit_length() - 1,
+    )
+
+
+def _lowest(word: int) -> int:
+    return (word & -word).bit_length() - 1
 
 
 class Classifier:

@@ -15,7 +15,8 @@ import pytest
 from grammar_service.backends import Compiled, Matcher, filler_of
 from grammar_service.batch import Batches
 from grammar_service.books import Books
-from grammar_service.closing import Closing, ClosingPlan
+from grammar_service.closing import Closing
+from grammar_service.closing_plan import ClosingPlan
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.grammar import Kind, Whitespace, parse
 from grammar_service.mask_rows import Classifier

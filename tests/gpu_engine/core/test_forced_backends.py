@@ -19,7 +19,8 @@ from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ports import GrammarEvents
 from gpu_engine.request import FinishReason, Request
 from grammar_service.backends import NAMES, Backend, Compiled, Rows, load_backend
-from grammar_service.closing import Closing, ClosingPlan
+from grammar_service.closing import Closing
+from grammar_service.closing_plan import ClosingPlan
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.grammar import Kind, Whitespace, parse
 from grammar_service.mask_rows import Classifier
