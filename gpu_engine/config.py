@@ -41,6 +41,9 @@ class EngineConfig:
     """Run the parts of a model that are recognised, and give the same numbers, as fused kernels and joined products."""
     num_threads: int = 0
     """Threads of the forward on a CPU; 0: the cores this process may use."""
+    split_cores: bool = True
+    """With one to three cores more than the model has threads: all else of the engine keeps to those, and compilations
+    of grammars run there when nobody else does."""
     max_batch_size: int = 16
     """Slots: sequences that run at once."""
     max_model_len: int = 2048
@@ -96,9 +99,8 @@ class EngineConfig:
     """Sequences that may wait for a slot."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.dtype in ("auto", "bfloat16", "float32"), "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32"
-        )
+        dtypes = ("auto", "bfloat16", "float32")
+        _require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32")
         _require(
             re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device) is not None,
             "device",
@@ -124,18 +126,11 @@ class EngineConfig:
             f"drafter={self.drafter} needs one"
             + ("; only the embedded model comes with an EAGLE3 head" if self.drafter == "eagle3" else ""),
         )
-        _require(
-            self.draft_masks in ("on", "off", "auto"), "draft_masks", f"{self.draft_masks!r} is not on, off or auto"
-        )
+        masks = ("on", "off", "auto")
+        _require(self.draft_masks in masks, "draft_masks", f"{self.draft_masks!r} is not on, off or auto")
         _require(self.draft_timeout_ms > 0, "draft_timeout_ms", "must be positive")
-        _require(
-            0 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS, "num_draft_tokens", f"must be in [0, {MAX_DRAFT_TOKENS}]"
-        )
-        _require(
-            0 <= self.forced_draft_tokens <= MAX_DRAFT_TOKENS,
-            "forced_draft_tokens",
-            f"must be in [0, {MAX_DRAFT_TOKENS}]",
-        )
+        for name in ("num_draft_tokens", "forced_draft_tokens"):
+            _require(0 <= getattr(self, name) <= MAX_DRAFT_TOKENS, name, f"must be in [0, {MAX_DRAFT_TOKENS}]")
         _require(self.step_rows >= 0, "step_rows", "must not be negative")
         _require(1 <= self.ngram_min <= self.ngram_max <= 8, "ngram_min", "needs 1 <= ngram_min <= ngram_max <= 8")
         _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")

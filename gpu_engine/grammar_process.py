@@ -47,9 +47,16 @@ class GrammarProcess:
     """Construction starts a spawned process; `share` needs the model; `attach` needs the engine."""
 
     def __init__(
-        self, config: ServerConfig, background: asyncio.TaskGroup, stack: AsyncExitStack, *, must_spin: bool = False
+        self,
+        config: ServerConfig,
+        background: asyncio.TaskGroup,
+        stack: AsyncExitStack,
+        *,
+        must_spin: bool = False,
+        compile_idle: bool = False,
     ) -> None:
-        """Args: `must_spin` where steps are posted by a device, which cannot wake a process that sleeps."""
+        """Args: `must_spin` where steps are posted by a device, which cannot wake a process that sleeps; `compile_idle`
+        where it shares its cores with the event loop, and compilations give way to both."""
         self.config, self._must_spin = config, must_spin
         self.directory = _grammar_directory(config, stack)
         self.sidecar: Sidecar | None = None
@@ -60,7 +67,7 @@ class GrammarProcess:
         self._attached = False
         self._sidecar_task: asyncio.Task[None] | None = None
         if config.grammar == "spawn":
-            command = grammar_command(config, self.directory, must_spin=must_spin)
+            command = grammar_command(config, self.directory, must_spin=must_spin, compile_idle=compile_idle)
             self.sidecar = Sidecar(
                 command,
                 self._give_up,

@@ -18,13 +18,14 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from gpu_engine.config import EngineConfig, ServerConfig
+from gpu_engine.core_split import CoreSplit
 from gpu_engine.grammar_process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.listening import HealthServicer, ServerError, bind
 from gpu_engine.metrics_engine import EngineCollector
@@ -49,6 +50,7 @@ GUIDED = f"{SERVICE}/guided"
 STOP_GRACE_S = 2.0
 CLOSE_TIMEOUT_S = 10.0
 
+Result = TypeVar("Result")
 Progress = Callable[[str, float], None]
 """Told (what is being done, share done in [0, 1]), on the loading thread."""
 
@@ -123,6 +125,7 @@ async def _start(
     progress: Progress | None,
     parts: Parts,
 ) -> Server:
+    split = _split_cores(stack, engine_config)
     listeners = bind(server_config)
     server, health_servicer = listeners.server, listeners.health
     stack.push_async_callback(listeners.stop)
@@ -136,14 +139,14 @@ async def _start(
         engine_config = replace(engine_config, sync=resolved_sync(engine_config, server_config, usable_cores()))
         # The flags of a device wake nobody.
         spins = engine_config.sync == "device_flag"
-        grammar = GrammarProcess(server_config, background, stack, must_spin=spins)
-    model = await in_own_thread(lambda: parts.load_model(engine_config, progress))
+        grammar = GrammarProcess(server_config, background, stack, must_spin=spins, compile_idle=split is not None)
+    model = await in_own_thread(_at_large(split, lambda: parts.load_model(engine_config, progress)))
     _prepare_tokenizer(model)
     limits = Limits.of(engine_config, server_config, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
     if grammar:
         grammar.share(stack, engine_config, model)
     channel, client = (grammar.channel, grammar.client) if grammar else (None, None)
-    engine = await in_own_thread(lambda: parts.build_engine(engine_config, model, channel, client))
+    engine = await in_own_thread(_at_large(split, lambda: parts.build_engine(engine_config, model, channel, client)))
     if grammar:
         grammar.attach(stack, engine)
         metrics.attach(grammar)
@@ -159,7 +162,7 @@ async def _start(
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
     await listeners.start()
     stack.push_async_callback(asyncio.to_thread, engine.close, CLOSE_TIMEOUT_S)
-    await asyncio.to_thread(engine.start)
+    await asyncio.to_thread(_at_large(split, engine.start))
     if grammar:
         await grammar.first_attachment()
     stack.push_async_callback(end_task, background.create_task(_watch(engine, health_servicer), name="engine watch"))
@@ -176,6 +179,19 @@ async def _start(
     stack.push_async_callback(_drain, server, servicer, health_servicer, server_config.drain_timeout_s)
     metrics_address = scrapes.address if scrapes else None
     return Server(listeners.address, model, servicer, engine, grammar.sidecar if grammar else None, metrics_address)
+
+
+def _split_cores(stack: AsyncExitStack, config: EngineConfig) -> CoreSplit | None:
+    split = CoreSplit.of(config, frozenset(os.sched_getaffinity(0)), usable_cores())
+    if split is None or not split.confine():
+        return None
+    stack.callback(split.release)
+    return split
+
+
+def _at_large(split: CoreSplit | None, function: Callable[[], Result]) -> Callable[[], Result]:
+    """Return `function`, for a thread of its own that runs the model or starts who does."""
+    return function if split is None else lambda: split.at_large(function)
 
 
 async def serve(

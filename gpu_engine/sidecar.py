@@ -50,8 +50,13 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-def grammar_command(config: ServerConfig, directory: Path, *, must_spin: bool = False) -> list[str]:
-    """Return the command line of the grammar process. `must_spin`: it never sleeps while it waits for a step."""
+def grammar_command(
+    config: ServerConfig, directory: Path, *, must_spin: bool = False, compile_idle: bool = False
+) -> list[str]:
+    """Return the command line of the grammar process.
+
+    Args: `must_spin`: it never sleeps while it waits for a step; `compile_idle`: it compiles when nobody else computes.
+    """
     return [
         *(sys.executable, "-m", "grammar_service"),
         *("--dir", str(directory)),
@@ -61,6 +66,7 @@ def grammar_command(config: ServerConfig, directory: Path, *, must_spin: bool = 
         *_cache_flags(config, directory),
         *("--log-format", config.log_format),
         *(("--spin-us", f"{SPIN_ALWAYS_US:g}") if must_spin else ()),
+        *(("--compile-priority", "idle") if compile_idle else ()),
     ]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from grammar_service.artifact import Artifact
 from grammar_service.compile_process import CompileProcess, obituary
 from grammar_service.compile_turns import Turns
+from grammar_service.compile_worker import IDLE
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded, from_wire
 from grammar_service.grammar import Grammar
 from grammar_service.vocabulary import Vocabulary
@@ -27,6 +28,7 @@ START_TIMEOUT_S = 120.0
 """Bound on a worker's start; importing torch on a busy machine takes seconds."""
 
 COMMAND = (sys.executable, "-m", "grammar_service.compile_worker")
+COMMAND_IDLE = (*COMMAND, IDLE)
 
 
 @dataclass(frozen=True, slots=True)

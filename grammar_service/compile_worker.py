@@ -37,6 +37,8 @@ _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 NICENESS = 5
 """Of workers and loaders. At 10, on a machine whose cores the engine fills, small schemas ran out of their time."""
+IDLE = "--idle"
+"""As an argument: run when nobody else wants the core, sched(7). Who wakes up then takes that core for a free one."""
 _GROUP_TRIES = 20
 
 
@@ -75,6 +77,10 @@ def main() -> None:
     """Serve frames until stdin ends."""
     _die_with_parent()
     step_back(NICENESS)
+    if IDLE in sys.argv[1:]:
+        # For good: whoever is not root does not come back from there. Refused, the niceness has to do.
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
     # Libraries print to stdout; the frames must not meet that.

@@ -21,7 +21,7 @@ from grammar_service.backends import NAMES, Backend, Compiled, installed, load_b
 from grammar_service.closing_plan import ClosingPlan
 from grammar_service.compile_flights import Flights
 from grammar_service.compile_loader import CompileLoader
-from grammar_service.compile_pool import COMMAND, CompilePool
+from grammar_service.compile_pool import COMMAND, COMMAND_IDLE, CompilePool
 from grammar_service.config import GrammarConfig
 from grammar_service.disk_cache import DiskCache, artifact_key
 from grammar_service.errors import (
@@ -66,8 +66,9 @@ class Entry:
 class Compiler:
     """Grammars of one vocabulary. The default backend's workers start when it is `ready`, others when asked for."""
 
-    def __init__(self, config: GrammarConfig, vocabulary: Vocabulary, command: Sequence[str] = COMMAND) -> None:
-        self._command = command
+    def __init__(self, config: GrammarConfig, vocabulary: Vocabulary, command: Sequence[str] = ()) -> None:
+        """Args: `command` starts a compile worker; (): ours, at the priority of `config`."""
+        self._command = command or (COMMAND_IDLE if config.compile_priority == "idle" else COMMAND)
         self._config = config
         self._vocabulary = vocabulary
         self._pools: dict[str, CompilePool] = {}

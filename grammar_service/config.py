@@ -64,6 +64,9 @@ class GrammarConfig:
     compile_workers: int = _setting(
         0, "processes per backend that compile; they wait warm; 0: the usable cores but one, at most 4"
     )
+    compile_priority: str = _setting(
+        "low", "of compile workers: low (niceness), or idle: they run when nobody else wants their core (SCHED_IDLE)"
+    )
     compile_queue: int = _setting(256, "compilations that may wait for a worker; one more is refused")
     compile_memory_mb: int = _setting(2048, "what one compile worker may allocate beyond its start, in MiB")
     max_grammar_bytes: int = _setting(256 << 10, "longest grammar text, in bytes")
@@ -93,6 +96,8 @@ class GrammarConfig:
         _require(self.backend in NAMES, "backend", f"{self.backend!r} is not one of {', '.join(NAMES)}")
         _require(0 < self.compile_timeout_s <= 600, "compile_timeout_s", "must be in (0, 600]")
         _require(0 <= self.compile_workers <= 64, "compile_workers", "must be in [0, 64]")
+        priority = self.compile_priority
+        _require(priority in ("low", "idle"), "compile_priority", f"{priority!r} is not low or idle")
         _require(self.compile_queue >= 1, "compile_queue", "must be at least 1")
         _require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
         _require(1 <= self.max_grammar_bytes <= 64 << 20, "max_grammar_bytes", "must be in [1, 67108864]")

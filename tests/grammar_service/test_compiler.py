@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from grammar_service.compile_pool import COMMAND
 from grammar_service.compiler import AUTO, Compiler
 from grammar_service.config import GrammarConfig
 from grammar_service.disk_cache import DiskCache, artifact_key
@@ -28,9 +28,7 @@ UNENFORCED = '{"type":"array","uniqueItems":true}'
 
 
 @asynccontextmanager
-async def compiler(
-    vocabulary: Vocabulary, command: Sequence[str] = COMMAND, **settings: object
-) -> AsyncIterator[Compiler]:
+async def compiler(vocabulary: Vocabulary, command: Sequence[str] = (), **settings: object) -> AsyncIterator[Compiler]:
     made = Compiler(dataclasses.replace(CONFIG, **settings), vocabulary, command)  # type: ignore[arg-type]
     try:
         yield made
@@ -227,6 +225,15 @@ async def test_an_accepted_one_joins_none_that_waits_and_others_join_it(vocabula
         ended = await asyncio.gather(held, again, joins, waits, apart, return_exceptions=True)
         # What the pretended worker compiles no library loads: each had its turn.
         assert [type(end) for end in ended] == [InternalError] * 5
+
+
+@pytest.mark.parametrize(("priority", "policy"), [("low", os.SCHED_OTHER), ("idle", os.SCHED_IDLE)])
+async def test_workers_run_at_the_priority_that_is_set(vocabulary: Vocabulary, priority: str, policy: int) -> None:
+    async with compiler(vocabulary, compile_priority=priority) as made:
+        assert (await made.compile(Kind.REGEX, "a+", ANY, "llguidance"))[0].compiled.warnings == ()
+        (worker,) = made._pool("llguidance")._all
+        threads = [int(name) for name in os.listdir(f"/proc/{worker._process.pid}/task")]
+        assert {os.sched_getscheduler(thread) for thread in threads} == {policy}
 
 
 async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_path: Path) -> None:

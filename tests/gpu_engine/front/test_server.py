@@ -62,6 +62,40 @@ async def test_it_answers_and_says_that_it_serves(tmp_path: Path) -> None:
     assert engines[0].closed
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="a split of two cores is looked at")
+async def test_the_model_has_cores_of_its_own_while_it_serves(tmp_path: Path) -> None:
+    seen: list[tuple[str, list[int]]] = []
+
+    def look(who: str) -> None:
+        seen.append((who, sorted(os.sched_getaffinity(0))))
+
+    class Placed(FakeEngine):
+        def start(self) -> None:
+            look("engine")
+            super().start()
+
+    def load(config: EngineConfig, progress: object) -> FakeModel:
+        look("load")
+        return FakeModel()
+
+    def build(config: EngineConfig, model: Any, channel: object, grammar: GrammarPort | None) -> FakeEngine:
+        look("build")
+        return Placed(config, says("yes"))
+
+    both = sorted(os.sched_getaffinity(0))
+    engine_config = EngineConfig(max_model_len=256, num_threads=1)
+    async with open_server(engine_config, config(tmp_path), parts=Parts(load, build)):
+        look("loop")
+        await asyncio.to_thread(look, "another thread")
+    look("after")
+    assert seen == [
+        *((who, both) for who in ("load", "build", "engine")),
+        ("loop", both[1:]),
+        ("another thread", both[1:]),
+        ("after", both),
+    ]
+
+
 async def test_it_is_not_serving_while_it_warms_up(tmp_path: Path) -> None:
     warming, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
