@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from grammar_service.errors import GrammarServiceError, InternalError, LimitExce
 from grammar_service.grammar import Grammar
 from grammar_service.vocabulary import Vocabulary
 
+LARGE_BYTES = 4 << 20
+"""What a library builds and frees while it reads so much is given back: glibc would keep ten times as much for ever."""
 LOADERS = 2
 """One could be held up by a large artifact for a second; the others wait behind it only when there are two of them."""
 
@@ -69,7 +72,15 @@ class CompileLoader:
 def _load(
     backend: Backend, grammar: Grammar, artifact: Artifact, vocabulary: Vocabulary
 ) -> tuple[Compiled, ClosingPlan]:
-    return backend.load(grammar, artifact.data), ClosingPlan.from_wire(artifact.plan, TokenTexts.of(vocabulary))
+    try:
+        return backend.load(grammar, artifact.data), ClosingPlan.from_wire(artifact.plan, TokenTexts.of(vocabulary))
+    finally:
+        if len(artifact.data) > LARGE_BYTES and hasattr(_LIBC, "malloc_trim"):
+            _LIBC.malloc_trim(0)  # some milliseconds, without the GIL
+
+
+_LIBC = ctypes.CDLL(None)
+"""musl's gives memory back by itself, and has no such function."""
 
 
 def _be_polite() -> None:
