@@ -5,8 +5,8 @@ it ran before, in the middle of a step as likely as not, though another core is 
 few cores and one at least is not the model's, all else of the engine, with the grammar process that it starts, is held
 to those that are left; the model's threads may run anywhere, since others may be in their way, too.
 
-Invariant: what was confined is free again when the split ends, and no thread is moved whose cores were chosen by
-somebody else. Linux only. Not here: how many threads the model has, and who starts them.
+Invariant: what was confined is free again when the split ends, and a thread that somebody gave other cores keeps those.
+Linux only. Not here: how many threads the model has, and who starts them.
 """
 
 from __future__ import annotations
@@ -41,19 +41,24 @@ class CoreSplit:
         """Return how to split `cores`; None where that is not wanted or no use.
 
         Args:
-            config: says how many threads the model has; on a GPU one thread launches its work.
+            config: says how many threads the model has; on a GPU one thread launches its work. `sync` is resolved.
             cores: of the process's CPU set.
             usable: how many of them a quota allows; behind a quota any of them may be idle.
         """
         threads = 1 if config.device != "cpu" else config.num_threads or usable
         spare = len(cores) - threads
-        if not config.split_cores or usable < len(cores) or not 1 <= spare <= MOST_SPARE:
+        # Behind flags of a device the grammar process fills a core by itself.
+        least = 2 if config.sync == "device_flag" else 1
+        if not config.split_cores or usable < len(cores) or not least <= spare <= MOST_SPARE:
             return None
         return CoreSplit(cores, frozenset(sorted(cores)[-spare:]))
 
     def confine(self) -> bool:
         """Hold this process's threads, and whatever they start, to `rest`. False: it is not allowed here."""
-        return _move(self.every, self.rest)
+        if _move(self.every, self.rest):
+            return True
+        self.release()
+        return False
 
     def release(self) -> None:
         """Take `confine` back."""
@@ -77,7 +82,7 @@ def _move(before: frozenset[int], after: frozenset[int]) -> bool:
                     os.sched_setaffinity(thread, after)
             except ProcessLookupError:
                 continue  # it has ended
-            except PermissionError as error:
+            except OSError as error:  # not allowed, or the process's CPU set has changed
                 log.warning("split_cores: threads cannot be held to cores here: %s", error)
                 return False
     return True

@@ -2,7 +2,8 @@
 
 The invariant: what is refused would have found the grammar process's queue full, by its own words (Configure), and is
 no grammar that it was seen to have, for those it answers at once. A request that holds a slot was accepted before, and
-is never refused here: its caller gives no limit, and it counts as the others. Used on the event loop. Not here: the
+is never refused, here or there: its caller gives no limit. It counts as the others here, so that behind a restart who
+comes new is refused a little sooner. Used on the event loop. Not here: the
 calls (`grammar_compile.py`).
 """
 

@@ -145,7 +145,7 @@ class GrammarCompiler:
     def _join(self, spec: GrammarSpec, *, accepted: bool = False) -> _Running:
         """Start or join a compilation; whoever joins also leaves. Raises LimitExceeded, unless it is `accepted`.
 
-        An accepted one joins none that may be refused; others may join it.
+        An accepted one joins none that was not: the grammar process joins them, and hears that it is accepted.
         """
         running = self._running.get((spec, True)) or self._running.get((spec, accepted))
         if running is None:

@@ -125,7 +125,10 @@ async def _start(
     progress: Progress | None,
     parts: Parts,
 ) -> Server:
-    split = _split_cores(stack, engine_config)
+    cores = usable_cores()
+    if server_config.grammar != "none":
+        engine_config = replace(engine_config, sync=resolved_sync(engine_config, server_config, cores))
+    split = _split_cores(stack, engine_config, cores)
     listeners = bind(server_config)
     server, health_servicer = listeners.server, listeners.health
     stack.push_async_callback(listeners.stop)
@@ -136,7 +139,6 @@ async def _start(
     background = await stack.enter_async_context(asyncio.TaskGroup())
     grammar: GrammarProcess | None = None
     if server_config.grammar != "none":
-        engine_config = replace(engine_config, sync=resolved_sync(engine_config, server_config, usable_cores()))
         # The flags of a device wake nobody.
         spins = engine_config.sync == "device_flag"
         grammar = GrammarProcess(server_config, background, stack, must_spin=spins, compile_idle=split is not None)
@@ -162,7 +164,7 @@ async def _start(
     await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
     await listeners.start()
     stack.push_async_callback(asyncio.to_thread, engine.close, CLOSE_TIMEOUT_S)
-    await asyncio.to_thread(_at_large(split, engine.start))
+    await in_own_thread(_at_large(split, engine.start))
     if grammar:
         await grammar.first_attachment()
     stack.push_async_callback(end_task, background.create_task(_watch(engine, health_servicer), name="engine watch"))
@@ -181,8 +183,8 @@ async def _start(
     return Server(listeners.address, model, servicer, engine, grammar.sidecar if grammar else None, metrics_address)
 
 
-def _split_cores(stack: AsyncExitStack, config: EngineConfig) -> CoreSplit | None:
-    split = CoreSplit.of(config, frozenset(os.sched_getaffinity(0)), usable_cores())
+def _split_cores(stack: AsyncExitStack, config: EngineConfig, usable: int) -> CoreSplit | None:
+    split = CoreSplit.of(config, frozenset(os.sched_getaffinity(0)), usable)
     if split is None or not split.confine():
         return None
     stack.callback(split.release)

@@ -34,6 +34,8 @@ TERM_TIMEOUT_S = 3.0
 MEMORY_LOOK_S = 0.1
 _FROM_OUTSIDE = (0, -signal.SIGTERM, -signal.SIGKILL)
 """Ends that no crash of a library has."""
+_PRIORITY = "LOCKSTEP_GRAMMAR_COMPILE_PRIORITY"
+"""Whoever sets it means it."""
 PRIVATE_CACHE_BYTES = 64 << 20
 """Of compiled grammars on disk, kept for the next grammar process of this engine."""
 SPIN_ALWAYS_US = 1e6
@@ -66,7 +68,7 @@ def grammar_command(
         *_cache_flags(config, directory),
         *("--log-format", config.log_format),
         *(("--spin-us", f"{SPIN_ALWAYS_US:g}") if must_spin else ()),
-        *(("--compile-priority", "idle") if compile_idle else ()),
+        *(("--compile-priority", "idle") if compile_idle and _PRIORITY not in os.environ else ()),
     ]
 
 

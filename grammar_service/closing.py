@@ -150,13 +150,22 @@ class Closing:
         plain = search.mask().copy()
         if count(plain) <= 1:
             return Mark(at, path, at + 1, steered)
-        if before is not None and before.path == path and before.plain is not None and _same(before.plain, plain):
+        if before is not None and before.path == path and self._goes_on(before, tokens[-1], plain):
             table, ways = before.table, before.ways
         else:
             table, ways = self._table(search, plain, path, left, dict(before.ways) if before else {})
         words = plain & np.bitwise_or.reduce([group.words for group in table if group.need <= left])
         narrowed = None if _equal(words, plain) else words
         return Mark(at, path, at + 1, steered, narrowed, plain, table, ways)
+
+    def _goes_on(self, before: Mark, token: int, plain: Words) -> bool:
+        """Say whether `token` was one of many in a text, a number or white space, and the row is what is left of it.
+
+        A bounded text loses its longest tokens one by one; behind those that it keeps comes what came before.
+        """
+        if before.plain is None or not any(has(kind, token) for kind in self._plan.texts.classes):
+            return False
+        return _equal(before.plain, plain) or (is_text(plain) and not (plain & ~before.plain).any())
 
     def _path(self, search: Search, tokens: list[int], before: Mark | None, left: int) -> Path | None:
         if before is None:
@@ -166,8 +175,9 @@ class Closing:
             token = tokens[-1]
             if token == before.path[0]:
                 return before.path[1:]
+            known = dict(before.ways).get(token)
             try:
-                carried = search.carry(token, before.path, left)
+                carried = known if known and len(known) <= left else search.carry(token, before.path, left)
                 spelled = search.along(self._plan.texts.text(carried[:-1]), left) if carried else None
             except WorkSpentError:
                 spelled = None
@@ -195,6 +205,7 @@ class Closing:
             if not searched:
                 rest = search.after(token, path, left - 1)
             if rest is None and texts.is_half(token):
+                searched = True
                 rest = search.after_next(token, path, left - 1)
             elif rest is None and searches:
                 searches -= 1
@@ -233,14 +244,6 @@ class Closing:
 
     def __repr__(self) -> str:
         return f"<Closing max={self._max} marks={len(self._marks)} {self._plan!r}>"
-
-
-def _same(before: Words, words: Words) -> bool:
-    """Say whether what was found for the row before holds for this one: it is the same, or text that is a bit shorter.
-
-    A bounded text loses its longest tokens one by one; behind those that it keeps comes what came before.
-    """
-    return _equal(before, words) or (is_text(words) and not (words & ~before).any())
 
 
 def _equal(one: Words, other: Words) -> bool:

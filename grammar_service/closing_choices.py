@@ -16,7 +16,7 @@ _FEW = 256
 """At most so many: a name or a value out of a list, to be read token by token."""
 _CHOICES = 4
 _MEMORY = 1024
-"""Rows whose choices are remembered: 16 KiB each with the largest vocabularies."""
+"""Rows whose choices are remembered: 16 KiB each with 128k tokens."""
 
 
 def is_text(words: Words, number: int | None = None) -> bool:

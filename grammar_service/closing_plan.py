@@ -6,6 +6,7 @@ shared by every answer. Not here: the answers (`closing.py`).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ LEAST_WORK = 500
 MOST_START = 512
 """Longer ways to the end are not looked for when a grammar is compiled."""
 MARGIN = range(12, 65)
+_LEAST_COUNT = re.compile(r'"min(?:Length|Items|Properties)"\s*:\s*(\d{1,9})|\{(\d{1,9})')
+"""What a text says in few bytes and an answer in many: in JSON Schema, and in a pattern, EBNF or Lark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class ClosingPlan:
         except MatcherFailed:
             path = None
         # What one token can open is a part of the grammar: eight bytes of its text for a token are on the safe side.
-        wanted = max(len(source) // 8, 4 + len(path or ()))
+        wanted = max(len(source) // 8 + _repetitions(source), 4 + len(path or ()))
         return ClosingPlan(texts, path, least, min(max(wanted, MARGIN.start), MARGIN.stop - 1), search.toll)
 
     def to_wire(self) -> dict[str, Any]:
@@ -77,3 +80,8 @@ class ClosingPlan:
 
     def __repr__(self) -> str:
         return f"<ClosingPlan path={len(self.path or ())} least={self.least} margin={self.margin}>"
+
+
+def _repetitions(source: str) -> int:
+    """Return how many repetitions a grammar's text asks for at least, all together."""
+    return sum(int(in_schema or in_pattern) for in_schema, in_pattern in _LEAST_COUNT.findall(source))

@@ -78,10 +78,7 @@ class Search:
         return self._words
 
     def find(self, most: int, *, any_will_do: bool = False) -> Path | None:
-        """Return a short path of at most `most` tokens, or None when none was found.
-
-        With `any_will_do` the first one that is met; else shorter ones are looked for while there is work left.
-        """
+        """Return a path of at most `most` tokens or None: with `any_will_do` the first that is met, else a short one."""
         best: Path | None = None
         with contextlib.suppress(WorkSpentError):
             for depth in (_SHALLOW, 4 * _SHALLOW, 16 * _SHALLOW):
@@ -206,6 +203,8 @@ class Search:
                     reached, other, more = self._descend((*trail[:at], choice), shorter)
                     if reached:
                         best, trail, ended = self._better(other, best, most), other, True
+                        if any_will_do and best:
+                            return best
                         # Go on with the decisions of this path that lie behind this one.
                         decisions = [*decisions[:tried], *(d for d in more if d[0] > at)]
         return best

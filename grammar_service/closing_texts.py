@@ -95,9 +95,9 @@ class TokenTexts:
         return found
 
     def is_half(self, token: int) -> bool:
-        """Say whether a token's text ends within a character or behind a backslash: more of it has to follow."""
+        """Say whether a token's text begins or ends within a character, or ends within an escape."""
         text = self.texts[token]
-        return text.endswith(b"\\") or not _whole(text)
+        return (len(text) - len(text.rstrip(b"\\"))) % 2 == 1 or not _whole(text)
 
     def __repr__(self) -> str:
         return f"<TokenTexts {len(self.texts)} tokens, {len(self.structure)} of them structure>"

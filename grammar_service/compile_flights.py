@@ -79,9 +79,6 @@ class Flights(Generic[T]):
             # Every waiter may have gone; asking for the exception says that it was seen.
             task.exception()
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._running
-
     def __len__(self) -> int:
         return len(self._running)
 

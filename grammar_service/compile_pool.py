@@ -120,19 +120,25 @@ class CompilePool:
         """Wait until every worker has started. Raises what their start raised."""
         await asyncio.gather(*(asyncio.shield(task) for task in self._spare))
 
-    async def compile(self, grammar: Grammar, *, allow_unenforced: bool = False, accepted: bool = False) -> Artifact:
+    async def compile(
+        self, grammar: Grammar, *, allow_unenforced: bool = False, name: str = "", accepted: bool = False
+    ) -> Artifact:
         """Compile in a free worker. A caller that is cancelled takes its worker's process with it.
 
-        What is `accepted` already goes before the others, and no queue is too long for it.
+        What is `accepted` already goes before the others, and no queue is too long for it; `hurry(name)` makes it so.
         Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, queue), InternalError (crash).
         """
         if self._turns.waiting >= self._queue and not accepted:
             raise LimitExceeded(f"compile_queue: {self._queue} compilations are waiting already")
-        await self._turns.take(accepted=accepted)
+        await self._turns.take(name, accepted=accepted)
         try:
             return await self._compile(grammar, allow_unenforced)
         finally:
             self._turns.give_back()
+
+    def hurry(self, name: str) -> None:
+        """Whatever waits under `name` is accepted now."""
+        self._turns.hurry(name)
 
     async def _compile(self, grammar: Grammar, allow_unenforced: bool) -> Artifact:
         task, worker = await self._living()

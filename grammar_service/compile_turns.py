@@ -8,6 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """In one of the lines."""
+
+    name: str
+    turn: asyncio.Future[None]
+    """Done when it is theirs."""
 
 
 class Turns:
@@ -15,38 +25,43 @@ class Turns:
 
     def __init__(self, places: int) -> None:
         self._free = places
-        self._accepted: deque[asyncio.Future[None]] = deque()
-        self._others: deque[asyncio.Future[None]] = deque()
+        self._accepted: deque[_Place] = deque()
+        self._others: deque[_Place] = deque()
 
     @property
     def waiting(self) -> int:
         """How many wait that were not accepted before."""
         return len(self._others)
 
-    async def take(self, *, accepted: bool = False) -> None:
-        """Wait for a place. Whoever has taken one gives it back."""
+    async def take(self, name: str = "", *, accepted: bool = False) -> None:
+        """Wait for a place. Whoever has taken one gives it back. `name`: for `hurry`."""
         if self._free:
             self._free -= 1
             return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line = self._accepted if accepted else self._others
-        line.append(place)
+        place = _Place(name, asyncio.get_running_loop().create_future())
+        (self._accepted if accepted else self._others).append(place)
         try:
-            await place
+            await place.turn
         except asyncio.CancelledError:
-            if place.cancelled():
-                line.remove(place)
+            if place.turn.cancelled():
+                (self._accepted if place in self._accepted else self._others).remove(place)
             else:
                 self.give_back()  # it was ours in the moment of the cancellation
             raise
+
+    def hurry(self, name: str) -> None:
+        """Whoever waits under `name` is accepted now."""
+        for place in [place for place in self._others if place.name == name]:
+            self._others.remove(place)
+            self._accepted.append(place)
 
     def give_back(self) -> None:
         """Pass a place on."""
         for line in (self._accepted, self._others):
             for place in line:
-                if not place.done():
+                if not place.turn.done():
                     line.remove(place)
-                    place.set_result(None)
+                    place.turn.set_result(None)
                     return
         self._free += 1
 

@@ -79,7 +79,7 @@ def main() -> None:
     step_back(NICENESS)
     if IDLE in sys.argv[1:]:
         # For good: whoever is not root does not come back from there. Refused, the niceness has to do.
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
@@ -151,6 +151,7 @@ def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> _Bench
 
 def _reply(bench: _Bench, terms: _Terms, head: dict[str, Any], body: bytes) -> bytes:
     grammar = Grammar(Kind(head["kind"]), body.decode(), Whitespace(head["whitespace"]))
+    bench.texts.choices.clear()  # what a grammar may allocate does not depend on those before
     backend, begun = bench.backend, time.perf_counter()
     try:
         check_nesting(grammar.kind, grammar.text, terms.max_depth)

@@ -1,9 +1,8 @@
 """From a grammar's text to its compiled form, once: checks, choice of the backend, cache, single flight.
 
-Invariant: equal grammars share one cache entry and one compilation, those of accepted sequences one of their own; what
-failed is not remembered, so a grammar that ran out of time may succeed later. Compiling happens in other processes
-(`compile_pool`), never here: here a result is only loaded (`compile_loader`). A compilation that nobody waits for any
-more is killed. Owned by one event loop.
+Invariant: equal grammars share one compilation and one cache entry; what failed is not remembered, so a grammar that
+ran out of time may succeed later. Compiling happens in other processes (`compile_pool`), never here: here a result is
+only loaded (`compile_loader`). A compilation that nobody waits for any more is killed. Owned by one event loop.
 """
 
 from __future__ import annotations
@@ -74,6 +73,8 @@ class Compiler:
         self._pools: dict[str, CompilePool] = {}
         self._backends: dict[str, asyncio.Task[Backend]] = {}
         self._flights: Flights[tuple[Entry, bool]] = Flights()
+        self._accepted: set[str] = set()
+        """Of those: somebody waits for it whose sequence was let in."""
         self._loader = CompileLoader()
         self._disk = DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if config.cache_dir else None
         self._cache: OrderedDict[str, Entry] = OrderedDict()
@@ -109,7 +110,7 @@ class Compiler:
         Args:
             backend: one of NAMES, or AUTO.
             allow_unenforced: take what cannot be enforced; the entry has a warning for each part.
-            accepted: a sequence that was let in needs it; it waits for no other's, and is not refused for a full queue.
+            accepted: for a sequence that was let in: it goes before the others, and is not refused for a full queue.
 
         Raises InvalidGrammar, LimitExceeded, NotSupported, InternalError.
         """
@@ -190,19 +191,24 @@ class Compiler:
             self._cache.move_to_end(key)
             self.hits += 1
             return entry, True
-        # An accepted one joins none that waits in the queue; others may join it.
-        urgent = f"{key} accepted"
+        if accepted:
+            # Whether an equal one waits in the queue, is about to, or is compiled: what it joins is accepted, too.
+            self._accepted.add(key)
+            self._pool(backend).hurry(key)
         (entry, stored), joined = await self._flights.join(
-            urgent if accepted or urgent in self._flights else key,
-            lambda: self._fly(key, grammar, backend, allow_unenforced, accepted),
+            key, lambda: self._fly(key, grammar, backend, allow_unenforced)
         )
         self.hits += joined or stored
         return entry, joined or stored
 
-    async def _fly(
-        self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool, accepted: bool
-    ) -> tuple[Entry, bool]:
+    async def _fly(self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool) -> tuple[Entry, bool]:
         """Return a new cache entry and whether its artifact lay on the disk."""
+        try:
+            return await self._made(key, grammar, backend, allow_unenforced)
+        finally:
+            self._accepted.discard(key)
+
+    async def _made(self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool) -> tuple[Entry, bool]:
         disk = self._disk
         name = artifact_key(grammar, backend, self._vocabulary.digest, allow_unenforced=allow_unenforced)
         data = await asyncio.to_thread(disk.get, name) if disk else None
@@ -215,7 +221,9 @@ class Compiler:
             except (ValueError, InternalError) as error:
                 logger.warning("cache_dir: %s; it is compiled again", error)
                 await asyncio.to_thread(disk.remove, name)
-        artifact = await self._pool(backend).compile(grammar, allow_unenforced=allow_unenforced, accepted=accepted)
+        artifact = await self._pool(backend).compile(
+            grammar, allow_unenforced=allow_unenforced, name=key, accepted=key in self._accepted
+        )
         compiled, plan = await self._loader.load(loader, grammar, artifact, self._vocabulary)
         if disk:
             await asyncio.to_thread(disk.put, name, artifact.pack())

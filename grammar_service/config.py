@@ -67,7 +67,9 @@ class GrammarConfig:
     compile_priority: str = _setting(
         "low", "of compile workers: low (niceness), or idle: they run when nobody else wants their core (SCHED_IDLE)"
     )
-    compile_queue: int = _setting(256, "compilations that may wait for a worker; one more is refused")
+    compile_queue: int = _setting(
+        256, "compilations that may wait for a worker, beside those of accepted sequences; one more is refused"
+    )
     compile_memory_mb: int = _setting(2048, "what one compile worker may allocate beyond its start, in MiB")
     max_grammar_bytes: int = _setting(256 << 10, "longest grammar text, in bytes")
     max_grammar_depth: int = _setting(128, "deepest nesting of brackets, groups and repetitions, in levels")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grammar_service.backends import Compiled, Matcher, Rows
@@ -14,7 +16,7 @@ from grammar_service.closing_choices import choices_of, is_text
 from grammar_service.closing_plan import ClosingPlan
 from grammar_service.closing_texts import TokenTexts
 from grammar_service.grammar import Kind
-from grammar_service.mask_rows import Words, has
+from grammar_service.mask_rows import Words, few, has
 from grammar_service.vocabulary import Vocabulary
 from tests.grammar_service.conftest import Library
 from tests.grammar_service.toy import PADDED, row_of, spell
@@ -48,14 +50,22 @@ class Answer:
         self.tokens: list[int] = []
 
     def say(self, text: str) -> list[int]:
-        costs = []
-        for token in spell(text):
-            assert self.matcher.accept(token), (text, token)
-            self.tokens.append(token)
-            before = self.fills[0]
-            self.closing.push(self.matcher, self.tokens)
-            costs.append(self.fills[0] - before)
-        return costs
+        return [self.take(token) for token in spell(text)]
+
+    def take(self, token: int) -> int:
+        assert self.matcher.accept(token), token
+        self.tokens.append(token)
+        before = self.fills[0]
+        self.closing.push(self.matcher, self.tokens)
+        return self.fills[0] - before
+
+    def whole_row(self) -> Words:
+        words = self.row()
+        if words is None:
+            rows = Rows(np.zeros((1, self.plan.texts.num_words), dtype=np.int32))
+            self.matcher.fill(rows, 0)
+            words = rows.words[0]
+        return words
 
     def row(self) -> Words | None:
         return self.closing.narrowed(len(self.tokens))
@@ -109,6 +119,36 @@ def test_a_text_that_nears_its_bound_keeps_what_was_found(library: Library, voca
     assert letters[-1] > 0, "of the full text another row is left"
 
 
+@pytest.mark.parametrize(
+    "items",
+    [
+        [{}, {"maxLength": 40}, {"minLength": 60}],
+        [{}, {"maxLength": 12}, {"minLength": 30}],
+        [{}, {}, {"minLength": 60}],
+        [{"maxLength": 40}, {"maxLength": 40}, {"pattern": "^[A-Z]{3}-[0-9]{20}$"}],
+    ],
+)
+def test_a_token_that_ends_one_text_and_opens_another_is_looked_at_anew(
+    library: Library, vocabulary: Vocabulary, items: list[dict[str, Any]]
+) -> None:
+    """The way to the end is the same before and behind it, and the rows are alike: what follows then is not."""
+    schema = {"type": "array", "prefixItems": [{"type": "string"} | item for item in items], "items": False}
+    texts = TokenTexts.of(vocabulary)
+    joint = texts.ids[b'","']
+    for limit in range(8, 30):
+        told = answer(library, vocabulary, schema | {"minItems": 1}, limit)
+        luck = random.Random(limit)
+        for token in (*spell('["wo'), joint, *spell("ca"), joint):
+            words = told.row()
+            if words is not None and not has(words, token):
+                break
+            told.take(token)
+        while len(told.tokens) < limit and not told.matcher.terminated:
+            legal = few(told.whole_row(), PADDED)
+            told.take(luck.choice(legal))
+        assert told.matcher.terminated, (limit, texts.text(told.tokens))
+
+
 def test_choices_are_remembered_and_forgotten(vocabulary: Vocabulary) -> None:
     texts = TokenTexts.of(vocabulary)
     texts.choices.clear()
@@ -134,4 +174,5 @@ def test_halves(vocabulary: Vocabulary) -> None:
     half = partial(map, texts.is_half)
     assert list(half(spell("\u00e9"))) == [True, True]
     assert list(half(spell("\\"))) == [True]
+    assert not texts.is_half(texts.ids[b'","'])
     assert not any(half(spell('abc{ "true')))

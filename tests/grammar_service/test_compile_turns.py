@@ -39,6 +39,42 @@ async def test_the_accepted_go_first_and_each_line_keeps_its_order() -> None:
     await asyncio.gather(*tasks)
 
 
+async def test_one_that_waits_may_be_hurried() -> None:
+    turns, order = Turns(1), list[str]()
+    await turns.take()
+
+    async def take(name: str) -> None:
+        await turns.take(name)
+        order.append(name)
+
+    tasks = [asyncio.create_task(take(name)) for name in ("first", "second", "third")]
+    await settled()
+    turns.hurry("second")
+    turns.hurry("nobody")
+    assert turns.waiting == 2
+    tasks.append(taker(turns, "accepted", order, accepted=True))
+    await settled()
+    for seen in ("second", "accepted", "first", "third"):
+        turns.give_back()
+        await settled()
+        assert order[-1] == seen
+    await asyncio.gather(*tasks)
+    turns.give_back()
+    assert repr(turns) == "<Turns free=1 accepted=0 others=0>"
+
+
+async def test_a_hurried_one_may_be_cancelled() -> None:
+    turns = Turns(1)
+    await turns.take()
+    task = asyncio.create_task(turns.take("one"))
+    await settled()
+    turns.hurry("one")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert repr(turns) == "<Turns free=0 accepted=0 others=0>"
+
+
 async def test_one_that_leaves_the_line_takes_nothing() -> None:
     turns, order = Turns(1), list[str]()
     await turns.take()

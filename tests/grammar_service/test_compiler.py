@@ -205,26 +205,31 @@ async def test_a_compilation_that_nobody_waits_for_is_killed(vocabulary: Vocabul
         assert (await made._pool("llguidance").compile(parse(Kind.REGEX, "next", ANY))).data.endswith(b" next")
 
 
-async def test_an_accepted_one_joins_none_that_waits_and_others_join_it(vocabulary: Vocabulary) -> None:
-    async with compiler(vocabulary, PRETEND, compile_queue=1) as made:
+async def test_an_accepted_one_hurries_what_it_joins_and_no_queue_refuses_it(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary, PRETEND, compile_queue=2) as made:
+        order: list[str] = []
 
-        def ask(text: str, *, accepted: bool = False) -> asyncio.Task[object]:
-            return asyncio.create_task(made.compile(Kind.REGEX, text, ANY, "llguidance", accepted=accepted))
+        async def ask(text: str, *, accepted: bool = False) -> None:
+            # What the pretended worker compiles no library loads: each had its turn.
+            with pytest.raises(InternalError):
+                await made.compile(Kind.REGEX, text, ANY, "llguidance", accepted=accepted)
+            order.append(text)
 
-        held, waits = ask("pause 1"), ask("pause 2")
-        await eventually(lambda: made._pool("llguidance").stats()["waiting"] == 1)
-        refused, again = ask("pause 3"), ask("pause 3", accepted=True)
+        def waiting() -> int:
+            return made._pool("llguidance").stats()["waiting"]
+
+        calls = [asyncio.create_task(ask("pause 1"))]
+        await eventually(lambda: made._flights and "free=0" in repr(made._pool("llguidance")._turns))
+        calls += [asyncio.create_task(ask(f"pause {number}")) for number in (2, 3)]
+        await eventually(lambda: waiting() == 2)
         with pytest.raises(LimitExceeded, match="compile_queue"):
-            await refused
-        joins = ask("pause 3")
-        await asyncio.sleep(0)
-        assert "running=3 " in repr(made)
-        apart = ask("pause 2", accepted=True)
-        await asyncio.sleep(0)
-        assert "running=4 " in repr(made), "not the one that waits"
-        ended = await asyncio.gather(held, again, joins, waits, apart, return_exceptions=True)
-        # What the pretended worker compiles no library loads: each had its turn.
-        assert [type(end) for end in ended] == [InternalError] * 5
+            await made.compile(Kind.REGEX, "pause 4", ANY, "llguidance")
+        calls += [asyncio.create_task(ask(f"pause {number}", accepted=True)) for number in (3, 4, 1)]
+        await eventually(lambda: "accepted=2 others=1" in repr(made._pool("llguidance")._turns))
+        assert "running=4 " in repr(made), "equal ones share one compilation, accepted or not"
+        await asyncio.gather(*calls)
+        assert order == ["pause 1", "pause 1", "pause 3", "pause 3", "pause 4", "pause 2"]
+        assert not made._accepted
 
 
 @pytest.mark.parametrize(("priority", "policy"), [("low", os.SCHED_OTHER), ("idle", os.SCHED_IDLE)])

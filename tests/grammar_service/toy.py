@@ -119,7 +119,7 @@ STOPS = (0, 1)
 PADDED = 301
 """Columns of the logits in the tests: more than tokens, and not a multiple of 32."""
 
-_MERGES = ['{ "', '" :', "t r", "tr u", "tru e", "Ġ Ġ", "a b", "ab c", "< |", "e n", "en d", "| >"]
+_MERGES = ['{ "', '" :', "t r", "tr u", "tru e", "Ġ Ġ", "a b", "ab c", "< |", "e n", "en d", "| >", '" ,', '", "']
 
 
 def byte_characters() -> list[str]:

@@ -24,6 +24,9 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="n
         (EngineConfig(num_threads=2), {0, 1, 2, 3}, 4, {2, 3}),
         (EngineConfig(num_threads=1), {0, 1, 2, 3}, 4, {1, 2, 3}),
         (EngineConfig(device="cuda"), {0, 1, 2}, 3, {1, 2}),
+        (EngineConfig(device="cuda", sync="device_flag"), {0, 1, 2}, 3, {1, 2}),
+        # A process that spins would have the only core that is left.
+        (EngineConfig(device="cuda", sync="device_flag"), {0, 1}, 2, None),
         # The model has every core, or more threads than there are.
         (EngineConfig(), {0, 1}, 2, None),
         (EngineConfig(num_threads=2), {0, 1}, 2, None),
