@@ -173,6 +173,7 @@ def run(args: argparse.Namespace, variants: Sequence[Variant], drafts: Sequence[
     for number_, variant in enumerate(variants):
         options = ServerOptions(
             model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
+            prefix_cache=False,
             drafter=variant.drafter, num_draft_tokens=max(drafts), max_batch_size=4,
             extra=("--device", args.device, *variant.flags),
         )  # fmt: skip

@@ -260,6 +260,7 @@ def main() -> int:
         attacks = {name: attack for name, attack in attacks.items() if name in names}
     options = ServerOptions(
         model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
+        prefix_cache=False,
         extra=("--device", args.device, "--stream-pace-ms", "0", "--grammar-max-failures", "0", *args.server_flag),
     )  # fmt: skip
     try:

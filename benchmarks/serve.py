@@ -122,6 +122,7 @@ def start_systems(
         num_draft_tokens=args.k,
         max_batch_size=batch,
         grammar_backend=args.grammar_backend,
+        prefix_cache=False,
         extra=() if args.device == "cpu" else ("--device", args.device),
     )
 

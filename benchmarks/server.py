@@ -33,6 +33,8 @@ class ServerOptions:
     drafter: str = "ngram"
     max_batch_size: int = 16
     grammar_backend: str = "llguidance"
+    prefix_cache: bool = True
+    """False where the same prompts are asked again and again, and are to be paid for each time."""
     extra: tuple[str, ...] = ()
     """Further flags, passed on as they are."""
 
@@ -48,6 +50,7 @@ class ServerOptions:
             "--drafter", self.drafter,
             "--max-batch-size", str(self.max_batch_size),
             "--grammar-backend", self.grammar_backend,
+            "--prefix-cache", str(self.prefix_cache).lower(),
             *self.extra,
         ]  # fmt: skip
 

@@ -42,8 +42,8 @@ class EngineConfig:
     num_threads: int = 0
     """Threads of the forward on a CPU; 0: the cores this process may use."""
     split_cores: bool = True
-    """With one to three cores more than the model has threads: all else of the engine keeps to those, and compilations
-    of grammars run there when nobody else does."""
+    """With one to three cores more than the model has threads: all else of the engine, with a grammar process that it
+    starts, keeps to those, and that compiles when nobody else wants them (its compile_priority)."""
     max_batch_size: int = 16
     """Slots: sequences that run at once."""
     max_model_len: int = 2048
@@ -55,6 +55,9 @@ class EngineConfig:
     prefill_chunk: int = 0
     """Prompt tokens per prefill call, on a GPU of several sequences; decode steps run between the chunks. 0: 256 on a
     CPU, 512 on a GPU."""
+    prefix_cache: bool = True
+    """Who begins with the tokens of an earlier prompt and answer uses their pages, in whole ones, until others need
+    them. Not with a drafting network, whose cache depends on what follows."""
     drafter: str = "ngram"
     """"ngram", "model", "eagle3", "mtp" (the model's own multi-token-prediction layer), "grammar" (what the grammar
     forces, and nothing else) or "none"."""
@@ -101,11 +104,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         dtypes = ("auto", "bfloat16", "float32")
         _require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32")
-        _require(
-            re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device) is not None,
-            "device",
-            f"{self.device!r} is not cpu, cuda or cuda:N",
-        )
+        known = re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device) is not None
+        _require(known, "device", f"{self.device!r} is not cpu, cuda or cuda:N")
         syncs = ("auto", "inline") if self.device == "cpu" else ("auto", "host_callback", "device_flag")
         _require(self.sync in syncs, "sync", f"{self.sync!r} on {self.device} is not one of {', '.join(syncs)}")
         _require(self.num_threads >= 0, "num_threads", "must not be negative")
@@ -182,6 +182,11 @@ class EngineConfig:
     def drafts_by_net(self) -> bool:
         """A network drafts, whose links may be masked."""
         return self.num_rows > 1 and self.drafter in ("model", "eagle3", "mtp")
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """`prefix_cache`, where the drafter allows it."""
+        return self.prefix_cache and not self.drafts_by_net
 
     @property
     def forced_first(self) -> bool:

@@ -73,6 +73,7 @@ class Engine:
             except Exception:
                 log.exception("a turn of the engine failed; every sequence ends")
                 self._end_every(error=InternalError("the engine failed in a step; see its log"))
+                self._loop.allocator.forget()  # whatever the step has written to the pages
                 busy = False
                 if self._device_is_lost():
                     break
@@ -217,7 +218,7 @@ class Engine:
         stats = dataclasses.replace(counted, finished=counted.finished.copy(), failed=counted.failed.copy())
         stats.running = len(self._loop.scheduler.seated)
         stats.waiting = max(self._loop.live - stats.running, 0)
-        stats.pages_used = self._loop.allocator.used
+        stats.pages_used, stats.pages_kept = self._loop.allocator.used, self._loop.allocator.kept
         return stats
 
     @property

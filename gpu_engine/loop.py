@@ -29,6 +29,10 @@ from shared_mem.channel import EngineEnd
 from shared_mem.layout import RowKind
 
 
+def _tokens_of(seat: Seat) -> list[int]:
+    return [*seat.payload.request.prompt_ids, *seat.payload.answer]
+
+
 class EngineLoop:
     """Scheduler, buffers and program of one engine, and the sequences in them."""
 
@@ -49,7 +53,12 @@ class EngineLoop:
         self.allocator = PageAllocator(num_pages, config.page_size)
         shapes = config.prefill_shapes
         self.scheduler: Scheduler[Running] = Scheduler(
-            S, self.allocator, prefill_chunk=shapes.budget, lookahead=ahead, shapes=shapes
+            S,
+            self.allocator,
+            prefill_chunk=shapes.budget,
+            lookahead=ahead,
+            shapes=shapes,
+            tokens_of=_tokens_of if config.keeps_prefixes else None,
         )
         self.machinery = assemble(config, model, channel, num_pages, depth)
         self._seating, self._sync, self._runner = self.machinery.seating, self.machinery.sync, self.machinery.runner
@@ -83,7 +92,11 @@ class EngineLoop:
         self._seating.sit(seat)
         self._sync.forget(seat.slot)
         telemetry = seat.payload.request.telemetry
-        telemetry.scheduled_s = telemetry.scheduled_s or time.monotonic()
+        if not telemetry.scheduled_s:
+            telemetry.scheduled_s, telemetry.cached_tokens = time.monotonic(), seat.prefilled
+            if seat.prefilled and seat.prefilled == seat.prefill_end:
+                telemetry.prefilled_s = telemetry.scheduled_s
+        self.stats.cached_tokens += seat.prefilled
         if seat.guided:
             self.guides.open(seat)
 
@@ -97,6 +110,8 @@ class EngineLoop:
         now_s = time.monotonic()
         for chunk in chunks:
             chunk.sequence.prefilled = chunk.end
+            if chunk.end == chunk.sequence.prefill_end:
+                self.scheduler.keep(chunk.sequence)
             telemetry = chunk.sequence.payload.request.telemetry
             if not telemetry.first_token_s:  # else it was preempted and prefills its answer, too
                 telemetry.prefilled_s = now_s

@@ -20,6 +20,7 @@ _GAUGES = (
     ("sequences_waiting", "Sequences that wait for a slot", "waiting"),
     ("slots", "Slots in all", "num_slots"),
     ("kv_pages_used", "Pages of the KV cache in use", "pages_used"),
+    ("kv_pages_kept", "Pages in use by nobody, kept for who begins with the same tokens", "pages_kept"),
     ("kv_pages", "Pages of the KV cache in all", "num_pages"),
     ("draft_masks", "1 while a drafting network's drafts are held to the grammar", "draft_masks"),
     ("draft_mask_gain", "Tokens a step with masked drafts over those with free ones, last compared", "mask_gain"),
@@ -27,6 +28,7 @@ _GAUGES = (
 )
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens prefilled; the last of a prompt is part of its first step", "prefill_tokens"),
+    ("prefix_cached_tokens", "Tokens that were not prefilled: an earlier sequence began with them", "cached_tokens"),
     ("generation_tokens", "Tokens generated", "generated_tokens"),
     ("step_rows", "Rows that decode steps verified, padding included", "step_rows"),
     ("deferred_rows", "Times that a sequence's rows came too late for its step", "deferred_rows"),

@@ -88,6 +88,10 @@ class Stats(Protocol):
         """KV pages in use."""
 
     @property
+    def pages_kept(self) -> int:
+        """KV pages in use by nobody, whose tokens are known."""
+
+    @property
     def num_pages(self) -> int:
         """KV pages in all."""
 
@@ -102,6 +106,10 @@ class Stats(Protocol):
     @property
     def prefill_tokens(self) -> int:
         """Tokens prefilled."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that needed no prefill."""
 
     @property
     def draft_tokens(self) -> int:

@@ -36,6 +36,7 @@ def delta_response(output: SequenceOutput, delta: Delta, *, omit_token_ids: bool
             response.matched_token_id = delta.matched_token_id
         response.usage.prompt_tokens = len(request.prompt_ids)
         response.usage.completion_tokens = output.completion_tokens
+        response.usage.cached_tokens = request.telemetry.cached_tokens
         response.telemetry.CopyFrom(_telemetry(request, output.finished_s))
     return response
 
@@ -94,10 +95,12 @@ def stats_response(stats: Stats, *, finished: Mapping[str, int], failed: Mapping
         running=stats.running,
         num_slots=stats.num_slots,
         pages_used=stats.pages_used,
+        pages_kept=stats.pages_kept,
         num_pages=stats.num_pages,
         steps=stats.steps,
         generated_tokens=stats.generated_tokens,
         prefill_tokens=stats.prefill_tokens,
+        cached_tokens=stats.cached_tokens,
         draft_tokens=stats.draft_tokens,
         accepted_draft_tokens=stats.accepted_draft_tokens,
         finished=finished,

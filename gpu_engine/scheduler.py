@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -40,7 +41,7 @@ class Sequence(Generic[Payload]):
     slot_gen: int = 0
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0
-    """Tokens whose keys and values are in the pages."""
+    """Tokens whose keys and values are in the pages. Full pages of them are others', too, and not written again."""
     parked: bool = False
     """Deferred by the sidecar: out of the batch until its answer is there."""
     order: int = 0
@@ -93,10 +94,22 @@ class Scheduler(Generic[Payload]):
     """Slots and waiting line. Used by the engine thread alone."""
 
     def __init__(
-        self, num_slots: int, allocator: PageAllocator, *, prefill_chunk: int, lookahead: int, shapes: PrefillShapes
+        self,
+        num_slots: int,
+        allocator: PageAllocator,
+        *,
+        prefill_chunk: int,
+        lookahead: int,
+        shapes: PrefillShapes,
+        tokens_of: Callable[[Sequence[Payload]], list[int]] | None = None,
     ) -> None:
-        """`lookahead`: tokens beyond its length that a decode step may write (R). `shapes`: what fits one prefill."""
-        self.allocator, self._shapes = allocator, shapes
+        """Args: see below.
+
+        lookahead: tokens beyond its length that a decode step may write (R).
+        shapes: what fits one prefill.
+        tokens_of: the tokens of a sequence, by which pages that were prefilled before are found; None: none are.
+        """
+        self.allocator, self._shapes, self._tokens_of = allocator, shapes, tokens_of
         self._chunk, self._lookahead = prefill_chunk, lookahead
         self._seats: list[Sequence[Payload] | None] = [None] * num_slots
         self._gens = [0] * num_slots
@@ -123,8 +136,13 @@ class Scheduler(Generic[Payload]):
         decode = tuple(s for s in self.seated if s.decoding)
         return Plan(tuple(preempted), tuple(seated), self._chunks(), decode)
 
+    def keep(self, sequence: Sequence[Payload]) -> None:
+        """Let others that begin with the same tokens use what is prefilled of a sequence, now and behind its end."""
+        if self._tokens_of is not None:
+            self.allocator.remember(self._tokens_of(sequence)[: sequence.prefilled], sequence.pages)
+
     def preempt(self, sequence: Sequence[Payload]) -> None:
-        """Take the slot and the pages; the sequence waits at the front and will be prefilled again."""
+        """Take the slot and the pages; the sequence waits at the front, to be prefilled again or to find them."""
         self._unseat(sequence)
         sequence.prefilled = 0
         self._waiting.appendleft(sequence)
@@ -160,9 +178,7 @@ class Scheduler(Generic[Payload]):
         seated: list[Sequence[Payload]] = []
         free = [slot for slot, seat in enumerate(self._seats) if seat is None]
         for slot in free:
-            if not self._waiting or not self.allocator.grow(
-                self._waiting[0].pages, self._waiting[0].length + self._lookahead
-            ):
+            if not self._waiting or not self._fits(self._waiting[0]):
                 break
             sequence = self._waiting.popleft()
             self._gens[slot] += 1
@@ -172,7 +188,22 @@ class Scheduler(Generic[Payload]):
             seated.append(sequence)
         return seated
 
+    def _fits(self, sequence: Sequence[Payload]) -> bool:
+        """Give a sequence its pages, those first that hold its beginning already; False and nothing: too few are free.
+
+        At least its last token is left, which is the first input of its first step.
+        """
+        if self._tokens_of is not None:
+            sequence.pages = self.allocator.share(self._tokens_of(sequence)[: sequence.prefill_end])
+        found = len(sequence.pages)
+        if not self.allocator.grow(sequence.pages, sequence.length + self._lookahead):
+            self.allocator.free(sequence.pages)
+            return False
+        sequence.prefilled = found * self.allocator.page_size
+        return True
+
     def _unseat(self, sequence: Sequence[Payload]) -> None:
+        self.keep(sequence)
         self._seats[sequence.slot] = None
         sequence.slot, sequence.parked = -1, False
         self.allocator.free(sequence.pages)

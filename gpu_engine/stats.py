@@ -48,6 +48,8 @@ class EngineStats:
     waiting: int = 0
     running: int = 0
     pages_used: int = 0
+    pages_kept: int = 0
+    """In use by nobody; who begins with their tokens finds them."""
     steps: int = 0
     step_rows: int = 0
     """Rows verified, padding included."""
@@ -55,6 +57,8 @@ class EngineStats:
     """Time in decode steps."""
     generated_tokens: int = 0
     prefill_tokens: int = 0
+    cached_tokens: int = 0
+    """Not prefilled: their keys and values were there."""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     forced_draft_tokens: int = 0

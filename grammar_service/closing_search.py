@@ -78,7 +78,7 @@ class Search:
         return self._words
 
     def find(self, most: int, *, any_will_do: bool = False) -> Path | None:
-        """Return a path of at most `most` tokens or None: with `any_will_do` the first that is met, else a short one."""
+        """Return a path of at most `most` tokens or None: with `any_will_do` the first one met, else a short one."""
         best: Path | None = None
         with contextlib.suppress(WorkSpentError):
             for depth in (_SHALLOW, 4 * _SHALLOW, 16 * _SHALLOW):

@@ -82,10 +82,12 @@ class FakeStats:
     running: int = 0
     num_slots: int = 4
     pages_used: int = 0
+    pages_kept: int = 0
     num_pages: int = 64
     steps: int = 0
     generated_tokens: int = 0
     prefill_tokens: int = 0
+    cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     forced_draft_tokens: int = 0

@@ -1,4 +1,4 @@
-"""The page allocator: a page is free or has one owner."""
+"""The page allocator: a page is free, kept for its tokens, or has as many owners as begin with them."""
 
 from __future__ import annotations
 
@@ -68,4 +68,108 @@ def test_any_sequence_of_growth_and_freeing_keeps_every_page(actions: list[tuple
             fits = allocator.pages_for(num_tokens) - len(owners[owner]) <= 12 - allocator.used
             assert allocator.grow(owners[owner], num_tokens) == fits
             assert not fits or len(owners[owner]) * 16 >= num_tokens
+        allocator.check_integrity(owners)
+
+
+def grown(allocator: PageAllocator, tokens: list[int], length: int = 0) -> list[int]:
+    """Return the pages of one that begins with `tokens`, which hold them."""
+    pages = allocator.share(tokens)
+    assert allocator.grow(pages, max(length, len(tokens)))
+    allocator.remember(tokens, pages)
+    return pages
+
+
+def test_who_begins_with_the_same_tokens_shares_full_pages_and_no_others() -> None:
+    allocator = PageAllocator(10, 4)
+    first = grown(allocator, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    same = grown(allocator, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert same[:2] == first[:2]
+    assert same[2] != first[2]
+    other = grown(allocator, [1, 2, 3, 4, 0, 6, 7, 8])
+    assert other[0] == first[0]
+    assert other[1] not in first
+    assert allocator.share([2, 3, 4, 5]) == []
+    assert allocator.used == 5
+    allocator.check_integrity([first, same, other])
+
+
+def test_what_is_kept_is_found_until_pages_run_out_and_then_the_oldest_is_given_up_from_its_end() -> None:
+    allocator = PageAllocator(6, 4)
+    old = grown(allocator, [1, 1, 1, 1, 2, 2, 2, 2])
+    new = grown(allocator, [5, 5, 5, 5, 6, 6, 6, 6])
+    was_old, was_new = list(old), list(new)
+    allocator.free(old)
+    allocator.free(new)
+    assert (allocator.used, allocator.kept) == (0, 4)
+    taken: list[int] = []
+    assert allocator.grow(taken, 12)
+    assert taken[2] == was_old[1], "two were free; of the older sequence the end goes first"
+    assert allocator.share([1, 1, 1, 1, 2, 2, 2, 2, 3]) == was_old[:1]
+    again = allocator.share([5, 5, 5, 5, 6, 6, 6, 6])
+    assert again == was_new
+    assert not allocator.grow(again, 12), "the others are in use"
+    allocator.check_integrity([taken, was_old[:1], again])
+
+
+def test_of_two_that_were_filled_at_once_one_is_known_and_nothing_hangs_on_the_other() -> None:
+    allocator = PageAllocator(8, 4)
+    first, second = list[int](), list[int]()
+    assert allocator.grow(first, 4)
+    assert allocator.grow(second, 8)
+    allocator.remember([1, 2, 3, 4], first)
+    allocator.remember([1, 2, 3, 4, 5, 6, 7, 8], second)
+    assert allocator.share([1, 2, 3, 4, 5, 6, 7, 8]) == first
+    allocator.free(second)
+    assert allocator.kept == 0
+    allocator.check_integrity([first, first])
+
+
+def test_what_is_forgotten_is_not_found_and_not_lost() -> None:
+    allocator = PageAllocator(4, 4)
+    owned, gone = grown(allocator, [1, 2, 3, 4]), grown(allocator, [5, 6, 7, 8])
+    allocator.free(gone)
+    allocator.forget()
+    assert allocator.share([1, 2, 3, 4]) == allocator.share([5, 6, 7, 8]) == []
+    assert (allocator.used, allocator.kept) == (1, 0)
+    allocator.check_integrity([owned])
+    allocator.free(owned)
+    allocator.check_integrity([])
+    assert grown(allocator, list(range(16)))
+
+
+def test_a_page_of_two_sequences_that_is_not_known_is_noticed() -> None:
+    allocator = PageAllocator(3, 4)
+    pages = grown(allocator, [1, 2, 3, 4])
+    with pytest.raises(AssertionError):
+        allocator.check_integrity([pages, pages])
+    with pytest.raises(AssertionError):
+        allocator.check_integrity([pages * 2])
+
+
+SAID = st.lists(st.integers(0, 1), max_size=14)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), SAID, st.integers(0, 8)), max_size=60))
+def test_whatever_is_shared_holds_what_it_should(actions: list[tuple[int, list[int], int]]) -> None:
+    """Each owner writes its tokens into its pages; who shares a page must find its own tokens there."""
+    allocator = PageAllocator(9, 2)
+    written: dict[int, tuple[int, ...]] = {}
+    owners: list[list[int]] = [[] for _ in range(4)]
+    for owner, tokens, more in actions:
+        if owners[owner]:
+            allocator.free(owners[owner])
+        elif tokens:
+            pages = allocator.share(tokens)
+            for at, page in enumerate(pages):
+                assert written[page] == tuple(tokens[: 2 * at + 2]), "keys depend on all tokens before"
+            shared = len(pages)
+            if allocator.grow(pages, len(tokens) + more):
+                for at, page in enumerate(pages[shared:], shared):
+                    written[page] = tuple(tokens[: 2 * at + 2])
+                allocator.remember(tokens, pages)
+                owners[owner] = pages
+            else:
+                allocator.free(pages)
+        if more == 8 and not any(owners):
+            allocator.forget()
         allocator.check_integrity(owners)

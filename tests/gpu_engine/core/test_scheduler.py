@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,9 +19,22 @@ PAGE, CHUNK, ROWS = 16, 32, 4
 Names = Scheduler[str]
 
 
-def scheduler(num_slots: int = 2, num_pages: int = 16, *, chunk: int = CHUNK, lanes: int = 1) -> Names:
-    shapes = PrefillShapes(chunk, lanes, chunk)
-    return Scheduler(num_slots, PageAllocator(num_pages, PAGE), prefill_chunk=chunk, lookahead=ROWS, shapes=shapes)
+def scheduler(
+    num_slots: int = 2,
+    num_pages: int = 16,
+    *,
+    chunk: int = CHUNK,
+    lanes: int = 1,
+    tokens_of: Callable[[Sequence[str]], list[int]] | None = None,
+) -> Names:
+    return Scheduler(
+        num_slots,
+        PageAllocator(num_pages, PAGE),
+        prefill_chunk=chunk,
+        lookahead=ROWS,
+        shapes=PrefillShapes(chunk, lanes, chunk),
+        tokens_of=tokens_of,
+    )
 
 
 def sequence(name: str, length: int = 10, *, guided: bool = False) -> Sequence[str]:
@@ -238,6 +252,56 @@ def test_a_seat_is_known_by_its_generation() -> None:
     assert "slot 0 gen 2" in repr(b)
 
 
+def test_a_prompt_that_begins_like_another_is_prefilled_from_where_they_part() -> None:
+    said = {"a": [1] * 70, "same": [1] * 70, "longer": [1] * 70 + [2] * 30, "other": [1] * 20 + [2] * 20}
+    machine = scheduler(num_slots=4, num_pages=40, tokens_of=lambda one: (said[one.payload] + [9] * 99)[: one.length])
+    machine.add(sequence("a", 70))
+    assert prefills(machine) == [[("a", 0, 32)], [("a", 32, 64)], [("a", 64, 69)]]
+    for name in ("same", "longer", "other"):
+        machine.add(sequence(name, len(said[name])))
+    # Not before it is all there: what is prefilled at the same time is not shared.
+    assert machine.plan().prefill[0].start == 0
+    machine.leave(machine.seated[0])
+    for name in ("same", "longer", "other"):
+        machine.leave(next(s for s in machine.seated if s.payload == name))
+        machine.add(sequence(name, len(said[name])))
+    assert prefills(machine) == [
+        [("same", 64, 69)],
+        [("longer", 64, 96)],
+        [("longer", 96, 99)],
+        [("other", 16, 32)],
+        [("other", 32, 39)],
+    ]
+    machine.check_integrity()
+
+
+def test_of_a_whole_prompt_that_is_known_the_last_token_is_left_and_nothing_to_prefill() -> None:
+    machine = scheduler(num_slots=1, tokens_of=lambda one: [1] * one.length)
+    for _ in range(2):
+        machine.add(sequence("a", 33))
+        prefilled = prefills(machine)
+        (one,) = machine.plan().decode
+        assert (one.prefilled, one.prefill_end) == (32, 32)
+        machine.leave(one)
+    assert prefilled == []
+
+
+def test_who_was_preempted_finds_what_nobody_took() -> None:
+    machine = scheduler(num_slots=2, num_pages=7, tokens_of=lambda one: [ord(one.payload)] * one.length)
+    machine.add(sequence("a", 40))
+    machine.add(sequence("b", 33))
+    prefills(machine)
+    a, b = machine.seated
+    act(machine, machine.plan(), emitted=20)
+    act(machine, machine.plan())
+    assert machine.waiting == [b]
+    machine.leave(a)
+    plan = machine.plan()
+    assert plan.seated == (b,)
+    assert b.prefilled == 48
+    assert [(chunk.start, chunk.end) for chunk in plan.prefill] == [(48, 52)]
+
+
 MAX_LENGTH = 90
 
 
@@ -246,12 +310,15 @@ class Turns(RuleBasedStateMachine):
 
     alive = Bundle("alive")
     chunk, lanes = CHUNK, 1
+    tokens_of: Callable[[Sequence[str]], list[int]] | None = None
 
     def __init__(self) -> None:
         super().__init__()
         # One sequence of full length always fits, as the engine's configuration makes sure.
         pages = -(-(MAX_LENGTH + ROWS) // PAGE) + 2
-        self.machine: Names = scheduler(num_slots=3, num_pages=pages, chunk=self.chunk, lanes=self.lanes)
+        self.machine: Names = scheduler(
+            num_slots=3, num_pages=pages, chunk=self.chunk, lanes=self.lanes, tokens_of=self.tokens_of
+        )
         self.count = 0
         self.gens: dict[int, int] = {}
 
@@ -327,8 +394,18 @@ class TurnsOfSeveral(Turns):
     chunk, lanes = 2 * CHUNK, 4
 
 
+class TurnsThatShare(TurnsOfSeveral):
+    """The same where every other one begins with the same tokens, and half of these go on with the same."""
+
+    @staticmethod
+    def tokens_of(one: Sequence[str]) -> list[int]:
+        number = int(one.payload)
+        return [number % 2] * min(one.length, 40) + [number % 4] * (one.length - 40)
+
+
 TestTurns = Turns.TestCase
 TestTurnsOfSeveral = TurnsOfSeveral.TestCase
-TestTurns.settings = TestTurnsOfSeveral.settings = settings(
+TestTurnsThatShare = TurnsThatShare.TestCase
+TestTurns.settings = TestTurnsOfSeveral.settings = TestTurnsThatShare.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -1,0 +1,117 @@
+"""Prompts that begin like earlier ones: nothing is computed twice, and nobody's answer is another one for it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpu_engine.engine import Engine
+from gpu_engine.errors import InternalError
+from gpu_engine.model.loader import LoadedModel
+from tests.gpu_engine.core.harness import Answer, answer_all, answer_each, ask, config, free_engine, tokens, with_drafts
+from tests.gpu_engine.core.test_engine import FailsOnce
+
+SYSTEM = tokens(50, 7)
+
+
+def turns() -> list[Answer]:
+    """Three questions behind one system prompt, the first of them twice, and the second turn of its conversation."""
+    prompts = [SYSTEM + tokens(20, seed) for seed in (1, 1, 2, 3)]
+    return [ask(prompt, max_tokens=30, temperature=0.7, seed=4, ignore_eos=True, logprobs=2) for prompt in prompts]
+
+
+def asked(engine: Engine) -> list[tuple[list[int], Any]]:
+    answers = turns()
+    answer_each(engine, answers)
+    second = ask([*answers[0].request.prompt_ids, *answers[0].tokens, 5, 6, 7], logprobs=2, ignore_eos=True)
+    answer_all(engine, [second])
+    return [(answer.tokens, answer.logprobs) for answer in (*answers, second)]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_answers_are_the_same_and_what_was_there_is_not_prefilled(
+    llama: LoadedModel, drafts: int, overlap: bool
+) -> None:
+    with free_engine(llama, with_drafts(drafts, overlap=overlap, prefix_cache=False)) as engine:
+        expected = asked(engine)
+        without = engine.stats()
+    with free_engine(llama, with_drafts(drafts, overlap=overlap)) as engine:
+        assert asked(engine) == expected
+        stats = engine.stats()
+    assert without.cached_tokens == without.pages_kept == 0
+    # Pages of 16: 48 of the system prompt, 64 of the same question, and 96 of the 99 tokens whose keys stood.
+    assert stats.cached_tokens == 64 + 48 + 48 + 96
+    assert stats.prefill_tokens + stats.cached_tokens == without.prefill_tokens
+    assert stats.pages_kept > 0
+
+
+def test_a_client_is_told_what_was_cached(llama: LoadedModel) -> None:
+    with free_engine(llama, config()) as engine:
+        answers = turns()
+        answer_each(engine, answers)
+        exactly = ask(SYSTEM[:49], max_tokens=2)
+        answer_all(engine, [exactly])
+    assert [answer.request.telemetry.cached_tokens for answer in answers] == [0, 64, 48, 48]
+    times = exactly.request.telemetry
+    assert times.cached_tokens == 48
+    assert times.arrived_s <= times.scheduled_s == times.prefilled_s <= times.first_token_s, (
+        "nothing was left to prefill"
+    )
+
+
+def test_those_that_run_at_once_share_what_is_there_and_are_not_disturbed(llama: LoadedModel, overlap: bool) -> None:
+    def prompts() -> list[Answer]:
+        return [
+            ask(SYSTEM + tokens(9, seed), max_tokens=40, temperature=0.7, seed=seed, ignore_eos=True)
+            for seed in range(8)
+        ]
+
+    with free_engine(llama, with_drafts(3, overlap=overlap, prefix_cache=False)) as engine:
+        expected = answer_all(engine, prompts())
+    with free_engine(llama, with_drafts(3, overlap=overlap)) as engine:
+        answer_all(engine, [ask(SYSTEM, max_tokens=1)])
+        assert answer_all(engine, prompts()) == expected
+        assert engine.stats().cached_tokens == 8 * 48
+        assert engine.stats().pages_used == 0
+
+
+def test_pages_that_are_kept_are_given_up_for_who_needs_them(llama: LoadedModel) -> None:
+    prompts = [tokens(150, seed) for seed in range(6)]
+    with free_engine(llama, config(prefix_cache=False)) as engine:
+        expected = answer_each(engine, [ask(prompt) for prompt in prompts])
+    with free_engine(llama, config(kv_cache_tokens=256)) as engine:
+        for _ in range(2):
+            assert answer_each(engine, [ask(prompt) for prompt in prompts]) == expected
+        stats = engine.stats()
+        assert stats.preemptions == 0
+        assert 0 < stats.pages_kept <= stats.num_pages
+
+
+def test_a_network_that_drafts_sees_every_prompt(llama: LoadedModel, draft_models: dict[str, str]) -> None:
+    settings = with_drafts(3, draft_model=draft_models["same"])
+    assert not settings.keeps_prefixes
+    with free_engine(llama, settings) as engine:
+        answer_each(engine, turns())
+        stats = engine.stats()
+    assert stats.cached_tokens == 0
+    assert stats.accepted_draft_tokens == stats.draft_tokens > 5
+
+
+def test_what_a_failed_step_may_have_written_is_not_found(llama: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    net = FailsOnce(llama.net)
+    model = replace(llama, net=net, fused=replace(llama.fused, walk=None))
+    with free_engine(model, config()) as engine:
+        answer_all(engine, [ask(SYSTEM, max_tokens=4)])
+        assert engine.stats().pages_kept > 0
+        net.fails_next = True
+        with caplog.at_level(logging.CRITICAL):
+            failed = ask(SYSTEM)
+            answer_all(engine, [failed])
+        assert isinstance(failed.error, InternalError)
+        assert engine.stats().pages_kept == 0
+        again = ask(SYSTEM, max_tokens=4)
+        answer_all(engine, [again])
+        assert again.request.telemetry.cached_tokens == 0
