@@ -14,6 +14,7 @@ NAMES = (
     "fuzz_grammars",
     "isolation",
     "acceptance",
+    "prefixes",
     "bench_channel",
     "bench_sidecar",
     "bench_sync",
