@@ -220,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_draft_tokens=max(drafts),
         max_batch_size=max(16, args.batch),
         grammar_backend=args.grammar_backend,
+        prefix_cache=False,
         extra=() if args.device == "cpu" else ("--device", args.device),
     )
     peer = None

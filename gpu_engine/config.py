@@ -56,8 +56,8 @@ class EngineConfig:
     """Prompt tokens per prefill call, on a GPU of several sequences; decode steps run between the chunks. 0: 256 on a
     CPU, 512 on a GPU."""
     prefix_cache: bool = True
-    """Who begins with the tokens of an earlier prompt and answer uses their pages, in whole ones, until others need
-    them. Not with a drafting network, whose cache depends on what follows."""
+    """Who begins with the tokens of an earlier prompt and answer uses their pages, in whole ones and while nobody else
+    needs them. Not with a drafting network, whose cache depends on what follows."""
     drafter: str = "ngram"
     """"ngram", "model", "eagle3", "mtp" (the model's own multi-token-prediction layer), "grammar" (what the grammar
     forces, and nothing else) or "none"."""

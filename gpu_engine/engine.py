@@ -218,6 +218,7 @@ class Engine:
         stats = dataclasses.replace(counted, finished=counted.finished.copy(), failed=counted.failed.copy())
         stats.running = len(self._loop.scheduler.seated)
         stats.waiting = max(self._loop.live - stats.running, 0)
+        stats.cached_tokens = self._loop.scheduler.found_tokens
         stats.pages_used, stats.pages_kept = self._loop.allocator.used, self._loop.allocator.kept
         return stats
 

@@ -48,15 +48,30 @@ class PageAllocator:
             self._owners[page] += 1
         return pages
 
-    def remember(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Note that the caller's `pages` hold `tokens`, those in full pages for good: nobody writes there any more."""
-        self._known.add(tokens, pages)
+    @property
+    def known(self) -> int:
+        """While this stands, `share` finds no more than before."""
+        return self._known.added
+
+    @property
+    def left(self) -> int:
+        """Pages that `grow` may hand out."""
+        return len(self._free) + len(self._kept)
+
+    def remember(self, tokens: Sequence[int], pages: Sequence[int], noted: int = 0) -> int:
+        """Note that the caller's `pages` hold `tokens`, those in full pages for good: nobody writes there any more.
+
+        Of the first `noted` pages that was noted before; returned is how many it now is.
+        """
+        return self._known.add(tokens, pages, noted)
 
     def forget(self) -> None:
         """What the pages hold is not to be relied on: nobody is to find it. Not while two own the same page."""
         self._known.clear()
-        self._free.extend(self._kept)
+        # In this order: another thread that asks for `used` is never told less than none.
+        kept = list(self._kept)
         self._kept.clear()
+        self._free.extend(kept)
 
     def free(self, pages: list[int]) -> None:
         """Take the pages back and empty the list."""

@@ -92,11 +92,7 @@ class EngineLoop:
         self._seating.sit(seat)
         self._sync.forget(seat.slot)
         telemetry = seat.payload.request.telemetry
-        if not telemetry.scheduled_s:
-            telemetry.scheduled_s, telemetry.cached_tokens = time.monotonic(), seat.prefilled
-            if seat.prefilled and seat.prefilled == seat.prefill_end:
-                telemetry.prefilled_s = telemetry.scheduled_s
-        self.stats.cached_tokens += seat.prefilled
+        telemetry.scheduled_s = telemetry.scheduled_s or time.monotonic()
         if seat.guided:
             self.guides.open(seat)
 
@@ -164,7 +160,9 @@ class EngineLoop:
             if telemetry.first_token_s:
                 stats.token_gap_seconds.observe(now_s - telemetry.last_token_s)
             else:
-                telemetry.first_token_s = now_s
+                telemetry.first_token_s, telemetry.cached_tokens = now_s, seat.found
+                if seat.found:  # else a prompt of one token has no prefill, and this no time
+                    telemetry.prefilled_s = telemetry.prefilled_s or telemetry.scheduled_s
             telemetry.last_token_s = now_s
         if outcome.finish is FinishReason.GRAMMAR_ERROR:
             stats.dead_ends += outcome.blocked == RowKind.DEAD_END

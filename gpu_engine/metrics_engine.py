@@ -28,7 +28,11 @@ _GAUGES = (
 )
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens prefilled; the last of a prompt is part of its first step", "prefill_tokens"),
-    ("prefix_cached_tokens", "Tokens that were not prefilled: an earlier sequence began with them", "cached_tokens"),
+    (
+        "prefix_cached_tokens",
+        "Tokens that were not prefilled: their keys were there, from another sequence or before a preemption",
+        "cached_tokens",
+    ),
     ("generation_tokens", "Tokens generated", "generated_tokens"),
     ("step_rows", "Rows that decode steps verified, padding included", "step_rows"),
     ("deferred_rows", "Times that a sequence's rows came too late for its step", "deferred_rows"),

@@ -21,6 +21,8 @@ class PrefixIndex:
         self._size = page_size
         self._pages: dict[_Key, int] = {}
         self._keys: dict[int, _Key] = {}
+        self.added = 0
+        """Counts up: while it stands, nothing is found that was not found before."""
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """Return the pages that hold the first tokens, as many full ones as are known in a row."""
@@ -34,19 +36,22 @@ class PrefixIndex:
             parent = page
         return found
 
-    def add(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Note what the full ones of `pages` hold.
+    def add(self, tokens: Sequence[int], pages: Sequence[int], noted: int = 0) -> int:
+        """Note what the full ones of `pages` hold, the first `noted` of which are in here; return how many then are.
 
         Where another page is known to hold the same, that one stands for it, and what lies behind is not noted: its
         parent would be a page that its owner does not own.
         """
-        parent = _ROOT
-        for page, at in zip(pages, range(0, len(tokens) - self._size + 1, self._size), strict=False):
-            key = (parent, tuple(tokens[at : at + self._size]))
+        parent = pages[noted - 1] if noted else _ROOT
+        for at in range(noted, len(tokens) // self._size):
+            page, key = pages[at], (parent, tuple(tokens[at * self._size : (at + 1) * self._size]))
+            assert self._keys.get(page, key) == key, "a page was written again while it was known"
             if self._pages.setdefault(key, page) != page:
-                return
-            assert self._keys.setdefault(page, key) == key, "a page was written again while it was known"
+                return at
+            self._keys[page] = key
+            self.added += 1
             parent = page
+        return max(noted, len(tokens) // self._size)
 
     def remove(self, page: int) -> None:
         """Forget one page. None of its children may be left."""

@@ -96,7 +96,7 @@ class Telemetry:
     arrived_s: float = field(default_factory=time.monotonic)
     scheduled_s: float = 0.0
     cached_tokens: int = 0
-    """Of the prompt: what was not prefilled, since an earlier sequence began with it."""
+    """What was there when it was last seated before its first token, and was not prefilled."""
     prefilled_s: float = 0.0
     """The last chunk of the prompt was launched."""
     first_token_s: float = 0.0

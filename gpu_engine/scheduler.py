@@ -42,6 +42,12 @@ class Sequence(Generic[Payload]):
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0
     """Tokens whose keys and values are in the pages. Full pages of them are others', too, and not written again."""
+    found: int = 0
+    """Of those, in its seat: what was there before its first chunk."""
+    noted: int = 0
+    """Full pages whose tokens others may find."""
+    looked: int = -1
+    """`PageAllocator.known` when its beginning was last looked for."""
     parked: bool = False
     """Deferred by the sidecar: out of the batch until its answer is there."""
     order: int = 0
@@ -115,6 +121,10 @@ class Scheduler(Generic[Payload]):
         self._gens = [0] * num_slots
         self._waiting: deque[Sequence[Payload]] = deque()
         self._arrivals = 0
+        self._stuck: tuple[Sequence[Payload], int, int] | None = None
+        """The first in line did not fit, and (known, left) of the allocator then."""
+        self.found_tokens = 0
+        """Tokens that needed no prefill, all together."""
 
     def add(self, sequence: Sequence[Payload]) -> None:
         """Put a new sequence at the end of the line."""
@@ -133,13 +143,15 @@ class Scheduler(Generic[Payload]):
         """Decide one turn: make room for the decode batch, seat who fits, choose what to prefill."""
         preempted = self._make_room()
         seated = () if preempted else self._seat_waiting()
+        chunks = self._chunks()  # first: of a prompt that is found nothing may be left
         decode = tuple(s for s in self.seated if s.decoding)
-        return Plan(tuple(preempted), tuple(seated), self._chunks(), decode)
+        return Plan(tuple(preempted), tuple(seated), chunks, decode)
 
     def keep(self, sequence: Sequence[Payload]) -> None:
         """Let others that begin with the same tokens use what is prefilled of a sequence, now and behind its end."""
-        if self._tokens_of is not None:
-            self.allocator.remember(self._tokens_of(sequence)[: sequence.prefilled], sequence.pages)
+        if self._tokens_of is not None and sequence.prefilled // self.allocator.page_size > sequence.noted:
+            tokens = self._tokens_of(sequence)[: sequence.prefilled]
+            sequence.noted = self.allocator.remember(tokens, sequence.pages, sequence.noted)
 
     def preempt(self, sequence: Sequence[Payload]) -> None:
         """Take the slot and the pages; the sequence waits at the front, to be prefilled again or to find them."""
@@ -158,6 +170,8 @@ class Scheduler(Generic[Payload]):
         for s in sorted((s for s in self.seated if s.prefilled < s.prefill_end), key=lambda s: s.order):
             if chosen and self._shapes.of(len(chosen) + 1, longest) is None:
                 break
+            if self._find_more(s):
+                continue
             end = min(s.prefill_end, (s.prefilled // self._chunk + 1) * self._chunk)
             length = max(longest, end - s.prefilled)
             if not chosen or self._shapes.of(len(chosen) + 1, length) is not None:
@@ -193,20 +207,50 @@ class Scheduler(Generic[Payload]):
 
         At least its last token is left, which is the first input of its first step.
         """
-        if self._tokens_of is not None:
-            sequence.pages = self.allocator.share(self._tokens_of(sequence)[: sequence.prefill_end])
-        found = len(sequence.pages)
-        if not self.allocator.grow(sequence.pages, sequence.length + self._lookahead):
-            self.allocator.free(sequence.pages)
+        state = (sequence, self.allocator.known, self.allocator.left)
+        if state == self._stuck:
             return False
-        sequence.prefilled = found * self.allocator.page_size
+        pages = self._share(sequence)
+        if not self.allocator.grow(pages, sequence.length + self._lookahead):
+            self.allocator.free(pages)
+            self._stuck = state
+            return False
+        sequence.pages = pages
+        self.found_tokens += sequence.found
         return True
 
+    def _share(self, sequence: Sequence[Payload]) -> list[int]:
+        """Return the pages that hold its beginning; it counts as prefilled."""
+        if self._tokens_of is None:
+            return []
+        found = self.allocator.share(self._tokens_of(sequence)[: sequence.prefill_end])
+        sequence.looked, sequence.noted = self.allocator.known, len(found)
+        sequence.prefilled = sequence.found = len(found) * self.allocator.page_size
+        return found
+
+    def _find_more(self, sequence: Sequence[Payload]) -> bool:
+        """Look again before its first chunk: who came with it may be prefilled by now. True: there is nothing left.
+
+        Its own pages were not written, nor told to anybody.
+        """
+        begun = sequence.prefilled > sequence.found
+        if self._tokens_of is None or begun or sequence.looked == self.allocator.known:
+            return False
+        before = sequence.found
+        found = self._share(sequence)
+        given_back = sequence.pages[: len(found)]
+        sequence.pages[: len(found)] = found
+        self.allocator.free(given_back)
+        self.found_tokens += sequence.found - before
+        return sequence.prefilled == sequence.prefill_end
+
     def _unseat(self, sequence: Sequence[Payload]) -> None:
-        self.keep(sequence)
-        self._seats[sequence.slot] = None
-        sequence.slot, sequence.parked = -1, False
-        self.allocator.free(sequence.pages)
+        slot, sequence.slot, sequence.parked = sequence.slot, -1, False
+        self._seats[slot] = None
+        try:
+            self.keep(sequence)
+        finally:
+            self.allocator.free(sequence.pages)
 
     @property
     def seated(self) -> list[Sequence[Payload]]:

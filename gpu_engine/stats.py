@@ -58,7 +58,7 @@ class EngineStats:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
-    """Not prefilled: their keys and values were there."""
+    """Not prefilled: their keys and values were there, from another sequence or before a preemption."""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     forced_draft_tokens: int = 0

@@ -11,7 +11,17 @@ import pytest
 from gpu_engine.engine import Engine
 from gpu_engine.errors import InternalError
 from gpu_engine.model.loader import LoadedModel
-from tests.gpu_engine.core.harness import Answer, answer_all, answer_each, ask, config, free_engine, tokens, with_drafts
+from tests.gpu_engine.core.harness import (
+    Answer,
+    answer_all,
+    answer_each,
+    ask,
+    config,
+    free_engine,
+    tokens,
+    until_false,
+    with_drafts,
+)
 from tests.gpu_engine.core.test_engine import FailsOnce
 
 SYSTEM = tokens(50, 7)
@@ -78,6 +88,23 @@ def test_those_that_run_at_once_share_what_is_there_and_are_not_disturbed(llama:
         assert engine.stats().pages_used == 0
 
 
+def test_who_comes_together_shares_and_so_do_the_next_turns(llama: LoadedModel, overlap: bool) -> None:
+    def asked(engine: Engine) -> list[list[int]]:
+        first = [ask(SYSTEM + tokens(3, seed), max_tokens=30, seed=seed, ignore_eos=True) for seed in range(4)]
+        second = [
+            ask([*one.request.prompt_ids, *said, 5, 6], max_tokens=9, ignore_eos=True)
+            for one, said in zip(first, answer_all(engine, first), strict=True)
+        ]
+        return answer_all(engine, second)
+
+    with free_engine(llama, with_drafts(3, overlap=overlap, prefix_cache=False)) as engine:
+        expected = asked(engine)
+    with free_engine(llama, with_drafts(3, overlap=overlap)) as engine:
+        assert asked(engine) == expected
+        # Three find the system prompt that the first of them prefilled; then each finds 80 of its own 82 tokens.
+        assert engine.stats().cached_tokens == 3 * 48 + 4 * 80
+
+
 def test_pages_that_are_kept_are_given_up_for_who_needs_them(llama: LoadedModel) -> None:
     prompts = [tokens(150, seed) for seed in range(6)]
     with free_engine(llama, config(prefix_cache=False)) as engine:
@@ -93,6 +120,8 @@ def test_pages_that_are_kept_are_given_up_for_who_needs_them(llama: LoadedModel)
 def test_a_network_that_drafts_sees_every_prompt(llama: LoadedModel, draft_models: dict[str, str]) -> None:
     settings = with_drafts(3, draft_model=draft_models["same"])
     assert not settings.keeps_prefixes
+    assert with_drafts(0).keeps_prefixes
+    assert config(drafter="grammar").keeps_prefixes
     with free_engine(llama, settings) as engine:
         answer_each(engine, turns())
         stats = engine.stats()
@@ -111,7 +140,7 @@ def test_what_a_failed_step_may_have_written_is_not_found(llama: LoadedModel, ca
             failed = ask(SYSTEM)
             answer_all(engine, [failed])
         assert isinstance(failed.error, InternalError)
-        assert engine.stats().pages_kept == 0
+        until_false(lambda: engine.stats().pages_kept)  # the client hears of it first
         again = ask(SYSTEM, max_tokens=4)
         answer_all(engine, [again])
         assert again.request.telemetry.cached_tokens == 0

@@ -286,6 +286,53 @@ def test_of_a_whole_prompt_that_is_known_the_last_token_is_left_and_nothing_to_p
     assert prefilled == []
 
 
+def test_who_comes_together_finds_what_the_first_of_them_prefilled() -> None:
+    machine = scheduler(num_slots=3, num_pages=30, tokens_of=lambda one: [1] * one.length)
+    for name, length in (("a", 70), ("same", 65), ("longer", 80)):
+        machine.add(sequence(name, length))
+    seen = []
+    while (plan := machine.plan()).prefill:
+        seen += [(chunk.sequence.payload, chunk.start, chunk.end) for chunk in plan.prefill]
+        for chunk in plan.prefill:
+            chunk.sequence.prefilled = chunk.end
+            if chunk.end == chunk.sequence.prefill_end:
+                machine.keep(chunk.sequence)
+        machine.check_integrity()
+    assert seen == [("a", 0, 32), ("a", 32, 64), ("a", 64, 69), ("longer", 64, 79)]
+    assert sorted(names(plan.decode)) == ["a", "longer", "same"]
+    assert machine.found_tokens == 128
+    assert machine.allocator.used == 4 + 1 + 1 + 2, "four pages of all, and what each needs beyond"
+
+
+def test_a_page_whose_last_key_is_not_there_yet_is_nobodys() -> None:
+    machine = scheduler(num_slots=1, tokens_of=lambda one: [1] * one.length)
+    machine.add(sequence("a", 2 * PAGE))  # the key of its last token is its first step's
+    prefills(machine)
+    machine.leave(machine.seated[0])
+    machine.add(sequence("b", 40))
+    assert [chunk.start for chunk in machine.plan().prefill] == [PAGE]
+
+
+def test_a_line_that_does_not_move_is_not_looked_through_again() -> None:
+    asked: list[str] = []
+
+    def tokens_of(one: Sequence[str]) -> list[int]:
+        asked.append(one.payload)
+        return [1] * one.length
+
+    machine = scheduler(num_slots=2, num_pages=6, tokens_of=tokens_of)
+    for name in "ab":
+        machine.add(sequence(name, 80))
+    prefills(machine)
+    asked.clear()
+    for _ in range(5):
+        assert names(machine.waiting) == ["b"]
+        act(machine, machine.plan(), emitted=0)
+    assert asked == []
+    machine.leave(machine.seated[0])
+    assert names(machine.plan().seated) == ["b"]
+
+
 def test_who_was_preempted_finds_what_nobody_took() -> None:
     machine = scheduler(num_slots=2, num_pages=7, tokens_of=lambda one: [ord(one.payload)] * one.length)
     machine.add(sequence("a", 40))
@@ -357,12 +404,20 @@ class Turns(RuleBasedStateMachine):
             assert chunk.end - chunk.start <= self.chunk
             assert chunk.end % self.chunk == 0 or chunk.end == chunk.sequence.prefill_end
             assert len(chunk.sequence.pages) * PAGE >= chunk.end
+            self.wrote(chunk.sequence, chunk.start, chunk.end)
             chunk.sequence.prefilled = chunk.end
+            if chunk.end == chunk.sequence.prefill_end:
+                self.machine.keep(chunk.sequence)
         for s in plan.decode:
+            end = s.length + ROWS - 1
             s.length = min(s.length + emitted, MAX_LENGTH)
+            self.wrote(s, s.prefilled, end)  # drafts, too, of which all but `emitted` - 1 are wrong
             s.prefilled = s.length - 1
             if s.length == MAX_LENGTH:
                 self.machine.leave(s)
+
+    def wrote(self, one: Sequence[str], start: int, end: int) -> None:
+        """Hear that the keys of positions [start, end) are written."""
 
     @precondition(lambda self: self.machine.seated)
     @rule(data=st.data())
@@ -397,10 +452,27 @@ class TurnsOfSeveral(Turns):
 class TurnsThatShare(TurnsOfSeveral):
     """The same where every other one begins with the same tokens, and half of these go on with the same."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
+        """(page, place in it) -> tokens up to there, on all of which keys depend."""
+
     @staticmethod
     def tokens_of(one: Sequence[str]) -> list[int]:
         number = int(one.payload)
         return [number % 2] * min(one.length, 40) + [number % 4] * (one.length - 40)
+
+    def wrote(self, one: Sequence[str], start: int, end: int) -> None:
+        told = [*self.tokens_of(one)[: one.length - 1], *[-1] * 2 * ROWS]
+        for at in range(start, end):
+            self.cells[one.pages[at // PAGE], at % PAGE] = tuple(told[: at + 1])
+
+    @invariant()
+    def everybody_reads_keys_of_its_own_tokens(self) -> None:
+        for one in self.machine.seated:
+            said = self.tokens_of(one)
+            for at in range(one.prefilled):
+                assert self.cells[one.pages[at // PAGE], at % PAGE] == tuple(said[: at + 1]), (one, at)
 
 
 TestTurns = Turns.TestCase

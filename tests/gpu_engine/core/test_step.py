@@ -111,14 +111,13 @@ def test_each_request_of_a_batch_gets_its_own_number_of_drafts(
     ]
 
 
-@pytest.mark.parametrize("draft_model", ["", "other", "trained eagle3"])
+@pytest.mark.parametrize(("draft_model", "kept"), [("", True), ("", False), ("other", True), ("trained eagle3", True)])
 def test_preempted_requests_come_back_and_say_the_same(
-    llama: LoadedModel, draft_models: dict[str, str], draft_model: str, overlap: bool
+    llama: LoadedModel, draft_models: dict[str, str], draft_model: str, kept: bool, overlap: bool
 ) -> None:
     def run(**fields: int) -> tuple[list[list[int]], int]:
-        settings = with_drafts(
-            3, overlap=overlap, max_model_len=128, draft_model=draft_models.get(draft_model, ""), **fields
-        )
+        drafter = draft_models.get(draft_model, "")
+        settings = with_drafts(3, overlap=overlap, max_model_len=128, draft_model=drafter, prefix_cache=kept, **fields)
         with free_engine(llama, settings) as engine:
             answers = [ask(tokens(20, s), max_tokens=90, temperature=0.5, seed=s, ignore_eos=True) for s in range(4)]
             return answer_all(engine, answers), engine.stats().preemptions
