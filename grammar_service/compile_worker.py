@@ -79,8 +79,9 @@ def main() -> None:
     step_back(NICENESS)
     if IDLE in sys.argv[1:]:
         # For good: whoever is not root does not come back from there. Refused, the niceness has to do.
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        for thread in os.listdir("/proc/self/task"):  # a library may have started some
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
     # Libraries print to stdout; the frames must not meet that.

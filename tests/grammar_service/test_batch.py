@@ -144,7 +144,7 @@ class Lane:
         return out
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_batch_gives_what_slot_by_slot_gives(library: Library, sides: tuple[Side, Side], seed: int) -> None:
     rng = random.Random(seed)
     texts = TokenTexts.of(library.vocabulary)
