@@ -228,7 +228,7 @@ class Engine:
         return self._loop.guides.progress
 
     def check_integrity(self) -> None:
-        """Assert that every slot and page has one owner; meant for an idle engine."""
+        """Assert that no slot or page is lost or held by more than it should be; meant for an idle engine."""
         self._loop.scheduler.check_integrity()
 
     def close(self, timeout_s: float = 5.0) -> None:

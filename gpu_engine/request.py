@@ -98,7 +98,7 @@ class Telemetry:
     cached_tokens: int = 0
     """What was there when it was last seated before its first token, and was not prefilled."""
     prefilled_s: float = 0.0
-    """The last chunk of the prompt was launched."""
+    """The last chunk of the prompt was launched; where all of it was there, the time of its seat."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     finished_s: float = 0.0

@@ -163,7 +163,7 @@ class Scheduler(Generic[Payload]):
         """The next chunk of the oldest, then of everyone behind who fits beside those before.
 
         Whether a sequence is in depends on older ones alone, so who is passed over is no later for it. Chunks end at
-        multiples of the chunk size: a prompt is cut the same way every time, in company or not.
+        multiples of the chunk size: behind what was found of it, a prompt is cut the same way in company or not.
         """
         chosen: list[Chunk[Payload]] = []
         longest = 0
@@ -268,7 +268,7 @@ class Scheduler(Generic[Payload]):
         return holder if holder is not None and holder.slot_gen == slot_gen else None
 
     def check_integrity(self) -> None:
-        """Assert that every page and slot has one owner."""
+        """Assert that every slot has one owner, and every page as many as begin with its tokens."""
         self.allocator.check_integrity([s.pages for s in self.seated])
         assert all(s is None or s.slot == slot for slot, s in enumerate(self._seats))
         assert all(s.slot < 0 and not s.pages for s in self._waiting)

@@ -56,7 +56,8 @@ class Mark:
     table: tuple[_Group, ...] = ()
     """What `words` was cut from: every group that fits into what is left."""
     ways: tuple[tuple[int, Path], ...] = ()
-    """(token, way to the end behind it) for each token of the table that took a search: often the next row's, too."""
+    """(token, way to the end behind it) for each token of the table that needed another than `path`: often the next
+    row's, too."""
 
 
 class Closing:

@@ -194,7 +194,8 @@ class Compiler:
         if accepted:
             # Whether an equal one waits in the queue, is about to, or is compiled: what it joins is accepted, too.
             self._accepted.add(key)
-            self._pool(backend).hurry(key)
+            if pool := self._pools.get(backend):  # what the disk has needs no worker
+                pool.hurry(key)
         (entry, stored), joined = await self._flights.join(
             key, lambda: self._fly(key, grammar, backend, allow_unenforced)
         )

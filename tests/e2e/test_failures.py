@@ -17,7 +17,10 @@ import pytest
 
 from benchmarks.server import EngineServer, ServerOptions
 from gpu_engine.client import Client
+from gpu_engine.config import EngineConfig
+from gpu_engine.core_split import CoreSplit
 from protos.engine.v1 import engine_pb2 as pb
+from shared_mem.cores import usable_cores
 from tests.e2e.asking import ANSWER_TIMEOUT_S, chat, idle_stats
 from tests.e2e.conftest import RunningServer
 
@@ -43,6 +46,19 @@ def server() -> Iterator[RunningServer]:
     with EngineServer(ServerOptions(dtype="auto", max_batch_size=8, extra=extra)) as engine:
         (process,) = [child for child in psutil.Process().children() if child.pid not in before]
         yield RunningServer(engine.address, process)
+
+
+def test_beside_a_model_of_one_thread_the_grammar_process_keeps_to_another_core(server: RunningServer) -> None:
+    every = frozenset(server.process.cpu_affinity() or ()) | os.sched_getaffinity(0)
+    split = CoreSplit.of(EngineConfig(num_threads=1), every, usable_cores())
+    if split is None:
+        pytest.skip("needs two to four cores and no quota")
+    (sidecar,) = [one for one in server.process.children() if "grammar_service" in one.cmdline()]
+    assert set(sidecar.cpu_affinity() or ()) == split.rest
+    workers = [one for one in sidecar.children() if "--idle" in one.cmdline()]
+    assert len(workers) == len(sidecar.children()) > 0
+    anywhere = [one for one in server.process.threads() if os.sched_getaffinity(one.id) == split.every]
+    assert 0 < len(anywhere) < server.process.num_threads(), "the engine's thread, and not the others"
 
 
 def requests() -> list[pb.GenerateRequest]:

@@ -241,6 +241,16 @@ async def test_workers_run_at_the_priority_that_is_set(vocabulary: Vocabulary, p
         assert {os.sched_getscheduler(thread) for thread in threads} == {policy}
 
 
+async def test_what_the_disk_has_starts_no_worker_however_urgent(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    settings = {"cache_dir": str(tmp_path / "cache")}
+    async with compiler(vocabulary, **settings) as made:
+        await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
+    async with compiler(vocabulary, **settings) as made:
+        assert (await made.compile(Kind.REGEX, "ab+", ANY, "llguidance", accepted=True))[1]
+        assert made._pools == {}
+        assert not made._accepted
+
+
 async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_path: Path) -> None:
     pytest.importorskip("xgrammar", reason="needs xgrammar")
     settings = {"backend": "xgrammar", "cache_dir": str(tmp_path / "cache")}
