@@ -90,9 +90,15 @@ class CompileProcess:
 
     @property
     def gone(self) -> bool:
-        """It has ended, or its pipe is closed."""
+        """It has ended, or its pipe is closed. Asks the kernel: the event loop hears of an end a moment later."""
         writer = self._process.stdin
-        return self._process.returncode is not None or writer is None or writer.is_closing()
+        if self._process.returncode is not None or writer is None or writer.is_closing():
+            return True
+        try:
+            # Leaves it to the event loop to be reaped.
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True  # it is reaped, and the event loop is about to hear
 
     async def take_artifact(self, size: int) -> bytes:
         """Return the `size` bytes of the last result, and give their memory back."""
