@@ -14,7 +14,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # The engine's thread must get the GIL soon after each operation, whatever the event loop is doing.
     sys.setswitchinterval(0.0005)
-    from gpu_engine import cli
+    from gpu_engine.cli import commands as cli
 
     sys.exit(cli.main())
 

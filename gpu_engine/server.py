@@ -24,19 +24,19 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
-from gpu_engine.config import EngineConfig, ServerConfig
-from gpu_engine.core_split import CoreSplit
-from gpu_engine.grammar_process import GrammarProcess, end_task, resolved_sync
-from gpu_engine.listening import HealthServicer, ServerError, bind
-from gpu_engine.metrics_engine import EngineCollector
-from gpu_engine.metrics_http import BothProcesses, MetricsServer
-from gpu_engine.metrics_requests import RequestWatch
-from gpu_engine.own_thread import in_own_thread
-from gpu_engine.ports import GrammarPort, Model, ServedEngine
-from gpu_engine.servicer import EngineServicer
-from gpu_engine.sidecar import Sidecar
-from gpu_engine.tracing import open_tracing
-from gpu_engine.validation import Limits
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.own_thread import in_own_thread
+from gpu_engine.api.ports import GrammarPort, Model, ServedEngine
+from gpu_engine.front.listening import HealthServicer, ServerError, bind
+from gpu_engine.front.servicer import EngineServicer
+from gpu_engine.front.validation import Limits
+from gpu_engine.ops.core_split import CoreSplit
+from gpu_engine.ops.metrics_engine import EngineCollector
+from gpu_engine.ops.metrics_http import BothProcesses, MetricsServer
+from gpu_engine.ops.metrics_requests import RequestWatch
+from gpu_engine.ops.tracing import open_tracing
+from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
+from gpu_engine.sidecar.supervisor import Sidecar
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from shared_mem.channel import EngineEnd
 from shared_mem.cores import usable_cores
@@ -67,7 +67,7 @@ def real_parts() -> Parts:
     """Return the parts that need torch; imported here, so that clients and tests start without it."""
     from transformers.utils import logging as transformers_logging
 
-    from gpu_engine.engine import Engine
+    from gpu_engine.core.engine import Engine
     from gpu_engine.model.loader import load_model
 
     transformers_logging.disable_progress_bar()  # `progress` is told of the loading

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grammar_service.backends import NAMES
-from grammar_service.compile_pool import CompileLimits
-from grammar_service.grammar import MAX_JSON_DEPTH
+from grammar_service.compile.pool import CompileLimits
+from grammar_service.grammar.value import MAX_JSON_DEPTH
 from shared_mem.cores import usable_cores
 
 GRPC_SOCKET_NAME = "grammar.sock"

@@ -23,9 +23,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from grammar_service.backends import import_library
 from grammar_service.config import GRPC_SOCKET_NAME, GrammarConfig
+from grammar_service.fill.worker import Worker
 from grammar_service.metrics_http import CannotListen, MetricsListener
 from grammar_service.servicer import GrammarServicer
-from grammar_service.worker import Worker
 from protos.grammar.v1 import grammar_pb2, grammar_pb2_grpc
 from shared_mem.channel import GrammarEnd
 from shared_mem.errors import InvalidField, SharedMemoryError

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from grammar_service.backends import NAMES, MatcherFailed, installed, installed_version
-from grammar_service.closing import Closing
-from grammar_service.compiler import AUTO, Compiler
+from grammar_service.compile.compiler import AUTO, Compiler
+from grammar_service.completion.budget import Closing
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
     GrammarServiceError,
@@ -27,11 +27,11 @@ from grammar_service.errors import (
     NotSupported,
     status_of,
 )
-from grammar_service.grammar import Kind, Whitespace
-from grammar_service.matchers import MatcherRejected, Slot
+from grammar_service.fill.matchers import MatcherRejected, Slot
+from grammar_service.fill.worker import Worker
+from grammar_service.grammar.value import Kind, Whitespace
+from grammar_service.grammar.vocabulary import Vocabulary
 from grammar_service.metrics import GrammarMetrics
-from grammar_service.vocabulary import Vocabulary
-from grammar_service.worker import Worker
 from protos.grammar.v1 import grammar_pb2 as pb
 from protos.grammar.v1 import grammar_pb2_grpc as pb_grpc
 from shared_mem.layout import Layout

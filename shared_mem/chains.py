@@ -2,7 +2,7 @@
 
 Invariant: the library writes here and nowhere else, so that a call of it which never returns can be left behind with
 its arrays; only `GrammarEnd.publish_chains` copies rows to where the engine reads them. One thread at a time. Not here:
-which slots, and what to do with those that come back (grammar_service/batch.py).
+which slots, and what to do with those that come back (grammar_service/fill/batch.py).
 """
 
 from __future__ import annotations

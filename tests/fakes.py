@@ -1,4 +1,4 @@
-"""Small fakes behind the seams of `gpu_engine.ports`: they do what the protocol says with nothing behind it.
+"""Small fakes behind the seams of `gpu_engine.api.ports`: they do what the protocol says with nothing behind it.
 
 The invariant: a fake holds no assertion. Not here: fixtures.
 """
@@ -16,12 +16,12 @@ import jinja2
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from gpu_engine.config import EngineConfig
-from gpu_engine.errors import InternalError, LockstepError
-from gpu_engine.grammar_compile import Compiled
-from gpu_engine.request import FinishReason, GrammarSpec, Request, TokenEvent
-from gpu_engine.servicer import GrammarStats
-from gpu_engine.stats import Histogram
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.errors import InternalError, LockstepError
+from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
+from gpu_engine.front.servicer import GrammarStats
+from gpu_engine.ops.stats import Histogram
+from gpu_engine.sidecar.compilations import Compiled
 
 EOS = 256
 """End of sequence of `ByteTokenizer`; 257 is its other special token."""

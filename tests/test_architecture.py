@@ -65,7 +65,7 @@ def test_import_contracts_cover_every_package(root: Path) -> None:
         ("shared_mem", (), ("torch", "transformers", "grpc", "asyncio")),
         (
             "grammar_service",
-            ("grammar_service.backends.xgrammar", "grammar_service.backends.xgrammar_chains"),
+            ("grammar_service.backends.xgrammar.backend", "grammar_service.backends.xgrammar.chains"),
             ("torch", "transformers", "xgrammar"),
         ),
     ],

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from gpu_engine.config import EngineConfig
-from gpu_engine.device_step import DeviceDrafter, NgramKernel, NoDrafts
+from gpu_engine.api.config import EngineConfig
 from gpu_engine.drafters.chain import ModelChain
 from gpu_engine.drafters.eagle3 import Eagle3Net
 from gpu_engine.drafters.eagle3_files import load_head
@@ -18,9 +17,10 @@ from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.model.probe import ModelNotSupported
-from gpu_engine.step import Drafter
-from gpu_engine.stream import Stream
-from gpu_engine.sync import Sync
+from gpu_engine.step.device_program import DeviceDrafter, NgramKernel, NoDrafts
+from gpu_engine.step.program import Drafter
+from gpu_engine.step.stream import Stream
+from gpu_engine.step.sync import Sync
 from kernels.paged_attention import KVPages
 
 SHIPPED_HEAD = Path(__file__).parent / "heads" / "smollm2-135m-instruct"

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from gpu_engine.buffers import StepBatch
-from gpu_engine.device_step import DeviceDrafter
 from gpu_engine.drafters.nets import Hidden
-from gpu_engine.model.prefill import Chunks
-from gpu_engine.step import Drafter
-from gpu_engine.sync import Sync
+from gpu_engine.step.buffers import StepBatch
+from gpu_engine.step.device_program import DeviceDrafter
+from gpu_engine.step.prefill import Chunks
+from gpu_engine.step.program import Drafter
+from gpu_engine.step.sync import Sync
 from kernels.accept import StepTensors
 
 

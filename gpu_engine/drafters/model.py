@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import torch
 
-from gpu_engine.buffers import StepBatch
 from gpu_engine.drafters.nets import DraftNet, Hidden, put_forced, with_forced
-from gpu_engine.model.prefill import Chunks
-from gpu_engine.sync import Sync
+from gpu_engine.step.buffers import StepBatch
+from gpu_engine.step.prefill import Chunks
+from gpu_engine.step.sync import Sync
 from kernels.accept import StepTensors, draw_drafts
 
 

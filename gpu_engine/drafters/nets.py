@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
-from gpu_engine.buffers import StepBatch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.model.prefill import Chunks, prefill
+from gpu_engine.step.buffers import StepBatch
+from gpu_engine.step.prefill import Chunks, prefill
 from kernels.paged_attention import KVPages
 
 Hidden = dict[int, torch.Tensor | None]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from gpu_engine.buffers import StepBatch
 from gpu_engine.drafters.nets import Hidden
-from gpu_engine.model.prefill import Chunks
+from gpu_engine.step.buffers import StepBatch
+from gpu_engine.step.prefill import Chunks
 from kernels.accept import StepTensors
 
 

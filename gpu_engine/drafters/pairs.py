@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from gpu_engine.buffers import StepBatch
 from gpu_engine.drafters.nets import Hidden
-from gpu_engine.model.prefill import Chunks
+from gpu_engine.step.buffers import StepBatch
+from gpu_engine.step.prefill import Chunks
 
 
 class PairNet(ABC):

@@ -14,14 +14,14 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from gpu_engine.config import EMBEDDED_MODEL, EngineConfig
+from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.embedded import Progress, ensure_embedded
 from gpu_engine.model.fuse import Fused, FusedModelDiffers, fuse_parts, settle
 from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.probe import ModelNotSupported, probe
-from gpu_engine.stream import load_kernels_eagerly
+from gpu_engine.step.stream import load_kernels_eagerly
 from kernels.paged_attention import KVPages
 from shared_mem.cores import usable_cores
 

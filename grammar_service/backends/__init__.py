@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grammar_service.errors import NotSupported
-from grammar_service.grammar import Grammar
-from grammar_service.vocabulary import Vocabulary
+from grammar_service.grammar.value import Grammar
+from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.chains import SpecialWords
 
 NAMES = ("llguidance", "xgrammar")
@@ -218,9 +218,9 @@ def load_backend(name: str, vocabulary: Vocabulary) -> Backend:
     if not installed(name):
         raise NotSupported(f"backend {name} is not installed in this sidecar")
     if name == "llguidance":
-        from grammar_service.backends.llguidance import LlguidanceBackend
+        from grammar_service.backends.llguidance.backend import LlguidanceBackend
 
         return LlguidanceBackend(vocabulary)
-    from grammar_service.backends.xgrammar import XgrammarBackend
+    from grammar_service.backends.xgrammar.backend import XgrammarBackend
 
     return XgrammarBackend(vocabulary)

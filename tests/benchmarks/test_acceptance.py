@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.acceptance import Cell, Variant, answer, differing, result_table
-from benchmarks.acceptance_prompts import facts, own_prompts, read_prompts
-from benchmarks.measure import Answer
-from benchmarks.tables import Progress
+from benchmarks.harness.measure import Answer
+from benchmarks.harness.tables import Progress
+from benchmarks.quality.acceptance import Cell, Variant, answer, differing, result_table
+from benchmarks.quality.acceptance_prompts import facts, own_prompts, read_prompts
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_gpu import Result, report, run, run_section
-from benchmarks.gpu_native_pairs import native_pairs
-from benchmarks.gpu_sections import SECTIONS, Found, Table
+from benchmarks.gpu.bench_gpu import Result, report, run, run_section
+from benchmarks.gpu.native_pairs import native_pairs
+from benchmarks.gpu.sections import SECTIONS, Found, Table
 
 FOUND = {"tables": [{"title": "t", "header": ["a"], "rows": [["1"]]}], "notes": [], "failures": [], "left_out": []}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from benchmarks.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
 from protos.engine.v1 import engine_pb2 as pb
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.closing import LIMITS, calls_of, pairs
-from benchmarks.random_schemas import random_schema
-from benchmarks.schemas import Case
+from benchmarks.quality.closing import LIMITS, calls_of, pairs
+from benchmarks.quality.random_schemas import random_schema
+from benchmarks.quality.schemas import Case
 
 
 def test_pairs_are_the_same_for_one_seed_and_others_for_another() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_forward
-from tests.gpu_engine.core import tiny
+from benchmarks.speed import bench_forward
+from tests.gpu_engine import tiny
 
 
 def test_the_table_has_a_line_for_each_number_of_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 import tokenizers
 
-from benchmarks.gpu_models import widened
+from benchmarks.gpu.models import widened
 from tests.fakes import byte_tokenizer
 
 

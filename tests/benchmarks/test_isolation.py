@@ -12,8 +12,8 @@ import grpc
 import jsonschema
 import pytest
 
-from benchmarks.attacker import elsewhere
-from benchmarks.attacks import (
+from benchmarks.faults.attacker import elsewhere
+from benchmarks.faults.attacks import (
     Outcomes,
     Target,
     burners,
@@ -24,8 +24,8 @@ from benchmarks.attacks import (
     kills,
     under,
 )
-from benchmarks.isolation import Result, as_json, changed, ratio, result_table, tokenizer_of
-from benchmarks.streams import Streams, Window
+from benchmarks.faults.isolation import Result, as_json, changed, ratio, result_table, tokenizer_of
+from benchmarks.harness.streams import Streams, Window
 from protos.engine.v1 import engine_pb2 as pb
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script
@@ -172,7 +172,7 @@ def test_an_attack_from_another_process_tells_what_it_did(serve_fake: Serve) -> 
 
 @pytest.mark.model
 def test_the_control_compiles_the_schemas_of_the_flood() -> None:
-    command = (sys.executable, "-m", "benchmarks.compile_alone", "--tokenizer", str(tokenizer_of("embedded")))
+    command = (sys.executable, "-m", "benchmarks.faults.compile_alone", "--tokenizer", str(tokenizer_of("embedded")))
     subprocess.run([*command, "--count", "3"], check=True)
 
 

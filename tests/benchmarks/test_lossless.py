@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import lossless
-from benchmarks.comparison import compare, first_difference
-from benchmarks.measure import Answer
+from benchmarks.harness.comparison import compare, first_difference
+from benchmarks.harness.measure import Answer
+from benchmarks.quality import lossless
 from protos.engine.v1 import engine_pb2 as pb
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script, stable_tokens

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import maskbench
+from benchmarks.quality import maskbench
 from tests.grammar_service.toy import tokenizer_json
 
 INT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from benchmarks.measure import Answer, EngineTimes, Run, guidance_cost, percentile, summarize
-from benchmarks.validity import Judge
+from benchmarks.harness.measure import Answer, EngineTimes, Run, guidance_cost, percentile, summarize
+from benchmarks.harness.validity import Judge
 
 
 def answer(

@@ -6,8 +6,8 @@ import argparse
 import asyncio
 from dataclasses import replace
 
-from benchmarks.prefixes import FIRST, NEXT, SEEN, extractions, measure, report
-from benchmarks.workloads import workload
+from benchmarks.harness.workloads import workload
+from benchmarks.speed.prefixes import FIRST, NEXT, SEEN, extractions, measure, report
 from protos.engine.v1 import engine_pb2 as pb
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks import schemas
+from benchmarks.quality import schemas
 from protos.engine.v1 import engine_pb2 as pb
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script

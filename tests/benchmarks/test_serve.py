@@ -9,14 +9,14 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks import serve
-from benchmarks.measure import Answer, Run, Summary
-from benchmarks.plot import draw
-from benchmarks.report import as_json
-from benchmarks.server import EngineServer, ServerFailed, ServerOptions
-from benchmarks.systems import Lockstep, Prompt, SystemFailed, hf_directory
-from benchmarks.validity import Judge
-from benchmarks.workloads import workload
+from benchmarks.harness.measure import Answer, Run, Summary
+from benchmarks.harness.plot import draw
+from benchmarks.harness.report import as_json
+from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.systems import Lockstep, Prompt, SystemFailed, hf_directory
+from benchmarks.harness.validity import Judge
+from benchmarks.harness.workloads import workload
+from benchmarks.speed import serve
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script
 

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from benchmarks.measure import Run, Summary, summarize
-from benchmarks.report import BASELINE, result_table
-from benchmarks.tables import Progress, number, share, table
-from benchmarks.validity import Judge
+from benchmarks.harness.measure import Run, Summary, summarize
+from benchmarks.harness.report import BASELINE, result_table
+from benchmarks.harness.tables import Progress, number, share, table
+from benchmarks.harness.validity import Judge
 from tests.benchmarks.test_measure import answer
 
 

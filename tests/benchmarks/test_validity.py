@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.validity import Judge, Tally, Verdict
+from benchmarks.harness.validity import Judge, Tally, Verdict
 
 PERSON = '{"type":"object","properties":{"age":{"type":"integer","minimum":0}},"required":["age"]}'
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from benchmarks.workloads import WORKLOADS, workload
+from benchmarks.harness.workloads import WORKLOADS, workload
 
 
 def leaves(value: Any) -> Iterator[Any]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_engine.client import Client
-from gpu_engine.client_access import ANYBODY, Access
+from gpu_engine.cli.client import Client
+from gpu_engine.cli.client_access import ANYBODY, Access
 from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import Answer, answer
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpu_engine.sidecar import SPIN_ALWAYS_US
+from gpu_engine.sidecar.supervisor import SPIN_ALWAYS_US
 
 SERVICES = ("engine", "grammar")
 DOCKERFILES = ("gpu_engine/Dockerfile", "grammar_service/Dockerfile")

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu_engine.client import Client
+from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 
 ANSWER_TIMEOUT_S = 120.0

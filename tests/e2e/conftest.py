@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from benchmarks.server import EngineServer, ServerOptions
+from benchmarks.harness.server import EngineServer, ServerOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import grpc
 import jsonschema
 import pytest
 
-from benchmarks.random_schemas import random_schema
-from gpu_engine.client import Client
+from benchmarks.quality.random_schemas import random_schema
+from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import answer, chat
 from tests.e2e.conftest import RunningServer

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.server import EngineServer, ServerOptions
-from gpu_engine.client import Client
-from gpu_engine.config import EngineConfig
-from gpu_engine.core_split import CoreSplit
+from benchmarks.harness.server import EngineServer, ServerOptions
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.cli.client import Client
+from gpu_engine.ops.core_split import CoreSplit
 from protos.engine.v1 import engine_pb2 as pb
 from shared_mem.cores import usable_cores
 from tests.e2e.asking import ANSWER_TIMEOUT_S, chat, idle_stats

@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gpu_engine.client import Client
+from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import Answer, answer, answers, chat, idle_stats
 from tests.e2e.conftest import RunningServer

@@ -15,7 +15,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from benchmarks.server import EngineServer, ServerOptions
+from benchmarks.harness.server import EngineServer, ServerOptions
 
 pytestmark = [pytest.mark.model, pytest.mark.node, pytest.mark.slow]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_engine.stream import load_kernels_eagerly
+from gpu_engine.step.stream import load_kernels_eagerly
 
 load_kernels_eagerly()
 

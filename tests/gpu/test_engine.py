@@ -10,19 +10,19 @@ from functools import partial
 import psutil
 import pytest
 
-from benchmarks.server import EngineServer, ServerOptions
-from gpu_engine.client import Client
-from gpu_engine.config import EngineConfig
-from gpu_engine.device_prefill import DevicePrefill
+from benchmarks.harness.server import EngineServer, ServerOptions
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.request import FinishReason
+from gpu_engine.cli.client import Client
+from gpu_engine.core.device_prefill import DevicePrefill
 from gpu_engine.model.loader import LoadedModel, load_model
-from gpu_engine.request import FinishReason
 from protos.engine.v1 import engine_pb2 as pb
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.e2e.asking import answer, idle_stats
 from tests.fakes import EOS
-from tests.gpu_engine.core import tiny
-from tests.gpu_engine.core.harness import (
+from tests.gpu_engine import tiny
+from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
     answer_all,
@@ -35,7 +35,7 @@ from tests.gpu_engine.core.harness import (
     until_false,
     with_drafts,
 )
-from tests.gpu_engine.core.toy_sidecar import guided_engine
+from tests.gpu_engine.toy_sidecar import guided_engine
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import torch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.linear import SkinnyLinear
 from gpu_engine.model.loader import LoadedModel, load_model
-from tests.gpu_engine.core import tiny
-from tests.gpu_engine.core.harness import config
+from tests.gpu_engine import tiny
+from tests.gpu_engine.harness import config
 
 pytestmark = pytest.mark.gpu
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_engine.graph import LaneInput
+from gpu_engine.step.device.graphs import LaneInput
 from shared_mem.layout import RowKind
 from tests.gpu.toys_on_gpu import BIG_VOCAB, toys_on_gpu
-from tests.gpu_engine.core.toy_sidecar import Automaton
-from tests.gpu_engine.cuda.bench_of_toys import MODES, ROWS, open_slot, pattern_peer, sidecar_of, tokens_of
-from tests.gpu_engine.cuda.toy_step import expected
+from tests.gpu_engine.device.bench_of_toys import MODES, ROWS, open_slot, pattern_peer, sidecar_of, tokens_of
+from tests.gpu_engine.device.toy_step import expected
+from tests.gpu_engine.toy_sidecar import Automaton
 
 NEVER_PARKS_US = 1e6
 """A GPU cannot wake a process that sleeps on a futex, so the peer of the device's flags spins."""

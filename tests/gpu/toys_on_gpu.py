@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-from gpu_engine.pinned import PinnedSegment
-from gpu_engine.stream import CudaStream
-from gpu_engine.sync_cuda import cuda_sync
+from gpu_engine.step.device.pinned import PinnedSegment
+from gpu_engine.step.device.syncs import cuda_sync
+from gpu_engine.step.stream import CudaStream
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
-from tests.gpu_engine.core.tiny import VOCAB
-from tests.gpu_engine.cuda.bench_of_toys import ROWS, SLOTS, Toys, assemble
+from tests.gpu_engine.device.bench_of_toys import ROWS, SLOTS, Toys, assemble
+from tests.gpu_engine.tiny import VOCAB
 
 BIG_VOCAB = 128_256
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from grammar_service.backends import NAMES, Backend, Compiled, Matcher, Rows, load_backend
-from grammar_service.grammar import Kind, Whitespace, parse
-from grammar_service.vocabulary import Vocabulary
+from grammar_service.grammar.value import Kind, Whitespace, parse
+from grammar_service.grammar.vocabulary import Vocabulary
 from tests.grammar_service.toy import PADDED, STOPS, spell, tokenizer_json, tokens_in
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from grammar_service.backends import MatcherFailed, Rows
+from grammar_service.fill.matchers import Slot, SlotTable
+from grammar_service.grammar.mask_rows import Classifier
 from grammar_service.logs import JsonFormatter, TextFormatter
-from grammar_service.mask_rows import Classifier
-from grammar_service.matchers import Slot, SlotTable
 from shared_mem.grammar_end import Record
 from tests.grammar_service.toy import ToyMatcher
 

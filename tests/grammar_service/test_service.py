@@ -280,7 +280,7 @@ def test_the_llguidance_sidecar_never_loads_torch(sidecar: Sidecar) -> None:
         assert "libtorch" not in mapped
 
 
-@pytest.mark.parametrize("module", ["grammar_service.server", "grammar_service.compile_worker"])
+@pytest.mark.parametrize("module", ["grammar_service.server", "grammar_service.compile.worker"])
 def test_what_the_processes_import_is_free_of_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers', 'xgrammar'}} & set(sys.modules)))"
     root = Path(__file__).resolve().parents[2]

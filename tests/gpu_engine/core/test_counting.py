@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gpu_engine.engine import Engine
-from gpu_engine.metrics_engine import EngineCollector
+from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from tests.gpu_engine.core.harness import answer_all, ask, tokens, with_drafts
-from tests.gpu_engine.core.toy_sidecar import guided_engine
+from gpu_engine.ops.metrics_engine import EngineCollector
+from tests.gpu_engine.harness import answer_all, ask, tokens, with_drafts
+from tests.gpu_engine.toy_sidecar import guided_engine
 
 
 def value(engine: Engine, name: str, **labels: str) -> float:

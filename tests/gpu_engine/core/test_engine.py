@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.config import EngineConfig
-from gpu_engine.engine import Engine
-from gpu_engine.errors import InternalError, LimitExceeded, ShuttingDown
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.errors import InternalError, LimitExceeded, ShuttingDown
+from gpu_engine.api.request import FinishReason
+from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.request import FinishReason
 from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
-from tests.gpu_engine.core.harness import (
+from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
     answer_all,

@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 
-from gpu_engine.errors import GrammarUnavailable, InternalError, InvalidRequest
+from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequest
+from gpu_engine.api.request import FinishReason
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.request import FinishReason
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.fakes import EOS
-from tests.gpu_engine.core.harness import (
+from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
     answer_all,
@@ -24,7 +24,7 @@ from tests.gpu_engine.core.harness import (
     until_false,
     with_drafts,
 )
-from tests.gpu_engine.core.toy_sidecar import Automaton, CrashError, ToyGrammar, guided_engine
+from tests.gpu_engine.toy_sidecar import Automaton, CrashError, ToyGrammar, guided_engine
 
 MIX = [
     partial(ask, tokens(30, 1, repeat=10), grammar="50", max_tokens=90),

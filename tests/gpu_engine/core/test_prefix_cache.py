@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from gpu_engine.engine import Engine
-from gpu_engine.errors import InternalError
+from gpu_engine.api.errors import InternalError
+from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from tests.gpu_engine.core.harness import (
+from tests.gpu_engine.core.test_engine import FailsOnce
+from tests.gpu_engine.harness import (
     Answer,
     answer_all,
     answer_each,
@@ -22,7 +23,6 @@ from tests.gpu_engine.core.harness import (
     until_false,
     with_drafts,
 )
-from tests.gpu_engine.core.test_engine import FailsOnce
 
 SYSTEM = tokens(50, 7)
 

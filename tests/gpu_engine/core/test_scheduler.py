@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from gpu_engine.kv_cache import PageAllocator
-from gpu_engine.prefill_shapes import PrefillShapes
-from gpu_engine.scheduler import Guide, Plan, Scheduler, Sequence
+from gpu_engine.api.prefill_shapes import PrefillShapes
+from gpu_engine.core.kv_cache import PageAllocator
+from gpu_engine.core.scheduler import Guide, Plan, Scheduler, Sequence
 
 PAGE, CHUNK, ROWS = 16, 32, 4
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from gpu_engine.drafters.eagle3_files import HeadNotUsable, load_head, save_head
 from gpu_engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, default_aux_layers
-from gpu_engine.drafters.training.unroll import Sequence, unroll
+from tools.training.unroll import Sequence, unroll
 
 V, VD, H = 64, 20, 64
 

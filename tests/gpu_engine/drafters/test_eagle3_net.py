@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.drafters.eagle3 import Eagle3Net
 from gpu_engine.drafters.eagle3_head import Eagle3Head
 from gpu_engine.drafters.nets import Hidden
-from gpu_engine.model.prefill import Chunks
+from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.step.prefill import Chunks
 from kernels.accept import StepTensors, draw_drafts
 from kernels.paged_attention import KVPages
 from shared_mem.layout import RowKind

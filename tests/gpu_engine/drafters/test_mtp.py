@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedTokenizerFast
 
-from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import Hidden
 from gpu_engine.model.loader import LoadedModel, load_model
-from gpu_engine.model.prefill import Chunks
 from gpu_engine.model.probe import ModelNotSupported
+from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.step.prefill import Chunks
 from kernels.paged_attention import KVPages
 from shared_mem.layout import Stage
 from tests.fakes import byte_tokenizer
-from tests.gpu_engine.core.harness import answer_all, ask, config, free_engine, tokens
-from tests.gpu_engine.core.test_draft_masks import Turns
-from tests.gpu_engine.core.toy_sidecar import guided_engine
+from tests.gpu_engine.drafters.test_draft_masks import Turns
+from tests.gpu_engine.harness import answer_all, ask, config, free_engine, tokens
+from tests.gpu_engine.toy_sidecar import guided_engine
 
 cache_utils = pytest.importorskip("transformers.cache_utils")
 modeling_layers = pytest.importorskip("transformers.modeling_layers")

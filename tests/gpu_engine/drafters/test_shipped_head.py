@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpu_engine.config import EngineConfig
+from gpu_engine.api.config import EngineConfig
 from gpu_engine.drafters.build import SHIPPED_HEAD
 from gpu_engine.drafters.eagle3_files import load_head
 

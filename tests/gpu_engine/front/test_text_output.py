@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from gpu_engine.detokenizer import MAX_HELD_TOKENS, Detokenizer
-from gpu_engine.errors import GrammarUnavailable
-from gpu_engine.request import FinishReason, Logprobs, Request, SamplingParams, TokenEvent
-from gpu_engine.sequence_output import Delta, SequenceOutput
-from gpu_engine.stop_strings import StopMatch, StopScanner
+from gpu_engine.api.errors import GrammarUnavailable
+from gpu_engine.api.request import FinishReason, Logprobs, Request, SamplingParams, TokenEvent
+from gpu_engine.front.detokenizer import MAX_HELD_TOKENS, Detokenizer
+from gpu_engine.front.sequence_output import Delta, SequenceOutput
+from gpu_engine.front.stop_strings import StopMatch, StopScanner
 from tests.fakes import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from gpu_engine.errors import InvalidRequest
-from gpu_engine.request import GrammarKind
-from gpu_engine.validation import Chat, Limits, Tokens, check
+from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.request import GrammarKind
+from gpu_engine.front.validation import Chat, Limits, Tokens, check
 from protos.engine.v1 import engine_pb2 as pb
 
 LIMITS = Limits(

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.lane_box import LaneBox
-from gpu_engine.row_work import TorchRows
-from gpu_engine.rows import RowStore
-from gpu_engine.sync import InlineSync
+from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.step.device.post_buffers import LaneBox
+from gpu_engine.step.mask_rows import RowStore
+from gpu_engine.step.row_work import TorchRows
+from gpu_engine.step.sync import InlineSync
 from kernels.cuda.forced import take_forced
 from kernels.cuda.posting import PROPOSE, VERIFY, KeptRows, PostTensors, keep_rows, pack_post
 from kernels.cuda.settling import settle

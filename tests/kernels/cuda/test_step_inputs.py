@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_engine.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.drafters.ngram import NgramDrafter
+from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from kernels.accept import StepTensors
 from kernels.cuda.ngram import propose_ngram
 from kernels.cuda.step_inputs import load_step

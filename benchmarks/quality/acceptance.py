@@ -1,0 +1,222 @@
+"""`python -m benchmarks acceptance`: how many tokens a step yields, by drafter, drafts a step, masks and forced tokens.
+
+Invariant: every drafter answers the same prompts greedily under the same grammars, so the texts are equal and only the
+steps differ; an answer that differs from the one without drafts fails the run. Not here: training a head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.harness.client import CallRefused, EngineClient
+from benchmarks.harness.measure import Answer
+from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.tables import Progress, number, table
+from benchmarks.quality.acceptance_plot import PUBLISHED, draw
+from benchmarks.quality.acceptance_prompts import AcceptancePrompt, own_prompts, read_prompts
+from gpu_engine.api.config import MAX_DRAFT_TOKENS
+
+EXAMPLES = """
+Two groups of prompts: "extraction", where the prompt states the facts that the answer is made of, and "generation",
+where it states the schema alone. With --data FILE.jsonl (MaskBench's form) they are its JME_* schemas with the facts of
+a valid instance, and a spread over its other groups; without it they are the workloads of `serve`.
+
+A variant is a drafter, +masked / +free for a network's drafts with and without masks (neither: as is measured
+to pay), +forced / +unforced for the grammar's drafts in front of its own ("grammar": these alone), +f15 for at most
+15 of these (forced_draft_tokens; used with the largest K, which a request leaves to the server: one that names its
+K has no more drafts in all):
+  ngram   ngram+unforced   ngram+f15   grammar   eagle3:DIR+masked   eagle3:DIR+free   model:DIR
+
+examples:
+  python -m benchmarks acceptance --variants ngram+unforced,ngram+forced --drafts 1,3,7
+  python -m benchmarks acceptance --data maskbench.jsonl --variants eagle3:head+masked,eagle3:head+free --plot acc.png
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to start the server."""
+
+    name: str
+    drafter: str
+    draft_model: str
+    flags: tuple[str, ...]
+
+    @staticmethod
+    def parse(text: str) -> Variant:
+        """Return the variant of a word on the command line; raises ValueError."""
+        base, *marks = text.split("+")
+        drafter, _, folder = base.partition(":")
+        known = {
+            "free": ("--draft-masks", "off"),
+            "masked": ("--draft-masks", "on"),
+            "forced": ("--draft-forced", "true"),
+            "unforced": ("--draft-forced", "false"),
+            **{f"f{most}": ("--forced-draft-tokens", str(most)) for most in range(MAX_DRAFT_TOKENS + 1)},
+        }
+        if unknown := [mark for mark in marks if mark not in known]:
+            raise ValueError(f"{text}: {', '.join(unknown)} is none of free, masked, forced, unforced, fN")
+        flags = tuple(flag for mark in marks for flag in known[mark])
+        name = "+".join([drafter, *marks])
+        return Variant(name, drafter, folder, ("--draft-model", folder, *flags) if folder else flags)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A variant with K drafts on one group."""
+
+    variant: str
+    drafts: int
+    group: str
+    answers: tuple[Answer, ...]
+    wall_s: float
+
+    @property
+    def length(self) -> float:
+        """Tokens a step, bonus token included; the prefill's token counts as a step of one."""
+        return sum(len(answer.token_ids) for answer in self.answers) / max(1, sum(a.steps for a in self.answers))
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second, end to end."""
+        return sum(len(answer.token_ids) for answer in self.answers) / self.wall_s
+
+
+async def answer(
+    address: str,
+    prompts: Sequence[AcceptancePrompt],
+    drafts: int,
+    max_tokens: int,
+    progress: Progress,
+    *,
+    named: bool = True,
+) -> list[Cell]:
+    """Answer every prompt, one at a time; a refused one is left out. `named`: the requests say how many drafts."""
+    client, cells = EngineClient(address), []
+    try:
+        for group in dict.fromkeys(prompt.group for prompt in prompts):
+            answers, wall_s = [], 0.0
+            for prompt in prompts:
+                if prompt.group == group:
+                    try:
+                        answers.append(await client.generate(prompt.call(drafts if named else None, max_tokens)))
+                        wall_s += answers[-1].last_s - answers[-1].started_s
+                    except CallRefused as refusal:
+                        print(f"left out: {refusal}", file=sys.stderr)
+                    progress.step(f"{group} K={drafts}")
+            cells.append(Cell("", drafts, group, tuple(answers), wall_s))
+    finally:
+        await client.close()
+    return cells
+
+
+def differing(cells: Sequence[Cell], reference: Sequence[Cell]) -> list[str]:
+    """Return the prompts whose tokens are not those without drafts."""
+    expected = {(cell.group, a.name): a.token_ids for cell in reference for a in cell.answers}
+    return [a.name for cell in cells for a in cell.answers if expected.get((cell.group, a.name)) != a.token_ids]
+
+
+def result_table(cells: Sequence[Cell]) -> str:
+    """Return tokens a step and tokens a second, a row for each variant and K."""
+    base = {cell.group: cell.speed for cell in cells if cell.drafts == 0}
+    groups = list(dict.fromkeys(cell.group for cell in cells))
+    header = ["drafter", "K", *[f"{group}: tok/step" for group in groups], *[f"{group}: tok/s" for group in groups]]
+    header += [f"{group}: x K=0" for group in groups]
+    rows = []
+    for variant, drafts in dict.fromkeys((cell.variant, cell.drafts) for cell in cells):
+        row = [cell for cell in cells if (cell.variant, cell.drafts) == (variant, drafts)]
+        rows.append([variant, str(drafts), *[number(cell.length, 2) for cell in row], *[number(c.speed) for c in row]])
+        rows[-1] += [number(cell.speed / base[cell.group], 2) if cell.group in base else "-" for cell in row]
+    theirs = [
+        [f"published: {name}", "3", number(jme, 2), number(jsb, 2), "", "", "", ""] for name, _, jme, jsb in PUBLISHED
+    ]
+    return table(header, rows + [row[: len(header)] for row in theirs])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks acceptance",
+        description="Tokens a step and tokens a second of guided answers, by drafter and drafts a step.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="embedded")
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    add("--device", default="cpu")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add("--data", type=Path, metavar="FILE.jsonl", help="schemas with instances, in MaskBench's form")
+    add("--count", type=int, default=12, help="prompts of each group (default 12)")
+    add("--max-tokens", type=int, default=128)
+    add("--drafts", default="1,2,3,5,7", metavar="K,...", help="drafts a step to try (default 1,2,3,5,7)")
+    add("--variants", default="ngram+unforced,ngram+forced,grammar", metavar="NAME,...", help="see below")
+    add("--plot", type=Path, metavar="FILE.png")
+    add("--json", type=Path, metavar="FILE.json")
+    return parser
+
+
+def run(args: argparse.Namespace, variants: Sequence[Variant], drafts: Sequence[int]) -> tuple[list[Cell], list[str]]:
+    """Measure every variant; return the cells and what differed."""
+    prompts = read_prompts(args.data, args.count) if args.data else own_prompts(args.count)
+    progress = Progress(len(prompts) * (1 + len(variants) * len(drafts)))
+    cells: list[Cell] = []
+    wrong: list[str] = []
+    for number_, variant in enumerate(variants):
+        options = ServerOptions(
+            model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
+            prefix_cache=False,
+            drafter=variant.drafter, num_draft_tokens=max(drafts), max_batch_size=4,
+            extra=("--device", args.device, *variant.flags),
+        )  # fmt: skip
+        with EngineServer(options) as server:
+            for k in [0, *drafts] if number_ == 0 else drafts:
+                named = k != max(drafts)
+                found = asyncio.run(answer(server.address, prompts, k, args.max_tokens, progress, named=named))
+                name = variant.name if k else "no drafts"
+                cells += [Cell(name, k, cell.group, cell.answers, cell.wall_s) for cell in found]
+                wrong += [f"{variant.name} K={k}: {name}" for name in differing(found, cells[:2])]
+    progress.close()
+    return cells, wrong
+
+
+def main() -> int:
+    """Measure and print; 1 when an answer differs from the one without drafts."""
+    parser = build_parser()
+    args = parser.parse_args()
+    try:
+        variants = [Variant.parse(text) for text in args.variants.split(",")]
+        drafts = [int(text) for text in args.drafts.split(",")]
+        if not drafts or min(drafts) < 1 or max(drafts) > MAX_DRAFT_TOKENS:
+            raise ValueError(f"--drafts: {args.drafts}: numbers in [1, {MAX_DRAFT_TOKENS}] are needed")
+        cells, wrong = run(args, variants, drafts)
+    except ValueError as error:
+        parser.error(str(error))
+    except ServerFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    title = f"{args.model} {args.dtype}, greedy, one at a time, {args.threads} threads, {args.grammar_backend}"
+    print(f"{title}\n\n{result_table(cells)}")
+    for line in wrong:
+        print(f"differs: {line}")
+    if args.plot:
+        draw(cells, title, args.plot)
+    if args.json:
+        plain = [
+            {"variant": c.variant, "drafts": c.drafts, "group": c.group, "length": c.length, "speed": c.speed}
+            for c in cells
+        ]
+        args.json.write_text(json.dumps(plain, indent=1) + "\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

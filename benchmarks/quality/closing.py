@@ -1,0 +1,133 @@
+"""`python -m benchmarks closing`: does every answer end, valid, within a `max_tokens` drawn at random?
+
+Invariant: an answer that ended as STOP or GRAMMAR_CLOSED and that the independent judge finds invalid fails the run.
+GRAMMAR_INCOMPLETE is honest and counted; so is a request that is refused at once because no answer can be so short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness.client import Call, CallRefused, make_call
+from benchmarks.harness.server import ServerFailed, ServerOptions, engine_address
+from benchmarks.harness.tables import Progress, table
+from benchmarks.harness.validity import COMPLETE, Judge, Verdict
+from benchmarks.quality.random_schemas import random_schema
+from benchmarks.quality.schemas import DEFECTS, PROMPT_SCHEMA_CHARS, Case, ask, read_cases, spread
+from protos.engine.v1 import engine_pb2 as pb
+
+LIMITS = range(4, 121)
+"""`max_tokens` is drawn from here."""
+
+EXAMPLES = """
+examples:
+  python -m benchmarks closing --count 200
+  python -m benchmarks closing --count 200 --data maskbench.jsonl --grammar-backend xgrammar
+
+exit code: 0 every complete answer is valid, 1 one is not or the server failed, 2 it could not run
+"""
+
+
+def pairs(count: int, seed: int, cases: Sequence[Case]) -> list[tuple[Case, int]]:
+    """Return schemas with their `max_tokens`: all from `cases` where there are some, else made at random."""
+    rng = random.Random(seed)
+    made = cases or [Case(f"random-{i}", "random", json.dumps(random_schema(seed + i))) for i in range(count)]
+    return [(case, rng.choice(LIMITS)) for case in made]
+
+
+def calls_of(drawn: Sequence[tuple[Case, int]]) -> list[Call]:
+    """One call a pair, every other one greedy."""
+    calls = []
+    for number, (case, limit) in enumerate(drawn):
+        sampling = pb.SamplingParams(max_tokens=limit, temperature=0.8 * (number % 2), seed=number)
+        hint = case.schema[:PROMPT_SCHEMA_CHARS]
+        messages = [("user", f"Write one realistic JSON value that follows this JSON schema:\n{hint}")]
+        calls.append(make_call(case.name, messages, schema=case.schema, sampling=sampling))
+    return calls
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks closing",
+        description="Ask for answers to many (schema, max_tokens) pairs and judge every complete one with jsonschema.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--count", type=int, default=200, help="pairs (default 200)")
+    add("--seed", type=int, default=0, help="of schemas and limits (default 0)")
+    add("--data", type=Path, metavar="FILE.jsonl", help="schemas from a file in MaskBench's form")
+    add("--concurrency", type=int, default=8)
+    add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
+    add("--model", default="embedded")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--k", type=int, default=7, help="draft tokens per step (default 7)")
+    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check; returns the exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        cases = spread(read_cases(args.data), args.count) if args.data else []
+    except (OSError, ValueError) as error:
+        parser.error(f"--data: {error}")
+    drawn = pairs(args.count, args.seed, cases)
+    options = ServerOptions(
+        model=args.model,
+        dtype=args.dtype,
+        num_threads=args.threads,
+        num_draft_tokens=args.k,
+        max_batch_size=max(8, args.concurrency),
+        grammar_backend=args.grammar_backend,
+    )
+    print(f"{len(drawn)} (schema, max_tokens) pairs, {args.grammar_backend}, K={args.k}")
+    progress = Progress(len(drawn))
+    try:
+        with engine_address(args.address, options) as address:
+            outcomes = asyncio.run(ask(address, calls_of(drawn), args.concurrency, progress))
+    except ServerFailed as failure:
+        print(f"cannot run: {failure}", file=sys.stderr)
+        return 2
+    finally:
+        progress.close()
+    endings: Counter[str] = Counter()
+    failed = False
+    for (case, limit), outcome in zip(drawn, outcomes, strict=True):
+        if isinstance(outcome, CallRefused):
+            at_once = "sampling.max_tokens" in (outcome.reason or "")
+            endings["refused at once: max_tokens" if at_once else f"refused {outcome.status}"] += 1
+            failed |= outcome.status in DEFECTS
+            if not at_once:
+                print(f"refused {case.name}: {outcome.status} {(outcome.reason or '')[:140]}")
+            continue
+        if outcome.finish not in COMPLETE:
+            endings[outcome.finish] += 1
+            print(f"{outcome.finish} {case.name} max_tokens={limit}: {outcome.text[:160]!r}")
+            failed |= outcome.finish not in ("grammar_incomplete",)
+            continue
+        judgement = JUDGE.judge(case.schema, outcome.text)
+        endings[f"{outcome.finish}/{judgement.verdict.value}"] += 1
+        if judgement.verdict is Verdict.INVALID:
+            failed = True
+            print(f"INVALID {case.name} max_tokens={limit}: {judgement.reason}\n        {outcome.text[:400]}")
+    print(table(["ending", "answers"], [[name, str(times)] for name, times in sorted(endings.items())]))
+    return int(failed)
+
+
+JUDGE = Judge()
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Mask rows by way of a real segment: a sidecar's worker, asked as an engine asks, against rows computed directly.
+
+Invariant: every step posts true and false drafts, so rows after rollbacks are compared too. Not here: verdicts, tables.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grammar_service.backends import Compiled
+from grammar_service.fill.matchers import Slot
+from grammar_service.fill.worker import Worker
+from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.layout import Layout, RowKind
+from shared_mem.segment import Segment
+
+NUM_ROWS = 4
+"""Rows per record: three drafts."""
+
+
+class SharedRows:
+    """A worker behind a real segment, asked as an engine asks: the other way to the same masks."""
+
+    def __init__(self, vocab_size: int) -> None:
+        layout = Layout(num_slots=1, num_rows=NUM_ROWS, vocab_size=vocab_size)
+        self._segment = Segment.create(layout)
+        self._engine = EngineEnd(self._segment)
+        self._worker = Worker(GrammarEnd(self._segment))
+        self._worker.start()
+        self._gen = 0
+        self._random = random.Random(0)
+
+    def compare(
+        self, compiled: Compiled, tokens: Sequence[int], direct: Sequence[NDArray[np.int32]]
+    ) -> tuple[int, int]:
+        """Walk `tokens` in steps of 1 to 4 with true and false drafts; return how many rows came, and how many differ.
+
+        `direct` holds the row before each token, and the one after the last.
+        """
+        self._gen += 1
+        self._worker.bind(0, Slot.bind(self._gen, compiled.matcher, ()))
+        words = direct[0].size
+        at, rows, differing = 0, 0, 0
+        step: Sequence[int] = ()
+        while at <= len(tokens):
+            drafts = list(tokens[at : at + NUM_ROWS - 1])
+            if drafts and self._random.random() < 0.5:
+                drafts[self._random.randrange(len(drafts))] = self._random.randrange(words * 32)
+            said = [*step, *drafts]
+            seq = self._engine.post([0], [self._gen], [at - len(step)], [len(step)], [len(drafts)], [said])
+            kinds = self._engine.await_rows(seq, [0], [self._gen], timeout_s=60).kinds[0]
+            true = next((i for i, draft in enumerate(drafts) if draft != tokens[at + i]), len(drafts))
+            for row in range(true + 1):
+                rows += 1
+                differing += not _equal(kinds[row], self._engine.mask_rows(seq)[0, row, :words], direct[at + row])
+            taken = self._random.randrange(true + 1) + 1
+            step = tokens[at : at + taken]
+            at += taken
+        return rows, differing
+
+    def close(self) -> None:
+        """Stop the worker and unmap."""
+        self._worker.stop()
+        self._segment.close()
+
+
+def _equal(kind: int, shared: NDArray[np.int32], direct: NDArray[np.int32]) -> bool:
+    if kind in (RowKind.APPLY, RowKind.FORCED):
+        return bool((shared == direct).all())
+    return kind == RowKind.DEAD_END and not direct.any()

@@ -1,0 +1,174 @@
+"""`python -m benchmarks token_ids`: records the token ids of a build, and compares another build with the record.
+
+Invariant: every answer of the record is compared, token by token and by finish reason; an answer that is missing on one
+side is a difference. Not responsible for: the prompts (see lossless.py), starting the engine (see server.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.comparison import first_difference
+from benchmarks.harness.measure import Answer
+from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.tables import Progress
+from benchmarks.harness.workloads import workload
+from benchmarks.quality.lossless import make_cases
+from protos.engine.v1 import engine_pb2 as pb
+
+Ids = dict[str, dict[str, dict[str, Any]]]
+"""Variant -> name of the answer -> {"ids": [...], "finish": "..."}."""
+
+EXAMPLES = """
+examples:
+  python -m benchmarks token_ids --record ids.json             run this build, write the file
+  python -m benchmarks token_ids --compare ids.json            run this build, exit 1 where an answer differs
+  python -m benchmarks token_ids --compare ids.json --dtypes float32 --drafts 7
+"""
+
+
+def sampled_calls(count: int, max_tokens: int, drafts: int) -> list[Call]:
+    """Return `count` guided calls that are sampled at temperature 1, each with a seed of its own."""
+    pool = [*workload("extraction"), *workload("schema")]
+    calls = []
+    for number in range(count):
+        rounds, place = divmod(number, len(pool))
+        item = pool[place]
+        sampling = pb.SamplingParams(
+            max_tokens=min(item.max_tokens, max_tokens), temperature=1.0, top_p=0.95, seed=7000 + number
+        )
+        calls.append(
+            make_call(
+                f"{item.name}~{rounds} [sampled]",
+                item.messages,
+                schema=item.schema,
+                sampling=sampling,
+                num_draft_tokens=drafts,
+            )
+        )
+    return calls
+
+
+async def run_build(address: str, dtype: str, args: argparse.Namespace) -> Ids:
+    """Run every variant against one server."""
+    drafts = [int(each) for each in args.drafts.split(",")]
+    cases = make_cases(args.count, args.max_tokens)
+    variants: list[tuple[str, int, list[Call]]] = [
+        (f"{dtype}, {k} drafts, {'alone' if level == 1 else f'batch of {level}'}", level, [c.call(k) for c in cases])
+        for level in dict.fromkeys((1, args.batch))
+        for k in drafts
+    ]
+    sampled = sampled_calls(args.count, args.max_tokens, max(drafts))
+    variants.append((f"{dtype}, sampled, {max(drafts)} drafts, alone", 1, sampled))
+    client = EngineClient(address)
+    progress = Progress(sum(len(calls) for _, _, calls in variants))
+    ids: Ids = {}
+    try:
+        for name, level, calls in variants:
+            run = await client.run(calls, level, partial(progress.step, name))
+            ids[name] = {answer.name: _entry(answer) for answer in run.answers}
+    finally:
+        progress.close()
+        await client.close()
+    return ids
+
+
+def _entry(answer: Answer) -> dict[str, Any]:
+    return {"ids": list(answer.token_ids), "finish": answer.finish}
+
+
+def differences(recorded: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return one line for each answer of a variant that is not the same on both sides."""
+    lines = []
+    for name in sorted({*recorded, *now}):
+        if name not in recorded or name not in now:
+            lines.append(f"{name}: only in {'the record' if name in recorded else 'this run'}")
+            continue
+        found = first_difference(recorded[name]["ids"], now[name]["ids"])
+        if found is not None:
+            lines.append(f"{name}: token {found[0]} was {found[1]}, is {found[2]}")
+        elif recorded[name]["finish"] != now[name]["finish"]:
+            lines.append(f"{name}: finish was {recorded[name]['finish']}, is {now[name]['finish']}")
+    return lines
+
+
+def report(recorded: Ids, now: Ids) -> int:
+    """Print a line for each variant and each difference; return the number of differences.
+
+    bfloat16 rounds by the number of rows in a forward, and which sequences meet in a batch is a matter of time. Such a
+    variant differs from itself between two runs of one build, so its differences are printed and not counted.
+    """
+    counted = 0
+    for variant in now:
+        lines = differences(recorded.get(variant, {}), now[variant])
+        exact = not (variant.startswith("bfloat16") and "batch" in variant)
+        note = "" if exact else " (depends on which sequences meet in a batch; not counted)"
+        print(f"{variant}: {len(now[variant]) - len(lines)} of {len(now[variant])} equal{note}")
+        for line in lines if exact else ():
+            print(f"  differs: {line}")
+        counted += len(lines) if exact else 0
+    return counted
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks token_ids",
+        description="Record the token ids of a build, or compare this build with such a record.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--record", type=Path, metavar="FILE", help="write the ids of this build to FILE")
+    where.add_argument("--compare", type=Path, metavar="FILE", help="compare this build with FILE")
+    add = parser.add_argument
+    add("--dtypes", default="float32,bfloat16", help="dtypes of the engine (default float32,bfloat16)")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add("--count", type=int, default=40, help="prompts (default 40)")
+    add("--max-tokens", type=int, default=64, help="tokens per answer (default 64)")
+    add("--drafts", default="0,3,7", help="drafts per step (default 0,3,7)")
+    add("--batch", type=int, default=8, help="size of the batch (default 8)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the build; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    ids: Ids = {}
+    try:
+        for dtype in args.dtypes.split(","):
+            options = ServerOptions(
+                dtype=dtype,
+                num_threads=args.threads,
+                num_draft_tokens=max(int(each) for each in args.drafts.split(",")),
+                max_batch_size=max(16, args.batch),
+                grammar_backend=args.grammar_backend,
+                prefix_cache=False,
+            )
+            with EngineServer(options) as server:
+                ids |= asyncio.run(run_build(server.address, dtype, args))
+    except (ServerFailed, CallRefused) as failure:
+        print(f"cannot run: {failure}", file=sys.stderr)
+        return 2
+    if args.record is not None:
+        args.record.write_text(json.dumps({"machine": platform.processor() or platform.machine(), "answers": ids}))
+        print(f"{sum(len(answers) for answers in ids.values())} answers written to {args.record}")
+        return 0
+    count = report(json.loads(args.compare.read_text())["answers"], ids)
+    print(f"{count} differences")
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

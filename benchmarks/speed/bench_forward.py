@@ -1,0 +1,159 @@
+"""`python -m benchmarks bench_forward`: a decode step's forward, fused and as transformers walks it.
+
+Invariant: both models have the same weights and run in turn in one process over the same tokens and contexts, so that
+the ratio holds even where the machine is shared. Not here: sampling, masks, the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from benchmarks.harness.tables import number, table
+from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.recording import distance
+
+EXAMPLES = """
+examples:
+  python -m benchmarks bench_forward                                        the embedded model on this CPU
+  python -m benchmarks bench_forward --model /models/Qwen3-0.6B --rows 1,8,32
+  python -m benchmarks bench_forward --threads 1 --cpu-time                 on a machine that others use too
+  python -m benchmarks bench_forward --device cuda                          as captured graphs, which is how a step runs
+
+reading the table:
+  rows      positions of one sequence in the call: 1 is plain decoding, 8 verifies 7 drafts
+  fused     milliseconds, the lower quartile of the rounds; what else the machine does only adds
+  ratio     as it came over fused, the median of the rounds' own ratios: above 1 fusing pays
+  distance  of the logits, relative; rounding of bfloat16 is some hundredths
+  argmax    share of the rows whose most likely token is the same
+"""
+
+PAGE = 16
+
+Timer = Callable[[LoadedModel, torch.Tensor, AttentionContext], Callable[[], float]]
+
+
+def context_of(model: LoadedModel, start: int, rows: int) -> AttentionContext:
+    """Return a context of `rows` positions behind `start` tokens that were prefilled."""
+    pages = -(-(start + rows) // PAGE)
+    table_BN = torch.arange(pages, dtype=torch.int32, device=model.device)[None]
+    cache = model.allocate_pages(pages, PAGE)
+    if start:
+        before = torch.arange(start, dtype=torch.int32, device=model.device)[None]
+        model.prefill(before.long() * 37 % model.vocab_size, AttentionContext(cache, table_BN, before))
+    return AttentionContext(
+        cache, table_BN, torch.arange(start, start + rows, dtype=torch.int32, device=model.device)[None]
+    )
+
+
+def on_cpu(clock: Callable[[], float]) -> Timer:
+    """Return what makes, of a forward, a function that runs it once and gives its milliseconds by `clock`."""
+
+    def of(model: LoadedModel, ids_BP: torch.Tensor, ctx: AttentionContext) -> Callable[[], float]:
+        def run() -> float:
+            begin = clock()
+            model.logits(ids_BP, ctx)
+            return (clock() - begin) * 1e3
+
+        return run
+
+    return of
+
+
+def on_cuda(model: LoadedModel, ids_BP: torch.Tensor, ctx: AttentionContext) -> Callable[[], float]:
+    """Return a function that replays the forward's graph once and gives its milliseconds."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model.logits(ids_BP, ctx)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model.logits(ids_BP, ctx)
+
+    def run() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    return run
+
+
+@torch.inference_mode()
+def compare(plain: LoadedModel, fused: LoadedModel, rows: int, start: int, rounds: int, timer: Timer) -> list[str]:
+    """Return a row of the table."""
+    ids_BP = torch.arange(rows, device=plain.device)[None] * 91 % plain.vocab_size
+    runs, logits = [], []
+    for model in (plain, fused):
+        ctx = context_of(model, start, rows)
+        logits.append(model.logits(ids_BP, ctx).clone())
+        runs.append(timer(model, ids_BP, ctx))
+    for run in runs * 2:
+        run()
+    # The order alternates, so that neither always follows the other.
+    pairs = []
+    for turn in range(rounds):
+        times = {which: runs[which]() for which in ((0, 1) if turn % 2 else (1, 0))}
+        pairs.append((times[0], times[1]))
+    quartiles = [sorted(times)[rounds // 4] for times in zip(*pairs, strict=True)]
+    same = (logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean().item()
+    return [
+        str(rows),
+        *(number(value, 2) for value in quartiles),
+        number(statistics.median(a / b for a, b in pairs), 2),
+        number(distance(logits[1], logits[0]), 4),
+        number(same, 2),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks bench_forward",
+        description="Time a step's forward, fused and not, in turn.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="as the engine's setting (default: embedded)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--dtype", default="auto", help="as the engine's setting (default: auto)")
+    parser.add_argument("--rows", default="1,8,16", help="positions of a call (default: 1,8,16)")
+    parser.add_argument("--context", type=int, default=300, help="tokens in front of them (default: 300)")
+    parser.add_argument("--rounds", type=int, default=40, help="measurements of each (default: 40)")
+    parser.add_argument("--threads", type=int, default=0, help="threads on a CPU; 0: the cores there are (default: 0)")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="time of the one thread on its core, not on the wall: with --threads 1"
+    )
+    args = parser.parse_args(argv)
+    if args.cpu_time and (args.device != "cpu" or args.threads != 1):
+        parser.error("--cpu-time goes with --device cpu and --threads 1")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        print(f"--device {args.device}: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    models = []
+    for fuse in (False, True):
+        config = EngineConfig(
+            model=args.model, device=args.device, dtype=args.dtype, num_threads=args.threads, fuse=fuse
+        )
+        models.append(load_model(config, lambda stage, done: print(f"{done:4.0%} {stage}", file=sys.stderr)))
+    plain, fused = models
+    print(f"{plain!r}, context {args.context}: {fused.fused!r}", *fused.fused.left, sep="\n")
+    timer = on_cuda if args.device != "cpu" else on_cpu(time.thread_time if args.cpu_time else time.perf_counter)
+    lines = [compare(plain, fused, int(rows), args.context, args.rounds, timer) for rows in args.rows.split(",")]
+    print(table(["rows", "as it came, ms", "fused, ms", "ratio", "distance", "argmax"], lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

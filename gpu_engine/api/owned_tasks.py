@@ -1,0 +1,49 @@
+"""A set of background tasks with one owner: none is lost, no error goes unseen, all end with the owner.
+
+The invariant: a task is in the set exactly while it runs. Not here: waiting for results (await the task itself).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from gpu_engine.api.errors import LockstepError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class OwnedTasks:
+    """Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Start `work`. An error outside the engine's tree is logged; one inside it is for whoever awaits the task."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Start `work` for its effect alone; as `spawn`."""
+        _ = self.spawn(work, name)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not isinstance(error, LockstepError):
+            log.error("%s failed", task.get_name(), exc_info=error)
+
+    async def aclose(self) -> None:
+        """Cancel what still runs and wait for its end."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def __repr__(self) -> str:
+        return f"<OwnedTasks {sorted(task.get_name() for task in self._tasks)}>"

@@ -1,0 +1,266 @@
+"""The seams between the asyncio side and the engine: what each side promises the other, as protocols.
+
+The engine runs on a thread of its own and the servicer on the event loop; every method here says on which it may be
+called. Tests put small fakes behind these protocols. Not here: any behaviour.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from gpu_engine.api.config import EngineConfig
+    from gpu_engine.api.errors import LockstepError
+    from gpu_engine.api.request import Request
+    from gpu_engine.ops.stats import Histogram
+
+
+class Tokenizer(Protocol):
+    """What the front needs of a Hugging Face fast tokenizer."""
+
+    @property
+    def backend_tokenizer(self) -> Any:
+        """The Rust tokenizer: `encode_batch_fast`, `decode`, `to_str`."""
+
+    @property
+    def chat_template(self) -> Any:
+        """Jinja source, a mapping of names to sources, or None."""
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
+        """Render a conversation to text with `tokenize=False`."""
+
+
+class Model(Protocol):
+    """What the front needs of a loaded model."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits, padding included."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+
+    @property
+    def model_type(self) -> str:
+        """As in the model's configuration: "llama", ..."""
+
+    @property
+    def dtype_name(self) -> str:
+        """ "bfloat16" or "float32"."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, shared ones once."""
+
+    @property
+    def name(self) -> str:
+        """Path or name the model was loaded from."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt plus answer in tokens."""
+
+
+class Stats(Protocol):
+    """Counters and gauges of the engine, read at one moment."""
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without a slot."""
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold one."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in all."""
+
+    @property
+    def pages_used(self) -> int:
+        """KV pages in use."""
+
+    @property
+    def pages_kept(self) -> int:
+        """KV pages in use by nobody, whose tokens are known."""
+
+    @property
+    def num_pages(self) -> int:
+        """KV pages in all."""
+
+    @property
+    def steps(self) -> int:
+        """Decode steps."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens prefilled."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that needed no prefill."""
+
+    @property
+    def draft_tokens(self) -> int:
+        """Drafts verified."""
+
+    @property
+    def accepted_draft_tokens(self) -> int:
+        """Drafts accepted."""
+
+    @property
+    def finished(self) -> Mapping[str, int]:
+        """Sequences ended, by reason."""
+
+    @property
+    def failed(self) -> Mapping[str, int]:
+        """Sequences failed, by status."""
+
+    @property
+    def mask_wait_ms(self) -> float:
+        """Time that steps waited for mask rows."""
+
+    @property
+    def deferred_rows(self) -> int:
+        """Rows that came too late."""
+
+    @property
+    def draft_masks(self) -> int:
+        """1 while drafts are masked, but for steps that try it the other way."""
+
+    @property
+    def masked_steps(self) -> int:
+        """Steps that drew drafts under a grammar masked."""
+
+    @property
+    def unmasked_steps(self) -> int:
+        """The others of them."""
+
+    @property
+    def mask_gain(self) -> float:
+        """Tokens a step of masked over those of unmasked drafting, last compared."""
+
+    @property
+    def mask_cost(self) -> float:
+        """A step's time, likewise."""
+
+    @property
+    def mask_switches(self) -> int:
+        """Times that a comparison changed the answer."""
+
+    @property
+    def step_rows(self) -> int:
+        """Rows verified, padding included."""
+
+    @property
+    def preemptions(self) -> int:
+        """Times that a sequence lost its slot."""
+
+    @property
+    def dead_ends(self) -> int:
+        """Sequences that had no legal token left."""
+
+    @property
+    def matcher_errors(self) -> int:
+        """Sequences whose matcher failed."""
+
+    @property
+    def step_seconds(self) -> Histogram:
+        """Time of a decode step."""
+
+    @property
+    def mask_wait_seconds(self) -> Histogram:
+        """Time that a guided step waited for mask rows."""
+
+    @property
+    def token_gap_seconds(self) -> Histogram:
+        """Time between two steps that brought tokens to a sequence."""
+
+    @property
+    def tokens_per_step(self) -> Histogram:
+        """Tokens that a step brought to a sequence."""
+
+
+class EngineCore(Protocol):
+    """What the servicer calls. Every method but `start` and `close` is thread-safe and returns at once."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine was built from."""
+
+    def submit(self, request: Request) -> None:
+        """Queue one sequence; raises LimitExceeded when the queue is full and ShuttingDown when closing."""
+
+    def abort(self, request_id: str) -> bool:
+        """End every sequence of the request with ABORTED; False when none is running."""
+
+    def drop(self, request: Request) -> None:
+        """Free everything the sequence holds, with no more events. Not an error when it has ended."""
+
+    def stats(self) -> Stats:
+        """Read the counters."""
+
+
+class GrammarEvents(Protocol):
+    """What the grammar client tells the engine. Thread-safe; a stale (slot, slot_gen) is ignored."""
+
+    def grammar_opened(
+        self, slot: int, slot_gen: int, *, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]
+    ) -> None:
+        """The slot's matcher stands at its committed tokens."""
+
+    def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
+        """End the slot's request with `error`."""
+
+    def grammar_lost(self, binding: Collection[tuple[int, int]]) -> None:
+        """The sidecar is gone: guided slots pause and keep their KV. `binding`: it had a Bind of these in hand."""
+
+    def grammar_silent(self) -> None:
+        """The sidecar shows no life: guided slots pause and keep their KV and matchers; heard or lost comes next."""
+
+    def grammar_heard(self) -> None:
+        """The sidecar lives after all: guided slots go on where they stand."""
+
+    def grammar_restored(self) -> None:
+        """A sidecar is attached again: the engine opens every guided slot again with its committed tokens."""
+
+
+class GrammarPort(Protocol):
+    """What the engine calls, on its own thread. Returns at once."""
+
+    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
+        """Give the slot a matcher moved over `committed`; answered by grammar_opened or grammar_failed."""
+
+    def close(self, slot: int, slot_gen: int) -> None:
+        """Drop the slot's matcher."""
+
+
+class ServedEngine(EngineCore, GrammarEvents, Protocol):
+    """What the server builds, starts and closes."""
+
+    def start(self) -> None:
+        """Start the thread and warm up; blocks until warm."""
+
+    def grammar_pardoned(self) -> None:
+        """The sidecar that was lost last had been ended from outside: no guided sequence is to blame. Any thread."""
+
+    @property
+    def grammar_progress(self) -> int:
+        """Counts up whenever a sidecar was of use to a guided sequence. Any thread."""
+
+    def watch(self, failed: Callable[[Exception], None]) -> None:
+        """Have `failed` called once, on the engine's thread, when the engine can serve nothing any more."""
+
+    def close(self, timeout_s: float) -> None:
+        """End running requests with ABORTED and stop the thread; blocks for at most `timeout_s`."""

@@ -1,0 +1,298 @@
+"""The command line: `serve`, `generate`, `compile`, `info`, `health`, `demo`.
+
+The invariant: answers go to stdout, everything else to stderr, and the exit status tells how it went. Commands that are
+clients never load the model's libraries. Not here: what the commands do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.settings import Sources, add_flags
+from gpu_engine.cli import compile_command
+from gpu_engine.cli import health_probe as probe
+from gpu_engine.cli.client import Client
+from gpu_engine.cli.client_access import Access, access_of, add_access_flags
+from gpu_engine.cli.request_flags import add_request_flags, build_request, seconds
+from gpu_engine.cli.terminal import loading_progress, summary
+from gpu_engine.ops.logs import configure as configure_logs
+from gpu_engine.ops.logs import json_line
+from protos.engine.v1 import engine_pb2 as pb
+
+OK, FAILED, USAGE, NOT_COMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
+INCOMPLETE = frozenset({pb.FINISH_REASON_ABORTED, pb.FINISH_REASON_GRAMMAR_INCOMPLETE, pb.FINISH_REASON_GRAMMAR_ERROR})
+
+_TOP = """\
+Lockstep: text generation where the answer is held to a grammar and several tokens are decided per step.
+
+Start here:
+  python -m gpu_engine demo                       one guided answer from the embedded model, nothing to prepare
+  python -m gpu_engine serve                      a server on 127.0.0.1:50051
+  python -m gpu_engine generate --chat "Hello"    talk to it
+  python -m gpu_engine COMMAND --help             what a command can do, with examples
+"""
+
+_SERVE = """\
+Run a server. Settings come from flags, LOCKSTEP_* variables, a TOML file and defaults; the first that speaks wins.
+
+Examples:
+  serve                                           the embedded model, a grammar process of its own
+  serve --model /models/Qwen3-0.6B --max-batch-size 8 --max-model-len 4096
+  serve --listen unix:/run/lockstep.sock          on a unix socket
+  serve --grammar connect --grammar-dir /run/grammar   with a grammar process that runs already
+  serve --config lockstep.toml                    settings by name: max_batch_size = 8
+"""
+
+_GENERATE = """\
+Send one request to a running server and stream the answer to stdout; a line on tokens and times goes to stderr.
+
+Examples:
+  generate --chat "Name three rivers." --temperature 0
+  generate --chat "Describe Paris." --schema city.json     an answer that fits a JSON Schema
+  generate --chat "Is 7 a prime?" --choice yes --choice no
+  generate --prompt "The date is " --regex '[0-9]{4}-[0-9]{2}-[0-9]{2}'
+  cat letter.txt | generate --max-tokens 200
+  generate --server gpu1:50051 --tls-ca ca.crt --token-file token --chat "Hello"
+
+Exit status: 0 the answer is complete or reached --max-tokens; 1 the server refused or failed; 2 wrong usage;
+3 the answer was cut before its grammar was satisfied, or aborted; 130 interrupted.
+"""
+
+_INFO = """\
+Show the model, the limits and the counters of a running server.
+
+Example:
+  info --server 127.0.0.1:50051
+"""
+
+_HEALTH = """\
+Ask a server whether it serves; for health checks and scripts.
+
+Examples:
+  health
+  health --server unix:/tmp/health.sock    the address of the server's --health-listen
+
+Exit status: 0 it serves; 1 it does not, or does not answer.
+"""
+
+_DEMO = """\
+Start a server with the embedded model, ask it to extract facts as JSON under a schema, stream the answer, check it with
+an independent JSON Schema validator, and show what speculation saved. Exit status 1 when the answer does not fit the
+schema. Takes the same settings as `serve`.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status."""
+    parser = _parser()
+    flags = parser.parse_args(arguments)
+    try:
+        return int(flags.run(flags))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our stdout left (`| head`). Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("python -m gpu_engine", description=_TOP, formatter_class=_Formatter)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    serve = commands.add_parser(
+        "serve", help="run a server", usage="%(prog)s [settings]", description=_SERVE, formatter_class=_Formatter
+    )
+    demo = commands.add_parser(
+        "demo", help="see it work", usage="%(prog)s [settings]", description=_DEMO, formatter_class=_Formatter
+    )
+    for command, run in ((serve, _run_serve), (demo, _run_demo)):
+        add_flags(command, [EngineConfig, ServerConfig])
+        command.set_defaults(run=run)
+    generate = commands.add_parser(
+        "generate", help="send a request", usage="%(prog)s [flags]", description=_GENERATE, formatter_class=_Formatter
+    )
+    add_request_flags(generate)
+    generate.add_argument("--timeout", type=seconds, metavar="SECONDS", help="give up after this long")
+    generate.set_defaults(run=_run_generate)
+    ahead = commands.add_parser(
+        "compile", help="compile a grammar ahead of time", description=compile_command.HELP, formatter_class=_Formatter
+    )
+    compile_command.add_compile_flags(ahead)
+    ahead.set_defaults(run=_run_compile)
+    info = commands.add_parser("info", help="describe a server", description=_INFO, formatter_class=_Formatter)
+    info.set_defaults(run=_run_info)
+    health = commands.add_parser(
+        "health", help="ask whether a server serves", description=_HEALTH, formatter_class=_Formatter
+    )
+    health.add_argument("--timeout", type=seconds, metavar="SECONDS", default=5.0, help="wait this long (default: 5)")
+    health.set_defaults(run=_run_health)
+    for command in (generate, ahead, info, health):
+        add_access_flags(command)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes whole names alone: an abbreviation would mean something else once a longer flag is added."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False} | more)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the examples as they are written."""
+
+
+def _configs(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    sources = Sources(flags, os.environ, [EngineConfig, ServerConfig])
+    return sources.fill(EngineConfig), sources.fill(ServerConfig)
+
+
+def _run_serve(flags: argparse.Namespace) -> int:
+    try:
+        engine_config, server_config = _configs(flags)
+    except ValueError as error:
+        return _usage(error)
+    as_json = server_config.log_format == "json"
+    configure_logs(server_config.log_level or "info", server_config.log_format)
+    import uvloop
+
+    from gpu_engine.front.listening import ServerError
+    from gpu_engine.server import Server, serve
+
+    with contextlib.ExitStack() as stack:
+        # A bar is no JSON.
+        progress = None if as_json else stack.enter_context(loading_progress())
+
+        def ready(server: Server) -> None:
+            stack.close()
+            line = f"ready: {server.model.name} on {server.address}"
+            print(json_line(__name__, logging.INFO, line) if as_json else line, flush=True)
+
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(serve(engine_config, server_config, progress, ready))
+        except (ServerError, OSError, ValueError, RuntimeError) as error:
+            return _failed(error, as_json=as_json)
+    return OK
+
+
+def _run_demo(flags: argparse.Namespace) -> int:
+    try:
+        engine_config, server_config = _configs(flags)
+    except ValueError as error:
+        return _usage(error)
+    configure_logs(server_config.log_level or "warning", server_config.log_format)
+    from gpu_engine.cli.demo import run_demo
+    from gpu_engine.front.listening import ServerError
+
+    try:
+        return asyncio.run(run_demo(engine_config, server_config))
+    except grpc.aio.AioRpcError as error:
+        return _refused("the demo's server", error)
+    except (ServerError, OSError, ValueError, RuntimeError) as error:
+        return _failed(error)
+
+
+def _run_generate(flags: argparse.Namespace) -> int:
+    try:
+        request, access = build_request(flags), access_of(flags)
+    except (OSError, ValueError) as error:
+        return _usage(error)
+    return asyncio.run(_generate(flags.server, access, request, flags.timeout))
+
+
+async def _generate(address: str, access: Access, request: pb.GenerateRequest, timeout_s: float | None) -> int:
+    status = FAILED
+    try:
+        async with (
+            Client(address, access) as client,
+            contextlib.aclosing(client.generate(request, timeout_s=timeout_s)) as responses,
+        ):
+            async for response in responses:
+                print(response.text, end="", flush=True)
+                if response.finish_reason:
+                    print()
+                    print(summary(response), file=sys.stderr)
+                    status = NOT_COMPLETE if response.finish_reason in INCOMPLETE else OK
+    except grpc.aio.AioRpcError as error:
+        return _refused(address, error)
+    return status
+
+
+def _run_compile(flags: argparse.Namespace) -> int:
+    try:
+        grammar, access = compile_command.grammar_of(flags), access_of(flags)
+    except (OSError, ValueError) as error:
+        return _usage(error)
+    try:
+        asyncio.run(compile_command.compile_grammar(flags, grammar, access))
+    except grpc.aio.AioRpcError as error:
+        return _refused(flags.server, error)
+    return OK
+
+
+def _run_info(flags: argparse.Namespace) -> int:
+    try:
+        access = access_of(flags)
+    except ValueError as error:
+        return _usage(error)
+    return asyncio.run(_info(flags.server, access))
+
+
+async def _info(address: str, access: Access) -> int:
+    try:
+        async with Client(address, access) as client:
+            info, stats = await client.info(), await client.stats()
+    except grpc.aio.AioRpcError as error:
+        return _refused(address, error)
+    for title, message in (("model", info), ("stats", stats)):
+        print(title)
+        for field in message.DESCRIPTOR.fields:
+            print(f"  {field.name:<24} {_shown(message, field.name)}")
+    return OK
+
+
+def _run_health(flags: argparse.Namespace) -> int:
+    try:
+        access = access_of(flags)
+    except ValueError as error:
+        return _usage(error)
+    status = probe.check(flags.server, access, flags.timeout)
+    print(f"{flags.server}: {status}")
+    return OK if status == "SERVING" else FAILED
+
+
+def _shown(message: pb.GetModelInfoResponse | pb.GetStatsResponse, name: str) -> str:
+    value = getattr(message, name)
+    if name == "backends":
+        return ", ".join(pb.Backend.Name(backend).removeprefix("BACKEND_").lower() for backend in value) or "none"
+    if hasattr(value, "items"):
+        return ", ".join(f"{key}: {count}" for key, count in sorted(value.items())) or "none"
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    return str(list(value)) if hasattr(value, "extend") else str(value)
+
+
+def _refused(address: str, error: grpc.aio.AioRpcError) -> int:
+    print(f"{address}: {error.code().name}: {error.details()}", file=sys.stderr)
+    return FAILED
+
+
+def _usage(error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return USAGE
+
+
+def _failed(error: Exception, *, as_json: bool = False) -> int:
+    print(json_line(__name__, logging.ERROR, str(error)) if as_json else f"error: {error}", file=sys.stderr)
+    return FAILED

@@ -1,0 +1,158 @@
+"""`python -m gpu_engine demo`: a whole server, one guided answer through a real client, and an independent check of it.
+
+The invariant: nothing is staged. The answer goes through gRPC, the grammar through the grammar process, and the verdict
+is jsonschema's; a wrong answer is exit status 1. Not here: anything that the server or a client would need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from typing import Any
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.cli.client import Client
+from gpu_engine.cli.terminal import loading_progress, tokens_per_second
+from gpu_engine.front.listening import ServerError
+from gpu_engine.server import open_server
+from protos.engine.v1 import engine_pb2 as pb
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 60},
+        "city": {"type": "string", "maxLength": 40},
+        "country": {"type": "string", "maxLength": 40},
+        "year": {"type": "integer", "minimum": 1000, "maximum": 2100},
+        "architect": {"type": "string", "maxLength": 60},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "city", "country", "year", "architect", "tags"],
+    "additionalProperties": False,
+}
+
+EXAMPLE = {
+    "name": "Eiffel Tower",
+    "city": "Paris",
+    "country": "France",
+    "year": 1889,
+    "architect": "Gustave Eiffel",
+    "tags": ["iron", "tower", "view"],
+}
+
+PROMPT = f"""Extract the facts as JSON.
+
+Text: The Eiffel Tower is an iron tower in Paris, France. It was designed by Gustave Eiffel and opened in 1889. \
+Keywords: iron, tower, view.
+JSON:
+{json.dumps(EXAMPLE, indent=2)}
+
+Text: The Sydney Opera House is a concert hall in Sydney, Australia. It was designed by Jorn Utzon and opened in 1973. \
+Keywords: music, opera, theatre.
+JSON:
+"""
+"""One example and one task: what an answer repeats of its prompt is what the n-gram drafter can guess."""
+
+
+async def run_demo(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Run the demo on a free port; return the exit status."""
+    jsonschema = _jsonschema()
+    # The same prompt is asked twice, and what is compared is to pay for it both times.
+    engine_config = dataclasses.replace(engine_config, prefix_cache=False)
+    server_config = dataclasses.replace(
+        server_config,
+        listen="127.0.0.1:0",
+        # Its one client is in this process.
+        tls_cert="",
+        tls_key="",
+        tls_client_ca="",
+        auth_token_file="",
+        health_listen="",
+    )
+    if server_config.grammar == "none":
+        raise ServerError("grammar: the demo needs a grammar process")
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(loading_progress())
+        async with open_server(engine_config, server_config, progress) as server, Client(server.address) as client:
+            stack.close()
+            print(f"model:  {server.model.name} ({server.model.dtype_name}, {engine_config.device})")
+            print(
+                f"server: {server.address}, grammar process {server.sidecar.pid if server.sidecar else 'connected'}\n"
+            )
+            print(f"schema: {json.dumps(SCHEMA)}\n")
+            print(f"prompt: {PROMPT}\nanswer: ", end="", flush=True)
+            text, last = await _ask(client, show=True)
+            print("\n")
+            valid = _check(jsonschema, text, last)
+            print(f"with speculation:    {_speed(last)}")
+            plain_text, plain = await _ask(client, num_draft_tokens=0)
+            same = "the same answer" if plain_text == text else "ANOTHER ANSWER"
+            print(f"without speculation: {_speed(plain)}; {same}\n")
+            print(_NEXT.format(python=how_to_call(sys.executable, shutil.which("python"), os.getcwd())))
+    return 0 if valid else 1
+
+
+async def _ask(
+    client: Client, *, show: bool = False, num_draft_tokens: int | None = None
+) -> tuple[str, pb.GenerateResponse]:
+    request = pb.GenerateRequest(
+        messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=PROMPT)]),
+        sampling=pb.SamplingParams(temperature=0.0, max_tokens=256),
+        grammar=pb.Grammar(json_schema=json.dumps(SCHEMA), whitespace=pb.WHITESPACE_BOUNDED),
+    )
+    if num_draft_tokens is not None:
+        request.speculation.num_draft_tokens = num_draft_tokens
+    text, last = "", pb.GenerateResponse()
+    async with contextlib.aclosing(client.generate(request, timeout_s=300)) as responses:
+        async for response in responses:
+            text += response.text
+            last = response
+            if show:
+                print(response.text, end="", flush=True)
+    return text, last
+
+
+def _check(jsonschema: Any, text: str, last: pb.GenerateResponse) -> bool:
+    reason = pb.FinishReason.Name(last.finish_reason)
+    try:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    except (json.JSONDecodeError, jsonschema.ValidationError) as error:
+        print(f"check:  NOT VALID ({reason}): {error}\n", file=sys.stderr)
+        return False
+    print(f"check:  valid, says jsonschema ({reason})")
+    return True
+
+
+def _speed(last: pb.GenerateResponse) -> str:
+    t = last.telemetry
+    return (
+        f"{tokens_per_second(last):5.1f} tokens/s, {t.acceptance_length:.2f} tokens per step "
+        f"({last.usage.completion_tokens} tokens, {t.accepted_draft_tokens} of {t.draft_tokens} drafts accepted, "
+        f"first token after {t.ttft_ms:.0f} ms)"
+    )
+
+
+def _jsonschema() -> Any:
+    try:
+        import jsonschema
+    except ImportError as error:
+        raise ServerError("the demo checks its answer with jsonschema: pip install jsonschema") from error
+    return jsonschema
+
+
+_NEXT = """Go on:
+  {python} -m gpu_engine serve                                        a server of your own
+  {python} -m gpu_engine generate --chat "Describe Oslo." --json      ask it
+  {python} -m gpu_engine generate --help                              schemas, regexes, choices, grammars
+  {python} -m gpu_engine serve --help                                 models, batch sizes, settings"""
+
+
+def how_to_call(executable: str, on_path: str | None, directory: str) -> str:
+    """Return what a shell in `directory` calls this Python by; `on_path` is what it finds for `python`."""
+    if executable == on_path:
+        return "python"
+    return executable.removeprefix(directory.rstrip("/") + "/")

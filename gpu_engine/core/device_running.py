@@ -1,0 +1,136 @@
+"""Seats sequences in a device's slots: written to pinned twins of the slot buffers, copied in the stream's order.
+
+A copy stands behind the steps in flight, so the last owner's step is over before the next owner's numbers arrive, and
+before any of its own steps. One invariant: a twin's slot is rewritten only after its last copy has run. Not here: what
+is written (seating.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.request import Request
+from gpu_engine.core.running import Seat, Seating
+from gpu_engine.core.scheduler import Guide
+from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
+from gpu_engine.step.device.graphs import LaneInput
+from gpu_engine.step.stream import Event, Stream
+from kernels.accept import SlotParams
+from kernels.cuda.row_state import SlotRows
+
+Buffers = TypeVar("Buffers", SlotBuffers, SlotParams)
+
+_PER_SLOT = ("length_S", "num_drafts_S", "draft_limit_S", "forced_limit_S", "done_S", "posted_S")
+"""Fields of `SlotBuffers` with one number a slot, written when it is seated."""
+
+
+def pinned_twin(buffers: Buffers, stream: Stream) -> Buffers:
+    """Return buffers of the same shapes and dtypes in pinned host memory."""
+
+    def twin(value: Any) -> Any:
+        if is_dataclass(value):
+            return pinned_twin(value, stream)  # type: ignore[type-var]
+        return stream.pinned(value.numel() * value.element_size()).view(value.dtype).view(value.shape)
+
+    return type(buffers)(**{field.name: twin(getattr(buffers, field.name)) for field in fields(buffers)})
+
+
+@dataclass(slots=True)
+class _Copied:
+    """Behind the last copy out of a slot's twin."""
+
+    event: Event
+    used: bool = False
+
+
+class DeviceSeating(Seating):
+    """`slot` is the pinned twin, `device` what the steps read. Used by the engine thread, with the stream current."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        device: SlotBuffers,
+        lane: LaneBuffers,
+        rows: SlotRows,
+        *,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        num_drafts: int,
+    ) -> None:
+        told = {"max_model_len": max_model_len, "num_drafts": num_drafts}
+        super().__init__(pinned_twin(device, stream), lane, eos_token_ids=eos_token_ids, **told)
+        self.device, self._stream, self._rows = device, stream, rows
+        S, most = rows.rules_SX.shape
+        self._rules_SX = stream.pinned(4 * S * most).view(torch.int32).view(S, most)
+        self._copied = [_Copied(stream.event()) for _ in range(S)]
+
+    def sit(self, seat: Seat) -> None:
+        """Enqueue the history and parameters of a sequence that just got its slot."""
+        s = seat.slot
+        if self._copied[s].used:
+            self._copied[s].event.wait()
+        super().sit(seat)
+        request, count = seat.payload.request, seat.length
+        self._copy(self.device.history_SL[s, :count], self.slot.history_SL[s, :count])
+        for name in _PER_SLOT:
+            self._copy_one(getattr(self.device, name), getattr(self.slot, name), s)
+        for field in fields(SlotParams):
+            self._copy_one(getattr(self.device.params, field.name), getattr(self.slot.params, field.name), s)
+        rules = self._rules_of(request)
+        self._rules_SX[s, : len(rules)] = rules
+        self._stream.kernel(self._rows.write_rules, s, self._rules_SX[s, : len(rules)])
+        self._stream.kernel(self._rows.count_seen, s, self.device.history_SL[s, :count], len(request.prompt_ids))
+        self._mark(s)
+
+    def bind(self, seat: Seat, *, drafts: bool = True) -> None:
+        """Enqueue the number of answer tokens that the matcher knows, and an end of drafts."""
+        self._stream.kernel(self._write_posted, seat.slot, len(seat.payload.answer))
+        if not drafts:
+            self._stream.kernel(self._end_drafts, seat.slot)
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest when stops and bans do not fit into a slot's rules."""
+        count, room = len(self._rules_of(request)), self._rows.rules_SX.shape[1]
+        if count > room:
+            raise InvalidRequest(
+                "sampling.bad_words",
+                f"with stop_token_ids and bad_token_ids makes rules of {count} numbers, at most {room} are allowed",
+            )
+
+    def lanes(self, seats: tuple[Seat, ...]) -> list[LaneInput]:
+        """Enqueue new entries of the page tables; return what a step is told of its lanes."""
+        for seat in seats:
+            self.write_pages(seat)
+        return [LaneInput(seat.slot, seat.slot_gen, seat.guide is not Guide.FREE) for seat in seats]
+
+    def write_pages(self, seat: Seat) -> None:
+        """Enqueue the entries of the page table that are new."""
+        end = self._write_pages(seat) and seat.payload.pages_written
+        if end:
+            # The whole row up to here: an entry that stands does not change.
+            self._copy(self.device.page_table_SN[seat.slot, :end], self.slot.page_table_SN[seat.slot, :end])
+            self._mark(seat.slot)
+
+    def _write_posted(self, slot: int, count: int) -> None:
+        self.device.posted_S[slot].fill_(count)
+
+    def _end_drafts(self, slot: int) -> None:
+        for limit_S in (self.device.num_drafts_S, self.device.draft_limit_S, self.device.forced_limit_S):
+            limit_S[slot].fill_(0)
+
+    def _copy_one(self, target_S: torch.Tensor, source_S: torch.Tensor, slot: int) -> None:
+        self._copy(target_S[slot : slot + 1], source_S[slot : slot + 1])
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._stream.copy(target, source)
+
+    def _mark(self, slot: int) -> None:
+        self._copied[slot].event.mark()
+        self._copied[slot].used = True
+
+    def __repr__(self) -> str:
+        return f"<DeviceSeating of {len(self._copied)} slots on {self._stream.device}>"

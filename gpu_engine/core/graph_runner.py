@@ -1,0 +1,125 @@
+"""Runs steps as graphs: the loop's `StepRunner` over `StepGraphs`.
+
+One invariant: a launch waits for nothing that a step in flight does; `collect` waits for its own step. Not here: what
+is captured (graph.py), what a step is (device_step.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from gpu_engine.api.errors import InternalError
+from gpu_engine.core.device_running import DeviceSeating
+from gpu_engine.core.outputs import LaneOutcome, outcomes
+from gpu_engine.core.runner import Collected, Ticket, lanes_of
+from gpu_engine.core.running import Seat
+from gpu_engine.step.device.graphs import Launched, StepGraphs
+from shared_mem.errors import InvalidField
+
+log = logging.getLogger(__name__)
+
+
+class StepSync(Protocol):
+    """What a sync tells of the steps over it."""
+
+    @property
+    def waited_ns(self) -> int:
+        """Time that the last step stood waiting, where the host can see it."""
+
+    @property
+    def draft_ns(self) -> int:
+        """Of what `waited_ns` last told, that for drafts' rows."""
+
+    def check(self, num_lanes: int) -> None:
+        """Raise InvalidField when the last post of a batch of this padded size was refused. Does not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launched step, as its lanes were then."""
+
+    launched: Launched
+    guided: list[bool]
+    logprobs: list[int | None]
+
+
+class GraphRunner:
+    """Launches and collects in one order. Used by the engine thread alone, with the stream current.
+
+    Args:
+        graphs: captured, or eager.
+        seating: of the same slots.
+        sync: of the same steps.
+        depth: 1 to launch a step before the last one is read, else 0.
+    """
+
+    def __init__(self, graphs: StepGraphs, seating: DeviceSeating, sync: StepSync, depth: int) -> None:
+        self._graphs, self._seating, self._sync, self._depth = graphs, seating, sync, depth
+        self._flying: deque[_Flight] = deque()
+        self._device_waited_ns = self._device_drafts_ns = 0
+        self._collected_s = 0.0
+
+    @property
+    def graphs(self) -> StepGraphs:
+        """What it replays."""
+        return self._graphs
+
+    @property
+    def depth(self) -> int:
+        """As given."""
+        return self._depth
+
+    def launch(self, seats: tuple[Seat, ...], *, masked: bool = True) -> Ticket:
+        """Enqueue a step."""
+        begin = time.perf_counter()
+        lanes = self._seating.lanes(seats)
+        logprobs = [seat.payload.request.sampling.logprobs for seat in seats]
+        wanted = any(count is not None for count in logprobs)
+        launched = self._graphs.launch(lanes, logprobs=wanted, masked=masked)
+        self._flying.append(_Flight(launched, [lane.guided for lane in lanes], logprobs))
+        return Ticket(lanes_of(seats), launched.key.num_rows, begin, masked)
+
+    def collect(self, ticket: Ticket) -> Collected:
+        """Wait for the oldest launched step. Raises when the device failed."""
+        flight = self._flying.popleft()
+        assert flight.launched.num_lanes == len(ticket.lanes), "steps are collected in the order of their launches"
+        outputs = self._graphs.read(flight.launched)
+        now = time.perf_counter()
+        # A step behind another begins when that one has ended.
+        step_ms = (now - max(ticket.launched_s, self._collected_s)) * 1e3
+        self._collected_s = now
+        waited_ns = outputs.waited_ns - self._device_waited_ns
+        drafts_ns = outputs.drafts_waited_ns - self._device_drafts_ns
+        self._device_waited_ns, self._device_drafts_ns = outputs.waited_ns, outputs.drafts_waited_ns
+        if any(flight.guided):
+            waited_ns += self._sync.waited_ns
+            drafts_ns += self._sync.draft_ns
+        results = outcomes(outputs, len(ticket.lanes), guided=flight.guided, logprobs=flight.logprobs)
+        if any(flight.guided):
+            results = self._refused(flight, ticket, outputs.seq, results)
+        return Collected(results, step_ms, waited_ns / 1e6, outputs.seq, drafts_ns / 1e6)
+
+    def _refused(self, flight: _Flight, ticket: Ticket, seq: int, results: list[LaneOutcome]) -> list[LaneOutcome]:
+        """Give an error to the lanes whose record a callback refused: no answer of theirs will ever come."""
+        problem = ""
+        try:
+            self._sync.check(flight.launched.key.num_lanes)
+        except InvalidField as error:
+            problem = str(error)
+        # A step whose post was refused has no sequence, which a neighbour cannot hide. (A sequence that ended a
+        # step ago asked for nothing either, but holds its seat no more.)
+        lanes = zip(flight.guided, ticket.lanes, results, strict=True)
+        hit = [guided and lane.holds and out.deferred and seq == 0 for guided, lane, out in lanes]
+        if not problem and not any(hit):
+            return results
+        log.error("a step's post was refused: %s", problem or "by an earlier callback")
+        failed = InternalError("the engine's step told the grammar process what cannot be; see the server's log")
+        lost = hit if any(hit) else flight.guided
+        return [replace(out, error=failed) if gone else out for out, gone in zip(results, lost, strict=True)]
+
+    def __repr__(self) -> str:
+        return f"<GraphRunner depth={self._depth} in flight={len(self._flying)} {self._graphs}>"

@@ -1,0 +1,96 @@
+"""Turns what a step left in the result buffers into events for the clients. Pure: it reads, and decides no one's fate.
+
+One invariant: an event carries exactly the tokens that the step appended to the slot's history.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gpu_engine.api.errors import LockstepError
+from gpu_engine.api.request import FinishReason, Logprobs
+from kernels.accept import STOP_LED, STOP_LENGTH, STOP_TOKEN, AcceptResult
+from shared_mem.layout import RowKind
+
+
+class StepResults(Protocol):
+    """What a step left in host memory: the lanes' own buffers on a CPU, a copy of them behind a device's step."""
+
+    @property
+    def result(self) -> AcceptResult:
+        """Of every lane."""
+
+    @property
+    def num_drafts_B(self) -> torch.Tensor:
+        """int32, drafts that were verified."""
+
+    @property
+    def num_forced_B(self) -> torch.Tensor:
+        """int32, drafts for the next step that the grammar forces; see `LaneBuffers`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOutcome:
+    """What one step did to one lane."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
+    num_drafts: int
+    num_accepted: int
+    finish: FinishReason | None
+    deferred: bool
+    """Its rows were not there; ask again."""
+    blocked: int = RowKind.ALL
+    """The kind of row that ended its step early: DEFER, DEAD_END or ERROR."""
+    num_forced: int = 0
+    """Drafts for its next step that the grammar forces; -1: those of this one stay."""
+    error: LockstepError | None = None
+    """Ends the sequence: the step itself failed for this lane, and its tokens are none."""
+
+
+def outcomes(lane: StepResults, num_lanes: int, *, guided: list[bool], logprobs: list[int | None]) -> list[LaneOutcome]:
+    """Read the results of the first `num_lanes` lanes."""
+    r = lane.result
+    counts, accepted = r.num_emitted_B[:num_lanes].tolist(), r.num_accepted_B[:num_lanes].tolist()
+    finish, blocked = r.finish_B[:num_lanes].tolist(), r.blocked_B[:num_lanes].tolist()
+    forced = lane.num_forced_B[:num_lanes].tolist()
+    drafts, tokens = lane.num_drafts_B[:num_lanes].tolist(), r.emitted_BR[:num_lanes].tolist()
+    return [
+        LaneOutcome(
+            token_ids=tuple(tokens[b][: counts[b]]),
+            logprobs=_logprobs(lane, b, counts[b], logprobs[b]),
+            num_drafts=drafts[b],
+            num_accepted=accepted[b],
+            finish=_finish(finish[b], blocked[b], guided[b]),
+            deferred=blocked[b] == RowKind.DEFER,
+            blocked=blocked[b],
+            num_forced=forced[b] if guided[b] else 0,
+        )
+        for b in range(num_lanes)
+    ]
+
+
+def _finish(finish: int, blocked: int, guided: bool) -> FinishReason | None:
+    if blocked in (RowKind.DEAD_END, RowKind.ERROR):
+        # Without a grammar the bans alone left nothing to draw.
+        return FinishReason.GRAMMAR_ERROR if guided else FinishReason.LENGTH
+    if finish == STOP_LED and guided:
+        return FinishReason.GRAMMAR_CLOSED
+    if finish in (STOP_TOKEN, STOP_LED):
+        # What an unguided lane finds in `forced` is the past of its slot.
+        return FinishReason.STOP
+    if finish == STOP_LENGTH:
+        return FinishReason.GRAMMAR_INCOMPLETE if guided else FinishReason.LENGTH
+    return None
+
+
+def _logprobs(lane: StepResults, b: int, count: int, wanted: int | None) -> tuple[Logprobs, ...]:
+    if wanted is None:
+        return ()
+    r = lane.result
+    chosen = r.logprob_BR[b, :count].tolist()
+    ids, values = r.top_ids_BRN[b, :count, :wanted].tolist(), r.top_logprobs_BRN[b, :count, :wanted].tolist()
+    return tuple(Logprobs(chosen[j], tuple(zip(ids[j], values[j], strict=True))) for j in range(count))

@@ -1,0 +1,108 @@
+"""Launching steps and collecting what they did: the seam between the loop and how a step is executed.
+
+A step is launched for the sequences in their seats and collected later, up to `depth` launches behind; what is
+collected was copied at the launch's own end, so later steps cannot change it. One invariant: a ticket speaks of (slot,
+slot_gen); whoever has left that seat since is not meant. Not here: who is in a step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpu_engine.core.outputs import LaneOutcome, outcomes
+from gpu_engine.core.running import Seat, Seating
+from gpu_engine.step.program import StepProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One sequence of a launched step, as it sat then."""
+
+    seat: Seat
+    slot: int
+    slot_gen: int
+
+    @property
+    def holds(self) -> bool:
+        """The sequence still has that seat."""
+        return (self.seat.slot, self.seat.slot_gen) == (self.slot, self.slot_gen)
+
+
+def lanes_of(seats: tuple[Seat, ...]) -> tuple[Lane, ...]:
+    """Return the lanes of a step that is launched now."""
+    return tuple(Lane(seat, seat.slot, seat.slot_gen) for seat in seats)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A launched step."""
+
+    lanes: tuple[Lane, ...]
+    num_rows: int
+    launched_s: float
+    """`time.perf_counter()`."""
+    masked: bool = True
+    """The drafts that it drew for the next step are held to the grammar, where a drafter can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a step did."""
+
+    outcomes: list[LaneOutcome]
+    step_ms: float
+    waited_ms: float
+    seq: int
+    """Sequence under which it asked for its rows; 0: it asked for none."""
+    draft_ms: float = 0.0
+    """Time that drafts' rows held it up, as far as it can be seen."""
+
+
+class StepRunner(Protocol):
+    """Executes steps in the order of their launches. Used by the engine thread alone."""
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be in flight when the next is launched: 0, each is collected before the next; 1, overlap."""
+
+    def launch(self, seats: tuple[Seat, ...], *, masked: bool = True) -> Ticket:
+        """Start a step, whose draft links ask for rows or do not; returns without knowing a token."""
+
+    def collect(self, ticket: Ticket) -> Collected:
+        """Wait for the oldest launched step and return what it did."""
+
+
+class EagerRunner:
+    """Runs the program at the launch, on the calling thread. With depth 1 it tells a step late, as a graph does."""
+
+    def __init__(self, program: StepProgram, seating: Seating, depth: int = 0) -> None:
+        self._program, self._seating, self._depth = program, seating, depth
+        self._done: dict[int, Collected] = {}
+
+    @property
+    def depth(self) -> int:
+        """As given."""
+        return self._depth
+
+    def launch(self, seats: tuple[Seat, ...], *, masked: bool = True) -> Ticket:
+        """Run the step and keep a copy of its results."""
+        begin = time.perf_counter()
+        batch = self._seating.batch(seats, masked=masked)
+        self._program.run(batch)
+        sync = self._program.sync
+        ticket = Ticket(lanes_of(seats), batch.num_rows, begin, masked)
+        results = outcomes(
+            self._seating.lane,
+            len(seats),
+            guided=[seat.guided for seat in seats],
+            logprobs=[seat.payload.request.sampling.logprobs for seat in seats],
+        )
+        times = ((time.perf_counter() - begin) * 1e3, sync.waited_ns / 1e6)
+        self._done[id(ticket)] = Collected(results, *times, sync.seq, sync.draft_ns / 1e6)
+        return ticket
+
+    def collect(self, ticket: Ticket) -> Collected:
+        """Return the copy."""
+        return self._done.pop(id(ticket))

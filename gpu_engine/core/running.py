@@ -1,0 +1,155 @@
+"""Puts a sequence's numbers into the static buffers when it gets a slot, and cuts batches out of them.
+
+One invariant: what a slot's rules address points to is alive while the slot is held. Not here: who gets a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from gpu_engine.api.request import Request
+from gpu_engine.core.scheduler import Guide, Sequence
+from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
+from kernels.accept import pack_rules
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """The engine's notes on one sequence: the payload of the scheduler's `Sequence`."""
+
+    request: Request
+    answer: list[int] = field(default_factory=list)
+    """Tokens emitted so far."""
+    deferred_seq: int = 0
+    """The post that was not answered in time; meaningful while the sequence is parked."""
+    moved: bool = False
+    """It went on with the rows of that post which were there: the late ones belong to a state that it has left."""
+    deferred_s: float = 0.0
+    """`time.monotonic()` of the first deferral in a row; 0: the last row came."""
+    refusals: int = 0
+    """Answers in a row that said DEFER though they came in time."""
+    strikes: int = 0
+    """Grammar processes that ended while they owed it an answer, since it last got a token."""
+    gained: bool = False
+    """It got a token since the last of them, or since it came."""
+    had: bool = False
+    """`gained` before the last of them."""
+    tried: int = 0
+    """Times that it was opened as a suspect."""
+    ends: int = 0
+    """Grammar processes that ended while its matcher stood. This and the four before: suspects.py writes them."""
+    bound: tuple[int, int] | None = None
+    """(slot, slot_gen) that the sidecar was asked to open; to be closed."""
+    forced: int = 0
+    """Of the drafts that its next step verifies, so many come from the grammar."""
+    masked: bool | None = None
+    """Those drafts were held to the grammar, or drawn free; None: it has none, or masks do not matter to it."""
+    pages_written: int = 0
+    """Entries of the page table that stand."""
+
+    def __repr__(self) -> str:
+        return f"{self.request.key} +{len(self.answer)}"
+
+
+Seat = Sequence[Running]
+
+
+class Seating:
+    """Writes the slot and lane buffers. Used by the engine thread, between steps."""
+
+    def __init__(
+        self,
+        slot: SlotBuffers,
+        lane: LaneBuffers,
+        *,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        num_drafts: int,
+        step_rows: int = 1 << 30,
+    ) -> None:
+        self.slot, self.lane, self._num_drafts, self._step_rows = slot, lane, num_drafts, step_rows
+        self._max_model_len, self._eos = max_model_len, eos_token_ids
+        self._rules: list[torch.Tensor | None] = [None] * len(slot.length_S)
+
+    def sit(self, seat: Seat) -> None:
+        """Write the history and parameters of a sequence that just got its slot."""
+        s, request, sampling, slot = seat.slot, seat.payload.request, seat.payload.request.sampling, self.slot
+        tokens = request.prompt_ids + seat.payload.answer
+        rules = self._rules_of(request)
+        self._rules[s] = rules
+        slot.history_SL[s, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        slot.length_S[s] = len(tokens)
+        slot.num_drafts_S[s] = 0
+        slot.done_S[s] = False
+        slot.draft_limit_S[s] = min(request.num_draft_tokens, self._num_drafts)
+        slot.forced_limit_S[s] = min(request.most_forced, slot.drafts_SR.shape[1] - 1)
+        slot.posted_S[s] = len(seat.payload.answer)
+        p = slot.params
+        p.prompt_length_S[s] = len(request.prompt_ids)
+        p.max_length_S[s] = min(len(request.prompt_ids) + sampling.max_tokens, self._max_model_len)
+        p.min_tokens_S[s] = sampling.min_tokens
+        p.temperature_S[s] = sampling.temperature
+        p.top_p_S[s], p.top_k_S[s], p.min_p_S[s] = sampling.top_p, sampling.top_k, sampling.min_p
+        p.repetition_S[s] = sampling.repetition_penalty
+        p.presence_S[s], p.frequency_S[s] = sampling.presence_penalty, sampling.frequency_penalty
+        p.seed_S[s] = sampling.seed - (1 << 64) if sampling.seed >= 1 << 63 else sampling.seed
+        p.num_logprobs_S[s] = -1 if sampling.logprobs is None else sampling.logprobs
+        p.rules_S[s] = rules.data_ptr()
+        seat.payload.pages_written = seat.payload.forced = 0
+        seat.payload.masked = None
+
+    def bind(self, seat: Seat, *, drafts: bool = True) -> None:
+        """A matcher is opened behind the tokens emitted so far: the sidecar needs to be told only what follows.
+
+        `drafts`: False takes those that it has away, and lets it have no more while it holds the slot.
+        """
+        self.slot.posted_S[seat.slot] = len(seat.payload.answer)
+        if not drafts:
+            for limit_S in (self.slot.num_drafts_S, self.slot.draft_limit_S, self.slot.forced_limit_S):
+                limit_S[seat.slot] = 0
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest when a slot cannot hold what the request asks for. Any thread; before it has a slot."""
+
+    def one(self, seat: Seat) -> StepBatch:
+        """Return a batch of this sequence alone, for prefill."""
+        return self._cut([seat], num_rows=1)
+
+    def batch(self, seats: tuple[Seat, ...], *, masked: bool = True) -> StepBatch:
+        """Return the batch of a decode step: as many rows as the longest draft needs and the lanes' share allows.
+
+        `masked`: its draft links ask for rows.
+        """
+        self.lane.draft_masks.fill_(masked)
+        longest = 1 + int(self.slot.num_drafts_S[[seat.slot for seat in seats]].max())
+        return self._cut(list(seats), num_rows=min(longest, self._share(len(seats))))
+
+    def _cut(self, seats: list[Seat], *, num_rows: int) -> StepBatch:
+        B, lane = len(seats), self.lane
+        for seat in seats:
+            self._write_pages(seat)
+        lane.slots_B[:B] = torch.tensor([seat.slot for seat in seats], dtype=torch.int32)
+        lane.slot_gens_B[:B] = torch.tensor([seat.slot_gen for seat in seats], dtype=torch.int32)
+        guided = [seat.guide is not Guide.FREE for seat in seats]
+        lane.guided_B[:B] = torch.tensor(guided)
+        return StepBatch(self.slot, lane, B, num_rows, any(guided), self._share(B))
+
+    def _write_pages(self, seat: Seat) -> int:
+        """Bring the slot's row of the page table up to date; return how many entries are new, at its end."""
+        new, at = seat.pages[seat.payload.pages_written :], seat.payload.pages_written
+        if new:
+            self.slot.page_table_SN[seat.slot, at : at + len(new)] = torch.tensor(new, dtype=torch.int32)
+            seat.payload.pages_written += len(new)
+        return len(new)
+
+    def _rules_of(self, request: Request) -> torch.Tensor:
+        """Return the packed rules of the sequence's stops and bans."""
+        sampling = request.sampling
+        stop = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos)
+        return pack_rules(stop, sampling.bad_token_ids, sampling.bad_words)
+
+    def _share(self, num_lanes: int) -> int:
+        """Rows that each of so many lanes may have."""
+        return max(1, min(self.slot.drafts_SR.shape[1], self._step_rows // num_lanes))

@@ -1,0 +1,84 @@
+"""The `grammar` field of a request: shape checks only.
+
+The invariant: a GrammarSpec names a kind that exists and a source that is not empty. Whether the source is a correct
+grammar is for the sidecar to say, with the place. Not here: anything that parses a grammar.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from gpu_engine.api.errors import GrammarNotConfigured, InvalidRequest
+from gpu_engine.api.request import GrammarKind, GrammarSpec
+from protos.engine.v1 import engine_pb2 as pb
+
+_TEXT_KINDS = {
+    "json_schema": GrammarKind.JSON_SCHEMA,
+    "regex": GrammarKind.REGEX,
+    "ebnf": GrammarKind.EBNF,
+    "lark": GrammarKind.LARK,
+    "structural_tag": GrammarKind.STRUCTURAL_TAG,
+}
+
+
+def check_grammar(grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None = None) -> GrammarSpec:
+    """Make the spec; `known` finds the grammar that Compile named, None: on a server that compiles none.
+
+    Raises InvalidRequest, and for a grammar_id GrammarNotConfigured or what `known` raises.
+    """
+    if grammar.WhichOneof("spec") == "grammar_id":
+        return _named(grammar, known)
+    if grammar.whitespace not in pb.Whitespace.values():
+        raise InvalidRequest("grammar.whitespace", f"{grammar.whitespace} is not a value of Whitespace")
+    if grammar.backend not in pb.Backend.values():
+        raise InvalidRequest("grammar.backend", f"{grammar.backend} is not a value of Backend")
+    kind, source = _kind_and_source(grammar)
+    return GrammarSpec(
+        kind=kind,
+        source=source,
+        whitespace=int(grammar.whitespace),
+        backend=int(grammar.backend),
+        allow_unenforced=grammar.allow_unenforced,
+    )
+
+
+def _named(grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None) -> GrammarSpec:
+    if not grammar.grammar_id:
+        raise InvalidRequest("grammar.grammar_id", "is empty")
+    for name in ("whitespace", "backend", "allow_unenforced"):
+        if getattr(grammar, name):
+            raise InvalidRequest(f"grammar.{name}", "was settled when the grammar was compiled; leave it unset")
+    if known is None:
+        raise GrammarNotConfigured("grammar: this server runs without a grammar process (its setting grammar=none)")
+    return known(grammar.grammar_id)
+
+
+def _kind_and_source(grammar: pb.Grammar) -> tuple[GrammarKind, str]:
+    name = grammar.WhichOneof("spec")
+    if name is None:
+        raise InvalidRequest("grammar.spec", "one of the kinds of grammar is required")
+    if name == "json_object":
+        if not grammar.json_object:
+            raise InvalidRequest("grammar.json_object", "must be true; leave the grammar out for free text")
+        return GrammarKind.JSON_OBJECT, ""
+    if name == "choice":
+        return GrammarKind.CHOICE, _choice(grammar.choice)
+    source = str(getattr(grammar, name))
+    if not source.strip() and not (name == "regex" and source):
+        raise InvalidRequest(f"grammar.{name}", "is empty")
+    return _TEXT_KINDS[name], source
+
+
+def _choice(choice: pb.Choice) -> str:
+    field = "grammar.choice.choices"
+    if not choice.choices:
+        raise InvalidRequest(field, "is empty")
+    seen: dict[str, int] = {}
+    for i, text in enumerate(choice.choices):
+        if not text:
+            raise InvalidRequest(f"{field}[{i}]", "is empty")
+        if text in seen:
+            raise InvalidRequest(f"{field}[{i}]", f"is equal to choice {seen[text]}; choices must be distinct")
+        seen[text] = i
+    return json.dumps(list(choice.choices), ensure_ascii=False)

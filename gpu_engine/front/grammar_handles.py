@@ -1,0 +1,91 @@
+"""Grammars that clients compiled ahead of time and may name by id.
+
+The invariant: an id stands for one grammar for ever. It is a digest of what the client gave, so a client that knows the
+grammar can tell the id, and the same grammar compiled again has the same one; an id is a name and no secret. What the
+grammar process has compiled may be gone at any time (it restarts, its cache is full); the grammar is kept here and
+compiled again when a request needs it. Bounded in bytes; the least recently used leaves first. Used on the event loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+from gpu_engine.api.errors import GrammarNotConfigured, InvalidRequest, UnknownGrammar
+from gpu_engine.api.request import GrammarSpec
+from gpu_engine.front.grammar_field import check_grammar
+from gpu_engine.sidecar.compilations import Compiled
+from protos.engine.v1 import engine_pb2 as pb
+
+OVERHEAD_BYTES = 512
+"""What an entry takes beside its text, an estimate."""
+
+
+def grammar_id(spec: GrammarSpec) -> str:
+    """Return the id of a grammar."""
+    options = (spec.kind.name, str(spec.whitespace), str(spec.backend), str(spec.allow_unenforced))
+    digest = hashlib.blake2b("\0".join((*options, spec.source)).encode(), digest_size=16)
+    return f"g-{digest.hexdigest()}"
+
+
+class GrammarHandles:
+    """The grammars that have an id. `max_bytes` bounds their texts."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._specs: OrderedDict[str, GrammarSpec] = OrderedDict()
+        self._bytes = 0
+
+    async def compile(
+        self, request: pb.CompileRequest, compile_spec: Callable[[GrammarSpec], Awaitable[Compiled]] | None
+    ) -> pb.CompileResponse:
+        """Answer a Compile call; `compile_spec` asks the grammar process, None: there is none.
+
+        Raises what `check_grammar` and `compile_spec` raise, and GrammarNotConfigured.
+        """
+        if not request.HasField("grammar"):
+            raise InvalidRequest("grammar", "is required")
+        if request.grammar.WhichOneof("spec") == "grammar_id":
+            raise InvalidRequest("grammar.grammar_id", "is what Compile returns; give the grammar itself")
+        spec = check_grammar(request.grammar)
+        if compile_spec is None:
+            raise GrammarNotConfigured("grammar: this server runs without a grammar process (its setting grammar=none)")
+        compiled = await compile_spec(spec)
+        return pb.CompileResponse(
+            grammar_id=self.keep(spec),
+            backend=cast("pb.Backend", compiled.backend),
+            cache_hit=compiled.cache_hit,
+            compile_ms=compiled.compile_ms,
+            memory_bytes=compiled.memory_bytes,
+            min_tokens=compiled.min_tokens,
+            closing_tokens=compiled.closing_tokens,
+            warnings=compiled.warnings,
+        )
+
+    def keep(self, spec: GrammarSpec) -> str:
+        """Give a grammar its id, and make room for it."""
+        name = grammar_id(spec)
+        if name not in self._specs:
+            self._specs[name] = spec
+            self._bytes += _size(spec)
+        self._specs.move_to_end(name)
+        while self._bytes > self._max_bytes and len(self._specs) > 1:
+            self._bytes -= _size(self._specs.popitem(last=False)[1])
+        return name
+
+    def spec(self, name: str) -> GrammarSpec:
+        """Return the grammar with this id. Raises UnknownGrammar."""
+        spec = self._specs.get(name)
+        if spec is None:
+            raise UnknownGrammar(f"grammar.grammar_id: {name[:64]!r} is not known to this server; call Compile (again)")
+        self._specs.move_to_end(name)
+        return spec
+
+    def __repr__(self) -> str:
+        return f"<GrammarHandles {len(self._specs)} grammars, {self._bytes} bytes>"
+
+
+def _size(spec: GrammarSpec) -> int:
+    return OVERHEAD_BYTES + len(spec.source.encode())

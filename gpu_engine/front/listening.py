@@ -1,0 +1,147 @@
+"""The addresses the server listens on: the public port, and one that answers for health alone.
+
+The invariant: an address is bound before the model is loaded, so a port that is taken is said at once; a server is
+reached by nobody but whom TLS, tokens or the mode of a unix socket (0600) let in. Not here: the services on it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from gpu_engine.api.config import ServerConfig
+from gpu_engine.front.auth import BearerTokens, token_file
+from gpu_engine.front.malformed import ParsedRequests
+from gpu_engine.front.tls import server_credentials
+
+log = logging.getLogger(__name__)
+
+LARGEST_MESSAGE_BYTES = 64 << 20
+"""Above any prompt that is allowed, so that one that is too long is refused by name and not by the transport."""
+# Two servers on one port would share its requests in silence.
+_OWN_PORT = ("grpc.so_reuseport", 0)
+
+
+class ServerError(RuntimeError):
+    """The server cannot start; the message says why, for the person at the terminal."""
+
+
+class HealthServicer(Protocol):
+    """The asyncio implementation of the health service."""
+
+    async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        """Change what `service` is reported as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Servers that are bound and not started."""
+
+    server: grpc.aio.Server
+    """The public one; more services may be added until it is started."""
+    probe: grpc.aio.Server | None
+    """With `health_listen`: health in clear text and without tokens, for those who probe and can do neither."""
+    health: HealthServicer
+    address: str
+    """Where the public one is: "host:port" or "unix:/path"."""
+
+    async def start(self) -> None:
+        """Take calls."""
+        await self.server.start()
+        if self.probe is not None:
+            await self.probe.start()
+
+    async def stop(self) -> None:
+        """Cancel what still runs. Also for servers that were never started."""
+        await self.server.stop(None)
+        if self.probe is not None:
+            await self.probe.stop(None)
+
+
+def bind(config: ServerConfig) -> Listeners:
+    """Bind the addresses; on the event loop. Raises ServerError that names the setting which makes it impossible."""
+    try:
+        credentials = server_credentials(config) if config.tls_cert else None
+        interceptors = [BearerTokens(token_file(Path(config.auth_token_file)))] if config.auth_token_file else []
+    except ValueError as error:
+        raise ServerError(str(error)) from error
+    if (problem := exposure(config)) is not None:
+        log.warning("%s", problem)
+    server = grpc.aio.server(
+        interceptors=[*interceptors, ParsedRequests()],
+        options=[
+            ("grpc.max_receive_message_length", max(LARGEST_MESSAGE_BYTES, 2 * config.max_prompt_bytes)),
+            _OWN_PORT,
+        ],
+    )
+    port = _add_port(server, "listen", config.listen, credentials)
+    servicer: HealthServicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stub
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    probe = None
+    if config.health_listen:
+        probe = grpc.aio.server(options=[_OWN_PORT])
+        _add_port(probe, "health_listen", config.health_listen, None)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, probe)
+    address = config.listen
+    if not address.startswith("unix:"):
+        address = f"{address.rpartition(':')[0]}:{port}"
+    return Listeners(server, probe, servicer, address)
+
+
+def exposure(config: ServerConfig) -> str | None:
+    """Return what other machines could do that should not, as a warning; None when there is nothing to say."""
+    if is_local(config.listen):
+        return None
+    if not config.auth_token_file and not config.tls_client_ca:
+        return f"listen: whoever reaches {config.listen} may use this server; see auth_token_file and tls_client_ca"
+    if not config.tls_cert:
+        return f"listen: tokens and answers cross the network to {config.listen} in clear text; see tls_cert"
+    return None
+
+
+def is_local(address: str) -> bool:
+    """Return whether only this machine reaches the address: a unix socket, or the loopback interface."""
+    if address.startswith("unix:"):
+        return True
+    host = address.removeprefix("dns:").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _add_port(server: grpc.aio.Server, setting: str, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    _refuse_taken_path(setting, address)
+    # A unix socket gets its mode from the umask of this moment; no other thread of ours makes files yet.
+    umask = os.umask(0o177)
+    try:
+        return server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ServerError(f"{setting}: cannot bind {address!r}: {error}") from error
+    finally:
+        os.umask(umask)
+
+
+def _refuse_taken_path(setting: str, address: str) -> None:
+    # gRPC replaces a socket file without asking; the server behind it would run on where nobody finds it.
+    if not address.startswith("unix:"):
+        return
+    path = address.removeprefix("unix:").removeprefix("//")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return  # nobody listens: no file, a killed server's, or a path that gRPC will refuse by itself
+        pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    # One of ours: gRPC closes the port of a server that was never started when it likes.
+    if pid != os.getpid():
+        raise ServerError(f"{setting}: another process ({pid}) listens on {path}")

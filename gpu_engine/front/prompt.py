@@ -1,0 +1,165 @@
+"""From checked values to Requests: the chat template, the tokenizer, and the limits that need token counts.
+
+The invariant: a Request that leaves here fits into the context with room for one token. Synchronous and without state;
+`is_large` says when to call it off the event loop. Not here: protobuf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jinja2.exceptions import TemplateError
+
+from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.ports import Tokenizer
+from gpu_engine.api.request import Request, SamplingParams, Telemetry, TokenEvent
+from gpu_engine.front.validation import Chat, Checked, Limits, Prompt, Tokens, check_prompt_length
+
+LARGE_PROMPT_CHARS = 8 << 10
+"""Tokenising this much takes some milliseconds: longer texts must not hold up the event loop."""
+
+FEW_BAD_WORDS = 8
+HEAD_CHARS_PER_TOKEN = 16
+HEAD_MARGIN_TOKENS = 64
+
+STANDARD_ROLES = frozenset({"system", "user", "assistant"})
+_MASK_64 = (1 << 64) - 1
+
+
+def is_large(checked: Checked) -> bool:
+    """Whether `build_requests` takes long enough to be moved to a thread."""
+    size = 0
+    match checked.prompt:
+        case str(text):
+            size = len(text)
+        case Chat(turns):
+            size = sum(len(content) for _, content in turns)
+    # A small prompt must not stand in the threads' line behind large ones.
+    return size > LARGE_PROMPT_CHARS or len(checked.bad_words) > FEW_BAD_WORDS
+
+
+def build_requests(
+    checked: Checked,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    sink: Callable[[TokenEvent], None],
+    arrived_s: float,
+) -> list[Request]:
+    """Make the n sequences of a request; they share `sink`. Raises InvalidRequest."""
+    field, prompt_ids = _prompt_ids(checked.prompt, tokenizer, limits)
+    if not prompt_ids:
+        raise InvalidRequest(field, "has no tokens")
+    check_prompt_length(field, len(prompt_ids), limits.max_model_len)
+    room = limits.max_model_len - len(prompt_ids)
+    max_tokens = room if checked.max_tokens is None else min(checked.max_tokens, room)
+    if checked.min_tokens > max_tokens:
+        raise InvalidRequest(
+            "sampling.min_tokens",
+            f"is {checked.min_tokens}, at most {max_tokens} can be generated (max_tokens, context)",
+        )
+    bad_token_ids, bad_words = _bad_words(checked, tokenizer)
+    return [
+        Request(
+            request_id=checked.request_id,
+            index=i,
+            prompt_ids=list(prompt_ids),
+            sampling=SamplingParams(
+                max_tokens=max_tokens,
+                seed=sequence_seed(checked.seed, i),
+                min_tokens=checked.min_tokens,
+                temperature=checked.temperature,
+                top_p=checked.top_p,
+                top_k=checked.top_k,
+                min_p=checked.min_p,
+                repetition_penalty=checked.repetition_penalty,
+                presence_penalty=checked.presence_penalty,
+                frequency_penalty=checked.frequency_penalty,
+                stop=checked.stop,
+                stop_token_ids=checked.stop_token_ids,
+                bad_token_ids=bad_token_ids,
+                bad_words=bad_words,
+                ignore_eos=checked.ignore_eos,
+                logprobs=checked.logprobs,
+                include_stop_str_in_output=checked.include_stop_str_in_output,
+                skip_special_tokens=checked.skip_special_tokens,
+            ),
+            sink=sink,
+            grammar=checked.grammar,
+            num_draft_tokens=checked.num_draft_tokens,
+            forced_draft_tokens=checked.forced_draft_tokens,
+            telemetry=Telemetry(arrived_s=arrived_s),
+        )
+        for i in range(checked.n)
+    ]
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """Return the seed of sequence `index`: the request's own for 0, else splitmix64 of it (Steele, Lea, Flood 2014).
+
+    The answer's telemetry carries it, so that one of n sequences can be made again alone.
+    """
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return z ^ (z >> 31)
+
+
+def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer, limits: Limits) -> tuple[str, list[int]]:
+    match prompt:
+        case str(text):
+            _check_head("text", text, tokenizer, limits)
+            return "text", _encode(tokenizer, text, add_special_tokens=True)
+        case Tokens(ids):
+            return "token_ids.ids", list(ids)
+        case Chat(turns):  # the template writes the special tokens itself
+            text = _render(turns, tokenizer)
+            _check_head("messages", text, tokenizer, limits)
+            return "messages", _encode(tokenizer, text, add_special_tokens=False)
+
+
+def _check_head(field: str, text: str, tokenizer: Tokenizer, limits: Limits) -> None:
+    # Megabytes cost seconds of a core. What is far too long is seen from its beginning, which has at most a few tokens
+    # fewer when it is followed by the rest.
+    head = HEAD_CHARS_PER_TOKEN * limits.max_model_len
+    if len(text) > 2 * head:
+        length = len(_encode(tokenizer, text[:head], add_special_tokens=False))
+        if length > limits.max_model_len + HEAD_MARGIN_TOKENS:
+            most = limits.max_model_len - 1
+            raise InvalidRequest(
+                field, f"has more than {length} tokens, at most {most} fit (max_model_len {limits.max_model_len})"
+            )
+
+
+def _render(turns: tuple[tuple[str, str], ...], tokenizer: Tokenizer) -> str:
+    template = tokenizer.chat_template
+    if not template:
+        raise InvalidRequest("messages", "this model has no chat template; send text or token_ids")
+    for i, (role, _) in enumerate(turns):
+        if role not in STANDARD_ROLES and role not in str(template):
+            raise InvalidRequest(f"messages.messages[{i}].role", f"{role!r} is not known to the model's chat template")
+    conversation = [{"role": role, "content": content} for role, content in turns]
+    try:
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    # The batch call lets other threads run meanwhile; `encode` holds the interpreter's lock for seconds on a long text.
+    (encoding,) = tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoding.ids)
+
+
+def _bad_words(checked: Checked, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    # Most vocabularies write a word at the start of a text and after a space with different tokens: both are forbidden.
+    single, several = dict.fromkeys(checked.bad_token_ids), dict[tuple[int, ...], None]()
+    for word in checked.bad_words:
+        for form in (word, f" {word}"):
+            ids = tuple(_encode(tokenizer, form, add_special_tokens=False))
+            if len(ids) == 1:
+                single[ids[0]] = None
+            elif ids:
+                several[ids] = None
+    return tuple(single), tuple(several)

@@ -1,0 +1,115 @@
+"""From the engine's values to protobuf messages. Pure functions.
+
+The invariant: what is unset in the proto means "not yet" or "not asked for", never zero by accident. Not here:
+decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.ports import Model, Stats
+from gpu_engine.api.request import Request
+from gpu_engine.front.sequence_output import Delta, SequenceOutput
+from gpu_engine.front.validation import Limits
+from protos.engine.v1 import engine_pb2 as pb
+
+
+def delta_response(output: SequenceOutput, delta: Delta, *, omit_token_ids: bool) -> pb.GenerateResponse | None:
+    """Return the message for `delta`, or None when it would tell the client nothing."""
+    if not (delta.text or delta.finish or delta.logprobs or (delta.token_ids and not omit_token_ids)):
+        return None
+    request = output.request
+    response = pb.GenerateResponse(request_id=request.request_id, index=request.index, text=delta.text)
+    if not omit_token_ids:
+        response.token_ids.extend(delta.token_ids)
+    for entry in delta.logprobs:
+        top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
+        response.logprobs.append(pb.TokenLogprobs(logprob=entry.logprob, top=top))
+    if delta.finish:
+        response.finish_reason = cast("pb.FinishReason", delta.finish.value)
+        if delta.matched_stop is not None:
+            response.matched_stop_str = delta.matched_stop
+        elif delta.matched_token_id is not None:
+            response.matched_token_id = delta.matched_token_id
+        response.usage.prompt_tokens = len(request.prompt_ids)
+        response.usage.completion_tokens = output.completion_tokens
+        response.usage.cached_tokens = request.telemetry.cached_tokens
+        response.telemetry.CopyFrom(_telemetry(request, output.finished_s))
+    return response
+
+
+def _telemetry(request: Request, finished_s: float) -> pb.Telemetry:
+    t = request.telemetry
+
+    def since_arrival_ms(moment_s: float) -> float:
+        return (moment_s - t.arrived_s) * 1e3 if moment_s else 0.0
+
+    return pb.Telemetry(
+        queue_ms=since_arrival_ms(t.scheduled_s),
+        compile_ms=t.compile_ms,
+        compile_cache_hit=t.compile_cache_hit,
+        ttft_ms=since_arrival_ms(t.first_token_s),
+        total_ms=since_arrival_ms(finished_s),
+        mask_wait_ms=t.mask_wait_ms,
+        steps=t.steps,
+        draft_tokens=t.draft_tokens,
+        accepted_draft_tokens=t.accepted_draft_tokens,
+        acceptance_length=(t.accepted_draft_tokens + t.steps) / t.steps if t.steps else 0.0,
+        deferred_rows=t.deferred_rows,
+        seed=request.sampling.seed,
+        backend=cast("pb.Backend", t.backend),
+        warnings=t.warnings,
+    )
+
+
+def model_info(
+    model: Model, config: EngineConfig, limits: Limits, backends: tuple[int, ...], version: str
+) -> pb.GetModelInfoResponse:
+    """Describe the server."""
+    response = pb.GetModelInfoResponse(
+        model=model.name,
+        model_type=model.model_type,
+        dtype=model.dtype_name,
+        vocab_size=model.vocab_size,
+        max_model_len=limits.max_model_len,
+        max_batch_size=config.max_batch_size,
+        max_queue_size=config.max_queue_size,
+        num_draft_tokens=limits.num_draft_tokens,
+        drafter=config.drafter,
+        eos_token_ids=model.eos_token_ids,
+        num_parameters=model.num_parameters,
+        version=version,
+        device=config.device,
+    )
+    response.backends.extend(cast("tuple[pb.Backend, ...]", backends))
+    return response
+
+
+def stats_response(stats: Stats, *, finished: Mapping[str, int], failed: Mapping[str, int]) -> pb.GetStatsResponse:
+    """Return the engine's part; `finished` and `failed` are counted where clients see them."""
+    return pb.GetStatsResponse(
+        waiting=stats.waiting,
+        running=stats.running,
+        num_slots=stats.num_slots,
+        pages_used=stats.pages_used,
+        pages_kept=stats.pages_kept,
+        num_pages=stats.num_pages,
+        steps=stats.steps,
+        generated_tokens=stats.generated_tokens,
+        prefill_tokens=stats.prefill_tokens,
+        cached_tokens=stats.cached_tokens,
+        draft_tokens=stats.draft_tokens,
+        accepted_draft_tokens=stats.accepted_draft_tokens,
+        finished=finished,
+        failed=failed,
+        mask_wait_ms=stats.mask_wait_ms,
+        deferred_rows=stats.deferred_rows,
+        draft_masks=bool(stats.draft_masks),
+        masked_steps=stats.masked_steps,
+        unmasked_steps=stats.unmasked_steps,
+        mask_gain=stats.mask_gain,
+        mask_cost=stats.mask_cost,
+    )

@@ -1,0 +1,285 @@
+"""`lockstep.engine.v1.Engine` on grpc.aio: Generate, Abort, Compile, GetModelInfo, GetStats.
+
+The invariant: whatever ends a Generate call (answer, error, cancel, deadline, lost connection), its `finally` gives
+back all that it held: every sequence in the engine, the compile ticket, the request id. Errors are raised from the tree
+of `errors` and become a status in one place, `_Refusals`. A slow client holds nobody up: its events wait in its Inbox,
+merged into one response per sequence when it reads, so the backlog is bounded by the answer itself. Not here: checks,
+tokens, lifecycle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from gpu_engine.api.errors import GrammarNotConfigured, InternalError, LockstepError, ShuttingDown, status_of
+from gpu_engine.api.ports import EngineCore, Model
+from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
+from gpu_engine.front.grammar_handles import GrammarHandles
+from gpu_engine.front.mailbox import Inbox, Mailbox
+from gpu_engine.front.prompt import build_requests, is_large
+from gpu_engine.front.responses import delta_response, model_info, stats_response
+from gpu_engine.front.sequence_output import SequenceOutput
+from gpu_engine.front.validation import Checked, Limits, check, given_id
+from gpu_engine.ops.access import CallRecord
+from gpu_engine.ops.metrics_requests import RequestWatch
+from gpu_engine.sidecar.compilations import Compiled
+from protos.engine.v1 import engine_pb2 as pb
+from protos.engine.v1 import engine_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarStats:
+    """Gauges of the grammar process; zeros while it does not answer."""
+
+    starts: int = 0
+    ready: bool = False
+    matchers: int = 0
+    cached_grammars: int = 0
+
+
+class GrammarAccess(Protocol):
+    """What the servicer needs of the grammar client. On the event loop."""
+
+    @property
+    def backends(self) -> tuple[int, ...]:
+        """Installed backends, the default first."""
+
+    def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
+        """Start compiling for this request; `failed` gets the error that the client is to see. Raises LimitExceeded."""
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+
+    def compiled_s(self, request_id: str) -> float:
+        """Return `time.monotonic()` when the request's grammar was compiled; 0.0: it is not. Before `forget`."""
+
+    async def compile(self, spec: GrammarSpec) -> Compiled:
+        """Compile for nobody's slot. Raises LockstepError."""
+
+    async def stats(self) -> GrammarStats:
+        """Ask the grammar process; never raises."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """A Generate call that runs."""
+
+    record: CallRecord
+    inbox: Inbox = field(default_factory=Inbox)
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    """Empty until the sequences are submitted."""
+    aborted: bool = False
+    """Abort came before that."""
+
+
+class EngineServicer(engine_pb2_grpc.EngineServicer):
+    """Serves one engine. Made on the event loop."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        model: Model,
+        limits: Limits,
+        grammar: GrammarAccess | None,
+        *,
+        version: str,
+        watch: RequestWatch | None = None,
+    ) -> None:
+        """Args: `watch` sees every Generate call; None: one of its own."""
+        self._engine = engine
+        self._model = model
+        self._limits = limits
+        self._grammar = grammar
+        self._version = version
+        self._watch = watch or RequestWatch(CollectorRegistry())
+        self._handles = GrammarHandles(limits.grammar_handles_bytes)
+        self._mailbox = Mailbox(asyncio.get_running_loop())
+        self._calls: dict[str, _Call] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._warm = asyncio.Event()
+        self._finished: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+
+    async def Generate(  # type: ignore[override]  # the stub knows generators only
+        self, request: pb.GenerateRequest, context: Context
+    ) -> None:
+        """Stream one answer. Written with `context.write` and not as a generator: then its `finally` runs at once."""
+        with self._watch.call(tuple(context.invocation_metadata() or ())) as record:
+            async with _Refusals(context, self._failed, record):
+                await self._generate(request, context, record)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """End a running request by its id."""
+        return pb.AbortResponse(aborted=self.abort(request.request_id))
+
+    async def Compile(self, request: pb.CompileRequest, context: Context) -> pb.CompileResponse:
+        """Compile a grammar ahead of time and give it an id."""
+        async with _Refusals(context, self._failed, CallRecord()):
+            if self._draining:
+                raise ShuttingDown("the server is shutting down")
+            return await self._handles.compile(request, self._grammar.compile if self._grammar else None)
+        raise AssertionError("abort raises")
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        """Describe the model and the limits."""
+        backends = self._grammar.backends if self._grammar else ()
+        return model_info(self._model, self._engine.config, self._limits, backends, self._version)
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        """Read all counters."""
+        grammar = await self._grammar.stats() if self._grammar else GrammarStats()
+        response = stats_response(self._engine.stats(), finished=self._finished, failed=self._failed)
+        response.grammar_starts = grammar.starts
+        response.grammar_ready = grammar.ready
+        response.matchers = grammar.matchers
+        response.cached_grammars = grammar.cached_grammars
+        return response
+
+    def abort(self, request_id: str) -> bool:
+        """End the request's sequences with ABORTED; False when it does not run."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return False
+        if not call.outputs:
+            call.aborted = True
+            return True
+        self._engine.abort(request_id)
+        return any(not output.ended for output in call.outputs)
+
+    def warm(self) -> None:
+        """The engine runs: requests that came early go on."""
+        self._warm.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, give the running ones `timeout_s` to end, then abort them."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("draining took longer than %.1f s: %d requests are aborted", timeout_s, len(self._calls))
+            for request_id in tuple(self._calls):
+                self.abort(request_id)
+
+    async def _generate(self, message: pb.GenerateRequest, context: Context, record: CallRecord) -> None:
+        arrived_s = time.monotonic()
+        record.named(given_id(message.request_id))
+        if self._draining:
+            raise ShuttingDown("the server is shutting down")
+        await self._warm.wait()
+        checked = check(message, self._limits, self._calls, self._handles.spec if self._grammar else None)
+        record.begin(checked)
+        call = self._calls[checked.request_id] = _Call(record)
+        self._idle.clear()
+        try:
+            if checked.grammar:
+                self._start_compile(checked.request_id, checked.grammar, call.inbox)
+            for request in await self._build(checked, call.inbox, arrived_s):
+                if call.aborted:
+                    request.sink(TokenEvent(request.index, finish=FinishReason.ABORTED))
+                else:
+                    self._engine.submit(request)
+                call.outputs.append(self._output(request, checked))
+            await self._stream(call, context, omit_token_ids=checked.omit_token_ids)
+        finally:
+            self._release(checked, call)
+
+    def _start_compile(self, request_id: str, grammar: GrammarSpec, inbox: Inbox) -> None:
+        if self._grammar is None:
+            raise GrammarNotConfigured("grammar: this server runs without a grammar process (its setting grammar=none)")
+
+        # A wrong grammar ends the request now, not when its turn comes.
+        self._grammar.prepare(request_id, grammar, inbox.fail)
+
+    async def _build(self, checked: Checked, inbox: Inbox, arrived_s: float) -> list[Request]:
+        sink = self._mailbox.sink(inbox)
+        arguments = (checked, self._model.tokenizer, self._limits, sink, arrived_s)
+        if is_large(checked):
+            return await asyncio.to_thread(build_requests, *arguments)
+        return build_requests(*arguments)
+
+    def _output(self, request: Request, checked: Checked) -> SequenceOutput:
+        decode_ids = self._model.tokenizer.backend_tokenizer.decode
+        skip = checked.skip_special_tokens
+
+        def decode(ids: Any) -> str:
+            return str(decode_ids(ids, skip_special_tokens=skip))
+
+        return SequenceOutput(request, decode, with_text=not checked.omit_text)
+
+    async def _stream(self, call: _Call, context: Context, *, omit_token_ids: bool) -> None:
+        running = len(call.outputs)
+        while running:
+            for index, events in (await call.inbox.take()).items():
+                output = call.outputs[index]
+                if output.ended:
+                    continue
+                delta = output.take(events)
+                if delta.matched_stop is not None:
+                    self._engine.drop(output.request)
+                if response := delta_response(output, delta, omit_token_ids=omit_token_ids):
+                    await context.write(response)
+                if delta.error:
+                    raise delta.error
+                if delta.finish:
+                    running -= 1
+                    self._finished[delta.finish.name] += 1
+                    call.record.finished(output.request, delta.finish, output.completion_tokens, output.finished_s)
+            if running and len(self._calls) > 1:
+                # Many small responses would take the cores from the model; what comes meanwhile is merged.
+                await asyncio.sleep(self._limits.stream_pace_s * (len(self._calls) - 1))
+
+    def _release(self, checked: Checked, call: _Call) -> None:
+        for output in call.outputs:
+            if not output.ended:
+                self._engine.drop(output.request)
+        if checked.grammar and self._grammar:
+            call.record.compiled_s = self._grammar.compiled_s(checked.request_id)
+            self._grammar.forget(checked.request_id)
+        del self._calls[checked.request_id]
+        if not self._calls:
+            self._idle.set()
+
+    def __repr__(self) -> str:
+        return f"<EngineServicer calls={len(self._calls)} draining={self._draining}>"
+
+
+class _Refusals:
+    """The one place where an error becomes a gRPC status."""
+
+    def __init__(self, context: Context, failed: Counter[str], record: CallRecord) -> None:
+        self._context = context
+        self._failed = failed
+        self._record = record
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or not isinstance(error, Exception):
+            return  # done, or cancelled: the client is gone and there is nobody to tell
+        if self._context.cancelled() or self._context.done():
+            log.debug("the client went away while an answer was written: %r", error)
+            return
+        if not isinstance(error, LockstepError):
+            log.error("a request failed by a defect", exc_info=error)
+            error = InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
+        status = status_of(error)
+        self._failed[status.name] += 1
+        self._record.status = status.name
+        await self._context.abort(status, str(error))

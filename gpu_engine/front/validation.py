@@ -1,0 +1,290 @@
+"""From the wire to checked values: every limit that the proto states is enforced here, and nowhere after.
+
+The invariant: what `check` returns is within all limits, or InvalidRequest names the field and the limit. Pure: no
+tokenizer, no I/O, so it runs on the event loop (a request is a few kilobytes; a large prompt is only measured). Not
+here: tokenisation and the limits that need it (`prompt.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.request import GrammarSpec
+from gpu_engine.front.grammar_field import check_grammar
+from protos.engine.v1 import engine_pb2 as pb
+
+MAX_REQUEST_ID_BYTES = 128
+MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 64
+MAX_STRING_BYTES = 256
+MAX_LOGPROBS = 20
+MAX_TEMPERATURE = 100.0
+MAX_REPETITION_PENALTY = 10.0
+MAX_PENALTY = 2.0
+MAX_MESSAGES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What this server allows; made once from the configuration and the model."""
+
+    vocab_size: int
+    max_model_len: int
+    num_draft_tokens: int
+    forced_draft_tokens: int
+    max_n: int
+    max_prompt_bytes: int
+    stream_pace_s: float = 0.0
+    grammar_handles_bytes: int = 64 << 20
+
+    @classmethod
+    def of(cls, engine: EngineConfig, server: ServerConfig, *, vocab_size: int, max_model_len: int) -> Limits:
+        """Take the smaller of what was configured and what the model can do."""
+        return cls(
+            vocab_size=vocab_size,
+            max_model_len=min(max_model_len, engine.max_model_len),
+            num_draft_tokens=engine.num_drafts,
+            forced_draft_tokens=engine.num_forced,
+            max_n=server.max_n,
+            max_prompt_bytes=server.max_prompt_bytes,
+            stream_pace_s=server.stream_pace_ms / 1e3,
+            grammar_handles_bytes=server.grammar_handles_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, oldest turn first: (role, content)."""
+
+    turns: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A prompt that came tokenised."""
+
+    ids: tuple[int, ...]
+
+
+Prompt = str | Tokens | Chat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A request within all limits that can be checked without the tokenizer."""
+
+    request_id: str
+    prompt: Prompt
+    n: int
+    num_draft_tokens: int
+    forced_draft_tokens: int
+    """The server's, or the number that the request named for all drafts."""
+    grammar: GrammarSpec | None
+    seed: int
+    """Given or drawn; of the first sequence."""
+    max_tokens: int | None
+    """As given; None: what the context has room for."""
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    bad_token_ids: tuple[int, ...]
+    bad_words: tuple[str, ...]
+    ignore_eos: bool
+    logprobs: int | None
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    omit_text: bool
+    omit_token_ids: bool
+
+
+def check(
+    request: pb.GenerateRequest,
+    limits: Limits,
+    running: Collection[str],
+    known: Callable[[str], GrammarSpec] | None = None,
+) -> Checked:
+    """Check everything but tokens; `running` holds the request ids in use, `known` finds a grammar by its id.
+
+    Raises InvalidRequest, UnknownGrammar or NotSupported.
+    """
+    request_id = _request_id(request.request_id, running)
+    prompt = _prompt(request, limits)
+    sampling = request.sampling
+    grammar = check_grammar(request.grammar, known) if request.HasField("grammar") else None
+    if grammar and sampling.ignore_eos:
+        raise InvalidRequest("sampling.ignore_eos", "is not allowed together with a grammar")
+    top_k = _integer(sampling, "top_k", 0, low=-1, high=2**31 - 1)
+    num_drafts, num_forced = _draft_tokens(request, limits)
+    return Checked(
+        request_id=request_id,
+        prompt=prompt,
+        n=_integer(sampling, "n", 1, low=1, high=limits.max_n),
+        num_draft_tokens=num_drafts,
+        forced_draft_tokens=num_forced,
+        grammar=grammar,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        max_tokens=_integer(sampling, "max_tokens", 1, low=1) if sampling.HasField("max_tokens") else None,
+        min_tokens=sampling.min_tokens,
+        temperature=_number(sampling, "temperature", 1.0, low=0.0, high=MAX_TEMPERATURE),
+        top_p=_number(sampling, "top_p", 1.0, low=0.0, high=1.0, open_low=True),
+        top_k=max(top_k, 0),
+        min_p=_number(sampling, "min_p", 0.0, low=0.0, high=1.0),
+        repetition_penalty=_number(
+            sampling, "repetition_penalty", 1.0, low=0.0, high=MAX_REPETITION_PENALTY, open_low=True
+        ),
+        presence_penalty=_number(sampling, "presence_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
+        frequency_penalty=_number(sampling, "frequency_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
+        stop=_strings(sampling.stop, "sampling.stop", MAX_STOP_STRINGS),
+        stop_token_ids=_token_ids(sampling.stop_token_ids, "sampling.stop_token_ids", limits.vocab_size),
+        bad_token_ids=_bad_token_ids(sampling, limits.vocab_size),
+        bad_words=_strings(sampling.bad_words, "sampling.bad_words", MAX_BAD_WORDS),
+        ignore_eos=sampling.ignore_eos,
+        logprobs=_integer(sampling, "logprobs", 0, low=0, high=MAX_LOGPROBS) if sampling.HasField("logprobs") else None,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
+        omit_text=request.response.omit_text,
+        omit_token_ids=request.response.omit_token_ids,
+    )
+
+
+def given_id(request_id: str) -> str:
+    """Return the id that the client gave, or "" when it gave none. Raises InvalidRequest for one that is no id."""
+    size = len(request_id.encode())
+    if size > MAX_REQUEST_ID_BYTES:
+        raise InvalidRequest("request_id", f"has {size} bytes, at most {MAX_REQUEST_ID_BYTES} are allowed")
+    if not request_id.isprintable():
+        raise InvalidRequest("request_id", "holds a control character")
+    return request_id
+
+
+def _request_id(request_id: str, running: Collection[str]) -> str:
+    if not given_id(request_id):
+        return uuid.uuid4().hex
+    if request_id in running:
+        raise InvalidRequest("request_id", f"{request_id!r} belongs to a request that is running")
+    return request_id
+
+
+def _prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            if not request.text:
+                raise InvalidRequest("text", "is empty")
+            _prompt_bytes("text", len(request.text.encode()), limits)
+            return request.text
+        case "token_ids":
+            ids = request.token_ids.ids
+            if not ids:
+                raise InvalidRequest("token_ids.ids", "is empty")
+            check_prompt_length("token_ids.ids", len(ids), limits.max_model_len)
+            return Tokens(_token_ids(ids, "token_ids.ids", limits.vocab_size))
+        case "messages":
+            messages = request.messages.messages
+            if not messages:
+                raise InvalidRequest("messages.messages", "is empty")
+            if len(messages) > MAX_MESSAGES:
+                raise InvalidRequest(
+                    "messages.messages", f"has {len(messages)} turns, at most {MAX_MESSAGES} are allowed"
+                )
+            for i, message in enumerate(messages):
+                if not message.role:
+                    raise InvalidRequest(f"messages.messages[{i}].role", "is empty")
+            size = sum(len(m.content.encode()) + len(m.role.encode()) for m in messages)
+            _prompt_bytes("messages.messages", size, limits)
+            return Chat(tuple((m.role, m.content) for m in messages))
+        case _:
+            raise InvalidRequest("prompt", "one of text, token_ids and messages is required")
+
+
+def _prompt_bytes(field: str, size: int, limits: Limits) -> None:
+    if size > limits.max_prompt_bytes:
+        raise InvalidRequest(
+            field, f"has {size} bytes, at most {limits.max_prompt_bytes} (max_prompt_bytes) are allowed"
+        )
+
+
+def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
+    """Leave room for at least one token; raises InvalidRequest with both numbers."""
+    if length + 1 > max_model_len:
+        raise InvalidRequest(
+            field,
+            f"has {length} tokens, at most {max_model_len - 1} fit (max_model_len {max_model_len}, one for the answer)",
+        )
+
+
+def _draft_tokens(request: pb.GenerateRequest, limits: Limits) -> tuple[int, int]:
+    """Return the most drafts of a step, and the most that the grammar may force: a number that is named is for both."""
+    if not request.speculation.HasField("num_draft_tokens"):
+        return limits.num_draft_tokens, limits.forced_draft_tokens
+    value = request.speculation.num_draft_tokens
+    if value > limits.num_draft_tokens:
+        raise InvalidRequest(
+            "speculation.num_draft_tokens", f"is {value}, at most {limits.num_draft_tokens} are allowed"
+        )
+    return value, value
+
+
+def _integer(sampling: pb.SamplingParams, name: str, default: int, *, low: int, high: int = 2**32 - 1) -> int:
+    if not sampling.HasField(name):
+        return default
+    value = int(getattr(sampling, name))
+    if not low <= value <= high:
+        limit = f"at least {low}" if value < low else f"at most {high}"
+        raise InvalidRequest(f"sampling.{name}", f"is {value}, must be {limit}")
+    return value
+
+
+def _number(
+    sampling: pb.SamplingParams, name: str, default: float, *, low: float, high: float, open_low: bool = False
+) -> float:
+    if not sampling.HasField(name):
+        return default
+    value = float(getattr(sampling, name))
+    if not math.isfinite(value):
+        raise InvalidRequest(f"sampling.{name}", f"is {value}, must be a finite number")
+    if not low <= value <= high or (open_low and value == low):
+        raise InvalidRequest(
+            f"sampling.{name}", f"is {value:g}, must be in {'(' if open_low else '['}{low:g}, {high:g}]"
+        )
+    return value
+
+
+def _strings(values: Iterable[str], field: str, most: int) -> tuple[str, ...]:
+    strings = tuple(values)
+    if len(strings) > most:
+        raise InvalidRequest(field, f"has {len(strings)} strings, at most {most} are allowed")
+    for i, string in enumerate(strings):
+        if not string:
+            raise InvalidRequest(f"{field}[{i}]", "is empty")
+        if (size := len(string.encode())) > MAX_STRING_BYTES:
+            raise InvalidRequest(f"{field}[{i}]", f"has {size} bytes, at most {MAX_STRING_BYTES} are allowed")
+    return tuple(dict.fromkeys(strings))
+
+
+def _token_ids(values: Iterable[int], field: str, vocab_size: int) -> tuple[int, ...]:
+    ids = tuple(values)
+    if ids and max(ids) >= vocab_size:
+        i, bad = next((i, token) for i, token in enumerate(ids) if token >= vocab_size)
+        raise InvalidRequest(f"{field}[{i}]", f"is {bad}, token ids are in [0, {vocab_size})")
+    return ids
+
+
+def _bad_token_ids(sampling: pb.SamplingParams, vocab_size: int) -> tuple[int, ...]:
+    field = "sampling.bad_token_ids"
+    ids = tuple(dict.fromkeys(_token_ids(sampling.bad_token_ids, field, vocab_size)))
+    if len(ids) >= vocab_size:
+        raise InvalidRequest(field, f"forbids all {vocab_size} tokens")
+    return ids

@@ -1,0 +1,105 @@
+"""What the engine's thread counts, as Prometheus metrics, made when somebody scrapes.
+
+The invariant: a scrape reads plain numbers that the engine thread left, and makes it wait for nothing. Not here: the
+numbers themselves (`stats.py`), requests (`metrics_requests.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from gpu_engine.api.ports import Stats
+from gpu_engine.ops.stats import Histogram
+
+_GAUGES = (
+    ("sequences_running", "Sequences that hold a slot", "running"),
+    ("sequences_waiting", "Sequences that wait for a slot", "waiting"),
+    ("slots", "Slots in all", "num_slots"),
+    ("kv_pages_used", "Pages of the KV cache in use", "pages_used"),
+    ("kv_pages_kept", "Pages in use by nobody, kept for who begins with the same tokens", "pages_kept"),
+    ("kv_pages", "Pages of the KV cache in all", "num_pages"),
+    ("draft_masks", "1 while a drafting network's drafts are held to the grammar", "draft_masks"),
+    ("draft_mask_gain", "Tokens a step with masked drafts over those with free ones, last compared", "mask_gain"),
+    ("draft_mask_cost", "Time of a step with masked drafts over that with free ones, last compared", "mask_cost"),
+)
+_COUNTERS = (
+    ("prompt_tokens", "Prompt tokens prefilled; the last of a prompt is part of its first step", "prefill_tokens"),
+    (
+        "prefix_cached_tokens",
+        "Tokens that were not prefilled: their keys were there, from another sequence or before a preemption",
+        "cached_tokens",
+    ),
+    ("generation_tokens", "Tokens generated", "generated_tokens"),
+    ("step_rows", "Rows that decode steps verified, padding included", "step_rows"),
+    ("deferred_rows", "Times that a sequence's rows came too late for its step", "deferred_rows"),
+    ("dead_ends", "Sequences that ended because no token was legal", "dead_ends"),
+    ("matcher_errors", "Sequences that ended because their matcher failed", "matcher_errors"),
+    ("draft_mask_switches", "Times that a comparison turned draft masks on or off", "mask_switches"),
+    ("masked_draft_steps", "Steps whose drafts under a grammar were drawn masked", "masked_steps"),
+    ("unmasked_draft_steps", "Steps whose drafts under a grammar were drawn free", "unmasked_steps"),
+    ("preemptions", "Times that a sequence lost its slot to make room", "preemptions"),
+)
+_BY_DRAFTER = (
+    ("draft_tokens", "Drafts verified", "draft_tokens"),
+    ("accepted_draft_tokens", "Drafts that equalled the target's own token", "accepted_draft_tokens"),
+    ("forced_draft_tokens", "Drafts verified that the grammar forced", "forced_draft_tokens"),
+    (
+        "accepted_forced_tokens",
+        "Drafts that the grammar forced and that equalled the target's own token",
+        "accepted_forced_tokens",
+    ),
+)
+_HISTOGRAMS = (
+    ("step_seconds", "Time of a decode step", "step_seconds"),
+    ("mask_wait_seconds", "Time that a step with guided sequences waited for mask rows", "mask_wait_seconds"),
+    (
+        "inter_token_latency_seconds",
+        "From one step that brought tokens to a sequence to the next one that did",
+        "token_gap_seconds",
+    ),
+    ("tokens_per_step", "Tokens that a step brought to a sequence; 0 is a deferral", "tokens_per_step"),
+)
+
+
+class EngineCollector(Collector):
+    """Reads `stats` at every scrape."""
+
+    def __init__(self, stats: Callable[[], Stats], *, drafter: str, about: Mapping[str, str]) -> None:
+        """Args: `stats` is thread-safe; `about` are the labels of `lockstep_info`."""
+        self._stats = stats
+        self._drafter = drafter
+        self._about = dict(about)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield every family."""
+        stats = self._stats()
+        info = GaugeMetricFamily("lockstep_info", "1, with what runs here", labels=tuple(self._about))
+        info.add_metric(tuple(self._about.values()), 1)
+        yield info
+        for name, documentation, attribute in _GAUGES:
+            yield GaugeMetricFamily(f"lockstep_{name}", documentation, value=getattr(stats, attribute))
+        for name, documentation, attribute in _COUNTERS:
+            yield CounterMetricFamily(f"lockstep_{name}", documentation, value=getattr(stats, attribute))
+        for name, documentation, attribute in _BY_DRAFTER:
+            drafted = CounterMetricFamily(f"lockstep_{name}", documentation, labels=("drafter",))
+            drafted.add_metric((self._drafter,), getattr(stats, attribute))
+            yield drafted
+        for name, documentation, attribute in _HISTOGRAMS:
+            yield _family(f"lockstep_{name}", documentation, getattr(stats, attribute))
+
+    def __repr__(self) -> str:
+        return f"<EngineCollector {self._about}>"
+
+
+def _family(name: str, documentation: str, histogram: Histogram) -> HistogramMetricFamily:
+    total, pairs = 0, []
+    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+        total += count
+        pairs.append((bound, float(total)))
+    family = HistogramMetricFamily(name, documentation)
+    family.add_metric((), pairs, histogram.total)
+    return family

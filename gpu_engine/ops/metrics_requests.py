@@ -1,0 +1,122 @@
+"""What clients see of the server, counted when a call ends: status, finish reasons, latencies, lengths.
+
+The invariant: every Generate call is counted once, under the status that its client got. Used on the event loop; a
+scrape reads from another thread. Not here: what the engine's thread counts (`metrics_engine.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from gpu_engine.ops.access import CallRecord, Ended
+
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps beside every counter
+
+LATENCY_BOUNDS_S = (
+    5e-3,
+    1e-2,
+    2e-2,
+    5e-2,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+QUEUE_BOUNDS_S = (1e-4, 1e-3, 5e-3, 1e-2, 5e-2, 0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0)
+PER_TOKEN_BOUNDS_S = (1e-3, 2e-3, 5e-3, 1e-2, 1.5e-2, 2e-2, 3e-2, 4e-2, 5e-2, 7.5e-2, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+LENGTH_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class RequestMetrics:
+    """The metrics of one server, in `registry`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
+            return Histogram(f"lockstep_{name}", documentation, buckets=bounds, registry=registry)
+
+        self.requests = Counter(
+            "lockstep_requests", "Generate calls that ended, by gRPC status", ("status",), registry=registry
+        )
+        self.sequences = Counter(
+            "lockstep_sequences", "Sequences that ended, by finish reason", ("finish_reason",), registry=registry
+        )
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to a sequence's first token", LATENCY_BOUNDS_S
+        )
+        self.latency = histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to a sequence's end", LATENCY_BOUNDS_S
+        )
+        self.queue = histogram(
+            "request_queue_seconds", "From a request's arrival until a sequence has a slot", QUEUE_BOUNDS_S
+        )
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds",
+            "A sequence's time after its first token, over its other tokens",
+            PER_TOKEN_BOUNDS_S,
+        )
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a sequence", LENGTH_BOUNDS)
+        self.generation_tokens = histogram("request_generation_tokens", "Tokens of an answer", LENGTH_BOUNDS)
+
+    def count(self, record: CallRecord) -> None:
+        """Count a call that has ended."""
+        self.requests.labels(record.status).inc()
+        for each in record.ended:
+            self._count_sequence(each)
+
+    def _count_sequence(self, ended: Ended) -> None:
+        times = ended.telemetry
+        self.sequences.labels(ended.finish.name.lower()).inc()
+        self.latency.observe(ended.finished_s - times.arrived_s)
+        self.prompt_tokens.observe(len(ended.request.prompt_ids))
+        self.generation_tokens.observe(ended.completion_tokens)
+        if times.scheduled_s:
+            self.queue.observe(times.scheduled_s - times.arrived_s)
+        if times.first_token_s:
+            self.ttft.observe(times.first_token_s - times.arrived_s)
+            if ended.completion_tokens > 1:
+                took_s = max(times.last_token_s - times.first_token_s, 0.0)
+                self.per_token.observe(took_s / (ended.completion_tokens - 1))
+
+
+class RequestWatch:
+    """Sees every Generate call: counts it, logs it, and hands it to whoever traces."""
+
+    def __init__(self, registry: CollectorRegistry, trace: Callable[[CallRecord], None] | None = None) -> None:
+        """Args: `trace` is called with every call that has ended, and must not raise."""
+        self.registry = registry
+        self.metrics = RequestMetrics(registry)
+        self._trace = trace
+
+    @contextmanager
+    def call(self, metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[CallRecord]:
+        """Watch the block, which is one call. It sets the status of an error; leaving by another way is a cancel."""
+        record = CallRecord(metadata)
+        try:
+            yield record
+            record.status = record.status or "OK"
+        finally:
+            record.status = record.status or "CANCELLED"
+            record.ended_s = monotonic()
+            self.metrics.count(record)
+            record.log()
+            if self._trace is not None:
+                self._trace(record)
+
+    def __repr__(self) -> str:
+        return f"<RequestWatch traced={self._trace is not None}>"

@@ -1,0 +1,300 @@
+"""The engine's side of the grammar process: a matcher for every guided slot, from `open` to `close`.
+
+The invariant: every `open` is answered by exactly one of grammar_opened, grammar_failed, a newer `open` of the same
+slot, or `close`; a lost grammar process is answered by the engine, which opens every slot again. Called from two sides:
+the servicer on the event loop (`prepare`, `forget`, `stats`) and the engine on its thread (`open`, `close`, which only
+post to the loop). Not here: the connection (`grammar_link.py`) and compilations (`grammar_compile.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from gpu_engine.api.config import ServerConfig
+from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequest, LockstepError
+from gpu_engine.api.owned_tasks import OwnedTasks
+from gpu_engine.api.ports import GrammarEvents
+from gpu_engine.api.request import GrammarSpec, Request
+from gpu_engine.front.servicer import GrammarStats
+from gpu_engine.ops.logs import REQUEST_ID
+from gpu_engine.sidecar.admission import Admission
+from gpu_engine.sidecar.compilations import Compiled, GrammarCompiler, grammar_error
+from gpu_engine.sidecar.link import GrammarLink
+from protos.grammar.v1 import grammar_pb2 as gpb
+
+log = logging.getLogger(__name__)
+
+BIND_TIMEOUT_S = 10.0
+STATS_TIMEOUT_S = 1.0
+
+
+class AbortWord(Protocol):
+    """The word in the segment that ends every wait of the engine's step; an EngineEnd has it."""
+
+    def set_abort(self) -> None:
+        """End all waits, now and until cleared."""
+
+    def clear_abort(self) -> None:
+        """Let steps wait again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A slot between `open` and `close`."""
+
+    request_id: str
+    spec: GrammarSpec
+    max_tokens: int
+    task: asyncio.Task[None] | None = None
+    binding: bool = False
+    """A Bind is on its way: the matcher may exist by the time a Release is sent, so the Release waits for it."""
+    bound_in: int = 0
+    """The grammar process (`GrammarLink.attached`) that said it has the matcher; 0: none did."""
+    in_hand: bool = False
+    """The grammar process has it, too, and not only a compilation before it: a death may be this matcher's doing."""
+
+
+class GrammarClient:
+    """Made on the event loop; `attach` comes before the first call of any other method."""
+
+    def __init__(self, config: ServerConfig, abort_word: AbortWord) -> None:
+        self._config = config
+        self._wait_s = config.grammar_wait_s
+        self._abort_word = abort_word
+        self._loop = asyncio.get_running_loop()
+        self._tasks = OwnedTasks()
+        self._link: GrammarLink
+        self._compiler: GrammarCompiler
+        self._engine: GrammarEvents
+        self._slots: dict[tuple[int, int], _Slot] = {}
+        self._outage: asyncio.TimerHandle | None = None
+        self._was_lost = self._closed = False
+        self.serves = False
+        """Guided requests are served, or wait for no longer than `grammar_wait_s`."""
+        self.admission = Admission()
+        """Says how many grammars were refused before they were sent. The compiler's to change."""
+
+    def attach(self, engine: GrammarEvents, link: GrammarLink) -> None:
+        """Close the circle: the engine needs this port, and this port answers to the engine."""
+        self._engine = engine
+        self._link = link
+        self._compiler = GrammarCompiler(self._config, link, self._tasks, self.admission)
+
+    @property
+    def guided_by(self) -> int:
+        """Number of the attached grammar process while it has a matcher of ours, by its own word; else 0."""
+        now = self._link.attached if self._link.up else 0
+        return now if any(state.bound_in == now for state in self._slots.values()) else 0
+
+    # ---- for the servicer, on the event loop -----------------------------------------------------------------------
+
+    @property
+    def backends(self) -> tuple[int, ...]:
+        """Installed backends, the default first; empty before the first connection."""
+        return self._link.backends
+
+    def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
+        """Start compiling at arrival; `failed` is called when the grammar is refused. Raises LimitExceeded."""
+        self._compiler.prepare(request_id, spec, failed)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._compiler.forget(request_id)
+
+    def compiled_s(self, request_id: str) -> float:
+        """Return `time.monotonic()` when the request's grammar was compiled; 0.0: it is not."""
+        return self._compiler.compiled_s(request_id)
+
+    async def compile(self, spec: GrammarSpec) -> Compiled:
+        """Compile for nobody's slot. Raises LockstepError."""
+        return await self._compiler.again(spec)
+
+    async def stats(self) -> GrammarStats:
+        """Ask the grammar process for its gauges; zeros while it is away."""
+        starts = self._link.attached
+        if self._link.up:
+            try:
+                stats = await self._link.stub.GetStats(gpb.GetStatsRequest(), timeout=STATS_TIMEOUT_S)
+                return GrammarStats(starts, True, stats.matchers, stats.cached_grammars)
+            except grpc.aio.AioRpcError as error:
+                log.warning("the grammar process does not answer GetStats: %s", error.details())
+        return GrammarStats(starts=starts)
+
+    async def metrics(self, timeout_s: float) -> bytes | None:
+        """Ask for the grammar process's metrics, in Prometheus' text format; None while it does not answer."""
+        if not self._link.up:
+            return None
+        try:
+            response = await self._link.stub.GetMetrics(gpb.GetMetricsRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            log.debug("the grammar process does not answer GetMetrics: %s", error.details())
+            return None
+        return response.exposition
+
+    # ---- for the engine, on its thread -----------------------------------------------------------------------------
+
+    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
+        """Give the slot a matcher that stands after `committed`; the answer is grammar_opened or grammar_failed."""
+        self._loop.call_soon_threadsafe(self._open, (slot, slot_gen), request, committed)
+
+    def close(self, slot: int, slot_gen: int) -> None:
+        """Drop the slot's matcher."""
+        self._loop.call_soon_threadsafe(self._close, (slot, slot_gen))
+
+    # ---- for the link and the supervisor, on the event loop --------------------------------------------------------
+
+    def link_silent(self) -> None:
+        """Drain the step that may be waiting, and pause guided slots."""
+        self._abort_word.set_abort()
+        self._engine.grammar_silent()
+
+    def link_heard(self) -> None:
+        """Let guided slots go on."""
+        self._abort_word.clear_abort()
+        self._engine.grammar_heard()
+
+    def link_lost(self) -> None:
+        """Pause guided slots; when no grammar process comes back in time, end them."""
+        self._was_lost = True
+        self._abort_word.set_abort()
+        self._engine.grammar_lost([key for key, state in self._slots.items() if state.in_hand])
+        for state in self._slots.values():
+            if state.task:
+                state.task.cancel()  # the engine opens each again when a grammar process is back
+        self._outage = self._loop.call_later(self._wait_s, self._fail_guided)
+
+    def link_restored(self) -> None:
+        """Let guided slots go on; the engine opens each again."""
+        self.serves = True
+        if self._outage:
+            self._outage.cancel()
+            self._outage = None
+        if self._was_lost:
+            self._abort_word.clear_abort()
+            self._engine.grammar_restored()
+
+    def give_up(self, reason: str) -> None:
+        """No grammar process will come soon: end guided requests, and refuse new ones with `reason` until one comes."""
+        self._link.give_up(reason)
+        self._fail_guided()
+
+    async def aclose(self) -> None:
+        """End all that runs here. The link is its owner's."""
+        self._closed = True
+        if self._outage:
+            self._outage.cancel()
+        await self._tasks.aclose()
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _fail_guided(self) -> None:
+        self.serves = False
+        error = GrammarUnavailable("the grammar process was lost and did not come back; try again")
+        for slot, slot_gen in self._slots:
+            self._engine.grammar_failed(slot, slot_gen, error)
+        # A request that still waits for a slot has none to be opened in, and would wait for ever in the next free one.
+        self._compiler.fail_compiled(error)
+
+    def _open(self, key: tuple[int, int], request: Request, committed: tuple[int, ...]) -> None:
+        if self._closed or request.grammar is None:
+            return
+        if (old := self._slots.get(key)) and old.task:
+            old.task.cancel()
+        state = self._slots[key] = _Slot(request.request_id, request.grammar, request.sampling.max_tokens)
+        state.task = self._tasks.spawn(self._open_slot(key, state, committed), f"open slot {key[0]}.{key[1]}")
+
+    async def _open_slot(self, key: tuple[int, int], state: _Slot, committed: tuple[int, ...]) -> None:
+        REQUEST_ID.set(state.request_id)
+        try:
+            compiled = await self._compiler.result(state.request_id, state.spec)
+            state.binding = True
+            try:
+                await self._bind(key, state, compiled, committed)
+            except _EvictedError:
+                compiled = await self._compiler.again(state.spec, accepted=True)
+                await self._bind(key, state, compiled, committed)
+        except _EvictedError:
+            evicted = GrammarUnavailable("the grammar process drops grammars too fast; try again")
+            self._engine.grammar_failed(*key, evicted)
+        except LockstepError as error:
+            self._engine.grammar_failed(*key, error)
+        except Exception as error:
+            self._engine.grammar_failed(*key, InternalError(f"the slot was not opened ({type(error).__name__})"))
+            raise  # for the log
+        else:
+            self._engine.grammar_opened(
+                *key,
+                compile_ms=compiled.compile_ms,
+                cache_hit=compiled.cache_hit,
+                backend=compiled.backend,
+                warnings=compiled.warnings,
+            )
+        finally:
+            state.binding = False
+
+    async def _bind(self, key: tuple[int, int], state: _Slot, compiled: Compiled, committed: tuple[int, ...]) -> None:
+        if state.max_tokens < compiled.min_tokens:
+            raise InvalidRequest(
+                "sampling.max_tokens",
+                f"leaves {state.max_tokens} tokens, no answer of this grammar has fewer than {compiled.min_tokens}",
+            )
+        await self._link.ready(self._wait_s)
+        attached = self._link.attached
+        message = gpb.BindRequest(
+            slot=key[0],
+            slot_gen=key[1],
+            grammar_id=compiled.grammar_id,
+            committed_tokens=committed,
+            max_tokens=state.max_tokens,
+            request_id=REQUEST_ID.get(),
+        )
+        state.in_hand = compiled.attached == attached  # else it only says that the grammar is not there
+        try:
+            await self._link.stub.Bind(message, timeout=BIND_TIMEOUT_S)
+            state.bound_in = attached
+        except grpc.aio.AioRpcError as error:
+            match error.code():
+                case grpc.StatusCode.NOT_FOUND:
+                    raise _EvictedError from error
+                case grpc.StatusCode.INVALID_ARGUMENT:
+                    # They were chosen under this grammar's masks: that they do not fit is nobody's fault but ours.
+                    log.error("the grammar process refused committed tokens: %s", error.details())
+                    raise InternalError("the grammar process refused tokens that it had allowed") from error
+                case grpc.StatusCode.UNAVAILABLE:
+                    # No answer: the link is about to notice, and `link_lost` cancels this task while it waits here.
+                    await self._link.attached_after(attached, self._wait_s)
+            raise grammar_error(error) from error
+        finally:
+            state.in_hand = False
+
+    def _close(self, key: tuple[int, int]) -> None:
+        state = self._slots.pop(key, None)
+        if state is None or self._closed:
+            return
+        if state.task and not state.binding:
+            state.task.cancel()
+        self._tasks.background(self._release(key, state), f"release slot {key[0]}.{key[1]}")
+
+    async def _release(self, key: tuple[int, int], state: _Slot) -> None:
+        if state.task:
+            await asyncio.wait([state.task])
+        if not self._link.up:
+            return  # its matchers went with the process
+        try:
+            await self._link.stub.Release(gpb.ReleaseRequest(slot=key[0], slot_gen=key[1]), timeout=BIND_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                log.warning("releasing slot %d.%d failed: %s", *key, error.details())
+
+    def __repr__(self) -> str:
+        return f"<GrammarClient slots={len(self._slots)} {self._compiler!r} {self._tasks!r}>"
+
+
+class _EvictedError(Exception):
+    """The grammar process does not know the grammar id any more."""

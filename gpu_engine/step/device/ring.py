@@ -1,0 +1,152 @@
+"""What steps emitted, on its way to the host: packed on the device, copied to a pinned ring, read behind an event.
+
+One invariant: an entry is overwritten only `depth` pushes later, and by then the host has read it (`push` refuses
+otherwise). So a later step cannot change what is being read. Not here: what the numbers mean to anybody (collect.py).
+
+Shapes: B lanes of the entry, R rows a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gpu_engine.step.buffers import LaneBuffers, StepBatch
+from gpu_engine.step.stream import Event, Stream
+from kernels.accept import MAX_LOGPROBS, AcceptResult
+
+_PER_LANE = ("num_emitted", "num_accepted", "finish", "blocked", "num_drafts", "num_forced", "slots", "slot_gens")
+_HEAD = 6
+"""int32 numbers before the lanes: sequence, waited time and that for drafts, two each."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """A step's results in host memory; a copy that is the reader's own. Has what `collect.outcomes` looks at."""
+
+    result: AcceptResult
+    num_drafts_B: torch.Tensor
+    """int32 [B], drafts that were verified."""
+    num_forced_B: torch.Tensor
+    """int32 [B]; see `LaneBuffers`."""
+    slots_B: torch.Tensor
+    """int32 [B] as launched; -1: padding."""
+    slot_gens_B: torch.Tensor
+    """int32 [B] as launched."""
+    seq: int
+    """Sequence under which the step asked for its rows; 0: it asked for none."""
+    waited_ns: int
+    """Nanoseconds waited on the device since the start, all steps together."""
+    drafts_waited_ns: int
+    """Of these, for drafts' rows."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    numbers: torch.Tensor
+    logprob_BR: torch.Tensor
+    top_ids_BRN: torch.Tensor
+    top_logprobs_BRN: torch.Tensor
+    event: Event
+    num_lanes: int = 0
+    logprobs: bool = False
+    full: bool = False
+
+
+class OutputRing:
+    """`pack` stands in the step; `push` and `read` are the engine thread's, outside of any graph.
+
+    Args:
+        stream: of the steps.
+        lane: the lanes' buffers, whose results are copied.
+        report: int64 [1] each, device: sequence and waited times of the step (`StreamSync.report`); None: zeros.
+        depth: entries; steps in flight plus one.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        lane: LaneBuffers,
+        report: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        depth: int = 3,
+    ) -> None:
+        self._stream, self._lane = stream, lane
+        most, R = lane.drafts_BR.shape
+        self._rows = R
+        nothing = torch.zeros(1, dtype=torch.int64, device=stream.device)
+        self._report = [value.view(torch.int32) for value in report or (nothing,) * 3]
+        self._packed = torch.zeros(self._size(most), dtype=torch.int32, device=stream.device)
+        self._entries = [self._entry(most, R) for _ in range(depth)]
+        self._next = 0
+
+    def pack(self, batch: StepBatch) -> None:
+        """Gather the results of the first B lanes into one piece of device memory: one launch, last in the step."""
+        self._stream.kernel(self._pack, batch)
+
+    def push(self, batch: StepBatch, *, logprobs: bool = False) -> int:
+        """Enqueue the copy of the last step; return its entry. Raises RuntimeError when that entry was not read yet."""
+        index, B = self._next, batch.num_lanes
+        entry = self._entries[index]
+        if entry.full:
+            raise RuntimeError(f"step outputs {index} were not read: more than {len(self._entries)} steps in flight")
+        size = self._size(B)
+        self._stream.copy(entry.numbers[:size], self._packed[:size])
+        if logprobs:
+            result = self._lane.result
+            self._stream.copy(entry.logprob_BR[:B], result.logprob_BR[:B])
+            self._stream.copy(entry.top_ids_BRN[:B], result.top_ids_BRN[:B])
+            self._stream.copy(entry.top_logprobs_BRN[:B], result.top_logprobs_BRN[:B])
+        entry.event.mark()
+        entry.num_lanes, entry.logprobs, entry.full = B, logprobs, True
+        self._next = (index + 1) % len(self._entries)
+        return index
+
+    def ready(self, index: int) -> bool:
+        """Return whether `read` would not wait. Raises when the device failed."""
+        return self._entries[index].event.reached()
+
+    def read(self, index: int) -> StepOutputs:
+        """Wait for an entry, free it, and return a copy. Raises when the device failed."""
+        entry = self._entries[index]
+        assert entry.full, f"entry {index} is empty"
+        entry.event.wait()
+        entry.full = False
+        B, R = entry.num_lanes, self._rows
+        numbers = entry.numbers[: self._size(B)].clone()
+        seq, waited_ns, drafts_ns = numbers[:_HEAD].view(torch.int64).tolist()
+        lanes = dict(zip(_PER_LANE, numbers[_HEAD : _HEAD + len(_PER_LANE) * B].view(-1, B), strict=True))
+        emitted_BR = numbers[_HEAD + len(_PER_LANE) * B :].view(B, R)
+        count = B if entry.logprobs else 0
+        result = AcceptResult(
+            *(emitted_BR, lanes["num_emitted"], lanes["num_accepted"], lanes["finish"], lanes["blocked"]),
+            *(entry.logprob_BR[:count].clone(), entry.top_ids_BRN[:count].clone()),
+            *(entry.top_logprobs_BRN[:count].clone(), torch.empty(0), torch.empty(0, dtype=torch.int32)),
+        )
+        per_lane = (lanes["num_drafts"], lanes["num_forced"], lanes["slots"], lanes["slot_gens"])
+        return StepOutputs(result, *per_lane, seq, waited_ns, drafts_ns)
+
+    def _size(self, num_lanes: int) -> int:
+        return _HEAD + num_lanes * (len(_PER_LANE) + self._rows)
+
+    def _pack(self, batch: StepBatch) -> None:
+        lane, r, B = batch.lane, batch.lane.result, batch.num_lanes
+        results = (r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B)
+        per_lane = (*results, lane.num_drafts_B, lane.num_forced_B, lane.slots_B, lane.slot_gens_B)
+        parts = [*self._report, *(t[:B] for t in per_lane), r.emitted_BR[:B].reshape(-1)]
+        torch.cat(parts, out=self._packed[: self._size(B)])
+
+    def _entry(self, lanes: int, rows: int) -> _Entry:
+        def pinned(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return self._stream.pinned(4 * torch.Size(shape).numel()).view(dtype).view(shape)
+
+        return _Entry(
+            pinned(torch.int32, self._size(lanes)),
+            pinned(torch.float32, lanes, rows),
+            pinned(torch.int32, lanes, rows, MAX_LOGPROBS),
+            pinned(torch.float32, lanes, rows, MAX_LOGPROBS),
+            self._stream.event(),
+        )
+
+    def __repr__(self) -> str:
+        return f"OutputRing(depth={len(self._entries)}, unread={sum(entry.full for entry in self._entries)})"

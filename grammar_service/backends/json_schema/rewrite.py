@@ -1,0 +1,84 @@
+"""A schema rewritten so that every library reads it alike: patterns in portable notation, keywords without effect gone.
+
+Invariant: after `rewrite` the schema means what it meant, but for what is reported: a pattern that cannot be rewritten
+is taken out, and a count of members that repeated names would defeat stays and is reported. It holds for every backend;
+what one of them ignores is its own module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from grammar_service.backends.json_schema.ecma_pattern import NotPortable
+from grammar_service.backends.json_schema.exclusive import exclusive
+from grammar_service.backends.json_schema.unenforced import Unenforced
+from grammar_service.backends.json_schema.walk import Schema, subschemas
+
+_FORBIDS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+}
+_NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+"""Keywords without effect where another is missing."""
+
+
+def rewrite(schema: Any, path: str, portable: Callable[[str], str]) -> list[Unenforced]:
+    """Rewrite `schema`, which stands at `path`, in place. Return what of it would not be enforced."""
+    found: list[Unenforced] = []
+    for where, node in list(subschemas(schema, path)):
+        _drop_idle(node)
+        pattern = node.get("pattern")
+        if isinstance(pattern, str):
+            try:
+                node["pattern"] = portable(pattern)
+            except NotPortable as problem:
+                found.append(Unenforced(where, "pattern", f"{pattern!r}: {problem}"))
+                del node["pattern"]
+        members = node.get("patternProperties")
+        if isinstance(members, dict):
+            node["patternProperties"] = _names(members, where, portable, found)
+        found += _repeated(where, node)
+        branches = node.get("oneOf")
+        if isinstance(branches, list) and branches and "anyOf" not in node and exclusive(branches, schema):
+            # In its place: the order of a schema's keys is kept.
+            items = [("anyOf" if key == "oneOf" else key, value) for key, value in node.items()]
+            node.clear()
+            node.update(items)
+    return found
+
+
+def _drop_idle(node: Schema) -> None:
+    for keyword, values in _FORBIDS_NOTHING.items():
+        # By type too: 0 equals False, and is another value to a library.
+        if keyword in node and any(type(node[keyword]) is type(each) and node[keyword] == each for each in values):
+            del node[keyword]
+    for keyword, other in _NEEDS.items():
+        if other not in node:
+            node.pop(keyword, None)
+
+
+def _names(
+    members: dict[str, Any], where: str, portable: Callable[[str], str], found: list[Unenforced]
+) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for pattern, child in members.items():
+        try:
+            out[portable(pattern)] = child
+        except NotPortable as problem:
+            found.append(Unenforced(where, "patternProperties", f"{pattern!r}: {problem}"))
+    return out
+
+
+def _repeated(where: str, node: Schema) -> list[Unenforced]:
+    """Object members are counted as they are written; a JSON reader counts a name that stands twice as one."""
+    least, required = node.get("minProperties"), node.get("required")
+    distinct = 1 + (len(required) if isinstance(required, list) else 0)
+    closed = node.get("additionalProperties") is False and not node.get("patternProperties")
+    if isinstance(least, int | float) and least > distinct and not closed:
+        return [Unenforced(where, "minProperties", f"above {distinct} is not enforced: a name may stand twice")]
+    return []

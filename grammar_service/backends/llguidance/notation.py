@@ -1,0 +1,133 @@
+"""A grammar in llguidance's own notation, and what the library says about it in words with places.
+
+Invariant: only this module writes options of the library; a request can set none. The lenient notation is for those who
+allow what is not enforced, and for finding out what that is: the strict one ends at the first keyword. Imports the
+library for its converter of regular expressions alone; limits and matchers are `llguidance`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llguidance import LLMatcher
+
+from grammar_service.backends.json_schema.ecma_pattern import portable
+from grammar_service.backends.json_schema.rewrite import rewrite
+from grammar_service.backends.json_schema.unenforced import Unenforced
+from grammar_service.backends.json_schema.walk import subschemas
+from grammar_service.errors import InvalidGrammar
+from grammar_service.grammar.structural_tag import StructuralTag
+from grammar_service.grammar.text_grammar import (
+    embedded_schemas,
+    gbnf_to_lark,
+    ignored_attributes,
+    lark_literal,
+    refuse_token_references,
+    with_schemas,
+)
+from grammar_service.grammar.value import MAX_WHITESPACE, Grammar, Kind, Whitespace
+
+_WHITESPACE: dict[Whitespace, dict[str, Any]] = {
+    Whitespace.COMPACT: {"whitespace_flexible": False},
+    Whitespace.BOUNDED: {
+        "whitespace_flexible": True,
+        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
+    },
+    Whitespace.ANY: {"whitespace_flexible": True},
+}
+
+_ESCAPES = 'nrbtf\\"'
+r"""Without u: where any character may be written as \uXXXX, `{"\u0061": 1}` is an additional property although `a` is
+declared with another schema."""
+
+_PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
+_TIMES = re.compile(r" \(\d+ times\)$")
+_KEYS = re.compile(r"Unimplemented keys: (\[.*?\])$")
+_FORMAT = re.compile(r"Unknown format: (.*)$")
+
+
+def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]:
+    """Return the library's text, and what was taken out of it because it would be misread."""
+    found: list[Unenforced] = []
+    # A schema inside a Lark grammar is part of a text that says itself where white space is.
+    whitespace = Whitespace.BOUNDED if grammar.kind is Kind.LARK else grammar.whitespace
+
+    def schema_text(schema: Any, path: str) -> str:
+        schema = {} if schema is True else schema
+        if "x-guidance" in schema:
+            raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: options of the library are not the request's to set")
+        found.extend(rewrite(schema, path, portable))
+        options = {**_WHITESPACE[whitespace], "json_allowed_escapes": _ESCAPES, "lenient": lenient}
+        return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+
+    match grammar.kind:
+        case Kind.JSON_SCHEMA | Kind.JSON_OBJECT:
+            return "start: %json " + schema_text(json.loads(grammar.text), ""), found
+        case Kind.CHOICE:
+            # As one terminal: alternatives of a rule are parser items, of which a row may have 2,000.
+            choices = " | ".join(map(lark_literal, json.loads(grammar.text)))
+            return f"start: CHOICE\nCHOICE: {choices}", found
+        case Kind.REGEX:
+            lark = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
+            return str(lark), found
+        case Kind.EBNF:
+            return gbnf_to_lark(grammar.text), found
+        case Kind.LARK:
+            refuse_token_references(grammar.text)
+            found.extend(Unenforced("", *part) for part in ignored_attributes(grammar.text))
+            return with_schemas(grammar.text, schema_text), found
+        case Kind.STRUCTURAL_TAG:
+            tag = StructuralTag.parse(grammar.text)
+            return tag.to_lark(schema_text), found
+
+
+def has_schemas(grammar: Grammar) -> bool:
+    """Return whether JSON Schemas are part of the grammar."""
+    return next(_schemas(grammar), None) is not None
+
+
+def readable(message: str, kind: Kind) -> str:
+    """Return the library's message without the places and lines of text that the user did not write."""
+    if kind is Kind.LARK:
+        return message.strip()
+    return _PLACE.sub("", message.splitlines()[0] if kind is not Kind.REGEX else message.split("\n   1 |")[0]).strip()
+
+
+def parts(messages: Sequence[str], grammar: Grammar) -> list[Unenforced]:
+    """Return what the library says it ignores, at every place where it may be meant; it names none."""
+    return [part for message in messages for part in _part(_TIMES.sub("", message), grammar)]
+
+
+def _part(message: str, grammar: Grammar) -> list[Unenforced]:
+    keys, unknown = _KEYS.search(message), _FORMAT.search(message)
+    if keys:
+        wanted, value, why = tuple(json.loads(keys[1])), None, "is not enforced"
+    elif unknown:
+        wanted, value, why = ("format",), unknown[1], f"{unknown[1]!r} is not enforced"
+    elif message.startswith("oneOf"):
+        wanted, value, why = ("oneOf",), None, "is taken as anyOf where its branches overlap or may overlap"
+    elif message.startswith("min/maxProperties "):
+        wanted, value = ("minProperties", "maxProperties"), None
+        why = "is not enforced where a name of properties is not required"
+    else:
+        return [Unenforced("", "", message)]
+    found = [
+        Unenforced(path, key, why)
+        for root, schema in _schemas(grammar)
+        for path, node in subschemas(schema, root)
+        for key in wanted
+        if key in node and (value is None or node[key] == value)
+    ]
+    return found or [Unenforced("", "", message)]
+
+
+def _schemas(grammar: Grammar) -> Iterator[tuple[str, Any]]:
+    if grammar.kind is Kind.STRUCTURAL_TAG:
+        yield from ((region.path, region.schema) for region in StructuralTag.parse(grammar.text).regions)
+    elif grammar.kind is Kind.LARK:
+        yield from ((path, schema) for path, schema, _ in embedded_schemas(grammar.text))
+    elif grammar.kind in (Kind.JSON_SCHEMA, Kind.JSON_OBJECT):
+        yield "", json.loads(grammar.text)

@@ -1,0 +1,283 @@
+"""The xgrammar backend: compiling is expensive (up to seconds), masks are cheap; needs torch for its tensors.
+
+Invariant: whatever the library says it ignores, and whatever it was seen to ignore in silence (`xgrammar_schema`), is
+an error. An artifact is the serialised compilation, whatever its size: the pool bounds it. It may have 40 times the
+bytes of the grammar in memory, since the library writes the automaton of all rules once for every rule.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import xgrammar
+
+from grammar_service.backends import MatcherFailed, Rows
+from grammar_service.backends.json_schema import unenforced
+from grammar_service.backends.json_schema.unenforced import Unenforced
+from grammar_service.backends.xgrammar.chains import XgrammarFiller
+from grammar_service.backends.xgrammar.rules import corrected, wanted_count
+from grammar_service.backends.xgrammar.schema import problems, tag_problems
+from grammar_service.backends.xgrammar.spelling import Spelling
+from grammar_service.backends.xgrammar.stderr_capture import captured_stderr
+from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
+from grammar_service.grammar.structural_tag import formats, modern
+from grammar_service.grammar.text_grammar import check_gbnf, gbnf_literal
+from grammar_service.grammar.value import Grammar, Kind
+from grammar_service.grammar.vocabulary import Vocabulary
+
+_SOURCE_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ", re.MULTILINE)
+_T = TypeVar("_T")
+
+
+class XgrammarBackend:
+    """xgrammar with one vocabulary. One compilation at a time per object."""
+
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        tokens, vocab_type = _encoded_tokens(vocabulary)
+        self._tokenizer = xgrammar.TokenizerInfo(
+            tokens, vocab_type, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.stop_ids)
+        )
+        # The library refuses these by itself, and prints a line about each.
+        self._never = frozenset(i for i, text in enumerate(tokens) if not text) - set(vocabulary.stop_ids)
+        self._spelling = Spelling(vocabulary)
+        self._filler = XgrammarFiller(vocabulary, self._never, _full_row(vocabulary))
+        self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
+
+    def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
+        """Compile within this process; see `Backend.compile`. Redirects the process's stderr meanwhile."""
+        # First what is known to be ignored, at no cost; what the library itself says comes after its work.
+        prepared, found = _prepared(grammar)
+        unenforced.settle(self.name, found, allow_unenforced)
+        compiled, said = _listened(lambda: self._compile(prepared))
+        warnings = unenforced.settle(self.name, [*found, *said], allow_unenforced)
+        try:
+            return unenforced.pack(warnings, compiled.serialize_json().encode())
+        except RuntimeError as error:
+            raise _refusal(error) from None
+
+    def load(self, grammar: Grammar, artifact: bytes) -> XgrammarCompiled:
+        """Return the compiled form, without the GIL but for the copy of the text: 4 ms of 0.4 s for 40 MB."""
+        self._spelling.ready()
+        warnings, data = unenforced.unpack(artifact)
+        compiled = xgrammar.CompiledGrammar.deserialize_json(str(data, "utf-8"), self._tokenizer)
+        return XgrammarCompiled(compiled, self._vocabulary, self._filler, self._spelling, warnings)
+
+    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        compiler = self._compiler
+        match grammar.kind:
+            case Kind.JSON_SCHEMA | Kind.JSON_OBJECT:
+                rules = xgrammar.Grammar.from_json_schema(
+                    grammar.text,
+                    any_whitespace=True,
+                    max_whitespace_cnt=wanted_count(grammar.whitespace),
+                    strict_mode=False,
+                )
+                return compiler.compile_grammar(corrected(str(rules), grammar.whitespace))
+            case Kind.REGEX:
+                return compiler.compile_regex(grammar.text)
+            case Kind.EBNF:
+                check_gbnf(grammar.text)
+                return compiler.compile_grammar(grammar.text)
+            case Kind.CHOICE:
+                choices = json.loads(grammar.text)
+                return compiler.compile_grammar("root ::= " + " | ".join(gbnf_literal(choice) for choice in choices))
+            case Kind.STRUCTURAL_TAG:
+                rules = xgrammar.Grammar.from_structural_tag(grammar.text)
+                return compiler.compile_grammar(corrected(str(rules), grammar.whitespace))
+            case Kind.LARK:
+                raise NotSupported("Lark grammars need the backend llguidance; this is xgrammar")
+
+
+def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced]]:
+    """Return the grammar as the library is to read it, and what it would ignore."""
+    if grammar.kind in (Kind.JSON_SCHEMA, Kind.JSON_OBJECT):
+        schema = json.loads(grammar.text)
+        found = problems(schema)
+        return replace(grammar, text=json.dumps(schema, ensure_ascii=False)), found
+    if grammar.kind is not Kind.STRUCTURAL_TAG:
+        return grammar, []
+    document, found = modern(json.loads(grammar.text)), []
+    for path, node in formats(document["format"], "/format"):
+        if "json_schema" in node:
+            found += problems(node["json_schema"], f"{path}/json_schema") + tag_problems(node, path)
+            if node.get("style", "json") == "json":
+                node["max_whitespace_cnt"] = wanted_count(grammar.whitespace)
+        if node.get("type") == "grammar":
+            check_gbnf(str(node.get("grammar")))
+    return replace(grammar, text=json.dumps(document, ensure_ascii=False)), found
+
+
+def _listened(action: Callable[[], _T]) -> tuple[_T, list[Unenforced]]:
+    """Run a compilation; every error of the library becomes one of ours, every warning a part that is not enforced."""
+    try:
+        with captured_stderr() as said:
+            result = action()
+    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+        raise _refusal(error) from None
+    warnings = [_clean(line).removeprefix("Warning: ") for line in said() if "Warning" in line]
+    return result, [Unenforced("", "", warning) for warning in warnings]
+
+
+def _refusal(error: Exception) -> GrammarServiceError:
+    if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+        return LimitExceeded("compile_memory_mb: the compilation needs more memory than it allows")
+    return InvalidGrammar(f"xgrammar: {_clean(str(error))}")
+
+
+def _clean(message: str) -> str:
+    return " ".join(_SOURCE_PLACE.sub("", message).split())
+
+
+def _encoded_tokens(vocabulary: Vocabulary) -> tuple[list[str], xgrammar.VocabType]:
+    """Return the token texts by id, as tokenizer.json writes them, and how they are to be read.
+
+    A special token gets the empty text: the library then never lets it stand for text.
+    """
+    document = json.loads(vocabulary.tokenizer_json)
+    vocab = document["model"].get("vocab")
+    if isinstance(vocab, list):
+        pairs: Any = ((entry[0], i) for i, entry in enumerate(vocab))
+    elif isinstance(vocab, dict):
+        pairs = vocab.items()
+    else:
+        raise InvalidField("tokenizer_json", "xgrammar needs an object or an array `model.vocab`")
+    tokens = [""] * vocabulary.size
+    for text, token in pairs:
+        if token < vocabulary.size:
+            tokens[token] = text
+    for added in document.get("added_tokens", ()):
+        if added["id"] < vocabulary.size:
+            tokens[added["id"]] = added["content"]
+    for token in vocabulary.special:
+        tokens[token] = ""
+    kinds = {found for part in ("decoder", "pre_tokenizer") for found in _types(document.get(part))}
+    if "ByteLevel" in kinds:
+        return tokens, xgrammar.VocabType.BYTE_LEVEL
+    if "ByteFallback" in kinds or "Metaspace" in kinds:
+        return tokens, xgrammar.VocabType.BYTE_FALLBACK
+    return tokens, xgrammar.VocabType.RAW
+
+
+def _types(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        return [str(node.get("type")), *(t for child in node.values() for t in _types(child))]
+    if isinstance(node, list):
+        return [t for child in node for t in _types(child)]
+    return []
+
+
+class XgrammarCompiled:
+    """A compiled grammar; shared by all its matchers."""
+
+    def __init__(
+        self,
+        compiled: xgrammar.CompiledGrammar,
+        vocabulary: Vocabulary,
+        filler: XgrammarFiller,
+        spelling: Spelling,
+        warnings: tuple[str, ...],
+    ) -> None:
+        self._compiled = compiled
+        self.warnings = warnings
+        self._vocabulary = vocabulary
+        self._filler, self._spelling = filler, spelling
+        self.memory_bytes: int = compiled.memory_size_bytes
+
+    def matcher(self) -> XgrammarMatcher:
+        """Return a matcher at the start of an answer."""
+        return XgrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._vocabulary, self._filler, self._spelling)
+
+
+class XgrammarMatcher:
+    """One answer."""
+
+    def __init__(
+        self, inner: xgrammar.GrammarMatcher, vocabulary: Vocabulary, filler: XgrammarFiller, spelling: Spelling
+    ) -> None:
+        self.inner = inner
+        """For `filler`."""
+        self.filler = filler
+        self._spelling = spelling
+        self._vocabulary = vocabulary
+        self._vocab_size = vocabulary.size
+        self._never = filler.never
+        self._num_words = vocabulary.num_words
+        self._all = _full_row(vocabulary)
+        self._has_tail = vocabulary.size % 32 != 0
+
+    @property
+    def terminated(self) -> bool:
+        """A stop token was accepted."""
+        return bool(self.inner.is_terminated())
+
+    def accept(self, token: int) -> bool:
+        """Move over `token`; see `Matcher.accept`."""
+        if not 0 <= token < self._vocab_size or token in self._never or self.inner.is_terminated():
+            return False
+        try:
+            return bool(self.inner.accept_token(token))
+        except RuntimeError as error:
+            raise MatcherFailed(_clean(str(error))) from None
+
+    def rollback(self, count: int) -> None:
+        """Take back `count` tokens; see `Matcher.rollback`."""
+        if count:
+            try:
+                self.inner.rollback(count)
+            except RuntimeError as error:
+                raise MatcherFailed(_clean(str(error))) from None
+
+    def copy(self) -> XgrammarMatcher:
+        """Return a copy; it shares the compiled grammar."""
+        return XgrammarMatcher(self.inner.fork(), self._vocabulary, self.filler, self._spelling)
+
+    def fill(self, rows: Rows, index: int) -> None:
+        """Fill the row in place, through a tensor over the same memory; see `Matcher.fill`."""
+        # One tensor per row: given a matrix, the library takes its rows for contiguous whatever their stride is.
+        rows.handle = tensors = rows.handle or {}
+        tensor = tensors.get(index)
+        if tensor is None:
+            tensor = tensors[index] = torch.from_numpy(rows.words[index : index + 1, : self._num_words])
+        try:
+            constrained = self.inner.fill_next_token_bitmask(tensor, 0)
+        except RuntimeError as error:
+            raise MatcherFailed(_clean(str(error))) from None
+        if not constrained:
+            rows.words[index, : self._num_words] = self._all
+        elif self._has_tail:
+            rows.words[index, self._num_words - 1] &= self._all[-1]
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        """Spell the library's forced string; see `Matcher.forced`."""
+        try:
+            text = self.inner.find_jump_forward_string()
+            return self._spelling.certain(text, self.copy())[:limit] if text else ()
+        except RuntimeError as error:
+            raise MatcherFailed(_clean(str(error))) from None
+
+    def certain_bytes(self) -> int:
+        """Return 0: a row costs the same whatever comes behind it."""
+        return 0
+
+    def __repr__(self) -> str:
+        return f"<XgrammarMatcher terminated={self.terminated}>"
+
+
+def _full_row(vocabulary: Vocabulary) -> Any:
+    bits = np.zeros(vocabulary.num_words * 32, dtype=bool)
+    bits[: vocabulary.size] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+if sys.byteorder != "little":
+    raise ImportError("mask rows are little-endian words; this machine is not")

@@ -1,0 +1,222 @@
+"""What xgrammar 0.2.8 does not enforce in a JSON Schema, and does not say so either.
+
+Invariant: a schema that passes means to xgrammar at most what it means to JSON Schema (answers may be fewer, never
+others). Found by giving the library each keyword with values that break it; the tests repeat that. What the library
+warns about (overlapping oneOf, several allOf branches, pattern with minLength, ...) is caught from its warnings, not
+here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from grammar_service.backends.json_schema.ecma_pattern import portable
+from grammar_service.backends.json_schema.rewrite import rewrite
+from grammar_service.backends.json_schema.unenforced import Unenforced
+from grammar_service.backends.json_schema.walk import Schema, subschemas
+
+_IGNORED = {
+    "not": "is not enforced",
+    "if": "is not enforced, nor are then and else",
+    "contains": "is not enforced",
+    "dependentRequired": "is not enforced",
+    "dependentSchemas": "is not enforced",
+    "dependencies": "is not enforced",
+    "unevaluatedProperties": "is not enforced; additionalProperties is",
+    "unevaluatedItems": "is not enforced; items is",
+    "$dynamicRef": "is not followed",
+    "$recursiveRef": "is not followed",
+}
+"""Keywords without effect, whatever stands beside them."""
+
+_FORMATS = frozenset(
+    {
+        *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
+        *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    }
+)
+"""Formats that are enforced; any other is taken as any string."""
+
+UNWRITABLE = [(0, 31), (34, 34), (92, 92)]
+"""A pattern is held against the JSON text, in which these are two characters or more."""
+
+_ANYTHING = portable("[^]*", UNWRITABLE)
+
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
+_OF_TYPE = {
+    "minimum": "number",
+    "maximum": "number",
+    "exclusiveMinimum": "number",
+    "exclusiveMaximum": "number",
+    "multipleOf": "number",
+    "minLength": "string",
+    "maxLength": "string",
+    "pattern": "string",
+    "format": "string",
+    "minItems": "array",
+    "maxItems": "array",
+    "minProperties": "object",
+    "maxProperties": "object",
+}
+"""Keywords that have an effect only beside a `type`."""
+
+_IMPLY_OBJECT = ("properties", "required", "patternProperties", "additionalProperties", "propertyNames")
+_IMPLY_ARRAY = ("items", "prefixItems")
+"""Keywords that the library takes for a type: the schema becomes stricter than it says."""
+
+_ASSERTIONS = frozenset(
+    {
+        "type",
+        "enum",
+        "const",
+        "$ref",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "uniqueItems",
+        *_IGNORED,
+        *_OF_TYPE,
+        *_IMPLY_OBJECT,
+        *_IMPLY_ARRAY,
+    }
+)
+
+
+def problems(schema: Any, path: str = "") -> list[Unenforced]:
+    """Return what xgrammar would not enforce in a schema that stands at `path`, and rewrite its patterns in place."""
+    found = rewrite(schema, path, _anchored)
+    for where, node in subschemas(schema, path):
+        problem = _problem(node)
+        if problem:
+            found.append(Unenforced(where, *problem))
+    return found
+
+
+def _anchored(pattern: str) -> str:
+    """Return the pattern in portable notation, as one of the whole string: that is how the library reads it."""
+    text = portable(pattern, UNWRITABLE)
+    flag = text[:4] if text.startswith("(?i)") else ""
+    body = text.removeprefix(flag)
+    if "|" in body or body.strip("^$") == "":
+        return text
+    head = "" if body.startswith("^") else f"^{_ANYTHING}"
+    tail = "" if body.endswith("$") else f"{_ANYTHING}$"
+    return flag + head + body + tail
+
+
+def tag_problems(form: Schema, path: str) -> list[Unenforced]:
+    """Return what of a structural tag's JSON region at `path` is enforced only in part."""
+    found = []
+    if form.get("any_order"):
+        found.append(Unenforced(path, "any_order", "neither required nor repeated names are then looked at"))
+    if form.get("style", "json") != "json":
+        found.append(Unenforced(path, "style", "what is enforced of a schema is known for 'json' alone"))
+    return found
+
+
+def _problem(node: dict[str, Any]) -> tuple[str, str] | None:
+    for keyword, reason in _IGNORED.items():
+        if keyword in node:
+            return keyword, reason
+    if node.get("uniqueItems"):
+        return "uniqueItems", "is not enforced"
+    for keyword in _COUNTS:
+        value = node.get(keyword)
+        if isinstance(value, int | float) and value < 0:
+            return keyword, f"is {value}, which is taken for no bound"
+    for rule in (_alone, _values, _typed, _strings, _objects):
+        problem = rule(node)
+        if problem:
+            return problem
+    return None
+
+
+def _alone(node: dict[str, Any]) -> tuple[str, str] | None:
+    """Keywords that replace the rest of the schema instead of adding to it."""
+    for keyword in ("$ref", "const", "enum", "anyOf", "oneOf", "allOf"):
+        if keyword not in node:
+            continue
+        others = sorted((_ASSERTIONS & node.keys()) - {keyword})
+        if keyword in ("const", "enum"):
+            others = [other for other in others if other != "type"]
+        if keyword in ("anyOf", "oneOf") and others == ["type"]:
+            branches = node[keyword]
+            same = isinstance(branches, list) and all(
+                isinstance(b, dict) and b.get("type") == node["type"] for b in branches
+            )
+            others = [] if same else others
+        if others:
+            return others[0], f"is not enforced beside {keyword}"
+        return None
+    return None
+
+
+def _values(node: dict[str, Any]) -> tuple[str, str] | None:
+    """`type` is not held against the values of enum and const."""
+    if "type" not in node:
+        return None
+    types = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    for keyword in ("enum", "const"):
+        values = node.get(keyword, []) if keyword == "enum" else [node[keyword]] if keyword in node else []
+        for value in values if isinstance(values, list) else ():
+            if not any(_has_type(value, name) for name in types):
+                return "type", f"is not enforced on the values of {keyword}, and {value!r} is of another type"
+    return None
+
+
+def _has_type(value: Any, name: Any) -> bool:
+    if name in ("integer", "number"):
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return not isinstance(value, bool) and (whole if name == "integer" else isinstance(value, int | float))
+    kinds = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict}
+    return isinstance(name, str) and name in kinds and isinstance(value, kinds[name])
+
+
+def _typed(node: dict[str, Any]) -> tuple[str, str] | None:
+    """Without a type, bounds are ignored; a list of no types is read as if it were not there."""
+    if "type" in node:
+        return ("type", "is an empty list, which is not enforced") if node["type"] == [] else None
+    implied = {"array" for k in _IMPLY_ARRAY if k in node} | {"object" for k in _IMPLY_OBJECT if k in node}
+    if len(implied) > 1:
+        return "type", "is missing beside keywords for arrays and for objects"
+    for keyword, kind in _OF_TYPE.items():
+        if keyword in node and kind not in implied:
+            return keyword, 'is not enforced without "type"'
+    return None
+
+
+def _strings(node: dict[str, Any]) -> tuple[str, str] | None:
+    if "format" in node:
+        if not isinstance(node["format"], str) or node["format"] not in _FORMATS:
+            return "format", f"{node['format']!r} is not enforced"
+        if "pattern" in node:
+            return "pattern", "is not enforced beside format"
+    return None
+
+
+def _objects(node: dict[str, Any]) -> tuple[str, str] | None:
+    properties = node.get("properties")
+    known = properties if isinstance(properties, dict) else {}
+    if "type" not in node:
+        for keyword in ("patternProperties", "propertyNames"):
+            if keyword in node:
+                return keyword, 'is not enforced without "type"'
+    plain = all(json.dumps(name) == f'"{name}"' for name in known)
+    if not plain and node.get("additionalProperties") is not False:
+        return "properties", "has a name beyond plain ASCII, which is not kept apart from additional ones"
+    for i, name in enumerate(node["required"] if isinstance(node.get("required"), list) else ()):
+        if not isinstance(name, str) or name not in known:
+            return f"required/{i}", f"{name!r} is not enforced, since it is not in properties"
+    for keyword in ("patternProperties", "propertyNames"):
+        if keyword in node and known:
+            return keyword, "is not enforced beside properties"
+    patterns = node.get("patternProperties")
+    if isinstance(patterns, dict) and len(patterns) > 1:
+        return "patternProperties", "is not enforced on a name that several of its patterns match"
+    if "additionalProperties" in node and "propertyNames" in node:
+        return "additionalProperties", "is not enforced beside propertyNames"
+    if "patternProperties" in node and "propertyNames" in node:
+        return "propertyNames", "is not enforced beside patternProperties"
+    return None

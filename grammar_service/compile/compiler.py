@@ -1,0 +1,288 @@
+"""From a grammar's text to its compiled form, once: checks, choice of the backend, cache, single flight.
+
+Invariant: equal grammars share one compilation and one cache entry; what failed is not remembered, so a grammar that
+ran out of time may succeed later. Compiling happens in other processes (`compile_pool`), never here: here a result is
+only loaded (`compile_loader`). A compilation that nobody waits for any more is killed. Owned by one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grammar_service.backends import NAMES, Backend, Compiled, installed, load_backend
+from grammar_service.compile.artifact import Artifact
+from grammar_service.compile.disk_cache import DiskCache, artifact_key
+from grammar_service.compile.loader import CompileLoader
+from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, CompilePool
+from grammar_service.compile.single_flight import Flights
+from grammar_service.completion.plan import ClosingPlan
+from grammar_service.config import GrammarConfig
+from grammar_service.errors import (
+    GrammarServiceError,
+    InternalError,
+    InvalidGrammar,
+    LimitExceeded,
+    NotEnforced,
+    NotSupported,
+    UnknownGrammar,
+)
+from grammar_service.grammar.value import Grammar, Kind, Whitespace, parse
+from grammar_service.grammar.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+"""As a backend's name: the first that takes all of the grammar."""
+
+MAX_CHOICES = 4096
+"""Grammars whose backend, chosen by AUTO, is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A compiled grammar in the cache."""
+
+    grammar_id: str
+    backend: str
+    compiled: Compiled
+    compile_ms: float
+    """0 when it came from the disk."""
+    plan: ClosingPlan
+    """What is known of its shortest answer."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is not enforced, one line a part."""
+        return self.compiled.warnings
+
+
+class Compiler:
+    """Grammars of one vocabulary. The default backend's workers start when it is `ready`, others when asked for."""
+
+    def __init__(self, config: GrammarConfig, vocabulary: Vocabulary, command: Sequence[str] = ()) -> None:
+        """Args: `command` starts a compile worker; (): ours, at the priority of `config`."""
+        self._command = command or (COMMAND_IDLE if config.compile_priority == "idle" else COMMAND)
+        self._config = config
+        self._vocabulary = vocabulary
+        self._pools: dict[str, CompilePool] = {}
+        self._backends: dict[str, asyncio.Task[Backend]] = {}
+        self._flights: Flights[tuple[Entry, bool]] = Flights()
+        self._accepted: set[str] = set()
+        """Of those: somebody waits for it whose sequence was let in."""
+        self._loader = CompileLoader()
+        self._disk = DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if config.cache_dir else None
+        self._cache: OrderedDict[str, Entry] = OrderedDict()
+        self._choices: OrderedDict[str, str] = OrderedDict()
+        self._cache_bytes = 0
+        self.compiled = 0
+        self.hits = 0
+        self.rejected = 0
+        self.limited = 0
+
+    async def ready(self) -> None:
+        """Wait until the default backend has taken the vocabulary, or raise why not; then its workers start.
+
+        Not before: they would take the cores from it, and what the disk has needs none of them.
+        """
+        await asyncio.gather(
+            asyncio.shield(self._backend(self._config.backend)), self._loader.read_texts(self._vocabulary)
+        )
+        self._pool(self._config.backend)
+
+    async def compile(
+        self,
+        kind: Kind,
+        source: str,
+        whitespace: Whitespace,
+        backend: str,
+        *,
+        allow_unenforced: bool = False,
+        accepted: bool = False,
+    ) -> tuple[Entry, bool]:
+        """Return the cache entry of a grammar and whether it was compiled before (or is on its way already).
+
+        Args:
+            backend: one of NAMES, or AUTO.
+            allow_unenforced: take what cannot be enforced; the entry has a warning for each part.
+            accepted: for a sequence that was let in: it goes before the others, and is not refused for a full queue.
+
+        Raises InvalidGrammar, LimitExceeded, NotSupported, InternalError.
+        """
+        try:
+            size, limit = len(source.encode()), self._config.max_grammar_bytes
+            if size > limit:
+                raise LimitExceeded(f"max_grammar_bytes: the grammar has {size} bytes, the limit is {limit}")
+            grammar = parse(kind, source, whitespace, self._config.max_grammar_depth)
+            self._vocabulary.refuse_special(grammar)
+            if backend == AUTO:
+                return await self._choose(grammar, allow_unenforced, accepted)
+            return await self._one(grammar, backend, allow_unenforced, accepted)
+        except InvalidGrammar:
+            self.rejected += 1
+            raise
+        except LimitExceeded:
+            self.limited += 1
+            raise
+
+    def get(self, grammar_id: str) -> Entry:
+        """Return the entry that Compile named. Raises UnknownGrammar when it has left the cache."""
+        entry = self._cache.get(grammar_id)
+        if entry is None:
+            raise UnknownGrammar(f"grammar_id: {grammar_id!r} is not in the cache; compile the grammar again")
+        self._cache.move_to_end(grammar_id)
+        return entry
+
+    async def close(self) -> None:
+        """Kill the workers and forget everything."""
+        await self._flights.close()
+        for task in self._backends.values():
+            task.cancel()
+        await asyncio.gather(*self._backends.values(), return_exceptions=True)
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+        self._loader.close()
+        self._cache.clear()
+        self._cache_bytes = 0
+
+    def stats(self) -> dict[str, int]:
+        """Return counters since the start, and gauges."""
+        return {
+            "cached_grammars": len(self._cache),
+            "cache_bytes": self._cache_bytes,
+            "compiled": self.compiled,
+            "cache_hits": self.hits,
+            "compile_rejected": self.rejected,
+            "compile_limited": self.limited,
+        }
+
+    async def _choose(self, grammar: Grammar, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
+        """Try the installed backends, the default first; strictly at first, then with what the caller allows."""
+        names = [self._config.backend, *(name for name in NAMES if name != self._config.backend and installed(name))]
+        choice = _key(grammar, AUTO, allow_unenforced)
+        known = self._cache.get(self._choices.get(choice, ""))
+        if known is not None:
+            self.hits += 1
+            self._cache.move_to_end(known.grammar_id)
+            return known, True
+        refusals: list[tuple[str, GrammarServiceError]] = []
+        for allowed in (False, True) if allow_unenforced else (False,):
+            refusals.clear()
+            for name in names:
+                try:
+                    entry, hit = await self._one(grammar, name, allowed, accepted)
+                except GrammarServiceError as error:
+                    refusals.append((name, error))
+                    continue
+                self._choices[choice] = entry.grammar_id
+                if len(self._choices) > MAX_CHOICES:
+                    self._choices.popitem(last=False)
+                return entry, hit
+        raise _all_refused(refusals)
+
+    async def _one(self, grammar: Grammar, backend: str, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
+        key = _key(grammar, backend, allow_unenforced)
+        entry = self._cache.get(key)
+        if entry is not None:
+            self._cache.move_to_end(key)
+            self.hits += 1
+            return entry, True
+        if accepted:
+            # Whether an equal one waits in the queue, is about to, or is compiled: what it joins is accepted, too.
+            self._accepted.add(key)
+            if pool := self._pools.get(backend):  # what the disk has needs no worker
+                pool.hurry(key)
+        (entry, stored), joined = await self._flights.join(
+            key, lambda: self._fly(key, grammar, backend, allow_unenforced)
+        )
+        self.hits += joined or stored
+        return entry, joined or stored
+
+    async def _fly(self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool) -> tuple[Entry, bool]:
+        """Return a new cache entry and whether its artifact lay on the disk."""
+        try:
+            return await self._made(key, grammar, backend, allow_unenforced)
+        finally:
+            self._accepted.discard(key)
+
+    async def _made(self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool) -> tuple[Entry, bool]:
+        disk = self._disk
+        name = artifact_key(grammar, backend, self._vocabulary.digest, allow_unenforced=allow_unenforced)
+        data = await asyncio.to_thread(disk.get, name) if disk else None
+        loader = await asyncio.shield(self._backend(backend))
+        if disk and data is not None:
+            try:
+                artifact = Artifact.unpack(data)
+                compiled, plan = await self._loader.load(loader, grammar, artifact, self._vocabulary)
+                return self._store(Entry(key, backend, compiled, 0.0, plan)), True
+            except (ValueError, InternalError) as error:
+                logger.warning("cache_dir: %s; it is compiled again", error)
+                await asyncio.to_thread(disk.remove, name)
+        artifact = await self._pool(backend).compile(
+            grammar, allow_unenforced=allow_unenforced, name=key, accepted=key in self._accepted
+        )
+        compiled, plan = await self._loader.load(loader, grammar, artifact, self._vocabulary)
+        if disk:
+            await asyncio.to_thread(disk.put, name, artifact.pack())
+        self.compiled += 1
+        return self._store(Entry(key, backend, compiled, artifact.compile_ms, plan)), False
+
+    def _store(self, entry: Entry) -> Entry:
+        size, limit = entry.compiled.memory_bytes, self._config.cache_bytes
+        if size > limit:
+            raise LimitExceeded(f"cache_bytes: the compiled grammar has {size} bytes, the limit is {limit}")
+        if old := self._cache.pop(entry.grammar_id, None):
+            self._cache_bytes -= old.compiled.memory_bytes
+        self._cache[entry.grammar_id] = entry
+        self._cache_bytes += size
+        while self._cache_bytes > limit:
+            _, oldest = self._cache.popitem(last=False)
+            self._cache_bytes -= oldest.compiled.memory_bytes
+        return entry
+
+    def _pool(self, backend: str) -> CompilePool:
+        pool = self._pools.get(backend)
+        if pool is None:
+            pool = self._pools[backend] = CompilePool(
+                backend,
+                self._vocabulary,
+                workers=self._config.workers,
+                limits=self._config.compile_limits,
+                queue=self._config.compile_queue,
+                command=self._command,
+            )
+        return pool
+
+    def _backend(self, backend: str) -> asyncio.Task[Backend]:
+        task = self._backends.get(backend)
+        if task is None or (task.done() and task.exception() is not None):
+            task = self._backends[backend] = asyncio.create_task(
+                asyncio.to_thread(load_backend, backend, self._vocabulary), name=f"load-{backend}"
+            )
+            task.add_done_callback(_seen)
+        return task
+
+    def __repr__(self) -> str:
+        return f"<Compiler {self.stats()} {self._flights!r}>"
+
+
+def _key(grammar: Grammar, backend: str, allow_unenforced: bool) -> str:
+    return hashlib.blake2b(f"{grammar.key(backend)}{allow_unenforced:d}".encode(), digest_size=16).hexdigest()
+
+
+def _all_refused(refusals: list[tuple[str, GrammarServiceError]]) -> GrammarServiceError:
+    """Return one error with every backend's reason. A limit comes first: the same grammar may pass elsewhere."""
+    kinds = [type(error) for _, error in refusals]
+    order = (LimitExceeded, NotEnforced, InvalidGrammar, NotSupported)
+    kind = next((kind for kind in order if kind in kinds), InternalError)
+    reasons = (str(error) if str(error).startswith(name) else f"{name}: {error}" for name, error in refusals)
+    return kind("no backend takes the grammar. " + " | ".join(reasons))
+
+
+def _seen(task: asyncio.Task[Backend]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,227 @@
+"""Warm processes that compile, one grammar each at a time, killed at the end of their time.
+
+Invariant: a caller waits at most for a free worker and then `timeout_s`; a worker that overran is dead and replaced
+before the next caller needs it. A crash is an error of one request. Owned by one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grammar_service.compile.artifact import Artifact
+from grammar_service.compile.process import CompileProcess, obituary
+from grammar_service.compile.turns import Turns
+from grammar_service.compile.worker import IDLE
+from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded, from_wire
+from grammar_service.grammar.value import Grammar
+from grammar_service.grammar.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+"""Bound on a worker's start; importing torch on a busy machine takes seconds."""
+
+COMMAND = (sys.executable, "-m", "grammar_service.compile.worker")
+COMMAND_IDLE = (*COMMAND, IDLE)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileLimits:
+    """What one compilation may use. Each field is a setting of `GrammarConfig`, or its name ends as one."""
+
+    timeout_s: float = 5.0
+    """compile_timeout_s, from a free worker to the result in the sidecar's hands."""
+    memory_mb: int = 2048
+    """compile_memory_mb, beyond what the worker holds at its start."""
+    max_depth: int = 128
+    """max_grammar_depth."""
+    max_chain: int = 512
+    """max_rule_depth."""
+    max_artifact_bytes: int = 64 << 20
+
+
+class CompilePool:
+    """Workers of one backend with one vocabulary.
+
+    Args:
+        backend: name of the backend.
+        vocabulary: what each worker gets at its start.
+        workers: how many.
+        limits: of one compilation.
+        queue: compilations that may wait for a worker, those of accepted sequences not counted.
+        command: what to start; speaks as `compile_worker` does.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        vocabulary: Vocabulary,
+        *,
+        workers: int,
+        limits: CompileLimits,
+        queue: int,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self._backend = backend
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._queue = queue
+        self._command = command
+        self._closed = False
+        self._turns = Turns(workers)
+        self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(workers)]
+        self._all: set[CompileProcess] = set()
+        self._reaping: set[asyncio.Task[int]] = set()
+        self.started = 0
+        self.killed = 0
+        self.crashed = 0
+
+    def _launch(self) -> asyncio.Task[CompileProcess]:
+        return asyncio.create_task(self._start(), name=f"start-{self._backend}-compile-worker")
+
+    async def _start(self) -> CompileProcess:
+        worker = await CompileProcess.start(self._command)
+        self._all.add(worker)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                reply = await worker.exchange(self._first_head(worker), self._vocabulary.tokenizer_json)
+        except (EOFError, TimeoutError) as error:
+            logger.error("a compile worker of %s did not start: %s", self._backend, worker.last_words())
+            await self._discard(worker)
+            raise InternalError(f"a compile worker of {self._backend} did not start") from error
+        except asyncio.CancelledError:
+            await asyncio.shield(self._discard(worker))
+            raise
+        if "error" in reply:
+            await self._discard(worker)
+            raise from_wire(reply["error"], reply["message"])
+        self.started += 1
+        worker.loads_torch = reply["modules"]
+        return worker
+
+    def _first_head(self, worker: CompileProcess) -> dict[str, Any]:
+        terms = {
+            "artifact_fd": worker.artifact_fd,
+            "memory_mb": self._limits.memory_mb,
+            "max_depth": self._limits.max_depth,
+            "max_chain": self._limits.max_chain,
+            "max_artifact_bytes": self._limits.max_artifact_bytes,
+        }
+        vocabulary = self._vocabulary
+        return {"backend": self._backend, "size": vocabulary.size, "stop_ids": vocabulary.stop_ids, "terms": terms}
+
+    async def ready(self) -> None:
+        """Wait until every worker has started. Raises what their start raised."""
+        await asyncio.gather(*(asyncio.shield(task) for task in self._spare))
+
+    async def compile(
+        self, grammar: Grammar, *, allow_unenforced: bool = False, name: str = "", accepted: bool = False
+    ) -> Artifact:
+        """Compile in a free worker. A caller that is cancelled takes its worker's process with it.
+
+        What is `accepted` already goes before the others, and no queue is too long for it; `hurry(name)` makes it so.
+        Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, queue), InternalError (crash).
+        """
+        if self._turns.waiting >= self._queue and not accepted:
+            raise LimitExceeded(f"compile_queue: {self._queue} compilations are waiting already")
+        await self._turns.take(name, accepted=accepted)
+        try:
+            return await self._compile(grammar, allow_unenforced)
+        finally:
+            self._turns.give_back()
+
+    def hurry(self, name: str) -> None:
+        """Whatever waits under `name` is accepted now."""
+        self._turns.hurry(name)
+
+    async def _compile(self, grammar: Grammar, allow_unenforced: bool) -> Artifact:
+        task, worker = await self._living()
+        head = {"kind": grammar.kind, "whitespace": grammar.whitespace, "allow_unenforced": allow_unenforced}
+        begun = time.monotonic()
+        healthy = False
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                reply = await worker.exchange(head, grammar.text.encode())
+                data = await worker.take_artifact(reply.get("artifact_bytes", 0))
+            if words := worker.last_words():
+                logger.debug("a compile worker of %s wrote: %s", self._backend, words)
+            healthy = True
+        except TimeoutError:
+            self.killed += 1
+            logger.warning("killed a compilation after %.1f s: %r", time.monotonic() - begun, grammar)
+            raise LimitExceeded(
+                f"compile_timeout_s: {self._backend} did not compile the grammar within {self._limits.timeout_s:g} s"
+            ) from None
+        except EOFError:
+            self.crashed += 1
+            code, words = await worker.end(), worker.last_words()
+            logger.error("a compile worker of %s ended with %d on %r: %s", self._backend, code, grammar, words)
+            raise obituary(self._backend, code, words, self._limits.memory_mb) from None
+        finally:
+            if healthy:
+                self._spare.append(task)
+            else:
+                self._reap(worker)
+                if not self._closed:
+                    self._spare.append(self._launch())
+        if "error" in reply:
+            raise from_wire(reply["error"], reply["message"])
+        return Artifact(data, reply["plan"], reply["compile_ms"])
+
+    async def _living(self) -> tuple[asyncio.Task[CompileProcess], CompileProcess]:
+        """Take a spare worker. One that ended while it was idle is replaced: no grammar is to blame for that."""
+        while True:
+            task = self._spare.pop(self._first_started())
+            try:
+                worker = await asyncio.shield(task)
+            except GrammarServiceError:
+                self._spare.append(self._launch())
+                raise
+            except asyncio.CancelledError:
+                self._spare.append(task)
+                raise
+            if not worker.gone:
+                return task, worker
+            self.crashed += 1
+            logger.error("an idle compile worker of %s ended: %s", self._backend, worker.last_words())
+            self._reap(worker)
+            self._spare.append(self._launch())
+
+    def _first_started(self) -> int:
+        return next((i for i, task in enumerate(self._spare) if task.done()), 0)
+
+    def _reap(self, worker: CompileProcess) -> None:
+        task = asyncio.create_task(self._discard(worker))
+        self._reaping.add(task)
+        task.add_done_callback(self._reaping.discard)
+
+    async def _discard(self, worker: CompileProcess) -> int:
+        self._all.discard(worker)
+        return await worker.kill()
+
+    async def close(self) -> None:
+        """Kill every worker."""
+        self._closed = True
+        for task in self._spare:
+            task.cancel()
+        await asyncio.gather(*self._spare, *self._reaping, return_exceptions=True)
+        await asyncio.gather(*(self._discard(worker) for worker in list(self._all)))
+
+    def stats(self) -> dict[str, int]:
+        """Return counters since the start, and gauges."""
+        return {
+            "workers": len(self._all),
+            "waiting": self._turns.waiting,
+            "started": self.started,
+            "killed": self.killed,
+            "crashed": self.crashed,
+        }
+
+    def __repr__(self) -> str:
+        return f"<CompilePool {self._backend} {self.stats()}>"

@@ -1,0 +1,278 @@
+"""The command line as a user sees it: streams, exit statuses, messages."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.request import FinishReason, Request, TokenEvent
+from gpu_engine.cli import commands as cli
+from gpu_engine.cli.compile_command import cost
+from gpu_engine.cli.demo import how_to_call
+from gpu_engine.cli.request_flags import build_request
+from gpu_engine.cli.terminal import loading_progress, summary
+from gpu_engine.server import Parts, open_server
+from protos.engine.v1 import engine_pb2 as pb
+from tests.fakes import FakeEngine, FakeModel, Script, says
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, script: Script) -> AsyncIterator[str]:
+    parts = Parts(
+        lambda config, progress: FakeModel(), lambda config, model, channel, grammar: FakeEngine(config, script)
+    )
+    config = ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none")
+    async with open_server(EngineConfig(max_model_len=256), config, parts=parts) as server:
+        yield server.address
+
+
+async def run(*arguments: str) -> int:
+    return await asyncio.to_thread(cli.main, arguments)
+
+
+def flags(*arguments: str) -> pb.GenerateRequest:
+    parsed = cli._parser().parse_args(["generate", *arguments])
+    return build_request(parsed, io.StringIO("from stdin"))
+
+
+async def test_generate_streams_to_stdout_and_sums_up_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(tmp_path, says("hello")) as address:
+        assert await run("generate", "--server", address, "--prompt", "x", "--seed", "3") == cli.OK
+    out, err = capsys.readouterr()
+    assert out == "hello\n"
+    assert "[stop] 1 + 6 tokens" in err
+    assert "seed 3" in err
+
+
+async def test_generate_tells_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(tmp_path, says("hello")) as address:
+        assert await run("generate", "--server", address, "--prompt", "x", "--max-tokens", "0") == cli.FAILED
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "INVALID_ARGUMENT: sampling.max_tokens: is 0, must be at least 1" in err
+
+
+@pytest.mark.parametrize(
+    ("finish", "status"),
+    [
+        (FinishReason.LENGTH, cli.OK),
+        (FinishReason.GRAMMAR_INCOMPLETE, cli.NOT_COMPLETE),
+        (FinishReason.GRAMMAR_ERROR, cli.NOT_COMPLETE),
+        (FinishReason.ABORTED, cli.NOT_COMPLETE),
+    ],
+)
+async def test_the_exit_status_tells_how_the_answer_ended(tmp_path: Path, finish: FinishReason, status: int) -> None:
+    def script(request: Request) -> Iterable[TokenEvent]:
+        return [TokenEvent(0, finish=finish)]
+
+    async with serving(tmp_path, script) as address:
+        assert await run("generate", "--server", address, "--prompt", "x") == status
+
+
+async def test_no_server_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run("generate", "--server", f"unix:{tmp_path}/nobody", "--prompt", "x") == cli.FAILED
+    assert "UNAVAILABLE" in capsys.readouterr().err
+
+
+async def test_compile_needs_a_grammar_and_tells_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run("compile", "--server", "unix:nowhere") == cli.USAGE
+    assert "a grammar is required" in capsys.readouterr().err
+    async with serving(tmp_path, says("x")) as address:
+        assert await run("compile", "--server", address, "--regex", "a") == cli.FAILED
+    assert "FAILED_PRECONDITION" in capsys.readouterr().err
+
+
+def test_what_a_grammar_costs_is_one_line() -> None:
+    response = pb.CompileResponse(backend=pb.BACKEND_XGRAMMAR, compile_ms=1.25, memory_bytes=2048, min_tokens=4)
+    line = "xgrammar, compiled in 1.2 ms, 2 KiB, no answer below 4 tokens, "
+    assert cost(response) == line + "no way to its end was found"
+    response.closing_tokens = 6
+    assert cost(response) == line + "led to its end from max_tokens 6 on"
+    assert "compiled before" in cost(pb.CompileResponse(backend=pb.BACKEND_LLGUIDANCE, cache_hit=True))
+
+
+async def test_info_shows_model_and_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(tmp_path, says("hello")) as address:
+        assert await run("info", "--server", address) == cli.OK
+    shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert shown["model_type"] == ["fake"]
+    assert shown["backends"] == ["none"]
+    assert shown["eos_token_ids"] == ["[256]"]
+    assert shown["num_slots"] == ["4"]
+
+
+def test_unset_flags_leave_fields_unset() -> None:
+    request = flags("--prompt", "x")
+    assert request == pb.GenerateRequest(text="x", sampling=pb.SamplingParams())
+    assert not request.HasField("speculation")
+
+
+def test_flags_make_the_request(tmp_path: Path) -> None:
+    schema = tmp_path / "s.json"
+    schema.write_text("{}")
+    request = flags(
+        *("--chat", "u", "--system", "s", "--schema", str(schema), "--whitespace", "compact", "--backend", "xgrammar"),
+        *("--max-tokens", "5", "--temperature", "0", "--stop", "a", "--stop", "b", "--draft-tokens", "0"),
+    )
+    assert [(m.role, m.content) for m in request.messages.messages] == [("system", "s"), ("user", "u")]
+    assert request.grammar.json_schema == "{}"
+    assert (request.grammar.whitespace, request.grammar.backend) == (pb.WHITESPACE_COMPACT, pb.BACKEND_XGRAMMAR)
+    assert request.sampling.HasField("temperature")
+    assert (request.sampling.max_tokens, list(request.sampling.stop)) == (5, ["a", "b"])
+    assert request.speculation.HasField("num_draft_tokens")
+    assert flags().text == "from stdin"
+    assert list(flags("--choice", "a", "--choice", "b").grammar.choice.choices) == ["a", "b"]
+    assert flags("--json").grammar.json_object
+    named = flags("--grammar-id", "g-1").grammar
+    assert (named.grammar_id, named.allow_unenforced) == ("g-1", False)
+    loose = flags("--regex", "a", "--backend", "auto", "--allow-unenforced").grammar
+    assert (loose.backend, loose.allow_unenforced) == (pb.BACKEND_AUTO, True)
+    assert flags("--regex", "").grammar.WhichOneof("spec") == "regex"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x", "--chat", "y"], "--prompt and --chat exclude each other"),
+        (["--prompt", "x", "--system", "y"], "--system needs --chat"),
+        (["--prompt", "x", "--schema", "nowhere.json"], "nowhere.json"),
+        (["--prompt", "x", "--backend", "xgrammar"], "need a grammar"),
+        (["--prompt", "x", "--max-tokens", "-1"], "--max-tokens: "),
+    ],
+)
+def test_wrong_usage_is_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", *arguments]) == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-batch-size", "0"], "max_batch_size: must be in [1, 256]"),
+        (["--max-batch-size", "x"], "--max-batch-size: 'x' is not an integer"),
+        (["--grammar", "connect"], "grammar_dir: is required"),
+        (["--config", "nowhere.toml"], "nowhere.toml"),
+        (["--listen", "nonsense"], "listen: 'nonsense' is neither host:port nor unix:/path"),
+        (["--listen", ""], "listen: '' is neither"),
+        (["--health-listen", "unix:"], "health_listen: 'unix:' is neither"),
+        (["--device", "cuda:first"], "device: 'cuda:first' is not cpu, cuda or cuda:N"),
+        (["--num-threads", "-1"], "num_threads: must not be negative"),
+        (["--log-level", "chatty"], "log_level: 'chatty' is not one of debug, info, warning, error"),
+    ],
+)
+def test_wrong_settings_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *arguments]) == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--max-batch", "4"], "unrecognized arguments: --max-batch 4"),
+        (["generate", "--timeout", "-1"], "'-1' is not a number of seconds above 0"),
+        (["compile", "--timeout", "nan"], "'nan' is not a number of seconds above 0"),
+        (["health", "--timeout", "soon"], "'soon' is not a number of seconds above 0"),
+    ],
+)
+def test_wrong_flags_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == cli.USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_a_failure_to_start_is_an_object_among_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = f"{tmp_path}/tls.pem"
+    flags = ("--listen", f"unix:{tmp_path}/s", "--tls-cert", missing, "--tls-key", missing, "--log-format", "json")
+    assert cli.main(["serve", *flags]) == cli.FAILED
+    line = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert (line["level"], line["message"]) == ("error", f"tls_cert: cannot read {missing}: No such file or directory")
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["generate"], ["compile"], ["info"], ["demo"]])
+def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*command, "--help"])
+    assert caught.value.code == 0
+    assert len(capsys.readouterr().out) > 200
+
+
+@pytest.mark.parametrize(
+    ("executable", "on_path", "name"),
+    [
+        ("/usr/bin/python", "/usr/bin/python", "python"),
+        ("/repo/.venv/bin/python", "/usr/bin/python", ".venv/bin/python"),
+        ("/repo/.venv/bin/python", None, ".venv/bin/python"),
+        ("/opt/bin/python", None, "/opt/bin/python"),
+    ],
+)
+def test_the_demo_speaks_of_the_python_that_runs_it(executable: str, on_path: str | None, name: str) -> None:
+    assert how_to_call(executable, on_path, "/repo") == name
+
+
+def test_clients_do_not_load_the_model_libraries() -> None:
+    heavy = "('torch', 'transformers', 'numpy')"
+    code = f"import sys, gpu_engine.cli.commands; sys.exit(any(name in sys.modules for name in {heavy}))"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_progress_is_a_line_a_stage_without_a_terminal() -> None:
+    stream = io.StringIO()
+    with loading_progress(stream) as progress:
+        progress("loading the weights", 0.25)
+    assert stream.getvalue() == " 25% loading the weights\n"
+
+
+def test_the_summary_speaks_of_the_grammar_and_its_warnings() -> None:
+    telemetry = pb.Telemetry(ttft_ms=100, total_ms=1100, acceptance_length=2.5, seed=9, backend=pb.BACKEND_XGRAMMAR)
+    telemetry.warnings.append("format is not enforced")
+    response = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, telemetry=telemetry)
+    response.usage.completion_tokens = 11
+    line = summary(response)
+    for part in (
+        "[stop]",
+        "10.0 tokens/s",
+        "2.50 tokens/step",
+        "seed 9",
+        "xgrammar",
+        "warning: format is not enforced",
+    ):
+        assert part in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_serve_ends_in_order_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    code = f"""
+import asyncio, signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.server import Parts, serve
+from tests.fakes import FakeEngine, FakeModel
+parts = Parts(lambda c, p: FakeModel(), lambda c, m, channel, grammar: FakeEngine(c))
+config = ServerConfig(listen="unix:{tmp_path}/s", grammar="none")
+ready = lambda server: print("ready", flush=True)
+asyncio.run(serve(EngineConfig(max_model_len=256), config, None, ready, parts))
+print("closed", flush=True)
+"""
+    root = Path(__file__).parents[3]
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=root, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(number)
+            assert process.stdout.readline() == "closed\n"
+            assert process.wait(60) == 0
+        finally:
+            process.kill()  # leaving the block waits for it

@@ -1,0 +1,55 @@
+"""Models of the core's tests, loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+from gpu_engine.model.loader import LoadedModel, load_model
+from tests.gpu_engine import eagle, tiny
+from tests.gpu_engine.harness import config
+
+transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from a family's name to its folder."""
+    folders: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in folders:
+            folders[family] = tiny.save(tiny.FAMILIES[family](), tmp_path_factory.mktemp("model"))
+        return folders[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A tiny Llama in float32 that repeats itself. Engines of the tests run one after another, so they may share it."""
+    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("rounds"), rounds=True)
+    return load_model(config(model=str(folder)))
+
+
+@pytest.fixture(scope="session")
+def draft_models(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of draft models: "same" is the tiny Llama itself, "other" agrees with it now and then; two EAGLE3 heads.
+
+    "trained eagle3" has learned the tiny Llama's circles, "random eagle3" is hardly ever right. Both know two thirds of
+    the vocabulary.
+    """
+    other = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("other"), rounds=True, seed=1)
+    trained, random = (tmp_path_factory.mktemp(name) / "eagle3" for name in ("trained", "random"))
+    eagle.save_trained(Path(llama.name), trained)
+    eagle.save_random(Path(llama.name), random)
+    return {"same": llama.name, "other": str(other), "trained eagle3": str(trained), "random eagle3": str(random)}
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    """Whether a step is launched before the last one is read."""
+    return bool(request.param)

@@ -1,0 +1,197 @@
+"""A segment, a stream, a sync of either kind, the toy step and its graphs, put together; and the peers to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
+from gpu_engine.step.device.graphs import LaneInput, StepGraphs, StepRows
+from gpu_engine.step.device.ring import OutputRing, StepOutputs
+from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync, segment_rows
+from gpu_engine.step.row_work import RowWork, TorchRows, TritonRows
+from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.handover import connect, send_segment
+from shared_mem.layout import Layout
+from shared_mem.segment import Segment
+from tests.gpu_engine.device.fake_flags import FakeFlags
+from tests.gpu_engine.device.recorded_stream import PATIENCE_S, RecordedStream, opaque
+from tests.gpu_engine.device.toy_step import PROMPT, PatternStep, ToyStep
+from tests.gpu_engine.tiny import VOCAB
+from tests.gpu_engine.toy_sidecar import Automaton, Matcher, ToySidecar
+
+MODES = ("host_callback", "device_flag")
+SLOTS, ROWS = 4, 3
+
+
+@dataclass(eq=False)
+class Toys:
+    segment: Segment
+    channel: EngineEnd
+    sync: HostCallbackSync | DeviceFlagSync
+    step: ToyStep
+    graphs: StepGraphs
+
+    def sit(self, slot: int) -> None:
+        """A new owner, as the engine does it: enqueued behind the steps in flight."""
+        buffers = self.step.slot
+        self.sync.forget(slot)
+
+        def write() -> None:
+            buffers.length_S[slot] = PROMPT
+            buffers.params.prompt_length_S[slot] = PROMPT
+            buffers.posted_S[slot] = 0
+            buffers.num_drafts_S[slot] = 0
+            buffers.done_S[slot] = False
+
+        self.sync.stream.kernel(write)
+
+    def count_patterns(self) -> PatternStep:
+        """Let the graphs be of a step that checks the pattern peer's rows; before the capture."""
+        step = PatternStep(self.step.lane, self.sync, self.graphs.ring)
+        self.graphs.program = step
+        return step
+
+    def launch(self, slots: list[int], *, guided: bool = True, gen: int = 1) -> StepOutputs:
+        """Run one step to its end."""
+        lanes = [LaneInput(slot, gen, guided) for slot in slots]
+        return self.graphs.read(self.graphs.launch(lanes))
+
+
+@dataclass(eq=False)
+class RecordedToys(Toys):
+    stream: RecordedStream
+
+
+class OpaqueRows:
+    """Triton's interpreter reads tensors as it likes, so its kernels are native ones to the stream."""
+
+    def __init__(self, work: RowWork) -> None:
+        self.pack, self.keep, self.settle = opaque(work.pack), opaque(work.keep), opaque(work.settle)
+
+
+def tokens_of(outputs: StepOutputs) -> dict[int, list[int]]:
+    """Return slot -> tokens; padded lanes must have emitted nothing."""
+    said = {}
+    for lane, slot in enumerate(outputs.slots_B.tolist()):
+        count = int(outputs.result.num_emitted_B[lane])
+        assert slot >= 0 or count == 0
+        if slot >= 0:
+            said[slot] = outputs.result.emitted_BR[lane, :count].tolist()
+    return said
+
+
+def on_device(buffers: Any, device: torch.device) -> Any:
+    """Return a dataclass of tensors, or of such dataclasses, as copies on a device."""
+    moved = {}
+    for name in (f.name for f in fields(buffers)):
+        value = getattr(buffers, name)
+        moved[name] = value.to(device) if isinstance(value, torch.Tensor) else on_device(value, device)
+    return type(buffers)(**moved)
+
+
+def assemble(
+    segment: Segment,
+    channel: EngineEnd,
+    sync: HostCallbackSync | DeviceFlagSync,
+    *,
+    eager: bool = False,
+    drafts: int = ROWS - 1,
+    buckets: tuple[int, ...] = (1, 2, 4),
+) -> tuple[Segment, EngineEnd, HostCallbackSync | DeviceFlagSync, ToyStep, StepGraphs]:
+    """Put buffers, ring, step and graphs around a sync; the fields of `Toys`."""
+    stream, vocab = sync.stream, channel.layout.vocab_size
+    slot: SlotBuffers = on_device(SlotBuffers.allocate(SLOTS + 1, ROWS, 2000, 16), stream.device)
+    lane: LaneBuffers = on_device(LaneBuffers.allocate(SLOTS, ROWS, vocab), stream.device)
+    ring = OutputRing(stream, lane, sync.report)
+    step = ToyStep(slot, lane, sync, ring, drafts)
+    return (
+        segment,
+        channel,
+        sync,
+        step,
+        StepGraphs(stream, step, slot, lane, ring, buckets, StepRows(ROWS, ROWS), eager=eager),
+    )
+
+
+@contextmanager
+def toys(
+    mode: str,
+    *,
+    eager: bool = False,
+    drafts: int = ROWS - 1,
+    row_timeout_ms: float = 20_000.0,
+    draft_timeout_ms: float = 20_000.0,
+    buckets: tuple[int, ...] = (1, 2, 4),
+    vocab: int = VOCAB,
+    triton: bool = False,
+) -> Iterator[RecordedToys]:
+    """Put a recorded stream and a sync under the toy step; closed in the right order."""
+    with Segment.create(Layout(SLOTS, ROWS, vocab)) as segment:
+        channel = EngineEnd(segment)
+        stream = RecordedStream()
+        flags = FakeFlags(channel)
+        timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
+        work: RowWork = TorchRows(ROWS, stream.device)
+        if triton:
+            # With host functions the rows are in the segment still; the wait of the flags has fetched them.
+            work = OpaqueRows(TritonRows(segment_rows(segment) if mode == "host_callback" else flags.mask_SRW[None]))
+        sync: HostCallbackSync | DeviceFlagSync
+        if mode == "host_callback":
+            sync = HostCallbackSync(stream, channel, flags.mask_SRW, work, None if triton else flags, **timeouts)
+        else:
+            sync = DeviceFlagSync(stream, channel, flags, work, **timeouts)
+        try:
+            made = assemble(segment, channel, sync, eager=eager, drafts=drafts, buckets=buckets)
+            yield RecordedToys(*made, stream=stream)
+        finally:
+            stream.before = None
+            stream.close()
+
+
+@contextmanager
+def sidecar_of(toys: Toys, before: Callable[..., None] | None = None) -> Iterator[ToySidecar]:
+    """Run the toy grammar process as a thread; nothing wrong was said at the end."""
+    sidecar = ToySidecar(GrammarEnd(toys.segment), before)
+    thread = threading.Thread(target=sidecar.run, name="toy sidecar", daemon=True)
+    thread.start()
+    try:
+        yield sidecar
+        assert sidecar.problems == []
+    finally:
+        sidecar.stopping = True
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def open_slot(toys: Toys, sidecar: ToySidecar, slot: int, gen: int = 1, length: int = 1500) -> None:
+    """Seat an owner with a matcher; returns when the matcher stands."""
+    bound = threading.Event()
+    sidecar.bind(slot, Matcher(gen, Automaton(length), []), bound.set)
+    assert bound.wait(PATIENCE_S)
+    toys.sit(slot)
+
+
+@contextmanager
+def pattern_peer(t: Toys, directory: Path, spin_us: float = 2000.0) -> Iterator[subprocess.Popen[str]]:
+    """A process that answers every record with its sequence in every word of every row."""
+    command = [sys.executable, "-m", "benchmarks.gpu.sync_peer", str(directory / "s"), str(spin_us)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
+        try:
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "listening\n"
+            with connect(directory / "s") as socket:
+                send_segment(socket, t.segment)
+                yield peer
+                socket.close()
+                peer.wait(PATIENCE_S)
+        finally:
+            peer.kill()

@@ -1,0 +1,102 @@
+"""A whole engine whose device is a recorded stream: the kernels run in Triton's interpreter, on CPU tensors.
+
+What torch does is traced at the capture and repeated by replays, as `RecordedStream` says. What a Triton kernel does
+goes past torch, by way of numpy, so its launches are marked `opaque`: a replay makes them again with the arguments of
+the capture. Not here: expectations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.core.draft_masks import MaskPolicy
+from gpu_engine.core.engine import Engine
+from gpu_engine.core.executor import Machinery, device_machinery
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
+from gpu_engine.step.row_work import TritonRows
+from shared_mem.channel import EngineEnd
+from shared_mem.layout import Layout
+from shared_mem.segment import Segment
+from tests.gpu_engine.device.fake_flags import FakeFlags
+from tests.gpu_engine.device.recorded_stream import RecordedStream, opaque
+from tests.gpu_engine.harness import running
+from tests.gpu_engine.toy_sidecar import ToyGrammar
+
+
+@contextmanager
+def opaque_launches() -> Iterator[None]:
+    """Let a capture see each launch of the interpreter as a native kernel."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def recorded(self: GridExecutor, *args: object, **kwargs: object) -> None:
+        opaque(launch)(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", recorded)
+        yield
+
+
+@dataclass(eq=False)
+class RecordedDevice:
+    """Assembles machinery over a stream of its own. `close` ends the stream's thread."""
+
+    stream: RecordedStream = field(default_factory=RecordedStream)
+
+    def assemble(
+        self, config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
+    ) -> Machinery:
+        return device_machinery(
+            config, model, channel, num_pages, depth, stream=self.stream, sync=self._sync(config, channel)
+        )
+
+    def _sync(self, config: EngineConfig, channel: EngineEnd | None) -> HostCallbackSync | DeviceFlagSync | None:
+        if channel is None:
+            return None
+        flags = FakeFlags(channel)
+        work = TritonRows(flags.mask_SRW[None])
+        timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
+        if config.sync == "device_flag":
+            return DeviceFlagSync(self.stream, channel, flags, work, **timeouts)
+        return HostCallbackSync(self.stream, channel, flags.mask_SRW, work, flags, **timeouts)
+
+
+@contextmanager
+def device_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[Engine, RecordedStream]]:
+    """Run an engine without a grammar process."""
+    device = RecordedDevice()
+    model = replace(model, max_model_len=settings.max_model_len)
+    try:
+        with opaque_launches(), running(Engine(settings, model, assemble=device.assemble)) as engine:
+            yield engine, device.stream
+    finally:
+        device.stream.close()
+
+
+@contextmanager
+def guided_device_engine(
+    model: LoadedModel, settings: EngineConfig, masks: MaskPolicy | None = None
+) -> Iterator[tuple[Engine, ToyGrammar, RecordedStream]]:
+    """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
+    device = RecordedDevice()
+    model = replace(model, max_model_len=settings.max_model_len)
+    with Segment.create(Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)) as segment:
+        grammar = ToyGrammar(segment)
+        engine = Engine(settings, model, EngineEnd(segment), grammar, assemble=device.assemble, masks=masks)
+        grammar.engine = engine
+        grammar.start_sidecar()
+        try:
+            with opaque_launches(), running(engine):
+                yield engine, grammar, device.stream
+            assert {(slot, gen) for slot, gen, _ in grammar.opened} == set(grammar.closed)
+            assert grammar.sidecar.problems == []
+        finally:
+            grammar.kill_sidecar()
+            device.stream.close()

@@ -1,0 +1,302 @@
+"""An engine whose steps are graphs over a recorded stream says what the engine on a CPU says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.errors import InternalError, InvalidRequest
+from gpu_engine.api.request import FinishReason
+from gpu_engine.core.device_running import DeviceSeating
+from gpu_engine.model.loader import LoadedModel
+from shared_mem.channel import Record
+from shared_mem.layout import Stage
+from tests.fakes import EOS
+from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
+from tests.gpu_engine.drafters.test_draft_masks import Turns
+from tests.gpu_engine.harness import (
+    PATIENCE_S,
+    Answer,
+    answer_all,
+    answer_each,
+    ask,
+    config,
+    free_engine,
+    tokens,
+    until_false,
+    with_drafts,
+)
+from tests.gpu_engine.toy_sidecar import Automaton, guided_engine
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
+    ),
+    # The interpreter computes with numpy, which warns of what masks or a select throw away.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "row_timeout_ms": 20_000.0}
+PATIENT = {"draft_timeout_ms": 20_000.0, "fuse": False}
+
+FREE = [
+    partial(ask, [*range(196, 203)] * 2, max_tokens=9),
+    partial(ask, tokens(9, 2), max_tokens=6, temperature=0.8, top_p=0.9, seed=2**64 - 3, ignore_eos=True),
+    partial(
+        ask,
+        tokens(38, 3, repeat=9),
+        max_tokens=6,
+        temperature=0.4,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        seed=4,
+    ),
+    partial(
+        ask, tokens(6, 4), max_tokens=8, temperature=0.6, top_k=9, bad_token_ids=(65, 66), bad_words=((70, 71),), seed=5
+    ),
+]
+"""More than there are slots, so that slots change their owners."""
+GUIDED = [
+    partial(ask, tokens(20, 1, repeat=8), grammar="8", max_tokens=30),
+    partial(ask, tokens(7, 2), max_tokens=6, ignore_eos=True),
+    partial(ask, tokens(11, 3), grammar="7", max_tokens=30, temperature=1.0, seed=3),
+]
+
+
+@pytest.fixture(scope="module")
+def free_tokens(llama: LoadedModel) -> list[list[int]]:
+    with free_engine(llama, with_drafts(0, **SMALL)) as engine:
+        return answer_each(engine, [make() for make in FREE])
+
+
+@pytest.fixture(scope="module")
+def guided_tokens(llama: LoadedModel) -> list[list[int]]:
+    with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
+        said = answer_each(engine, [make() for make in GUIDED])
+    assert [len(ids) for ids in said] == [9, 6, 8]
+    assert said[0][-1] == said[2][-1] == EOS
+    return said
+
+
+def on_device(num_drafts: int, **fields: object) -> EngineConfig:
+    return with_drafts(num_drafts, device="cuda", **{**SMALL, **PATIENT, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"), [({}, 4), ({"overlap": False, "enforce_eager": True}, 2)], ids=["graph", "eager"]
+)
+def test_free_tokens_are_those_of_a_cpu(
+    llama: LoadedModel, free_tokens: list[list[int]], fields: dict[str, bool], count: int
+) -> None:
+    with device_engine(llama, on_device(3, **fields)) as (engine, _):
+        assert answer_all(engine, [make() for make in FREE[:count]]) == free_tokens[:count]
+        stats = engine.stats()
+        counts = engine._loop.machinery.runner._graphs.stats  # type: ignore[attr-defined]
+    assert stats.generated_tokens == sum(map(len, free_tokens[:count]))
+    assert stats.accepted_draft_tokens > 3
+    assert (counts.replays > 0, counts.eager_steps > 0) == (not fields, bool(fields))
+
+
+@pytest.mark.parametrize("sync", ["host_callback", "device_flag"])
+def test_guided_tokens_are_those_of_a_cpu(llama: LoadedModel, guided_tokens: list[list[int]], sync: str) -> None:
+    settings = on_device(3, sync=sync, max_batch_size=4)  # three lanes are padded to four
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        answers = [make() for make in GUIDED]
+        assert answer_all(engine, answers) == guided_tokens
+        assert [answer.finish for answer in answers] == [FinishReason.STOP, FinishReason.LENGTH, FinishReason.STOP]
+        assert engine.stats().deferred_rows == 0
+        assert len({record.slot for record in grammar.sidecar.records}) == 2
+
+
+@pytest.mark.parametrize(
+    ("sync", "drafter"), [("host_callback", "ngram"), ("device_flag", "ngram"), ("host_callback", "grammar")]
+)
+def test_what_the_grammar_proposes_changes_no_token(
+    llama: LoadedModel, guided_tokens: list[list[int]], sync: str, drafter: str
+) -> None:
+    settings = replace(on_device(3, sync=sync, max_batch_size=4), drafter=drafter, draft_forced=True)
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        # True for an odd number of tokens, and then two of them; else nonsense.
+        grammar.sidecar.proposes = lambda automaton, said: (
+            next((ids[len(said) :][:2] for ids in guided_tokens if ids[: len(said)] == said), [])
+            if len(said) % 2
+            else [len(said), 65, 66]
+        )
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        stats = engine.stats()
+        assert stats.deferred_rows == 0
+        assert stats.forced_draft_tokens > stats.accepted_forced_tokens > 3
+
+
+@pytest.mark.slow
+def test_a_draft_model_goes_on_behind_what_the_grammar_proposes(
+    llama: LoadedModel, guided_tokens: list[list[int]]
+) -> None:
+    settings = on_device(2, draft_model=llama.name, max_batch_size=4, draft_forced=True)
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        grammar.sidecar.proposes = lambda automaton, said: next(
+            (ids[len(said) :][:1] for ids in guided_tokens if ids[: len(said)] == said), []
+        )
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        stats = engine.stats()
+        assert stats.accepted_forced_tokens == stats.forced_draft_tokens > 3
+        assert stats.accepted_draft_tokens > stats.draft_tokens * 0.8
+
+
+@pytest.mark.slow
+def test_a_draft_model_changes_no_token_and_its_rows_are_kept(
+    llama: LoadedModel, guided_tokens: list[list[int]]
+) -> None:
+    # Three lanes are padded to four.
+    settings = on_device(2, draft_model=llama.name, max_batch_size=4, draft_masks="on")
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        stats = engine.stats()
+        verified = [record for record in grammar.sidecar.records if record.stage == Stage.VERIFY]
+    assert stats.accepted_draft_tokens > stats.draft_tokens * 0.8
+    # Behind an end there is no row to keep.
+    assert {record.need_rows.bit_count() for record in verified if EOS not in record.drafts} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sync", "forced"), [("host_callback", False), ("device_flag", True)])
+def test_masks_that_come_and_go_change_no_token_and_no_graph(
+    llama: LoadedModel, guided_tokens: list[list[int]], sync: str, forced: bool
+) -> None:
+    settings = on_device(2, draft_model=llama.name, sync=sync, draft_forced=forced, max_batch_size=2)
+    turns = Turns()
+    with guided_device_engine(llama, settings, turns) as (engine, grammar, _):
+        graphs = engine._loop.machinery.runner._graphs  # type: ignore[attr-defined]
+        captured = graphs.captured
+        answers = [GUIDED[0](), GUIDED[2]()]
+        assert answer_all(engine, answers) == [guided_tokens[0], guided_tokens[2]]
+        assert graphs.captured == captured
+        assert graphs.stats.eager_steps == 0
+        assert engine.stats().deferred_rows == 0
+        records = [record for record in grammar.sidecar.records if EOS not in record.drafts]
+    needed = [record.need_rows.bit_count() for record in records if record.stage == Stage.VERIFY]
+    # Behind masked drafts one row is missing, behind others all of them are; behind no drafts there is one row.
+    assert set(needed) >= {1, 3}
+    assert min(turns.lanes[True], turns.lanes[False]) > 1
+    assert turns.draft_ms[False] == 0
+
+
+def test_logprobs_come_along(llama: LoadedModel) -> None:
+    def made() -> list[Answer]:
+        return [ask(tokens(8, 1), max_tokens=4, logprobs=3, ignore_eos=True), ask(tokens(8, 2), max_tokens=4)]
+
+    expected, answers = made(), made()
+    with free_engine(llama, with_drafts(3, **SMALL)) as engine:
+        answer_all(engine, expected)
+    with device_engine(llama, on_device(0)) as (engine, _):
+        answer_all(engine, answers)
+    assert answers[1].logprobs == []
+    for ours, theirs in zip(answers[0].logprobs, expected[0].logprobs, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+def test_an_aborted_request_leaves_its_slot_to_the_next(llama: LoadedModel, free_tokens: list[list[int]]) -> None:
+    with device_engine(llama, on_device(3, max_batch_size=1)) as (engine, _):
+        endless = ask(tokens(5, 9), max_tokens=1000, ignore_eos=True)
+        engine.submit(endless.request)
+        until_false(lambda: len(endless.tokens) < 4)
+        following = FREE[0]()
+        engine.submit(following.request)
+        assert engine.abort(endless.request.request_id)
+        assert endless.wait().finish is FinishReason.ABORTED
+        assert following.wait().tokens == free_tokens[0]
+
+
+def test_bans_that_fit_into_no_slot_are_refused_with_the_limit(llama: LoadedModel) -> None:
+    with device_engine(llama, on_device(0)) as (engine, _):
+        request = ask(tokens(5, 1), bad_token_ids=tuple(range(600))).request
+        with pytest.raises(InvalidRequest, match="rules of 604 numbers, at most 512"):
+            engine.submit(request)
+
+
+def test_a_step_whose_sidecar_dies_drains_and_the_answers_go_on(
+    llama: LoadedModel, guided_tokens: list[list[int]]
+) -> None:
+    with guided_device_engine(llama, on_device(3, row_timeout_ms=300.0)) as (engine, grammar, stream):
+        first, answers = grammar.sidecar, [make() for make in GUIDED]
+
+        def die(record: Record) -> None:
+            first.stopping |= record.commit_pos + len(record.committed) >= 3
+
+        first.before = die
+        for answer in answers:
+            engine.submit(answer.request)
+        first_thread = grammar._thread
+        first_thread.join(PATIENCE_S)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
+        assert answers[1].wait().tokens == guided_tokens[1]
+        assert not answers[0].over
+        grammar.start_sidecar()
+        engine.grammar_restored()
+        assert [answer.wait().tokens for answer in answers] == guided_tokens
+        assert first.problems == []
+        assert stream.failure is None
+        assert Automaton.parse("8").allows(answers[0].tokens)
+
+
+def test_a_record_that_a_callback_refuses_ends_its_own_requests_with_internal(
+    llama: LoadedModel, guided_tokens: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with guided_device_engine(llama, on_device(3)) as (engine, grammar, stream):
+        seating, told = engine._loop.machinery.seating, [0]
+        assert isinstance(seating, DeviceSeating)
+
+        def break_the_count(answer: Answer) -> None:
+            if len(answer.tokens) >= 3 and not told[0]:
+                told[0] = 1
+                # More untold tokens than a record holds.
+                stream.kernel(seating.device.posted_S.fill_, -1000)
+
+        guided, free = ask(tokens(20, 1), grammar="50", max_tokens=90, on_event=break_the_count), GUIDED[1]()
+        for answer in (guided, free):
+            engine.submit(answer.request)
+        assert isinstance(guided.wait().error, InternalError)
+        assert free.wait().tokens == guided_tokens[1]
+        assert "a step's post was refused" in caplog.text
+        assert answer_all(engine, [GUIDED[0]()]) == guided_tokens[:1], "the slot is sound for the next"
+        assert engine.stats().failed == {"INTERNAL": 1}
+        # A step launched behind the refused one goes on from what the refused one told: the sidecar sees a gap, unless
+        # the matcher is closed by then. Nothing else, and of no other owner of a slot.
+        broken_gen = grammar.opened[0][1]
+        problems = grammar.sidecar.problems
+        assert [p for p in problems if f"slot_gen={broken_gen}," not in p or not p.endswith(" tokens")] == []
+        problems.clear()
+
+
+def test_a_lost_device_ends_the_engine_and_says_so(llama: LoadedModel) -> None:
+    failures: list[Exception] = []
+    with device_engine(llama, on_device(3)) as (engine, stream):
+        engine.watch(failures.append)
+        answer = ask(tokens(5, 9), max_tokens=1000, ignore_eos=True)
+        engine.submit(answer.request)
+        until_false(lambda: len(answer.tokens) < 4)
+        stream.fail()
+        assert isinstance(answer.wait().error, InternalError)
+        engine._thread.join(PATIENCE_S)
+        assert not engine._thread.is_alive()
+        assert [str(failure) for failure in failures] == ["RuntimeError: an illegal memory access was encountered"]
+        with pytest.raises(InternalError, match="lost its device"):
+            engine.submit(ask(tokens(5, 9)).request)
+        engine.watch(failures.append)
+        assert len(failures) == 2, "who comes late is told, too"
+
+
+def test_cuda_is_not_a_device_of_the_inline_sync() -> None:
+    with pytest.raises(ValueError, match="sync: 'inline' on cuda is not one of auto, host_callback, device_flag"):
+        config(device="cuda", sync="inline")
+    with pytest.raises(ValueError, match="sync: 'device_flag' on cpu is not one of auto, inline"):
+        config(sync="device_flag")
+    assert (config().depth, config(device="cuda:1").depth, config(device="cuda", overlap=False).depth) == (0, 1, 0)

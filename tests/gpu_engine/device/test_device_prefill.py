@@ -1,0 +1,168 @@
+"""Prompts that a device prefills together get the tokens that they get one by one on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.api.request import FinishReason
+from gpu_engine.core.device_prefill import DevicePrefill
+from gpu_engine.core.engine import Engine
+from gpu_engine.model.loader import LoadedModel
+from tests.gpu_engine import eagle
+from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
+from tests.gpu_engine.harness import Answer, answer_each, ask, free_engine, tokens, with_drafts
+from tests.gpu_engine.toy_sidecar import guided_engine
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+SMALL = {"max_batch_size": 4, "max_model_len": 160, "prefill_chunk": 128, "row_timeout_ms": 20_000.0}
+PATIENT = {"draft_timeout_ms": 20_000.0, "fuse": False}
+MIX = [
+    partial(ask, tokens(5, 1), max_tokens=3, ignore_eos=True),
+    partial(ask, [*range(196, 203)] * 4, max_tokens=6),
+    partial(ask, tokens(33, 3, repeat=9), max_tokens=4, temperature=0.4, seed=4),
+    partial(ask, tokens(20, 7), max_tokens=3, seed=7, ignore_eos=True),
+    partial(ask, tokens(131, 4, repeat=20), max_tokens=3, ignore_eos=True),
+    partial(ask, tokens(40, 6), max_tokens=3, temperature=0.9, seed=6, ignore_eos=True),
+    partial(ask, tokens(1, 5), max_tokens=3, ignore_eos=True),
+]
+"""Four that fit one launch, one longer than a chunk, one without anything to prefill."""
+GUIDED = [
+    partial(ask, tokens(20, 1, repeat=8), grammar="5", max_tokens=30),
+    partial(ask, tokens(33, 2), max_tokens=3, ignore_eos=True),
+    partial(ask, tokens(11, 3), grammar="4", max_tokens=30, temperature=1.0, seed=3),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(llama: LoadedModel) -> list[list[int]]:
+    with free_engine(llama, with_drafts(0, **SMALL)) as engine:
+        return answer_each(engine, [make() for make in MIX])
+
+
+def prefill_of(engine: Engine) -> DevicePrefill:
+    prefill = engine._loop.machinery.prefill
+    assert isinstance(prefill, DevicePrefill)
+    return prefill
+
+
+def answer_together(engine: Engine, answers: list[Answer]) -> list[list[int]]:
+    """Submit all of them between two turns of the engine, when another request has its first token."""
+
+    def submit(first: Answer) -> None:
+        first.on_event = None
+        for answer in answers:
+            engine.submit(answer.request)
+
+    first = ask(tokens(3, 99), max_tokens=1, on_event=submit)
+    engine.submit(first.request)
+    first.wait()
+    return [answer.wait().tokens for answer in answers]
+
+
+@pytest.mark.parametrize(
+    "drafts_by",
+    ["ngram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "model", "trained eagle3"))],
+)
+def test_prompts_that_come_together_get_the_tokens_of_each_alone(
+    llama: LoadedModel, expected: list[list[int]], tmp_path: Path, drafts_by: str
+) -> None:
+    draft_model = llama.name if drafts_by == "model" else ""
+    if drafts_by == "trained eagle3":
+        draft_model = str(tmp_path / "eagle3")
+        eagle.save_trained(Path(llama.name), Path(draft_model))
+    num_drafts = 0 if drafts_by == "none" else 2
+    settings = with_drafts(num_drafts, device="cuda", draft_model=draft_model, **SMALL, **PATIENT)
+    with device_engine(llama, settings) as (engine, _):
+        prefill, answers = prefill_of(engine), [make() for make in MIX]
+        warmed = prefill.launches.copy()
+        assert set(warmed) == set(settings.prefill_shapes.every)
+        assert set(warmed.values()) == {1}
+        assert answer_together(engine, answers) == expected
+        stats = engine.stats()
+        assert set(prefill.launches) == set(warmed), "nothing has a shape that was not warmed up"
+        assert {(4, 32), (1, 128)} <= set(prefill.launches - warmed)
+    assert stats.prefill_tokens == 2 + sum(len(answer.request.prompt_ids) - 1 for answer in answers)
+    for answer in answers:
+        times = answer.request.telemetry
+        assert (times.prefilled_s > 0) == (len(answer.request.prompt_ids) > 1)
+        assert times.prefilled_s <= times.first_token_s
+    if drafts_by == "model":
+        # Drafts and tokens share their noise: one that has seen every prompt is always right.
+        assert stats.accepted_draft_tokens == stats.draft_tokens > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["grammar", "model"])
+def test_guided_prompts_come_together_with_others(llama: LoadedModel, drafter: str) -> None:
+    with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
+        expected = answer_each(engine, [make() for make in GUIDED])
+    draft_model = llama.name if drafter == "model" else ""
+    settings = replace(with_drafts(2, device="cuda", draft_model=draft_model, **SMALL, **PATIENT), drafter=drafter)
+    with guided_device_engine(llama, settings) as (engine, _, _):
+        assert answer_together(engine, [make() for make in GUIDED]) == expected
+        assert prefill_of(engine).launches[4, 32] == 2, "the warm-up, and three at once"
+        assert engine.stats().deferred_rows == 0
+
+
+def test_who_is_aborted_between_two_chunks_leaves_pages_and_slot_to_the_next(
+    llama: LoadedModel, expected: list[list[int]]
+) -> None:
+    settings = with_drafts(0, device="cuda", **{**SMALL, "prefill_chunk": 64, "max_batch_size": 2}, **PATIENT)
+    long, following = ask(tokens(158, 8), name="long"), [MIX[0](), MIX[2]()]
+
+    def meddle(answer: Answer) -> None:
+        if len(answer.tokens) == 1:
+            engine.submit(long.request)
+            for later in following:
+                engine.submit(later.request)
+        elif len(answer.tokens) == 3:
+            engine.abort("long")
+
+    with device_engine(llama, settings) as (engine, _):
+        first = ask(tokens(3, 9), max_tokens=5, ignore_eos=True, on_event=meddle)
+        engine.submit(first.request)
+        assert long.wait().finish is FinishReason.ABORTED
+        assert [answer.wait().tokens for answer in following] == [expected[0], expected[2]]
+        first.wait()
+        whole = sum(len(answer.request.prompt_ids) - 1 for answer in (first, *following))
+        assert engine.stats().prefill_tokens - whole in (64, 128)
+    assert long.request.telemetry.prefilled_s > 0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_who_is_preempted_between_two_chunks_comes_back_and_says_the_same(llama: LoadedModel, kept: bool) -> None:
+    late = partial(ask, tokens(150, 8), max_tokens=3, ignore_eos=True)
+    small = {**SMALL, "prefill_chunk": 64, "max_batch_size": 2}
+    with free_engine(llama, with_drafts(0, **small)) as engine:
+        expected = answer_each(engine, [late()])
+    last = late()
+
+    def submit(answer: Answer) -> None:
+        if len(answer.tokens) == 19:
+            engine.submit(last.request)
+
+    settings = with_drafts(0, device="cuda", kv_cache_tokens=160, prefix_cache=kept, **small, **PATIENT)
+    with device_engine(llama, settings) as (engine, _):
+        # 12 pages, of which the late one takes 10; two tokens more bring the first one into its third.
+        first = ask(tokens(10, 9), max_tokens=26, ignore_eos=True, on_event=submit)
+        engine.submit(first.request)
+        assert [last.wait().tokens] == expected
+        assert len(first.wait().tokens) == 26
+        stats = engine.stats()
+    assert stats.preemptions == 1
+    # What was there when it lost its slot is prefilled twice, or found.
+    assert stats.prefill_tokens + stats.cached_tokens - 9 - 149 in (64, 128)
+    assert (stats.cached_tokens > 0) == kept

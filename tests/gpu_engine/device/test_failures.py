@@ -1,0 +1,240 @@
+"""A captured step when the grammar process, the device or the host misbehaves: it drains, and it stays masked."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.step.device.graphs import LaneInput
+from gpu_engine.step.row_work import VERIFY
+from shared_mem.channel import Record
+from shared_mem.errors import InvalidField
+from shared_mem.layout import RowKind, Stage
+from tests.gpu_engine.device.bench_of_toys import (
+    MODES,
+    ROWS,
+    SLOTS,
+    open_slot,
+    pattern_peer,
+    sidecar_of,
+    tokens_of,
+    toys,
+)
+from tests.gpu_engine.device.recorded_stream import PATIENCE_S, DeviceFailed
+from tests.gpu_engine.device.toy_step import expected
+from tests.gpu_engine.toy_sidecar import Automaton
+
+SHORT_MS = 20.0
+"""A deadline that a test waits for."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("replays", [300, pytest.param(5000, marks=pytest.mark.slow)], ids=["short", "long"])
+def test_no_row_of_thousands_of_replays_is_stale_or_lost(mode: str, replays: int, tmp_path: Path) -> None:
+    with toys(mode) as t, pattern_peer(t, tmp_path):
+        step = t.count_patterns()
+        t.graphs.capture(t.channel)
+        lanes = [LaneInput(slot, 1, True) for slot in (3, 0, 2)]
+        flying = t.graphs.launch(lanes)
+        seqs = []
+        for _ in range(replays):
+            following = t.graphs.launch(lanes)
+            seqs.append(t.graphs.read(flying).seq)
+            flying = following
+        t.graphs.read(flying)
+        assert seqs == list(range(1, replays + 1)), "every replay posts under a sequence of its own"
+        assert (step.wrong, step.missing) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_peer_killed_between_replays_is_deferred_within_the_deadline(mode: str, tmp_path: Path) -> None:
+    with toys(mode, row_timeout_ms=SHORT_MS) as t, pattern_peer(t, tmp_path) as peer:
+        step = t.count_patterns()
+        t.graphs.capture(t.channel)
+        lanes = [LaneInput(0, 1, True), LaneInput(1, 1, True)]
+        for count in range(40):
+            launched = t.graphs.launch(lanes)
+            if count == 20:
+                peer.send_signal(signal.SIGKILL)
+                peer.wait(PATIENCE_S)
+            t.graphs.read(launched)
+        assert step.wrong == 0
+        lost = step.missing // (2 * ROWS)
+        assert lost >= 19, "after the kill every row is deferred, and every replay comes to its end"
+        assert t.step.lane.kinds_BR[:2].eq(int(RowKind.DEFER)).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_late_rows_are_deferred_and_used_when_they_come(mode: str) -> None:
+    gate = threading.Event()
+    with toys(mode, row_timeout_ms=SHORT_MS) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t, before=lambda record: gate.wait(PATIENCE_S) and None) as sidecar:
+            open_slot(t, sidecar, 1)
+            outputs = t.launch([1])
+            assert tokens_of(outputs) == {1: []}, "never unmasked"
+            assert outputs.waited_ns + t.sync.waited_ns >= SHORT_MS * 1e6
+            assert outputs.result.blocked_B[0] == RowKind.DEFER
+            assert t.sync.late(outputs.seq, 1, 1) is None
+            gate.set()
+            deadline_s = time.monotonic() + PATIENCE_S
+            while (came := t.sync.late(outputs.seq, 1, 1)) is None:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.001)
+            assert came == 1
+            said: list[int] = []
+            for _ in range(12):
+                outputs = t.launch([1])
+                said += tokens_of(outputs)[1]
+            assert said == expected(Automaton(1500).legal, 1, len(said))
+            verifies = [record for record in sidecar.records if record.stage == 0 and record.commit_pos == 0]
+            assert len([r for r in verifies if not r.drafts]) == 1, "what came late was not asked for again"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_time_of_drafts_is_told_apart_and_is_none_without_masks(mode: str) -> None:
+    with toys(mode, draft_timeout_ms=SHORT_MS) as t:
+        t.graphs.capture(t.channel)
+
+        def never_in_time(record: Record) -> None:
+            if record.stage != Stage.VERIFY:
+                time.sleep(2 * SHORT_MS / 1e3)
+
+        with sidecar_of(t, before=never_in_time) as sidecar:
+            open_slot(t, sidecar, 1)
+            drafts_ns, posts, before_ns = [], [], 0
+            for masked in (True, False, True):
+                posted = t.channel.last_seq
+                outputs = t.graphs.read(t.graphs.launch([LaneInput(1, 1, True)], masked=masked))
+                assert len(tokens_of(outputs)[1]) > 0
+                waited_ns = t.sync.waited_ns
+                drafts_ns.append(outputs.drafts_waited_ns - before_ns + t.sync.draft_ns)
+                assert drafts_ns[-1] <= outputs.waited_ns + waited_ns
+                before_ns = outputs.drafts_waited_ns
+                posts.append(t.channel.last_seq - posted)
+            # Drafts that were drawn free are verified with all their rows asked for at once.
+            assert posts == [ROWS, 1, ROWS]
+            assert drafts_ns[0] >= SHORT_MS * 1e6
+            assert drafts_ns[1] == 0
+            assert drafts_ns[2] >= SHORT_MS * 1e6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_abort_word_ends_a_wait_at_once(mode: str) -> None:
+    with toys(mode) as t:  # its deadlines are longer than the patience for this test's wait
+        t.graphs.capture(t.channel)
+        t.sit(0)
+        begun = threading.Event()
+        posted = t.channel.last_seq
+        launched = t.graphs.launch([LaneInput(0, 1, True)])
+        while t.channel.last_seq == posted:
+            begun.wait(0.001)
+        begin_s = time.monotonic()
+        t.channel.set_abort()
+        outputs = t.graphs.read(launched)
+        assert time.monotonic() - begin_s < 15, "the deadline is 20 s"
+        assert outputs.result.blocked_B[0] == RowKind.DEFER
+        assert t.launch([0]).result.blocked_B[0] == RowKind.DEFER, "the next step drains too"
+        t.channel.clear_abort()
+        with sidecar_of(t) as sidecar:
+            open_slot(t, sidecar, 0)
+            assert tokens_of(t.launch([0]))[0] == expected(Automaton(1500).legal, 0, 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_after_a_device_error_no_host_function_runs_and_every_wait_ends(mode: str) -> None:
+    with toys(mode) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            open_slot(t, sidecar, 0)
+            t.launch([0])
+            posted = t.channel.last_seq
+            ran = [0]
+
+            def break_early(node: object) -> None:
+                ran[0] += 1
+                if ran[0] == 5:
+                    raise RuntimeError("an illegal memory access was encountered")
+
+            t.stream.before = break_early
+            launched = t.graphs.launch([LaneInput(0, 1, True)])
+            with pytest.raises(DeviceFailed, match="illegal memory access"):
+                t.graphs.read(launched)
+            assert t.channel.last_seq == posted, "its post was skipped"
+            with pytest.raises(DeviceFailed):
+                t.graphs.launch([LaneInput(0, 1, True)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slow_node_delays_and_changes_nothing(mode: str) -> None:
+    with toys(mode) as t:
+        t.graphs.capture(t.channel)
+        count = [0]
+
+        def slow(node: object) -> None:
+            count[0] += 1
+            if count[0] % 40 == 0:
+                time.sleep(0.01)
+
+        with sidecar_of(t) as sidecar:
+            open_slot(t, sidecar, 2)
+            t.stream.before = slow
+            said: list[int] = []
+            for _ in range(10):
+                said += tokens_of(t.launch([2]))[2]
+            assert said == expected(Automaton(1500).legal, 2, len(said))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_late_drafts_go_unmasked_and_verification_guards_them(mode: str) -> None:
+    """Soft waits: with a grammar process that is too slow for drafts, tokens are the same and only come slower."""
+    with toys(mode, draft_timeout_ms=0.001) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t, before=lambda record: time.sleep(0.002 * (record.stage > 0))) as sidecar:
+            open_slot(t, sidecar, 0)
+            said: list[int] = []
+            for _ in range(30):
+                said += tokens_of(t.launch([0]))[0]
+            assert len(said) >= 30
+            assert said == expected(Automaton(1500).legal, 0, len(said))
+
+
+def test_an_answer_to_an_earlier_owner_is_none() -> None:
+    with toys("host_callback", row_timeout_ms=SHORT_MS) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            sidecar.gen_shift = -1
+            open_slot(t, sidecar, 0)
+            assert t.launch([0]).result.blocked_B[0] == RowKind.DEFER
+
+
+def test_a_stopped_slot_asks_for_nothing() -> None:
+    with toys("host_callback") as t:
+        t.graphs.capture(t.channel)
+        t.sit(0)
+        t.stream.kernel(t.step.slot.done_S[:1].fill_, True)
+        outputs = t.launch([0])
+        assert (outputs.seq, t.channel.last_seq) == (0, 0)
+
+
+def test_a_refused_record_is_told() -> None:
+    with toys("host_callback", row_timeout_ms=SHORT_MS) as t:
+        t.graphs.capture(t.channel)
+        t.sit(0)
+        t.stream.kernel(t.step.slot.length_S[:1].fill_, 500)  # more untold tokens than a record holds
+        assert t.launch([0]).seq == 0
+        with pytest.raises(InvalidField, match="lane 0 was refused"):
+            t.sync.check(1)
+
+
+def test_forget_drops_every_row_of_the_slot() -> None:
+    with toys("host_callback") as t:
+        t.sync.store.kept_SR.fill_(True)
+        t.sync.forget(2)
+        t.stream.synchronize()
+        assert t.sync.store.kept_SR.all(1).tolist() == [slot != 2 for slot in range(SLOTS + 1)]
+        assert VERIFY < 0

@@ -1,0 +1,176 @@
+"""Captured steps whose forced drafts are longer than K: the tokens are those of a CPU without drafts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.model.loader import LoadedModel
+from shared_mem.layout import Stage
+from tests.gpu_engine import eagle
+from tests.gpu_engine.device.device_engine import guided_device_engine
+from tests.gpu_engine.drafters.test_forced import Proposes
+from tests.gpu_engine.harness import (
+    Answer,
+    answer_all,
+    answer_each,
+    ask,
+    config,
+    tokens,
+    until_false,
+    with_drafts,
+)
+from tests.gpu_engine.toy_sidecar import Automaton, ToyGrammar, guided_engine
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "row_timeout_ms": 20_000.0}
+PATIENT = {"draft_timeout_ms": 20_000.0, "fuse": False}
+GUIDED = [
+    partial(ask, tokens(20, 1, repeat=8), grammar="14", max_tokens=30),
+    partial(ask, tokens(7, 2), max_tokens=6, ignore_eos=True),
+    partial(ask, tokens(11, 3), grammar="17", max_tokens=12, temperature=1.0, seed=3),
+    partial(ask, tokens(57, 4), grammar="30", max_tokens=40),
+    partial(ask, tokens(9, 5), grammar="1", max_tokens=9),
+    partial(ask, tokens(8, 6), grammar="13", max_tokens=20, temperature=0.5, seed=6),
+]
+"""Ended by a stop, by `max_tokens` and by the model's length; one free."""
+
+
+@pytest.fixture(scope="module")
+def expected(llama: LoadedModel) -> list[list[int]]:
+    with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
+        said = answer_each(engine, [make() for make in GUIDED])
+    assert [len(ids) for ids in said] == [15, 6, 12, 7, 2, 14]
+    return said
+
+
+def sometimes(expected: list[list[int]]) -> Proposes:
+    """By the number of tokens: the whole rest and more, five that come and two that do not, nonsense, or nothing."""
+
+    def proposes(automaton: Automaton, said: list[int]) -> list[int]:
+        rest = next((ids[len(said) :] for ids in expected if said and ids[: len(said)] == said), [])
+        return ([*rest, 65, 66], [*rest[:5], 67, 68], [len(said), 65, 66], [])[len(said) % 4]
+
+    return proposes
+
+
+def longest(grammar: ToyGrammar) -> int:
+    """Return the most drafts that were verified at once."""
+    return max(len(record.drafts) for record in grammar.sidecar.records if record.stage == Stage.VERIFY)
+
+
+def cut_short(grammar: ToyGrammar, proposed: list[int]) -> int:
+    """Return how often fewer drafts were verified than had been proposed to the step before; in order of proposals."""
+    counts, open_, cut = iter(proposed), dict[int, int](), 0
+    for record in grammar.sidecar.records:
+        if record.stage == Stage.PROPOSE:
+            open_[record.slot] = min(next(counts), record.need_rows.bit_count())
+        elif record.stage == Stage.VERIFY:
+            cut += open_.pop(record.slot, 0) > len(record.drafts)
+    return cut
+
+
+@pytest.mark.parametrize(
+    ("sync", "drafter", "num_drafts"),
+    [("host_callback", "ngram", 2), ("device_flag", "grammar", 1)],
+)
+def test_tokens_are_those_of_a_cpu(
+    llama: LoadedModel, expected: list[list[int]], sync: str, drafter: str, num_drafts: int
+) -> None:
+    settings = config(
+        device="cuda",
+        sync=sync,
+        drafter=drafter,
+        num_draft_tokens=num_drafts,
+        forced_draft_tokens=7,
+        **SMALL,
+        **PATIENT,
+    )
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        grammar.sidecar.proposes = sometimes(expected)
+        assert answer_all(engine, [make() for make in GUIDED]) == expected
+        stats = engine.stats()
+        assert longest(grammar) == 7
+    assert stats.deferred_rows == 0
+    assert stats.forced_draft_tokens > stats.accepted_forced_tokens > 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafts_by", "masks"), [("model", "on"), ("model", "off"), ("eagle3", "on")])
+def test_a_net_goes_on_behind(
+    llama: LoadedModel, expected: list[list[int]], tmp_path: Path, drafts_by: str, masks: str
+) -> None:
+    folder = Path(llama.name)
+    if drafts_by == "eagle3":
+        eagle.save_random(folder, tmp_path / "eagle3")
+        folder = tmp_path / "eagle3"
+    settings = with_drafts(
+        2, device="cuda", draft_model=str(folder), draft_masks=masks, forced_draft_tokens=5, **SMALL, **PATIENT
+    )
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        grammar.sidecar.proposes = sometimes(expected)
+        assert answer_all(engine, [make() for make in GUIDED]) == expected
+        stats = engine.stats()
+        assert longest(grammar) == 5
+    assert stats.deferred_rows == 0
+    assert stats.accepted_forced_tokens > 12
+
+
+@pytest.mark.slow
+def test_a_draft_model_has_seen_what_was_forced(llama: LoadedModel, expected: list[list[int]]) -> None:
+    settings = with_drafts(2, device="cuda", draft_model=llama.name, forced_draft_tokens=5, **SMALL, **PATIENT)
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        true = sometimes(expected)
+        grammar.sidecar.proposes = lambda automaton, said: true(automaton, said)[:5] if len(said) % 4 == 1 else []
+        assert answer_all(engine, [make() for make in GUIDED]) == expected
+        stats = engine.stats()
+    drawn, accepted = (
+        stats.draft_tokens - stats.forced_draft_tokens,
+        stats.accepted_draft_tokens - stats.accepted_forced_tokens,
+    )
+    assert accepted >= 0.8 * drawn > 5
+
+
+@pytest.mark.slow
+def test_slots_come_into_larger_buckets_with_more_drafts_than_these_verify(llama: LoadedModel) -> None:
+    def six() -> list[Answer]:
+        return [ask(tokens(8, seed), grammar="18", max_tokens=20) for seed in range(6)]
+
+    with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
+        expected = answer_each(engine, six())
+    fields = {"drafter": "ngram", "num_draft_tokens": 2, "forced_draft_tokens": 15, **PATIENT}
+    settings = config(device="cuda", **{**SMALL, "max_batch_size": 6}, **fields)
+    with guided_device_engine(llama, settings) as (engine, grammar, _):
+        runner = engine._loop.machinery.runner
+        captured = {(key.num_lanes, key.guided): key.num_rows for key in runner.graphs.captured}  # type: ignore[attr-defined]
+        assert captured == {(b, g): 16 if g and b <= 4 else 3 for b in (1, 2, 4, 6) for g in (True, False)}
+        # Always a token that comes and fourteen that hardly do.
+        proposed: list[int] = []
+
+        def proposes(automaton: Automaton, said: list[int]) -> list[int]:
+            rest = next((ids[len(said) :] for ids in expected if said and ids[: len(said)] == said), [])
+            proposed.append(15)
+            return [*rest[:1], *range(65, 79), 79][:15]
+
+        grammar.sidecar.proposes = proposes
+        answers = six()
+        for made in answers[:3]:
+            engine.submit(made.request)
+        until_false(lambda: min(len(made.tokens) for made in answers[:3]) < 3)
+        # Prefilled one a turn, these come while the first ones have long drafts.
+        assert answer_all(engine, answers[3:]) == expected[3:]
+        assert [made.wait().tokens for made in answers[:3]] == expected[:3]
+        assert engine.stats().deferred_rows == 0
+        assert longest(grammar) > 7
+        assert cut_short(grammar, proposed) > 0

@@ -1,0 +1,205 @@
+"""Graphs of whole steps over the recorded stream, with the native flags and a toy grammar process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_engine.step.device.graphs import GraphKey, LaneInput, StepRows, lane_buckets
+from tests.gpu_engine.device.bench_of_toys import MODES, ROWS, SLOTS, open_slot, sidecar_of, tokens_of, toys
+from tests.gpu_engine.device.toy_step import expected
+from tests.gpu_engine.toy_sidecar import Automaton
+
+KERNEL, COPY, HOST = "kernel", "copy", "host"
+PAIR = {
+    # pack, in, post, await, out, fetch, keep
+    "host_callback": [KERNEL, COPY, HOST, HOST, COPY, KERNEL, KERNEL],
+    # pack, post, wait, keep
+    "device_flag": [KERNEL] * 4,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nodes_of_a_graph_are_those_of_the_mechanism(mode: str) -> None:
+    with toys(mode) as t:
+        t.graphs.capture(t.channel)
+        guided = t.graphs._graphs[GraphKey(2, ROWS, True)].kinds
+        free = t.graphs._graphs[GraphKey(2, ROWS, False)].kinds
+    # load, the pair, accept, settle, K times the pair and a draw, propose, pack.
+    pair = PAIR[mode]
+    assert guided == [KERNEL, *pair, KERNEL, KERNEL, *(ROWS - 1) * [*pair, KERNEL], KERNEL, KERNEL]
+    assert set(free) == {KERNEL}, "an unguided step has no post and no wait"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_guided_tokens_are_those_of_the_grammar_and_drafts_are_accepted(mode: str, eager: bool) -> None:
+    with toys(mode, eager=eager) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            for slot in range(3):
+                open_slot(t, sidecar, slot)
+            said: dict[int, list[int]] = {slot: [] for slot in range(3)}
+            # Masked drafts are drawn by the verifier's rule, so all but the first step take every one of them.
+            steps = 60 // ROWS + 1
+            for _ in range(steps):
+                outputs = t.launch([2, 0, 1])
+                assert outputs.slots_B.tolist() == [2, 0, 1, -1], "three lanes are padded to four"
+                for slot, tokens in tokens_of(outputs).items():
+                    said[slot] += tokens
+            for slot, tokens in said.items():
+                assert tokens == expected(Automaton(1500).legal, slot, 1 + (steps - 1) * ROWS)
+            stats = t.graphs.stats
+            assert (stats.eager_steps > 0, stats.replays > 0) == (eager, not eager)
+            assert stats.padded_lanes == steps
+            asked = [record.need_rows for record in sidecar.records if record.stage == 0]
+            assert set(asked[3:]) == {1 << ROWS - 1}, "rows of the draft steps are kept for the next verify"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lanes_change_places_buckets_and_owners(mode: str) -> None:
+    with toys(mode) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            gens = dict.fromkeys(range(SLOTS), 1)
+            said: dict[int, list[int]] = {slot: [] for slot in range(SLOTS)}
+            for slot in range(SLOTS):
+                open_slot(t, sidecar, slot)
+            for lanes in ([0], [1, 0], [3, 1, 0, 2], [2], [2, 3, 0], [0, 1, 2, 3]):
+                launched = t.graphs.launch([LaneInput(slot, gens[slot], True) for slot in lanes])
+                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
+                    said[slot] += tokens
+            for slot in (0, 3):
+                gens[slot] = 2
+                said[slot] = []
+                open_slot(t, sidecar, slot, gen=2)
+            for _ in range(6):
+                launched = t.graphs.launch([LaneInput(slot, gens[slot], True) for slot in (0, 3)])
+                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
+                    said[slot] += tokens
+            for slot, tokens in said.items():
+                assert tokens == expected(Automaton(1500).legal, slot, len(tokens))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_guided_and_free_lanes_share_a_step(mode: str) -> None:
+    with toys(mode) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            open_slot(t, sidecar, 1)
+            t.sit(2)
+            said: dict[int, list[int]] = {1: [], 2: []}
+            for _ in range(8):
+                launched = t.graphs.launch([LaneInput(2, 1, False), LaneInput(1, 1, True)])
+                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
+                    said[slot] += tokens
+            assert said[1] == expected(Automaton(1500).legal, 1, len(said[1]))
+            assert said[2] == expected(lambda _: frozenset(range(256)), 2, len(said[2]))
+            assert {record.slot for record in sidecar.records} == {1}
+
+
+def test_launch_does_not_wait_and_outputs_come_a_step_behind() -> None:
+    with toys("host_callback") as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            open_slot(t, sidecar, 0)
+            said: list[int] = []
+            flying = t.graphs.launch([LaneInput(0, 1, True)])
+            for _ in range(20):
+                following = t.graphs.launch([LaneInput(0, 1, True)])
+                said += tokens_of(t.graphs.read(flying))[0]
+                flying = following
+            said += tokens_of(t.graphs.read(flying))[0]
+            assert said == expected(Automaton(1500).legal, 0, len(said))
+
+
+def test_outputs_that_nobody_reads_are_not_overwritten() -> None:
+    with toys("host_callback") as t:
+        t.graphs.capture()
+        lanes = [LaneInput(0, 1, False)]
+        kept = [t.graphs.launch(lanes) for _ in range(3)]
+        with pytest.raises(RuntimeError, match="not read"):
+            t.graphs.launch(lanes)
+        assert [t.graphs.read(launched).seq for launched in kept] == [0, 0, 0]
+
+
+def test_a_step_that_fits_no_graph_is_refused() -> None:
+    with toys("host_callback", buckets=(1, 2)) as t:
+        t.graphs.capture()
+        lanes = [LaneInput(slot, 1, False) for slot in range(3)]
+        with pytest.raises(ValueError, match="3 lanes does not fit: there are 1 to 2"):
+            t.graphs.launch(lanes)
+        with pytest.raises(ValueError, match="does not fit"):
+            t.graphs.launch([])
+
+
+def test_capture_sets_the_permissive_word_and_leaves_the_slots_alone() -> None:
+    with toys("device_flag") as t:
+        t.sit(0)
+        seen = set()
+        t.stream.before = lambda node: seen.add(t.channel.permissive)
+        t.graphs.capture(t.channel)
+        assert seen == {True}
+        assert not t.channel.permissive
+        assert t.channel.last_seq == 0, "padding asks for nothing"
+        assert t.step.slot.length_S.tolist()[:SLOTS] == [3, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, (1,)), (3, (1, 2, 3)), (16, (1, 2, 4, 8, 12, 16)), (40, (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40))],
+)
+def test_buckets(most: int, sizes: tuple[int, ...]) -> None:
+    assert lane_buckets(most) == sizes
+    assert lane_buckets(256)[-3:] == (192, 224, 256)
+
+
+def test_rows_of_a_bucket() -> None:
+    rows = StepRows(usual=8, most=16, room=64)
+    assert [rows.of(bucket, True) for bucket in (1, 2, 4, 5, 8, 256)] == [16, 16, 16, 8, 8, 8]
+    assert {rows.of(bucket, False) for bucket in (1, 4, 8)} == {8}, "nothing is forced in a free step"
+    rows = StepRows(usual=8, most=16, limit=256, room=64)
+    assert [rows.of(bucket, True) for bucket in (1, 4, 8, 32, 48, 64, 128, 256)] == [16, 16, 8, 8, 5, 4, 2, 2]
+    assert [StepRows(usual=1, most=1, limit=256).of(bucket, True) for bucket in (1, 256)] == [1, 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here; tests/gpu has the same on the device")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's numpy
+def test_triton_kernels_tell_and_keep_the_same(mode: str) -> None:
+    pytest.importorskip("triton")
+    with toys(mode, triton=True, buckets=(2, 4)) as t:
+        t.graphs.capture(t.channel)
+        with sidecar_of(t) as sidecar:
+            said: dict[int, list[int]] = {1: [], 2: [], 3: []}
+            open_slot(t, sidecar, 1)
+            open_slot(t, sidecar, 3)
+            t.sit(2)
+            lanes = [LaneInput(3, 1, True), LaneInput(2, 1, False), LaneInput(1, 1, True)]
+            for count in range(9):
+                launched = t.graphs.launch(lanes if count < 6 else lanes[::2])
+                for slot, tokens in tokens_of(t.graphs.read(launched)).items():
+                    said[slot] += tokens
+            for slot in (1, 3):
+                assert said[slot] == expected(Automaton(1500).legal, slot, 1 + 8 * ROWS)
+            assert said[2] == expected(lambda _: frozenset(range(256)), 2, len(said[2]))
+            asked = [record.need_rows for record in sidecar.records if record.stage == 0]
+            assert set(asked[2:]) == {1 << ROWS - 1}
+
+
+def test_close_waits_and_destroys_the_graphs() -> None:
+    with toys("host_callback") as t:
+        t.graphs.capture()
+        t.graphs.launch([LaneInput(0, 1, False)])
+        ran = t.stream.ran
+        t.graphs.close()
+        assert t.stream.ran > ran
+        assert not t.graphs._graphs
+
+
+def test_warm_up_leaves_nothing_for_later() -> None:
+    with toys("host_callback") as t:
+        t.sync.reserve((1, 2, 4))
+        boxes = dict(t.sync._boxes)
+        t.graphs.capture()
+        assert t.sync._boxes == boxes

@@ -1,0 +1,117 @@
+"""How many nodes a step is besides its models, so that one more is somebody's decision and not an accident.
+
+A node costs a graph a microsecond or two at every step. What a model launches is its family's and transformers' affair.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.step.device.graphs import GraphKey
+from shared_mem.channel import EngineEnd
+from shared_mem.layout import Layout
+from shared_mem.segment import Segment
+from tests.gpu_engine import tiny
+from tests.gpu_engine.device.device_engine import RecordedDevice, opaque_launches
+from tests.gpu_engine.harness import config, with_drafts
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
+    ),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+ROWS = 3
+PAIR = {
+    # One copy each way, since a batch's arrays are one piece of memory; the fetch is a kernel of its own because its
+    # rows are named by the answer.
+    "host_callback": (["_pack", "copy", "host"], ["host", "copy", "_fetch", "_keep"]),
+    # The wait fetches, and keeps the count of its time where the ring finds it.
+    "device_flag": (["_pack", "_post"], ["_wait", "_keep"]),
+}
+"""Names of the nodes of a post and of a wait. `_keep` also tells the sequence."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("tiny"))
+    return load_model(config(model=str(folder), fuse=False))
+
+
+def parts_of(model: LoadedModel, guided: bool, **fields: Any) -> list[tuple[str, int]]:
+    """Return (name, nodes) of the graph of one lane."""
+    settings = with_drafts(ROWS - 1, device="cuda", max_batch_size=1, max_model_len=64, prefill_chunk=32, **fields)
+    device = RecordedDevice()
+    model = replace(model, max_model_len=settings.max_model_len)
+    try:
+        with Segment.create(Layout(1, ROWS, model.vocab_size)) as segment, opaque_launches():
+            machinery = device.assemble(settings, model, EngineEnd(segment), num_pages=16, depth=1)
+            machinery.warm_up()
+            graphs = machinery.runner._graphs._graphs  # type: ignore[attr-defined]
+            parts: list[tuple[str, int]] = graphs[GraphKey(1, ROWS, guided)].parts
+            machinery.close()
+        return parts
+    finally:
+        device.stream.close()
+
+
+def named(parts: list[tuple[str, int]]) -> list[str]:
+    return [name for name, _ in parts]
+
+
+@pytest.mark.parametrize("sync", list(PAIR))
+def test_nodes_of_a_guided_step(llama: LoadedModel, sync: str) -> None:
+    parts = parts_of(llama, True, sync=sync, draft_forced=False)
+    post, wait = PAIR[sync]
+    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_settle", "_propose", "_pack"]
+    counts = [(name, count) for name, count in parts if name != "_forward"]
+    # Accept is rows, filters, walk and logprobs. Everything else is one launch: the sync's `_pack` looks at stopped
+    # slots in its own kernel, and the ring's `_pack` is one concatenation.
+    assert {name: count for name, count in counts if count != 1} == {"_accept": 4}
+    assert sum(count for _, count in counts) == {"host_callback": 15, "device_flag": 12}[sync]
+
+
+def test_nodes_of_a_free_step(llama: LoadedModel) -> None:
+    parts = parts_of(llama, False, sync="host_callback")
+    assert named(parts) == ["_load", "_no_seq", "_forward", "_free", "_accept", "_propose", "_pack"]
+    # Of its own: that it asked for nothing, and that every row is free.
+    assert sum(count for name, count in parts if name != "_forward") == 9
+
+
+@pytest.mark.parametrize("sync", list(PAIR))
+def test_a_masked_draft_costs_the_pair(llama: LoadedModel, sync: str) -> None:
+    masked, free = (
+        parts_of(llama, True, sync=sync, draft_model=llama.name, draft_masks=masks) for masks in ("on", "off")
+    )
+    # The chain's forward of every draft stands between its post and its wait, as the target's does.
+    assert named(masked).count("_forward") == named(free).count("_forward") == ROWS
+    pair = [*PAIR[sync][0], *PAIR[sync][1]]
+    counts = [sum(count for name, count in parts if name != "_forward") for parts in (masked, free)]
+    # Without masks a launch frees the row.
+    assert counts[0] - counts[1] == (ROWS - 1) * (len(pair) - 1)
+    # What is decided from step to step is a word that `_pack` reads: the graph is that of masks.
+    assert parts_of(llama, True, sync=sync, draft_model=llama.name, draft_masks="auto") == masked
+
+
+@pytest.mark.parametrize("sync", list(PAIR))
+def test_what_is_forced_costs_a_pair_without_a_fetch(llama: LoadedModel, sync: str) -> None:
+    post, wait = PAIR[sync]
+    # A proposal brings no rows; the kernel behind the wait puts the tokens where drafters find them.
+    pair = [*post, *(name for name in wait if name not in ("_fetch", "_keep")), "_take_forced"]
+    parts = parts_of(llama, True, sync=sync, draft_forced=True)
+    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_settle", *pair, "_propose", "_pack"]
+    counts = [(name, count) for name, count in parts if name != "_forward"]
+    assert {name: count for name, count in counts if count != 1} == {"_accept": 4}
+    assert sum(count for _, count in counts) == {"host_callback": 15 + 6, "device_flag": 12 + 4}[sync]
+
+
+def test_a_free_step_asks_nothing_of_the_grammar(llama: LoadedModel) -> None:
+    assert parts_of(llama, False, draft_forced=True) == parts_of(llama, False, draft_forced=False)

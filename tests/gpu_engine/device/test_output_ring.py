@@ -1,0 +1,77 @@
+"""The ring: what a reader gets is the step's own, whatever later steps do, and `collect.outcomes` takes it as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gpu_engine.api.request import FinishReason
+from gpu_engine.core.outputs import outcomes
+from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.step.device.ring import OutputRing
+from kernels.accept import STOP_TOKEN
+from shared_mem.layout import RowKind
+from tests.gpu_engine.device.recorded_stream import RecordedStream
+
+LANES, R = 4, 3
+
+
+@pytest.fixture
+def stream() -> Iterator[RecordedStream]:
+    made = RecordedStream()
+    yield made
+    made.close()
+
+
+def step(lane: LaneBuffers, first: int) -> None:
+    """A step whose lane b emits b tokens from `first + 10 b` on; lane 3 is deferred, lane 2 stops."""
+    lane_B = torch.arange(LANES, dtype=torch.int32)
+    r = lane.result
+    r.emitted_BR.copy_(first + 10 * lane_B[:, None] + torch.arange(R))
+    r.num_emitted_B.copy_(torch.where(lane_B < 3, lane_B, 0))
+    r.num_accepted_B.copy_((lane_B - 1).clamp(min=0))
+    r.blocked_B.copy_(torch.where(lane_B == 3, int(RowKind.DEFER), 0))
+    r.finish_B.copy_(torch.where(lane_B == 2, STOP_TOKEN, 0))
+    r.logprob_BR.copy_(-r.emitted_BR.float())
+    r.top_ids_BRN.copy_(r.emitted_BR[:, :, None].expand_as(r.top_ids_BRN))
+    lane.num_drafts_B.fill_(2)
+    lane.slots_B.copy_(lane_B + 5)
+    lane.slot_gens_B.fill_(first)
+
+
+def test_outputs_are_the_steps_own_and_become_outcomes(stream: RecordedStream) -> None:
+    lane, slot = LaneBuffers.allocate(LANES, R, 64), SlotBuffers.allocate(LANES, R, 64, 16)
+    report = (torch.tensor([(1 << 40) + 7]), torch.tensor([123_456_789_012]), torch.tensor([56_789_012_345]))
+    ring = OutputRing(stream, lane, report, depth=2)
+    batch = StepBatch(slot, lane, LANES, R, any_guided=True)
+    entries = []
+    for first in (100, 1000):
+        stream.kernel(step, lane, first)
+        ring.pack(batch)
+        entries.append(ring.push(batch, logprobs=first == 100))
+    early, late = (ring.read(entry) for entry in entries)
+    assert (early.seq, early.waited_ns) == ((1 << 40) + 7, 123_456_789_012)
+    assert early.drafts_waited_ns == 56_789_012_345
+    assert (early.slots_B.tolist(), early.slot_gens_B.tolist()) == ([5, 6, 7, 8], [100] * 4)
+    told = outcomes(early, 4, guided=[True] * 4, logprobs=[None, 1, None, None])
+    assert [outcome.token_ids for outcome in told] == [(), (110,), (120, 121), ()]
+    assert [outcome.finish for outcome in told] == [None, None, FinishReason.STOP, None]
+    assert [outcome.deferred for outcome in told] == [False, False, False, True]
+    assert [outcome.num_drafts for outcome in told] == [2] * 4
+    assert told[1].logprobs[0].logprob == -110
+    assert [token for token, _ in told[1].logprobs[0].top] == [110]
+    assert late.result.emitted_BR[1, 0] == 1010
+    assert late.result.logprob_BR.numel() == 0, "nobody asked"
+
+
+def test_part_of_the_lanes_is_copied_for_a_small_bucket(stream: RecordedStream) -> None:
+    lane, slot = LaneBuffers.allocate(LANES, R, 64), SlotBuffers.allocate(LANES, R, 64, 16)
+    ring = OutputRing(stream, lane)
+    batch = StepBatch(slot, lane, 2, R, any_guided=False)
+    stream.kernel(step, lane, 100)
+    ring.pack(batch)
+    outputs = ring.read(ring.push(batch))
+    assert outputs.result.emitted_BR.tolist() == [[100, 101, 102], [110, 111, 112]]
+    assert (outputs.seq, outputs.waited_ns) == (0, 0)

@@ -1,0 +1,138 @@
+"""The stream of these tests behaves as CUDA's: order, asynchrony, capture, sticky errors."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu_engine.device.recorded_stream import PATIENCE_S, DeviceFailed, ReadsBack, RecordedStream, opaque
+
+CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@pytest.fixture
+def stream() -> Iterator[RecordedStream]:
+    made = RecordedStream()
+    yield made
+    made.before = None
+    made.close()
+
+
+def test_capture_runs_nothing_and_a_replay_repeats_operations_in_order(stream: RecordedStream) -> None:
+    x, y, host = torch.zeros(3), torch.zeros(3), torch.zeros(3)
+    said: list[object] = []
+    note = CALLBACK(lambda data: said.append((data, host.tolist())))
+
+    def body() -> None:
+        y.copy_(torch.where(x > 1, x * 2, x + 1))
+        x.add_(1)
+
+    with stream.capture() as graph:
+        stream.kernel(body)
+        stream.copy(host, y)
+        stream.host(ctypes.cast(note, ctypes.c_void_p).value or 0, 5)
+    assert graph.kinds == ["kernel", "copy", "host"]
+    assert (x.sum(), y.sum(), said) == (0, 0, [])
+    for _ in range(3):
+        graph.replay()
+    stream.synchronize()
+    assert said == [(5, [1.0] * 3), (5, [2.0] * 3), (5, [4.0] * 3)]
+    assert x.tolist() == [3.0] * 3
+
+
+def test_constants_of_the_host_are_baked_in(stream: RecordedStream) -> None:
+    x, count = torch.zeros(4, dtype=torch.int32), [1]
+
+    def body() -> None:
+        x[: count[0]].add_(count[0])
+
+    with stream.capture() as graph:
+        stream.kernel(body)
+    count[0] = 3
+    graph.replay()
+    stream.kernel(body)
+    stream.synchronize()
+    assert x.tolist() == [4, 3, 3, 0]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_reading_back_is_an_error(stream: RecordedStream, captured: bool) -> None:
+    x = torch.ones(3)
+
+    def body() -> None:
+        x.mul_(int(x.max()))
+
+    if captured:
+        with pytest.raises(ReadsBack), stream.capture():
+            stream.kernel(body)
+    else:
+        stream.kernel(body)
+        with pytest.raises(DeviceFailed, match="ReadsBack"):
+            stream.synchronize()
+
+
+def test_native_kernels_run_at_every_replay(stream: RecordedStream) -> None:
+    x, seen = torch.zeros(1), []
+
+    @opaque
+    def native(tensor: torch.Tensor) -> None:
+        seen.append(tensor.item())
+
+    def body() -> None:
+        x.add_(1)
+        native(x)
+
+    with stream.capture() as graph:
+        stream.kernel(body)
+    assert seen == []
+    graph.replay()
+    graph.replay()
+    stream.kernel(body)
+    stream.synchronize()
+    assert seen == [1, 2, 3]
+
+
+def test_work_is_asynchronous(stream: RecordedStream) -> None:
+    gate, x = threading.Event(), torch.zeros(1)
+    stream.before = lambda node: None if gate.wait(PATIENCE_S) else pytest.fail("never opened")
+    event = stream.event()
+    stream.kernel(lambda: x.fill_(1))
+    event.mark()
+    assert not event.reached()
+    gate.set()
+    event.wait()
+    assert event.reached()
+    assert x.item() == 1
+
+
+def test_after_an_error_no_host_function_runs(stream: RecordedStream) -> None:
+    said: list[object] = []
+    note = CALLBACK(said.append)
+    address = ctypes.cast(note, ctypes.c_void_p).value or 0
+    stream.host(address, 1)
+    stream.synchronize()
+    stream.fail()
+    with pytest.raises(DeviceFailed, match="illegal memory access"):
+        stream.host(address, 2)
+    with pytest.raises(DeviceFailed):
+        stream.synchronize()
+    assert said == [1]
+
+
+def test_untraced_kernels_are_called_at_every_replay() -> None:
+    stream = RecordedStream(trace=False)
+    try:
+        x = torch.ones(1)
+        with stream.capture() as graph:
+            stream.kernel(lambda: x.mul_(1 + int(x)))
+        assert x.item() == 1
+        for _ in range(3):
+            graph.replay()
+        stream.synchronize()
+        assert x.item() == 42
+    finally:
+        stream.close()

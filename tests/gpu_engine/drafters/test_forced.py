@@ -1,0 +1,258 @@
+"""What the grammar forces as drafts: whatever it proposes, in time or not, the tokens are the same."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from gpu_engine.api.request import FinishReason
+from gpu_engine.model.loader import LoadedModel
+from shared_mem.channel import Record
+from shared_mem.layout import Stage
+from tests.gpu_engine.core.test_guided import legal, made
+from tests.gpu_engine.harness import (
+    PATIENCE_S,
+    answer_all,
+    answer_each,
+    answer_staggered,
+    ask,
+    config,
+    tokens,
+    with_drafts,
+)
+from tests.gpu_engine.tiny import VOCAB
+from tests.gpu_engine.toy_sidecar import Automaton, guided_engine
+
+Proposes = Callable[[Automaton, list[int]], list[int]]
+
+
+@pytest.fixture(scope="module")
+def expected(llama: LoadedModel) -> list[list[int]]:
+    """One request at a time, one token a step."""
+    answers = made()
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+        answer_each(engine, answers)
+    return [answer.tokens for answer in answers]
+
+
+def prophet(expected: list[list[int]]) -> Proposes:
+    """Knows every answer."""
+
+    def proposes(automaton: Automaton, said: list[int]) -> list[int]:
+        return next((answer[len(said) :] for answer in expected if said and answer[: len(said)] == said), [])
+
+    return proposes
+
+
+def liar(automaton: Automaton, said: list[int]) -> list[int]:
+    """Proposes anything: tokens that are illegal, stops, too many."""
+    return random.Random(len(said)).choices(range(VOCAB), k=len(said) % 12)
+
+
+def half_right(expected: list[list[int]]) -> Proposes:
+    """Proposes two tokens that come and then one that does not."""
+    knows = prophet(expected)
+    return lambda automaton, said: [*knows(automaton, said)[:2], len(said) % 256]
+
+
+def proposers(expected: list[list[int]]) -> dict[str, Proposes]:
+    return {
+        "forced": Automaton.forced,
+        "prophet": prophet(expected),
+        "liar": liar,
+        "half right": half_right(expected),
+    }
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 7])
+@pytest.mark.parametrize("proposes", ["forced", "prophet", "liar", "half right"])
+@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
+def test_no_proposal_changes_a_token(
+    llama: LoadedModel, expected: list[list[int]], num_drafts: int, proposes: str, drafter: str, overlap: bool
+) -> None:
+    settings = config(
+        drafter=drafter, num_draft_tokens=num_drafts, draft_forced=True, overlap=overlap, row_timeout_ms=2000.0,
+        draft_timeout_ms=2000.0,
+    )  # fmt: skip
+    with guided_engine(llama, settings) as (engine, grammar):
+        grammar.sidecar.proposes = proposers(expected)[proposes]
+        answer = answer_staggered if num_drafts == 2 else answer_all
+        assert answer(engine, made()) == expected
+        stats = engine.stats()
+        assert stats.deferred_rows == 0
+        if proposes == "prophet":
+            assert stats.accepted_forced_tokens > 50
+            assert stats.accepted_forced_tokens >= 0.9 * stats.forced_draft_tokens
+        elif proposes == "forced":
+            # A step that begins in front of a forced token drafts it, unless the answer ends there.
+            assert stats.accepted_forced_tokens == stats.forced_draft_tokens > 5
+
+
+@pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
+@pytest.mark.parametrize("proposes", ["forced", "prophet", "liar"])
+@pytest.mark.parametrize("waits", [{}, {"draft_masks": "off"}])
+def test_a_net_goes_on_behind_what_is_proposed(
+    llama: LoadedModel,
+    draft_models: dict[str, str],
+    expected: list[list[int]],
+    drafts_by: str,
+    proposes: str,
+    waits: dict[str, str],
+) -> None:
+    settings = with_drafts(
+        3, draft_model=draft_models[drafts_by], draft_forced=True, row_timeout_ms=2000.0, draft_timeout_ms=2000.0,
+        **waits,
+    )  # fmt: skip
+    with guided_engine(llama, settings) as (engine, grammar):
+        grammar.sidecar.proposes = proposers(expected)[proposes]
+        assert answer_all(engine, made()) == expected
+        stats = engine.stats()
+        assert stats.deferred_rows == 0
+        assert (stats.accepted_forced_tokens > 5) == (proposes != "liar")
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
+def test_a_proposal_that_is_late_is_none(
+    llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
+) -> None:
+    settings = config(
+        drafter=drafter, draft_forced=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0
+    )
+    with guided_engine(llama, settings) as (engine, grammar):
+        sidecar = grammar.sidecar
+        sidecar.proposes = prophet(expected)
+        sidecar.withhold = lambda record: 0 if record.stage == Stage.PROPOSE else None
+        assert answer_all(engine, made()) == expected
+        stats = engine.stats()
+        assert (stats.forced_draft_tokens, stats.deferred_rows) == (0, 0)
+        assert sidecar.withheld > 50
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
+def test_who_does_not_wait_gets_the_same_tokens(
+    llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
+) -> None:
+    settings = config(
+        drafter=drafter, draft_forced=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=0.001
+    )
+    with guided_engine(llama, settings) as (engine, grammar):
+        grammar.sidecar.proposes = prophet(expected)
+        assert answer_all(engine, made()) == expected
+        assert engine.stats().deferred_rows == 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
+@pytest.mark.parametrize("there", [0, 1, 3])
+def test_late_rows_of_forced_drafts_are_those_of_the_repeated_step(
+    llama: LoadedModel, expected: list[list[int]], drafter: str, there: int, overlap: bool
+) -> None:
+    settings = config(
+        drafter=drafter, draft_forced=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0
+    )
+    with guided_engine(llama, settings) as (engine, grammar):
+        sidecar = grammar.sidecar
+        sidecar.gives = True
+        sidecar.proposes = half_right(expected)
+
+        def now_and_then(record: Record) -> int | None:
+            place = record.commit_pos + len(record.committed)
+            return None if place % 2 or record.stage != Stage.VERIFY else there
+
+        sidecar.withhold = now_and_then
+        assert answer_all(engine, made()) == expected
+        assert sidecar.withheld > 10
+        assert len(grammar.opened) == 5
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
+def test_refusals_open_the_slot_again(
+    llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
+) -> None:
+    settings = config(drafter=drafter, draft_forced=True, overlap=overlap, row_timeout_ms=2000.0)
+    with guided_engine(llama, settings) as (engine, grammar):
+        sidecar = grammar.sidecar
+        sidecar.proposes = prophet(expected)
+        sidecar.refuse = lambda record: (
+            record.commit_pos + len(record.committed) > 10 and len(grammar.opened) <= 5 and record.slot == 0
+        )
+        assert answer_all(engine, made()) == expected
+        assert len(grammar.opened) > 5
+        grammar.opened[:] = list({(slot, gen): (slot, gen, said) for slot, gen, said in grammar.opened}.values())
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "grammar"])
+@pytest.mark.parametrize("during_a_proposal", [False, True])
+def test_a_restart_changes_no_token(
+    llama: LoadedModel, expected: list[list[int]], drafter: str, during_a_proposal: bool, overlap: bool
+) -> None:
+    settings = config(drafter=drafter, draft_forced=True, overlap=overlap, row_timeout_ms=20.0)
+    with guided_engine(llama, settings) as (engine, grammar):
+        reached, first = threading.Event(), grammar.sidecar
+        first.proposes = prophet(expected)
+        answers = made()
+
+        def die(record: Record) -> None:
+            asks = record.stage == Stage.PROPOSE
+            if record.commit_pos + len(record.committed) >= 15 and asks == during_a_proposal:
+                first.stopping = True
+                reached.set()
+
+        first.before = die
+        for answer in answers:
+            engine.submit(answer.request)
+        assert reached.wait(PATIENCE_S)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
+        grammar.start_sidecar().proposes = half_right(expected)
+        engine.grammar_restored()
+        assert [answer.wait().tokens for answer in answers] == expected
+        assert first.problems == []
+
+
+@pytest.mark.parametrize("trouble", ["dead", "error"])
+def test_a_dead_end_behind_forced_drafts_ends_its_request_alone(
+    llama: LoadedModel, expected: list[list[int]], trouble: str, overlap: bool
+) -> None:
+    settings = config(draft_forced=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0)
+    with guided_engine(llama, settings) as (engine, grammar):
+        grammar.sidecar.proposes = prophet(expected)
+        answers = made()
+        broken = ask(answers[0].request.prompt_ids, grammar=f"50 {trouble} 20", max_tokens=90)
+        assert answer_all(engine, [*answers, broken])[:-1] == expected
+    assert broken.finish is FinishReason.GRAMMAR_ERROR
+    assert broken.tokens == expected[0][:20]
+
+
+def test_a_preempted_request_goes_on(llama: LoadedModel, overlap: bool) -> None:
+    def run(**fields: int | str | bool) -> tuple[list[list[int]], int]:
+        settings = config(overlap=overlap, max_model_len=128, row_timeout_ms=2000.0, **fields)
+        with guided_engine(llama, settings) as (engine, grammar):
+            grammar.sidecar.proposes = liar
+            answers = [ask(tokens(20, seed), grammar="70", max_tokens=80) for seed in range(4)]
+            return answer_all(engine, answers), engine.stats().preemptions
+
+    undisturbed, never = run(drafter="none")
+    tight, preemptions = run(draft_forced=True, kv_cache_tokens=128)
+    assert tight == undisturbed
+    assert never == 0 < preemptions
+
+
+def test_a_proposal_of_the_stop_ends_the_answer(llama: LoadedModel, overlap: bool) -> None:
+    settings = config(drafter="grammar", overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0)
+    answers = [ask(tokens(9, length), grammar=str(length), max_tokens=60) for length in range(6, 14)]
+    with guided_engine(llama, settings) as (engine, _):
+        answer_all(engine, answers)
+    assert all(legal(answer) and answer.finish is FinishReason.STOP for answer in answers)
+
+
+def test_nothing_is_asked_for_free_requests_and_nothing_without_drafts(llama: LoadedModel) -> None:
+    for fields in ({}, {"num_draft_tokens": 0}, {"drafter": "none"}):
+        settings = config(draft_forced=True, row_timeout_ms=2000.0, **fields)
+        with guided_engine(llama, settings) as (engine, grammar):
+            answer_all(engine, [ask(tokens(9, 1), ignore_eos=True)])
+            assert grammar.sidecar.records == []
+            answer_all(engine, [ask(tokens(9, 1), grammar="12", max_tokens=60, drafts=0)])
+            assert {record.stage for record in grammar.sidecar.records} == {Stage.VERIFY}

@@ -1,0 +1,113 @@
+"""The n-gram drafter against a plain search."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
+from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.step.program import Drafter
+from kernels.accept import StepTensors
+
+SLOTS, ROWS, LENGTH = 6, 5, 96
+
+
+def batch_of(slots: list[int]) -> StepBatch:
+    slot = SlotBuffers.allocate(SLOTS, ROWS, LENGTH, 16)
+    lane = LaneBuffers.allocate(SLOTS, ROWS, 64)
+    # Whatever an earlier owner left behind must not matter.
+    slot.history_SL.copy_(torch.randint(0, 4, slot.history_SL.shape, generator=torch.Generator().manual_seed(0)))
+    slot.num_drafts_S[:] = -7
+    slot.draft_limit_S[:] = ROWS - 1
+    slot.params.max_length_S[:] = LENGTH
+    lane.slots_B[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
+    return StepBatch(slot, lane, len(slots), ROWS, any_guided=False)
+
+
+def write(batch: StepBatch, slot: int, history: list[int], *, limit: int = ROWS - 1, max_length: int = LENGTH) -> None:
+    batch.slot.history_SL[slot, : len(history)] = torch.tensor(history, dtype=torch.int32)
+    batch.slot.length_S[slot] = len(history)
+    batch.slot.draft_limit_S[slot] = limit
+    batch.slot.params.max_length_S[slot] = max_length
+
+
+def propose(drafter: Drafter, batch: StepBatch) -> None:
+    slot, lane = batch.slot, batch.lane
+    lanes = (batch.slots_B, lane.drafts_BR, lane.num_drafts_B, lane.kinds_BR, lane.forced_BR)
+    drafter.propose(batch, StepTensors(*lanes, 0, (0, 0), slot.history_SL, slot.length_S, slot.params, lane.result), {})
+
+
+def drafts(batch: StepBatch, slot: int) -> list[int]:
+    return batch.slot.drafts_SR[slot, : int(batch.slot.num_drafts_S[slot])].tolist()
+
+
+def reference(history: list[int], most: int, least: int, limit: int, max_length: int) -> list[int]:
+    """The longest suffix that was there before, the first of its places, and what followed."""
+    n = len(history)
+    room = max(min(limit, max_length - n - 1), 0)
+    for size in range(min(most, n - 1), least - 1, -1):
+        for end in range(size, n):
+            if history[end - size : end] == history[n - size :]:
+                return history[end:][: min(room, 2 * size + 1)]
+    return []
+
+
+@pytest.mark.parametrize(("most", "least"), [(1, 1), (3, 1), (4, 2), (8, 3)])
+def test_it_finds_what_a_plain_search_finds(most: int, least: int) -> None:
+    drafter, draw = NgramDrafter(most, least), random.Random(most * 10 + least)
+    found = 0
+    for _ in range(150):
+        slots = draw.sample(range(SLOTS), k=draw.randint(1, SLOTS))
+        batch, expected = batch_of(slots), {}
+        for slot in slots:
+            letters = draw.randint(1, 6)
+            history = [draw.randrange(letters) for _ in range(draw.randint(1, LENGTH - 1))]
+            limit, max_length = draw.randint(0, ROWS - 1), draw.choice([LENGTH, len(history) + draw.randint(1, 4)])
+            write(batch, slot, history, limit=limit, max_length=max_length)
+            expected[slot] = reference(history, most, least, limit, max_length)
+        propose(drafter, batch)
+        assert {slot: drafts(batch, slot) for slot in slots} == expected
+        assert all(int(batch.slot.num_drafts_S[slot]) == -7 for slot in range(SLOTS) if slot not in slots)
+        found += sum(map(bool, expected.values()))
+    assert found > 50
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        ([1], []),
+        ([1, 1], [1]),
+        ([1, 2, 3], []),
+        ([1, 2, 9, 1, 2], [9, 1, 2]),
+        ([1, 2, 7, 5, 2, 8, 1, 2], [7, 5, 2, 8]),  # two tokens long wins
+        ([5, 2, 7, 5, 2, 8, 5, 2], [7, 5, 2, 8]),  # of equals the first wins
+        ([3, 3, 3, 3, 3], [3]),  # the match may overlap the suffix
+    ],
+)
+def test_longest_then_first(history: list[int], expected: list[int]) -> None:
+    batch = batch_of([2])
+    write(batch, 2, history)
+    propose(NgramDrafter(4, 1), batch)
+    assert drafts(batch, 2) == expected
+
+
+def test_a_lane_does_not_see_its_neighbours() -> None:
+    history = [1, 2, 9, 4, 1, 2]
+    alone, together = batch_of([0]), batch_of([3, 0, 5])
+    for batch in (alone, together):
+        write(batch, 0, history)
+    write(together, 3, [0] * 90)
+    write(together, 5, [7])
+    for batch in (alone, together):
+        propose(NgramDrafter(4, 1), batch)
+    assert drafts(alone, 0) == drafts(together, 0) == [9, 4, 1, 2]
+
+
+def test_no_drafter_takes_drafts_away() -> None:
+    batch = batch_of([1, 4])
+    batch.slot.num_drafts_S[:] = 3
+    propose(NoDrafter(), batch)
+    assert batch.slot.num_drafts_S.tolist() == [3, 0, 3, 3, 0, 3]

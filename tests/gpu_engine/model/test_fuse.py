@@ -1,0 +1,193 @@
+"""Fusing a model: which parts are replaced, that its numbers stay, and that what differs is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from gpu_engine.model import attention
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.fuse import Fused, FusedModelDiffers, fuse_parts, settle
+from gpu_engine.model.fused_layers import FusedNorm
+from gpu_engine.model.linear import joined
+from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.recognise import NotRecognised, norm_of
+from gpu_engine.model.recording import distance, recording
+from tests.gpu_engine import tiny
+from tests.gpu_engine.harness import config
+
+Saved = Callable[[str], Path]
+
+
+@torch.inference_mode()
+def logits(model: LoadedModel, ids_BP: torch.Tensor, *, start: int = 0) -> torch.Tensor:
+    """Return [B, P, V] of sequences whose first `start` tokens were prefilled."""
+    B, P = ids_BP.shape
+    pages, table = model.allocate_pages(4 * B, 16), torch.arange(4 * B, dtype=torch.int32).view(B, 4)
+    positions = torch.arange(P, dtype=torch.int32).expand(B, P)
+    if start:
+        model.prefill(ids_BP[:, :start], AttentionContext(pages, table, positions[:, :start].contiguous()))
+    context = AttentionContext(pages, table, positions[:, start:].contiguous())
+    return model.logits(ids_BP[:, start:], context).view(B, P - start, -1)
+
+
+def some_ids(B: int, P: int) -> torch.Tensor:
+    return torch.randint(0, 256, (B, P), generator=torch.Generator().manual_seed(P))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_family_is_fused_whole_and_keeps_its_logits(saved: Saved, family: str, dtype: str) -> None:
+    plain, fused = (load_model(config(model=str(saved(family)), dtype=dtype, fuse=fuse)) for fuse in (False, True))
+    norms = 9 if family in ("gemma2", "gemma3") else 5
+    assert plain.fused == Fused()
+    assert (fused.fused.norms, fused.fused.blocks, fused.fused.attentions) == (norms, 2, 2), fused.fused.left
+    assert fused.fused.left == ()
+    assert fused.fused.walk is not None
+    for B, P, start in ((1, 50, 0), (3, 40, 17), (2, 30, 29)):
+        ids = some_ids(B, P)
+        want = logits(plain, ids, start=start)
+        assert distance(logits(fused, ids, start=start), want) < (1e-4 if dtype == "float32" else 3e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: str, dtype: str) -> None:
+    model = load_model(config(model=str(saved(family)), dtype=dtype))
+    assert model.fused.walk is not None
+    ids = some_ids(5, 40)
+    whole = logits(model, ids, start=20)
+    for sequence in (0, 4):
+        assert torch.equal(logits(model, ids[sequence : sequence + 1], start=20)[0], whole[sequence])
+    for last in (21, 23):
+        assert torch.equal(logits(model, ids[:1, :last], start=20)[0], whole[0, : last - 20])
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@torch.inference_mode()
+def test_the_inputs_of_layers_are_handed_out_when_they_are_asked_for(saved: Saved, fuse: bool) -> None:
+    model = load_model(config(model=str(saved("llama")), fuse=fuse))
+    ids = some_ids(2, 12)
+    with_own = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
+    states = with_own(input_ids=ids, output_hidden_states=True).hidden_states
+    table, positions = torch.arange(2).int().view(2, 1), torch.arange(12).int().expand(2, 12).contiguous()
+    for run in (model.logits, model.prefill):
+        hidden: dict[int, torch.Tensor | None] = {0: None, 1: None, 2: None}  # 2: behind the last, normed
+        run(ids, AttentionContext(model.allocate_pages(2, 16), table, positions, hidden=hidden))
+        for layer, got in hidden.items():
+            assert got is not None
+            assert distance(got, states[layer].reshape(24, -1)) < 1e-4
+
+
+def test_fuse_off_leaves_every_module_as_it_was(saved: Saved) -> None:
+    model = load_model(config(model=str(saved("llama")), fuse=False))
+    assert not [item for item in model.net.modules() if isinstance(item, FusedNorm)]
+    assert model.fused.walk is None
+
+
+def moe() -> PreTrainedConfig:
+    return Qwen3MoeConfig(
+        **tiny._SHAPE, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    )
+
+
+def granite() -> PreTrainedConfig:
+    """Return a family that scales its embeddings, residuals and logits, which no module's children say."""
+    return GraniteConfig(**tiny._SHAPE, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks", "reason"), [(moe, 0, "walk: a layer of "), (granite, 2, "walk: its logits are ")]
+)
+def test_a_model_that_is_no_plain_loop_keeps_its_own_walk_over_fused_parts(
+    tmp_path: Path, family: Callable[[], PreTrainedConfig], blocks: int, reason: str
+) -> None:
+    tiny.save(family(), tmp_path)
+    plain, fused = (load_model(config(model=str(tmp_path), fuse=fuse)) for fuse in (False, True))
+    assert (fused.fused.attentions, fused.fused.blocks, fused.fused.norms) == (2, blocks, 5)
+    assert fused.fused.walk is None
+    assert len(fused.fused.left) == 1
+    assert fused.fused.left[0].startswith(reason)
+    ids = some_ids(2, 30)
+    assert distance(logits(fused, ids, start=20), logits(plain, ids, start=20)) < 1e-4
+
+
+class Doubled(nn.Module):
+    """Looks like a gated block and is none: it doubles its result."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        for name, child in mlp.named_children():
+            setattr(self, name, child)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = nn.functional.silu(self.gate_proj(x))
+        out: torch.Tensor = self.down_proj(gate * self.up_proj(x)) * 2.0
+        return out
+
+
+@torch.inference_mode()
+def test_a_part_that_only_looks_the_same_is_left_alone_and_named(saved: Saved) -> None:
+    attention.register()
+    net = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
+    stranger = net.model.layers[1].mlp = Doubled(net.model.layers[1].mlp)
+    ids = some_ids(1, 10)
+    with recording(net) as record:
+        want = net(input_ids=ids, use_cache=False).logits[0]
+    fused = fuse_parts(net, record, {}, torch.float32)
+    assert (fused.blocks, fused.norms, fused.attentions) == (1, 5, 0)
+    assert net.model.layers[1].mlp is stranger
+    assert len(fused.left) == 1
+    assert fused.left[0].startswith("blocks: Doubled its fused form is ")
+    settled = settle(
+        net, fused, record, want, lambda walk: net(input_ids=ids, use_cache=False).logits[0], torch.float32
+    )
+    assert settled.walk is None
+    assert settled.left[1:] == ("walk: a layer of ['input_layernorm', 'mlp', 'post_attention_layernorm', 'self_attn']",)
+
+
+@torch.inference_mode()
+def test_a_whole_that_differs_is_refused(saved: Saved) -> None:
+    net = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
+    with recording(net) as record:
+        want = net(input_ids=some_ids(1, 10), use_cache=False).logits[0]
+    fused = fuse_parts(net, record, {}, torch.float32)
+    with pytest.raises(FusedModelDiffers, match="away"):
+        settle(net, fused, record, want, lambda walk: want * 1.1, torch.float32)
+    # Two forwards that are both right differ by as much: this model's rounding, and no wrong formula. Not in float32.
+    for away, dtype, noise in ((1.1, torch.float32, 0.1), (1.06, torch.bfloat16, 0.02), (1.1, torch.bfloat16, 0.1)):
+        with pytest.raises(FusedModelDiffers, match="away"):
+            settle(net, fused, record, want, lambda walk, away=away: want * away, dtype, noise)  # type: ignore[misc]
+    assert settle(net, fused, record, want, lambda walk: want * 1.06, torch.bfloat16, 0.035).norms == fused.norms
+
+
+@torch.inference_mode()
+def test_a_norm_with_a_bias_or_of_another_formula_is_not_recognised() -> None:
+    for norm, reason in ((nn.LayerNorm(16), "is no RMSNorm"), (nn.LayerNorm(16, bias=False), "away from it")):
+        with recording(norm) as record:
+            norm(torch.randn(3, 16) + 1.0)
+        with pytest.raises(NotRecognised, match=reason):
+            norm_of(norm, record, 1e-5)
+
+
+def test_products_of_different_kinds_are_not_joined() -> None:
+    with pytest.raises(ValueError, match="different inputs or biases"):
+        joined([nn.Linear(4, 4), nn.Linear(4, 4, bias=False)])
+    with pytest.raises(ValueError, match="different inputs or biases"):
+        joined([nn.Linear(4, 4), nn.Linear(5, 4)])
+
+
+@torch.inference_mode()
+def test_a_recording_ends_with_its_context_and_knows_who_was_called_once() -> None:
+    layer = nn.Linear(2, 2)
+    with recording(layer) as record:
+        layer(torch.ones(1, 2))
+    layer(torch.ones(1, 2))
+    assert torch.equal(record.only(layer).args[0], torch.ones(1, 2))
+    with pytest.raises(ValueError, match="called 0 times"):
+        record.only(nn.Linear(2, 2))

@@ -1,0 +1,123 @@
+"""Who keeps to which cores, in this process's kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.ops.core_split import CoreSplit
+from gpu_engine.sidecar.supervisor import grammar_command
+
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+
+
+@pytest.mark.parametrize(
+    ("config", "cores", "usable", "rest"),
+    [
+        (EngineConfig(num_threads=1), {0, 1}, 2, {1}),
+        (EngineConfig(num_threads=1), {4, 9}, 2, {9}),
+        (EngineConfig(num_threads=2), {0, 1, 2, 3}, 4, {2, 3}),
+        (EngineConfig(num_threads=1), {0, 1, 2, 3}, 4, {1, 2, 3}),
+        (EngineConfig(device="cuda"), {0, 1, 2}, 3, {1, 2}),
+        (EngineConfig(device="cuda", sync="device_flag"), {0, 1, 2}, 3, {1, 2}),
+        # A process that spins would have the only core that is left.
+        (EngineConfig(device="cuda", sync="device_flag"), {0, 1}, 2, None),
+        # The model has every core, or more threads than there are.
+        (EngineConfig(), {0, 1}, 2, None),
+        (EngineConfig(num_threads=2), {0, 1}, 2, None),
+        (EngineConfig(num_threads=3), {0, 1}, 2, None),
+        (EngineConfig(num_threads=1), {0}, 1, None),
+        # Enough others are idle.
+        (EngineConfig(num_threads=1), set(range(5)), 5, None),
+        (EngineConfig(device="cuda"), set(range(16)), 16, None),
+        (EngineConfig(num_threads=1), {0, 1, 2}, 2, None),
+        (EngineConfig(num_threads=1, split_cores=False), {0, 1}, 2, None),
+    ],
+)
+def test_what_is_split(config: EngineConfig, cores: set[int], usable: int, rest: set[int] | None) -> None:
+    split = CoreSplit.of(config, frozenset(cores), usable)
+    assert split == (None if rest is None else CoreSplit(frozenset(cores), frozenset(rest)))
+
+
+# In a process of its own: what it does is done to a whole process.
+SCRIPT = """
+import os, subprocess, sys, threading
+from gpu_engine.ops.core_split import CoreSplit
+
+def mine():
+    return sorted(os.sched_getaffinity(0))
+
+def seen(thread_target):
+    out = []
+    thread = threading.Thread(target=lambda: out.append(thread_target()))
+    thread.start()
+    thread.join()
+    return out[0]
+
+cores = sorted(os.sched_getaffinity(0))
+split = CoreSplit(frozenset(cores), frozenset(cores[-1:]))
+chosen, go, told, gone = (threading.Event() for _ in range(4))
+old, apart = [], []
+
+def wait():
+    go.wait()
+    old.append(mine())
+    told.set()
+    gone.wait()
+    old.append(mine())
+
+def stay():
+    os.sched_setaffinity(0, cores[:1])
+    chosen.set()
+    gone.wait()
+    apart.append(mine())
+
+waits = threading.Thread(target=wait, daemon=True)
+stays = threading.Thread(target=stay, daemon=True)
+waits.start()
+stays.start()
+chosen.wait()
+assert split.confine()
+go.set()
+told.wait()
+assert mine() == cores[-1:], "the caller"
+assert old[0] == cores[-1:], "a thread that was there"
+assert seen(mine) == cores[-1:], "a thread that comes"
+child = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+assert subprocess.check_output(child, text=True).strip() == str(cores[-1:]), "a child"
+assert split.at_large(lambda: (mine(), seen(mine))) == (cores, cores), "the model's thread and those that it starts"
+assert mine() == cores[-1:]
+try:
+    split.at_large(lambda: 1 / 0)
+except ZeroDivisionError:
+    pass
+else:
+    raise AssertionError
+assert mine() == cores[-1:]
+split.release()
+gone.set()
+waits.join()
+stays.join()
+assert mine() == old[1] == cores
+assert apart[0] == cores[:1], "whose cores somebody else chose"
+print("ok")
+"""
+
+
+@needs_two_cores
+def test_a_process_is_confined_and_set_free() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[3]
+    )
+    assert (done.stdout.strip(), done.returncode) == ("ok", 0), done.stderr
+
+
+def test_a_grammar_process_beside_the_event_loop_compiles_when_nobody_computes() -> None:
+    flags = grammar_command(ServerConfig(), Path("/d"), compile_idle=True)
+    assert flags[flags.index("--compile-priority") + 1] == "idle"
+    assert "--compile-priority" not in grammar_command(ServerConfig(), Path("/d"))

@@ -1,0 +1,298 @@
+"""The supervisor with small scripts in the place of the grammar process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.api.config import ServerConfig
+from gpu_engine.sidecar.supervisor import FIRST_RETRY_S, SPIN_ALWAYS_US, Sidecar, grammar_command, private_memory_mb
+from grammar_service.config import read as grammar_settings
+from grammar_service.fill.worker import WAIT_S
+from tests.descriptors import none_left
+from tests.waiting import eventually
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+MAX_FAILURES = 3
+LINE = "2026-01-01 10:00:00,000 INFO grammar_service.server: ready"
+SLEEPS = python(f"import time; print('{LINE}\\nup', flush=True); time.sleep(600)")
+
+
+def alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def shared_kb(pid: int) -> int:
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(lines.get("RssShmem", "0 kB").split()[0])
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_output_is_forwarded_and_the_child_ends_with_run(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sidecar = Sidecar(SLEEPS, lambda reason: None)
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: ("grammar_service", logging.WARNING, "up") in caplog.record_tuples)
+    assert ("grammar_service", logging.INFO, LINE) in caplog.record_tuples
+    pid = sidecar.pid
+    assert pid is not None
+    await end(task)
+    assert not alive(pid)
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 1, "signal ")])
+async def test_a_killed_child_is_started_again(number: int, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    sidecar = Sidecar(SLEEPS, lambda reason: None)
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.pid)
+    first = sidecar.pid
+    assert first is not None
+    os.kill(first, number)
+    await eventually(lambda: sidecar.pid not in (None, first))
+    assert f"killed by {name}" in caplog.text
+    second = sidecar.pid
+    sidecar.kill()
+    await eventually(lambda: sidecar.pid not in (None, first, second))
+    assert sidecar.starts == 3
+    await end(task)
+
+
+async def test_a_child_that_ignores_sigterm_is_killed() -> None:
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    sidecar = Sidecar(python(code), lambda reason: None)
+    sidecar.term_timeout_s = 0.2
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.pid)
+    pid = sidecar.pid
+    assert pid is not None
+    await end(task)
+    assert not alive(pid)
+
+
+async def test_without_a_descriptor_left_there_is_still_one_child_at_most(tmp_path: Path) -> None:
+    # It says nothing more, which looks like its end, and lives.
+    code = (
+        "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); print('up', flush=True);"
+        f"open({str(tmp_path / 'ready')!r}, 'w'); signal.sigwait([signal.SIGUSR1]); os.close(1); os.close(2);"
+        "signal.pause()"
+    )
+    sidecar = Sidecar(python(code), lambda reason: None)
+    task = asyncio.create_task(sidecar.run())
+    await eventually((tmp_path / "ready").exists)
+    pid = sidecar.pid
+    assert pid is not None
+    with none_left():
+        os.kill(pid, signal.SIGUSR1)
+        await asyncio.sleep(0.3)
+        os.kill(pid, 0)
+        assert sidecar.pid == pid
+        sidecar.kill()
+        await eventually(lambda: sidecar.pid != pid)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    await eventually(lambda: sidecar.starts == 2 and sidecar.pid)
+    second = sidecar.pid
+    assert second is not None
+    with none_left():
+        task.cancel()
+        await eventually(task.done)
+    assert task.cancelled()
+    assert not alive(second)
+
+
+async def test_after_too_many_failures_it_is_given_up_for_a_time(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    reasons: list[str] = []
+    cured = tmp_path / "cured"
+    code = f"import pathlib, time; pathlib.Path({str(cured)!r}).exists() or exit(3); time.sleep(600)"
+    sidecar = Sidecar(python(code), reasons.append, max_failures=MAX_FAILURES, cool_down_s=0.3)
+    sidecar.longest_retry_s = 0.05
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: reasons)
+    assert sidecar.starts == MAX_FAILURES
+    assert reasons == [sidecar.gave_up]
+    assert f"failed {MAX_FAILURES} times" in reasons[0]
+    assert "(grammar_max_failures)" in reasons[0]
+    assert caplog.text.count("it is started again") == MAX_FAILURES - 1
+    assert "tried again in 0.3 s (grammar_retry_s)" in caplog.text
+    # The first attempt after the pause decides: here it fails, then it does not.
+    await eventually(lambda: len(reasons) > 1)
+    assert sidecar.starts == MAX_FAILURES + 1
+    cured.touch()
+    await eventually(lambda: sidecar.pid and not sidecar.gave_up)
+    await asyncio.sleep(0.5)
+    assert len(reasons) == sidecar.starts - MAX_FAILURES
+    await end(task)
+
+
+@pytest.mark.parametrize(("ending", "pardoned"), [("kill", 1), ("ordered", 0), ("crash", 0), ("kill unattached", 0)])
+async def test_an_end_from_outside_is_told_apart_from_a_crash_and_from_our_own_kill(ending: str, pardoned: int) -> None:
+    pardons: list[int] = []
+    sidecar = Sidecar(SLEEPS, lambda reason: None)
+    sidecar.pardon = lambda: pardons.append(sidecar.starts)
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.pid)
+    assert sidecar.pid is not None
+    if ending != "kill unattached":
+        sidecar.attached()
+    if ending == "ordered":
+        sidecar.kill()
+    else:
+        os.kill(sidecar.pid, signal.SIGSEGV if ending == "crash" else signal.SIGKILL)
+    await eventually(lambda: sidecar.starts == 2)
+    assert pardons == [1] * pardoned
+    await end(task)
+
+
+async def test_ends_of_processes_that_were_of_use_are_no_failures() -> None:
+    reasons: list[str] = []
+    sidecar = Sidecar(python("exit(3)"), reasons.append, max_failures=MAX_FAILURES, cool_down_s=60)
+    sidecar.longest_retry_s = 0.0
+    # Every second process is of use, as one is behind which a grammar crashes after some tokens.
+    sidecar.progress = lambda: min(sidecar.starts, 20) // 2
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: reasons)
+    await end(task)
+    assert sidecar.starts == 20 + MAX_FAILURES
+
+
+async def test_without_a_limit_it_is_never_given_up() -> None:
+    reasons: list[str] = []
+    sidecar = Sidecar(python("exit(3)"), reasons.append, max_failures=0)
+    sidecar.longest_retry_s = 0.0
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.starts > 10)
+    await end(task)
+    assert reasons == []
+
+
+async def test_after_one_that_was_of_use_the_next_is_started_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    sidecar = Sidecar(SLEEPS, lambda reason: None)
+    sidecar.healthy_s = 0.0
+    task = asyncio.create_task(sidecar.run())
+
+    async def killed(start: int, *, of_use: bool) -> None:
+        await eventually(lambda: sidecar.starts == start and sidecar.pid)
+        if of_use:
+            sidecar.attached()
+        sidecar.kill()
+
+    for start, of_use in enumerate((False, False, True, False), start=1):
+        await killed(start, of_use=of_use)
+    await eventually(lambda: sidecar.starts == 5)
+    await end(task)
+    waits = [line.rpartition("again in ")[2] for line in caplog.messages if "it is started again" in line]
+    assert waits == [f"{FIRST_RETRY_S * factor:.2f} s" for factor in (1, 2, 1, 2)]
+
+
+async def test_one_that_served_and_was_ended_from_outside_is_followed_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    sidecar = Sidecar(SLEEPS, lambda reason: None)
+    task = asyncio.create_task(sidecar.run())
+    for start, number in enumerate((signal.SIGSEGV, signal.SIGSEGV, signal.SIGKILL, signal.SIGKILL), start=1):
+        await eventually(lambda start=start: sidecar.starts == start and sidecar.pid)  # type: ignore[misc]
+        sidecar.attached()
+        assert sidecar.pid is not None
+        os.kill(sidecar.pid, number)
+    await eventually(lambda: sidecar.starts == 5)
+    await end(task)
+    waits = [line.rpartition("again in ")[2] for line in caplog.messages if "it is started again" in line]
+    assert waits == [f"{FIRST_RETRY_S * factor:.2f} s" for factor in (1, 2, 1, 1)]
+
+
+async def test_a_child_that_takes_too_much_memory_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+    code = "import time; kept = b'x' * (200 << 20); time.sleep(600)"
+    sidecar = Sidecar(python(code), lambda reason: None, memory_mb=150)
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.starts == 2)
+    await end(task)
+    assert "more than grammar_memory_mb = 150" in caplog.text
+
+
+async def test_memory_shared_with_the_engine_does_not_count() -> None:
+    code = (
+        "import mmap, time; kept = mmap.mmap(-1, 200 << 20);"
+        "[kept.__setitem__(i, 1) for i in range(0, 200 << 20, 4096)];"
+        "time.sleep(600)"
+    )
+    sidecar = Sidecar(python(code), lambda reason: None)
+    task = asyncio.create_task(sidecar.run())
+    await eventually(lambda: sidecar.pid)
+    pid = sidecar.pid
+    assert pid is not None
+    await eventually(lambda: shared_kb(pid) >= 200 << 10)
+    assert private_memory_mb(pid) < 100
+    await end(task)
+    assert private_memory_mb(pid) == 0
+
+
+def test_the_child_dies_with_a_parent_that_is_killed() -> None:
+    code = f"""
+import asyncio
+from gpu_engine.sidecar.supervisor import Sidecar, private_memory_mb
+async def main():
+    sidecar = Sidecar({SLEEPS!r}, print)
+    task = asyncio.create_task(sidecar.run())
+    while sidecar.pid is None:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    print(sidecar.pid, flush=True)
+    await task
+asyncio.run(main())
+"""
+    with subprocess.Popen(python(code), stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as parent:
+        try:
+            assert parent.stdout is not None
+            pid = int(parent.stdout.readline())
+            assert alive(pid)
+        finally:
+            parent.kill()  # leaving the block waits for it
+    asyncio.run(eventually(lambda: not alive(pid)))
+
+
+CONFIG = ServerConfig(grammar_backend="xgrammar", compile_timeout_s=2.5, log_format="json")
+
+
+def test_the_command_line_of_the_grammar_process() -> None:
+    command = grammar_command(CONFIG, Path("/run/x"))
+    assert command[1:] == [
+        *("-m", "grammar_service", "--dir", "/run/x", "--backend", "xgrammar", "--compile-timeout-s", "2.5"),
+        *("--compile-memory-mb", "2048", "--cache-dir", "/run/x/compiled", "--cache-dir-bytes", "67108864"),
+        *("--log-format", "json"),
+    ]
+
+
+def test_compiled_grammars_are_kept_where_the_user_says_and_not_in_a_directory_of_others(tmp_path: Path) -> None:
+    def kept(**settings: str) -> str:
+        return grammar_settings(grammar_command(ServerConfig(**settings), tmp_path)[3:], {}).cache_dir  # type: ignore[arg-type]
+
+    assert kept() == str(tmp_path / "compiled")
+    assert kept(grammar_cache_dir="/var/kept", grammar_dir="/run/x") == "/var/kept"
+    assert kept(grammar_dir="/run/x") == ""
+
+
+def test_a_grammar_process_that_nothing_wakes_is_told_to_spin(tmp_path: Path) -> None:
+    assert "--spin-us" not in grammar_command(ServerConfig(), tmp_path)
+    command = grammar_command(ServerConfig(), tmp_path, must_spin=True)[3:]
+    assert grammar_settings(command, {}).spin_us == SPIN_ALWAYS_US > WAIT_S * 1e6, "longer than any one wait"

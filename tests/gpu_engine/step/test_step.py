@@ -1,0 +1,293 @@
+"""The step program under a real model: speculation, batching and arrival change no token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+from gpu_engine.api.request import FinishReason
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from tests.gpu_engine import tiny
+from tests.gpu_engine.harness import (
+    Answer,
+    answer_all,
+    answer_each,
+    answer_staggered,
+    ask,
+    config,
+    free_engine,
+    tokens,
+    with_drafts,
+)
+
+MIX: list[Callable[[], Answer]] = [
+    partial(ask, tokens(30, 1, repeat=10), max_tokens=60),
+    partial(ask, tokens(1, 2), max_tokens=50, ignore_eos=True),
+    partial(ask, tokens(17, 3), temperature=1.0, seed=2**64 - 1, ignore_eos=True),
+    partial(ask, tokens(33, 4, repeat=8), temperature=0.7, top_p=0.9, seed=5),
+    partial(ask, tokens(16, 5), temperature=0.7, top_k=5, min_p=0.05, seed=6),
+    partial(ask, tokens(40, 6, repeat=20), repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
+    partial(ask, tokens(25, 7, repeat=5), temperature=0.4, bad_token_ids=(65, 66), min_tokens=20, seed=8),
+    partial(ask, tokens(48, 12, repeat=24), temperature=0.2, seed=9, max_tokens=60, drafts=2),
+]
+"""Requests of every kind, made anew for each run."""
+
+
+def made() -> list[Answer]:
+    return [make() for make in MIX]
+
+
+@pytest.fixture(scope="module")
+def expected(llama: LoadedModel) -> list[list[int]]:
+    """One request at a time, one token a step."""
+    with free_engine(llama, with_drafts(0)) as engine:
+        return answer_each(engine, made())
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3, 7])
+@pytest.mark.parametrize("answer", [answer_each, answer_all, answer_staggered])
+def test_tokens_do_not_depend_on_speculation_or_company(
+    llama: LoadedModel,
+    expected: list[list[int]],
+    num_drafts: int,
+    answer: Callable[..., list[list[int]]],
+    overlap: bool,
+) -> None:
+    with free_engine(llama, with_drafts(num_drafts, overlap=overlap, max_batch_size=8)) as engine:
+        assert answer(engine, made()) == expected
+        stats = engine.stats()
+    assert stats.generated_tokens == sum(map(len, expected))
+    assert (stats.accepted_draft_tokens > 20) == (num_drafts > 0)
+    assert stats.accepted_draft_tokens <= stats.draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("drafts_by", "answer"),
+    [
+        ("same", answer_all),
+        ("other", answer_all),
+        ("other", answer_staggered),
+        ("trained eagle3", answer_all),
+        ("trained eagle3", answer_staggered),
+        ("random eagle3", answer_all),
+    ],
+)
+def test_tokens_do_not_depend_on_a_draft_model(
+    llama: LoadedModel,
+    draft_models: dict[str, str],
+    expected: list[list[int]],
+    drafts_by: str,
+    answer: Callable[..., list[list[int]]],
+    overlap: bool,
+) -> None:
+    with free_engine(llama, with_drafts(3, overlap=overlap, draft_model=draft_models[drafts_by])) as engine:
+        assert answer(engine, made()) == expected
+        stats = engine.stats()
+    # Drafts and tokens share their noise: the target as its own drafter is always right.
+    assert (stats.accepted_draft_tokens == stats.draft_tokens) == (drafts_by == "same")
+    assert (stats.accepted_draft_tokens > 40) == (drafts_by != "random eagle3")
+
+
+def test_each_request_of_a_batch_gets_its_own_number_of_drafts(
+    llama: LoadedModel, draft_models: dict[str, str]
+) -> None:
+    answers = [ask(tokens(20, drafts), max_tokens=25, ignore_eos=True, drafts=drafts) for drafts in range(4)]
+    with free_engine(llama, with_drafts(3, draft_model=draft_models["same"])) as engine:
+        answer_all(engine, answers)
+    # Nothing is known to draft from before the first token; then every draft is right.
+    assert [[len(event.token_ids) for event in answer.events] for answer in answers] == [
+        [1] * 25,
+        [1] + [2] * 12,
+        [1] + [3] * 8,
+        [1] + [4] * 6,
+    ]
+
+
+@pytest.mark.parametrize(("draft_model", "kept"), [("", True), ("", False), ("other", True), ("trained eagle3", True)])
+def test_preempted_requests_come_back_and_say_the_same(
+    llama: LoadedModel, draft_models: dict[str, str], draft_model: str, kept: bool, overlap: bool
+) -> None:
+    def run(**fields: int) -> tuple[list[list[int]], int]:
+        drafter = draft_models.get(draft_model, "")
+        settings = with_drafts(3, overlap=overlap, max_model_len=128, draft_model=drafter, prefix_cache=kept, **fields)
+        with free_engine(llama, settings) as engine:
+            answers = [ask(tokens(20, s), max_tokens=90, temperature=0.5, seed=s, ignore_eos=True) for s in range(4)]
+            return answer_all(engine, answers), engine.stats().preemptions
+
+    undisturbed, never = run()
+    tight, preemptions = run(kv_cache_tokens=128)
+    assert tight == undisturbed
+    assert never == 0 < preemptions
+
+
+def test_a_request_may_draft_less_than_the_server(llama: LoadedModel, expected: list[list[int]]) -> None:
+    with free_engine(llama, with_drafts(7)) as engine:
+        answers = made()
+        for answer in answers:
+            answer.request.num_draft_tokens = 0
+        assert answer_all(engine, answers) == expected
+        assert engine.stats().draft_tokens == 0
+
+
+@pytest.mark.parametrize("chunk", [16, 21, 256])
+def test_tokens_do_not_depend_on_prefill_chunks(llama: LoadedModel, expected: list[list[int]], chunk: int) -> None:
+    with free_engine(llama, with_drafts(3, prefill_chunk=chunk)) as engine:
+        assert answer_all(engine, made()) == expected
+        assert engine.stats().prefill_tokens == sum(len(answer.request.prompt_ids) - 1 for answer in made())
+
+
+def test_seeds_matter_above_temperature_zero_only(llama: LoadedModel) -> None:
+    def answers(temperature: float) -> list[list[int]]:
+        prompt = tokens(12, 1)
+        return answer_all(engine, [ask(prompt, temperature=temperature, seed=seed) for seed in (1, 2, 1)])
+
+    with free_engine(llama, config()) as engine:
+        first, other, again = answers(1.0)
+        assert first == again != other
+        first, other, again = answers(0.0)
+        assert first == other == again
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_greedy_answers_are_those_of_transformers(saved: Callable[[str], Path], family: str) -> None:
+    model = load_model(config(model=str(saved(family))))
+    prompts = [tokens(70, 1, repeat=20), tokens(9, 2)]
+    expected = [tiny.generate(saved(family), prompt, 40) for prompt in prompts]
+    assert all(len(set(answer)) > 5 for answer in expected)
+    with free_engine(model, with_drafts(7, prefill_chunk=32)) as engine:
+        assert answer_all(engine, [ask(prompt, ignore_eos=True) for prompt in prompts]) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_device_that_is_not_there_is_named() -> None:
+    environment = os.environ.get("CUDA_MODULE_LOADING")
+    try:
+        with pytest.raises(ModelNotSupported, match=r"^device: cuda:3 is not there; CUDA devices that torch sees: "):
+            load_model(config(device="cuda:3"))
+    finally:
+        if environment is None:
+            os.environ.pop("CUDA_MODULE_LOADING", None)
+
+
+@pytest.mark.parametrize("family", [tiny.bloom, tiny.mamba, tiny.deepseek, tiny.gpt_oss])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_the_attention_does_not_fit_is_refused(
+    tmp_path: Path, family: Callable[[], PreTrainedConfig]
+) -> None:
+    tiny.save(family(), tmp_path)
+    with pytest.raises(ModelNotSupported, match=r"^model: "):
+        load_model(config(model=str(tmp_path)))
+
+
+def test_a_folder_that_holds_no_model_is_refused_by_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotSupported, match=r"^model: .* has no config\.json"):
+        load_model(config(model=str(tmp_path)))
+    tiny.save(tiny.FAMILIES["llama"](), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelNotSupported, match=r"^draft_model: .* cannot be loaded: "):
+        load_model(config(model=str(tmp_path)), setting="draft_model")
+    for path in tmp_path.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ModelNotSupported, match=r"^model: the tokenizer of .* cannot be loaded: "):
+        load_model(config(model=str(tmp_path)))
+
+
+def test_a_position_limit_that_depends_on_the_batch_is_not_passed(tmp_path: Path) -> None:
+    shape = tiny.FAMILIES["llama"]()
+    factors = [1.0] * 8
+    shape.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": factors,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
+    tiny.save(shape, tmp_path)
+    assert load_model(config(model=str(tmp_path))).max_model_len == 64
+
+
+def test_logprobs_are_those_of_the_model_before_any_rule(llama: LoadedModel) -> None:
+    prompt = tokens(20, 3, repeat=8)
+    rules: dict[str, Any] = {"temperature": 0.8, "top_k": 3, "repetition_penalty": 1.2, "bad_token_ids": (70,)}
+    for num_drafts in (0, 7):
+        with free_engine(llama, with_drafts(num_drafts)) as engine:
+            answer, plain = ask(prompt, logprobs=4, **rules), ask(prompt, **rules)
+            answer_all(engine, [answer, plain])
+        assert answer.tokens == plain.tokens
+        assert plain.logprobs == []
+        want_PV = _all_logits(llama, prompt + answer.tokens)[len(prompt) - 1 : -1].log_softmax(-1)
+        assert len(answer.logprobs) == len(answer.tokens)
+        for j, (token, got) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+            assert got.logprob == pytest.approx(want_PV[j, token].item(), abs=1e-3)
+            values, ids = want_PV[j].topk(4)
+            assert [i for i, _ in got.top] == ids.tolist()
+            assert [value for _, value in got.top] == pytest.approx(values.tolist(), abs=1e-3)
+
+
+@torch.inference_mode()
+def _all_logits(model: LoadedModel, ids: list[int]) -> torch.Tensor:
+    context = AttentionContext(
+        model.allocate_pages(16, 16),
+        torch.arange(16, dtype=torch.int32)[None],
+        torch.arange(len(ids), dtype=torch.int32)[None],
+    )
+    return model.logits(torch.tensor([ids]), context)
+
+
+def _looped(model: LoadedModel) -> tuple[list[int], list[int]]:
+    """Return a prompt that holds its own greedy answer, so that nearly every draft is accepted, and the answer."""
+    with free_engine(model, with_drafts(0)) as engine:
+        start = tokens(10, 11)
+        (first,) = answer_all(engine, [ask(start, max_tokens=60, ignore_eos=True)])
+        prompt = start + first + start
+        (answer,) = answer_all(engine, [ask(prompt, max_tokens=60, ignore_eos=True)])
+    return prompt, answer
+
+
+def test_stop_tokens_and_lengths_end_an_answer_inside_a_block_of_drafts(llama: LoadedModel, overlap: bool) -> None:
+    prompt, answer = _looped(llama)
+    places = sorted({answer.index(token) for token in answer})
+    with free_engine(llama, with_drafts(7, overlap=overlap)) as engine:
+        stopped = [ask(prompt, max_tokens=60, ignore_eos=True, stop_token_ids=(299, answer[at])) for at in places]
+        cut = [ask(prompt, max_tokens=length, ignore_eos=True) for length in range(1, 30)]
+        answer_all(engine, stopped + cut)
+    for at, got in zip(places, stopped, strict=True):
+        assert got.tokens == answer[: at + 1]
+        assert got.finish is FinishReason.STOP
+        assert got.events[-1].matched_token_id == answer[at]
+    for length, got in enumerate(cut, 1):
+        assert got.tokens == answer[:length]
+        assert got.finish is FinishReason.LENGTH
+    # The last token was not the first of its step: it was a draft, or stood behind one.
+    assert any(len(got.events[-1].token_ids) > 1 for got in stopped)
+    assert any(len(got.events[-1].token_ids) > 1 for got in cut)
+
+
+def test_stop_tokens_are_not_drawn_before_min_tokens(llama: LoadedModel) -> None:
+    prompt, answer = _looped(llama)
+    stop = (answer[3],)
+    runs = []
+    for num_drafts in (0, 7):
+        with free_engine(llama, with_drafts(num_drafts)) as engine:
+            early, late = ask(prompt, stop_token_ids=stop), ask(prompt, stop_token_ids=stop, min_tokens=12)
+            runs.append(answer_all(engine, [early, late]))
+        assert early.tokens == answer[: answer.index(stop[0]) + 1]
+        assert stop[0] not in late.tokens[:12]
+    assert runs[0] == runs[1]
+
+
+def test_the_model_length_ends_an_answer(llama: LoadedModel, overlap: bool) -> None:
+    with free_engine(llama, with_drafts(7, overlap=overlap, max_model_len=64)) as engine:
+        answer = ask(tokens(50, 1), max_tokens=1000, ignore_eos=True)
+        last = ask(tokens(63, 2), max_tokens=1000, ignore_eos=True)
+        answer_all(engine, [answer, last])
+    assert [len(answer.tokens), len(last.tokens)] == [14, 1]
+    assert answer.finish is last.finish is FinishReason.LENGTH

@@ -1,0 +1,65 @@
+"""An engine that lost its device takes the server with it: nobody is sent there any more, and the process ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.cli.client import Client
+from gpu_engine.server import SERVICE, Parts, ServerError, open_server
+from protos.engine.v1 import engine_pb2 as pb
+from tests.fakes import FakeEngine, FakeModel
+from tests.waiting import eventually
+
+LOST = "CUDA error: an illegal memory access was encountered"
+
+
+async def test_a_lost_device_ends_requests_with_internal_and_the_server_with_an_error(tmp_path: Path) -> None:
+    engines: list[FakeEngine] = []
+
+    def build(config: EngineConfig, *_: object) -> FakeEngine:
+        engines.append(FakeEngine(config))
+        return engines[0]
+
+    address, statuses = f"unix:{tmp_path}/s", list[int]()
+    parts = Parts(lambda config, progress: FakeModel(), build)
+    server_config = ServerConfig(listen=address, grammar="none")
+
+    async def watch_health() -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            async for answer in stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True):
+                statuses.append(answer.status)
+
+    async def ask() -> grpc.aio.AioRpcError:
+        async with Client(address) as client:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(client.generate(pb.GenerateRequest(text="x")))
+        return caught.value
+
+    async def serve() -> None:
+        async with open_server(EngineConfig(max_model_len=256), server_config, parts=parts):
+            await asyncio.Event().wait()
+
+    asking, watching, serving = (asyncio.create_task(work()) for work in (ask, watch_health, serve))
+    await eventually(lambda: engines and engines[0].submitted and statuses)
+    engines[0].fail(RuntimeError(LOST))
+    with pytest.raises(ServerError, match=f"the engine lost its device: {LOST}"):
+        await serving
+    assert (await asking).code() is grpc.StatusCode.INTERNAL
+    await asyncio.gather(watching, return_exceptions=True)
+    assert statuses[0] == health_pb2.HealthCheckResponse.SERVING
+    assert health_pb2.HealthCheckResponse.NOT_SERVING in statuses
+    assert engines[0].closed
+
+
+async def test_an_engine_that_never_fails_keeps_no_server_open(tmp_path: Path) -> None:
+    parts = Parts(lambda config, progress: FakeModel(), lambda config, *_: FakeEngine(config))
+    async with asyncio.timeout(30):
+        async with open_server(EngineConfig(), ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none"), parts=parts):
+            pass

@@ -1,0 +1,317 @@
+"""The whole process but its engine: order of start and close, health, reflection, limits of the transport."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.ports import GrammarPort
+from gpu_engine.api.request import GrammarKind, GrammarSpec, Request, SamplingParams, TokenEvent
+from gpu_engine.cli.client import Client
+from gpu_engine.front.listening import ServerError
+from gpu_engine.ops.core_split import CoreSplit
+from gpu_engine.server import GUIDED, SERVICE, Parts, open_server
+from protos.engine.v1 import engine_pb2 as pb
+from shared_mem.cores import usable_cores
+from shared_mem.handover import SOCKET_NAME, listen
+from tests.fakes import FakeEngine, FakeModel, Script, says
+from tests.waiting import eventually
+
+ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)
+
+
+def parts(
+    script: Script | None = None, engines: list[FakeEngine] | None = None, ports: list[GrammarPort] | None = None
+) -> Parts:
+    def build(config: EngineConfig, model: Any, channel: object, grammar: GrammarPort | None) -> FakeEngine:
+        if ports is not None and grammar is not None:
+            ports.append(grammar)
+        engine = FakeEngine(config, script)
+        if engines is not None:
+            engines.append(engine)
+        return engine
+
+    return Parts(lambda config, progress: FakeModel(), build)
+
+
+def config(tmp_path: Path, **fields: Any) -> ServerConfig:
+    return ServerConfig(**{"listen": f"unix:{tmp_path}/s", "grammar": "none"} | fields)
+
+
+async def health_of(address: str, service: str = SERVICE) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return int((await stub.Check(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True)).status)
+
+
+async def test_it_answers_and_says_that_it_serves(tmp_path: Path) -> None:
+    engines: list[FakeEngine] = []
+    async with open_server(ENGINE, config(tmp_path), parts=parts(says("yes"), engines)) as server:
+        async with Client(server.address) as client:
+            responses = [r async for r in client.generate(pb.GenerateRequest(text="x"))]
+        assert "".join(r.text for r in responses) == "yes"
+        assert await health_of(server.address) == health_pb2.HealthCheckResponse.SERVING
+    assert engines[0].closed
+
+
+async def test_the_model_has_cores_of_its_own_while_it_serves(tmp_path: Path) -> None:
+    seen: list[tuple[str, list[int]]] = []
+
+    def look(who: str) -> None:
+        seen.append((who, sorted(os.sched_getaffinity(0))))
+
+    class Placed(FakeEngine):
+        def start(self) -> None:
+            look("engine")
+            super().start()
+
+    def load(config: EngineConfig, progress: object) -> FakeModel:
+        look("load")
+        return FakeModel()
+
+    def build(config: EngineConfig, model: Any, channel: object, grammar: GrammarPort | None) -> FakeEngine:
+        look("build")
+        return Placed(config, says("yes"))
+
+    every = sorted(os.sched_getaffinity(0))
+    engine_config = EngineConfig(max_model_len=256, num_threads=max(1, len(every) - 1))
+    if CoreSplit.of(engine_config, frozenset(every), usable_cores()) is None:
+        pytest.skip("needs two cores and no quota")
+    async with open_server(engine_config, config(tmp_path), parts=Parts(load, build)):
+        look("loop")
+        await asyncio.to_thread(look, "another thread")
+    look("after")
+    assert seen == [
+        *((who, every) for who in ("load", "build", "engine")),
+        ("loop", every[-1:]),
+        ("another thread", every[-1:]),
+        ("after", every),
+    ]
+
+
+async def test_it_is_not_serving_while_it_warms_up(tmp_path: Path) -> None:
+    warming, go_on = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Cold(FakeEngine):
+        def start(self) -> None:
+            loop.call_soon_threadsafe(warming.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(20)
+
+    cold = Parts(lambda config, progress: FakeModel(), lambda c, m, channel, grammar: Cold(c, says("ok")))
+    asked: list[pb.GenerateResponse] = []
+
+    async def look() -> None:
+        await warming.wait()
+        address = f"unix:{tmp_path}/s"
+        async with Client(address) as client:
+            early = asyncio.create_task(anext(client.generate(pb.GenerateRequest(text="x"))))
+            assert await health_of(address) == health_pb2.HealthCheckResponse.NOT_SERVING
+            go_on.set()
+            asked.append(await early)
+
+    looking = asyncio.create_task(look())
+    async with open_server(ENGINE, config(tmp_path), parts=cold):
+        await looking
+    assert asked
+
+
+async def test_reflection_lists_the_service(tmp_path: Path) -> None:
+    async with (
+        open_server(ENGINE, config(tmp_path), parts=parts()) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        response = await anext(aiter(call))
+        assert SERVICE in {service.name for service in response.list_services_response.service}
+
+
+async def test_a_prompt_of_ten_megabytes_is_refused_by_name(tmp_path: Path) -> None:
+    async with open_server(ENGINE, config(tmp_path), parts=parts()) as server, Client(server.address) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(client.generate(pb.GenerateRequest(text="x" * (10 << 20))))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "text: has 10485760 bytes, at most 4194304 (max_prompt_bytes) are allowed"
+
+
+@pytest.mark.parametrize("method", ["Generate", "Compile", "Abort", "GetStats"])
+@pytest.mark.parametrize("content", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"])
+async def test_bytes_that_are_no_request_are_an_invalid_argument(
+    tmp_path: Path, method: str, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    if method == "GetStats" and content[0] == 0x0A:
+        content = b"\x0b"  # a message without fields takes any field, and no group that does not end
+    async with (
+        open_server(ENGINE, config(tmp_path), parts=parts(says("yes"))) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(f"/{SERVICE}/{method}", bytes, bytes)(content)
+        async with Client(server.address) as client:
+            responses = [r async for r in client.generate(pb.GenerateRequest(text="x"))]
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "the request is malformed: " in str(caught.value.details())
+    assert "".join(r.text for r in responses) == "yes"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_port_that_is_taken_is_said_at_once() -> None:
+    loopback = ServerConfig(listen="127.0.0.1:0", grammar="none")
+    async with open_server(ENGINE, loopback, parts=parts()) as server:
+        assert not server.address.endswith(":0")
+        with pytest.raises(ServerError, match=f"listen: cannot bind '{server.address}'"):
+            async with open_server(ENGINE, ServerConfig(listen=server.address, grammar="none"), parts=parts()):
+                pass
+
+
+LISTENER = """
+import socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("listening", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("prefix", ["unix:", "unix://"])
+async def test_a_unix_socket_of_another_process_is_left_alone(tmp_path: Path, prefix: str) -> None:
+    other = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", LISTENER, str(tmp_path / "s")),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert other.stdout is not None
+    await other.stdout.readline()
+    try:
+        with pytest.raises(ServerError, match=rf"listen: another process \({other.pid}\) listens on {tmp_path}/s"):
+            async with open_server(ENGINE, config(tmp_path, listen=f"{prefix}{tmp_path}/s"), parts=parts()):
+                pass
+    finally:
+        other.kill()
+        await other.wait()
+    async with open_server(ENGINE, config(tmp_path), parts=parts()) as server:  # the file is still there
+        assert await health_of(server.address) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_leaving_drains_what_runs(tmp_path: Path) -> None:
+    engines: list[FakeEngine] = []
+    async with Client(f"unix:{tmp_path}/s") as client:
+
+        async def ask() -> list[pb.GenerateResponse]:
+            return [r async for r in client.generate(pb.GenerateRequest(text="x"))]
+
+        async with open_server(ENGINE, config(tmp_path, drain_timeout_s=20.0), parts=parts(None, engines)):
+            task = asyncio.create_task(ask())
+            await eventually(lambda: engines[0].submitted)
+            request = engines[0].submitted[0]
+            asyncio.get_running_loop().call_later(0.1, engines[0].emit, request, _last(request))
+        assert (await task)[-1].finish_reason == pb.FINISH_REASON_STOP
+
+
+def _last(request: Request) -> TokenEvent:
+    return list(says("z")(request))[-1]
+
+
+async def test_a_model_that_does_not_load_closes_what_was_open(tmp_path: Path) -> None:
+    def broken(config: EngineConfig, progress: object) -> FakeModel:
+        raise FileNotFoundError("model: nowhere")
+
+    broken_parts = Parts(broken, parts().build_engine)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        async with open_server(ENGINE, config(tmp_path, grammar="spawn"), parts=broken_parts):
+            pass
+    async with open_server(ENGINE, config(tmp_path), parts=parts()):
+        pass
+
+
+async def test_it_spawns_and_uses_a_grammar_process(tmp_path: Path) -> None:
+    engines: list[FakeEngine] = []
+    ports: list[GrammarPort] = []
+    spawn = config(tmp_path, grammar="spawn", grammar_dir=str(tmp_path / "g"))
+    async with (
+        open_server(ENGINE, spawn, parts=parts(None, engines, ports)) as server,
+        Client(server.address) as client,
+    ):
+        assert server.sidecar is not None
+        assert pb.BACKEND_LLGUIDANCE in (await client.info()).backends
+        spec = GrammarSpec(GrammarKind.REGEX, "[ab]+")
+        request = Request("r", 0, [1], SamplingParams(max_tokens=4, seed=0), lambda event: None, grammar=spec)
+        ports[0].open(0, 1, request, (ord("a"),))
+        await eventually(lambda: engines[0].opened or engines[0].failed)
+        assert engines[0].failed == []
+        async with asyncio.timeout(20):
+            # The matcher is handed to the worker thread, which counts it at its next look.
+            while (stats := await client.stats()).matchers == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (stats.grammar_ready, stats.grammar_starts, stats.matchers, stats.cached_grammars) == (True, 1, 1, 2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(client.generate(pb.GenerateRequest(text="x", grammar=pb.Grammar(regex="("))))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith("grammar: ")
+        server.sidecar.kill()
+        await eventually(lambda: engines[0].outages[-2:] == ["lost", "restored"])
+        pid = server.sidecar.pid
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_grammar_process_of_another_release_stops_the_start(tmp_path: Path) -> None:
+    version_skew = struct.pack("<8sIIQIH", b"LKSTPSEG", 1, 99, 0, 1, 0)
+    listener = listen(tmp_path / SOCKET_NAME)
+    listener.setblocking(False)
+
+    async def refuse() -> None:
+        loop = asyncio.get_running_loop()
+        peer, _ = await loop.sock_accept(listener)
+        with peer:
+            await loop.sock_recv(peer, 64)  # or a close would meet the hello on its way, and be a hang-up
+            await loop.sock_sendall(peer, version_skew)
+
+    refusing = asyncio.create_task(refuse())
+    connect = config(tmp_path, grammar="connect", grammar_dir=str(tmp_path))
+    with listener, pytest.raises(ServerError, match=r"version \d+ here, 99 in the peer"):
+        async with open_server(ENGINE, connect, parts=parts()):
+            await asyncio.sleep(20)
+    await refusing
+
+
+async def test_health_tells_guided_service_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    elsewhere = config(tmp_path, grammar="connect", grammar_dir=str(tmp_path / "g"), grammar_wait_s=0.2)
+    async with open_server(ENGINE, elsewhere, parts=parts()) as server:
+        assert await health_of(server.address) == serving
+        (warning,) = (r.message for r in caplog.records if r.message.startswith("serving before"))
+        assert "within 0.2 s" in warning
+        assert warning.endswith("is another attached?")
+        async with asyncio.timeout(20):
+            while await health_of(server.address, GUIDED) != not_serving:  # noqa: ASYNC110 - told by a background task
+                await asyncio.sleep(0.01)
+        command = [sys.executable, "-m", "grammar_service", "--dir", str(tmp_path / "g")]
+        root = Path(__file__).parents[2]
+        child = await asyncio.create_subprocess_exec(*command, cwd=root)
+        try:
+            async with asyncio.timeout(60):
+                while await health_of(server.address, GUIDED) != serving:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            child.kill()
+            async with asyncio.timeout(20):
+                while await health_of(server.address, GUIDED) != not_serving:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert await health_of(server.address) == serving
+        finally:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()

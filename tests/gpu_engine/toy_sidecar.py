@@ -1,0 +1,367 @@
+"""A grammar process as a thread: the real segment and channel, a toy automaton, and every kind of misbehaviour.
+
+The invariant: it notes whatever the engine says that it may not say (`problems`): a gap, a repeated or an illegal
+committed token. One thread owns the matchers. Not here: compilation, RPC, and what the engine makes of the answers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.ports import GrammarEvents
+from gpu_engine.api.request import Request
+from gpu_engine.core.draft_masks import MaskPolicy
+from gpu_engine.core.engine import Engine
+from gpu_engine.model.loader import LoadedModel
+from shared_mem.channel import EngineEnd, GrammarEnd, Record
+from shared_mem.errors import RingOverrun
+from shared_mem.layout import Layout, RowKind, Stage
+from shared_mem.segment import Segment
+from tests.fakes import EOS
+from tests.gpu_engine.harness import PATIENCE_S, running
+from tests.gpu_engine.tiny import VOCAB
+
+EVERY = frozenset(range(VOCAB))
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """Legal tokens by the number of tokens so far. Its source reads "length", or "length dead|error|crash at".
+
+    "crash" ends the sidecar that moves a matcher to so many tokens.
+    """
+
+    length: int
+    trouble: str = ""
+    at: int = -1
+
+    @staticmethod
+    def parse(source: str) -> Automaton:
+        length, *rest = source.split()
+        return Automaton(int(length), rest[0], int(rest[1])) if rest else Automaton(int(length))
+
+    def legal(self, said: list[int]) -> frozenset[int]:
+        """Circles of six: five of a small set, one forced; the one in the middle is free. At the end only a stop."""
+        n = len(said)
+        if said and said[-1] == EOS:
+            return frozenset()
+        if n >= self.length:
+            return frozenset({EOS})
+        match n % 6:
+            case 2:
+                return EVERY
+            case 5:
+                return frozenset({65})
+            case place:
+                return frozenset(range(100 + place, 256, 3))
+
+    def forced(self, said: list[int]) -> list[int]:
+        """The tokens that alone may follow."""
+        chain: list[int] = []
+        while len(legal := self.legal(said + chain)) == 1:
+            chain += legal
+        return chain
+
+    def allows(self, said: list[int]) -> bool:
+        """Whether every token is legal, in order."""
+        return all(token in self.legal(said[:i]) for i, token in enumerate(said))
+
+
+class CrashError(Exception):
+    """The sidecar is no more."""
+
+
+@dataclass
+class Matcher:
+    """What stands behind one owner of a slot."""
+
+    gen: int
+    automaton: Automaton
+    certain: list[int]
+
+    def moved_to(self, count: int) -> None:
+        """Raise CrashError where the automaton crashes."""
+        if self.automaton.trouble == "crash" and count >= self.automaton.at:
+            raise CrashError
+
+
+@dataclass(eq=False)
+class ToySidecar:
+    """Call `run` on a thread of its own, once. `bind`, `release` and `stop` are for any thread."""
+
+    end: GrammarEnd
+    before: Callable[[Record], None] | None = None
+    """Called before a record is answered; may block."""
+    refuse: Callable[[Record], bool] = lambda record: False
+    """True: answer DEFER in every row, in time."""
+    withhold: Callable[[Record], int | None] = lambda record: None
+    """A number: the answer goes out late, with so many rows; the others come at `give`."""
+    gives: bool = False
+    """The others come by themselves, as soon as nothing else is to be done."""
+    proposes: Callable[[Automaton, list[int]], list[int]] = Automaton.forced
+    """(grammar, tokens so far) -> what is proposed behind them, true or not."""
+    gen_shift: int = 0
+    """Added to the owner's generation in the answers: not 0 is a stale answer."""
+    records: list[Record] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    matchers: dict[int, Matcher] = field(default_factory=dict)
+    stopping: bool = False
+    crashed: threading.Event = field(default_factory=threading.Event)
+    binding: set[tuple[int, int]] = field(default_factory=set)
+    """(slot, slot_gen) of the binds in hand."""
+    frozen: bool = False
+    """It reads nothing, and binds nothing."""
+    withheld: int = 0
+    overruns: int = 0
+    """Posts that were overwritten before they were read."""
+    _inbox: deque[Callable[[], None]] = field(default_factory=deque)
+    _late: list[tuple[int, int, list[int], list[int]]] = field(default_factory=list)
+
+    def bind(self, slot: int, matcher: Matcher, bound: Callable[[], None]) -> None:
+        def install() -> None:
+            matcher.moved_to(len(matcher.certain))
+            self.matchers[slot] = matcher
+            self.binding.discard((slot, matcher.gen))
+            bound()
+
+        self.binding.add((slot, matcher.gen))
+        self._inbox.append(install)
+
+    def release(self, slot: int, gen: int) -> None:
+        def drop() -> None:
+            if slot in self.matchers and self.matchers[slot].gen == gen:
+                del self.matchers[slot]
+
+        self._inbox.append(drop)
+
+    def give(self) -> None:
+        """Have the rows that were withheld added; on any thread."""
+        self._inbox.append(self._give)
+
+    def _give(self) -> None:
+        for seq, slot, kinds, forced in self._late:
+            self.end.add_rows(seq, slot, kinds, forced, [-1] * len(kinds), late=False)
+        self._late.clear()
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except CrashError:
+            self.stopping = True
+            self.crashed.set()
+
+    def _run(self) -> None:
+        last = self.end.start_seq
+        while not self.stopping:
+            if self.frozen:
+                time.sleep(0.0005)
+                continue
+            newest = self.end.wait(last, 0.002, 0)
+            if self.gives and newest == last:
+                self._give()
+            while self._inbox:
+                self._inbox.popleft()()
+            for seq in range(last + 1, newest + 1):
+                for record in self._records(seq):
+                    self.records.append(record)
+                    if self.before is not None:
+                        self.before(record)
+                    if not self.stopping:
+                        self._answer(seq, record)
+            last = newest
+
+    def _records(self, seq: int) -> list[Record]:
+        try:
+            return self.end.records(seq)
+        except RingOverrun:
+            self.overruns += 1
+            return []
+
+    def _answer(self, seq: int, record: Record) -> None:
+        kinds, forced = self._walk(seq, record)
+        count = self.withhold(record)
+        if count is None:
+            self.end.publish(seq, record.slot, record.slot_gen + self.gen_shift, kinds, forced)
+            return
+        self.withheld += 1
+        self.end.publish(seq, record.slot, record.slot_gen, kinds[:count], forced[:count], late=True)
+        self._late.append((seq, record.slot, kinds, forced))
+
+    def _walk(self, seq: int, record: Record) -> tuple[list[int], list[int]]:
+        count = len(record.drafts) + 1
+        kinds, forced = [int(RowKind.DEFER)] * count, [-1] * count
+        matcher = self.matchers.get(record.slot)
+        if matcher is None or matcher.gen != record.slot_gen:
+            return kinds, forced
+        if record.commit_pos > len(matcher.certain) and self.overruns:
+            return kinds, forced  # the tokens in between went with a record that it has not read
+        if record.commit_pos != len(matcher.certain):
+            self.problems.append(f"{record} after {len(matcher.certain)} tokens")
+            return kinds, forced
+        if record.stage == Stage.PROPOSE:
+            return self._propose(record, matcher)
+        matcher.certain += record.committed
+        matcher.moved_to(len(matcher.certain))
+        if not matcher.automaton.allows(matcher.certain):
+            self.problems.append(f"illegal tokens were committed: {matcher.certain}")
+        if not EVERY.issuperset(record.drafts):
+            self.problems.append(f"{record} has drafts that are no tokens")
+        if not record.need_rows & (1 << count) - 1:
+            self.problems.append(f"{record} asks for nothing")
+        if record.stage != Stage.VERIFY and record.stage != Stage.DRAFT + len(record.drafts):
+            self.problems.append(f"{record} is of another stage")
+        if self.refuse(record):
+            return kinds, forced
+        said = list(matcher.certain)
+        for row in range(count):
+            if row:
+                if record.drafts[row - 1] not in matcher.automaton.legal(said):
+                    break
+                said.append(record.drafts[row - 1])
+                matcher.moved_to(len(said))
+            legal = matcher.automaton.legal(said)
+            if not legal:
+                break
+            if record.need_rows >> row & 1:
+                kinds[row], forced[row] = self._fill(seq, record.slot, row, matcher.automaton, len(said), legal)
+        return kinds, forced
+
+    def _propose(self, record: Record, matcher: Matcher) -> tuple[list[int], list[int]]:
+        """The record that follows tells the same tokens again."""
+        said = [*matcher.certain, *record.committed]
+        if not matcher.automaton.allows(said) or record.drafts or not record.need_rows:
+            self.problems.append(f"{record} asks for forced tokens behind {said}")
+        if self.refuse(record):
+            return [], []
+        tokens = self.proposes(matcher.automaton, said)[: record.need_rows.bit_count()]
+        return [int(RowKind.FORCED)] * len(tokens), tokens
+
+    def _fill(
+        self, seq: int, slot: int, row: int, automaton: Automaton, place: int, legal: frozenset[int]
+    ) -> tuple[int, int]:
+        if place == automaton.at:
+            return {"dead": int(RowKind.DEAD_END), "error": int(RowKind.ERROR)}[automaton.trouble], -1
+        if legal == EVERY:
+            return int(RowKind.ALL), -1
+        words = self.end.mask_rows(seq)[slot, row].view("uint32")
+        words[:] = 0
+        for token in legal:
+            words[token // 32] |= 1 << token % 32
+        return (int(RowKind.FORCED), min(legal)) if len(legal) == 1 else (int(RowKind.APPLY), -1)
+
+
+@dataclass(eq=False)
+class ToyGrammar:
+    """A `ports.GrammarPort` over one sidecar after another. Sources that are no number are refused."""
+
+    segment: Segment
+    engine: GrammarEvents = field(init=False)
+    sidecar: ToySidecar = field(init=False)
+    opened: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    """(slot, slot_gen, committed) of every open."""
+    closed: list[tuple[int, int]] = field(default_factory=list)
+    hold: bool = False
+    """True: opens are noted and not answered."""
+    pardons: bool = False
+    """A crash is said to have come from outside."""
+    before: Callable[[Record], None] | None = None
+    """`before` of every sidecar that is started from now on."""
+    buried: list[ToySidecar] = field(default_factory=list)
+    """Those that crashed while `supervised`, in order."""
+    _thread: threading.Thread = field(init=False)
+
+    def start_sidecar(self) -> ToySidecar:
+        """Start a sidecar that knows nothing of the ones before it."""
+        # A process of its own would map the segment when it starts; so does this one's descriptor of it.
+        self.segment.start_seq = EngineEnd(self.segment).last_seq
+        self.sidecar = ToySidecar(GrammarEnd(self.segment))
+        self.sidecar.before = self.before
+        self._thread = threading.Thread(target=self.sidecar.run, name="toy sidecar", daemon=True)
+        self._thread.start()
+        return self.sidecar
+
+    def kill_sidecar(self) -> None:
+        """End it without another answer; not on its own thread."""
+        self.sidecar.stopping = True
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    @contextmanager
+    def supervised(self, engine: Engine) -> Iterator[None]:
+        """In the block, start the next sidecar whenever one has crashed, and tell the engine as the link does."""
+        over, channel = threading.Event(), engine._channel
+        assert channel is not None
+
+        def watch() -> None:
+            while not over.is_set():
+                if not self.sidecar.crashed.wait(0.01):
+                    continue
+                dead = self.sidecar
+                self.kill_sidecar()
+                channel.set_abort()
+                engine.grammar_lost(frozenset(dead.binding))
+                self.buried.append(dead)
+                # As in life: by the time that the next one is there, the engine has heard of the end of this one.
+                heard = threading.Event()
+                engine._inbox.put(heard.set)
+                assert heard.wait(PATIENCE_S)
+                if self.pardons:
+                    engine.grammar_pardoned()
+                self.start_sidecar()
+                channel.clear_abort()
+                engine.grammar_restored()
+
+        thread = threading.Thread(target=watch, name="toy supervisor", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
+        assert request.grammar is not None
+        self.opened.append((slot, slot_gen, committed))
+        source = request.grammar.source
+        if not source.split()[0].isdigit():
+            self.engine.grammar_failed(slot, slot_gen, InvalidRequest("grammar", "is no number"))
+        elif not self.hold:
+            matcher = Matcher(slot_gen, Automaton.parse(source), list(committed))
+            self.sidecar.bind(slot, matcher, lambda: self._bound(slot, slot_gen))
+
+    def _bound(self, slot: int, slot_gen: int) -> None:
+        self.engine.grammar_opened(slot, slot_gen, compile_ms=1.5, cache_hit=True, backend=2, warnings=("toy",))
+
+    def close(self, slot: int, slot_gen: int) -> None:
+        self.closed.append((slot, slot_gen))
+        self.sidecar.release(slot, slot_gen)
+
+
+@contextmanager
+def guided_engine(
+    model: LoadedModel, settings: EngineConfig, masks: MaskPolicy | None = None
+) -> Iterator[tuple[Engine, ToyGrammar]]:
+    """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
+    layout = Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)
+    with Segment.create(layout) as segment:
+        grammar = ToyGrammar(segment)
+        served = replace(model, max_model_len=settings.max_model_len)
+        engine = Engine(settings, served, EngineEnd(segment), grammar, masks=masks)
+        grammar.engine = engine
+        grammar.start_sidecar()
+        try:
+            with running(engine):
+                yield engine, grammar
+                assert {(slot, gen) for slot, gen, _ in grammar.opened} == set(grammar.closed)
+                assert len(set(grammar.closed)) == len(grammar.closed)
+            assert grammar.sidecar.problems == []
+        finally:
+            grammar.kill_sidecar()

@@ -1,0 +1,465 @@
+"""The conformance suite: what every backend must do, run over each of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from grammar_service.backends import Rows, load_backend
+from grammar_service.completion.texts import TokenTexts
+from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotEnforced, NotSupported
+from grammar_service.grammar.value import Kind, Whitespace, parse
+from grammar_service.grammar.vocabulary import Vocabulary
+from tests.grammar_service.conftest import Library
+from tests.grammar_service.toy import PADDED, SPECIAL, STOPS, spell, tokenizer_json, tokens_in
+
+TEXT_TOKENS = range(len(SPECIAL), len(SPECIAL) + 256)
+FREE = {"type": "object"}
+POINT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "string"}}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def schema(value: object) -> tuple[Kind, str]:
+    return Kind.JSON_SCHEMA, json.dumps(value)
+
+
+def test_a_row_holds_what_accept_takes(library: Library) -> None:
+    compiled = library.compiled(*schema(POINT))
+    matcher = compiled.matcher()
+    for token in spell('{"a":-12,"b":["x\\n",""]}'):
+        legal = library.legal(matcher)
+        for other in range(PADDED):
+            if other in legal:
+                assert matcher.accept(other)
+                matcher.rollback(1)
+        assert matcher.accept(token)
+    assert library.legal(matcher) >= set(STOPS)
+
+
+def test_stop_tokens_are_legal_exactly_when_the_answer_is_complete(library: Library) -> None:
+    compiled = library.compiled(Kind.REGEX, "ab?c?")
+    for text, complete in (("", False), ("a", True), ("ab", True), ("abc", True)):
+        matcher = compiled.matcher()
+        assert all(matcher.accept(token) for token in spell(text))
+        assert set(STOPS) & library.legal(matcher) == (set(STOPS) if complete else set())
+        for stop in STOPS:
+            assert matcher.accept(stop) is complete
+            assert matcher.terminated is complete
+            if complete:
+                assert not matcher.accept(spell("b")[0])
+                assert not matcher.accept(stop)
+                matcher.rollback(1)
+                assert not matcher.terminated
+
+
+@pytest.mark.parametrize("end", ["x", '{"a":1,"b":[]}'])
+def test_rollback_over_the_stop_token_and_beyond(library: Library, end: str) -> None:
+    # The one answer can still go on at its end, the other cannot.
+    kind, source = (Kind.REGEX, "x+") if end == "x" else schema(POINT)
+    matcher = library.compiled(kind, source).matcher()
+    rows = []
+    for token in spell(end):
+        rows.append(library.legal(matcher))
+        assert matcher.accept(token)
+    rows.append(library.legal(matcher))
+    assert matcher.accept(STOPS[1])
+    matcher.rollback(2)
+    assert library.legal(matcher) == rows[-2]
+    assert matcher.accept(spell(end)[-1])
+    assert library.legal(matcher) == rows[-1]
+
+
+def test_any_rollback_restores_the_rows(library: Library) -> None:
+    draw = random.Random(1)
+    text = [*spell('{"a": 10, "b": ["q", "\\n\u00e9", ""]}'), STOPS[0]]
+    matcher = library.compiled(*schema(POINT)).matcher()
+    rows: list[set[int]] = []
+    at = 0
+    for _ in range(400):
+        if at < len(text) and (at == 0 or draw.random() < 0.8):
+            if at == len(rows):
+                rows.append(library.legal(matcher))
+            assert library.legal(matcher) == rows[at]
+            assert matcher.accept(text[at])
+            at += 1
+        else:
+            back = draw.randrange(min(at, 5) + 1)
+            matcher.rollback(back)
+            at -= back
+    assert len(rows) == len(text)
+
+
+def test_an_illegal_token_changes_nothing(library: Library) -> None:
+    matcher = library.compiled(*schema(POINT)).matcher()
+    assert matcher.accept(spell("{")[0])
+    before = library.legal(matcher)
+    for token in (spell("x")[0], STOPS[0], 2, PADDED - 1, PADDED, 10**9, -1):
+        assert not matcher.accept(token)
+    assert library.legal(matcher) == before
+    assert matcher.accept(spell('"')[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "start"),
+    [
+        (Kind.JSON_OBJECT, "", '{"'),
+        (Kind.REGEX, "(.|\n)*", "a"),
+        (Kind.EBNF, "root ::= [^a]* ", "b"),
+        (Kind.STRUCTURAL_TAG, json.dumps({"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": FREE}]}), "a"),
+    ],
+)
+def test_special_tokens_and_padding_are_never_text(library: Library, kind: Kind, source: str, start: str) -> None:
+    matcher = library.compiled(kind, source).matcher()
+    assert all(matcher.accept(token) for token in spell(start))
+    legal = library.legal(matcher)
+    tokens = len(json.loads(tokenizer_json())["model"]["vocab"])
+    assert 2 not in legal
+    assert not legal & set(range(tokens, library.num_words * 32))
+    assert len(legal) > 100
+
+
+def test_no_white_space_around_an_answer(library: Library) -> None:
+    compiled = library.compiled(*schema(POINT), Whitespace.ANY)
+    assert not library.takes(compiled, ' {"a":1,"b":[]}')
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("{}", True),
+        ('{"a":1}', True),
+        ('{"a":{"b":[1,null,true,-1.5e3,"x"]},"c":{}}', True),
+        ("[]", False),
+        ("1", False),
+        ('"a"', False),
+        ('{"a":01}', False),
+        ("{a:1}", False),
+        ('{"a":1,}', False),
+    ],
+)
+def test_json_object(library: Library, text: str, valid: bool) -> None:
+    assert library.takes(library.compiled(Kind.JSON_OBJECT, "", Whitespace.COMPACT), text) is valid
+
+
+def test_schemas_true_and_empty_take_any_value(library: Library) -> None:
+    for source in ("true", "{}"):
+        compiled = library.compiled(Kind.JSON_SCHEMA, source)
+        assert all(library.takes(compiled, text) for text in ("1", "null", '"a"', "[1]", '{"a":1}'))
+
+
+CHOICES = ["a", "ab", 'q"uo\\te', "né", "two\nlines", "\x01", "/slash/", "{}", "日本"]
+
+
+def test_choice_takes_exactly_its_strings(library: Library) -> None:
+    compiled = library.compiled(Kind.CHOICE, json.dumps(CHOICES))
+    assert [text for text in CHOICES if not library.takes(compiled, text)] == []
+    assert [text for text in ("", "b", "aba", "two", "n", "[") if library.takes(compiled, text)] == []
+
+
+def test_thousands_of_choices_are_no_matter(library: Library) -> None:
+    many = [f"item {i}" for i in range(3000)]
+    compiled = library.compiled(Kind.CHOICE, json.dumps(many))
+    assert library.takes(compiled, many[0])
+    assert library.takes(compiled, many[-1])
+    assert not library.takes(compiled, "item 3000")
+
+
+@pytest.mark.parametrize("kind", [Kind.EBNF, Kind.LARK])
+def test_thousands_of_alternatives_deep_inside_a_grammar(library: Library, kind: Kind) -> None:
+    if kind is Kind.LARK and library.name == "xgrammar":
+        pytest.skip("xgrammar takes no Lark")
+    items = " | ".join(f'"item{i}"' for i in range(5000))
+    source = f'start: "a"~9 r\nr: {items}' if kind is Kind.LARK else f'root ::= "a"{{9}} r\nr ::= {items}'
+    compiled = library.compiled(kind, source)
+    assert library.takes(compiled, "aaaaaaaaaitem4999")
+    assert not library.takes(compiled, "aaaaaaaaaitem5000")
+
+
+def test_more_alternatives_than_a_row_holds_are_refused_before_a_row_fails(libraries: Callable[[str], Library]) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance")
+    source = "start: " + " | ".join(f'"{i}"' for i in range(20_002))
+    with pytest.raises(LimitExceeded, match="at most 20000 may be open"):
+        libraries("llguidance").compiled(Kind.LARK, source)
+
+
+def test_properties_by_the_hundred(libraries: Callable[[str], Library]) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance; xgrammar takes its time for this")
+    library = libraries("llguidance")
+    names = [f"p{i}" for i in range(600)]
+    source = {"type": "object", "properties": dict.fromkeys(names, INT), "additionalProperties": False}
+    compiled = library.compiled(*schema(source), Whitespace.COMPACT)
+    assert library.takes(compiled, '{"p3":1,"p599":2}')
+    assert not library.takes(compiled, '{"p600":2}')
+
+
+def test_what_is_allowed_to_be_unenforced_is_reported_and_left_out(library: Library) -> None:
+    source = {"type": "object", "properties": {"a": {"type": "array", "items": INT, "uniqueItems": True}}}
+    grammar = parse(*schema(source), Whitespace.COMPACT)
+    compiled = library.backend.load(grammar, library.backend.compile(grammar, allow_unenforced=True))
+    assert compiled.warnings == (f"not enforced by {library.name}: /properties/a/uniqueItems: is not enforced",)
+    assert library.takes(compiled, '{"a":[1,1]}')
+    assert not library.takes(compiled, '{"a":["x"]}')
+    assert library.compiled(*schema(POINT)).warnings == ()
+
+
+def test_all_that_is_not_enforced_is_named_at_once(library: Library) -> None:
+    source = {"type": "object", "properties": {"a": {"not": INT}, "b": {"type": "array", "contains": INT}}}
+    with pytest.raises(NotEnforced) as caught:
+        library.compiled(*schema(source))
+    assert "/properties/a/not: " in str(caught.value)
+    assert "/properties/b/contains: " in str(caught.value)
+
+
+def test_a_pattern_that_no_backend_reads_is_left_out_when_allowed(library: Library) -> None:
+    grammar = parse(*schema({"type": "string", "pattern": "^(?!a)b*$", "maxLength": 2}), Whitespace.COMPACT)
+    compiled = library.backend.load(grammar, library.backend.compile(grammar, allow_unenforced=True))
+    assert "look-around" in compiled.warnings[0]
+    assert [text for text in ('"a"', '"abc"') if library.takes(compiled, text)] == ['"a"']
+
+
+def test_regex_matches_the_whole_answer(library: Library) -> None:
+    compiled = library.compiled(Kind.REGEX, "[a-c]{2,3}|x\\d+")
+    assert all(library.takes(compiled, text) for text in ("ab", "cab", "x1", "x99"))
+    assert not any(library.takes(compiled, text) for text in ("a", "abca", "x", "zab", "abz", ""))
+    anchored = library.compiled(Kind.REGEX, "^ab$")
+    assert library.takes(anchored, "ab")
+    assert not library.takes(anchored, "abc")
+
+
+def test_ebnf(library: Library) -> None:
+    source = 'root ::= "[" item ("," item)* "]"  # a list\nitem ::= [0-9]+ | "\\"" [^"\\\\]* "\\"" | root\n'
+    compiled = library.compiled(Kind.EBNF, source)
+    assert all(library.takes(compiled, text) for text in ("[1]", '[1,"a",[22]]'))
+    assert not any(library.takes(compiled, text) for text in ("[]", "[1,]", "1"))
+
+
+def test_structural_tag(library: Library) -> None:
+    closed = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    closed["additionalProperties"] = False
+    tag = {"type": "tag", "begin": "<f=a>", "content": {"type": "json_schema", "json_schema": closed}, "end": "</f>"}
+    form = {"type": "triggered_tags", "triggers": ["<f="], "tags": [tag]}
+    old = {"structures": [{"begin": "<f=a>", "schema": closed, "end": "</f>"}], "triggers": ["<f="]}
+    for source in ({"type": "structural_tag", "format": form}, old):
+        compiled = library.compiled(Kind.STRUCTURAL_TAG, json.dumps(source))
+        for text in ("", "hi", 'hi <f=a>{"x":1}</f> there <f=a>{"x": 2}</f>'):
+            assert library.takes(compiled, text), text
+        for text in ("<f=b>", '<f=a>{"x":"s"}</f>', '<f=a>{"x":1}', f'<f=a>{{"x":{" " * 9}1}}</f>'):
+            assert not library.takes(compiled, text), text
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (Kind.JSON_SCHEMA, '{"type":"strin"}'),
+        (Kind.JSON_SCHEMA, '{"$ref":"#/$defs/nowhere"}'),
+        (Kind.JSON_SCHEMA, '{"$ref":"http://localhost/x"}'),
+        (Kind.JSON_SCHEMA, '{"enum":[]}'),
+        (Kind.JSON_SCHEMA, '{"type":"string","format":{"a":1}}'),
+        (Kind.REGEX, "["),
+        (Kind.REGEX, "a(?=b)"),
+        (Kind.REGEX, "(a)\\1"),
+        (Kind.EBNF, 'root ::= "a'),
+        (Kind.EBNF, "root ::= nowhere"),
+        (Kind.EBNF, 'start ::= "a"'),
+        (Kind.EBNF, 'root ::= "a" Token(5)'),
+        (Kind.EBNF, 'root ::= "a" <|end|>'),
+        (Kind.STRUCTURAL_TAG, "{}"),
+        (Kind.STRUCTURAL_TAG, '{"format":{"type":"triggered_tags","triggers":[],"tags":[]}}'),
+        (Kind.STRUCTURAL_TAG, '{"format":{"type":"token_triggered_tags","trigger_tokens":[2],"tags":[]}}'),
+        (Kind.STRUCTURAL_TAG, '{"format":{"type":"token","token":"<|start|>"}}'),
+    ],
+)
+def test_wrong_grammars_are_refused_by_both(library: Library, kind: Kind, source: str) -> None:
+    with pytest.raises(InvalidGrammar):
+        library.compiled(kind, source)
+
+
+INT, STR = {"type": "integer"}, {"type": "string"}
+WEAKENED: list[tuple[dict[str, object], list[object]]] = [
+    ({"type": []}, [1, "a", None]),
+    ({"type": "string", "maxLength": -1}, ["a"]),
+    ({"type": "array", "maxItems": -1}, [[1]]),
+    ({"type": "object", "maxProperties": -1}, [{"a": 1}]),
+    ({"oneOf": [STR, {"const": "a"}]}, ["a"]),
+    ({"allOf": [STR, {"minLength": 2}]}, ["a", 1]),
+    ({"allOf": [{"minLength": 2}], "type": "string"}, ["a", 1]),
+    ({"allOf": [{"required": ["a"]}], "type": "object", "properties": {"a": INT}}, [{}]),
+    ({"anyOf": [STR, INT], "minLength": 2}, ["a"]),
+    ({"type": "object", "properties": {"a": INT, "b": INT}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{}]),
+    ({"type": "string", "pattern": "^a+$", "minLength": 2}, ["a"]),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, ["aaa"]),
+    ({"type": "string", "format": "date", "maxLength": 2}, ["2020-01-01"]),
+    ({"type": "string", "pattern": "^a.*$", "format": "email"}, ["b@c.co"]),
+    ({"type": "string", "pattern": "^(?!x)a"}, ["xa"]),
+    ({"type": "string", "format": "regex"}, [")("]),
+    ({"type": "string", "format": "idn-email"}, ["x"]),
+    ({"type": "integer", "multipleOf": 3}, [4]),
+    ({"type": "integer", "multipleOf": 3, "minimum": 4}, [3, 5]),
+    ({"type": "number", "multipleOf": 0.5}, [1.7]),
+    ({"minimum": 3}, [2]),
+    ({"minItems": 1}, [[]]),
+    ({"pattern": "^a$"}, ["b"]),
+    ({"type": "array", "items": INT, "uniqueItems": True}, [[1, 1]]),
+    ({"type": "array", "contains": INT}, [["a"]]),
+    ({"not": STR}, ["a"]),
+    ({"type": "integer", "not": {"const": 1}}, [1]),
+    ({"type": "object", "properties": {"a": INT}, "if": {"required": ["a"]}, "then": {"required": ["b"]}}, [{"a": 1}]),
+    ({"type": "object", "properties": {"a": INT, "b": INT}, "dependentRequired": {"a": ["b"]}}, [{"a": 1}]),
+    ({"type": "object", "properties": {"a": INT}, "dependentSchemas": {"a": {"required": ["b"]}}}, [{"a": 1}]),
+    ({"type": "object", "properties": {"a": INT, "b": INT}, "dependencies": {"a": ["b"]}}, [{"a": 1}]),
+    ({"type": "object", "properties": {"a": INT}, "patternProperties": {"^x": INT}}, [{"xa": "s"}]),
+    ({"type": "object", "properties": {"a": INT}, "patternProperties": {"^a": {"maximum": 3}}}, [{"a": 5}]),
+    ({"type": "object", "patternProperties": {"^[a-z]+$": INT}, "required": ["a"]}, [{}, {"b": 1}]),
+    ({"type": "object", "properties": {"a": INT, "bbb": INT}, "propertyNames": {"maxLength": 2}}, [{"bbb": 1}]),
+    ({"type": "object", "properties": {"a": INT}, "unevaluatedProperties": False}, [{"b": 1}]),
+    ({"type": "object", "required": ["a"]}, [{}]),
+    ({"type": "object", "properties": {"b": INT}, "required": ["a"]}, [{"b": 1}]),
+    ({"type": "object", "properties": {"a": INT}, "additionalProperties": False, "required": ["b"]}, [{"a": 1}]),
+    ({"type": "string", "enum": ["a", 1]}, [1]),
+    ({"type": ["string", "integer"], "enum": ["a", 1, None]}, [None]),
+    ({"type": "string", "const": 1}, [1]),
+    ({"$ref": "#/$defs/x", "minimum": 3, "$defs": {"x": INT}}, [1]),
+    ({"$ref": "#x", "$defs": {"q": {"$anchor": "x", "type": "integer"}}}, ["a"]),
+    ({"$ref": "#/odd/place", "odd": {"place": {"type": "array", "uniqueItems": True}}}, [[1, 1]]),
+    ({"type": "object", "properties": {"a": {"type": "array", "items": {"not": INT}}}}, [{"a": [1]}]),
+    ({"type": "array", "prefixItems": [INT], "maxItems": 2, "items": STR}, [[1, 2], [1, "a", "b"]]),
+    ({"type": "object", "minProperties": 1, "maxProperties": 2}, [{}, {"a": 1, "b": 1, "c": 1}]),
+    ({"type": "number", "minimum": 0.5, "exclusiveMaximum": 5}, [0.4, 5, 11]),
+]
+
+
+@pytest.mark.parametrize(("source", "invalid"), WEAKENED, ids=lambda value: json.dumps(value)[:60])
+def test_no_keyword_is_weakened_in_silence(library: Library, source: dict[str, object], invalid: list[object]) -> None:
+    try:
+        compiled = library.compiled(*schema(source), Whitespace.ANY)
+    except InvalidGrammar:
+        return
+    assert [value for value in invalid if library.takes(compiled, json.dumps(value))] == []
+
+
+def test_a_refused_keyword_is_named_with_its_place(library: Library) -> None:
+    source = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(InvalidGrammar, match="/properties/a/uniqueItems"):
+        library.compiled(*schema(source))
+
+
+def test_options_of_a_library_are_not_the_requests_to_set(library: Library) -> None:
+    source = {"type": "string", "format": "zzz", "x-guidance": {"lenient": True}}
+    with pytest.raises(InvalidGrammar):
+        library.compiled(*schema(source))
+
+
+def test_what_a_backend_can_do_is_not_refused(library: Library) -> None:
+    taken = [
+        POINT,
+        {"oneOf": [STR, INT]},
+        {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": INT}, "description": "not an assertion"},
+        {"type": "string", "format": "date-time"},
+        {"type": "string", "minLength": 2, "maxLength": 3},
+        {"type": "integer", "minimum": 3, "maximum": 5},
+        {"type": "array", "items": INT, "minItems": 1, "maxItems": 2},
+        {"type": ["string", "null"], "enum": ["a", None]},
+        {"type": "object", "properties": {"c": {"$ref": "#"}}, "additionalProperties": False},
+        {"type": "object", "patternProperties": {"^[a-z]+$": INT}, "additionalProperties": False},
+    ]
+    for source in taken:
+        library.compiled(*schema(source))
+
+
+def test_a_grammar_loads_from_its_artifact_in_another_backend_object(library: Library, vocabulary: Vocabulary) -> None:
+    grammar = parse(*schema(POINT), Whitespace.COMPACT)
+    artifact = library.backend.compile(grammar)
+    compiled = load_backend(library.name, vocabulary).load(grammar, artifact)
+    assert compiled.memory_bytes > 0
+    assert library.takes(compiled, '{"a":1,"b":[]}')
+
+
+def test_unknown_backends_are_not_supported(vocabulary: Vocabulary) -> None:
+    with pytest.raises(NotSupported, match="llguidance, xgrammar"):
+        load_backend("outlines", vocabulary)
+
+
+def test_a_tokenizer_that_cannot_be_read_names_its_field(library: Library) -> None:
+    broken = Vocabulary.load(b'{"model":{"type":"BPE"}}', 10, (1,))
+    with pytest.raises(InvalidField, match="tokenizer_json"):
+        load_backend(library.name, broken)
+
+
+def test_every_byte_is_text(library: Library) -> None:
+    legal = library.legal(library.compiled(Kind.REGEX, "(.|\n)*").matcher())
+    ascii_tokens = {TEXT_TOKENS[byte] for byte in range(0x80)}
+    assert ascii_tokens <= legal
+
+
+def test_an_artifact_is_all_that_loading_needs(library: Library, vocabulary: Vocabulary) -> None:
+    """The sidecar never compiles: another object of the library makes the same language of the artifact alone."""
+    names = {f"name_{i}": {"type": "string", "pattern": f"^[a-z]{{{i},9}}$"} for i in range(8)}
+    wide = parse(*schema({"type": "object", "properties": names, "required": list(names)}), Whitespace.COMPACT)
+    artifact = library.backend.compile(wide)
+    other = parse(Kind.JSON_SCHEMA, "{}", Whitespace.COMPACT)
+    compiled = load_backend(library.name, vocabulary).load(other, artifact)
+    answer = json.dumps({f"name_{i}": "abcdefghi" for i in range(8)}, separators=(",", ":"))
+    assert library.takes(compiled, answer)
+    assert not library.takes(compiled, "{}")
+
+
+def test_rows_of_two_strides_and_slots_do_not_touch_each_other(library: Library) -> None:
+    rows = Rows(np.full((5, library.num_words + 6), 0x5A5A5A5A, dtype=np.int32))
+    matcher = library.compiled(Kind.REGEX, "a|b").matcher()
+    matcher.fill(rows, 3)
+    assert tokens_in(rows.words[3, : library.num_words]) == {*spell("a"), *spell("b")}
+    assert (np.delete(rows.words, 3, axis=0) == 0x5A5A5A5A).all()
+    assert (rows.words[3, library.num_words :] == 0x5A5A5A5A).all()
+
+
+FORCED = [
+    ((Kind.REGEX, "hello world"), "", "hello world"),
+    ((Kind.REGEX, "hello world"), "hel", "lo world"),
+    ((Kind.REGEX, "(hello|help) me"), "hel", ""),
+    ((Kind.REGEX, "(hello|help) me"), "hell", "o me"),
+    ((Kind.REGEX, "(hello|help) me"), "help me", ""),
+    ((Kind.REGEX, "a[0-9]+b"), "a", ""),
+    (schema({"const": {"a": "abcd"}}), "", '{"a":"abcd"}'),
+    (schema({"enum": ["customer", "supplier"]}), '"c', 'ustomer"'),
+    ((Kind.CHOICE, '["yes, certainly", "no"]'), "y", "es, certainly"),
+    ((Kind.REGEX, "\u00e9t\u00e9 \u65e5\u672c"), "", "\u00e9t\u00e9 \u65e5\u672c"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "said", "text"), FORCED)
+def test_forced_text_is_proposed_in_legal_tokens(
+    library: Library, vocabulary: Vocabulary, grammar: tuple[Kind, str], said: str, text: str
+) -> None:
+    texts = TokenTexts.of(vocabulary)
+    matcher = library.compiled(*grammar, Whitespace.COMPACT).matcher()
+    assert all(matcher.accept(token) for token in spell(said))
+    before = library.legal(matcher)
+    tokens = matcher.forced(99)
+    proposed = texts.text(tokens)
+    # The last tokens may be left out, where what follows might change them; here nothing follows.
+    assert text.encode().startswith(proposed)
+    assert len(text.encode()) - len(proposed) <= 2
+    assert matcher.forced(2) == tokens[:2]
+    assert library.legal(matcher) == before
+    assert all(matcher.accept(token) for token in tokens)
+
+
+def test_what_may_go_on_in_another_token_is_not_proposed(library: Library) -> None:
+    # The vocabulary has "tru" and "true", and behind "tr" both are possible.
+    matcher = library.compiled(Kind.REGEX, "x(tru|true|truex)y").matcher()
+    assert matcher.accept(spell("x")[0])
+    assert TokenTexts.of(library.vocabulary).text(matcher.forced(9)) == b""
+
+
+def test_nothing_is_forced_behind_the_end(library: Library) -> None:
+    matcher = library.compiled(Kind.REGEX, "ab?").matcher()
+    assert matcher.accept(spell("a")[0])
+    assert matcher.forced(9) == ()

@@ -1,0 +1,129 @@
+"""Chains settled by the native call: what it tells of a row, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from grammar_service.grammar.mask_rows import Classifier
+from shared_mem.chains import DONE, SLOW, STALE, ChainArrays, SpecialWords
+from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.layout import Layout, RowKind
+from shared_mem.segment import Segment
+from tests.grammar_service.toy import row_of, tokens_in
+
+ROWS = 4
+NONE = SpecialWords(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint32), np.zeros(0, dtype=np.uint32))
+
+
+class Table:
+    """Both ends of a segment, and arrays for its slots."""
+
+    def __init__(self, vocab_size: int, segment: Segment) -> None:
+        self.engine, self.grammar = EngineEnd(segment), GrammarEnd(segment)
+        self.layout, self.vocab_size = segment.layout, vocab_size
+        self.tallies = np.zeros((self.layout.num_slots, len(RowKind)), dtype=np.int64)
+        self.arrays: ChainArrays = self.grammar.chains(self.layout.num_slots, self.tallies)
+
+    def publish(
+        self, slot: int, rows: list[set[int] | None], drafts: list[int], special: SpecialWords = NONE, first: int = 0
+    ) -> tuple[list[int], list[int], int, int]:
+        """Settle one chain of an otherwise unanswered sequence; return kinds, forced tokens, its state and sequence."""
+        seq = self.engine.post([slot], [1], [0], [0], [first + len(drafts)], [[0] * first + drafts])
+        arrays = self.arrays
+        arrays.slots[0], arrays.slot_gens[0], arrays.first[0] = slot, 1, first
+        arrays.n_draft[0], arrays.states[0] = first + len(drafts), DONE
+        arrays.drafts[0, : len(drafts)] = drafts
+        arrays.mark(1)
+        for at, row in enumerate(rows):
+            if row is not None:
+                arrays.rows[at] = row_of(row, self.layout.words)
+        self.grammar.publish_chains(seq, arrays, 1, special)
+        state = int(arrays.states[0])
+        if state == SLOW:
+            return [], [], state, seq
+        result = self.engine.await_rows(seq, [slot], [1], timeout_s=0)
+        return result.kinds[0].tolist(), result.forced[0].tolist(), state, seq
+
+
+@pytest.fixture(params=[1, 31, 32, 33, 70, 4100])
+def table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    with Segment.create(Layout(num_slots=2, num_rows=ROWS, vocab_size=request.param)) as segment:
+        yield Table(request.param, segment)
+
+
+def test_a_row_is_what_the_classifier_says(table: Table) -> None:
+    size = table.vocab_size
+    rng = np.random.default_rng(size)
+    full = set(range(size))
+    rows = [full, set(), {0}, {size - 1}, full - {0}, full - {size - 1}, {0, size - 1}, {size // 2}, {0, 1} & full]
+    rows += [set(rng.integers(0, size, count).tolist()) for count in (1, 2, 3, 40)]
+    classifier = Classifier(size)
+    for row in rows:
+        kinds, forced, state, seq = table.publish(1, [row], [])
+        assert (RowKind(kinds[0]), forced[0]) == classifier.classify(row_of(row, table.layout.words)), row
+        assert kinds[1:] == [RowKind.DEFER] * (ROWS - 1)
+        assert state == DONE
+        if kinds[0] in (RowKind.APPLY, RowKind.FORCED):
+            assert tokens_in(table.engine.mask_rows(seq)[1, 0, : table.layout.words]) == row
+    assert table.tallies.sum() == table.tallies[1].sum() == len(rows)
+
+
+@pytest.fixture
+def small() -> Iterator[Table]:
+    with Segment.create(Layout(num_slots=2, num_rows=ROWS, vocab_size=70)) as segment:
+        yield Table(70, segment)
+
+
+def test_rows_behind_an_illegal_draft_are_deferred(small: Table) -> None:
+    kinds, forced, state, _ = small.publish(0, [{1, 2}, {3}, None, None], [1, 5, 6])
+    assert (kinds, state) == ([RowKind.APPLY, RowKind.FORCED, RowKind.DEFER, RowKind.DEFER], DONE)
+    assert forced == [-1, 3, -1, -1]
+    assert small.tallies[0].tolist() == [0, 1, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafts"),
+    [
+        ([None], []),
+        ([{1, 2}, None], [1]),  # offered, and not taken
+        ([{1, 2}, {3}], [5]),  # taken, and not offered
+        ([{1, 2}, {3, 40}], [1]),  # a stop token, where only the matcher knows
+    ],
+)
+def test_what_the_words_do_not_tell_is_left_alone(small: Table, rows: list[set[int] | None], drafts: list[int]) -> None:
+    stops = SpecialWords(
+        *(np.array([value], dtype=kind) for value, kind in ((1, "i4"), (0xFFFFFEFF, "u4"), (256, "u4")))
+    )
+    assert small.publish(0, rows, drafts, stops)[2] == SLOW
+    assert not small.tallies.any()
+    assert small.engine.await_rows(1, [0], [1], timeout_s=0).num_missing == 1
+
+
+@pytest.mark.parametrize("accepting", [0, 1])
+def test_a_stop_token_stays_where_the_answer_is_complete(small: Table, accepting: int) -> None:
+    stops = SpecialWords(
+        *(np.array([value], dtype=kind) for value, kind in ((1, "i4"), (0xFFFFFCFF, "u4"), (256, "u4")))
+    )
+    small.arrays.accepting[0] = accepting
+    # 40 stops; 41 is special, and never stays.
+    _, _, _, seq = small.publish(0, [{1, 2, 40, 41}], [], stops)
+    assert tokens_in(small.engine.mask_rows(seq)[0, 0, :3]) == ({1, 2, 40} if accepting else {1, 2})
+
+
+def test_rows_begin_where_they_are_wanted(small: Table) -> None:
+    kinds, _, _, seq = small.publish(1, [{1, 2}, {3, 4}], [1], first=2)
+    assert kinds == [RowKind.DEFER, RowKind.DEFER, RowKind.APPLY, RowKind.APPLY]
+    assert [tokens_in(small.engine.mask_rows(seq)[1, row, :3]) for row in (2, 3)] == [{1, 2}, {3, 4}]
+
+
+def test_an_answer_behind_a_newer_one_is_not_published(small: Table) -> None:
+    _, _, _, seq = small.publish(0, [{1, 2}], [])
+    small.arrays.mark(1)
+    small.arrays.rows[0] = row_of({5, 6}, 3)
+    small.grammar.publish_chains(seq - 1, small.arrays, 1, NONE)
+    assert small.arrays.states[0] == STALE
+    assert small.grammar.stats()["stale_answers"] == 1
+    assert tokens_in(small.engine.mask_rows(seq)[0, 0, :3]) == {1, 2}

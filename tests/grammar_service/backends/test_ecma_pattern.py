@@ -1,0 +1,101 @@
+"""Patterns in portable notation: the same strings as ECMA-262, where Python's own engine is the judge of both."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from grammar_service.backends.json_schema.ecma_pattern import NotPortable, portable
+
+STRINGS = ["", "a", "b", "A", "Z", "1", "_", "-", "]", "[", "^", "&", "~", ".", "\\", '"', "/", "{", "}", "$", "|"]
+STRINGS += ["\n", "\r", "\t", "\x08", "\x0c", " ", "\u00a0", "\u0085", "\u2028", "\ufeff", "\u00e9", "\u0663"]
+STRINGS += ["ab", "aa", "aaa", "abab", "a]", "a-b", "\U0001f600", "a{", "a\nb"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "same"),
+    [
+        ("^.$", r"^[^\n\r\u2028\u2029\x00-\x07\x0b\x0e-\x1f]\Z"),
+        (r"^\d$", r"^[0-9]\Z"),
+        (r"^\D$", r"^[^0-9]\Z"),
+        (r"^\w+$", r"^[A-Za-z0-9_]+\Z"),
+        (r"^\W$", r"^[^A-Za-z0-9_]\Z"),
+        (r"^\s$", "^[\t\n\x0b\x0c\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]\\Z"),
+        (r"^[\s\S]$", r"^[^\x00-\x07\x0b\x0e-\x1f]\Z"),
+        (r"^[^\s]$", "^[^\t\n\x0b\x0c\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]\\Z"),
+        ("^[^a]$", r"^[^a]\Z"),
+        ("^[a&&[^b]$", r"^[a&\[\^b]\Z"),
+        ("^[a-]$", r"^[a\-]\Z"),
+        ("^[^]$", r"^(?s:.)\Z"),
+        ("^[]a]$", None),
+        ("^[A-Z~]$", r"^[A-Z~]\Z"),
+        (r"^[\]\-\^]$", r"^[\]\-\^]\Z"),
+        (r"^[\b]$", r"^\x08\Z"),
+        ("^a{2,3}?$", r"^a{2,3}\Z"),
+        ("^a{$", r"^a\{\Z"),
+        ("^}$", r"^\}\Z"),
+        ("^]$", r"^\]\Z"),
+        ("^(?<name>ab){2}$", r"^(?:ab){2}\Z"),
+        ("^(a|b)$", r"^(?:a|b)\Z"),
+        (r"^\u0061\x62$", r"^ab\Z"),
+        (r"^\u{1F600}$", "^\U0001f600\\Z"),
+        (r"^\ud83d\ude00$", "^\U0001f600\\Z"),
+        (r"^\/\.\$\|$", r"^/\.\$\|\Z"),
+        (r"^\cJ$", r"^\n\Z"),
+        ("^[/]$", r"^/\Z"),
+        ("(?i)^A$", r"(?i)^a\Z"),
+    ],
+)
+def test_means_the_same(pattern: str, same: str | None) -> None:
+    if same is None:
+        with pytest.raises(NotPortable, match="no character"):
+            portable(pattern)
+        return
+    ours = re.compile(portable(pattern).replace("$", r"\Z"))
+    assert [s for s in STRINGS if ours.search(s)] == [s for s in STRINGS if re.search(same, s)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("(?=a)", "look-around"),
+        ("a(?<!b)", "look-around"),
+        (r"\ba", "word boundary"),
+        (r"(a)\1", r"\\1"),
+        (r"(?<n>a)\k<n>", r"\\k"),
+        ("(?P<n>a)", "not ECMA-262"),
+        ("(?s:.)", "not ECMA-262"),
+        ("a++", "after a quantifier"),
+        ("a{2}{3}", "after a quantifier"),
+        (r"\Aa\z", r"\\A"),
+        (r"\pL", r"\\p"),
+        (r"\p{Greek}", r"\\p"),
+        (r"\x6", r"\\x"),
+        (r"\ud800", "lone surrogate"),
+        (r"\u{110000}", "beyond Unicode"),
+        ("[b-a]", "range"),
+        (r"[\d-z]", None),
+        ("[a", "without its end"),
+        ("[]", "no character"),
+        (r"\x01", r"U\+0001"),
+        ("\\", "escape"),
+    ],
+)
+def test_what_is_not_portable_is_named(pattern: str, named: str | None) -> None:
+    if named is None:
+        assert portable(pattern) == r"[\x2d0-9z]"
+        return
+    with pytest.raises(NotPortable, match=named):
+        portable(pattern)
+
+
+def test_categories_stay_and_lose_what_cannot_be_written() -> None:
+    assert portable(r"\p{Lu}") == r"[[\p{Lu}]&&[^\x00-\x07\x0b\x0e-\x1f]]"
+    assert portable(r"[^\P{gc=L}a]") == r"[[^\P{L}a]&&[^\x00-\x07\x0b\x0e-\x1f]]"
+
+
+def test_characters_that_a_library_cannot_write_are_left_out() -> None:
+    assert portable("[!-#]", [(34, 34)]) == r"[\x21\x23]"
+    with pytest.raises(NotPortable, match=r"U\+0022"):
+        portable('a"', [(34, 34)])

@@ -1,0 +1,128 @@
+"""What is reached in a schema, what is rewritten there, and what is reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grammar_service.backends.json_schema.rewrite import rewrite
+from grammar_service.backends.json_schema.unenforced import MAX_NAMED, Unenforced, pack, settle, unpack
+from grammar_service.backends.json_schema.walk import subschemas
+from grammar_service.errors import InvalidGrammar, NotEnforced
+
+LEAF: dict[str, Any] = {"type": "string"}
+
+
+def _paths(schema: Any) -> list[str]:
+    return [path for path, _ in subschemas(schema)]
+
+
+def test_every_place_of_a_schema_is_reached() -> None:
+    one = ("items", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else")
+    one += ("unevaluatedItems", "unevaluatedProperties")
+    schema: dict[str, Any] = {key: dict(LEAF) for key in one}
+    schema |= {key: [dict(LEAF), True] for key in ("anyOf", "oneOf", "allOf", "prefixItems")}
+    schema |= {key: {"n": dict(LEAF)} for key in ("properties", "patternProperties", "dependentSchemas")}
+    wanted = {"", *(f"/{key}" for key in one)}
+    wanted |= {f"/{key}/0" for key in ("anyOf", "oneOf", "allOf", "prefixItems")}
+    wanted |= {f"/{key}/n" for key in ("properties", "patternProperties", "dependentSchemas")}
+    assert set(_paths(schema)) == wanted
+
+
+def test_data_is_not_a_schema_until_a_reference_points_there() -> None:
+    data = {"const": {"not": {}}, "enum": [{"not": {}}], "default": {"not": {}}, "x": {"y": dict(LEAF)}}
+    assert _paths(data) == [""]
+    assert _paths({**data, "$ref": "#/x/y"}) == ["", "/x/y"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "path"),
+    [
+        ("#/$defs/a~1b%25", "/$defs/a~1b%25"),
+        ("#here", "/$defs/n"),
+        ("#/anyOf/0", "/anyOf/0"),
+    ],
+)
+def test_references_are_followed(reference: str, path: str) -> None:
+    schema = {"$defs": {"a/b%": dict(LEAF), "n": {"$anchor": "here"}}, "anyOf": [dict(LEAF)], "$ref": reference}
+    assert path in _paths(schema)
+
+
+def test_unused_definitions_are_left_out_unless_a_reference_is_lost() -> None:
+    schema = {"$defs": {"a": dict(LEAF)}, "items": {"$defs": {"b": dict(LEAF)}}}
+    assert _paths(schema) == ["", "/items"]
+    assert _paths({**schema, "$ref": "other.json"}) == ["", "/items", "/$defs/a", "/items/$defs/b"]
+
+
+def test_a_loop_ends() -> None:
+    assert _paths({"$ref": "#"}) == [""]
+
+
+def _upper(pattern: str) -> str:
+    return pattern.upper()
+
+
+def test_keywords_that_forbid_nothing_are_gone() -> None:
+    schema = {
+        "uniqueItems": False,
+        "unevaluatedItems": True,
+        "unevaluatedProperties": {},
+        "then": LEAF,
+        "minContains": 1,
+    }
+    assert rewrite(schema, "", _upper) == []
+    assert schema == {}
+    kept = {"uniqueItems": 0, "unevaluatedItems": False, "if": {}, "then": LEAF, "contains": {}, "minContains": 1}
+    schema = dict(kept)
+    rewrite(schema, "", _upper)
+    assert schema == kept
+
+
+def test_patterns_are_rewritten_wherever_they_stand() -> None:
+    schema = {"pattern": "a", "items": {"patternProperties": {"b": {"pattern": "c"}}}}
+    assert rewrite(schema, "", _upper) == []
+    assert schema == {"pattern": "A", "items": {"patternProperties": {"B": {"pattern": "C"}}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "found"),
+    [
+        ({"minProperties": 1}, False),
+        ({"minProperties": 2}, True),
+        ({"minProperties": 2, "required": ["a"]}, False),
+        ({"minProperties": 3, "required": ["a"]}, True),
+        ({"minProperties": 2, "additionalProperties": False}, False),
+        ({"minProperties": 2, "additionalProperties": False, "patternProperties": {"a": True}}, True),
+    ],
+)
+def test_counts_that_repeated_names_defeat(schema: dict[str, Any], found: bool) -> None:
+    assert [part.keyword for part in rewrite(schema, "/x", _upper)] == (["minProperties"] if found else [])
+
+
+def test_one_of_becomes_any_of_only_with_a_proof() -> None:
+    disjoint: dict[str, Any] = {"title": "t", "oneOf": [LEAF, {"type": "null"}], "x": 1}
+    rewrite(disjoint, "", _upper)
+    assert list(disjoint) == ["title", "anyOf", "x"]
+    for schema in ({"oneOf": [LEAF, {}]}, {"oneOf": [LEAF, {"type": "null"}], "anyOf": [{}]}):
+        before = dict(schema)
+        rewrite(schema, "", _upper)
+        assert schema == before
+
+
+def test_what_is_found_is_refused_by_name_or_reported() -> None:
+    found = [Unenforced("/a", "not", "is not enforced"), Unenforced("", "", "the library's own words")]
+    with pytest.raises(
+        NotEnforced, match="toy would not enforce all of it: /a/not: is not enforced; the library's own"
+    ):
+        settle("toy", found, False)
+    warnings = settle("toy", [*found, found[0]], True)
+    assert warnings == ("not enforced by toy: /a/not: is not enforced", "not enforced by toy: the library's own words")
+    assert unpack(pack(warnings, b"x\ny")) == (warnings, b"x\ny")
+    assert settle("toy", [], False) == ()
+    assert issubclass(NotEnforced, InvalidGrammar)
+
+
+def test_a_long_list_ends_with_a_number() -> None:
+    found = [Unenforced(f"/{i}", "not", "is not enforced") for i in range(MAX_NAMED + 5)]
+    assert settle("toy", found, True)[-1] == "not enforced by toy: and 5 more"

@@ -1,0 +1,290 @@
+"""The compiler: one flight for equal grammars, a cache in bytes, limits that name their setting."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from grammar_service.compile.compiler import AUTO, Compiler
+from grammar_service.compile.disk_cache import DiskCache, artifact_key
+from grammar_service.config import GrammarConfig
+from grammar_service.errors import InternalError, InvalidGrammar, LimitExceeded, NotEnforced, UnknownGrammar
+from grammar_service.grammar.value import Kind, Whitespace, parse
+from grammar_service.grammar.vocabulary import Vocabulary
+from tests.grammar_service.compile.test_pool import PRETEND
+from tests.grammar_service.toy import spell
+from tests.waiting import eventually
+
+CONFIG = GrammarConfig(dir="unused", compile_workers=1, compile_timeout_s=20)
+ANY = Whitespace.ANY
+UNENFORCED = '{"type":"array","uniqueItems":true}'
+
+
+@asynccontextmanager
+async def compiler(vocabulary: Vocabulary, command: Sequence[str] = (), **settings: object) -> AsyncIterator[Compiler]:
+    made = Compiler(dataclasses.replace(CONFIG, **settings), vocabulary, command)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def test_equal_grammars_share_one_compilation(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary) as made:
+        spellings = ['{"type": "integer"}', '{"type":"integer"}', '\n{ "type":"integer" }']
+        results = await asyncio.gather(
+            *(made.compile(Kind.JSON_SCHEMA, spellings[i % 3], ANY, "llguidance") for i in range(100))
+        )
+        assert len({entry.grammar_id for entry, _ in results}) == 1
+        assert [hit for _, hit in results].count(False) == 1
+        assert made.stats() | {"cache_bytes": 0} == {
+            "cached_grammars": 1,
+            "cache_bytes": 0,
+            "compiled": 1,
+            "cache_hits": 99,
+            "compile_rejected": 0,
+            "compile_limited": 0,
+        }
+
+
+async def test_what_makes_another_language_makes_another_key(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary) as made:
+        asked = [
+            (Kind.JSON_SCHEMA, '{"type":"object"}', Whitespace.COMPACT),
+            (Kind.JSON_SCHEMA, '{"type":"object"}', Whitespace.ANY),
+            (Kind.JSON_SCHEMA, '{"properties":{"a":{},"b":{}}}', Whitespace.ANY),
+            (Kind.JSON_SCHEMA, '{"properties":{"b":{},"a":{}}}', Whitespace.ANY),
+            (Kind.REGEX, "a", Whitespace.ANY),
+            (Kind.CHOICE, '["a"]', Whitespace.ANY),
+        ]
+        keys = [(await made.compile(*each, "llguidance"))[0].grammar_id for each in asked]
+        assert len(set(keys)) == len(asked)
+        assert (await made.compile(Kind.JSON_OBJECT, "", Whitespace.ANY, "llguidance"))[0].grammar_id == keys[1]
+        assert (await made.compile(Kind.REGEX, "a", Whitespace.COMPACT, "llguidance"))[1]
+
+
+async def test_one_caller_leaving_does_not_end_the_flight(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary) as made:
+        first = asyncio.create_task(made.compile(Kind.REGEX, "ab", ANY, "llguidance"))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(made.compile(Kind.REGEX, "ab", ANY, "llguidance"))
+        await asyncio.sleep(0)
+        first.cancel()
+        entry, hit = await second
+        assert hit
+        assert made.get(entry.grammar_id) is entry
+
+
+async def test_the_cache_is_bounded_in_bytes_and_drops_the_oldest(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary, cache_bytes=1 << 20) as made:
+        ids = [(await made.compile(Kind.REGEX, f"a{i}", ANY, "llguidance"))[0].grammar_id for i in range(40)]
+        assert made.stats()["cache_bytes"] <= 1 << 20
+        assert made.get(ids[-1])
+        with pytest.raises(UnknownGrammar, match="compile the grammar again"):
+            made.get(ids[0])
+        assert not (await made.compile(Kind.REGEX, "a0", ANY, "llguidance"))[1]
+
+
+async def test_what_failed_is_tried_again(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary, PRETEND, compile_timeout_s=0.5) as made:
+        for attempt in (1, 2):
+            with pytest.raises(LimitExceeded, match="compile_timeout_s"):
+                await made.compile(Kind.REGEX, "sleep", ANY, "llguidance")
+            assert made.limited == attempt
+        with pytest.raises(InvalidGrammar):
+            await made.compile(Kind.REGEX, "refuse", ANY, "llguidance")
+        assert made.rejected == 1
+        assert made.stats()["cached_grammars"] == 0
+
+
+async def test_the_length_of_a_grammar_is_bounded(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary, max_grammar_bytes=10) as made:
+        with pytest.raises(LimitExceeded, match="max_grammar_bytes: the grammar has 12 bytes, the limit is 10"):
+            await made.compile(Kind.REGEX, "éééééé", ANY, "llguidance")
+
+
+async def test_a_result_of_any_size_is_loaded_and_a_larger_one_is_refused(vocabulary: Vocabulary) -> None:
+    """The worker's answer is brought back whole; nothing is compiled beside the matchers."""
+    pytest.importorskip("xgrammar", reason="needs xgrammar")
+    names = {f"name_{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 9 + 1},20}}$"} for i in range(40)}
+    wide = json.dumps({"type": "object", "properties": names})
+    async with compiler(vocabulary, backend="xgrammar") as made:
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, wide, ANY, "xgrammar")
+        assert entry.compiled.memory_bytes > 1 << 16
+    async with compiler(vocabulary, backend="xgrammar", max_artifact_bytes=1 << 16) as made:
+        with pytest.raises(LimitExceeded, match=r"max_artifact_bytes: xgrammar .* the limit is 65536"):
+            await made.compile(Kind.JSON_SCHEMA, wide, ANY, "xgrammar")
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, wide, ANY, AUTO)
+        assert entry.backend == "llguidance"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "setting"),
+    [
+        (Kind.REGEX, "(" * 129 + "a" + ")" * 129, "max_grammar_depth"),
+        (Kind.JSON_SCHEMA, '{"items":' * 129 + "{}" + "}" * 129, "max_grammar_depth"),
+        (Kind.EBNF, "root ::= " + "(" * 200 + '"a"' + ")" * 200, "max_grammar_depth"),
+        (Kind.LARK, "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(600)) + 'r600: "a"', "max_rule_depth"),
+    ],
+)
+async def test_depth_is_refused_by_its_setting(vocabulary: Vocabulary, kind: Kind, source: str, setting: str) -> None:
+    async with compiler(vocabulary) as made:
+        with pytest.raises(LimitExceeded, match=f"^{setting}: "):
+            await made.compile(kind, source, ANY, "llguidance")
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    ("kind", "source"), [(Kind.REGEX, r"[^\s\S]"), (Kind.REGEX, r"[^\s\S]a"), (Kind.EBNF, 'root ::= root "a"')]
+)
+async def test_a_grammar_of_no_answer_at_all_is_wrong(
+    vocabulary: Vocabulary, kind: Kind, source: str, backend: str
+) -> None:
+    async with compiler(vocabulary) as made:
+        with pytest.raises(InvalidGrammar):
+            await made.compile(kind, source, ANY, backend)
+
+
+async def test_a_grammar_at_the_depth_limits_does_not_end_a_worker(vocabulary: Vocabulary) -> None:
+    """As far as references lead, with objects in each: 1,024 steps ended a thread with a stack of 8 MiB."""
+    definitions: dict[str, object] = {"d511": {"type": "null"}}
+    for i in range(511):
+        inner: object = {"$ref": f"#/$defs/d{i + 1}"}
+        for _ in range(4):
+            inner = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+        definitions[f"d{i}"] = inner
+    source = json.dumps({"$ref": "#/$defs/d0", "$defs": definitions})
+    async with compiler(vocabulary) as made:
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, source, ANY, "llguidance")
+        assert entry.compiled.matcher().accept(spell("{")[0])
+
+
+async def test_auto_takes_the_first_that_enforces_all_of_it(vocabulary: Vocabulary) -> None:
+    pytest.importorskip("xgrammar", reason="needs xgrammar")
+    async with compiler(vocabulary, backend="xgrammar") as made:
+        plain, _ = await made.compile(Kind.REGEX, "ab", ANY, AUTO)
+        assert plain.backend == "xgrammar"
+        lark, hit = await made.compile(Kind.LARK, 'start: "a"', ANY, AUTO)
+        assert (lark.backend, hit) == ("llguidance", False)
+        again, hit = await made.compile(Kind.LARK, 'start: "a"', ANY, AUTO)
+        assert again is lark
+        assert hit
+        with pytest.raises(NotEnforced, match=r"no backend .* xgrammar .*uniqueItems.* \| llguidance .*uniqueItems"):
+            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, AUTO)
+
+
+async def test_what_is_not_enforced_is_a_warning_where_it_is_allowed(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary) as made:
+        with pytest.raises(NotEnforced, match="uniqueItems"):
+            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance", allow_unenforced=True)
+        assert any("uniqueItems" in warning for warning in entry.warnings)
+        with pytest.raises(NotEnforced):
+            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
+        entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, AUTO, allow_unenforced=True)
+        assert entry.warnings
+
+
+async def test_a_compilation_that_nobody_waits_for_is_killed(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary, PRETEND) as made:
+        for text in ("sleep 1", "sleep 2"):
+            waiting = [asyncio.create_task(made.compile(Kind.REGEX, text, ANY, "llguidance")) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
+        # Both would have held the only worker for 20 s each.
+        await eventually(lambda: "running=0 abandoned=2" in repr(made))
+        assert (await made._pool("llguidance").compile(parse(Kind.REGEX, "next", ANY))).data.endswith(b" next")
+
+
+async def test_an_accepted_one_hurries_what_it_joins_and_no_queue_refuses_it(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary, PRETEND, compile_queue=2) as made:
+        order: list[str] = []
+
+        async def ask(text: str, *, accepted: bool = False) -> None:
+            # What the pretended worker compiles no library loads: each had its turn.
+            with pytest.raises(InternalError):
+                await made.compile(Kind.REGEX, text, ANY, "llguidance", accepted=accepted)
+            order.append(text)
+
+        def waiting() -> int:
+            return made._pool("llguidance").stats()["waiting"]
+
+        calls = [asyncio.create_task(ask("pause 1"))]
+        await eventually(lambda: made._flights and "free=0" in repr(made._pool("llguidance")._turns))
+        calls += [asyncio.create_task(ask(f"pause {number}")) for number in (2, 3)]
+        await eventually(lambda: waiting() == 2)
+        with pytest.raises(LimitExceeded, match="compile_queue"):
+            await made.compile(Kind.REGEX, "pause 4", ANY, "llguidance")
+        calls += [asyncio.create_task(ask(f"pause {number}", accepted=True)) for number in (3, 4, 1)]
+        await eventually(lambda: "accepted=2 others=1" in repr(made._pool("llguidance")._turns))
+        assert "running=4 " in repr(made), "equal ones share one compilation, accepted or not"
+        await asyncio.gather(*calls)
+        assert order == ["pause 1", "pause 1", "pause 3", "pause 3", "pause 4", "pause 2"]
+        assert not made._accepted
+
+
+@pytest.mark.parametrize(("priority", "policy"), [("low", os.SCHED_OTHER), ("idle", os.SCHED_IDLE)])
+async def test_workers_run_at_the_priority_that_is_set(vocabulary: Vocabulary, priority: str, policy: int) -> None:
+    async with compiler(vocabulary, compile_priority=priority) as made:
+        assert (await made.compile(Kind.REGEX, "a+", ANY, "llguidance"))[0].compiled.warnings == ()
+        (worker,) = made._pool("llguidance")._all
+        threads = [int(name) for name in os.listdir(f"/proc/{worker._process.pid}/task")]
+        assert {os.sched_getscheduler(thread) for thread in threads} == {policy}
+
+
+async def test_what_the_disk_has_starts_no_worker_however_urgent(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    settings = {"cache_dir": str(tmp_path / "cache")}
+    async with compiler(vocabulary, **settings) as made:
+        await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
+    async with compiler(vocabulary, **settings) as made:
+        assert (await made.compile(Kind.REGEX, "ab+", ANY, "llguidance", accepted=True))[1]
+        assert made._pools == {}
+        assert not made._accepted
+
+
+async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar", reason="needs xgrammar")
+    settings = {"backend": "xgrammar", "cache_dir": str(tmp_path / "cache")}
+    async with compiler(vocabulary, **settings) as made:
+        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
+        assert not hit
+        assert entry.compile_ms > 0
+        plan = entry.plan
+        assert plan.path is not None
+    async with compiler(vocabulary, **settings) as made:
+        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
+        assert hit
+        assert (entry.compile_ms, made.compiled) == (0, 0)
+        assert entry.compiled.matcher().accept(spell("a")[0])
+        assert entry.plan == plan
+    # Whole by its digest, and no artifact, or none of the library's: it is compiled again and replaced.
+    name = artifact_key(parse(Kind.REGEX, "ab+", ANY), "xgrammar", vocabulary.digest, allow_unenforced=False)
+    told = json.dumps(plan.to_wire()).encode()
+    for foreign in (b"no line", b"no plan\n[]\nnonsense", b"{}\n[]\nnonsense", told + b"\n[]\nnonsense"):
+        DiskCache(tmp_path / "cache", 1 << 20).put(name, foreign)
+        async with compiler(vocabulary, **settings) as made:
+            entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "xgrammar")
+            assert not hit
+            assert made.compiled == 1
+
+
+async def test_what_the_disk_has_needs_no_worker(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    settings = {"cache_dir": str(tmp_path / "cache")}
+    async with compiler(vocabulary, **settings) as made:
+        first, _ = await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
+    async with compiler(vocabulary, command=("false",), **settings) as made:
+        entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
+        assert hit
+        assert (entry.grammar_id, entry.plan, entry.warnings) == (first.grammar_id, first.plan, first.warnings)
+        assert entry.compiled.matcher().accept(spell("a")[0])
+        with pytest.raises(InternalError):
+            await made.compile(Kind.REGEX, "ac+", ANY, "llguidance")

@@ -1,0 +1,195 @@
+"""Compile processes: killed when slow, replaced when dead, gone when closed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from grammar_service.compile.pool import CompileLimits, CompilePool
+from grammar_service.errors import GrammarServiceError, InternalError, InvalidGrammar, LimitExceeded, NotSupported
+from grammar_service.grammar.value import Grammar, Kind, Whitespace, parse
+from grammar_service.grammar.vocabulary import Vocabulary
+from tests.waiting import eventually
+
+PRETEND = (sys.executable, str(Path(__file__).with_name("pretend_worker.py")))
+
+
+def grammar(text: str) -> Grammar:
+    return Grammar(Kind.REGEX, text, Whitespace.COMPACT)
+
+
+@asynccontextmanager
+async def pool(
+    vocabulary: Vocabulary,
+    *,
+    workers: int = 1,
+    timeout_s: float = 20.0,
+    queue: int = 8,
+    memory_mb: int = 512,
+) -> AsyncIterator[CompilePool]:
+    made = CompilePool(
+        "llguidance",
+        vocabulary,
+        workers=workers,
+        limits=CompileLimits(timeout_s=timeout_s, memory_mb=memory_mb),
+        queue=queue,
+        command=PRETEND,
+    )
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def pid(workers: CompilePool, text: str = "a") -> int:
+    return int((await workers.compile(grammar(text))).data.split()[0])
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_worker_serves_many_grammars(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        first = await workers.compile(grammar("one"))
+        assert first.data.endswith(b" one")
+        assert first.compile_ms == 1.5
+        assert await pid(workers, "two") == int(first.data.split()[0])
+
+
+def test_a_worker_steps_back_among_sessions_and_in_its_own() -> None:
+    """A niceness inside a session of everybody's own would change nothing where Linux groups tasks by session."""
+    group = Path("/proc/self/autogroup")
+    told = "import os; print(os.getsid(0) == os.getpid(), os.nice(0))"
+    if group.exists():
+        told += f"; print(open('{group}').read())"
+    code = f"from grammar_service.compile.worker import step_back; step_back(7); {told}"
+    lines = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    assert lines[0] == "True 7"
+    assert not group.exists() or lines[1].endswith("nice 7")
+
+
+async def test_a_slow_grammar_costs_its_worker_only(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary, workers=2, timeout_s=1.0) as workers:
+        await workers.ready()
+        victim = asyncio.create_task(workers.compile(grammar("sleep")))
+        other = await pid(workers)
+        with pytest.raises(LimitExceeded, match=r"compile_timeout_s: .* within 1 s"):
+            await victim
+        assert await pid(workers) == other
+        await workers.ready()
+        stats = workers.stats()
+        assert (stats["killed"], stats["started"]) == (1, 3)
+
+
+async def test_a_crash_is_one_requests_error(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        before = await pid(workers)
+        with pytest.raises(InternalError, match="exit -11"):
+            await workers.compile(grammar("crash"))
+        assert await pid(workers) != before
+        assert not alive(before)
+
+
+@pytest.mark.parametrize("text", ["forget", "starve"])
+async def test_a_worker_that_ran_out_of_memory_is_a_limit(vocabulary: Vocabulary, text: str) -> None:
+    async with pool(vocabulary) as workers:
+        with pytest.raises(LimitExceeded, match=r"compile_memory_mb: .* 512 MiB"):
+            await workers.compile(grammar(text))
+        assert (await workers.compile(grammar("next"))).data.endswith(b" next")
+
+
+async def test_a_worker_that_ended_while_it_was_idle_is_nobodys_error(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        before = await pid(workers)
+        os.kill(before, signal.SIGKILL)
+        await eventually(lambda: workers.stats()["crashed"] or not alive(before))
+        assert await pid(workers, "next") != before
+        assert workers.stats()["crashed"] == 1
+
+
+async def test_a_refusal_keeps_the_worker(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        before = await pid(workers)
+        with pytest.raises(InvalidGrammar, match="it says refuse"):
+            await workers.compile(grammar("refuse"))
+        assert await pid(workers) == before
+
+
+async def test_a_cancelled_call_frees_its_worker(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        before = await pid(workers)
+        call = asyncio.create_task(workers.compile(grammar("sleep")))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await pid(workers) != before
+
+
+async def test_the_queue_has_a_bound(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary, queue=2) as workers:
+        calls = [asyncio.create_task(workers.compile(grammar("pause"))) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with pytest.raises(LimitExceeded, match="compile_queue: 2"):
+            await workers.compile(grammar("a"))
+        await asyncio.gather(*calls)
+
+
+async def test_what_was_accepted_finds_no_queue_too_long_and_goes_first(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary, queue=2) as workers:
+        order: list[str] = []
+
+        async def compiled(name: str, *, accepted: bool) -> None:
+            await workers.compile(grammar(f"pause {name}"), accepted=accepted)
+            order.append(name)
+
+        calls = [asyncio.create_task(compiled(name, accepted=False)) for name in ("a", "b", "c")]
+        await eventually(lambda: workers.stats()["waiting"] == 2)
+        calls += [asyncio.create_task(compiled(name, accepted=True)) for name in ("x", "y", "z")]
+        await asyncio.gather(*calls)
+        assert order == ["a", "x", "y", "z", "b", "c"]
+
+
+async def test_a_worker_that_cannot_start_says_why(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary, memory_mb=666) as workers:
+        for _ in range(2):
+            with pytest.raises(GrammarServiceError, match="tokenizer_json: cannot be read"):
+                await workers.compile(grammar("a"))
+
+
+async def test_nothing_is_left_after_close(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary) as workers:
+        process = await pid(workers)
+        assert alive(process)
+    assert not alive(process)
+
+
+async def test_the_real_worker_compiles_and_never_loads_torch(vocabulary: Vocabulary) -> None:
+    workers = CompilePool(
+        "llguidance", vocabulary, workers=1, limits=CompileLimits(timeout_s=20, memory_mb=512), queue=1
+    )
+    try:
+        artifact = await workers.compile(parse(Kind.JSON_OBJECT, "", Whitespace.COMPACT))
+        assert b"%json" in artifact.data
+        assert [process.loads_torch for process in workers._all] == [False]
+        with pytest.raises(InvalidGrammar, match="uniqueItems"):
+            await workers.compile(parse(Kind.JSON_SCHEMA, '{"uniqueItems":true}', Whitespace.COMPACT))
+        sequence = parse(Kind.STRUCTURAL_TAG, '{"format":{"type":"sequence","elements":[]}}', Whitespace.ANY)
+        with pytest.raises(NotSupported):
+            await workers.compile(sequence)
+    finally:
+        await workers.close()

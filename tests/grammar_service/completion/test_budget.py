@@ -1,0 +1,344 @@
+"""Answers led to their end: they end, they are valid, and the rows are the same whatever was drafted or made anew."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from benchmarks.quality.random_schemas import random_schema
+from grammar_service.backends import Compiled, Matcher, Rows
+from grammar_service.completion.budget import Closing
+from grammar_service.completion.plan import ClosingPlan
+from grammar_service.completion.texts import TokenTexts
+from grammar_service.fill.matchers import Slot, SlotTable
+from grammar_service.grammar.mask_rows import Classifier, few
+from grammar_service.grammar.value import Kind
+from grammar_service.grammar.vocabulary import Vocabulary
+from shared_mem.grammar_end import Record
+from shared_mem.layout import LED, RowKind, Stage
+from tests.grammar_service.conftest import Library
+from tests.grammar_service.toy import PADDED, STOPS, spell
+
+Told = tuple[int, int, int, bytes]
+"""Kind, forced, need and words of a row."""
+
+PERSON = {
+    "type": "object",
+    "properties": {"n": {"type": "string"}, "a": {"type": "integer"}, "t": {"type": "array", "minItems": 2}},
+    "required": ["n", "a", "t"],
+}
+NODE = {"type": "object", "properties": {"l": {"$ref": "#/$defs/n"}, "v": {"type": "integer"}}, "required": ["l", "v"]}
+GRAMMARS: dict[str, tuple[Kind, Any]] = {
+    "required": (Kind.JSON_SCHEMA, PERSON),
+    "nested": (Kind.JSON_SCHEMA, {"type": "object", "properties": {"a": {"type": "array", "items": PERSON}}}),
+    "enum": (Kind.JSON_SCHEMA, {"enum": ["red", "green", "a longer value", 7]}),
+    "lengths": (Kind.JSON_SCHEMA, {"type": "string", "minLength": 12, "maxLength": 40}),
+    "pattern": (Kind.JSON_SCHEMA, {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{2}$"}),
+    "one of": (Kind.JSON_SCHEMA, {"anyOf": [PERSON, {"type": "array", "items": {"type": "boolean"}}]}),
+    "recursive": (Kind.JSON_SCHEMA, {"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [{"type": "null"}, NODE]}}}),
+    "object": (Kind.JSON_OBJECT, ""),
+    "choice": (Kind.CHOICE, ["yes", "no", "a third way"]),
+    "regex": (Kind.REGEX, "[a-z]+-(x|yy)!"),
+    "ebnf": (Kind.EBNF, 'root ::= "<" [a-z]+ ">" [^<]* "</end>"'),
+}
+
+
+def compiled_of(library: Library, name: str) -> tuple[Compiled, str]:
+    kind, source = GRAMMARS[name]
+    text = source if isinstance(source, str) else json.dumps(source)
+    return library.compiled(kind, text), text
+
+
+def plan_of(compiled: Compiled, source: str, vocabulary: Vocabulary) -> ClosingPlan:
+    return ClosingPlan.of(compiled.matcher(), source, TokenTexts.of(vocabulary))
+
+
+def drawn(seed: int, position: int, words: Any) -> int:
+    """Draw a token as the engine does: the same one from the same row, with the same seed, at the same position."""
+    legal = few(words, PADDED)
+
+    def noise(token: int) -> bytes:
+        return hashlib.blake2b(f"{seed} {position} {token}".encode(), digest_size=8).digest()
+
+    return min(legal, key=noise)
+
+
+class Walk:
+    """An engine's side of one slot: commits what it draws, drafts well or badly, and notes every row that it used."""
+
+    def __init__(self, compiled: Compiled, plan: ClosingPlan, limit: int, seed: int) -> None:
+        self.compiled, self.limit, self.seed = compiled, limit, seed
+        self.closes = partial(Closing, plan, limit)
+        self.classifier = Classifier(PADDED)
+        self.rows = Rows(np.zeros((8, plan.texts.num_words), dtype=np.int32))
+        self.tokens: list[int] = []
+        self.used: list[Told] = []
+        self.led = False
+        self.complete = False
+
+    def run(self, drafts: int = 0, rebind_at: int = -1, known: list[int] | None = None) -> Walk:
+        table, posted = self.bound(), 0
+        luck = random.Random(drafts)
+        while not self.complete and len(self.tokens) < self.limit:
+            if 0 <= rebind_at <= len(self.tokens):
+                table, posted, rebind_at = self.bound(), len(self.tokens), -1
+            proposed = self.propose(luck, drafts, known or [])
+            record = Record(0, 1, posted, tuple(self.tokens[posted:]), tuple(proposed), 0)
+            answer = table.answer(record, self.rows, 0)
+            posted = len(self.tokens)
+            for row in range(len(proposed) + 1):
+                kind, forced, need = answer.kinds[row], answer.forced[row], answer.need[row]
+                assert kind in (RowKind.ALL, RowKind.APPLY, RowKind.FORCED), (kind, table.slots[0].problem)
+                words = self.rows.words[row]
+                self.used.append((kind, forced, need, words.tobytes()))
+                token = drawn(self.seed, len(self.tokens), words)
+                self.tokens.append(token)
+                self.complete, self.led = token in STOPS, forced == LED
+                if self.complete or len(self.tokens) == self.limit or proposed[row : row + 1] != [token]:
+                    break
+        return self
+
+    def bound(self) -> SlotTable:
+        table = SlotTable(self.classifier)
+        table.bind(0, Slot.bind(1, self.compiled.matcher, self.tokens, self.closes))
+        return table
+
+    def propose(self, luck: random.Random, most: int, known: list[int]) -> list[int]:
+        """Draft what will be drawn, and now and then another token."""
+        at = len(self.tokens)
+        ahead = known[at : at + luck.randint(0, most)]
+        return [token if luck.random() < 0.9 else luck.randrange(3, 259) for token in ahead]
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_an_answer_ends_wherever_an_end_is_known(library: Library, vocabulary: Vocabulary, name: str) -> None:
+    compiled, source = compiled_of(library, name)
+    plan = plan_of(compiled, source, vocabulary)
+    assert plan.path is not None
+    for limit in (len(plan.path), len(plan.path) + 20):
+        walk = Walk(compiled, plan, limit, seed=limit).run()
+        assert walk.complete, (limit, spelled(plan, walk.tokens))
+        assert compiled_takes(compiled, walk.tokens)
+        if GRAMMARS[name][0] is Kind.JSON_SCHEMA:
+            judge(spelled(plan, walk.tokens), GRAMMARS[name][1])
+
+
+@pytest.mark.parametrize("name", ["required", "nested", "recursive", "lengths", "regex", "ebnf"])
+def test_rows_are_the_same_with_drafts_and_after_a_rebind(library: Library, vocabulary: Vocabulary, name: str) -> None:
+    compiled, source = compiled_of(library, name)
+    plan = plan_of(compiled, source, vocabulary)
+    limit = len(plan.path or ()) + 4
+    alone = Walk(compiled, plan, limit, seed=limit).run()
+    assert any(forced == LED for _, forced, _, _ in alone.used)
+    for drafts, rebind_at in ((7, -1), (3, limit // 2), (0, limit - 4)):
+        other = Walk(compiled, plan, limit, seed=limit).run(drafts, rebind_at, alone.tokens)
+        assert other.tokens == alone.tokens
+        assert other.used == alone.used
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schemas_at_random_limits(library: Library, vocabulary: Vocabulary, seed: int) -> None:
+    schema = random_schema(seed)
+    source = json.dumps(schema)
+    compiled = library.compiled(Kind.JSON_SCHEMA, source)
+    plan = plan_of(compiled, source, vocabulary)
+    limit = random.Random(seed).randint(4, 120)
+    walk = Walk(compiled, plan, limit, seed).run()
+    if walk.complete:
+        judge(spelled(plan, walk.tokens), schema)
+    else:
+        assert plan.path is None or len(plan.path) > limit
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_what_is_proven_is_not_above_what_was_found(library: Library, vocabulary: Vocabulary, name: str) -> None:
+    compiled, source = compiled_of(library, name)
+    plan = plan_of(compiled, source, vocabulary)
+    assert plan.path is not None
+    assert 2 <= plan.least <= len(plan.path)
+    assert compiled_takes(compiled, list(plan.path))
+
+
+@pytest.mark.parametrize("name", ["required", "choice"])
+def test_a_plan_comes_back_from_the_wire(library: Library, vocabulary: Vocabulary, name: str) -> None:
+    compiled, source = compiled_of(library, name)
+    plan = plan_of(compiled, source, vocabulary)
+    assert ClosingPlan.from_wire(json.loads(json.dumps(plan.to_wire())), plan.texts) == plan
+
+
+@pytest.mark.parametrize(
+    "change", [{"path": [PADDED]}, {"path": [True]}, {"path": "ab"}, {"least": 0}, {"margin": 1000}, {"toll": -1}]
+)
+def test_a_plan_that_cannot_be_one_is_refused(vocabulary: Vocabulary, change: dict[str, Any]) -> None:
+    texts = TokenTexts.of(vocabulary)
+    plain = {"path": [5], "least": 1, "margin": 12, "toll": 0}
+    assert ClosingPlan.from_wire(plain, texts).path == (5,)
+    with pytest.raises(ValueError, match="cannot be read"):
+        ClosingPlan.from_wire(plain | change, texts)
+
+
+class Counted:
+    """A matcher whose rows are counted, those of its copies, too."""
+
+    def __init__(self, inner: Matcher, fills: list[int]) -> None:
+        self.inner, self.fills = inner, fills
+
+    @property
+    def terminated(self) -> bool:
+        return self.inner.terminated
+
+    def accept(self, token: int) -> bool:
+        return self.inner.accept(token)
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+
+    def copy(self) -> Counted:
+        return Counted(self.inner.copy(), self.fills)
+
+    def fill(self, rows: Rows, index: int) -> None:
+        self.fills[0] += 1
+        self.inner.fill(rows, index)
+
+    def certain_bytes(self) -> int:
+        return self.inner.certain_bytes()
+
+
+def test_where_a_row_is_dear_few_are_looked_at(libraries: Callable[[str], Library], vocabulary: Vocabulary) -> None:
+    # llguidance tokenizes the whole of a text that can only go one way, for every row of it.
+    library = libraries("llguidance")
+    source = json.dumps(["ab" * 10_000])
+    compiled = library.compiled(Kind.CHOICE, source)
+    fills = [0]
+    plan = ClosingPlan.of(Counted(compiled.matcher(), fills), source, TokenTexts.of(vocabulary))
+    assert (plan.path, plan.toll) == (None, 625)
+    assert fills[0] < 8
+    assert len(spell("ab" * 10_000)) > plan.least > 1000, "what is certain has to be written"
+    fills[0] = 0
+    Closing(plan, 50, Counted(compiled.matcher(), fills))
+    assert fills[0] < 8
+
+
+def test_the_least_number_of_tokens_is_exact_where_every_answer_can_be_looked_at(
+    library: Library, vocabulary: Vocabulary
+) -> None:
+    compiled = library.compiled(Kind.CHOICE, json.dumps(["zq", "zqzq"]))
+    plan = plan_of(compiled, "zq", vocabulary)
+    assert plan.least == len(plan.path or ()) == len(spell("zq")) + 1
+
+
+def test_far_from_the_limit_rows_are_the_grammars_own(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, source = compiled_of(library, "required")
+    plan = plan_of(compiled, source, vocabulary)
+    matcher = compiled.matcher()
+    closing = Closing(plan, 4000, matcher)
+    tokens: list[int] = []
+    for token in spell('{"n":"someone","a":4'):
+        assert closing.narrowed(len(tokens)) is None
+        assert closing.led(len(tokens)) == -1
+        assert matcher.accept(token)
+        tokens.append(token)
+        closing.push(matcher, tokens)
+
+
+def test_where_it_is_quiet_nothing_is_looked_at_and_nothing_narrowed(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, text = compiled_of(library, "required")
+    matcher = compiled.matcher()
+    closing, rng, tokens = Closing(plan_of(compiled, text, vocabulary), 120, matcher), random.Random(1), list[int]()
+    quiet = loud = 0
+    while not matcher.terminated and len(tokens) < 119:
+        at = len(tokens)
+        said, marks = closing.is_quiet(at, at + 1), repr(closing)
+        legal = library.legal(matcher)
+        if (narrowed := closing.narrowed(at)) is not None:
+            legal = set(few(narrowed, PADDED))
+        tokens.append(rng.choice(sorted(legal)))
+        matcher.accept(tokens[-1])
+        if said:
+            assert narrowed is None
+            assert closing.led(at) == -1
+        closing.push(matcher, tokens)
+        if said:
+            assert repr(closing) == marks
+        quiet, loud = quiet + said, loud + (not said)
+    assert quiet
+    assert loud
+
+
+def test_with_nothing_to_spare_hardly_more_than_the_path_is_offered(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, source = compiled_of(library, "lengths")
+    plan = plan_of(compiled, source, vocabulary)
+    assert plan.path is not None
+    slot = Slot.bind(1, compiled.matcher, [], partial(Closing, plan, len(plan.path)))
+    rows = Rows(np.zeros((1, plan.texts.num_words), dtype=np.int32))
+    for token in plan.path[1:-1]:
+        slot.accept(plan.path[len(slot.tokens)])
+        kind, forced, need = slot.fill(rows, 0, Classifier(PADDED))
+        assert (kind, forced, need) == (RowKind.APPLY, LED, len(plan.path) - len(slot.tokens))
+        offered = few(rows.words[0], PADDED)
+        assert token in offered
+        assert len(offered) < 4
+
+
+def test_a_draft_that_leaves_no_room_is_walked_no_further(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, source = compiled_of(library, "lengths")
+    plan = plan_of(compiled, source, vocabulary)
+    assert plan.path is not None
+    table = SlotTable(Classifier(PADDED))
+    table.bind(0, Slot.bind(1, compiled.matcher, [], partial(Closing, plan, len(plan.path))))
+    rows = Rows(np.zeros((2, plan.texts.num_words), dtype=np.int32))
+    head = plan.path[:3]
+    other = next(t for t in spell("abc") if t != plan.path[3])
+    answer = table.answer(Record(0, 1, 0, head, (other,), 0), rows, 0)
+    assert answer.kinds == [RowKind.APPLY, RowKind.DEFER]
+    assert table.slots[0].tokens == list(head)
+
+
+def test_a_limit_that_nothing_fits_narrows_nothing(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, source = compiled_of(library, "pattern")
+    plan = plan_of(compiled, source, vocabulary)
+    walk = Walk(compiled, plan, plan.least - 1, seed=1).run()
+    assert not walk.complete
+    assert all(forced != LED for _, forced, _, _ in walk.used)
+
+
+def judge(text: str, schema: Any) -> None:
+    jsonschema.validate(json.loads(text), schema)
+
+
+def spelled(plan: ClosingPlan, tokens: list[int]) -> str:
+    return plan.texts.text(tokens).decode()
+
+
+def compiled_takes(compiled: Compiled, tokens: list[int]) -> bool:
+    matcher = compiled.matcher()
+    return all(matcher.accept(token) for token in tokens) and matcher.terminated
+
+
+def test_where_one_way_to_the_end_is_left_it_is_proposed(library: Library, vocabulary: Vocabulary) -> None:
+    compiled, source = compiled_of(library, "required")
+    plan = plan_of(compiled, source, vocabulary)
+    assert plan.path is not None
+    table = SlotTable(Classifier(PADDED))
+    table.bind(0, Slot.bind(1, compiled.matcher, (), partial(Closing, plan, len(plan.path))))
+    rows = Rows(np.zeros((8, plan.texts.num_words), dtype=np.int32))
+    slot, whole = table.slots[0], 0
+    assert slot.closing is not None
+    for said in range(len(plan.path)):
+        slot.resting = 0  # a proposal that took long is followed by rests
+        proposed = table.answer(Record(0, 1, 0, plan.path[:said], (), Stage.PROPOSE, 0b111), rows, 0).forced
+        way = slot.closing.only(said)
+        assert way in (None, (), plan.path[said:])
+        if way is not None:
+            # Where more than one token keeps the end in reach nothing is.
+            assert tuple(proposed) == way[:-1][:3]
+            whole += bool(way)
+    assert whole > 1

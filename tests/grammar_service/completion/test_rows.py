@@ -1,0 +1,178 @@
+"""What a narrowed row offers, and what finding it costs: the fills of a matcher are counted, not the time."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grammar_service.backends import Compiled, Matcher, Rows
+from grammar_service.completion.budget import Closing
+from grammar_service.completion.choices import choices_of, is_text
+from grammar_service.completion.plan import ClosingPlan
+from grammar_service.completion.texts import TokenTexts
+from grammar_service.grammar.mask_rows import Words, few, has
+from grammar_service.grammar.value import Kind
+from grammar_service.grammar.vocabulary import Vocabulary
+from tests.grammar_service.conftest import Library
+from tests.grammar_service.toy import PADDED, row_of, spell
+
+
+class Counted:
+    """A matcher that counts its fills, with those of its copies."""
+
+    def __init__(self, inner: Matcher, fills: list[int]) -> None:
+        self._inner, self._fills = inner, fills
+
+    def fill(self, rows: Rows, index: int) -> None:
+        self._fills[0] += 1
+        self._inner.fill(rows, index)
+
+    def copy(self) -> Counted:
+        return Counted(self._inner.copy(), self._fills)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Answer:
+    """One answer, text by text; notes the fills that each of its tokens cost."""
+
+    def __init__(self, compiled: Compiled, source: str, vocabulary: Vocabulary, limit: int) -> None:
+        self.fills = [0]
+        self.matcher: Any = Counted(compiled.matcher(), self.fills)
+        self.plan = ClosingPlan.of(compiled.matcher(), source, TokenTexts.of(vocabulary))
+        self.closing = Closing(self.plan, limit, self.matcher)
+        self.tokens: list[int] = []
+
+    def say(self, text: str) -> list[int]:
+        return [self.take(token) for token in spell(text)]
+
+    def take(self, token: int) -> int:
+        assert self.matcher.accept(token), token
+        self.tokens.append(token)
+        before = self.fills[0]
+        self.closing.push(self.matcher, self.tokens)
+        return self.fills[0] - before
+
+    def whole_row(self) -> Words:
+        words = self.row()
+        if words is None:
+            rows = Rows(np.zeros((1, self.plan.texts.num_words), dtype=np.int32))
+            self.matcher.fill(rows, 0)
+            words = rows.words[0]
+        return words
+
+    def row(self) -> Words | None:
+        return self.closing.narrowed(len(self.tokens))
+
+
+def answer(library: Library, vocabulary: Vocabulary, schema: Any, limit: int) -> Answer:
+    source = json.dumps(schema)
+    return Answer(library.compiled(Kind.JSON_SCHEMA, source), source, vocabulary, limit)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 5])
+def test_half_of_something_is_offered_where_its_other_half_fits(
+    library: Library, vocabulary: Vocabulary, spare: int
+) -> None:
+    said = '"some'
+    end = 2  # the quotation mark and the stop token
+    told = answer(library, vocabulary, {"type": "string"}, len(spell(said)) + end + spare)
+    told.say(said)
+    words = told.row()
+    assert words is not None
+    (letter,), (backslash,), (lead, *_) = spell("x"), spell("\\"), spell("\u00e9")
+    assert has(words, letter) == (spare >= 1)
+    assert has(words, backslash) == (spare >= 2)
+    assert has(words, lead) == (spare >= 2)
+
+
+def test_what_was_found_behind_a_token_serves_the_next_row(library: Library, vocabulary: Vocabulary) -> None:
+    properties = {"n": {"type": "integer", "minimum": 0, "maximum": 500}, "b": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["n"], "additionalProperties": False}
+    told = answer(library, vocabulary, schema, len(spell('{"n":4')) + 12)
+    (comma,) = spell(",")
+
+    def offered() -> bool:
+        words = told.row()
+        return words is None or has(words, comma)
+
+    searched = told.say('{"n":4')[-1]
+    assert offered()
+    # No digit fits any more: another row, with the same comma in it, and the same way behind that.
+    known = told.say("50")[-1]
+    assert offered()
+    assert known == 3 < searched
+    told.say(',"b":""}')
+
+
+def test_a_text_that_nears_its_bound_keeps_what_was_found(library: Library, vocabulary: Vocabulary) -> None:
+    told = answer(library, vocabulary, {"type": "string", "maxLength": 9}, 14)
+    letters = told.say('"xxxxxxxxx')[2:]
+    # The row, and the two tokens of the way to the end: though "true" and then "abc" fit no more.
+    assert letters[:-1] == [3] * 7
+    assert letters[-1] > 0, "of the full text another row is left"
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [{}, {"maxLength": 40}, {"minLength": 60}],
+        [{}, {"maxLength": 12}, {"minLength": 30}],
+        [{}, {}, {"minLength": 60}],
+        [{"maxLength": 40}, {"maxLength": 40}, {"pattern": "^[A-Z]{3}-[0-9]{20}$"}],
+    ],
+)
+def test_a_token_that_ends_one_text_and_opens_another_is_looked_at_anew(
+    library: Library, vocabulary: Vocabulary, items: list[dict[str, Any]]
+) -> None:
+    """The way to the end is the same before and behind it, and the rows are alike: what follows then is not."""
+    schema = {"type": "array", "prefixItems": [{"type": "string"} | item for item in items], "items": False}
+    texts = TokenTexts.of(vocabulary)
+    joint = texts.ids[b'","']
+    for limit in range(8, 30):
+        told = answer(library, vocabulary, schema | {"minItems": 1}, limit)
+        luck = random.Random(limit)
+        for token in (*spell('["wo'), joint, *spell("ca"), joint):
+            words = told.row()
+            if words is not None and not has(words, token):
+                break
+            told.take(token)
+        while len(told.tokens) < limit and not told.matcher.terminated:
+            legal = few(told.whole_row(), PADDED)
+            told.take(luck.choice(legal))
+        assert told.matcher.terminated, (limit, texts.text(told.tokens))
+
+
+def test_choices_are_remembered_and_forgotten(vocabulary: Vocabulary) -> None:
+    texts = TokenTexts.of(vocabulary)
+    texts.choices.clear()
+    for number in range(1100):
+        pair = {3 + number % 40, 60 + number // 40}
+        row = row_of(pair, texts.num_words)
+        found = choices_of(row, texts)
+        assert set(found) <= pair
+        assert found
+        assert choices_of(row.copy(), texts) is found
+    assert 0 < len(texts.choices) < 1100
+
+
+def test_text_is_where_most_tokens_may_stand(vocabulary: Vocabulary) -> None:
+    words = vocabulary.num_words
+    assert is_text(row_of(range(PADDED), words))
+    assert not is_text(row_of(range(8 * words), words))
+    assert is_text(row_of(range(8 * words + 1), words))
+
+
+def test_halves(vocabulary: Vocabulary) -> None:
+    texts = TokenTexts.of(vocabulary)
+    half = partial(map, texts.is_half)
+    assert list(half(spell("\u00e9"))) == [True, True]
+    assert list(half(spell("\\"))) == [True]
+    assert not texts.is_half(texts.ids[b'","'])
+    assert not any(half(spell('abc{ "true')))

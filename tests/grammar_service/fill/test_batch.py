@@ -1,0 +1,252 @@
+"""Records answered together give what the slot-by-slot way gives, whatever they say."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from threading import Lock
+
+import numpy as np
+import pytest
+
+from grammar_service.backends import Compiled, Matcher, filler_of
+from grammar_service.completion.budget import Closing
+from grammar_service.completion.plan import ClosingPlan
+from grammar_service.completion.texts import TokenTexts
+from grammar_service.fill.batch import Batches
+from grammar_service.fill.counters import Books
+from grammar_service.fill.matchers import Slot, SlotTable
+from grammar_service.fill.standing_rows import StandingRows
+from grammar_service.fill.tasks import goes_together
+from grammar_service.fill.worker import Worker
+from grammar_service.grammar.mask_rows import Classifier
+from grammar_service.grammar.value import Kind, Whitespace, parse
+from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.grammar_end import Record
+from shared_mem.layout import Layout, RowKind, Stage
+from shared_mem.segment import Segment
+from tests.grammar_service.conftest import Library
+from tests.grammar_service.toy import PADDED, STOPS, VOCAB, ToyFiller, ToyMatcher, tokens_in
+
+ROWS, SLOTS, STEPS = 5, 8, 40
+PATIENCE_S = 120.0
+NEVER_LATE_MS = 10_000.0
+
+GRAMMARS = [
+    (
+        Kind.JSON_SCHEMA,
+        '{"type":"object","properties":{"a":{"type":"string"},"b":{"type":"integer"}},"required":["a"]}',
+    ),
+    (Kind.JSON_SCHEMA, '{"enum":["true","abc","abd"]}'),
+    (Kind.REGEX, "ab(c|d)?[0-9]*"),
+    (Kind.REGEX, "(.|\\n)*"),
+    (Kind.CHOICE, '["abcabc","abcabd","x"]'),
+]
+
+
+class Side:
+    """An engine's end and a worker behind it."""
+
+    def __init__(self, segment: Segment, *, batches: bool) -> None:
+        self.engine = EngineEnd(segment)
+        end = GrammarEnd(Segment.attach(os.dup(segment.fileno())))
+        self.worker = Worker(end, threads=2, row_deadline_ms=NEVER_LATE_MS)
+        self.worker.least_batch = 2 if batches else SLOTS + 1
+        self.worker.start()
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    """With batches, and without."""
+    layout = Layout(num_slots=SLOTS, num_rows=ROWS, vocab_size=PADDED)
+    with ExitStack() as stack:
+        made = [Side(stack.enter_context(Segment.create(layout)), batches=batches) for batches in (True, False)]
+        yield made[0], made[1]
+        for side in made:
+            assert side.worker.stop(PATIENCE_S)
+
+
+class Lane:
+    """What the engine knows of one slot, and what it says next."""
+
+    def __init__(self, slot: int, rng: random.Random, bind: Callable[[Lane], None]) -> None:
+        self.slot, self.rng, self.gen, self._bind = slot, rng, 0, bind
+        self.anew()
+
+    def anew(self) -> None:
+        """A new request has the slot."""
+        self.gen += 1
+        self.tokens: list[int] = []
+        self.drafts: list[int] = []
+        self.rows: list[set[int] | None] = []
+        self._bind(self)
+
+    def take(self, kinds: list[int], rows: list[set[int]]) -> None:
+        """Look at an answer."""
+        if RowKind.ERROR in kinds or RowKind.ALL in kinds[: len(self.drafts) + 1]:
+            self.anew()
+            return
+        said = (RowKind.APPLY, RowKind.FORCED)
+        self.rows = [row if kind in said else None for kind, row in zip(kinds, rows, strict=True)]
+
+    def record(
+        self, walk: Callable[[Lane, list[int], int], list[int]]
+    ) -> tuple[int, int, int, list[int], list[int], int]:
+        """Return gen, commit_pos, committed, drafts and wanted rows of the next record."""
+        rng = self.rng
+        start, committed = len(self.tokens), self._emitted()
+        if any(token in STOPS for token in committed):
+            self.anew()
+            start, committed = 0, []
+        chance = rng.random()
+        gen = self.gen
+        if chance < 0.02 and start > 1:
+            # The newest tokens are others after all.
+            start -= 1
+            committed = [self.tokens[start], *committed][: ROWS - 1] if rng.random() < 0.5 else []
+            self.tokens = self.tokens[:start]
+        elif chance < 0.03:
+            committed = [*committed[: ROWS - 1], rng.randrange(PADDED)]
+        elif chance < 0.04:
+            start += 2
+        elif chance < 0.06:
+            gen += rng.choice((-1, 1))
+        elif chance < 0.10 and start + 1 < ROWS:
+            # All of it once more.
+            start, committed = 0, [*self.tokens, *committed][:ROWS]
+        full = self.tokens[:start] + committed
+        drafts = walk(self, full, rng.randrange(ROWS))
+        if rng.random() < 0.2 and drafts:
+            drafts[rng.randrange(len(drafts))] = rng.randrange(PADDED)
+        need = (1 << ROWS) - 1
+        if rng.random() < 0.15:
+            need = rng.choice((need << rng.randrange(len(drafts) + 1) & need, rng.randrange(1, need + 1)))
+        if gen == self.gen and start <= len(self.tokens):
+            self.tokens = full
+        self.drafts, self.rows = drafts, []
+        return gen, start, committed, drafts, need
+
+    def _emitted(self) -> list[int]:
+        out: list[int] = []
+        for at, row in enumerate(self.rows[: len(self.drafts) + 1]):
+            if not row:
+                break
+            if at < len(self.drafts) and self.drafts[at] in row and self.rng.random() < 0.6:
+                out.append(self.drafts[at])
+                continue
+            text = sorted(row - set(STOPS))
+            ends = not text or (row & set(STOPS) and self.rng.random() < 0.1)
+            out.append(self.rng.choice(sorted(row & set(STOPS)) if ends else text))
+            break
+        return out
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_batch_gives_what_slot_by_slot_gives(library: Library, sides: tuple[Side, Side], seed: int) -> None:
+    rng = random.Random(seed)
+    texts = TokenTexts.of(library.vocabulary)
+    grammars = [library.compiled(kind, source, Whitespace.BOUNDED) for kind, source in GRAMMARS]
+    plans = [
+        ClosingPlan.of(compiled.matcher(), parse(kind, source, Whitespace.BOUNDED).text, texts)
+        for compiled, (kind, source) in zip(grammars, GRAMMARS, strict=True)
+    ]
+    using: dict[int, Compiled] = {}
+
+    for compiled in grammars:
+        # xgrammar's chains are for machines of many cores.
+        filler = filler_of(compiled.matcher())
+        assert filler is not None
+        filler.along = True
+
+    def bind(lane: Lane) -> None:
+        number = rng.randrange(len(grammars))
+        using[lane.slot] = grammars[number]
+        closes = partial(Closing, plans[number], rng.choice((24, 400))) if rng.random() < 0.8 else None
+        for side in sides:
+            side.worker.bind(lane.slot, Slot.bind(lane.gen, grammars[number].matcher, (), closes))
+
+    def walk(lane: Lane, tokens: list[int], count: int) -> list[int]:
+        matcher: Matcher = using[lane.slot].matcher()
+        found: list[int] = []
+        if all(matcher.accept(token) for token in tokens):
+            while len(found) < count and not matcher.terminated:
+                token = rng.choice(sorted(library.legal(matcher)))
+                assert matcher.accept(token)
+                found.append(token)
+        return found
+
+    lanes = [Lane(slot, rng, bind) for slot in range(SLOTS)]
+    seen: set[int] = set()
+    for step in range(STEPS):
+        asked = [lane for lane in lanes if rng.random() < 0.9] or lanes[:1]
+        records = [lane.record(walk) for lane in asked]
+        answers = [_ask(side.engine, asked, records) for side in sides]
+        for lane, (_, _, committed, drafts, _), one, other in zip(asked, records, *answers, strict=True):
+            told = f"step {step} {lane.slot=} {lane.gen=} {committed=} {drafts=}"
+            assert one == other, told
+            seen.update(one[0])
+            lane.take(one[0], one[3])
+    batched, alone = (side.worker.stats() for side in sides)
+    assert alone["batched_records"] == 0
+    assert batched["batched_records"] > STEPS
+    assert {RowKind.APPLY, RowKind.FORCED, RowKind.DEFER, RowKind.ERROR} <= seen
+    for name in ("filled_rows", "refilled_rows", "reused_rows", "records", "late_answers"):
+        assert batched[name] == alone[name], name
+    assert sides[0].worker.rows_by_kind() == sides[1].worker.rows_by_kind()
+
+
+def _ask(engine: EngineEnd, lanes: list[Lane], records: list[tuple[int, int, int, list[int], list[int], int]]) -> list:
+    arrays = engine.batch_arrays(len(lanes))
+    for i, (lane, (gen, start, committed, drafts, need)) in enumerate(zip(lanes, records, strict=True)):
+        arrays.slots[i], arrays.slot_gens[i], arrays.commit_pos[i] = lane.slot, gen, start
+        arrays.n_commit[i], arrays.n_draft[i], arrays.need_rows[i] = len(committed), len(drafts), need
+        arrays.tokens[i, : len(committed) + len(drafts)] = committed + drafts
+    seq = engine.post_batch(arrays)
+    result = engine.await_batch(arrays, seq, timeout_s=PATIENCE_S)
+    assert result.num_missing == 0
+    out = []
+    for i, lane in enumerate(lanes):
+        kinds, forced, need = (array[i].tolist() for array in (result.kinds, result.forced, result.need))
+        words = engine.mask_rows(seq)[lane.slot, :, : -(-PADDED // 32)]
+        rows = [
+            tokens_in(np.ascontiguousarray(words[row])) if kind in (RowKind.APPLY, RowKind.FORCED) else set()
+            for row, kind in enumerate(kinds)
+        ]
+        out.append((kinds, forced, need, rows))
+    return out
+
+
+def test_drafts_go_alone_where_a_chain_of_them_does_not_pay() -> None:
+    filler = ToyFiller()
+    filler.along = False
+    longer = Record(0, 1, 0, (), (5, 6), Stage.VERIFY, 0b111)
+    single = longer._replace(need_rows=0b100, stage=1)
+    assert not goes_together(filler, longer)
+    assert goes_together(filler, single)
+    assert goes_together(filler, longer._replace(drafts=(), need_rows=1))
+    filler.along = True
+    assert goes_together(filler, longer)
+    assert not goes_together(filler, longer._replace(stage=Stage.PROPOSE))
+    assert not goes_together(None, longer)
+
+
+@pytest.mark.parametrize(
+    ("cost_ms", "most", "sizes"), [(0.4, 8.0, [32, 8]), (3.9, 8.0, [4] * 10), (3.9, 80.0, [32, 8])]
+)
+def test_a_batch_is_no_longer_than_its_time(cost_ms: float, most: float, sizes: list[int]) -> None:
+    count, layout = sum(sizes), Layout(num_slots=40, num_rows=3, vocab_size=VOCAB)
+    with Segment.create(layout) as segment:
+        table = SlotTable(Classifier(VOCAB))
+        for number in range(count):
+            slot = Slot.bind(1, lambda: ToyMatcher([(1, 2)]), ())
+            slot.filler, slot.cost_ns = ToyFiller(), int(cost_ms * 1e6)
+            table.bind(number, slot)
+        standing = [StandingRows() for _ in range(count)]
+        limits = 2, int(most * 1e6)
+        made = Batches(GrammarEnd(segment), table, standing, Books(count), Lock(), lambda question: None, *limits)
+        batches, rest = made.split(1, [Record(number, 1, 0, (), (), Stage.VERIFY, 1) for number in range(count)])
+    assert [len(batch.records) for batch in batches] == sizes
+    assert not rest

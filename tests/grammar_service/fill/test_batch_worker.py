@@ -1,0 +1,233 @@
+"""A worker that answers many slots at once: what hangs among them, what fails among them, and how many may be there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from grammar_service.backends import Chain, Filled, MatcherFailed, Rows
+from grammar_service.fill.matchers import Slot
+from grammar_service.fill.worker import Worker
+from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd
+from shared_mem.layout import Layout, RowKind
+from shared_mem.segment import Segment
+from tests.grammar_service.toy import VOCAB, ToyFiller, ToyMatcher, tokens_in
+
+TEXTS = [(1, 2, 3, 4), (1, 2, 5), (1, 6, 7, 8), (2,)]
+MANY = 64
+PATIENCE_S = 120.0
+"""Used up by a failing test alone, on however busy a machine."""
+
+
+class Member(ToyMatcher):
+    """May be filled together with others; `breaks` is told before every row."""
+
+    def __init__(self, filler: ToyFiller, breaks: Callable[[ToyMatcher], None] = lambda matcher: None) -> None:
+        super().__init__(TEXTS)
+        self.filler, self.breaks = filler, breaks
+
+    def fill(self, rows: Rows, index: int) -> None:
+        self.breaks(self)
+        super().fill(rows, index)
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    with Segment.create(Layout(num_slots=MANY, num_rows=3, vocab_size=VOCAB)) as created:
+        yield created
+
+
+@pytest.fixture
+def worker(segment: Segment) -> Iterator[Worker]:
+    worker = Worker(GrammarEnd(Segment.attach(os.dup(segment.fileno()))))
+    worker.start()
+    yield worker
+    assert worker.stop(PATIENCE_S)
+
+
+def step(engine: EngineEnd, slots: int, at: int, committed: list[int], drafts: list[int]) -> tuple[int, AwaitResult]:
+    """Post the same for the first slots."""
+    arrays = engine.batch_arrays(slots)
+    arrays.slots[:], arrays.slot_gens[:], arrays.commit_pos[:] = range(slots), 1, at
+    arrays.n_commit[:], arrays.n_draft[:] = len(committed), len(drafts)
+    arrays.tokens[:, : len(committed) + len(drafts)] = committed + drafts
+    seq = engine.post_batch(arrays)
+    return seq, engine.await_batch(arrays, seq, timeout_s=PATIENCE_S)
+
+
+def whole(engine: EngineEnd, seq: int, slots: list[int]) -> list[list[int]]:
+    """Return the kinds once no row is to come any more."""
+    gens = [1] * len(slots)
+    _until(lambda: not engine.await_rows(seq, slots, gens, timeout_s=PATIENCE_S).num_late)
+    return engine.await_rows(seq, slots, gens, timeout_s=0).kinds.tolist()
+
+
+def test_many_quick_slots_are_not_late_because_they_are_many(segment: Segment, worker: Worker) -> None:
+    engine, filler = EngineEnd(segment), ToyFiller()
+    for slot in range(MANY):
+        worker.bind(slot, Slot.bind(1, lambda: Member(filler), []))
+    step(engine, MANY, 0, [1], [2])
+    # A machine that takes its cores away now and then makes some of these late, and not all.
+    for at in range(500):
+        late = worker.stats()["late_answers"]
+        # The same place again with other drafts: row 0 stands, and row 1 does now and then.
+        step(engine, MANY, 1 + at % 2, [[2], [3]][at % 2], [[5], [4]][at % 2])
+        if at and worker.stats()["late_answers"] == late:
+            break
+        if at % 2:
+            for slot in range(MANY):
+                worker.bind(slot, Slot.bind(1, lambda: Member(filler), [1]))
+    else:
+        pytest.fail("every step was late")
+    assert filler.fills
+
+
+def test_what_hangs_in_a_batch_holds_the_others_for_a_moment_only(segment: Segment, worker: Worker) -> None:
+    engine, filler, gate = EngineEnd(segment), ToyFiller(), threading.Event()
+
+    def hangs(matcher: ToyMatcher) -> None:
+        if len(matcher.taken) == 2:
+            assert gate.wait(10 * PATIENCE_S)
+
+    for slot in range(8):
+        breaks = {"breaks": hangs} if slot == 3 else {}
+        worker.bind(slot, Slot.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
+    others = [slot for slot in range(8) if slot != 3]
+    seq, _ = step(engine, 8, 0, [1], [])
+    assert {tuple(row) for row in whole(engine, seq, list(range(8)))} == {(RowKind.APPLY, RowKind.DEFER, RowKind.DEFER)}
+    try:
+        seq, result = step(engine, 8, 1, [2], [3])
+        assert filler.fills == 1
+        assert result.kinds[3].tolist() == [RowKind.DEFER] * 3
+        assert whole(engine, seq, others) == [[RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]] * 7
+        assert tokens_in(engine.mask_rows(seq)[0, 0, :3]) == {3, 5}
+        # The slot itself hangs in a thread of its own, and the next step goes on without it.
+        seq, result = step(engine, 8, 2, [3], [])
+        assert whole(engine, seq, others) == [[RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]] * 7
+        assert result.kinds[3].tolist() == [RowKind.DEFER] * 3
+        assert worker.alive
+    finally:
+        gate.set()
+    assert whole(engine, seq, [3]) == [[RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]]
+
+
+def test_a_thread_that_comes_back_moves_nobody_elses_matcher(segment: Segment, worker: Worker) -> None:
+    engine, gate, held, back = EngineEnd(segment), threading.Event(), threading.Lock(), threading.Event()
+
+    class Slow(ToyFiller):
+        def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
+            if matcher.number == 3 and list(tokens) == [2] and held.acquire(blocking=False):
+                assert gate.wait(10 * PATIENCE_S)
+            return super().accept(matcher, tokens)
+
+        def fill(self, chains: Sequence[Chain], rows: Any, threads: int) -> Filled:
+            filled = super().fill(chains, rows, threads)
+            if gate.is_set():
+                back.set()
+            return filled
+
+    class Numbered(Member):
+        number = 0
+
+    filler = Slow()
+
+    def made(number: int) -> Numbered:
+        matcher = Numbered(filler)
+        matcher.number = number
+        return matcher
+
+    for slot in range(8):
+        worker.bind(slot, Slot.bind(1, partial(made, slot), []))
+    slots = list(range(8))
+    whole(engine, step(engine, 8, 0, [1], [])[0], slots)
+    try:
+        # The batch is left to its thread in the middle of its moves, and the others go on from there.
+        for at, token in ((1, 2), (2, 3)):
+            seq, _ = step(engine, 8, at, [token], [])
+            expected = RowKind.APPLY if token == 2 else RowKind.FORCED
+            assert whole(engine, seq, slots) == [[expected, RowKind.DEFER, RowKind.DEFER]] * 8
+    finally:
+        gate.set()
+    assert back.wait(PATIENCE_S)
+    # What it did was done to matchers that are nobody's any more.
+    seq, _ = step(engine, 8, 3, [4], [])
+    assert {tuple(kinds) for kinds in whole(engine, seq, slots)} != {(RowKind.DEFER,) * 3}
+    assert worker.stats()["gaps"] == 0
+
+
+def test_a_librarys_own_error_in_a_batch_ends_one_request_at_most(
+    segment: Segment, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(ToyFiller):
+        def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
+            taken = super().accept(matcher, tokens)
+            if list(tokens) == [2]:
+                raise TypeError("already borrowed")
+            return taken
+
+    engine, filler = EngineEnd(segment), Broken()
+    for slot in range(8):
+        worker.bind(slot, Slot.bind(1, lambda: Member(filler), []))
+    whole(engine, step(engine, 8, 0, [1], [])[0], list(range(8)))
+    seq, _ = step(engine, 8, 1, [2], [3])
+    assert whole(engine, seq, list(range(8))) == [[RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]] * 8
+    assert worker.alive
+    assert "already borrowed" in caplog.text
+
+
+def test_a_batch_that_hangs_ends_the_worker(segment: Segment) -> None:
+    engine, filler, gate = EngineEnd(segment), ToyFiller(), threading.Event()
+    worker = Worker(GrammarEnd(Segment.attach(os.dup(segment.fileno()))))
+    worker.hang_s = 0.5
+
+    def hangs(matcher: ToyMatcher) -> None:
+        if len(matcher.taken) == 2:
+            assert gate.wait(10 * PATIENCE_S)
+
+    worker.start()
+    try:
+        for slot in range(8):
+            breaks = {"breaks": hangs} if slot == 3 else {}
+            worker.bind(slot, Slot.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
+        whole(engine, step(engine, 8, 0, [1], [])[0], list(range(8)))
+        step(engine, 8, 1, [2], [])
+        _until(lambda: not worker.alive)
+        assert "a mask computation runs for" in str(worker.error)
+    finally:
+        gate.set()
+    assert worker.stop(PATIENCE_S)
+
+
+@pytest.mark.parametrize("at_row", [0, 1])
+def test_a_matcher_that_fails_in_a_batch_ends_its_own_request_alone(
+    segment: Segment, worker: Worker, at_row: int
+) -> None:
+    engine, filler = EngineEnd(segment), ToyFiller()
+
+    def fails(matcher: ToyMatcher) -> None:
+        if len(matcher.taken) == 2 + at_row:
+            raise MatcherFailed("limit")
+
+    for slot in range(8):
+        breaks = {"breaks": fails} if slot == 3 else {}
+        worker.bind(slot, Slot.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
+    whole(engine, step(engine, 8, 0, [1], [])[0], list(range(8)))
+    seq, _ = step(engine, 8, 1, [2], [3])
+    kinds = whole(engine, seq, list(range(8)))
+    assert filler.fills == 1
+    failed = [RowKind.ERROR] * 2 + [RowKind.DEFER] if at_row == 0 else [RowKind.APPLY, RowKind.DEFER, RowKind.DEFER]
+    assert kinds.pop(3) == failed
+    assert kinds == [[RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]] * 7
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.002)

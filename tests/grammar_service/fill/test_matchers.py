@@ -1,0 +1,354 @@
+"""The walk over a toy matcher: every answer a record can get, and its equality with a matcher made from scratch."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grammar_service.backends import Rows
+from grammar_service.fill.matchers import Answer, Health, MatcherRejected, Slot, SlotTable
+from grammar_service.grammar.mask_rows import Classifier
+from shared_mem.grammar_end import Record
+from shared_mem.layout import RowKind, Stage
+from tests.grammar_service.toy import STOP, VOCAB, ToyMatcher, row_of, tokens_in
+
+TEXTS = [(1, 2, 3, 4), (1, 2, 5), (1, 6, 7, 8), (2,)]
+ROWS = 4
+
+
+class Table:
+    """One slot of a table, with rows to look at."""
+
+    def __init__(self, *, fail_at: Sequence[int] = (), gen: int = 1, committed: Sequence[int] = ()) -> None:
+        self.table = SlotTable(Classifier(VOCAB))
+        self.made: list[ToyMatcher] = []
+        self.fail_at = fail_at
+        self.table.bind(0, Slot.bind(gen, self.fresh, committed))
+        self.rows = Rows(np.full((2 * ROWS, 4), 0x5A5A5A5A, dtype=np.int32))
+
+    def fresh(self) -> ToyMatcher:
+        self.made.append(ToyMatcher(TEXTS, self.fail_at))
+        return self.made[-1]
+
+    @property
+    def slot(self) -> Slot:
+        return self.table.slots[0]
+
+    def ask(
+        self,
+        at: int,
+        committed: Sequence[int],
+        drafts: Sequence[int] = (),
+        *,
+        gen: int = 1,
+        slot: int = 0,
+        need: int = 15,
+        stage: Stage = Stage.VERIFY,
+    ) -> Answer:
+        record = Record(slot, gen, at, tuple(committed), tuple(drafts), stage, need)
+        return self.table.answer(record, self.rows, ROWS)
+
+    def legal(self, row: int) -> set[int]:
+        return tokens_in(self.rows.words[ROWS + row, :3])
+
+
+def test_a_chain_of_true_drafts_fills_every_row() -> None:
+    table = Table()
+    answer = table.ask(0, [], [1, 2, 3])
+    assert answer.kinds == [RowKind.APPLY, RowKind.APPLY, RowKind.APPLY, RowKind.FORCED]
+    assert answer.forced == [-1, -1, -1, 4]
+    assert answer.need == [-1] * 4
+    assert [table.legal(row) for row in range(4)] == [{1, 2}, {2, 6}, {3, 5}, {4}]
+
+
+def test_only_the_rows_of_the_slot_are_written() -> None:
+    table = Table()
+    table.ask(0, [], [1])
+    untouched = np.int32(0x5A5A5A5A)
+    assert (table.rows.words[:ROWS] == untouched).all()
+    assert (table.rows.words[ROWS + 2 :] == untouched).all()
+
+
+def test_an_illegal_draft_defers_the_rows_after_it() -> None:
+    table = Table()
+    answer = table.ask(0, [], [1, 7, 3])
+    assert answer.kinds == [RowKind.APPLY, RowKind.APPLY, RowKind.DEFER, RowKind.DEFER]
+    assert table.slot.tokens == [1]
+
+
+def test_the_end_of_the_answer_defers_the_rows_after_it() -> None:
+    table = Table()
+    answer = table.ask(0, [], [2, STOP, 1])
+    assert answer.kinds == [RowKind.APPLY, RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]
+    assert answer.forced == [-1, STOP, -1, -1]
+
+
+def test_a_committed_stop_token_leaves_nothing_to_fill() -> None:
+    table = Table()
+    assert table.ask(0, [2, STOP], [1]).kinds == [RowKind.DEFER] * 2
+    assert table.slot.health is Health.GOOD
+
+
+def test_accepted_drafts_stay_and_rejected_ones_are_rolled_back() -> None:
+    table = Table()
+    table.ask(0, [1], [2, 3])
+    answer = table.ask(1, [2, 5], [])
+    assert answer.kinds == [RowKind.FORCED]
+    assert answer.forced == [STOP]
+    assert table.made[0].rollbacks == [1]
+    assert table.slot.tokens == [1, 2, 5]
+    assert table.slot.certain == 3
+
+
+def test_the_matcher_never_stands_beyond_the_committed_tokens_before_row_0() -> None:
+    table = Table()
+    table.ask(0, [], [1, 2, 3])
+    answer = table.ask(0, [1], [2])
+    assert table.legal(0) == {2, 6}
+    assert answer.kinds == [RowKind.APPLY, RowKind.APPLY]
+
+
+def test_a_repeated_record_gets_the_same_answer() -> None:
+    table = Table()
+    first = table.ask(0, [1], [2, 3])
+    rows = table.rows.words.copy()
+    assert table.ask(0, [1], [2, 3]) == first
+    assert (table.rows.words == rows).all()
+    assert len(table.made) == 1
+
+
+def test_a_record_repeated_with_other_drafts_is_answered_anew() -> None:
+    table = Table()
+    table.ask(0, [1], [2, 3])
+    assert table.ask(0, [1], [6]).kinds == [RowKind.APPLY, RowKind.FORCED]
+    assert table.legal(1) == {7}
+
+
+def test_a_gap_is_deferred_and_waits_for_a_new_bind() -> None:
+    table = Table()
+    assert table.ask(1, [2], [3]).kinds == [RowKind.DEFER] * 2
+    assert table.slot.health is Health.GAP
+    assert table.table.gaps == 1
+    table.table.bind(0, Slot.bind(1, table.fresh, [1]))
+    assert table.ask(1, [2], [3]).kinds == [RowKind.APPLY, RowKind.FORCED]
+
+
+def test_drafts_are_no_ground_to_close_a_gap() -> None:
+    # The record that committed these drafts was lost: the matcher has the tokens, but nobody said that they came true.
+    table = Table()
+    table.ask(0, [1], [2, 3])
+    assert table.ask(3, [4]).kinds == [RowKind.DEFER]
+
+
+def test_a_rejected_committed_token_ends_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    table = Table()
+    assert table.ask(0, [1, 9], [2]).kinds == [RowKind.ERROR] * 2
+    assert table.ask(0, [1], [2]).kinds == [RowKind.ERROR] * 2
+    assert "token 9 at 1" in table.slot.problem
+    assert [message for message in caplog.messages if "token 9 at 1" in message] == caplog.messages[:1]  # said once
+
+
+def test_a_matcher_that_fails_on_a_committed_row_ends_the_request() -> None:
+    table = Table(fail_at=[1])
+    assert table.ask(0, [1], [2]).kinds == [RowKind.ERROR] * 2
+    assert table.slot.health is Health.FAILED
+
+
+def test_a_matcher_that_fails_on_a_draft_is_made_anew() -> None:
+    table = Table(fail_at=[3])
+    answer = table.ask(0, [1], [2, 3])
+    assert answer.kinds == [RowKind.APPLY, RowKind.APPLY, RowKind.DEFER]
+    assert table.table.rebuilds == 1
+    assert table.slot.tokens == [1]
+    assert table.ask(1, [2], []).kinds == [RowKind.APPLY]
+    assert len(table.made) == 2
+
+
+def test_a_record_of_an_older_owner_needs_no_mask() -> None:
+    table = Table(gen=5)
+    assert table.ask(0, [1], [2, 3], gen=4).kinds == [RowKind.ALL] * 3
+    assert table.slot.tokens == []
+
+
+def test_a_record_of_an_unknown_owner_is_deferred() -> None:
+    table = Table(gen=5)
+    assert table.ask(0, [1], [2], gen=6).kinds == [RowKind.DEFER] * 2
+    assert table.ask(0, [1], [2], slot=3).kinds == [RowKind.DEFER] * 2
+
+
+def test_a_released_owner_is_an_older_one() -> None:
+    table = Table(gen=5)
+    table.table.release(0, 5)
+    assert table.ask(0, [1], [2], gen=5).kinds == [RowKind.ALL] * 2
+    assert table.ask(0, [1], [2], gen=6).kinds == [RowKind.DEFER] * 2
+
+
+def test_a_late_release_spares_the_next_owner() -> None:
+    table = Table(gen=5)
+    table.table.release(0, 4)
+    assert table.ask(0, [1], gen=5).kinds == [RowKind.APPLY]
+
+
+def test_a_late_bind_does_not_bring_an_older_owner_back() -> None:
+    table = Table(gen=5)
+    table.table.bind(0, Slot.bind(4, table.fresh, []))
+    assert table.slot.gen == 5
+    table.table.release(0, 5)
+    table.table.bind(0, Slot.bind(4, table.fresh, []))
+    assert 0 not in table.table.slots
+
+
+def test_rows_that_nobody_wants_are_not_filled() -> None:
+    table = Table()
+    answer = table.ask(0, [], [1, 2], need=0b100)
+    assert answer.kinds == [RowKind.DEFER, RowKind.DEFER, RowKind.APPLY]
+    assert table.made[0].fills == 1
+    assert table.legal(2) == {3, 5}
+
+
+def test_bind_moves_over_committed_tokens() -> None:
+    assert Table(committed=[1, 2]).ask(2, [3]).forced == [4]
+
+
+def test_bind_names_the_token_that_does_not_fit() -> None:
+    with pytest.raises(MatcherRejected, match="token 9 at 2") as caught:
+        Slot.bind(1, lambda: ToyMatcher(TEXTS), [1, 2, 9])
+    assert (caught.value.index, caught.value.token) == (2, 9)
+
+
+@pytest.mark.parametrize(
+    ("legal", "kind", "token"),
+    [
+        (set(range(VOCAB)), RowKind.ALL, -1),
+        (set(range(VOCAB - 1)), RowKind.APPLY, -1),
+        (set(range(1, VOCAB)), RowKind.APPLY, -1),
+        (set(), RowKind.DEAD_END, -1),
+        ({0}, RowKind.FORCED, 0),
+        ({31}, RowKind.FORCED, 31),
+        ({32}, RowKind.FORCED, 32),
+        ({63}, RowKind.FORCED, 63),
+        ({VOCAB - 1}, RowKind.FORCED, VOCAB - 1),
+        ({31, 63}, RowKind.APPLY, -1),
+        ({30, 31}, RowKind.APPLY, -1),
+        ({0, VOCAB - 1}, RowKind.APPLY, -1),
+    ],
+)
+def test_a_row_says_its_kind(legal: set[int], kind: RowKind, token: int) -> None:
+    # The stride behind the row's words is not part of the row.
+    row = np.concatenate([row_of(legal, 3), np.array([-1], dtype=np.int32)])
+    assert Classifier(VOCAB).classify(row) == (kind, token)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    texts=st.sets(st.lists(st.integers(1, 4), min_size=1, max_size=7).map(tuple), min_size=1),
+)
+def test_any_history_gives_the_rows_of_a_matcher_made_from_scratch(seed: int, texts: set[tuple[int, ...]]) -> None:
+    draw = random.Random(seed)
+    table = SlotTable(Classifier(VOCAB))
+    table.bind(0, Slot.bind(1, lambda: ToyMatcher(texts), ()))
+    rows = Rows(np.zeros((ROWS, 3), dtype=np.int32))
+    done: list[int] = []
+    fresh: list[int] = []
+    for _ in range(12):
+        drafts = [draw.choice([1, 2, 3, 4, STOP]) for _ in range(draw.randrange(ROWS))]
+        record = Record(0, 1, len(done) - len(fresh), tuple(fresh), tuple(drafts), Stage.VERIFY)
+        answer = table.answer(record, rows, 0)
+        if draw.random() < 0.3:
+            answer = table.answer(record, rows, 0)
+        scratch = ToyMatcher(texts)
+        assert all(scratch.accept(token) for token in done)
+        accepted = 0
+        for row in range(len(drafts) + 1):
+            if scratch.terminated:
+                assert answer.kinds[row:] == [RowKind.DEFER] * (len(drafts) + 1 - row)
+                break
+            assert tokens_in(rows.words[row]) == scratch.legal()
+            assert answer.kinds[row] in (RowKind.APPLY, RowKind.FORCED)
+            accepted = row
+            if row < len(drafts) and not scratch.accept(drafts[row]):
+                assert answer.kinds[row + 1 :] == [RowKind.DEFER] * (len(drafts) - row)
+                break
+        if scratch.terminated and STOP in done:
+            break
+        # Verification takes some of the drafts and then a legal token of its own.
+        taken = draw.randrange(accepted + 1)
+        after = ToyMatcher(texts)
+        for token in (*done, *drafts[:taken]):
+            assert after.accept(token)
+        fresh = [*drafts[:taken], draw.choice(sorted(after.legal()))]
+        done = [*done, *fresh]
+
+
+def proposed(table: Table, at: int, committed: Sequence[int], limit: int = 4) -> list[int]:
+    answer = table.ask(at, committed, need=(1 << limit) - 1, stage=Stage.PROPOSE)
+    assert answer.kinds == [RowKind.FORCED] * len(answer.forced)
+    return answer.forced
+
+
+def test_what_is_forced_is_proposed_and_nothing_is_filled() -> None:
+    table = Table()
+    assert proposed(table, 0, []) == []
+    assert proposed(table, 0, [1, 6]) == [7, 8, STOP]
+    assert proposed(table, 0, [1, 6], limit=2) == [7, 8]
+    assert table.made[0].fills == 0
+    assert (table.rows.words == np.int32(0x5A5A5A5A)).all()
+    # The record that follows says the same tokens again, and finds the matcher where they end.
+    assert table.ask(0, [1, 6], [7, 8]).kinds == [RowKind.FORCED] * 3
+    assert table.made[0].taken == [1, 6, 7, 8]
+    assert proposed(table, 2, [7]) == [8, STOP]
+    assert table.slot.tokens == [1, 6, 7]
+
+
+def test_a_proposal_behind_the_end_is_none() -> None:
+    table = Table()
+    assert proposed(table, 0, [2, STOP]) == []
+
+
+@pytest.mark.parametrize(
+    ("committed", "at", "gen", "kinds"),
+    [
+        ([3], 0, 1, [RowKind.ERROR]),
+        ([2], 1, 1, [RowKind.DEFER]),
+        ([], 0, 2, [RowKind.DEFER]),
+        ([], 0, 0, [RowKind.ALL]),
+    ],
+    ids=["illegal", "gap", "not bound yet", "of the past"],
+)
+def test_a_proposal_that_cannot_be_made_says_why_and_proposes_nothing(
+    committed: list[int], at: int, gen: int, kinds: list[RowKind]
+) -> None:
+    assert Table().ask(at, committed, gen=gen, stage=Stage.PROPOSE).kinds == kinds
+
+
+def test_a_library_that_fails_while_it_proposes_gets_a_matcher_anew() -> None:
+    table = Table(fail_at=[2])
+    assert proposed(table, 0, [1, 6]) == []
+    assert table.table.rebuilds == 1
+    assert table.slot.health is Health.GOOD
+    assert proposed(table, 2, [7]) == [8, STOP]
+
+
+class DearMatcher(ToyMatcher):
+    """Works for two milliseconds before it proposes."""
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        end_ns = time.thread_time_ns() + 2_000_000
+        while time.thread_time_ns() < end_ns:
+            pass
+        return super().forced(limit)
+
+
+def test_a_matcher_that_works_long_for_a_proposal_is_asked_less() -> None:
+    table = Table()
+    table.table.bind(0, Slot.bind(1, lambda: DearMatcher(TEXTS), []))
+    answers = [proposed(table, 0, [1, 6]) for _ in range(40)]
+    assert answers[0] == [7, 8, STOP]
+    assert answers[1:33] == [[]] * 32
+    assert table.ask(0, [1, 6]).kinds == [RowKind.FORCED]

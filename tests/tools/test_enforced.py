@@ -1,0 +1,93 @@
+"""The table of what is enforced: never silent, right about JSON Schema, and equal to the committed page."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from grammar_service.backends import NAMES, installed_version
+from tools.enforced import __main__ as command
+from tools.enforced.case import Case
+from tools.enforced.measure import ALL, KEYWORDS, Outcome, Verdict, measure
+from tools.enforced.report import page
+
+ASSERTIONS = [
+    *("type", "enum", "const", "multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum"),
+    *("maxLength", "minLength", "pattern", "format", "maxItems", "minItems", "uniqueItems", "maxContains"),
+    *("minContains", "contains", "maxProperties", "minProperties", "required", "dependentRequired", "properties"),
+    *("patternProperties", "additionalProperties", "propertyNames", "items", "prefixItems", "unevaluatedItems"),
+    *("unevaluatedProperties", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "$ref", "$anchor"),
+    "$dynamicRef",
+]
+
+OTHER_RULES = {"pattern", "dependencies", "items, an array, as in draft 7", "$ref, to another document"}
+"""Cases that the judge reads differently: Python's patterns, draft 7, a document that it would have to fetch."""
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, list[Verdict]]:
+    return {name: measure(name) for name in NAMES if importlib.util.find_spec(name)}
+
+
+def test_every_assertion_of_the_draft_has_a_case() -> None:
+    assert sorted(set(ASSERTIONS) - {case.keyword for case in ALL}) == []
+    assert len({case.name for case in ALL}) == len(ALL)
+
+
+def _judged(case: Case) -> bool:
+    return case.keyword not in OTHER_RULES and case.name not in OTHER_RULES
+
+
+@pytest.mark.parametrize("case", [case for case in KEYWORDS if _judged(case)], ids=lambda case: case.name)
+def test_the_cases_are_right_about_json_schema(case: Case) -> None:
+    judge = jsonschema.Draft202012Validator(case.schema, format_checker=jsonschema.FormatChecker(["date", "email"]))
+    assert [text for text in case.valid if not judge.is_valid(json.loads(text))] == []
+    assert [text for text in case.invalid if _is_json(text) and judge.is_valid(json.loads(text))] == []
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=lambda name: pytest.fail(name) if name != "NaN" else 1 / 0)
+    except (json.JSONDecodeError, ZeroDivisionError):
+        return False
+    return True
+
+
+def test_nothing_is_let_by_in_silence(verdicts: dict[str, list[Verdict]]) -> None:
+    assert verdicts
+    for name, each in verdicts.items():
+        assert [(name, v.case.name, v.texts) for v in each if v.outcome is Outcome.SILENT] == []
+
+
+def test_a_refusal_names_its_keyword(verdicts: dict[str, list[Verdict]]) -> None:
+    refused = [(name, v) for name, each in verdicts.items() for v in each if v.outcome is Outcome.REFUSED]
+    assert refused
+    for name, verdict in refused:
+        assert f"{name} would not enforce all of it: " in verdict.said
+    placed = ("not", "contains", "uniqueItems", "dependentRequired")
+    assert all(f": /{v.case.keyword}: " in v.said for _, v in refused if v.case.keyword in placed and v.case.use == "")
+
+
+def test_the_page_is_what_the_libraries_do(verdicts: dict[str, list[Verdict]], root: Path) -> None:
+    committed = (root / "docs/enforced.md").read_text(encoding="utf-8")
+    if set(verdicts) != set(NAMES):
+        pytest.skip(f"the page is of {', '.join(NAMES)}; installed are {', '.join(verdicts)}")
+    versions = {name: installed_version(name) for name in verdicts}
+    if any(f"{name} {version}" not in committed for name, version in versions.items()):
+        pytest.skip(f"the page is of other versions than {versions}; run python -m grammar_service.enforced --write")
+    assert page(verdicts, versions) == committed, "run python -m grammar_service.enforced --write"
+
+
+def test_a_page_shows_what_was_let_by() -> None:
+    verdict = Verdict(KEYWORDS[0], Outcome.SILENT, ('"|"',))
+    assert '**lets by**: `"\\|"`' in page({"toy": [verdict]}, {"toy": "1"})
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    assert "examples:" in capsys.readouterr().out

@@ -1,0 +1,51 @@
+"""`python -m grammar_service.enforced`: asks the installed backends what they enforce; prints or writes the page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grammar_service.backends import NAMES, installed, installed_version
+from tools.enforced.measure import Outcome, measure
+from tools.enforced.report import page
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "enforced.md"
+
+EPILOG = """
+examples:
+  python -m grammar_service.enforced            what the libraries of this environment enforce, as Markdown
+  python -m grammar_service.enforced --write    the same into docs/enforced.md (needs every backend)
+
+The exit status is 1 when a backend accepted an invalid text without a word.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m grammar_service.enforced",
+        description="Tries each keyword of JSON Schema on the installed backends: enforced, refused, or stricter?",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} in docs/ instead of printing")
+    options = parser.parse_args(arguments)
+    names = [name for name in NAMES if installed(name)]
+    if options.write and names != list(NAMES):
+        parser.error(f"--write needs every backend; installed are: {', '.join(names) or 'none'}")
+    verdicts = {name: measure(name) for name in names}
+    text = page(verdicts, {name: installed_version(name) for name in names})
+    if options.write:
+        PAGE.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    silent = [(name, v) for name, each in verdicts.items() for v in each if v.outcome is Outcome.SILENT]
+    for name, verdict in silent:
+        print(f"{name} lets by: {verdict.case.name}: {verdict.texts or verdict.said}", file=sys.stderr)
+    return int(bool(silent))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Cases of `format`: texts of the form, texts that are not, and texts of the form whose value cannot be. Pure data."""
+
+from __future__ import annotations
+
+from tools.enforced.case import Case, case
+
+_FORMATS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "date": (
+        ["2024-02-29", "1999-12-31"],
+        ["2024-1-1", "24-01-01", "2024-13-01", "x", ""],
+        ["2023-02-29", "2024-02-30"],
+    ),
+    "time": (["12:30:00Z", "23:59:59.5+01:00"], ["12:30", "24:00:00Z", "12:60:00Z", "x"], ["12:30:60Z"]),
+    "date-time": (
+        ["2024-02-29T12:30:00Z", "1999-12-31T23:59:59.25-08:00"],
+        ["2024-02-29", "2024-02-29 12:30", "2024-13-01T00:00:00Z", "2024-01-01T25:00:00Z"],
+        ["2023-02-29T12:30:00Z"],
+    ),
+    "duration": (["P1D", "P3Y6M4DT12H30M5S", "P2W"], ["1D", "P", "PT", "P1S", "x"], ["P1Y2D"]),
+    "email": (["joe@example.com", "a.b+c@x.org"], ["joe", "@x.org", "joe@", "a b@x.org"], [".a@x.org", "a..b@x.org"]),
+    "idn-email": (["joe@example.com"], ["joe"], []),
+    "hostname": (["example.com", "a-b.c"], ["-a.com", "a..b", "a_b.com", "a b"], ["a" * 64 + ".com", "xn--X"]),
+    "idn-hostname": (["example.com"], ["a b"], []),
+    "ipv4": (["127.0.0.1", "255.255.255.255"], ["256.0.0.1", "1.2.3", "1.2.3.4.5", "a.b.c.d"], ["01.2.3.4"]),
+    "ipv6": (
+        ["::1", "2001:db8::ff00:42:8329", "::ffff:1.2.3.4"],
+        ["12345::", "1::2::3", "g::", "x"],
+        ["1:2:3:4:5:6:7"],
+    ),
+    "uuid": (
+        ["123e4567-e89b-12d3-a456-426614174000"],
+        ["123e4567e89b12d3a456426614174000", "123e4567-e89b-12d3-a456-42661417400g", "x"],
+        [],
+    ),
+    "uri": (
+        ["https://example.com/a?b=c#d", "urn:a:b"],
+        ["example.com", "//x/y", "http://a b", "http://[::1"],
+        ["http://a:b"],
+    ),
+    "uri-reference": (["https://example.com", "/a/b?c", "#d", "a"], ["a b", "\\x"], ["//["]),
+    "iri": (["https://example.com"], ["a b"], []),
+    "iri-reference": (["/a"], ["a b"], []),
+    "uri-template": (["/a/{b}", "http://x/{?q}"], ["/a/{b", "{"], ["/a/}"]),
+    "json-pointer": (["", "/a/b~0c~1d"], ["a", "/a~2", "/a~"], []),
+    "relative-json-pointer": (["0", "1/a/b", "2#"], ["/a", "-1", "01", "x"], []),
+    "regex": (["a+"], ["(", ")("], []),
+    "a format that does not exist": (["x"], [], []),
+}
+
+FORMATS: tuple[Case, ...] = tuple(
+    case(
+        "format",
+        name,
+        {"type": "string", "format": "zork" if " " in name else name},
+        valid,
+        [*invalid, 1],
+        beyond,
+    )
+    for name, (valid, invalid, beyond) in _FORMATS.items()
+)

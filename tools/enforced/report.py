@@ -1,0 +1,106 @@
+"""The verdicts as a page: docs/enforced.md.
+
+Invariant: the page is a function of the verdicts and the versions alone, so equal behaviour gives equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tools.enforced.formats import FORMATS
+from tools.enforced.measure import KEYWORDS, Outcome, Verdict
+
+_HEAD = """# What each backend enforces
+
+Made by `python -m grammar_service.enforced --write`, which asks the libraries; a test fails when this page and their
+behaviour differ. Versions: {versions}.
+
+Every case has texts that satisfy its schema and texts that break it. None that breaks it is accepted in silence.
+
+- **yes**: the texts are told apart.
+- **stricter**: no text that breaks the schema is accepted, and some that satisfy it are not either: the example.
+- **refused**: `INVALID_ARGUMENT` names the keyword and its place. With `allow_unenforced` the grammar is taken without
+  it, and the response's warnings name it.
+- **no**: refused with `allow_unenforced` too; the library cannot read it, or no answer could satisfy it.
+
+The backend `auto` takes the first one that answers **yes** or **stricter** to the whole grammar.
+
+What holds for both everywhere: properties come in the order of the schema. A character has one spelling in a string:
+the short escapes for `"`, `\\` and control characters, never `\\uXXXX` and never `\\/`, or a name could hide from its
+schema; so control characters without a short escape cannot be written. Patterns are read as ECMA-262 with the flag `u`;
+the flag `(?i)` at the start is taken too. White space is compact (none), bounded (at most 8 characters in a row) or
+any, inside JSON and never around it.
+
+{counts}
+## Keywords
+
+{keywords}
+
+## Formats
+
+The last two columns: texts of the right form whose value cannot be, and that are accepted all the same; `format` is an
+annotation in draft 2020-12, and a grammar knows no calendar. Texts of another form are rejected.
+
+{formats}
+"""
+
+_WORD = {
+    Outcome.ENFORCED: "yes",
+    Outcome.STRICTER: "stricter",
+    Outcome.REFUSED: "refused",
+    Outcome.IMPOSSIBLE: "no",
+    Outcome.SILENT: "**lets by**",
+}
+
+
+def page(verdicts: Mapping[str, Sequence[Verdict]], versions: Mapping[str, str]) -> str:
+    """Return the page for the verdicts of each backend over all cases, in the order of the cases."""
+    names = list(verdicts)
+    keywords = [["keyword", "use", *names]]
+    formats = [["format", *names, *(f"{name} takes" for name in names)]]
+    for row in zip(*verdicts.values(), strict=True):
+        case = row[0].case
+        cells = [_cell(verdict) for verdict in row]
+        if case in FORMATS:
+            formats.append([case.use, *cells, *(_code(verdict.beyond) for verdict in row)])
+        else:
+            keywords.append([f"`{case.keyword}`", _escaped(case.use), *cells])
+    return _HEAD.format(
+        versions=", ".join(f"{name} {versions[name]}" for name in names),
+        counts=_counts(verdicts),
+        keywords=_table(keywords),
+        formats=_table(formats),
+    )
+
+
+def _counts(verdicts: Mapping[str, Sequence[Verdict]]) -> str:
+    rows = [
+        ["of " + str(len(KEYWORDS) + len(FORMATS)) + " cases", *(_WORD[o] for o in Outcome if o is not Outcome.SILENT)]
+    ]
+    for name, each in verdicts.items():
+        found = [str(sum(v.outcome is o for v in each)) for o in Outcome if o is not Outcome.SILENT]
+        rows.append([name, *found])
+    return _table(rows) + "\n"
+
+
+def _cell(verdict: Verdict) -> str:
+    word = _WORD[verdict.outcome]
+    if verdict.outcome in (Outcome.STRICTER, Outcome.SILENT) and verdict.texts:
+        return f"{word}: {_code(verdict.texts[:1])}"
+    return word
+
+
+def _code(texts: Sequence[str]) -> str:
+    # Control characters and what looks like one would not survive a page.
+    shown = ["".join(c if " " <= c < "\x7f" else f"\\u{ord(c):04x}" for c in text) for text in texts]
+    return ", ".join("`" + (text if len(text) < 40 else text[:36] + "...") + "`" for text in map(_escaped, shown))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,64 @@
+"""How long would drafts be accepted? Answers of the target, replayed against a head.
+
+Invariant: a draft counts when it equals the token that the target gave, and a step yields the right drafts and one
+more, as verification does; so the mean is the acceptance length of greedy, unmasked drafting. Not here: masks and other
+drafters; `benchmarks/quality/acceptance.py` measures those on the engine itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from gpu_engine.drafters.eagle3_head import Eagle3Head
+from tools.training.unroll import Sequence, unroll
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What replayed answers add up to."""
+
+    steps: int
+    tokens: int
+    right: tuple[int, ...]
+    """Right drafts by depth, of those that were tried: all earlier ones of the chain were right."""
+    tried: tuple[int, ...]
+
+    @property
+    def length(self) -> float:
+        """Tokens a step, the bonus token included; 0 without a step."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def rates(self) -> list[float]:
+        """Share of right drafts by depth."""
+        return [right / tried if tried else 0.0 for right, tried in zip(self.right, self.tried, strict=True)]
+
+
+@torch.inference_mode()
+def replay(head: Eagle3Head, embedding: torch.Tensor, sequences: Iterable[Sequence], num_drafts: int) -> Acceptance:
+    """Step through every answer with `num_drafts` drafts a step."""
+    steps = tokens = 0
+    right, tried = [0] * num_drafts, [0] * num_drafts
+    target_ids = head.target_ids
+    for sequence in sequences:
+        hits = [
+            (target_ids[logits.argmax(-1)] == wanted).tolist()
+            for logits, wanted in unroll(head, embedding, sequence, num_drafts)
+        ]
+        base, bases = 0, len(sequence.region)
+        while base < bases:
+            accepted = 0
+            for j in range(num_drafts):
+                if base + j >= bases:
+                    break
+                tried[j] += 1
+                if not hits[j][base]:
+                    break
+                right[j] += 1
+                accepted += 1
+            emitted = min(accepted + 1, bases - base)
+            steps, tokens, base = steps + 1, tokens + emitted, base + emitted
+    return Acceptance(steps, tokens, tuple(right), tuple(tried))
