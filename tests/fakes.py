@@ -82,7 +82,7 @@ class FakeStats:
     running: int = 0
     num_slots: int = 4
     pages_used: int = 0
-    pages_kept: int = 0
+    pages_cached: int = 0
     num_pages: int = 64
     steps: int = 0
     generated_tokens: int = 0
@@ -90,8 +90,8 @@ class FakeStats:
     cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
-    forced_draft_tokens: int = 0
-    accepted_forced_tokens: int = 0
+    jump_forward_tokens: int = 0
+    accepted_jump_forward_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     failed: Mapping[str, int] = field(default_factory=dict)
     draft_masks: int = 0

@@ -29,7 +29,7 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.settings import Sources, add_flags
 from gpu_engine.core.engine import Engine
-from gpu_engine.core.executor import Machinery, assemble, cuda_machinery
+from gpu_engine.core.executor import Executor, build_executor, cuda_executor
 from gpu_engine.core.graph_runner import GraphRunner
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.server import Parts, Progress, Server, serve
@@ -67,16 +67,16 @@ class CountingStream(CudaStream):
 
 
 def _assemble(
-    config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
-) -> Machinery:
+    config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, max_inflight_steps: int
+) -> Executor:
     if model.device.type == "cpu":
-        return assemble(config, model, channel, num_pages, depth)
-    return cuda_machinery(config, model, channel, num_pages, depth, stream=CountingStream(model.device))
+        return build_executor(config, model, channel, num_pages, max_inflight_steps)
+    return cuda_executor(config, model, channel, num_pages, max_inflight_steps, stream=CountingStream(model.device))
 
 
-def facts_of(model: LoadedModel, machinery: Machinery) -> dict[str, Any]:
+def facts_of(model: LoadedModel, executor: Executor) -> dict[str, Any]:
     """Return what the client cannot see: bytes of weights a step reads, of a token's keys and values, and nodes."""
-    runner, nodes = machinery.runner, dict[str, int]()
+    runner, nodes = executor.runner, dict[str, int]()
     if isinstance(runner, GraphRunner):
         for key, graph in runner.graphs.captured.items():
             if isinstance(graph, CountedGraph):
@@ -102,7 +102,7 @@ def main() -> int:
 
         def start(self) -> None:
             super().start()
-            flags.facts.write_text(json.dumps(facts_of(self.model, self._loop.machinery)))
+            flags.facts.write_text(json.dumps(facts_of(self.model, self._loop.executor)))
 
     def load(config: EngineConfig, progress: Progress | None) -> LoadedModel:
         return random_model(config) if config.model.startswith(PREFIX) else load_model(config, progress)
@@ -110,7 +110,7 @@ def main() -> int:
     def build(
         config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, grammar: GrammarPort | None
     ) -> Engine:
-        return Described(config, model, channel, grammar, assemble=_assemble)
+        return Described(config, model, channel, grammar, build_executor=_assemble)
 
     def ready(server: Server) -> None:
         print(f"ready: {server}", file=sys.stderr, flush=True)

@@ -57,9 +57,9 @@ class Variant:
         known = {
             "free": ("--draft-masks", "off"),
             "masked": ("--draft-masks", "on"),
-            "forced": ("--draft-forced", "true"),
-            "unforced": ("--draft-forced", "false"),
-            **{f"f{most}": ("--forced-draft-tokens", str(most)) for most in range(MAX_DRAFT_TOKENS + 1)},
+            "forced": ("--jump-forward", "true"),
+            "unforced": ("--jump-forward", "false"),
+            **{f"f{most}": ("--jump-forward-tokens", str(most)) for most in range(MAX_DRAFT_TOKENS + 1)},
         }
         if unknown := [mark for mark in marks if mark not in known]:
             raise ValueError(f"{text}: {', '.join(unknown)} is none of free, masked, forced, unforced, fN")

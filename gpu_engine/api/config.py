@@ -68,7 +68,7 @@ class EngineConfig:
     """With drafter=model, eagle3 or mtp: "on" holds drafts to the grammar too, a row a draft; "off" leaves that to
     verification; "auto" measures both now and then, and masks while that brings more tokens than it costs time. On a
     GPU that time is the waits'; the nodes stay in the graph, so "off" is faster than an "auto" that is off."""
-    draft_forced: bool = True
+    jump_forward: bool = True
     """Text that the grammar forces, such as the name of a key, is drafted first; the drafter goes on behind it. With
     drafter=grammar always so."""
     draft_timeout_ms: float = 5.0
@@ -76,7 +76,7 @@ class EngineConfig:
     long, then goes undrafted."""
     num_draft_tokens: int = 7
     """K: drafts per step, the default and the upper limit of a request."""
-    forced_draft_tokens: int = 15
+    jump_forward_tokens: int = 15
     """F: what the grammar forces may be so many drafts; fewer than num_draft_tokens count as num_draft_tokens. The
     drafter behind still fills up to K alone, and a request that names its own num_draft_tokens has no more in all.
     Used where rows are left: on a CPU within step_rows, on a GPU in guided steps of at most 64 rows."""
@@ -129,7 +129,7 @@ class EngineConfig:
         masks = ("on", "off", "auto")
         _require(self.draft_masks in masks, "draft_masks", f"{self.draft_masks!r} is not on, off or auto")
         _require(self.draft_timeout_ms > 0, "draft_timeout_ms", "must be positive")
-        for name in ("num_draft_tokens", "forced_draft_tokens"):
+        for name in ("num_draft_tokens", "jump_forward_tokens"):
             _require(0 <= getattr(self, name) <= MAX_DRAFT_TOKENS, name, f"must be in [0, {MAX_DRAFT_TOKENS}]")
         _require(self.step_rows >= 0, "step_rows", "must not be negative")
         _require(1 <= self.ngram_min <= self.ngram_max <= 8, "ngram_min", "needs 1 <= ngram_min <= ngram_max <= 8")
@@ -142,7 +142,7 @@ class EngineConfig:
         )
 
     @property
-    def depth(self) -> int:
+    def max_inflight_steps(self) -> int:
         """Steps in flight when the next is launched: 1 with overlap, else 0."""
         return int(self.device != "cpu" if self.overlap is None else self.overlap)
 
@@ -159,9 +159,9 @@ class EngineConfig:
         return self.num_draft_tokens if self.drafter != "none" else 0
 
     @property
-    def num_forced(self) -> int:
+    def num_jump_forward(self) -> int:
         """F as it is: at least K, and K where nobody asks the grammar."""
-        return max(self.num_drafts, self.forced_draft_tokens if self.forced_first else 0)
+        return max(self.num_drafts, self.jump_forward_tokens if self.jump_forward_first else 0)
 
     @property
     def most_step_rows(self) -> int:
@@ -171,7 +171,7 @@ class EngineConfig:
     @property
     def num_rows(self) -> int:
         """R = max(K, F) + 1: the most positions that a decode step verifies per slot."""
-        return self.num_forced + 1
+        return self.num_jump_forward + 1
 
     @property
     def drafts_with_shipped_head(self) -> bool:
@@ -189,9 +189,9 @@ class EngineConfig:
         return self.prefix_cache and not self.drafts_by_net
 
     @property
-    def forced_first(self) -> bool:
+    def jump_forward_first(self) -> bool:
         """The grammar is asked for forced tokens before the drafter drafts."""
-        return self.num_drafts > 0 and (self.draft_forced or self.drafter == "grammar")
+        return self.num_drafts > 0 and (self.jump_forward or self.drafter == "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ class Stats(Protocol):
         """KV pages in use."""
 
     @property
-    def pages_kept(self) -> int:
+    def pages_cached(self) -> int:
         """KV pages in use by nobody, whose tokens are known."""
 
     @property

@@ -140,15 +140,15 @@ class Request:
     grammar: GrammarSpec | None = None
     num_draft_tokens: int = 0
     """Drafts per step for this sequence; the server's K is the most."""
-    forced_draft_tokens: int | None = None
+    jump_forward_tokens: int | None = None
     """The same for what the grammar forces; the server's F is the most. None: as many as `num_draft_tokens`."""
     telemetry: Telemetry = field(default_factory=Telemetry)
 
     @property
-    def most_forced(self) -> int:
+    def max_jump_forward(self) -> int:
         """Drafts per step that the grammar may force; none for a request without speculation."""
         own = self.num_draft_tokens
-        return own if self.forced_draft_tokens is None or not own else self.forced_draft_tokens
+        return own if self.jump_forward_tokens is None or not own else self.jump_forward_tokens
 
     @property
     def key(self) -> str:
@@ -156,5 +156,5 @@ class Request:
         return f"{self.request_id}/{self.index}"
 
     def __repr__(self) -> str:
-        guide = self.grammar.kind.name if self.grammar else "free"
-        return f"<Request {self.key} prompt={len(self.prompt_ids)} {guide} draft={self.num_draft_tokens}>"
+        grammar_state = self.grammar.kind.name if self.grammar else "free"
+        return f"<Request {self.key} prompt={len(self.prompt_ids)} {grammar_state} draft={self.num_draft_tokens}>"

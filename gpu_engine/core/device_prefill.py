@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
-from gpu_engine.core.device_running import DeviceSeating
+from gpu_engine.core.device_running import DeviceSlotWriter
 from gpu_engine.core.running import Running
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.drafters.nets import Hidden
@@ -57,11 +57,11 @@ class DevicePrefill:
         model: LoadedModel,
         pages: list[KVPages],
         drafter: DeviceDrafter,
-        seating: DeviceSeating,
+        slot_writer: DeviceSlotWriter,
         shapes: PrefillShapes,
     ) -> None:
         self._stream, self._model, self._pages, self._drafter = stream, model, pages, drafter
-        self._seating, self._shapes, self._spare = seating, shapes, len(seating.device.length_S) - 1
+        self._slot_writer, self._shapes, self._spare = slot_writer, shapes, len(slot_writer.device.length_S) - 1
         most = 3 * max(lanes for lanes, _ in shapes.every)
         self._told = torch.zeros(most, dtype=torch.int32, device=stream.device)
         """Slots, starts and ends of the launch that runs, B of each."""
@@ -75,7 +75,7 @@ class DevicePrefill:
         shape = self._shapes.of(len(chunks), max(chunk.end - chunk.start for chunk in chunks))
         assert shape is not None, f"{len(chunks)} chunks fit none of the shapes"
         for chunk in chunks:
-            self._seating.write_pages(chunk.sequence)
+            self._slot_writer.write_pages(chunk.sequence)
         self._launch([(chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks], *shape)
 
     def warm_up(self) -> None:
@@ -84,7 +84,7 @@ class DevicePrefill:
         These suffice: a later launch has one of these shapes, and differs by numbers on the device alone. Slots, starts
         and ends are no arguments of a kernel, so nothing is compiled for them.
         """
-        room = self._seating.device.history_SL.shape[1]
+        room = self._slot_writer.device.history_SL.shape[1]
         for lanes, length in self._shapes.every:
             self._launch([(self._spare, 0, min(length, room))] * lanes, lanes, length)
 
@@ -105,7 +105,7 @@ class DevicePrefill:
     @torch.no_grad()
     def _run(self, lanes: int, length: int) -> None:
         place_B, start_B, end_B = self._told[: 3 * lanes].view(3, lanes)
-        chunks = Chunks.cut(self._seating.device, place_B.long(), start_B, end_B, length)
+        chunks = Chunks.cut(self._slot_writer.device, place_B.long(), start_B, end_B, length)
         hidden: Hidden = dict.fromkeys(self._drafter.layers)
         prefill(self._model, self._pages, chunks, hidden)
         self._drafter.prefill(chunks, hidden)

@@ -14,8 +14,8 @@ import torch
 
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import Request
-from gpu_engine.core.running import Seat, Seating
-from gpu_engine.core.scheduler import Guide
+from gpu_engine.core.running import RunningSequence, SlotWriter
+from gpu_engine.core.scheduler import GrammarState
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.device.graphs import LaneInput
 from gpu_engine.step.stream import Event, Stream
@@ -24,7 +24,7 @@ from kernels.cuda.row_state import SlotRows
 
 Buffers = TypeVar("Buffers", SlotBuffers, SlotParams)
 
-_PER_SLOT = ("length_S", "num_drafts_S", "draft_limit_S", "forced_limit_S", "done_S", "posted_S")
+_PER_SLOT = ("length_S", "num_drafts_S", "draft_limit_S", "jump_forward_limit_S", "done_S", "posted_S")
 """Fields of `SlotBuffers` with one number a slot, written when it is seated."""
 
 
@@ -47,7 +47,7 @@ class _Copied:
     used: bool = False
 
 
-class DeviceSeating(Seating):
+class DeviceSlotWriter(SlotWriter):
     """`slot` is the pinned twin, `device` what the steps read. Used by the engine thread, with the stream current."""
 
     def __init__(
@@ -68,13 +68,13 @@ class DeviceSeating(Seating):
         self._rules_SX = stream.pinned(4 * S * most).view(torch.int32).view(S, most)
         self._copied = [_Copied(stream.event()) for _ in range(S)]
 
-    def sit(self, seat: Seat) -> None:
+    def assign(self, sequence: RunningSequence) -> None:
         """Enqueue the history and parameters of a sequence that just got its slot."""
-        s = seat.slot
+        s = sequence.slot
         if self._copied[s].used:
             self._copied[s].event.wait()
-        super().sit(seat)
-        request, count = seat.payload.request, seat.length
+        super().assign(sequence)
+        request, count = sequence.payload.request, sequence.length
         self._copy(self.device.history_SL[s, :count], self.slot.history_SL[s, :count])
         for name in _PER_SLOT:
             self._copy_one(getattr(self.device, name), getattr(self.slot, name), s)
@@ -86,11 +86,11 @@ class DeviceSeating(Seating):
         self._stream.kernel(self._rows.count_seen, s, self.device.history_SL[s, :count], len(request.prompt_ids))
         self._mark(s)
 
-    def bind(self, seat: Seat, *, drafts: bool = True) -> None:
+    def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
         """Enqueue the number of answer tokens that the matcher knows, and an end of drafts."""
-        self._stream.kernel(self._write_posted, seat.slot, len(seat.payload.answer))
+        self._stream.kernel(self._write_posted, sequence.slot, len(sequence.payload.answer))
         if not drafts:
-            self._stream.kernel(self._end_drafts, seat.slot)
+            self._stream.kernel(self._end_drafts, sequence.slot)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest when stops and bans do not fit into a slot's rules."""
@@ -101,25 +101,28 @@ class DeviceSeating(Seating):
                 f"with stop_token_ids and bad_token_ids makes rules of {count} numbers, at most {room} are allowed",
             )
 
-    def lanes(self, seats: tuple[Seat, ...]) -> list[LaneInput]:
+    def lanes(self, sequences: tuple[RunningSequence, ...]) -> list[LaneInput]:
         """Enqueue new entries of the page tables; return what a step is told of its lanes."""
-        for seat in seats:
-            self.write_pages(seat)
-        return [LaneInput(seat.slot, seat.slot_gen, seat.guide is not Guide.FREE) for seat in seats]
+        for sequence in sequences:
+            self.write_pages(sequence)
+        return [
+            LaneInput(sequence.slot, sequence.slot_gen, sequence.grammar_state is not GrammarState.FREE)
+            for sequence in sequences
+        ]
 
-    def write_pages(self, seat: Seat) -> None:
+    def write_pages(self, sequence: RunningSequence) -> None:
         """Enqueue the entries of the page table that are new."""
-        end = self._write_pages(seat) and seat.payload.pages_written
+        end = self._write_pages(sequence) and sequence.payload.pages_written
         if end:
             # The whole row up to here: an entry that stands does not change.
-            self._copy(self.device.page_table_SN[seat.slot, :end], self.slot.page_table_SN[seat.slot, :end])
-            self._mark(seat.slot)
+            self._copy(self.device.page_table_SN[sequence.slot, :end], self.slot.page_table_SN[sequence.slot, :end])
+            self._mark(sequence.slot)
 
     def _write_posted(self, slot: int, count: int) -> None:
         self.device.posted_S[slot].fill_(count)
 
     def _end_drafts(self, slot: int) -> None:
-        for limit_S in (self.device.num_drafts_S, self.device.draft_limit_S, self.device.forced_limit_S):
+        for limit_S in (self.device.num_drafts_S, self.device.draft_limit_S, self.device.jump_forward_limit_S):
             limit_S[slot].fill_(0)
 
     def _copy_one(self, target_S: torch.Tensor, source_S: torch.Tensor, slot: int) -> None:

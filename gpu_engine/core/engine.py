@@ -17,9 +17,9 @@ from gpu_engine.api.errors import InternalError, LimitExceeded, LockstepError, S
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, Request
 from gpu_engine.core.draft_masks import MaskPolicy
-from gpu_engine.core.executor import Assemble, assemble
+from gpu_engine.core.executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
-from gpu_engine.core.running import Running, Seat
+from gpu_engine.core.running import Running, RunningSequence
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.stats import EngineStats
 from shared_mem.channel import EngineEnd
@@ -41,12 +41,12 @@ class Engine:
         model: LoadedModel,
         channel: EngineEnd | None = None,
         grammar: GrammarPort | None = None,
-        assemble: Assemble = assemble,
+        build_executor: BuildExecutor = build_executor,
         masks: MaskPolicy | None = None,
     ) -> None:
         self.config, self.model = config, model
         self._channel = channel
-        self._loop = EngineLoop(config, model, channel, grammar, assemble, masks)
+        self._loop = EngineLoop(config, model, channel, grammar, build_executor, masks)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._started = threading.Event()
@@ -58,8 +58,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self._loop.machinery.enter()
-            self._loop.machinery.warm_up()
+            self._loop.executor.enter()
+            self._loop.executor.warm_up()
         except BaseException as error:  # `start` raises it on its caller's thread
             self._start_error = error
             return
@@ -68,8 +68,8 @@ class Engine:
         busy = True
         while not self._closing.is_set():
             try:
-                self._hear(wait=not busy)
-                busy = self._loop.turn()
+                self._drain_inbox(wait=not busy)
+                busy = self._loop.run_iteration()
             except Exception:
                 log.exception("a turn of the engine failed; every sequence ends")
                 self._end_every(error=InternalError("the engine failed in a step; see its log"))
@@ -78,18 +78,18 @@ class Engine:
                 if self._device_is_lost():
                     break
         try:
-            self._hear(wait=False)
+            self._drain_inbox(wait=False)
         finally:
             if self._failure is None:
                 self._end_every(finish=FinishReason.ABORTED)
             else:
                 self._end_every(error=InternalError("the engine lost its device; see its log"))
-            self._close_machinery()
+            self._close_executor()
 
     def _device_is_lost(self) -> bool:
         """Ask the device whether it can still run anything; tell who watches, and close the door, when it cannot."""
         try:
-            self._loop.machinery.probe()
+            self._loop.executor.probe()
         except Exception as error:
             log.critical("the device is lost; the engine ends", exc_info=True)
             with self._loop.live_lock:
@@ -109,9 +109,9 @@ class Engine:
         if failure is not None:
             failed(failure)
 
-    def _close_machinery(self) -> None:
+    def _close_executor(self) -> None:
         try:
-            self._loop.machinery.close()
+            self._loop.executor.close()
         except Exception:
             if self._failure is None:
                 raise
@@ -126,13 +126,13 @@ class Engine:
             except Exception:
                 log.exception("a sequence did not end cleanly")
 
-    def _hear(self, *, wait: bool) -> None:
+    def _drain_inbox(self, *, wait: bool) -> None:
         """Handle the inbox; with nothing to do, wait for its first message."""
         if self._channel is not None:
             self._channel.heartbeat()
         try:
             if wait:
-                self._inbox.get(timeout=_PARKED_S if self._loop.guides.any_parked else _IDLE_S)()
+                self._inbox.get(timeout=_PARKED_S if self._loop.grammar_slots.any_parked else _IDLE_S)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
@@ -152,7 +152,7 @@ class Engine:
         cannot hold its stops and bans.
         """
         loop, config = self._loop, self.config
-        loop.machinery.seating.check(request)
+        loop.executor.slot_writer.check(request)
         with loop.live_lock:
             if self._failure is not None:
                 raise InternalError("the engine lost its device; see its log")
@@ -161,8 +161,10 @@ class Engine:
             if loop.live >= config.max_queue_size + config.max_batch_size:
                 raise LimitExceeded(f"{loop.live} sequences run or wait; max_queue_size = {config.max_queue_size}")
             loop.live += 1
-            seat: Seat = Seat(Running(request), len(request.prompt_ids), request.grammar is not None)
-            self._inbox.put(lambda: loop.admit(seat))  # under the lock: what is admitted is heard before the close
+            sequence: RunningSequence = RunningSequence(
+                Running(request), len(request.prompt_ids), request.grammar is not None
+            )
+            self._inbox.put(lambda: loop.admit(sequence))  # under the lock: what is admitted is heard before the close
 
     def abort(self, request_id: str) -> bool:
         """End every sequence of the request with ABORTED; False when none was running."""
@@ -185,7 +187,9 @@ class Engine:
         warnings: tuple[str, ...] = (),
     ) -> None:
         """The slot's matcher stands at its committed tokens."""
-        self._inbox.put(lambda: self._loop.guides.opened(slot, slot_gen, compile_ms, cache_hit, backend, warnings))
+        self._inbox.put(
+            lambda: self._loop.grammar_slots.opened(slot, slot_gen, compile_ms, cache_hit, backend, warnings)
+        )
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the slot's sequence with `error`."""
@@ -197,35 +201,35 @@ class Engine:
 
     def grammar_pardoned(self) -> None:
         """The sidecar that was lost last had been ended from outside: no guided sequence is to blame."""
-        self._inbox.put(self._loop.guides.pardoned)
+        self._inbox.put(self._loop.grammar_slots.pardoned)
 
     def grammar_silent(self) -> None:
         """The sidecar shows no life: guided slots leave the batch until it does, or is lost."""
-        self._inbox.put(self._loop.guides.silent)
+        self._inbox.put(self._loop.grammar_slots.silent)
 
     def grammar_heard(self) -> None:
         """It lives, and has lost nothing: they go on where they stand."""
-        self._inbox.put(self._loop.guides.heard)
+        self._inbox.put(self._loop.grammar_slots.heard)
 
     def grammar_restored(self) -> None:
         """A sidecar is attached again: every guided slot is opened at its committed tokens."""
-        self._inbox.put(self._loop.guides.restored)
+        self._inbox.put(self._loop.grammar_slots.restored)
 
     def stats(self) -> EngineStats:
         """Return a copy of the counters with the gauges of now."""
         counted = self._loop.stats
         # Counters are copied in one go: the engine thread may be adding a key.
         stats = dataclasses.replace(counted, finished=counted.finished.copy(), failed=counted.failed.copy())
-        stats.running = len(self._loop.scheduler.seated)
+        stats.running = len(self._loop.scheduler.running)
         stats.waiting = max(self._loop.live - stats.running, 0)
         stats.cached_tokens = self._loop.scheduler.found_tokens
-        stats.pages_used, stats.pages_kept = self._loop.allocator.used, self._loop.allocator.kept
+        stats.pages_used, stats.pages_cached = self._loop.allocator.used, self._loop.allocator.kept
         return stats
 
     @property
     def grammar_progress(self) -> int:
         """Counts up whenever a sidecar was of use to a guided sequence."""
-        return self._loop.guides.progress
+        return self._loop.grammar_slots.progress
 
     def check_integrity(self) -> None:
         """Assert that no slot or page is lost or held by more than it should be; meant for an idle engine."""
@@ -236,7 +240,7 @@ class Engine:
         with self._loop.live_lock:
             self._closing.set()
         if self._thread.ident is None:
-            self._loop.machinery.close()
+            self._loop.executor.close()
         else:
             self._thread.join(timeout_s)
 

@@ -1,6 +1,6 @@
 """Puts an engine's machinery together for its device: what seats, prefills, steps and meets the grammar process.
 
-On a CPU the program runs at the launch. On a CUDA device it is captured and replayed; `device_machinery` does that over
+On a CPU the program runs at the launch. On a CUDA device it is captured and replayed; `device_executor` does that over
 any `Stream`. One invariant: what is registered or captured here is given back by `close`, in the opposite order. Not
 here: who runs (scheduler.py), the order of a turn (loop.py).
 """
@@ -16,10 +16,10 @@ import torch
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.core.device_prefill import DevicePrefill
-from gpu_engine.core.device_running import DeviceSeating
+from gpu_engine.core.device_running import DeviceSlotWriter
 from gpu_engine.core.graph_runner import GraphRunner
-from gpu_engine.core.runner import EagerRunner, StepRunner
-from gpu_engine.core.running import Running, Seating
+from gpu_engine.core.runner import StepRunner, SynchronousRunner
+from gpu_engine.core.running import Running, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.drafters.build import build_device_drafter, build_drafter
 from gpu_engine.model.loader import LoadedModel
@@ -41,10 +41,10 @@ MAX_RULES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Machinery:
-    """What the loop drives. Everything but `seating.check` is the engine thread's once that runs."""
+class Executor:
+    """What the loop drives. Everything but `slot_writer.check` is the engine thread's once that runs."""
 
-    seating: Seating
+    slot_writer: SlotWriter
     sync: Sync
     runner: StepRunner
     prefill: Callable[[tuple[Chunk[Running], ...]], None]
@@ -59,35 +59,40 @@ class Machinery:
     """Wait for the device and free what it may have used. Once, at the end."""
 
 
-class Assemble(Protocol):
+class BuildExecutor(Protocol):
     """How an engine gets its machinery; a test gives another one."""
 
     def __call__(
-        self, config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
-    ) -> Machinery:
-        """Allocate everything for steps of `depth` in flight."""
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        channel: EngineEnd | None,
+        num_pages: int,
+        max_inflight_steps: int,
+    ) -> Executor:
+        """Allocate everything for steps of `max_inflight_steps` in flight."""
 
 
-def assemble(
-    config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
-) -> Machinery:
+def build_executor(
+    config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, max_inflight_steps: int
+) -> Executor:
     """Return the machinery of `config.device`."""
     if model.device.type == "cpu":
-        return _cpu_machinery(config, model, channel, num_pages, depth)
-    return cuda_machinery(config, model, channel, num_pages, depth)
+        return _cpu_executor(config, model, channel, num_pages, max_inflight_steps)
+    return cuda_executor(config, model, channel, num_pages, max_inflight_steps)
 
 
-def _history_tokens(config: EngineConfig, model: LoadedModel, depth: int) -> int:
+def _history_tokens(config: EngineConfig, model: LoadedModel, max_inflight_steps: int) -> int:
     """Return the longest history: every step in flight may write R tokens behind the last that the host knows."""
-    return model.max_model_len + config.num_rows * (depth + 1)
+    return model.max_model_len + config.num_rows * (max_inflight_steps + 1)
 
 
-def _cpu_machinery(
-    config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
-) -> Machinery:
+def _cpu_executor(
+    config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, max_inflight_steps: int
+) -> Executor:
     S, R = config.max_batch_size, config.num_rows
-    seating = Seating(
-        SlotBuffers.allocate(S, R, _history_tokens(config, model, depth), config.page_size),
+    slot_writer = SlotWriter(
+        SlotBuffers.allocate(S, R, _history_tokens(config, model, max_inflight_steps), config.page_size),
         LaneBuffers.allocate(S, R, model.vocab_size),
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
@@ -103,29 +108,29 @@ def _cpu_machinery(
 
     def prefill(chunks: tuple[Chunk[Running], ...]) -> None:
         for chunk in chunks:
-            program.prefill(seating.one(chunk.sequence), chunk.start, chunk.end)
+            program.prefill(slot_writer.one(chunk.sequence), chunk.start, chunk.end)
 
     def warm_up() -> None:
         for num_rows in sorted({1, R}):
-            program.warm_up(seating.slot, seating.lane, num_rows)
+            program.warm_up(slot_writer.slot, slot_writer.lane, num_rows)
 
-    runner = EagerRunner(program, seating, depth)
+    runner = SynchronousRunner(program, slot_writer, max_inflight_steps)
 
     def nothing() -> None:
         pass
 
-    return Machinery(seating, sync, runner, prefill, warm_up, enter=nothing, probe=nothing, close=nothing)
+    return Executor(slot_writer, sync, runner, prefill, warm_up, enter=nothing, probe=nothing, close=nothing)
 
 
-def cuda_machinery(
+def cuda_executor(
     config: EngineConfig,
     model: LoadedModel,
     channel: EngineEnd | None,
     num_pages: int,
-    depth: int,
+    max_inflight_steps: int,
     *,
     stream: CudaStream | None = None,
-) -> Machinery:
+) -> Executor:
     """Register the segment, compile, and assemble over a CUDA stream on the model's device; None: an own one."""
     from gpu_engine.step.device.pinned import PinnedSegment
     from gpu_engine.step.device.syncs import cuda_sync
@@ -138,7 +143,7 @@ def cuda_machinery(
             timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
             mode = "host_callback" if config.sync == "auto" else config.sync
             sync = cuda_sync(mode, stream, channel, pinned, **timeouts)
-        made = device_machinery(config, model, channel, num_pages, depth, stream=stream, sync=sync)
+        made = device_executor(config, model, channel, num_pages, max_inflight_steps, stream=stream, sync=sync)
         registered = stack.pop_all()
 
     def close() -> None:
@@ -149,23 +154,23 @@ def cuda_machinery(
     return replace(made, enter=stream.activate, close=close)
 
 
-def device_machinery(
+def device_executor(
     config: EngineConfig,
     model: LoadedModel,
     channel: EngineEnd | None,
     num_pages: int,
-    depth: int,
+    max_inflight_steps: int,
     *,
     stream: Stream,
     sync: HostCallbackSync | DeviceFlagSync | None,
-) -> Machinery:
+) -> Executor:
     """Assemble over `stream`, on whose device the model is; `sync` over the same stream goes with a channel."""
     assert (channel is None) == (sync is None)
     S, R, V, device = config.max_batch_size, config.num_rows, model.vocab_size, stream.device
     meets: HostCallbackSync | DeviceFlagSync | FreeSync = sync or FreeSync(stream)
     # Every slot's rows begin at 16 bytes: Triton would compile a kernel anew for the first slot whose row does not.
     whole = 4 * config.page_size
-    history_tokens = -(-(_history_tokens(config, model, depth) + R) // whole) * whole - R
+    history_tokens = -(-(_history_tokens(config, model, max_inflight_steps) + R) // whole) * whole - R
     # One slot more than sequences have, for padded lanes and the warm-up.
     slot = SlotBuffers.allocate(S + 1, R, history_tokens, config.page_size, device)
     assert slot.page_table_SN.shape[1] % 4 == 0
@@ -190,9 +195,9 @@ def device_machinery(
     )
     graphs = StepGraphs(stream, step, slot, lane, ring, buckets, step_rows, guided=guided, eager=config.enforce_eager)
     told = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
-    seating = DeviceSeating(stream, slot, lane, rows, eos_token_ids=model.eos_token_ids, **told)
+    slot_writer = DeviceSlotWriter(stream, slot, lane, rows, eos_token_ids=model.eos_token_ids, **told)
 
-    prefill = DevicePrefill(stream, model, pages, drafter, seating, config.prefill_shapes)
+    prefill = DevicePrefill(stream, model, pages, drafter, slot_writer, config.prefill_shapes)
 
     def warm_up() -> None:
         if sync is not None:
@@ -200,10 +205,10 @@ def device_machinery(
         prefill.warm_up()  # before the first wait is captured
         graphs.capture(channel)
 
-    return Machinery(
-        seating,
+    return Executor(
+        slot_writer,
         meets,
-        GraphRunner(graphs, seating, meets, depth),
+        GraphRunner(graphs, slot_writer, meets, max_inflight_steps),
         prefill,
         warm_up,
         enter=lambda: None,

@@ -15,8 +15,8 @@ from typing import Protocol
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, LockstepError
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.core import crash_attribution as suspects
-from gpu_engine.core.running import Running, Seat, Seating
-from gpu_engine.core.scheduler import Guide, Scheduler
+from gpu_engine.core.running import Running, RunningSequence, SlotWriter
+from gpu_engine.core.scheduler import GrammarState, Scheduler
 from gpu_engine.ops.stats import EngineStats
 from gpu_engine.step.sync import Sync
 
@@ -29,11 +29,11 @@ _REFUSALS = 4
 class Ending(Protocol):
     """Ends a sequence."""
 
-    def __call__(self, seat: Seat, *, error: LockstepError) -> None:
+    def __call__(self, sequence: RunningSequence, *, error: LockstepError) -> None:
         """Free everything it holds and tell its client."""
 
 
-class Guides:
+class GrammarSlots:
     """The guided slots of one engine."""
 
     stall_s: float = 10.0
@@ -43,107 +43,114 @@ class Guides:
         self,
         port: GrammarPort | None,
         scheduler: Scheduler[Running],
-        seating: Seating,
+        slot_writer: SlotWriter,
         sync: Sync,
         stats: EngineStats,
-        flies: Callable[[Seat], bool],
+        flies: Callable[[RunningSequence], bool],
         end: Ending,
     ) -> None:
         """Args: `flies` says whether a step of the seat is launched and not collected."""
-        self._port, self._scheduler, self._seating, self._sync = port, scheduler, seating, sync
-        self._stats, self._flies, self._end = stats, flies, end
+        self._port, self._scheduler, self._slot_writer, self._sync = port, scheduler, slot_writer, sync
+        self._stats, self._in_step, self._end = stats, flies, end
         self._up = True
         self._silent = False
-        self._owed: list[Seat] = []
-        self._stood: list[Seat] = []
-        self._found: Seat | None = None
+        self._awaited: list[RunningSequence] = []
+        self._bound: list[RunningSequence] = []
+        self._found: RunningSequence | None = None
         self.progress = 0
         """Counts up when a grammar process is of use: it gives a sequence rows, or its end tells whose fault it is."""
 
     # -- one slot ----------------------------------------------------------------------------------------------------
 
-    def open(self, seat: Seat) -> None:
+    def open(self, sequence: RunningSequence) -> None:
         """Ask for a matcher that stands behind the tokens emitted so far; without a sidecar, or its turn, it waits."""
-        now = self._up and not suspects.must_wait(seat, self._scheduler.seated)
-        seat.guide = Guide.OPENING if now else Guide.LOST
-        seat.parked, seat.payload.refusals, seat.payload.deferred_s = False, 0, 0.0
-        self._sync.forget(seat.slot)
+        now = self._up and not suspects.must_wait(sequence, self._scheduler.running)
+        sequence.grammar_state = GrammarState.OPENING if now else GrammarState.LOST
+        sequence.parked, sequence.payload.refusals, sequence.payload.deferred_s = False, 0, 0.0
+        self._sync.forget(sequence.slot)
         if now and self._port is not None:
-            suspects.opened(seat)
-            self._seating.bind(seat, drafts=suspects.drafts(seat))
-            seat.payload.bound = (seat.slot, seat.slot_gen)
-            self._port.open(seat.slot, seat.slot_gen, seat.payload.request, tuple(seat.payload.answer))
+            suspects.opened(sequence)
+            self._slot_writer.bind(sequence, drafts=suspects.drafts(sequence))
+            sequence.payload.bound = (sequence.slot, sequence.slot_gen)
+            self._port.open(sequence.slot, sequence.slot_gen, sequence.payload.request, tuple(sequence.payload.answer))
 
-    def close(self, seat: Seat) -> None:
+    def close(self, sequence: RunningSequence) -> None:
         """Have the seat's matcher dropped, if one was asked for."""
-        if seat.payload.bound is not None and self._port is not None:
-            self._port.close(*seat.payload.bound)
-        seat.payload.bound = None
+        if sequence.payload.bound is not None and self._port is not None:
+            self._port.close(*sequence.payload.bound)
+        sequence.payload.bound = None
 
-    def defer(self, seat: Seat, seq: int, *, moved: bool) -> None:
+    def defer(self, sequence: RunningSequence, seq: int, *, moved: bool) -> None:
         """A slot without its rows leaves the batch until they are there, so that it holds up nobody."""
-        notes = seat.payload
+        notes = sequence.payload
         notes.request.telemetry.deferred_rows += 1
         self._stats.deferred_rows += 1
         if moved:
-            self._gained(seat)
-        if seat.guide not in (Guide.OPEN, Guide.SILENT):
+            self._gained(sequence)
+        if sequence.grammar_state not in (GrammarState.OPEN, GrammarState.SILENT):
             return  # the step asked a matcher that is gone: no row of it will come
         notes.deferred_s = time.monotonic() if moved else notes.deferred_s or time.monotonic()
         notes.deferred_seq, notes.moved = seq, moved
-        seat.parked = not moved
-        if self._flies(seat):
+        sequence.parked = not moved
+        if self._in_step(sequence):
             return  # the step in flight tells
-        came = self._late(seat)
+        came = self._late(sequence)
         notes.refusals += came == 0 and not moved
         if notes.refusals >= _REFUSALS:
-            self._open_again(seat)
+            self._open_again(sequence)
 
-    def _open_again(self, seat: Seat) -> None:
+    def _open_again(self, sequence: RunningSequence) -> None:
         """The matcher lost the thread: have it made anew, at the committed tokens. The slot has waited all along."""
-        since_s = seat.payload.deferred_s
-        self.open(seat)
-        seat.payload.deferred_s = since_s
+        since_s = sequence.payload.deferred_s
+        self.open(sequence)
+        sequence.payload.deferred_s = since_s
 
-    def served(self, seat: Seat) -> None:
+    def served(self, sequence: RunningSequence) -> None:
         """All rows that the seat's step needed were there."""
-        self._gained(seat)
-        seat.payload.refusals, seat.payload.deferred_s, seat.parked = 0, 0.0, False
+        self._gained(sequence)
+        sequence.payload.refusals, sequence.payload.deferred_s, sequence.parked = 0, 0.0, False
 
-    def _gained(self, seat: Seat) -> None:
-        suspects.gained(seat)
+    def _gained(self, sequence: RunningSequence) -> None:
+        suspects.gained(sequence)
         self.progress += 1
 
     def look(self) -> None:
         """Let slots whose late rows have come back into the batch, and open the next suspect; end who waits in vain."""
-        seated = self._scheduler.seated
-        waiting = [seat for seat in seated if seat.guide is Guide.LOST] if self._up else []
-        for seat in sorted(waiting, key=suspects.turn):
-            if not suspects.must_wait(seat, seated):
-                self.open(seat)
-        for seat in seated:
-            since_s = seat.payload.deferred_s
-            if seat.guide is Guide.OPEN and since_s and time.monotonic() > since_s + self.stall_s:
-                self._end(seat, error=GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s"))
-            elif seat.parked and not self._flies(seat) and self._late(seat) is None and self._is_unread(seat):
+        running = self._scheduler.running
+        waiting = [sequence for sequence in running if sequence.grammar_state is GrammarState.LOST] if self._up else []
+        for sequence in sorted(waiting, key=suspects.turn):
+            if not suspects.must_wait(sequence, running):
+                self.open(sequence)
+        for sequence in running:
+            since_s = sequence.payload.deferred_s
+            if sequence.grammar_state is GrammarState.OPEN and since_s and time.monotonic() > since_s + self.stall_s:
+                self._end(
+                    sequence, error=GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s")
+                )
+            elif (
+                sequence.parked
+                and not self._in_step(sequence)
+                and self._late(sequence) is None
+                and self._is_unread(sequence)
+            ):
                 # Its tokens went with the record: repeated steps would find a gap until the matcher is made anew.
-                self._open_again(seat)
+                self._open_again(sequence)
 
-    def _is_unread(self, seat: Seat) -> bool:
+    def _is_unread(self, sequence: RunningSequence) -> bool:
         """What a parked slot waits for will never come; a silent process may be asked again when it is heard."""
-        return not self._silent and self._sync.unread(seat.payload.deferred_seq, seat.slot, seat.slot_gen)
+        return not self._silent and self._sync.unread(sequence.payload.deferred_seq, sequence.slot, sequence.slot_gen)
 
-    def _late(self, seat: Seat) -> int | None:
+    def _late(self, sequence: RunningSequence) -> int | None:
         """Look for the rows that a slot waits for; it is parked until all of them are there, or will never be."""
-        notes = seat.payload
-        came = self._sync.late(notes.deferred_seq, seat.slot, seat.slot_gen, moved=notes.moved)
-        seat.parked = came is None
+        notes = sequence.payload
+        came = self._sync.late(notes.deferred_seq, sequence.slot, sequence.slot_gen, moved=notes.moved)
+        sequence.parked = came is None
         return came
 
     @property
     def any_parked(self) -> bool:
         """Some slot waits for rows that came too late."""
-        return any(seat.parked for seat in self._scheduler.seated)
+        return any(sequence.parked for sequence in self._scheduler.running)
 
     # -- news of the grammar process ---------------------------------------------------------------------------------
 
@@ -151,28 +158,28 @@ class Guides:
         self, slot: int, slot_gen: int, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]
     ) -> None:
         """The slot's matcher stands; news of an owner that is gone is ignored."""
-        seat = self._scheduler.seat(slot, slot_gen)
-        if seat is None or seat.guide is not Guide.OPENING:
+        sequence = self._scheduler.sequence(slot, slot_gen)
+        if sequence is None or sequence.grammar_state is not GrammarState.OPENING:
             return
-        seat.guide = Guide.SILENT if self._silent else Guide.OPEN
-        telemetry = seat.payload.request.telemetry
+        sequence.grammar_state = GrammarState.SILENT if self._silent else GrammarState.OPEN
+        telemetry = sequence.payload.request.telemetry
         telemetry.compile_ms, telemetry.compile_cache_hit = compile_ms, cache_hit
         telemetry.backend, telemetry.warnings = backend, warnings
 
     def silent(self) -> None:
         """It shows no life: slots that decode leave the batch. Their matchers may be as good as ever."""
         self._silent = True
-        for seat in self._scheduler.seated:
-            if seat.guide is Guide.OPEN:
-                seat.guide = Guide.SILENT
+        for sequence in self._scheduler.running:
+            if sequence.grammar_state is GrammarState.OPEN:
+                sequence.grammar_state = GrammarState.SILENT
 
     def heard(self) -> None:
         """It lives: they go on where they stand, and nothing is opened again."""
         self._silent = False
-        for seat in self._scheduler.seated:
-            if seat.guide is Guide.SILENT:
-                seat.guide = Guide.OPEN
-                seat.payload.deferred_s = seat.payload.deferred_s and time.monotonic()
+        for sequence in self._scheduler.running:
+            if sequence.grammar_state is GrammarState.SILENT:
+                sequence.grammar_state = GrammarState.OPEN
+                sequence.payload.deferred_s = sequence.payload.deferred_s and time.monotonic()
 
     def lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
         """It is gone: guided slots leave the batch and keep their pages. `binding`: whose matchers it was making.
@@ -180,39 +187,47 @@ class Guides:
         No step may be in flight: what it still waited for counts.
         """
         self._up = self._silent = False
-        guided = [seat for seat in self._scheduler.seated if seat.guided]
-        self._owed = [seat for seat in guided if self._served(seat) or (seat.slot, seat.slot_gen) in binding]
-        self._stood = [seat for seat in guided if seat.guide in (Guide.OPEN, Guide.SILENT)]
-        self._found = suspects.died(self._owed, self._stood)
-        for seat in guided:
-            seat.guide, seat.parked = Guide.LOST, False
+        guided = [sequence for sequence in self._scheduler.running if sequence.guided]
+        self._awaited = [
+            sequence for sequence in guided if self._served(sequence) or (sequence.slot, sequence.slot_gen) in binding
+        ]
+        self._bound = [
+            sequence for sequence in guided if sequence.grammar_state in (GrammarState.OPEN, GrammarState.SILENT)
+        ]
+        self._found = suspects.died(self._awaited, self._bound)
+        for sequence in guided:
+            sequence.grammar_state, sequence.parked = GrammarState.LOST, False
 
     def pardoned(self) -> None:
         """Somebody outside ended it: none of the guided sequences is to blame."""
-        suspects.pardon(self._owed, self._stood)
-        self._owed, self._stood, self._found = [], [], None
+        suspects.pardon(self._awaited, self._bound)
+        self._awaited, self._bound, self._found = [], [], None
 
     @staticmethod
-    def _served(seat: Seat) -> bool:
+    def _served(sequence: RunningSequence) -> bool:
         """Its matcher was asked for rows that never came. A grammar at fault always is; of others few, by chance."""
-        return seat.guide in (Guide.OPEN, Guide.SILENT) and seat.payload.deferred_s > 0
+        return sequence.grammar_state in (GrammarState.OPEN, GrammarState.SILENT) and sequence.payload.deferred_s > 0
 
-    def _end_found(self, seat: Seat) -> None:
-        problem = f"the grammar process died {seat.payload.strikes} times over this request, without a token in between"
-        log.error("%s; the request ends", problem, extra={"request_id": seat.payload.request.request_id})
-        self._end(seat, error=InternalError(f"{problem}; its grammar, or the library behind it, seems to be the cause"))
+    def _end_found(self, sequence: RunningSequence) -> None:
+        problem = (
+            f"the grammar process died {sequence.payload.strikes} times over this request, without a token in between"
+        )
+        log.error("%s; the request ends", problem, extra={"request_id": sequence.payload.request.request_id})
+        self._end(
+            sequence, error=InternalError(f"{problem}; its grammar, or the library behind it, seems to be the cause")
+        )
 
     def restored(self) -> None:
         """Open every guided slot again, at its committed tokens; suspects one by one."""
         self._up, self._silent = True, False
-        found, self._found, self._owed, self._stood = self._found, None, [], []
-        if found is not None and found.slot >= 0 and found in self._scheduler.seated:
+        found, self._found, self._awaited, self._bound = self._found, None, [], []
+        if found is not None and found.slot >= 0 and found in self._scheduler.running:
             self.progress += 1
             self._end_found(found)
-        for seat in sorted(self._scheduler.seated, key=suspects.turn):
-            if seat.guided:
-                self.open(seat)
+        for sequence in sorted(self._scheduler.running, key=suspects.turn):
+            if sequence.guided:
+                self.open(sequence)
 
     def __repr__(self) -> str:
         state = "silent" if self._silent else "up" if self._up else "lost"
-        return f"<Guides {state} slots={sum(seat.guided for seat in self._scheduler.seated)}>"
+        return f"<Guides {state} slots={sum(sequence.guided for sequence in self._scheduler.running)}>"

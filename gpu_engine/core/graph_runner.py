@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gpu_engine.api.errors import InternalError
-from gpu_engine.core.device_running import DeviceSeating
+from gpu_engine.core.device_running import DeviceSlotWriter
 from gpu_engine.core.outputs import LaneOutcome, outcomes
 from gpu_engine.core.runner import Collected, Ticket, lanes_of
-from gpu_engine.core.running import Seat
+from gpu_engine.core.running import RunningSequence
 from gpu_engine.step.device.graphs import Launched, StepGraphs
 from shared_mem.errors import InvalidField
 
@@ -57,8 +57,15 @@ class GraphRunner:
         depth: 1 to launch a step before the last one is read, else 0.
     """
 
-    def __init__(self, graphs: StepGraphs, seating: DeviceSeating, sync: StepSync, depth: int) -> None:
-        self._graphs, self._seating, self._sync, self._depth = graphs, seating, sync, depth
+    def __init__(
+        self, graphs: StepGraphs, slot_writer: DeviceSlotWriter, sync: StepSync, max_inflight_steps: int
+    ) -> None:
+        self._graphs, self._slot_writer, self._sync, self._max_inflight_steps = (
+            graphs,
+            slot_writer,
+            sync,
+            max_inflight_steps,
+        )
         self._flying: deque[_Flight] = deque()
         self._device_waited_ns = self._device_drafts_ns = 0
         self._collected_s = 0.0
@@ -69,19 +76,19 @@ class GraphRunner:
         return self._graphs
 
     @property
-    def depth(self) -> int:
+    def max_inflight_steps(self) -> int:
         """As given."""
-        return self._depth
+        return self._max_inflight_steps
 
-    def launch(self, seats: tuple[Seat, ...], *, masked: bool = True) -> Ticket:
+    def launch(self, sequences: tuple[RunningSequence, ...], *, masked: bool = True) -> Ticket:
         """Enqueue a step."""
         begin = time.perf_counter()
-        lanes = self._seating.lanes(seats)
-        logprobs = [seat.payload.request.sampling.logprobs for seat in seats]
+        lanes = self._slot_writer.lanes(sequences)
+        logprobs = [sequence.payload.request.sampling.logprobs for sequence in sequences]
         wanted = any(count is not None for count in logprobs)
         launched = self._graphs.launch(lanes, logprobs=wanted, masked=masked)
         self._flying.append(_Flight(launched, [lane.guided for lane in lanes], logprobs))
-        return Ticket(lanes_of(seats), launched.key.num_rows, begin, masked)
+        return Ticket(lanes_of(sequences), launched.key.num_rows, begin, masked)
 
     def collect(self, ticket: Ticket) -> Collected:
         """Wait for the oldest launched step. Raises when the device failed."""
@@ -122,4 +129,4 @@ class GraphRunner:
         return [replace(out, error=failed) if gone else out for out, gone in zip(results, lost, strict=True)]
 
     def __repr__(self) -> str:
-        return f"<GraphRunner depth={self._depth} in flight={len(self._flying)} {self._graphs}>"
+        return f"<GraphRunner depth={self._max_inflight_steps} in flight={len(self._flying)} {self._graphs}>"

@@ -1,4 +1,4 @@
-"""The engine's thread: plan, prefill, step, tell. `turn` is the table of contents; everything else hangs off it.
+"""The engine's thread: plan, prefill, step, tell. `run_iteration` is the table of contents; everything else hangs off it.
 
 One invariant: only the engine thread calls in here; other threads go through `engine.Engine`, which leaves messages.
 Not here: gRPC, tokenisation, compilation of grammars, and the program that a step runs (step.py).
@@ -16,12 +16,12 @@ from gpu_engine.api.errors import LockstepError, status_of
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, Request, TokenEvent
 from gpu_engine.core.draft_masks import DraftMasks, MaskPolicy
-from gpu_engine.core.executor import Assemble, assemble
-from gpu_engine.core.grammar_slots import Guides
+from gpu_engine.core.executor import BuildExecutor, build_executor
+from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.outputs import LaneOutcome
 from gpu_engine.core.runner import Ticket
-from gpu_engine.core.running import Running, Seat
+from gpu_engine.core.running import Running, RunningSequence
 from gpu_engine.core.scheduler import Chunk, Scheduler
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.stats import EngineStats
@@ -29,8 +29,8 @@ from shared_mem.channel import EngineEnd
 from shared_mem.layout import RowKind
 
 
-def _tokens_of(seat: Seat) -> list[int]:
-    return [*seat.payload.request.prompt_ids, *seat.payload.answer]
+def _tokens_of(sequence: RunningSequence) -> list[int]:
+    return [*sequence.payload.request.prompt_ids, *sequence.payload.answer]
 
 
 class EngineLoop:
@@ -42,13 +42,18 @@ class EngineLoop:
         model: LoadedModel,
         channel: EngineEnd | None,
         grammar: GrammarPort | None,
-        assemble: Assemble = assemble,
+        build_executor: BuildExecutor = build_executor,
         masks: MaskPolicy | None = None,
     ) -> None:
         self.config, self.masks = config, masks or DraftMasks.of(config)
-        S, R, L, depth = config.max_batch_size, config.num_rows, model.max_model_len, config.depth
+        S, R, L, max_inflight_steps = (
+            config.max_batch_size,
+            config.num_rows,
+            model.max_model_len,
+            config.max_inflight_steps,
+        )
         # Every step in flight may write R tokens behind the last that the host knows.
-        ahead = R * (depth + 1)
+        ahead = R * (max_inflight_steps + 1)
         num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(-ahead // config.page_size)
         self.allocator = PageAllocator(num_pages, config.page_size)
         shapes = config.prefill_shapes
@@ -60,49 +65,55 @@ class EngineLoop:
             shapes=shapes,
             tokens_of=_tokens_of if config.keeps_prefixes else None,
         )
-        self.machinery = assemble(config, model, channel, num_pages, depth)
-        self._seating, self._sync, self._runner = self.machinery.seating, self.machinery.sync, self.machinery.runner
+        self.executor = build_executor(config, model, channel, num_pages, max_inflight_steps)
+        self._slot_writer, self._sync, self._runner = (
+            self.executor.slot_writer,
+            self.executor.sync,
+            self.executor.runner,
+        )
         self._in_flight: deque[Ticket] = deque()
-        self.sequences: dict[Request, Seat] = {}
+        self.sequences: dict[Request, RunningSequence] = {}
         self.stats = EngineStats(num_slots=S, num_pages=num_pages)
         self.live = 0
         """Submitted and not ended; the queue bound. Under the lock: submitters count up, the engine thread down."""
         self.live_lock = threading.Lock()
-        self.guides = Guides(grammar, self.scheduler, self._seating, self._sync, self.stats, self._flies, self.end)
+        self.grammar_slots = GrammarSlots(
+            grammar, self.scheduler, self._slot_writer, self._sync, self.stats, self._in_step, self.end
+        )
 
-    def turn(self) -> bool:
+    def run_iteration(self) -> bool:
         """Plan, prefill some chunks, run one step, tell what came of it; False when there was nothing to do."""
-        self.guides.look()
+        self.grammar_slots.look()
         plan = self.scheduler.plan()
-        for seat in plan.preempted:
-            self._stand_up(seat)
-        for seat in plan.seated:
-            self._sit_down(seat)
+        for sequence in plan.preempted:
+            self._slot_lost(sequence)
+        for sequence in plan.running:
+            self._slot_assigned(sequence)
         if plan.prefill:
             self._prefill(plan.prefill)
         if plan.decode:
             self._in_flight.append(self._runner.launch(plan.decode, masked=self.masks.on))
-        if len(self._in_flight) > (self._runner.depth if plan.decode else 0):
-            self._tell(self._in_flight.popleft())
+        if len(self._in_flight) > (self._runner.max_inflight_steps if plan.decode else 0):
+            self._process_outputs(self._in_flight.popleft())
         return not plan.idle or bool(self._in_flight)
 
     # -- one sequence ------------------------------------------------------------------------------------------------
 
-    def _sit_down(self, seat: Seat) -> None:
-        self._seating.sit(seat)
-        self._sync.forget(seat.slot)
-        telemetry = seat.payload.request.telemetry
+    def _slot_assigned(self, sequence: RunningSequence) -> None:
+        self._slot_writer.assign(sequence)
+        self._sync.forget(sequence.slot)
+        telemetry = sequence.payload.request.telemetry
         telemetry.scheduled_s = telemetry.scheduled_s or time.monotonic()
-        if seat.guided:
-            self.guides.open(seat)
+        if sequence.guided:
+            self.grammar_slots.open(sequence)
 
-    def _stand_up(self, seat: Seat) -> None:
+    def _slot_lost(self, sequence: RunningSequence) -> None:
         """The scheduler took the slot back: its matcher goes too."""
         self.stats.preemptions += 1
-        self.guides.close(seat)
+        self.grammar_slots.close(sequence)
 
     def _prefill(self, chunks: tuple[Chunk[Running], ...]) -> None:
-        self.machinery.prefill(chunks)
+        self.executor.prefill(chunks)
         now_s = time.monotonic()
         for chunk in chunks:
             chunk.sequence.prefilled = chunk.end
@@ -113,68 +124,70 @@ class EngineLoop:
                 telemetry.prefilled_s = now_s
             self.stats.prefill_tokens += chunk.end - chunk.start
 
-    def _tell(self, ticket: Ticket) -> None:
+    def _process_outputs(self, ticket: Ticket) -> None:
         """Read a step's results; send the events; end who is done. Who left the seat since the launch is not meant."""
         collected = self._runner.collect(ticket)
-        guided = any(lane.seat.guided for lane in ticket.lanes)
+        guided = any(lane.sequence.guided for lane in ticket.lanes)
         num_rows = ticket.num_rows * len(ticket.lanes)
         self.stats.count_step(num_rows, collected.step_ms, collected.waited_ms, guided=guided)
         for lane, outcome in zip(ticket.lanes, collected.outcomes, strict=True):
             if not lane.holds:
                 continue
-            seat = lane.seat
+            sequence = lane.sequence
             if outcome.error is not None:
-                self.end(seat, error=outcome.error)
+                self.end(sequence, error=outcome.error)
                 continue
-            self._count(seat, outcome, collected.waited_ms, masked=ticket.masked)
+            self._count(sequence, outcome, collected.waited_ms, masked=ticket.masked)
             if outcome.deferred:
-                self.guides.defer(seat, collected.seq, moved=bool(outcome.token_ids))
-            elif seat.guided:
-                self.guides.served(seat)
+                self.grammar_slots.defer(sequence, collected.seq, moved=bool(outcome.token_ids))
+            elif sequence.guided:
+                self.grammar_slots.served(sequence)
             if outcome.finish is not None:
-                self.end(seat, outcome, finish=outcome.finish)
+                self.end(sequence, outcome, finish=outcome.finish)
             elif outcome.token_ids:
-                request = seat.payload.request
+                request = sequence.payload.request
                 request.sink(TokenEvent(request.index, outcome.token_ids, outcome.logprobs))
         self.masks.told(masked=ticket.masked, step_ms=collected.step_ms, draft_ms=collected.draft_ms)
         self.stats.set_masks(self.masks.stats())
 
-    def _count(self, seat: Seat, outcome: LaneOutcome, waited_ms: float, *, masked: bool) -> None:
-        telemetry, stats, count = seat.payload.request.telemetry, self.stats, len(outcome.token_ids)
-        seat.payload.answer.extend(outcome.token_ids)
-        seat.length += count
-        seat.prefilled = seat.length - 1  # the keys of every token but the last stand, rejected drafts are overwritten
+    def _count(self, sequence: RunningSequence, outcome: LaneOutcome, waited_ms: float, *, masked: bool) -> None:
+        telemetry, stats, count = sequence.payload.request.telemetry, self.stats, len(outcome.token_ids)
+        sequence.payload.answer.extend(outcome.token_ids)
+        sequence.length += count
+        sequence.prefilled = (
+            sequence.length - 1
+        )  # the keys of every token but the last stand, rejected drafts are overwritten
         telemetry.steps += 1
-        telemetry.mask_wait_ms += waited_ms if seat.guided else 0.0
-        stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted, seat.payload.forced)
-        self.masks.lane(seat.payload.masked, count)
-        if outcome.num_forced >= 0:
-            seat.payload.forced = outcome.num_forced
+        telemetry.mask_wait_ms += waited_ms if sequence.guided else 0.0
+        stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted, sequence.payload.forced)
+        self.masks.lane(sequence.payload.masked, count)
+        if outcome.num_jump_forward >= 0:
+            sequence.payload.forced = outcome.num_jump_forward
         if count:
             # Who emitted has new drafts, drawn in this step; who did not keeps those that it has.
-            drawn = self.config.drafts_by_net and seat.guided and seat.payload.request.num_draft_tokens > 0
-            seat.payload.masked = masked if drawn else None
+            drawn = self.config.drafts_by_net and sequence.guided and sequence.payload.request.num_draft_tokens > 0
+            sequence.payload.masked = masked if drawn else None
             telemetry.draft_tokens += outcome.num_drafts
             telemetry.accepted_draft_tokens += outcome.num_accepted
             now_s = time.monotonic()
             if telemetry.first_token_s:
                 stats.token_gap_seconds.observe(now_s - telemetry.last_token_s)
             else:
-                telemetry.first_token_s, telemetry.cached_tokens = now_s, seat.found
-                if seat.found:  # else a prompt of one token has no prefill, and this no time
+                telemetry.first_token_s, telemetry.cached_tokens = now_s, sequence.found
+                if sequence.found:  # else a prompt of one token has no prefill, and this no time
                     telemetry.prefilled_s = telemetry.prefilled_s or telemetry.scheduled_s
             telemetry.last_token_s = now_s
         if outcome.finish is FinishReason.GRAMMAR_ERROR:
             stats.dead_ends += outcome.blocked == RowKind.DEAD_END
             stats.matcher_errors += outcome.blocked == RowKind.ERROR
 
-    def _flies(self, seat: Seat) -> bool:
+    def _in_step(self, sequence: RunningSequence) -> bool:
         """A step of this seat is launched and not collected."""
-        return any(lane.seat is seat and lane.holds for ticket in self._in_flight for lane in ticket.lanes)
+        return any(lane.sequence is sequence and lane.holds for ticket in self._in_flight for lane in ticket.lanes)
 
     def end(
         self,
-        seat: Seat,
+        sequence: RunningSequence,
         outcome: LaneOutcome | None = None,
         *,
         finish: FinishReason | None = None,
@@ -182,11 +195,11 @@ class EngineLoop:
         silent: bool = False,
     ) -> None:
         """Free everything the sequence holds, then send its last event."""
-        request = seat.payload.request
+        request = sequence.payload.request
         del self.sequences[request]
         with self.live_lock:
             self.live -= 1
-        self.scheduler.leave(seat)
+        self.scheduler.leave(sequence)
         request.telemetry.finished_s = time.monotonic()
         if error is not None:
             self.stats.failed[status_of(error).name] += 1
@@ -198,40 +211,40 @@ class EngineLoop:
                 finish = FinishReason.STOP  # the client's own stop says nothing about the grammar
             matched = ids[-1] if finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and ids else None
             request.sink(TokenEvent(request.index, ids, logprobs, finish, matched, error))
-        self.guides.close(seat)  # last: a port that fails must not keep the end from the client
+        self.grammar_slots.close(sequence)  # last: a port that fails must not keep the end from the client
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def admit(self, seat: Seat) -> None:
+    def admit(self, sequence: RunningSequence) -> None:
         """Put a submitted sequence in line."""
-        self.sequences[seat.payload.request] = seat
-        self.scheduler.add(seat)
+        self.sequences[sequence.payload.request] = sequence
+        self.scheduler.add(sequence)
 
     def end_request(self, request_id: str) -> None:
         """End every sequence of the request with ABORTED."""
-        for request, seat in list(self.sequences.items()):
+        for request, sequence in list(self.sequences.items()):
             if request.request_id == request_id:
-                self.end(seat, finish=FinishReason.ABORTED)
+                self.end(sequence, finish=FinishReason.ABORTED)
 
     def end_every(self, *, finish: FinishReason | None = None, error: LockstepError | None = None) -> None:
         """End every sequence there is."""
-        for seat in list(self.sequences.values()):
-            self.end(seat, finish=finish, error=error)
+        for sequence in list(self.sequences.values()):
+            self.end(sequence, finish=finish, error=error)
 
     def drop(self, request: Request) -> None:
         """Free everything the sequence holds, with no more events."""
-        seat = self.sequences.get(request)
-        if seat is not None:
-            self.end(seat, silent=True)
+        sequence = self.sequences.get(request)
+        if sequence is not None:
+            self.end(sequence, silent=True)
 
     def grammar_lost(self, binding: Collection[tuple[int, int]]) -> None:
-        """Tell what is in flight, which the abort word drains, and pause guided slots; see `Guides.lost`."""
+        """Tell what is in flight, which the abort word drains, and pause guided slots; see `GrammarSlots.lost`."""
         while self._in_flight:
-            self._tell(self._in_flight.popleft())
-        self.guides.lost(binding)
+            self._process_outputs(self._in_flight.popleft())
+        self.grammar_slots.lost(binding)
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the slot's sequence; news of an owner that is gone is ignored."""
-        seat = self.scheduler.seat(slot, slot_gen)
-        if seat is not None:
-            self.end(seat, error=error)
+        sequence = self.scheduler.sequence(slot, slot_gen)
+        if sequence is not None:
+            self.end(sequence, error=error)

@@ -28,7 +28,7 @@ class StepResults(Protocol):
         """int32, drafts that were verified."""
 
     @property
-    def num_forced_B(self) -> torch.Tensor:
+    def num_jump_forward_B(self) -> torch.Tensor:
         """int32, drafts for the next step that the grammar forces; see `LaneBuffers`."""
 
 
@@ -45,7 +45,7 @@ class LaneOutcome:
     """Its rows were not there; ask again."""
     blocked: int = RowKind.ALL
     """The kind of row that ended its step early: DEFER, DEAD_END or ERROR."""
-    num_forced: int = 0
+    num_jump_forward: int = 0
     """Drafts for its next step that the grammar forces; -1: those of this one stay."""
     error: LockstepError | None = None
     """Ends the sequence: the step itself failed for this lane, and its tokens are none."""
@@ -56,7 +56,7 @@ def outcomes(lane: StepResults, num_lanes: int, *, guided: list[bool], logprobs:
     r = lane.result
     counts, accepted = r.num_emitted_B[:num_lanes].tolist(), r.num_accepted_B[:num_lanes].tolist()
     finish, blocked = r.finish_B[:num_lanes].tolist(), r.blocked_B[:num_lanes].tolist()
-    forced = lane.num_forced_B[:num_lanes].tolist()
+    forced = lane.num_jump_forward_B[:num_lanes].tolist()
     drafts, tokens = lane.num_drafts_B[:num_lanes].tolist(), r.emitted_BR[:num_lanes].tolist()
     return [
         LaneOutcome(
@@ -67,7 +67,7 @@ def outcomes(lane: StepResults, num_lanes: int, *, guided: list[bool], logprobs:
             finish=_finish(finish[b], blocked[b], guided[b]),
             deferred=blocked[b] == RowKind.DEFER,
             blocked=blocked[b],
-            num_forced=forced[b] if guided[b] else 0,
+            num_jump_forward=forced[b] if guided[b] else 0,
         )
         for b in range(num_lanes)
     ]

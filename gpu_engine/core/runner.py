@@ -1,6 +1,6 @@
 """Launching steps and collecting what they did: the seam between the loop and how a step is executed.
 
-A step is launched for the sequences in their seats and collected later, up to `depth` launches behind; what is
+A step is launched for the sequences in their seats and collected later, up to `max_inflight_steps` launches behind; what is
 collected was copied at the launch's own end, so later steps cannot change it. One invariant: a ticket speaks of (slot,
 slot_gen); whoever has left that seat since is not meant. Not here: who is in a step.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gpu_engine.core.outputs import LaneOutcome, outcomes
-from gpu_engine.core.running import Seat, Seating
+from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.step.program import StepProgram
 
 
@@ -20,19 +20,19 @@ from gpu_engine.step.program import StepProgram
 class Lane:
     """One sequence of a launched step, as it sat then."""
 
-    seat: Seat
+    sequence: RunningSequence
     slot: int
     slot_gen: int
 
     @property
     def holds(self) -> bool:
         """The sequence still has that seat."""
-        return (self.seat.slot, self.seat.slot_gen) == (self.slot, self.slot_gen)
+        return (self.sequence.slot, self.sequence.slot_gen) == (self.slot, self.slot_gen)
 
 
-def lanes_of(seats: tuple[Seat, ...]) -> tuple[Lane, ...]:
+def lanes_of(sequences: tuple[RunningSequence, ...]) -> tuple[Lane, ...]:
     """Return the lanes of a step that is launched now."""
-    return tuple(Lane(seat, seat.slot, seat.slot_gen) for seat in seats)
+    return tuple(Lane(sequence, sequence.slot, sequence.slot_gen) for sequence in sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,40 +64,40 @@ class StepRunner(Protocol):
     """Executes steps in the order of their launches. Used by the engine thread alone."""
 
     @property
-    def depth(self) -> int:
+    def max_inflight_steps(self) -> int:
         """Steps that may be in flight when the next is launched: 0, each is collected before the next; 1, overlap."""
 
-    def launch(self, seats: tuple[Seat, ...], *, masked: bool = True) -> Ticket:
+    def launch(self, sequences: tuple[RunningSequence, ...], *, masked: bool = True) -> Ticket:
         """Start a step, whose draft links ask for rows or do not; returns without knowing a token."""
 
     def collect(self, ticket: Ticket) -> Collected:
         """Wait for the oldest launched step and return what it did."""
 
 
-class EagerRunner:
+class SynchronousRunner:
     """Runs the program at the launch, on the calling thread. With depth 1 it tells a step late, as a graph does."""
 
-    def __init__(self, program: StepProgram, seating: Seating, depth: int = 0) -> None:
-        self._program, self._seating, self._depth = program, seating, depth
+    def __init__(self, program: StepProgram, slot_writer: SlotWriter, max_inflight_steps: int = 0) -> None:
+        self._program, self._slot_writer, self._max_inflight_steps = program, slot_writer, max_inflight_steps
         self._done: dict[int, Collected] = {}
 
     @property
-    def depth(self) -> int:
+    def max_inflight_steps(self) -> int:
         """As given."""
-        return self._depth
+        return self._max_inflight_steps
 
-    def launch(self, seats: tuple[Seat, ...], *, masked: bool = True) -> Ticket:
+    def launch(self, sequences: tuple[RunningSequence, ...], *, masked: bool = True) -> Ticket:
         """Run the step and keep a copy of its results."""
         begin = time.perf_counter()
-        batch = self._seating.batch(seats, masked=masked)
+        batch = self._slot_writer.batch(sequences, masked=masked)
         self._program.run(batch)
         sync = self._program.sync
-        ticket = Ticket(lanes_of(seats), batch.num_rows, begin, masked)
+        ticket = Ticket(lanes_of(sequences), batch.num_rows, begin, masked)
         results = outcomes(
-            self._seating.lane,
-            len(seats),
-            guided=[seat.guided for seat in seats],
-            logprobs=[seat.payload.request.sampling.logprobs for seat in seats],
+            self._slot_writer.lane,
+            len(sequences),
+            guided=[sequence.guided for sequence in sequences],
+            logprobs=[sequence.payload.request.sampling.logprobs for sequence in sequences],
         )
         times = ((time.perf_counter() - begin) * 1e3, sync.waited_ns / 1e6)
         self._done[id(ticket)] = Collected(results, *times, sync.seq, sync.draft_ns / 1e6)

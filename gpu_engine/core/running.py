@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gpu_engine.api.request import Request
-from gpu_engine.core.scheduler import Guide, Sequence
+from gpu_engine.core.scheduler import GrammarState, Sequence
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from kernels.accept import pack_rules
 
@@ -53,10 +53,10 @@ class Running:
         return f"{self.request.key} +{len(self.answer)}"
 
 
-Seat = Sequence[Running]
+RunningSequence = Sequence[Running]
 
 
-class Seating:
+class SlotWriter:
     """Writes the slot and lane buffers. Used by the engine thread, between steps."""
 
     def __init__(
@@ -73,10 +73,15 @@ class Seating:
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._rules: list[torch.Tensor | None] = [None] * len(slot.length_S)
 
-    def sit(self, seat: Seat) -> None:
+    def assign(self, sequence: RunningSequence) -> None:
         """Write the history and parameters of a sequence that just got its slot."""
-        s, request, sampling, slot = seat.slot, seat.payload.request, seat.payload.request.sampling, self.slot
-        tokens = request.prompt_ids + seat.payload.answer
+        s, request, sampling, slot = (
+            sequence.slot,
+            sequence.payload.request,
+            sequence.payload.request.sampling,
+            self.slot,
+        )
+        tokens = request.prompt_ids + sequence.payload.answer
         rules = self._rules_of(request)
         self._rules[s] = rules
         slot.history_SL[s, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
@@ -84,8 +89,8 @@ class Seating:
         slot.num_drafts_S[s] = 0
         slot.done_S[s] = False
         slot.draft_limit_S[s] = min(request.num_draft_tokens, self._num_drafts)
-        slot.forced_limit_S[s] = min(request.most_forced, slot.drafts_SR.shape[1] - 1)
-        slot.posted_S[s] = len(seat.payload.answer)
+        slot.jump_forward_limit_S[s] = min(request.max_jump_forward, slot.drafts_SR.shape[1] - 1)
+        slot.posted_S[s] = len(sequence.payload.answer)
         p = slot.params
         p.prompt_length_S[s] = len(request.prompt_ids)
         p.max_length_S[s] = min(len(request.prompt_ids) + sampling.max_tokens, self._max_model_len)
@@ -97,51 +102,51 @@ class Seating:
         p.seed_S[s] = sampling.seed - (1 << 64) if sampling.seed >= 1 << 63 else sampling.seed
         p.num_logprobs_S[s] = -1 if sampling.logprobs is None else sampling.logprobs
         p.rules_S[s] = rules.data_ptr()
-        seat.payload.pages_written = seat.payload.forced = 0
-        seat.payload.masked = None
+        sequence.payload.pages_written = sequence.payload.forced = 0
+        sequence.payload.masked = None
 
-    def bind(self, seat: Seat, *, drafts: bool = True) -> None:
+    def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
         """A matcher is opened behind the tokens emitted so far: the sidecar needs to be told only what follows.
 
         `drafts`: False takes those that it has away, and lets it have no more while it holds the slot.
         """
-        self.slot.posted_S[seat.slot] = len(seat.payload.answer)
+        self.slot.posted_S[sequence.slot] = len(sequence.payload.answer)
         if not drafts:
-            for limit_S in (self.slot.num_drafts_S, self.slot.draft_limit_S, self.slot.forced_limit_S):
-                limit_S[seat.slot] = 0
+            for limit_S in (self.slot.num_drafts_S, self.slot.draft_limit_S, self.slot.jump_forward_limit_S):
+                limit_S[sequence.slot] = 0
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest when a slot cannot hold what the request asks for. Any thread; before it has a slot."""
 
-    def one(self, seat: Seat) -> StepBatch:
+    def one(self, sequence: RunningSequence) -> StepBatch:
         """Return a batch of this sequence alone, for prefill."""
-        return self._cut([seat], num_rows=1)
+        return self._cut([sequence], num_rows=1)
 
-    def batch(self, seats: tuple[Seat, ...], *, masked: bool = True) -> StepBatch:
+    def batch(self, sequences: tuple[RunningSequence, ...], *, masked: bool = True) -> StepBatch:
         """Return the batch of a decode step: as many rows as the longest draft needs and the lanes' share allows.
 
         `masked`: its draft links ask for rows.
         """
         self.lane.draft_masks.fill_(masked)
-        longest = 1 + int(self.slot.num_drafts_S[[seat.slot for seat in seats]].max())
-        return self._cut(list(seats), num_rows=min(longest, self._share(len(seats))))
+        longest = 1 + int(self.slot.num_drafts_S[[sequence.slot for sequence in sequences]].max())
+        return self._cut(list(sequences), num_rows=min(longest, self._share(len(sequences))))
 
-    def _cut(self, seats: list[Seat], *, num_rows: int) -> StepBatch:
-        B, lane = len(seats), self.lane
-        for seat in seats:
-            self._write_pages(seat)
-        lane.slots_B[:B] = torch.tensor([seat.slot for seat in seats], dtype=torch.int32)
-        lane.slot_gens_B[:B] = torch.tensor([seat.slot_gen for seat in seats], dtype=torch.int32)
-        guided = [seat.guide is not Guide.FREE for seat in seats]
+    def _cut(self, sequences: list[RunningSequence], *, num_rows: int) -> StepBatch:
+        B, lane = len(sequences), self.lane
+        for sequence in sequences:
+            self._write_pages(sequence)
+        lane.slots_B[:B] = torch.tensor([sequence.slot for sequence in sequences], dtype=torch.int32)
+        lane.slot_gens_B[:B] = torch.tensor([sequence.slot_gen for sequence in sequences], dtype=torch.int32)
+        guided = [sequence.grammar_state is not GrammarState.FREE for sequence in sequences]
         lane.guided_B[:B] = torch.tensor(guided)
         return StepBatch(self.slot, lane, B, num_rows, any(guided), self._share(B))
 
-    def _write_pages(self, seat: Seat) -> int:
+    def _write_pages(self, sequence: RunningSequence) -> int:
         """Bring the slot's row of the page table up to date; return how many entries are new, at its end."""
-        new, at = seat.pages[seat.payload.pages_written :], seat.payload.pages_written
+        new, at = sequence.pages[sequence.payload.pages_written :], sequence.payload.pages_written
         if new:
-            self.slot.page_table_SN[seat.slot, at : at + len(new)] = torch.tensor(new, dtype=torch.int32)
-            seat.payload.pages_written += len(new)
+            self.slot.page_table_SN[sequence.slot, at : at + len(new)] = torch.tensor(new, dtype=torch.int32)
+            sequence.payload.pages_written += len(new)
         return len(new)
 
     def _rules_of(self, request: Request) -> torch.Tensor:

@@ -18,7 +18,7 @@ from gpu_engine.core.kv_cache import PageAllocator
 Payload = TypeVar("Payload")
 
 
-class Guide(enum.Enum):
+class GrammarState(enum.Enum):
     """Where a sequence stands with its grammar."""
 
     FREE = enum.auto()  # no grammar
@@ -36,7 +36,7 @@ class Sequence(Generic[Payload]):
     length: int
     """Tokens known: prompt plus answer."""
     guided: bool
-    guide: Guide = Guide.FREE
+    grammar_state: GrammarState = GrammarState.FREE
     slot: int = -1
     slot_gen: int = 0
     pages: list[int] = field(default_factory=list)
@@ -61,12 +61,12 @@ class Sequence(Generic[Payload]):
     @property
     def decoding(self) -> bool:
         """May be in a decode batch."""
-        ready = self.guide in (Guide.FREE, Guide.OPEN)
+        ready = self.grammar_state in (GrammarState.FREE, GrammarState.OPEN)
         return self.slot >= 0 and ready and not self.parked and self.prefilled >= self.prefill_end
 
     def __repr__(self) -> str:
         state = "waiting" if self.slot < 0 else f"slot {self.slot} gen {self.slot_gen} pages {len(self.pages)}"
-        return f"<Sequence {self.payload} {state} {self.guide.name} {self.prefilled}/{self.length}>"
+        return f"<Sequence {self.payload} {state} {self.grammar_state.name} {self.prefilled}/{self.length}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Plan(Generic[Payload]):
 
     preempted: tuple[Sequence[Payload], ...]
     """Lost their slot and pages; they are waiting again, at the front."""
-    seated: tuple[Sequence[Payload], ...]
+    running: tuple[Sequence[Payload], ...]
     """Got a slot just now."""
     prefill: tuple[Chunk[Payload], ...]
     """To be run in one forward; the oldest first."""
@@ -117,7 +117,7 @@ class Scheduler(Generic[Payload]):
         """
         self.allocator, self._shapes, self._tokens_of = allocator, shapes, tokens_of
         self._chunk, self._lookahead = prefill_chunk, lookahead
-        self._seats: list[Sequence[Payload] | None] = [None] * num_slots
+        self._slots: list[Sequence[Payload] | None] = [None] * num_slots
         self._gens = [0] * num_slots
         self._waiting: deque[Sequence[Payload]] = deque()
         self._arrivals = 0
@@ -135,17 +135,17 @@ class Scheduler(Generic[Payload]):
     def leave(self, sequence: Sequence[Payload]) -> None:
         """Forget a sequence, wherever it is; its slot and pages are free."""
         if sequence.slot >= 0:
-            self._unseat(sequence)
+            self._release_slot(sequence)
         else:
             self._waiting.remove(sequence)
 
     def plan(self) -> Plan[Payload]:
         """Decide one turn: make room for the decode batch, seat who fits, choose what to prefill."""
         preempted = self._make_room()
-        seated = () if preempted else self._seat_waiting()
+        running = () if preempted else self._assign_slots()
         chunks = self._chunks()  # first: of a prompt that is found nothing may be left
-        decode = tuple(s for s in self.seated if s.decoding)
-        return Plan(tuple(preempted), tuple(seated), chunks, decode)
+        decode = tuple(s for s in self.running if s.decoding)
+        return Plan(tuple(preempted), tuple(running), chunks, decode)
 
     def keep(self, sequence: Sequence[Payload]) -> None:
         """Let others that begin with the same tokens use what is prefilled of a sequence, now and behind its end."""
@@ -155,7 +155,7 @@ class Scheduler(Generic[Payload]):
 
     def preempt(self, sequence: Sequence[Payload]) -> None:
         """Take the slot and the pages; the sequence waits at the front, to be prefilled again or to find them."""
-        self._unseat(sequence)
+        self._release_slot(sequence)
         sequence.prefilled = 0
         self._waiting.appendleft(sequence)
 
@@ -167,7 +167,7 @@ class Scheduler(Generic[Payload]):
         """
         chosen: list[Chunk[Payload]] = []
         longest = 0
-        for s in sorted((s for s in self.seated if s.prefilled < s.prefill_end), key=lambda s: s.order):
+        for s in sorted((s for s in self.running if s.prefilled < s.prefill_end), key=lambda s: s.order):
             if chosen and self._shapes.of(len(chosen) + 1, longest) is None:
                 break
             if self._find_more(s):
@@ -181,26 +181,26 @@ class Scheduler(Generic[Payload]):
 
     def _make_room(self) -> list[Sequence[Payload]]:
         preempted: list[Sequence[Payload]] = []
-        for sequence in sorted((s for s in self.seated if s.decoding), key=lambda s: s.order):
+        for sequence in sorted((s for s in self.running if s.decoding), key=lambda s: s.order):
             while sequence.slot >= 0 and not self.allocator.grow(sequence.pages, sequence.length + self._lookahead):
-                youngest = max(self.seated, key=lambda s: s.order)
+                youngest = max(self.running, key=lambda s: s.order)
                 self.preempt(youngest)
                 preempted.append(youngest)
         return preempted
 
-    def _seat_waiting(self) -> list[Sequence[Payload]]:
-        seated: list[Sequence[Payload]] = []
-        free = [slot for slot, seat in enumerate(self._seats) if seat is None]
+    def _assign_slots(self) -> list[Sequence[Payload]]:
+        running: list[Sequence[Payload]] = []
+        free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
         for slot in free:
             if not self._waiting or not self._fits(self._waiting[0]):
                 break
             sequence = self._waiting.popleft()
             self._gens[slot] += 1
             sequence.slot, sequence.slot_gen = slot, self._gens[slot]
-            sequence.guide = Guide.OPENING if sequence.guided else Guide.FREE
-            self._seats[slot] = sequence
-            seated.append(sequence)
-        return seated
+            sequence.grammar_state = GrammarState.OPENING if sequence.guided else GrammarState.FREE
+            self._slots[slot] = sequence
+            running.append(sequence)
+        return running
 
     def _fits(self, sequence: Sequence[Payload]) -> bool:
         """Give a sequence its pages, those first that hold its beginning already; False and nothing: too few are free.
@@ -244,34 +244,36 @@ class Scheduler(Generic[Payload]):
         self.found_tokens += sequence.found - before
         return sequence.prefilled == sequence.prefill_end
 
-    def _unseat(self, sequence: Sequence[Payload]) -> None:
+    def _release_slot(self, sequence: Sequence[Payload]) -> None:
         slot, sequence.slot, sequence.parked = sequence.slot, -1, False
-        self._seats[slot] = None
+        self._slots[slot] = None
         try:
             self.keep(sequence)
         finally:
             self.allocator.free(sequence.pages)
 
     @property
-    def seated(self) -> list[Sequence[Payload]]:
+    def running(self) -> list[Sequence[Payload]]:
         """Sequences that hold a slot, by slot."""
-        return [s for s in self._seats if s is not None]
+        return [s for s in self._slots if s is not None]
 
     @property
     def waiting(self) -> list[Sequence[Payload]]:
         """The line, first first."""
         return list(self._waiting)
 
-    def seat(self, slot: int, slot_gen: int) -> Sequence[Payload] | None:
+    def sequence(self, slot: int, slot_gen: int) -> Sequence[Payload] | None:
         """Return who holds (slot, slot_gen); None when that owner is gone."""
-        holder = self._seats[slot]
+        holder = self._slots[slot]
         return holder if holder is not None and holder.slot_gen == slot_gen else None
 
     def check_integrity(self) -> None:
         """Assert that every slot has one owner, and every page as many as begin with its tokens."""
-        self.allocator.check_integrity([s.pages for s in self.seated])
-        assert all(s is None or s.slot == slot for slot, s in enumerate(self._seats))
+        self.allocator.check_integrity([s.pages for s in self.running])
+        assert all(s is None or s.slot == slot for slot, s in enumerate(self._slots))
         assert all(s.slot < 0 and not s.pages for s in self._waiting)
 
     def __repr__(self) -> str:
-        return f"<Scheduler seated={len(self.seated)}/{len(self._seats)} waiting={len(self._waiting)} {self.allocator}>"
+        return (
+            f"<Scheduler seated={len(self.running)}/{len(self._slots)} waiting={len(self._waiting)} {self.allocator}>"
+        )

@@ -9,7 +9,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.drafters.chain import ModelChain
 from gpu_engine.drafters.eagle3 import Eagle3Net
 from gpu_engine.drafters.eagle3_files import load_head
-from gpu_engine.drafters.forced import ForcedFirst, ForcedFirstLaunches, NothingBehind
+from gpu_engine.drafters.jump_forward import JumpForwardDrafter, JumpForwardLaunches, NothingBehind
 from gpu_engine.drafters.model import ModelDrafter
 from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import DraftNet, ModelNet
@@ -30,7 +30,7 @@ SHIPPED_HEAD = Path(__file__).parent / "heads" / "smollm2-135m-instruct"
 def build_drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pages: int) -> Drafter:
     """Return the drafter. Raises ModelNotSupported or HeadNotUsable: it does not fit the target."""
     drafter = _drafter(config, target, sync, num_pages)
-    return ForcedFirst(drafter, sync) if config.forced_first else drafter
+    return JumpForwardDrafter(drafter, sync) if config.jump_forward_first else drafter
 
 
 def _drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pages: int) -> Drafter:
@@ -41,7 +41,7 @@ def _drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pages: i
     if config.drafter == "ngram":
         return NgramDrafter(config.ngram_max, config.ngram_min)
     net = _net(config, target, num_pages, token_major=False)
-    return ModelDrafter(net, sync, masked=config.draft_masks != "off", forced=config.forced_first)
+    return ModelDrafter(net, sync, masked=config.draft_masks != "off", forced=config.jump_forward_first)
 
 
 def build_device_drafter(
@@ -49,7 +49,7 @@ def build_device_drafter(
 ) -> DeviceDrafter:
     """Return the drafter as launches; see `build_drafter`."""
     drafter = _device_drafter(config, target, stream, sync, num_pages)
-    return ForcedFirstLaunches(drafter, sync) if config.forced_first else drafter
+    return JumpForwardLaunches(drafter, sync) if config.jump_forward_first else drafter
 
 
 def _device_drafter(
@@ -57,7 +57,7 @@ def _device_drafter(
 ) -> DeviceDrafter:
     if config.num_drafts == 0 or config.drafter == "grammar":
         return NoDrafts()
-    forced = config.forced_first
+    forced = config.jump_forward_first
     if config.drafter == "ngram":
         return NgramKernel(stream, config.ngram_max, config.ngram_min, forced=forced)
     net = _net(config, target, num_pages, token_major=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_engine.drafters.nets import DraftNet, Hidden, put_forced, with_forced
+from gpu_engine.drafters.nets import DraftNet, Hidden, put_jump_forward, with_jump_forward
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.prefill import Chunks
 from gpu_engine.step.stream import Stream
@@ -96,7 +96,7 @@ class ModelChain:
         draw_drafts(self._logits_BV, step, k, d2t_V=self.net.d2t_V)
         self._logits_BV = None
         if self._forced and batch.any_guided:
-            put_forced(batch, _place(batch), k)
+            put_jump_forward(batch, _place(batch), k)
         drawn_B = lane.drafts_BR[:B, k]
         self._count_B[:B] += (drawn_B >= 0) & lane.drafting_B[:B]
         self._ids[:B] = drawn_B.clamp(min=0)
@@ -113,10 +113,10 @@ class ModelChain:
             drawn_BK, lane.drafts_BR[:B, :links], slot.drafts_SR[place_B, :links]
         )
         if self._forced and batch.any_guided:
-            count_B = with_forced(batch, count_B, self._wanted_B[:B])
+            count_B = with_jump_forward(batch, count_B, self._wanted_B[:B])
         # A lane that emitted nothing keeps drafts and rows for its next try; one that was cut short has none.
-        kept_B = torch.where(lane.result.num_emitted_B[:B] == 0, slot.num_drafts_S[place_B], 0)
-        slot.num_drafts_S[place_B] = torch.where(going_B, count_B, kept_B).int()
+        cached_B = torch.where(lane.result.num_emitted_B[:B] == 0, slot.num_drafts_S[place_B], 0)
+        slot.num_drafts_S[place_B] = torch.where(going_B, count_B, cached_B).int()
         lane.drafting_B[:B] = going_B
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_engine.drafters.nets import DraftNet, Hidden, put_forced, with_forced
+from gpu_engine.drafters.nets import DraftNet, Hidden, put_jump_forward, with_jump_forward
 from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.prefill import Chunks
 from gpu_engine.step.sync import Sync
@@ -62,14 +62,14 @@ class ModelDrafter:
                 lane.kinds_BR[:B, k] = 0
             draw_drafts(logits_BV, step, k, d2t_V=self.net.d2t_V)
             if self._forced and batch.any_guided:
-                put_forced(batch, slots, k)
+                put_jump_forward(batch, slots, k)
             count_B += (lane.drafts_BR[:B, k] >= 0) & lane.drafting_B[:B]
         drawn_BR = drafting_B[:, None] & (torch.arange(lane.drafts_BR.shape[1]) < count_B[:, None])
         slot.drafts_SR[slots] = torch.where(drawn_BR, lane.drafts_BR[:B], slot.drafts_SR[slots])
         if self._forced and batch.any_guided:
-            count_B = with_forced(batch, count_B, wanted_B)
+            count_B = with_jump_forward(batch, count_B, wanted_B)
         # A lane that emitted nothing keeps drafts and rows for its next try; one that was cut short has none.
         stuck_B = lane.result.num_emitted_B[:B] == 0
-        kept_B = torch.where(stuck_B, slot.num_drafts_S[slots], 0)
-        slot.num_drafts_S[slots] = torch.where(drafting_B, count_B, kept_B).int()
+        cached_B = torch.where(stuck_B, slot.num_drafts_S[slots], 0)
+        slot.num_drafts_S[slots] = torch.where(drafting_B, count_B, cached_B).int()
         lane.drafting_B[:B] = drafting_B

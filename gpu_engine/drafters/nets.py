@@ -24,7 +24,7 @@ Hidden = dict[int, torch.Tensor | None]
 """Target layer -> its input, [rows, H]; see `AttentionContext.hidden`."""
 
 
-def put_forced(batch: StepBatch, place_B: torch.Tensor, k: int) -> None:
+def put_jump_forward(batch: StepBatch, place_B: torch.Tensor, k: int) -> None:
     """Put the token that the grammar forces in place of draft k, where one is; a chain that met a dead end stays so.
 
     `place_B` int64 are the lanes' slots.
@@ -32,18 +32,18 @@ def put_forced(batch: StepBatch, place_B: torch.Tensor, k: int) -> None:
     slot, lane, B = batch.slot, batch.lane, batch.num_lanes
     at_B = (slot.length_S[place_B] + k).clamp(max=slot.history_SL.shape[1] - 1).long()
     drawn_B, behind_B = lane.drafts_BR[:B, k], slot.history_SL[place_B, at_B]
-    forced_B = (lane.num_forced_B[:B] > k) & (drawn_B >= 0)
+    forced_B = (lane.num_jump_forward_B[:B] > k) & (drawn_B >= 0)
     lane.drafts_BR[:B, k] = torch.where(forced_B, slot.drafts_SR[place_B, k], drawn_B)
     # Where the next draft's penalties find it, in place of the one that was drawn.
     slot.history_SL[place_B, at_B] = torch.where(forced_B, slot.drafts_SR[place_B, k], behind_B)
 
 
-def with_forced(batch: StepBatch, count_B: torch.Tensor, wanted_B: torch.Tensor) -> torch.Tensor:
+def with_jump_forward(batch: StepBatch, count_B: torch.Tensor, wanted_B: torch.Tensor) -> torch.Tensor:
     """Return how many drafts each lane has: behind a whole chain, what is forced may reach further.
 
     `count_B` links of the chain gave a draft, `wanted_B` were wanted; what is forced stands in `drafts_SR` already.
     """
-    forced_B = batch.lane.num_forced_B[: batch.num_lanes]
+    forced_B = batch.lane.num_jump_forward_B[: batch.num_lanes]
     return torch.where(count_B == wanted_B, torch.maximum(count_B, forced_B.to(count_B.dtype)), count_B)
 
 

@@ -34,7 +34,7 @@ class NgramDrafter:
         the first is the list. A match of n tokens is good for 2 n + 1 drafts; more were hardly ever accepted
         (docs/log.md). Cost: ngram_max comparisons over the history.
         """
-        slot, slots, forced_B = batch.slot, batch.slots_B.long(), batch.lane.num_forced_B[: batch.num_lanes]
+        slot, slots, forced_B = batch.slot, batch.slots_B.long(), batch.lane.num_jump_forward_B[: batch.num_lanes]
         ahead_B1 = forced_B.clamp(min=0).long()[:, None]
         last_B1 = slot.length_S[slots][:, None].long()
         length_B1 = last_B1 + ahead_B1  # forced tokens stand behind the history

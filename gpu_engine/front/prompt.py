@@ -86,7 +86,7 @@ def build_requests(
             sink=sink,
             grammar=checked.grammar,
             num_draft_tokens=checked.num_draft_tokens,
-            forced_draft_tokens=checked.forced_draft_tokens,
+            jump_forward_tokens=checked.jump_forward_tokens,
             telemetry=Telemetry(arrived_s=arrived_s),
         )
         for i in range(checked.n)

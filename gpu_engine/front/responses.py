@@ -95,7 +95,7 @@ def stats_response(stats: Stats, *, finished: Mapping[str, int], failed: Mapping
         running=stats.running,
         num_slots=stats.num_slots,
         pages_used=stats.pages_used,
-        pages_kept=stats.pages_kept,
+        pages_cached=stats.pages_cached,
         num_pages=stats.num_pages,
         steps=stats.steps,
         generated_tokens=stats.generated_tokens,

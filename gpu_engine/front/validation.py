@@ -37,7 +37,7 @@ class Limits:
     vocab_size: int
     max_model_len: int
     num_draft_tokens: int
-    forced_draft_tokens: int
+    jump_forward_tokens: int
     max_n: int
     max_prompt_bytes: int
     stream_pace_s: float = 0.0
@@ -50,7 +50,7 @@ class Limits:
             vocab_size=vocab_size,
             max_model_len=min(max_model_len, engine.max_model_len),
             num_draft_tokens=engine.num_drafts,
-            forced_draft_tokens=engine.num_forced,
+            jump_forward_tokens=engine.num_jump_forward,
             max_n=server.max_n,
             max_prompt_bytes=server.max_prompt_bytes,
             stream_pace_s=server.stream_pace_ms / 1e3,
@@ -83,7 +83,7 @@ class Checked:
     prompt: Prompt
     n: int
     num_draft_tokens: int
-    forced_draft_tokens: int
+    jump_forward_tokens: int
     """The server's, or the number that the request named for all drafts."""
     grammar: GrammarSpec | None
     seed: int
@@ -127,13 +127,13 @@ def check(
     if grammar and sampling.ignore_eos:
         raise InvalidRequest("sampling.ignore_eos", "is not allowed together with a grammar")
     top_k = _integer(sampling, "top_k", 0, low=-1, high=2**31 - 1)
-    num_drafts, num_forced = _draft_tokens(request, limits)
+    num_drafts, num_jump_forward = _draft_tokens(request, limits)
     return Checked(
         request_id=request_id,
         prompt=prompt,
         n=_integer(sampling, "n", 1, low=1, high=limits.max_n),
         num_draft_tokens=num_drafts,
-        forced_draft_tokens=num_forced,
+        jump_forward_tokens=num_jump_forward,
         grammar=grammar,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         max_tokens=_integer(sampling, "max_tokens", 1, low=1) if sampling.HasField("max_tokens") else None,
@@ -228,7 +228,7 @@ def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
 def _draft_tokens(request: pb.GenerateRequest, limits: Limits) -> tuple[int, int]:
     """Return the most drafts of a step, and the most that the grammar may force: a number that is named is for both."""
     if not request.speculation.HasField("num_draft_tokens"):
-        return limits.num_draft_tokens, limits.forced_draft_tokens
+        return limits.num_draft_tokens, limits.jump_forward_tokens
     value = request.speculation.num_draft_tokens
     if value > limits.num_draft_tokens:
         raise InvalidRequest(

@@ -20,7 +20,7 @@ _GAUGES = (
     ("sequences_waiting", "Sequences that wait for a slot", "waiting"),
     ("slots", "Slots in all", "num_slots"),
     ("kv_pages_used", "Pages of the KV cache in use", "pages_used"),
-    ("kv_pages_kept", "Pages in use by nobody, kept for who begins with the same tokens", "pages_kept"),
+    ("kv_pages_kept", "Pages in use by nobody, kept for who begins with the same tokens", "pages_cached"),
     ("kv_pages", "Pages of the KV cache in all", "num_pages"),
     ("draft_masks", "1 while a drafting network's drafts are held to the grammar", "draft_masks"),
     ("draft_mask_gain", "Tokens a step with masked drafts over those with free ones, last compared", "mask_gain"),
@@ -46,11 +46,11 @@ _COUNTERS = (
 _BY_DRAFTER = (
     ("draft_tokens", "Drafts verified", "draft_tokens"),
     ("accepted_draft_tokens", "Drafts that equalled the target's own token", "accepted_draft_tokens"),
-    ("forced_draft_tokens", "Drafts verified that the grammar forced", "forced_draft_tokens"),
+    ("jump_forward_tokens", "Drafts verified that the grammar forced", "jump_forward_tokens"),
     (
-        "accepted_forced_tokens",
+        "accepted_jump_forward_tokens",
         "Drafts that the grammar forced and that equalled the target's own token",
-        "accepted_forced_tokens",
+        "accepted_jump_forward_tokens",
     ),
 )
 _HISTOGRAMS = (

@@ -48,7 +48,7 @@ class EngineStats:
     waiting: int = 0
     running: int = 0
     pages_used: int = 0
-    pages_kept: int = 0
+    pages_cached: int = 0
     """In use by nobody; who begins with their tokens finds them."""
     steps: int = 0
     step_rows: int = 0
@@ -61,9 +61,9 @@ class EngineStats:
     """Not prefilled: their keys and values were there, from another sequence or before a preemption."""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
-    forced_draft_tokens: int = 0
+    jump_forward_tokens: int = 0
     """Of the drafts: what the grammar forces."""
-    accepted_forced_tokens: int = 0
+    accepted_jump_forward_tokens: int = 0
     draft_masks: int = 0
     """1: steps mask their drafts, but for those that try it the other way."""
     masked_steps: int = 0
@@ -110,12 +110,12 @@ class EngineStats:
         for name, value in masks.items():
             setattr(self, name, value)
 
-    def count_tokens(self, num_tokens: int, num_drafts: int, num_accepted: int, num_forced: int = 0) -> None:
-        """Count what a step brought to one sequence; the first `num_forced` of its drafts were forced."""
+    def count_tokens(self, num_tokens: int, num_drafts: int, num_accepted: int, num_jump_forward: int = 0) -> None:
+        """Count what a step brought to one sequence; the first `num_jump_forward` of its drafts were forced."""
         self.tokens_per_step.observe(num_tokens)
         self.generated_tokens += num_tokens
         if num_tokens:
             self.draft_tokens += num_drafts
             self.accepted_draft_tokens += num_accepted
-            self.forced_draft_tokens += min(num_forced, num_drafts)
-            self.accepted_forced_tokens += min(num_forced, num_accepted)
+            self.jump_forward_tokens += min(num_jump_forward, num_drafts)
+            self.accepted_jump_forward_tokens += min(num_jump_forward, num_accepted)

@@ -203,7 +203,7 @@ class Sleeper(Protocol):
         """It sleeps on a futex, waiting for a step."""
 
 
-async def warn_of_sleepers(guides: Callable[[], int], sleeper: Sleeper, every_s: float = 0.1) -> None:
+async def warn_of_sleepers(grammar_slots: Callable[[], int], sleeper: Sleeper, every_s: float = 0.1) -> None:
     """Warn once for every grammar process that sleeps between guided steps, though a device posts them. Runs for ever.
 
     Args:
@@ -214,7 +214,7 @@ async def warn_of_sleepers(guides: Callable[[], int], sleeper: Sleeper, every_s:
     warned = asleep = 0
     while True:
         await asyncio.sleep(every_s)
-        current = guides()
+        current = grammar_slots()
         asleep = asleep + 1 if current > warned and sleeper.grammar_parked else 0
         if asleep == _LOOKS:
             warned, asleep = current, 0

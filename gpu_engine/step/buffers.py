@@ -30,7 +30,7 @@ class SlotBuffers:
     """int32. Writer: the drafter; the engine zeroes it when it seats."""
     draft_limit_S: torch.Tensor
     """int32, drafts per step that a drafter may bring them to, at most K. Writer: the engine, when it seats."""
-    forced_limit_S: torch.Tensor
+    jump_forward_limit_S: torch.Tensor
     """int32, drafts per step that the grammar may force; more than `draft_limit_S` only where that is K. Writer: the
     engine, when it seats."""
     done_S: torch.Tensor
@@ -58,7 +58,7 @@ class SlotBuffers:
             drafts_SR=ints(num_slots, num_rows),
             num_drafts_S=ints(num_slots),
             draft_limit_S=ints(num_slots),
-            forced_limit_S=ints(num_slots),
+            jump_forward_limit_S=ints(num_slots),
             done_S=torch.zeros(num_slots, dtype=torch.bool, device=device),
             posted_S=ints(num_slots),
             page_table_SN=ints(num_slots, -(-(max_model_len + num_rows) // page_size)),
@@ -88,7 +88,7 @@ class LaneBuffers:
     """uint8 RowKind. Writer: the sync."""
     forced_BR: torch.Tensor
     """int32. Writer: the sync."""
-    num_forced_B: torch.Tensor
+    num_jump_forward_B: torch.Tensor
     """int32, tokens that the grammar forces next, for the drafter to propose before its own: they stand in `drafts_SR`
     and in `history_SL` behind the last token. -1: the lane did not move, and keeps the drafts it has, since rows are
     kept for them. Writer: the sync, in steps with a guided lane; 0 where nobody ever asks."""
@@ -114,7 +114,7 @@ class LaneBuffers:
             num_drafts_B=ints(num_lanes),
             kinds_BR=torch.zeros(num_lanes, num_rows, dtype=torch.uint8, device=device),
             forced_BR=ints(num_lanes, num_rows),
-            num_forced_B=ints(num_lanes),
+            num_jump_forward_B=ints(num_lanes),
             result=AcceptResult.allocate(num_lanes, num_rows, vocab_size, device),
         )
 

@@ -177,7 +177,7 @@ class NgramKernel:
             ngram_max=self._max,
             ngram_min=self._min,
             max_rows=batch.max_rows,
-            num_forced_B=batch.lane.num_forced_B if forced else None,
+            num_jump_forward_B=batch.lane.num_jump_forward_B if forced else None,
         )
 
 

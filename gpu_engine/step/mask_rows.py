@@ -26,7 +26,7 @@ class RowStore:
     """uint8 RowKind."""
     forced_SR: torch.Tensor
     """int32."""
-    kept_SR: torch.Tensor
+    cached_SR: torch.Tensor
     """bool: the row is here and need not be asked for."""
 
     @classmethod
@@ -47,9 +47,9 @@ class RowStore:
         self.kind_SR[slot, rows] = kinds
         self.forced_SR[slot, rows] = forced
         self.mask_SRW[slot, rows] = masks_RW
-        self.kept_SR[slot, rows] = kinds != int(RowKind.DEFER)
+        self.cached_SR[slot, rows] = kinds != int(RowKind.DEFER)
 
     def forget(self, slot: int) -> None:
         """Drop a slot's rows: it has another owner or another matcher."""
-        self.kept_SR[slot] = False
+        self.cached_SR[slot] = False
         self.kind_SR[slot] = int(RowKind.DEFER)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from gpu_engine.step.buffers import StepBatch
-from gpu_engine.step.device.post_buffers import LaneBox
+from gpu_engine.step.device.post_buffers import PostBuffers
 from gpu_engine.step.mask_rows import RowStore
 from kernels.accept import RUN_ON
 from shared_mem.layout import RowKind
@@ -34,20 +34,20 @@ VERIFY, PROPOSE = -1, -2
 class RowWork(Protocol):
     """Kernels around a post and a wait. The store's kinds, forced and kept have S + 1 rows, the last one is spare."""
 
-    def pack(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
+    def pack(self, batch: StepBatch, store: RowStore, box: PostBuffers, k: int) -> None:
         """Fill the box's inputs for draft k, VERIFY or PROPOSE; advance `posted_S` by what they tell.
 
         PROPOSE is behind `settle`, and leaves `posted_S`: the next post says the same tokens again.
         """
 
-    def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int, told: torch.Tensor | None) -> None:
+    def keep(self, batch: StepBatch, store: RowStore, box: PostBuffers, k: int, told: torch.Tensor | None) -> None:
         """Keep the rows that the box's inputs asked for; fill `kinds_BR` and `forced_BR`: row k, or every row.
 
         `told` int64 [1] gets the sequence of the answers.
         """
 
-    def take_forced(self, batch: StepBatch, box: LaneBox) -> None:
-        """Fill `num_forced_B`, and put the tokens where it says; `num_drafts_S` of lanes that moved is that number."""
+    def take_jump_forward(self, batch: StepBatch, box: PostBuffers) -> None:
+        """Fill `num_jump_forward_B`, and put the tokens where it says; `num_drafts_S` of lanes that moved is that number."""
 
     def settle(self, batch: StepBatch, store: RowStore) -> None:
         """Forget the rows of lanes that emitted something."""
@@ -65,17 +65,17 @@ class TorchRows:
         self._row_R = torch.arange(num_rows, dtype=torch.int32, device=device)
         self._at_T = torch.arange(2 * num_rows, dtype=torch.int32, device=device)
 
-    def pack(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
+    def pack(self, batch: StepBatch, store: RowStore, box: PostBuffers, k: int) -> None:
         """See `RowWork.pack`."""
         slot, lane, B, R = batch.slot, batch.lane, batch.num_lanes, len(self._row_R)
         slots_B = batch.slots_B.clamp(min=0).long()
         asking_B, drafts_B = _asking(batch, slots_B) & (batch.slots_B >= 0), lane.num_drafts_B[:B]
         if k == VERIFY:
-            missing_BR = (self._row_R <= drafts_B[:, None]) & ~store.kept_SR[slots_B] & asking_B[:, None]
+            missing_BR = (self._row_R <= drafts_B[:, None]) & ~store.cached_SR[slots_B] & asking_B[:, None]
         elif k == PROPOSE:
             r, room_B = lane.result, slot.params.max_length_S[slots_B] - slot.length_S[slots_B] - 1
             asking_B &= (r.num_emitted_B[:B] > 0) & (r.finish_B[:B] == RUN_ON) & (r.blocked_B[:B] == 0)
-            wanted_B = torch.minimum(slot.forced_limit_S[slots_B], room_B).clamp(max=min(R, batch.max_rows) - 1)
+            wanted_B = torch.minimum(slot.jump_forward_limit_S[slots_B], room_B).clamp(max=min(R, batch.max_rows) - 1)
             missing_BR = (self._row_R < wanted_B[:, None]) & asking_B[:, None]
             drafts_B = torch.zeros_like(drafts_B)
         else:
@@ -101,7 +101,7 @@ class TorchRows:
         if k != PROPOSE:
             slot.posted_S.index_add_(0, slots_B, fresh_B)
 
-    def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int, told: torch.Tensor | None) -> None:
+    def keep(self, batch: StepBatch, store: RowStore, box: PostBuffers, k: int, told: torch.Tensor | None) -> None:
         """See `RowWork.keep`. The mask rows are in the store already."""
         if told is not None:
             told.copy_(box.awaited)
@@ -109,8 +109,8 @@ class TorchRows:
         asked_BR = (box.need_rows[:, None] >> self._row_R & 1).bool() & (box.slots >= 0)[:, None]
         store.kind_SR[place_B] = torch.where(asked_BR, box.kinds, store.kind_SR[place_B])
         store.forced_SR[place_B] = torch.where(asked_BR, box.forced, store.forced_SR[place_B])
-        here_BR = torch.where(asked_BR, box.kinds != int(RowKind.DEFER), store.kept_SR[place_B])
-        store.kept_SR[place_B] = here_BR
+        here_BR = torch.where(asked_BR, box.kinds != int(RowKind.DEFER), store.cached_SR[place_B])
+        store.cached_SR[place_B] = here_BR
         kind_BR, forced_BR, listens_B = store.kind_SR[place_B], store.forced_SR[place_B], lane.guided_B[:B]
         if k == VERIFY:
             kind_BR = torch.where(here_BR, kind_BR, int(RowKind.DEFER))
@@ -121,14 +121,14 @@ class TorchRows:
             lane.kinds_BR[:B, k] = torch.where(here_B, kind_BR[:, k], int(RowKind.ALL)).to(torch.uint8)
             lane.forced_BR[:B, k] = forced_BR[:, k]
 
-    def take_forced(self, batch: StepBatch, box: LaneBox) -> None:
-        """See `RowWork.take_forced`."""
+    def take_jump_forward(self, batch: StepBatch, box: PostBuffers) -> None:
+        """See `RowWork.take_jump_forward`."""
         slot, lane, B, row_R = batch.slot, batch.lane, batch.num_lanes, self._row_R
         place_B = torch.where(batch.slots_B < 0, len(slot.length_S) - 1, batch.slots_B).long()
         asked_BR = (box.need_rows[:, None] >> row_R & 1).bool() & (box.slots >= 0)[:, None]
         ahead_B = ((box.kinds == int(RowKind.FORCED)) & asked_BR).int().cumprod(dim=1).sum(dim=1).int()
         stays_B = lane.result.num_emitted_B[:B] == 0
-        lane.num_forced_B[:B] = torch.where(stays_B, -1, ahead_B)
+        lane.num_jump_forward_B[:B] = torch.where(stays_B, -1, ahead_B)
         there_BR = row_R < ahead_B[:, None]
         behind_BR = (slot.length_S[place_B][:, None] + row_R).clamp(max=slot.history_SL.shape[1] - 1).long()
         old_BR = slot.history_SL[place_B[:, None], behind_BR]
@@ -139,12 +139,12 @@ class TorchRows:
     def settle(self, batch: StepBatch, store: RowStore) -> None:
         """See `RowWork.settle`."""
         place_B, still_B = _place(batch, store), batch.lane.result.num_emitted_B[: batch.num_lanes] == 0
-        store.kept_SR[place_B] = store.kept_SR[place_B] & still_B[:, None]
+        store.cached_SR[place_B] = store.cached_SR[place_B] & still_B[:, None]
 
 
 def _place(batch: StepBatch, store: RowStore) -> torch.Tensor:
     """int64 [B]: row of the store, the spare one for a padded lane."""
-    return torch.where(batch.slots_B < 0, len(store.kept_SR) - 1, batch.slots_B).long()
+    return torch.where(batch.slots_B < 0, len(store.cached_SR) - 1, batch.slots_B).long()
 
 
 class TritonRows:
@@ -157,13 +157,13 @@ class TritonRows:
 
     def __init__(self, source_NSRW: torch.Tensor) -> None:
         from kernels.cuda import posting as kernels
-        from kernels.cuda.forced import take_forced
+        from kernels.cuda.jump_forward import take_jump_forward
         from kernels.cuda.settling import settle
 
-        self._kernels, self._settle, self._take_forced = kernels, settle, take_forced
+        self._kernels, self._settle, self._take_jump_forward = kernels, settle, take_jump_forward
         self._source_NSRW = source_NSRW
 
-    def pack(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int) -> None:
+    def pack(self, batch: StepBatch, store: RowStore, box: PostBuffers, k: int) -> None:
         """See `RowWork.pack`."""
         slot, lane, B = batch.slot, batch.lane, batch.num_lanes
         self._kernels.pack_post(
@@ -173,20 +173,20 @@ class TritonRows:
             k=k,
             # A lane that drafts has not stopped.
             done_S=slot.done_S if k == VERIFY else None,
-            limits=(slot.forced_limit_S, slot.params.max_length_S) if k == PROPOSE else None,
+            limits=(slot.jump_forward_limit_S, slot.params.max_length_S) if k == PROPOSE else None,
             max_rows=batch.max_rows,
             draft_masks=lane.draft_masks if k >= 0 else None,
         )
 
-    def take_forced(self, batch: StepBatch, box: LaneBox) -> None:
-        """See `RowWork.take_forced`."""
+    def take_jump_forward(self, batch: StepBatch, box: PostBuffers) -> None:
+        """See `RowWork.take_jump_forward`."""
         slot, lane, B = batch.slot, batch.lane, batch.num_lanes
-        self._take_forced(
+        self._take_jump_forward(
             *(batch.slots_B, lane.result.num_emitted_B[:B], box.slots, box.need_rows, box.kinds, box.forced),
-            *(slot.length_S, slot.history_SL, slot.drafts_SR, slot.num_drafts_S, lane.num_forced_B[:B]),
+            *(slot.length_S, slot.history_SL, slot.drafts_SR, slot.num_drafts_S, lane.num_jump_forward_B[:B]),
         )
 
-    def keep(self, batch: StepBatch, store: RowStore, box: LaneBox, k: int, told: torch.Tensor | None) -> None:
+    def keep(self, batch: StepBatch, store: RowStore, box: PostBuffers, k: int, told: torch.Tensor | None) -> None:
         """See `RowWork.keep`. Copies the mask rows that were asked for into the store."""
         lane, B = batch.lane, batch.num_lanes
         self._kernels.keep_rows(
@@ -198,14 +198,16 @@ class TritonRows:
 
     def settle(self, batch: StepBatch, store: RowStore) -> None:
         """See `RowWork.settle`; also fills `drafting_B`, by the step's own rule."""
-        lane, B, kept_SR = batch.lane, batch.num_lanes, self._rows(store).kept_SR
+        lane, B, cached_SR = batch.lane, batch.num_lanes, self._rows(store).cached_SR
         r = lane.result
-        self._settle(batch.slots_B, r.num_emitted_B[:B], r.finish_B[:B], r.blocked_B[:B], lane.drafting_B[:B], kept_SR)
+        self._settle(
+            batch.slots_B, r.num_emitted_B[:B], r.finish_B[:B], r.blocked_B[:B], lane.drafting_B[:B], cached_SR
+        )
 
     def _rows(self, store: RowStore) -> posting.KeptRows:
         S = len(store.mask_SRW)
-        return self._kernels.KeptRows(store.mask_SRW, store.kind_SR[:S], store.forced_SR[:S], store.kept_SR[:S])
+        return self._kernels.KeptRows(store.mask_SRW, store.kind_SR[:S], store.forced_SR[:S], store.cached_SR[:S])
 
-    def _tensors(self, box: LaneBox) -> posting.PostTensors:
+    def _tensors(self, box: PostBuffers) -> posting.PostTensors:
         inputs = (box.slots, box.slot_gens, box.commit_pos, box.n_commit, box.n_draft, box.need_rows, box.tokens)
         return self._kernels.PostTensors(*inputs, box.kinds, box.forced)

@@ -15,7 +15,7 @@ import abc
 import torch
 
 from gpu_engine.step.buffers import StepBatch
-from gpu_engine.step.device.post_buffers import LaneBox
+from gpu_engine.step.device.post_buffers import PostBuffers
 from gpu_engine.step.mask_rows import RowStore
 from gpu_engine.step.row_work import PROPOSE, VERIFY, RowWork
 from gpu_engine.step.stream import Stream
@@ -110,20 +110,20 @@ class StreamSync(abc.ABC):
         self._receive(box, Stage.DRAFT + k, 1 << k, self._draft_timeout_ns)
         self.stream.kernel(self._keep, batch, box, k)
 
-    def post_forced(self, batch: StepBatch) -> None:
+    def post_jump_forward(self, batch: StepBatch) -> None:
         """Enqueue the question what is forced behind the guided lanes that go on."""
         if batch.any_guided:
             box = self._box(batch.num_lanes)
             self.stream.kernel(self._pack, batch, box, PROPOSE)
             self._send(box, int(Stage.PROPOSE), self._draft_timeout_ns)
 
-    def await_forced(self, batch: StepBatch) -> None:
+    def await_jump_forward(self, batch: StepBatch) -> None:
         """Enqueue a short wait, and what puts the tokens where drafters find them; `num_drafts_S`, too."""
         if batch.any_guided:
             box = self._box(batch.num_lanes)
             rows = (1 << self.channel.layout.num_rows) - 1
             self._receive(box, int(Stage.PROPOSE), rows, self._draft_timeout_ns)
-            self.stream.kernel(self._take_forced, batch, box)
+            self.stream.kernel(self._take_jump_forward, batch, box)
 
     def forget(self, slot: int) -> None:
         """Enqueue: drop the rows of a slot. Steps that are in flight are before it."""
@@ -169,22 +169,22 @@ class StreamSync(abc.ABC):
         """Allocate for these numbers of lanes, and run once what no warm-up runs: no later step allocates or loads."""
         for count in lane_counts:
             self._box(count)
-        spare = len(self.store.kept_SR) - 1
+        spare = len(self.store.cached_SR) - 1
         self.stream.kernel(self._came, spare, 0)
         self.forget(spare)
 
     # -- the mechanism ------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _box(self, num_lanes: int) -> LaneBox:
+    def _box(self, num_lanes: int) -> PostBuffers:
         """Return the arrays of so many lanes; the same ones every time."""
 
     @abc.abstractmethod
-    def _send(self, box: LaneBox, stage: int, timeout_ns: int) -> None:
+    def _send(self, box: PostBuffers, stage: int, timeout_ns: int) -> None:
         """Enqueue the post of the box's inputs."""
 
     @abc.abstractmethod
-    def _receive(self, box: LaneBox, stage: int, rows_wanted: int, timeout_ns: int) -> None:
+    def _receive(self, box: PostBuffers, stage: int, rows_wanted: int, timeout_ns: int) -> None:
         """Enqueue the wait, and what fills the box's outputs and brings the rows, if any is wanted."""
 
     # -- kernels ------------------------------------------------------------------------------------------------------
@@ -192,14 +192,14 @@ class StreamSync(abc.ABC):
     def _no_seq(self) -> None:
         self.told.zero_()
 
-    def _pack(self, batch: StepBatch, box: LaneBox, k: int) -> None:
+    def _pack(self, batch: StepBatch, box: PostBuffers, k: int) -> None:
         self._work.pack(batch, self.store, box, k)
 
-    def _keep(self, batch: StepBatch, box: LaneBox, k: int) -> None:
+    def _keep(self, batch: StepBatch, box: PostBuffers, k: int) -> None:
         self._work.keep(batch, self.store, box, k, self.told if k == VERIFY else None)
 
-    def _take_forced(self, batch: StepBatch, box: LaneBox) -> None:
-        self._work.take_forced(batch, box)
+    def _take_jump_forward(self, batch: StepBatch, box: PostBuffers) -> None:
+        self._work.take_jump_forward(batch, box)
 
     def _settle(self, batch: StepBatch) -> None:
         self._work.settle(batch, self.store)
@@ -209,8 +209,8 @@ class StreamSync(abc.ABC):
         (kinds_BR if k == VERIFY else kinds_BR[:, k]).fill_(int(RowKind.ALL))
 
     def _forget(self, slot: int) -> None:
-        self.store.kept_SR[slot].fill_(False)
+        self.store.cached_SR[slot].fill_(False)
         self.store.kind_SR[slot].fill_(int(RowKind.DEFER))
 
     def _came(self, slot: int, row: int) -> None:
-        self.store.kept_SR[slot, row].fill_(True)
+        self.store.cached_SR[slot, row].fill_(True)

@@ -48,11 +48,11 @@ class Sync(Protocol):
     def await_draft(self, batch: StepBatch, k: int) -> None:
         """Fill row k of `kinds_BR` and `forced_BR`; soft: what is late becomes ALL, and verification guards."""
 
-    def post_forced(self, batch: StepBatch) -> None:
+    def post_jump_forward(self, batch: StepBatch) -> None:
         """After `settle`: ask what the grammar forces behind the lanes in `drafting_B` that may have drafts."""
 
-    def await_forced(self, batch: StepBatch) -> None:
-        """Fill `num_forced_B`, and put the tokens where it says; soft: what is late is nothing.
+    def await_jump_forward(self, batch: StepBatch) -> None:
+        """Fill `num_jump_forward_B`, and put the tokens where it says; soft: what is late is nothing.
 
         They are proposals, and no rows: none is kept, none masks anything.
         """
@@ -104,7 +104,7 @@ class InlineSync:
         wanted_R = torch.arange(lane.drafts_BR.shape[1]) <= lane.num_drafts_B[:B, None]
         slots = batch.slots_B.long()
         asking_B = lane.guided_B[:B] & ~batch.slot.done_S[slots]
-        missing_BR = wanted_R & ~self.store.kept_SR[slots] & asking_B[:, None]
+        missing_BR = wanted_R & ~self.store.cached_SR[slots] & asking_B[:, None]
         self.seq = self._post(batch, lane.num_drafts_B[:B], missing_BR, Stage.VERIFY)
 
     def await_rows(self, batch: StepBatch) -> None:
@@ -116,7 +116,7 @@ class InlineSync:
         if self.seq:
             self._await(batch, self.seq, self._timeout_s)
         slots, guided_B1 = batch.slots_B.long(), lane.guided_B[:B, None]
-        kind_BR = torch.where(self.store.kept_SR[slots], self.store.kind_SR[slots], int(RowKind.DEFER))
+        kind_BR = torch.where(self.store.cached_SR[slots], self.store.kind_SR[slots], int(RowKind.DEFER))
         lane.kinds_BR[:B] = torch.where(guided_B1, kind_BR, int(RowKind.ALL)).to(torch.uint8)
         lane.forced_BR[:B] = self.store.forced_SR[slots]
 
@@ -124,7 +124,7 @@ class InlineSync:
         """Forget the rows of lanes that emitted something."""
         if batch.any_guided:
             slots, still_B = batch.slots_B.long(), batch.lane.result.num_emitted_B[: batch.num_lanes] == 0
-            self.store.kept_SR[slots] &= still_B[:, None]
+            self.store.cached_SR[slots] &= still_B[:, None]
 
     def post_draft(self, batch: StepBatch, k: int) -> None:
         """Ask for row k behind the first k drafts."""
@@ -147,27 +147,27 @@ class InlineSync:
         begun_ns = time.perf_counter_ns()
         self._await(batch, self._draft_seq, self._draft_timeout_s)
         slots = batch.slots_B.long()
-        here_B = self.store.kept_SR[slots, k] & lane.guided_B[:B] & lane.drafting_B[:B]
+        here_B = self.store.cached_SR[slots, k] & lane.guided_B[:B] & lane.drafting_B[:B]
         lane.kinds_BR[:B, k] = torch.where(here_B, self.store.kind_SR[slots, k], int(RowKind.ALL)).to(torch.uint8)
         lane.forced_BR[:B, k] = self.store.forced_SR[slots, k]
         self.draft_ns += time.perf_counter_ns() - begun_ns
 
-    def post_forced(self, batch: StepBatch) -> None:
+    def post_jump_forward(self, batch: StepBatch) -> None:
         """Ask for as many tokens as a lane may have forced drafts."""
         self._draft_seq = 0
         if not batch.any_guided or batch.max_rows < 2:
             return
         slot, lane, B, slots = batch.slot, batch.lane, batch.num_lanes, batch.slots_B.long()
         room_B = slot.params.max_length_S[slots] - slot.length_S[slots] - 1
-        wanted_B = torch.minimum(slot.forced_limit_S[slots], room_B).clamp(max=batch.max_rows - 1)
+        wanted_B = torch.minimum(slot.jump_forward_limit_S[slots], room_B).clamp(max=batch.max_rows - 1)
         asking_B = lane.guided_B[:B] & lane.drafting_B[:B]
         missing_BR = (torch.arange(lane.drafts_BR.shape[1]) < wanted_B[:, None]) & asking_B[:, None]
         self._draft_seq = self._post(batch, torch.zeros(B, dtype=torch.int32), missing_BR, Stage.PROPOSE)
 
-    def await_forced(self, batch: StepBatch) -> None:
+    def await_jump_forward(self, batch: StepBatch) -> None:
         """Wait briefly; the tokens are those before the first that is none."""
         B, lane = batch.num_lanes, batch.lane
-        lane.num_forced_B[:B] = torch.where(lane.result.num_emitted_B[:B] == 0, -1, 0)
+        lane.num_jump_forward_B[:B] = torch.where(lane.result.num_emitted_B[:B] == 0, -1, 0)
         if not self._draft_seq:
             return
         arrays, slot = self._arrays, batch.slot
@@ -183,7 +183,7 @@ class InlineSync:
                 at, tokens = int(slot.length_S[place]), self._forced_BR[b, :count]
                 slot.history_SL[place, at : at + count] = tokens
                 slot.drafts_SR[place, :count] = tokens
-                lane.num_forced_B[b] = count
+                lane.num_jump_forward_B[b] = count
 
     def rows(self) -> tuple[int, tuple[int, int]]:
         """Return the store's rows."""
@@ -199,7 +199,7 @@ class InlineSync:
             return int((answer.kinds[0] != int(RowKind.DEFER)).sum())
         kinds, forced = torch.from_numpy(answer.kinds[0]), torch.from_numpy(answer.forced[0])
         masks_RW = torch.from_numpy(self.channel.mask_rows(seq)[slot])
-        rows = (~self.store.kept_SR[slot] & (kinds != int(RowKind.DEFER))).nonzero()[:, 0].tolist()
+        rows = (~self.store.cached_SR[slot] & (kinds != int(RowKind.DEFER))).nonzero()[:, 0].tolist()
         self.store.take(slot, rows, kinds[rows], forced[rows], masks_RW[rows])
         return len(rows)
 
@@ -273,10 +273,10 @@ class NoSync:
         """Free the row."""
         batch.lane.kinds_BR[: batch.num_lanes, k] = int(RowKind.ALL)
 
-    def post_forced(self, batch: StepBatch) -> None:
+    def post_jump_forward(self, batch: StepBatch) -> None:
         """Nothing is asked."""
 
-    def await_forced(self, batch: StepBatch) -> None:
+    def await_jump_forward(self, batch: StepBatch) -> None:
         """Nothing is forced."""
 
     def rows(self) -> tuple[int, tuple[int, int]]:

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from grammar_service.backends import Rows
 from grammar_service.fill.channel import Channel
-from grammar_service.fill.counters import Books
+from grammar_service.fill.counters import Counters
 from grammar_service.fill.lanes import Lanes
+from grammar_service.fill.mask_row_cache import MaskRowCache, Standing
 from grammar_service.fill.matchers import Answer, SlotTable
-from grammar_service.fill.standing_rows import Standing, StandingRows
-from grammar_service.fill.tasks import Question
+from grammar_service.fill.tasks import FillTask
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind
 
@@ -34,14 +34,14 @@ class Answers:
     """
 
     def __init__(
-        self, channel: Channel, table: SlotTable, standing: list[StandingRows], books: Books, lanes: Lanes
+        self, channel: Channel, table: SlotTable, standing: list[MaskRowCache], books: Counters, lanes: Lanes
     ) -> None:
         layout = channel.layout
         self._channel, self._table, self._standing, self._books, self._lanes = channel, table, standing, books, lanes
         self._num_rows = layout.num_rows
         self._rows = tuple(Rows(channel.mask_rows(i).reshape(layout.num_slots * layout.num_rows, -1)) for i in (0, 1))
 
-    def answer(self, question: Question) -> None:
+    def answer(self, question: FillTask) -> None:
         """Answer it, and keep the books."""
         if question.proposes:
             return self._propose(question)
@@ -63,7 +63,7 @@ class Answers:
             self._books.tallies[record.slot, kind] += 1
         self._channel.heartbeat()
 
-    def _propose(self, question: Question) -> None:
+    def _propose(self, question: FillTask) -> None:
         """Answer what is forced. Rows of the answer before stay where they are, and may be used again."""
         if not self._lanes.superseded(question.lane):
             question.answer = self._fill(question, question.record)
@@ -72,7 +72,7 @@ class Answers:
             self._finish(question)
         self._channel.heartbeat()
 
-    def _finish(self, question: Question) -> None:
+    def _finish(self, question: FillTask) -> None:
         seq, slot, answer = question.seq, question.lane, question.answer
         if question.late:
             self._channel.add_rows(seq, slot, *answer, late=False)
@@ -80,7 +80,7 @@ class Answers:
             self._channel.publish(seq, slot, question.record.slot_gen, *answer)
         self._books.records += 1
 
-    def _reuse(self, question: Question) -> int:
+    def _reuse(self, question: FillTask) -> int:
         """Bring the rows that earlier answers have to where this one's belong; return their bits."""
         record, standing, half = question.record, self._standing[question.lane], question.seq & 1
         standing.follow(record)
@@ -97,7 +97,7 @@ class Answers:
                 self._books.reused_rows += 1
         return bits
 
-    def _fill(self, question: Question, record: Record) -> Answer:
+    def _fill(self, question: FillTask, record: Record) -> Answer:
         standing, half = self._standing[question.lane], question.seq & 1
         standing.clear(half, 0 if question.proposes else record.need_rows)
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from grammar_service.backends import Chain, ChainFiller, Filled, MatcherFailed
 from grammar_service.fill.channel import Channel
-from grammar_service.fill.counters import Books
+from grammar_service.fill.counters import Counters
 from grammar_service.fill.lanes import Work
+from grammar_service.fill.mask_row_cache import MaskRowCache, Noted
 from grammar_service.fill.matchers import Health, Slot, SlotTable, roll_back
-from grammar_service.fill.standing_rows import Noted, StandingRows
-from grammar_service.fill.tasks import Batch, Change, Question, goes_together
+from grammar_service.fill.tasks import Batch, Change, FillTask, goes_together
 from shared_mem.chains import SLOW, ChainArrays
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind
@@ -45,7 +45,7 @@ class _Plain(NamedTuple):
 
     record: Record
     slot: Slot
-    standing: StandingRows
+    standing: MaskRowCache
     first: int
 
 
@@ -65,10 +65,10 @@ class Batches:
         self,
         channel: Channel,
         table: SlotTable,
-        standing: list[StandingRows],
-        books: Books,
+        standing: list[MaskRowCache],
+        books: Counters,
         lock: Lock,
-        ask: Callable[[Question], None],
+        ask: Callable[[FillTask], None],
         threads: int,
         most_ns: int,
     ) -> None:
@@ -98,13 +98,13 @@ class Batches:
         taken = {lane for batch in batches for lane in batch.lanes}
         return batches, [record for record in records if record.slot not in taken]
 
-    def question(self, batch: Batch, record: Record) -> Question:
+    def question(self, batch: Batch, record: Record) -> FillTask:
         """Return the question of one slot of a batch."""
-        question = Question(batch.seq, record, self._ask)
+        question = FillTask(batch.seq, record, self._ask)
         question.late = batch.late
         return question
 
-    def parted(self, batch: Batch, lanes: Sequence[int]) -> list[Question]:
+    def parted(self, batch: Batch, lanes: Sequence[int]) -> list[FillTask]:
         """Take lanes out of a batch that has not begun."""
         taken = [self.question(batch, record) for record in batch.records if record.slot in lanes]
         batch.records = [record for record in batch.records if record.slot not in lanes]
@@ -141,7 +141,7 @@ class Batches:
             tokens, closing = list(old.tokens), old.closing.copy() if old.closing else None
             slot = Slot(old.gen, old.fresh, old.matcher, tokens, min(old.certain, len(tokens)), closing, old.health)
             slot.problem, slot.request_id, slot.filler = old.problem, old.request_id, old.filler
-            self._table.slots[number], self._standing[number] = slot, StandingRows()
+            self._table.slots[number], self._standing[number] = slot, MaskRowCache()
             self._table.rebuild(slot)
 
     def known_ns(self, batch: Batch) -> int:
@@ -149,7 +149,7 @@ class Batches:
         slots = self._table.slots
         return sum(slots[lane].cost_ns for lane in batch.lanes if lane in slots)
 
-    def answer(self, batch: Batch) -> list[Question]:
+    def answer(self, batch: Batch) -> list[FillTask]:
         """Answer what is plain; return the rest."""
         groups: dict[ChainFiller, list[_Plain]] = collections.defaultdict(list)
         rest = []
@@ -170,7 +170,7 @@ class Batches:
             batch.settled = True
             return [] if batch.abandoned else [self.question(batch, record) for record in rest]
 
-    def _stand(self, slot: Slot, standing: StandingRows, record: Record) -> int:
+    def _stand(self, slot: Slot, standing: MaskRowCache, record: Record) -> int:
         """Bring the matcher to the first wanted row and return its number; -1: the record is not plain.
 
         What was moved by then is what the slot-by-slot way would have moved, too. Raises nothing.
@@ -186,7 +186,7 @@ class Batches:
         self._table.rebuild(slot)
         return -1
 
-    def _moved(self, slot: Slot, standing: StandingRows, record: Record) -> int:
+    def _moved(self, slot: Slot, standing: MaskRowCache, record: Record) -> int:
         drafts, committed, start = record.drafts, record.committed, record.commit_pos
         filler, count, tokens = slot.filler, len(record.drafts), slot.tokens
         need = record.need_rows & ((2 << count) - 1)

@@ -17,7 +17,7 @@ from shared_mem.layout import RowKind
 _SAMPLES = 4096
 
 
-class Books:
+class Counters:
     """Counters of answers, rows and times."""
 
     def __init__(self, num_slots: int) -> None:

@@ -16,12 +16,12 @@ from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind, Stage
 
 
-class Question:
+class FillTask:
     """A record, its answer so far, and its place in the lane of its slot."""
 
     __slots__ = ("_ask", "answer", "lane", "lanes", "late", "record", "seq")
 
-    def __init__(self, seq: int, record: Record, ask: Callable[[Question], None]) -> None:
+    def __init__(self, seq: int, record: Record, ask: Callable[[FillTask], None]) -> None:
         count = len(record.drafts) + 1
         self.seq, self.record, self.lane = seq, record, record.slot
         self.lanes: tuple[int, ...] = (record.slot,)
@@ -38,7 +38,7 @@ class Question:
 
     def replaces(self, other: Any) -> bool:
         """Say whether `other` asks for the same rows, or what would have led to them, under an older sequence."""
-        if not isinstance(other, Question) or (self.proposes and not other.proposes):
+        if not isinstance(other, FillTask) or (self.proposes and not other.proposes):
             return False
         return other._moves() == self._moves()
 
@@ -84,7 +84,7 @@ class Batch:
 
     __slots__ = ("_answer", "abandoned", "lanes", "late", "owed", "records", "seq", "settled")
 
-    def __init__(self, seq: int, records: list[Record], answer: Callable[[Batch], list[Question]]) -> None:
+    def __init__(self, seq: int, records: list[Record], answer: Callable[[Batch], list[FillTask]]) -> None:
         self.seq, self.records = seq, records
         self.lanes: tuple[int, ...] = tuple(record.slot for record in records)
         self.late = self.abandoned = self.settled = self.owed = False

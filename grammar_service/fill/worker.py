@@ -23,11 +23,11 @@ from collections.abc import Callable, Sequence
 from grammar_service.fill.answers import Answers
 from grammar_service.fill.batch import LEAST, Batches
 from grammar_service.fill.channel import Channel
-from grammar_service.fill.counters import Books
+from grammar_service.fill.counters import Counters
 from grammar_service.fill.lanes import Lanes, Work
+from grammar_service.fill.mask_row_cache import MaskRowCache
 from grammar_service.fill.matchers import Slot, SlotTable
-from grammar_service.fill.standing_rows import StandingRows
-from grammar_service.fill.tasks import Batch, Change, Question
+from grammar_service.fill.tasks import Batch, Change, FillTask
 from grammar_service.grammar.mask_rows import Classifier
 from grammar_service.metrics import WorkerCounts
 from shared_mem.cores import usable_cores
@@ -78,9 +78,9 @@ class Worker:
         """`time.monotonic_ns()` until which pieces of work have their time to themselves, and may at most have it."""
         self._inbox: collections.deque[Change] = collections.deque()
         self._last = channel.start_seq
-        self._standing = [StandingRows() for _ in range(self._num_slots)]
+        self._standing = [MaskRowCache() for _ in range(self._num_slots)]
         """Of each slot. Touched by whoever has the slot's lane."""
-        self._books = Books(self._num_slots)
+        self._books = Counters(self._num_slots)
         parts = channel, self._table, self._standing, self._books
         self._answers = Answers(*parts, self._lanes)
         limits = min(threads, usable_cores()), self._deadline_ns * _MOST_PATIENCE // 4
@@ -113,7 +113,7 @@ class Worker:
     def _change(self, slot: int, change: Callable[[], None]) -> None:
         def apply() -> None:
             change()
-            self._standing[slot] = StandingRows()
+            self._standing[slot] = MaskRowCache()
 
         self._inbox.append(Change(slot, apply))
 
@@ -208,7 +208,7 @@ class Worker:
         """Publish what stands of an answer. Under the lanes' lock."""
         if isinstance(work, Batch):
             self._batches.tell_late(work)
-        elif isinstance(work, Question) and not work.late:
+        elif isinstance(work, FillTask) and not work.late:
             work.late = True
             self._books.late_answers += 1
             # The kinds first: what a kind stands for was written before it.
@@ -238,7 +238,7 @@ class Worker:
         for batch in batches:
             self._lanes.put(batch)
         for record in sorted(rest, key=self._cost) if len(rest) > 1 else rest:
-            self._lanes.put(Question(seq, record, self._answers.answer))
+            self._lanes.put(FillTask(seq, record, self._answers.answer))
 
     def _cost(self, record: Record) -> int:
         slot = self._table.slots.get(record.slot)

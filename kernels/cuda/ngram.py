@@ -20,7 +20,7 @@ def ngram_kernel(
     max_length: tl.tensor,
     drafts: tl.tensor,
     num_drafts: tl.tensor,
-    num_forced: tl.tensor,
+    num_jump_forward: tl.tensor,
     history_stride: tl.tensor,
     R: tl.tensor,
     max_drafts: tl.tensor,
@@ -34,7 +34,7 @@ def ngram_kernel(
     s = tl.load(slots + tl.program_id(0)).to(tl.int64)
     ahead = tl.zeros([], tl.int32)
     if BEHIND:
-        ahead = tl.load(num_forced + tl.program_id(0))
+        ahead = tl.load(num_jump_forward + tl.program_id(0))
     if (s < 0) | (ahead < 0):
         return
     n = tl.load(length + s) + ahead
@@ -76,14 +76,14 @@ def propose_ngram(
     ngram_max: int,
     ngram_min: int,
     max_rows: int = 16,
-    num_forced_B: torch.Tensor | None = None,
+    num_jump_forward_B: torch.Tensor | None = None,
 ) -> None:
     """Write `drafts_SR` (0 behind the last) and `num_drafts_S` of the lanes' slots; all int32, contiguous.
 
     A suffix of `ngram_max` down to `ngram_min` tokens is looked up; drafts stay within draft_limit, one below
     max_length, and one below `max_rows`. Cost: one pass over the history. An idle lane (negative slot) is left alone.
 
-    `num_forced_B` int32: so many tokens stand in front, in `drafts_SR` and behind the history; the lookup goes on from
+    `num_jump_forward_B` int32: so many tokens stand in front, in `drafts_SR` and behind the history; the lookup goes on from
     there, and adds nothing where they reach beyond draft_limit. A lane of -1 is left alone, too.
     """
     tensors = (slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S)
@@ -91,12 +91,12 @@ def propose_ngram(
     assert 1 <= ngram_min <= ngram_max, (ngram_min, ngram_max)
     R = drafts_SR.shape[1]
     ngram_kernel[(slots_B.shape[0],)](
-        *(slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S, num_forced_B),
+        *(slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S, num_jump_forward_B),
         *(history_SL.stride(0), R, min(max_rows, R + 1) - 1),
         MOST=ngram_max,
         LEAST=ngram_min,
         ROWS=triton.next_power_of_2(R),
         BLOCK=4096,
-        BEHIND=num_forced_B is not None,
+        BEHIND=num_jump_forward_B is not None,
         num_warps=8,
     )

@@ -24,12 +24,12 @@ what the grammar forces."""
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Mask rows on the device, per slot. Writer: `keep_rows`; whoever changes a slot's owner clears `kept_SR`."""
+    """Mask rows on the device, per slot. Writer: `keep_rows`; whoever changes a slot's owner clears `cached_SR`."""
 
     mask_SRW: torch.Tensor  # int32
     kind_SR: torch.Tensor  # uint8 RowKind
     forced_SR: torch.Tensor  # int32
-    kept_SR: torch.Tensor  # bool
+    cached_SR: torch.Tensor  # bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def post_kernel(
     posted: tl.tensor,
     kept: tl.tensor,
     done: tl.tensor,
-    forced_limit: tl.tensor,
+    jump_forward_limit: tl.tensor,
     max_length: tl.tensor,
     draft_masks: tl.tensor,
     slots: tl.tensor,
@@ -100,7 +100,7 @@ def post_kernel(
     if ASKS_FORCED:
         count = tl.zeros_like(count)
         room = tl.load(max_length + s) - tl.load(length + s) - 1
-        wanted = tl.minimum(tl.minimum(tl.load(forced_limit + s), room), max_drafts)
+        wanted = tl.minimum(tl.minimum(tl.load(jump_forward_limit + s), room), max_drafts)
         missing = (j < wanted) & (tl.load(drafting + b) != 0)
     need = tl.where(told_of, tl.sum(tl.where(missing, 1 << j, 0), axis=0), 0)
     told = tl.load(posted + s)
@@ -150,16 +150,16 @@ def pack_post(
     (bool) asks for nothing.
 
     PROPOSE: guided lanes in `drafting_B`, for as many tokens as they may have forced drafts; `limits` are
-    `forced_limit_S` and `max_length_S`, and `max_rows` the rows of the next step. `posted_S` stays: the next post says
+    `jump_forward_limit_S` and `max_length_S`, and `max_rows` the rows of the next step. `posted_S` stays: the next post says
     these tokens again.
     """
     B, R = slots_B.shape[0], drafts_BR.shape[1]
     ints = (slots_B, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S)
     outs = (out.slots_B, out.slot_gens_B, out.commit_pos_B, out.n_commit_B, out.n_draft_B, out.need_rows_B)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (*ints, *outs, out.tokens_BT))
-    assert guided_B.dtype == drafting_B.dtype == rows.kept_SR.dtype == torch.bool
-    assert rows.kept_SR.shape[1] == R
-    assert rows.kept_SR.is_contiguous()
+    assert guided_B.dtype == drafting_B.dtype == rows.cached_SR.dtype == torch.bool
+    assert rows.cached_SR.shape[1] == R
+    assert rows.cached_SR.is_contiguous()
     assert out.tokens_BT.shape[0] >= B
     assert out.tokens_BT.shape[1] == 2 * R
     assert PROPOSE <= k < R, k
@@ -169,7 +169,7 @@ def pack_post(
     flags = (t.view(torch.uint8) for t in (guided_B, drafting_B))
     post_kernel[(B,)](
         *(slots_B, *flags, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S),
-        *(rows.kept_SR.view(torch.uint8), None if done_S is None else done_S.view(torch.uint8)),
+        *(rows.cached_SR.view(torch.uint8), None if done_S is None else done_S.view(torch.uint8)),
         *(*(limits or (None, None)), None if draft_masks is None else draft_masks.view(torch.uint8)),
         *(*outs, out.tokens_BT, history_SL.stride(0), R, k, min(max_rows, R) - 1),
         ROWS=triton.next_power_of_2(R),
@@ -188,7 +188,7 @@ def keep_kernel(
     posted_slots: tl.tensor,
     need_rows: tl.tensor,
     answered_kinds: tl.tensor,
-    answered_forced: tl.tensor,
+    answered_jump_forward: tl.tensor,
     seq: tl.tensor,
     source: tl.tensor,
     target: tl.tensor,
@@ -229,7 +229,7 @@ def keep_kernel(
     here = tl.load(kept + row).to(tl.int32)
     if busy & (needed != 0) & (tl.load(posted_slots + b) >= 0):
         kind = tl.load(answered_kinds + lane).to(tl.int32)
-        token = tl.load(answered_forced + lane)
+        token = tl.load(answered_jump_forward + lane)
         here = (kind != DEFER).to(tl.int32)
         tl.store(kind_of + row, kind.to(tl.uint8))
         tl.store(forced_of + row, token)
@@ -276,22 +276,22 @@ def keep_rows(
     assert source_NSRW.dtype == rows.mask_SRW.dtype == torch.int32
     assert slots_B.dtype == rows.forced_SR.dtype == forced_BR.dtype == answer.forced_BR.dtype == torch.int32
     assert kinds_BR.dtype == rows.kind_SR.dtype == answer.kinds_BR.dtype == torch.uint8
-    assert guided_B.dtype == drafting_B.dtype == rows.kept_SR.dtype == torch.bool
+    assert guided_B.dtype == drafting_B.dtype == rows.cached_SR.dtype == torch.bool
     assert seq.dtype == torch.int64
     assert told is None or told.dtype == torch.int64
-    assert rows.mask_SRW.shape[:2] == rows.kind_SR.shape == rows.forced_SR.shape == rows.kept_SR.shape == (S, R)
+    assert rows.mask_SRW.shape[:2] == rows.kind_SR.shape == rows.forced_SR.shape == rows.cached_SR.shape == (S, R)
     assert rows.mask_SRW.shape[2] >= W
     assert source_NSRW.stride(3) == rows.mask_SRW.stride(2) == 1
     assert all(stride % 4 == 0 for stride in (*source_NSRW.stride()[:3], *rows.mask_SRW.stride()[:2]))
     assert (source_NSRW.data_ptr() | rows.mask_SRW.data_ptr()) % 16 == 0
     assert kinds_BR.shape[1] == forced_BR.shape[1] == answer.kinds_BR.shape[1] == answer.forced_BR.shape[1] == R
-    flat = (kinds_BR, forced_BR, answer.kinds_BR, answer.forced_BR, rows.kind_SR, rows.forced_SR, rows.kept_SR)
+    flat = (kinds_BR, forced_BR, answer.kinds_BR, answer.forced_BR, rows.kind_SR, rows.forced_SR, rows.cached_SR)
     assert all(t.is_contiguous() for t in flat)
     assert VERIFY <= k < R, k
     keep_kernel[(slots_B.shape[0], R if k == VERIFY else 1)](
         *(slots_B, guided_B.view(torch.uint8), drafting_B.view(torch.uint8), answer.slots_B, answer.need_rows_B),
         *(answer.kinds_BR, answer.forced_BR, seq, source_NSRW, rows.mask_SRW, rows.kind_SR, rows.forced_SR),
-        *(rows.kept_SR.view(torch.uint8), kinds_BR, forced_BR, told, R, *source_NSRW.stride()[:3]),
+        *(rows.cached_SR.view(torch.uint8), kinds_BR, forced_BR, told, R, *source_NSRW.stride()[:3]),
         *(*rows.mask_SRW.stride()[:2], W, k),
         BUFFERS=N,
         TELL=told is not None,

@@ -40,16 +40,16 @@ def settle(
     finish_B: torch.Tensor,
     blocked_B: torch.Tensor,
     drafting_B: torch.Tensor,
-    kept_SR: torch.Tensor,
+    cached_SR: torch.Tensor,
 ) -> None:
     """Fill `drafting_B` bool: lanes that emitted and go on; forget the rows of the lanes that emitted something."""
     ints = (slots_B, num_emitted_B, finish_B, blocked_B)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
-    assert drafting_B.dtype == kept_SR.dtype == torch.bool
-    assert kept_SR.is_contiguous()
-    R = kept_SR.shape[1]
+    assert drafting_B.dtype == cached_SR.dtype == torch.bool
+    assert cached_SR.is_contiguous()
+    R = cached_SR.shape[1]
     settle_kernel[(slots_B.shape[0],)](
-        *(*ints, drafting_B.view(torch.uint8), kept_SR.view(torch.uint8), R),
+        *(*ints, drafting_B.view(torch.uint8), cached_SR.view(torch.uint8), R),
         ROWS=triton.next_power_of_2(R),
         num_warps=1,
     )

@@ -27,10 +27,10 @@ def cell(variant: str, drafts: int, group: str, *answers: Answer, wall_s: float 
 
 def test_a_variant_is_a_drafter_a_folder_and_marks() -> None:
     assert Variant.parse("ngram") == Variant("ngram", "ngram", "", ())
-    assert Variant.parse("none+forced").flags == ("--draft-forced", "true")
+    assert Variant.parse("none+forced").flags == ("--jump-forward", "true")
     head = Variant.parse("eagle3:a/head+free+unforced")
     assert (head.name, head.drafter, head.draft_model) == ("eagle3+free+unforced", "eagle3", "a/head")
-    assert head.flags == ("--draft-model", "a/head", "--draft-masks", "off", "--draft-forced", "false")
+    assert head.flags == ("--draft-model", "a/head", "--draft-masks", "off", "--jump-forward", "false")
     with pytest.raises(ValueError, match="wild is none of"):
         Variant.parse("ngram+wild")
 

@@ -117,7 +117,7 @@ def test_prompts_that_are_prefilled_together_get_the_tokens_of_a_cpu(models: Mod
     draft_model = models.cpu.name if drafts_by == "model" else ""
     settings = on_gpu(3, draft_model=draft_model, prefill_chunk=512, max_batch_size=16)
     with free_engine(models.gpu, settings) as engine:
-        prefill = engine._loop.machinery.prefill
+        prefill = engine._loop.executor.prefill
         assert isinstance(prefill, DevicePrefill)
         warmed = prefill.launches.copy()
         assert answer_all(engine, made()) == expected
@@ -153,7 +153,7 @@ def test_what_the_grammar_proposes_changes_no_token(
     models: Models, guided_tokens: list[list[int]], drafts_by: str, sync: str, eager: bool
 ) -> None:
     draft_model = models.cpu.name if drafts_by == "model" else ""
-    settings = on_gpu(3, sync=sync, enforce_eager=eager, draft_model=draft_model, draft_forced=True)
+    settings = on_gpu(3, sync=sync, enforce_eager=eager, draft_model=draft_model, jump_forward=True)
     with guided_engine(models.gpu, replace(settings, drafter=drafts_by)) as (engine, grammar):
         # True for an odd number of tokens, and then two of them; else nonsense.
         grammar.sidecar.proposes = lambda automaton, said: (
@@ -164,7 +164,7 @@ def test_what_the_grammar_proposes_changes_no_token(
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
         stats = engine.stats()
     assert stats.deferred_rows == 0
-    assert stats.forced_draft_tokens > stats.accepted_forced_tokens > 10
+    assert stats.jump_forward_tokens > stats.accepted_jump_forward_tokens > 10
 
 
 @pytest.mark.parametrize("sync", SYNCS)

@@ -13,7 +13,7 @@ from gpu_engine.step.stream import CudaStream
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
-from tests.gpu_engine.device.bench_of_toys import ROWS, SLOTS, Toys, assemble
+from tests.gpu_engine.device.bench_of_toys import ROWS, SLOTS, Toys, build_executor
 from tests.gpu_engine.tiny import VOCAB
 
 BIG_VOCAB = 128_256
@@ -36,7 +36,7 @@ def toys_on_gpu(
         try:
             timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
             sync = cuda_sync(mode, stream, channel, pinned, **timeouts)
-            toys = Toys(*assemble(segment, channel, sync, eager=eager, drafts=drafts))
+            toys = Toys(*build_executor(segment, channel, sync, eager=eager, drafts=drafts))
             try:
                 yield toys
             finally:

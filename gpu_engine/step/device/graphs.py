@@ -151,7 +151,7 @@ class StepGraphs:
     rows: StepRows
     guided: bool = True
     eager: bool = False
-    depth: int = 2
+    max_inflight_steps: int = 2
     stats: GraphStats = field(default_factory=GraphStats)
     _graphs: dict[GraphKey, Graph] = field(default_factory=dict)
     _ready: bool = False
@@ -167,7 +167,7 @@ class StepGraphs:
                 self.stream.pinned(most).view(torch.bool),
                 self.stream.event(),
             )
-            for _ in range(self.depth + 1)
+            for _ in range(self.max_inflight_steps + 1)
         ]
         self._next = 0
         self._masked = True
@@ -226,7 +226,7 @@ class StepGraphs:
         """Enqueue one step over these lanes; does not wait for the device.
 
         `masked` says whether draft links ask for rows; the graph is the same, and what it reads is written at a change.
-        With `depth` steps in flight it waits for the copy of the oldest one's inputs, long since done.
+        With `max_inflight_steps` steps in flight it waits for the copy of the oldest one's inputs, long since done.
         """
         assert self._ready, "capture first"
         key = self.key(len(lanes), any(lane.guided for lane in lanes))

@@ -1,6 +1,6 @@
 """What one batch size exchanges with the grammar process: fields of `shared_mem.batch.BatchArrays`, on the device.
 
-`HostBox` adds the pinned twin and the native calls over it. One invariant: everything is allocated at construction and
+`HostPostBuffers` adds the pinned twin and the native calls over it. One invariant: everything is allocated at construction and
 lives until the last graph over it is gone. Not here: what is put into the fields.
 
 Shapes: B lanes, R rows a slot.
@@ -21,7 +21,7 @@ _TORCH = {"int32": torch.int32, "uint32": torch.int32, "uint8": torch.uint8, "ui
 """need_rows uses 16 bits and a sequence 63, so the signed types do."""
 
 
-class LaneBox:
+class PostBuffers:
     """Device tensors of B lanes. Inputs are written by the step, outputs by the mechanism."""
 
     slots: torch.Tensor
@@ -60,7 +60,7 @@ class LaneBox:
         return f"{type(self).__name__}(lanes={self.num_lanes})"
 
 
-class HostBox(LaneBox):
+class HostPostBuffers(PostBuffers):
     """A box whose post and await are native host functions over pinned memory."""
 
     def __init__(

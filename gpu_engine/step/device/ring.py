@@ -1,6 +1,6 @@
 """What steps emitted, on its way to the host: packed on the device, copied to a pinned ring, read behind an event.
 
-One invariant: an entry is overwritten only `depth` pushes later, and by then the host has read it (`push` refuses
+One invariant: an entry is overwritten only `max_inflight_steps` pushes later, and by then the host has read it (`push` refuses
 otherwise). So a later step cannot change what is being read. Not here: what the numbers mean to anybody (collect.py).
 
 Shapes: B lanes of the entry, R rows a slot.
@@ -16,7 +16,7 @@ from gpu_engine.step.buffers import LaneBuffers, StepBatch
 from gpu_engine.step.stream import Event, Stream
 from kernels.accept import MAX_LOGPROBS, AcceptResult
 
-_PER_LANE = ("num_emitted", "num_accepted", "finish", "blocked", "num_drafts", "num_forced", "slots", "slot_gens")
+_PER_LANE = ("num_emitted", "num_accepted", "finish", "blocked", "num_drafts", "num_jump_forward", "slots", "slot_gens")
 _HEAD = 6
 """int32 numbers before the lanes: sequence, waited time and that for drafts, two each."""
 
@@ -28,7 +28,7 @@ class StepOutputs:
     result: AcceptResult
     num_drafts_B: torch.Tensor
     """int32 [B], drafts that were verified."""
-    num_forced_B: torch.Tensor
+    num_jump_forward_B: torch.Tensor
     """int32 [B]; see `LaneBuffers`."""
     slots_B: torch.Tensor
     """int32 [B] as launched; -1: padding."""
@@ -69,7 +69,7 @@ class OutputRing:
         stream: Stream,
         lane: LaneBuffers,
         report: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-        depth: int = 3,
+        max_inflight_steps: int = 3,
     ) -> None:
         self._stream, self._lane = stream, lane
         most, R = lane.drafts_BR.shape
@@ -77,7 +77,7 @@ class OutputRing:
         nothing = torch.zeros(1, dtype=torch.int64, device=stream.device)
         self._report = [value.view(torch.int32) for value in report or (nothing,) * 3]
         self._packed = torch.zeros(self._size(most), dtype=torch.int32, device=stream.device)
-        self._entries = [self._entry(most, R) for _ in range(depth)]
+        self._entries = [self._entry(most, R) for _ in range(max_inflight_steps)]
         self._next = 0
 
     def pack(self, batch: StepBatch) -> None:
@@ -123,7 +123,7 @@ class OutputRing:
             *(entry.logprob_BR[:count].clone(), entry.top_ids_BRN[:count].clone()),
             *(entry.top_logprobs_BRN[:count].clone(), torch.empty(0), torch.empty(0, dtype=torch.int32)),
         )
-        per_lane = (lanes["num_drafts"], lanes["num_forced"], lanes["slots"], lanes["slot_gens"])
+        per_lane = (lanes["num_drafts"], lanes["num_jump_forward"], lanes["slots"], lanes["slot_gens"])
         return StepOutputs(result, *per_lane, seq, waited_ns, drafts_ns)
 
     def _size(self, num_lanes: int) -> int:
@@ -132,7 +132,7 @@ class OutputRing:
     def _pack(self, batch: StepBatch) -> None:
         lane, r, B = batch.lane, batch.lane.result, batch.num_lanes
         results = (r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B)
-        per_lane = (*results, lane.num_drafts_B, lane.num_forced_B, lane.slots_B, lane.slot_gens_B)
+        per_lane = (*results, lane.num_drafts_B, lane.num_jump_forward_B, lane.slots_B, lane.slot_gens_B)
         parts = [*self._report, *(t[:B] for t in per_lane), r.emitted_BR[:B].reshape(-1)]
         torch.cat(parts, out=self._packed[: self._size(B)])
 

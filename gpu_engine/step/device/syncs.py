@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from gpu_engine.step.device.pinned import PinnedSegment
-from gpu_engine.step.device.post_buffers import HostBox, LaneBox
+from gpu_engine.step.device.post_buffers import HostPostBuffers, PostBuffers
 from gpu_engine.step.row_work import RowWork, TritonRows
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.stream_sync import StreamSync
@@ -104,7 +104,7 @@ class HostCallbackSync(StreamSync):
         self._fetcher = fetcher
         self.draft_ns = 0
         """Of what `waited_ns` last told, that for drafts' rows."""
-        self._boxes: dict[int, HostBox] = {}
+        self._boxes: dict[int, HostPostBuffers] = {}
 
     @property
     def waited_ns(self) -> int:
@@ -123,23 +123,23 @@ class HostCallbackSync(StreamSync):
         """
         self._box(num_lanes).check()
 
-    def _box(self, num_lanes: int) -> HostBox:
+    def _box(self, num_lanes: int) -> HostPostBuffers:
         if num_lanes not in self._boxes:
             timeouts = {"timeout_ns": self._timeout_ns, "draft_timeout_ns": self._draft_timeout_ns}
-            self._boxes[num_lanes] = HostBox(self.stream, self.channel, num_lanes, **timeouts)
+            self._boxes[num_lanes] = HostPostBuffers(self.stream, self.channel, num_lanes, **timeouts)
         return self._boxes[num_lanes]
 
-    def _send(self, box: LaneBox, stage: int, timeout_ns: int) -> None:
-        assert isinstance(box, HostBox)
+    def _send(self, box: PostBuffers, stage: int, timeout_ns: int) -> None:
+        assert isinstance(box, HostPostBuffers)
         box.post(self.stream, stage)
 
-    def _receive(self, box: LaneBox, stage: int, rows_wanted: int, timeout_ns: int) -> None:
-        assert isinstance(box, HostBox)
+    def _receive(self, box: PostBuffers, stage: int, rows_wanted: int, timeout_ns: int) -> None:
+        assert isinstance(box, HostPostBuffers)
         box.wait(self.stream, stage)
         if self._fetcher is not None and stage != Stage.PROPOSE:
             self.stream.kernel(self._fetch, self._fetcher, box, rows_wanted)
 
-    def _fetch(self, fetcher: RowFetcher, box: LaneBox, rows_wanted: int) -> None:
+    def _fetch(self, fetcher: RowFetcher, box: PostBuffers, rows_wanted: int) -> None:
         # Rows that were not asked for are DEFER in the answer, so kept rows are not overwritten.
         fetcher.fetch(box.awaited, box.slots, box.kinds, rows_wanted=rows_wanted)
 
@@ -165,7 +165,7 @@ class DeviceFlagSync(StreamSync):
         super().__init__(stream, channel, flags.mask_SRW, work, **timeouts)
         self._flags = flags
         self._device_waited, self._device_drafts_waited = flags.counter[2:3], flags.counter[4:5]
-        self._boxes: dict[int, LaneBox] = {}
+        self._boxes: dict[int, PostBuffers] = {}
 
     waited_ns = draft_ns = 0
     """Waiting is counted on the device; `report` has it."""
@@ -173,25 +173,25 @@ class DeviceFlagSync(StreamSync):
     def check(self, num_lanes: int) -> None:
         """Nothing is checked by the post kernel."""
 
-    def _box(self, num_lanes: int) -> LaneBox:
+    def _box(self, num_lanes: int) -> PostBuffers:
         if num_lanes not in self._boxes:
-            box = LaneBox(num_lanes, self.channel.layout.num_rows, self.stream.device)
+            box = PostBuffers(num_lanes, self.channel.layout.num_rows, self.stream.device)
             box.awaited = self._flags.counter[1:2]
             self._boxes[num_lanes] = box
         return self._boxes[num_lanes]
 
-    def _send(self, box: LaneBox, stage: int, timeout_ns: int) -> None:
+    def _send(self, box: PostBuffers, stage: int, timeout_ns: int) -> None:
         self.stream.kernel(self._post, box, stage)
 
-    def _post(self, box: LaneBox, stage: int) -> None:
+    def _post(self, box: PostBuffers, stage: int) -> None:
         inputs = (box.slots, box.slot_gens, box.commit_pos, box.n_commit, box.n_draft, box.need_rows, box.tokens)
         self._flags.post(*inputs, stage)
 
-    def _receive(self, box: LaneBox, stage: int, rows_wanted: int, timeout_ns: int) -> None:
+    def _receive(self, box: PostBuffers, stage: int, rows_wanted: int, timeout_ns: int) -> None:
         draft = stage not in (Stage.VERIFY, Stage.PROPOSE)
         self.stream.kernel(self._wait, box, rows_wanted, timeout_ns, draft)
 
-    def _wait(self, box: LaneBox, rows_wanted: int, timeout_ns: int, draft: bool) -> None:
+    def _wait(self, box: PostBuffers, rows_wanted: int, timeout_ns: int, draft: bool) -> None:
         lanes, outputs = (box.slots, box.slot_gens), (box.kinds, box.forced, box.need)
         self._flags.wait(*lanes, *outputs, rows_wanted=rows_wanted, timeout_ns=timeout_ns, draft=draft)
 

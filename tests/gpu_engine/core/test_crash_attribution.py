@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 from gpu_engine.core import crash_attribution as suspects
-from gpu_engine.core.running import Running, Seat
-from gpu_engine.core.scheduler import Guide
+from gpu_engine.core.running import Running, RunningSequence
+from gpu_engine.core.scheduler import GrammarState
 from tests.gpu_engine.harness import ask, tokens
 
 
-def seats(count: int) -> list[Seat]:
-    return [Seat(Running(ask(tokens(9, i), grammar="20").request), 9, guided=True, slot=i) for i in range(count)]
+def sequences(count: int) -> list[RunningSequence]:
+    return [
+        RunningSequence(Running(ask(tokens(9, i), grammar="20").request), 9, guided=True, slot=i) for i in range(count)
+    ]
 
 
-def died(owed: list[Seat]) -> Seat | None:
+def died(owed: list[RunningSequence]) -> RunningSequence | None:
     """All of them decoded."""
     return suspects.died(owed, owed)
 
 
 def test_three_ends_without_a_token_between_find_a_sequence_out() -> None:
-    (seat,) = seats(1)
-    suspects.gained(seat)
-    assert [died([seat]) for _ in range(3)] == [None, None, seat]
+    (sequence,) = sequences(1)
+    suspects.gained(sequence)
+    assert [died([sequence]) for _ in range(3)] == [None, None, sequence]
 
 
 def test_a_token_between_two_ends_clears_a_sequence() -> None:
-    (seat,) = seats(1)
+    (sequence,) = sequences(1)
     for _ in range(20):
-        assert died([seat]) is None
-        assert died([seat]) is None
-        suspects.gained(seat)
+        assert died([sequence]) is None
+        assert died([sequence]) is None
+        suspects.gained(sequence)
 
 
 def test_an_end_counts_against_nobody_who_was_not_served() -> None:
-    one, other = seats(2)
+    one, other = sequences(2)
     for _ in range(2):
         died([one])
     assert other.payload.strikes == 0
@@ -40,14 +42,14 @@ def test_an_end_counts_against_nobody_who_was_not_served() -> None:
 
 
 def test_of_several_without_a_token_nobody_is_found_out_at_once() -> None:
-    one, other = seats(2)
+    one, other = sequences(2)
     assert [died([one, other]) for _ in range(5)] == [None] * 5
     # Alone it is.
     assert died([other]) is other
 
 
 def test_company_that_got_a_token_hides_nobody() -> None:
-    one, other = seats(2)
+    one, other = sequences(2)
     for _ in range(2):
         suspects.gained(other)
         assert died([one, other]) is None
@@ -56,39 +58,39 @@ def test_company_that_got_a_token_hides_nobody() -> None:
 
 
 def test_newcomers_do_not_hide_one_for_ever() -> None:
-    seat, *newcomers = seats(7)
-    assert [died([newcomer, seat]) for newcomer in newcomers] == [None] * 5 + [seat]
+    sequence, *newcomers = sequences(7)
+    assert [died([newcomer, sequence]) for newcomer in newcomers] == [None] * 5 + [sequence]
 
 
 def test_suspects_are_opened_one_at_a_time_and_others_at_any_time() -> None:
-    one, other, free = seats(3)
+    one, other, free = sequences(3)
     for _ in range(2):
         died([one, other])
-    for seat in (one, other, free):
-        seat.guide = Guide.LOST
+    for sequence in (one, other, free):
+        sequence.grammar_state = GrammarState.LOST
     everybody = [one, other, free]
-    assert [suspects.must_wait(seat, everybody) for seat in everybody] == [False, False, False]
-    one.guide = Guide.OPENING
+    assert [suspects.must_wait(sequence, everybody) for sequence in everybody] == [False, False, False]
+    one.grammar_state = GrammarState.OPENING
     suspects.opened(one)
-    assert [suspects.must_wait(seat, everybody) for seat in everybody] == [False, True, False]
+    assert [suspects.must_wait(sequence, everybody) for sequence in everybody] == [False, True, False]
     # Not in its turn for ever: when the process ends before it could be tried, the other one is first.
     assert sorted([one, other], key=suspects.turn) == [other, one]
-    one.guide = Guide.OPEN
+    one.grammar_state = GrammarState.OPEN
     assert suspects.must_wait(other, everybody)
     suspects.gained(one)
     assert not suspects.must_wait(other, everybody)
 
 
 def test_an_end_that_is_taken_back_counts_against_nobody() -> None:
-    (seat,) = seats(1)
+    (sequence,) = sequences(1)
     for _ in range(20):
-        died([seat])
-        suspects.pardon([seat], [seat])
-    assert [died([seat]) for _ in range(3)] == [None, None, seat]
+        died([sequence])
+        suspects.pardon([sequence], [sequence])
+    assert [died([sequence]) for _ in range(3)] == [None, None, sequence]
 
 
 def test_a_pardon_gives_back_that_it_had_a_token() -> None:
-    one, other = seats(2)
+    one, other = sequences(2)
     suspects.gained(other)
     died([other])
     suspects.pardon([other], [other])
@@ -101,7 +103,7 @@ def test_a_pardon_gives_back_that_it_had_a_token() -> None:
 
 
 def test_one_whose_matcher_was_being_made_is_in_the_company_of_those_who_decode() -> None:
-    slow, noisy = seats(2)
+    slow, noisy = sequences(2)
     found = []
     for _ in range(6):
         suspects.gained(noisy)
@@ -110,12 +112,12 @@ def test_one_whose_matcher_was_being_made_is_in_the_company_of_those_who_decode(
 
 
 def test_one_whose_matcher_was_being_made_with_nobody_beside_it_is_found_out() -> None:
-    (seat,) = seats(1)
-    assert [suspects.died([seat], []) for _ in range(3)] == [None, None, seat]
+    (sequence,) = sequences(1)
+    assert [suspects.died([sequence], []) for _ in range(3)] == [None, None, sequence]
 
 
 def test_who_was_there_at_two_ends_drafts_no_more_and_a_pardoned_end_is_none() -> None:
-    here, elsewhere = seats(2)
+    here, elsewhere = sequences(2)
     suspects.died([], [here])
     suspects.pardon([], [here])
     suspects.died([], [here])

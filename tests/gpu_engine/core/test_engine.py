@@ -129,15 +129,15 @@ def test_threads_may_submit_and_read_counters_at_once(llama: LoadedModel) -> Non
     assert (stats.generated_tokens, stats.failed) == (24 * 8, {})
 
 
-@pytest.mark.parametrize("seated", [True, False])
-def test_abort_ends_every_sequence_of_a_request(llama: LoadedModel, seated: bool, overlap: bool) -> None:
-    with free_engine(llama, config(overlap=overlap, max_batch_size=3 if seated else 1)) as engine:
+@pytest.mark.parametrize("running", [True, False])
+def test_abort_ends_every_sequence_of_a_request(llama: LoadedModel, running: bool, overlap: bool) -> None:
+    with free_engine(llama, config(overlap=overlap, max_batch_size=3 if running else 1)) as engine:
         other = endless(9)
         engine.submit(other.request)
         parts = [endless(seed, name="n") for seed in (1, 2)]
         for part in parts:
             engine.submit(part.request)
-        wait_for_tokens(parts[1] if seated else other, 5)
+        wait_for_tokens(parts[1] if running else other, 5)
         assert engine.abort("n")
         assert [part.wait().finish for part in parts] == [FinishReason.ABORTED] * 2
         assert not other.over

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.api.request import Request
-from gpu_engine.core.grammar_slots import Guides
+from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
-from gpu_engine.core.running import Running, Seat
-from gpu_engine.core.scheduler import Guide, Scheduler
+from gpu_engine.core.running import Running, RunningSequence
+from gpu_engine.core.scheduler import GrammarState, Scheduler
 from gpu_engine.ops.stats import EngineStats
 from gpu_engine.step.sync import NoSync
 from tests.gpu_engine.harness import ask, tokens
@@ -29,8 +29,8 @@ class Port:
 class Binds:
     """A seating that only notes."""
 
-    def bind(self, seat: Seat, *, drafts: bool = True) -> None:
-        assert seat.slot >= 0
+    def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
+        assert sequence.slot >= 0
 
 
 def test_a_step_of_the_process_before_is_not_waited_for() -> None:
@@ -38,22 +38,24 @@ def test_a_step_of_the_process_before_is_not_waited_for() -> None:
         2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8, shapes=PrefillShapes(16, 1, 16)
     )
     # Its answers never come: they went with the process.
-    guides = Guides(Port(), scheduler, Binds(), NoSync(), EngineStats(), lambda seat: False, lambda seat, **_: None)  # type: ignore[arg-type]
+    grammar_slots = GrammarSlots(
+        Port(), scheduler, Binds(), NoSync(), EngineStats(), lambda sequence: False, lambda sequence, **_: None
+    )  # type: ignore[arg-type]
     request = ask(tokens(9, 1), grammar="20").request
-    seat: Seat = Seat(Running(request), 9, guided=True)
-    scheduler.add(seat)
+    sequence: RunningSequence = RunningSequence(Running(request), 9, guided=True)
+    scheduler.add(sequence)
     scheduler.plan()
-    guides.open(seat)
-    seat.prefilled = 8
-    guides.opened(seat.slot, seat.slot_gen, 1.0, False, 2, ())
-    assert seat.decoding
+    grammar_slots.open(sequence)
+    sequence.prefilled = 8
+    grammar_slots.opened(sequence.slot, sequence.slot_gen, 1.0, False, 2, ())
+    assert sequence.decoding
 
     # A step of it is in flight; the process is lost and the next one there before the step is told.
-    guides.lost()
-    guides.restored()
-    guides.defer(seat, 7, moved=False)
-    guides.opened(seat.slot, seat.slot_gen, 1.0, False, 2, ())
-    guides.look()
-    assert seat.guide is Guide.OPEN
-    assert seat.decoding
-    assert not seat.payload.deferred_s
+    grammar_slots.lost()
+    grammar_slots.restored()
+    grammar_slots.defer(sequence, 7, moved=False)
+    grammar_slots.opened(sequence.slot, sequence.slot_gen, 1.0, False, 2, ())
+    grammar_slots.look()
+    assert sequence.grammar_state is GrammarState.OPEN
+    assert sequence.decoding
+    assert not sequence.payload.deferred_s

@@ -226,8 +226,8 @@ def test_every_answer_late_still_gives_the_same_tokens(
 
         def when_given_up(record: Record) -> None:
             def waiting() -> bool:
-                seat = engine._loop.scheduler.seat(record.slot, record.slot_gen)
-                return seat is not None and not seat.parked and record.stage == Stage.VERIFY
+                sequence = engine._loop.scheduler.sequence(record.slot, record.slot_gen)
+                return sequence is not None and not sequence.parked and record.stage == Stage.VERIFY
 
             until_false(waiting)
 
@@ -349,7 +349,7 @@ def test_answers_that_only_defer_make_the_engine_open_the_slot_again(
 
 def test_a_matcher_that_never_answers_ends_its_request(llama: LoadedModel, overlap: bool) -> None:
     with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
-        engine._loop.guides.stall_s = 0.3
+        engine._loop.grammar_slots.stall_s = 0.3
         grammar.sidecar.refuse = lambda record: record.slot == 0
         stuck, fine = (ask(tokens(9, seed), grammar="30", max_tokens=60) for seed in (1, 2))
         answer_all(engine, [stuck, fine])
@@ -377,7 +377,7 @@ def test_a_slot_whose_record_was_overwritten_asks_again_once_it_is_sure_that_nob
         sidecar.withhold = trouble
         answer = MIX[0]()
         engine.submit(answer.request)
-        until_false(lambda: not any(seat.parked for seat in loop.scheduler.seated) or bool(loop._in_flight))
+        until_false(lambda: not any(sequence.parked for sequence in loop.scheduler.running) or bool(loop._in_flight))
         until_false(lambda: not frozen and len(sidecar.records) < channel.last_seq)
         # As the drafts of others would do it; the engine's own thread posts nothing now.
         others = channel.batch_arrays(1)
@@ -394,7 +394,7 @@ def test_a_slot_whose_record_was_overwritten_asks_again_once_it_is_sure_that_nob
         else:
             # Many turns of the engine, and a look at the slot in each.
             answer_all(engine, [ask(tokens(9, 9), max_tokens=40, ignore_eos=True, drafts=0)])
-            assert any(seat.parked for seat in loop.scheduler.seated)
+            assert any(sequence.parked for sequence in loop.scheduler.running)
             sidecar.withhold = lambda record: None
             sidecar.give()
         assert answer.wait().tokens == expected[0]
@@ -404,7 +404,7 @@ def test_a_slot_whose_record_was_overwritten_asks_again_once_it_is_sure_that_nob
 
 def test_an_answer_for_an_earlier_owner_of_the_slot_frees_no_token(llama: LoadedModel) -> None:
     with guided_engine(llama, with_drafts(7, row_timeout_ms=20.0)) as (engine, grammar):
-        engine._loop.guides.stall_s = 0.3
+        engine._loop.grammar_slots.stall_s = 0.3
         grammar.sidecar.gen_shift = -1
         answer = ask(tokens(9, 1), grammar="30", max_tokens=60)
         answer_all(engine, [answer])

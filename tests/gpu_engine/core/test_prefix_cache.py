@@ -51,11 +51,11 @@ def test_answers_are_the_same_and_what_was_there_is_not_prefilled(
     with free_engine(llama, with_drafts(drafts, overlap=overlap)) as engine:
         assert asked(engine) == expected
         stats = engine.stats()
-    assert without.cached_tokens == without.pages_kept == 0
+    assert without.cached_tokens == without.pages_cached == 0
     # Pages of 16: 48 of the system prompt, 64 of the same question, and 96 of the 99 tokens whose keys stood.
     assert stats.cached_tokens == 64 + 48 + 48 + 96
     assert stats.prefill_tokens + stats.cached_tokens == without.prefill_tokens
-    assert stats.pages_kept > 0
+    assert stats.pages_cached > 0
 
 
 def test_a_client_is_told_what_was_cached(llama: LoadedModel) -> None:
@@ -114,7 +114,7 @@ def test_pages_that_are_kept_are_given_up_for_who_needs_them(llama: LoadedModel)
             assert answer_each(engine, [ask(prompt) for prompt in prompts]) == expected
         stats = engine.stats()
         assert stats.preemptions == 0
-        assert 0 < stats.pages_kept <= stats.num_pages
+        assert 0 < stats.pages_cached <= stats.num_pages
 
 
 def test_a_network_that_drafts_sees_every_prompt(llama: LoadedModel, draft_models: dict[str, str]) -> None:
@@ -134,13 +134,13 @@ def test_what_a_failed_step_may_have_written_is_not_found(llama: LoadedModel, ca
     model = replace(llama, net=net, fused=replace(llama.fused, walk=None))
     with free_engine(model, config()) as engine:
         answer_all(engine, [ask(SYSTEM, max_tokens=4)])
-        assert engine.stats().pages_kept > 0
+        assert engine.stats().pages_cached > 0
         net.fails_next = True
         with caplog.at_level(logging.CRITICAL):
             failed = ask(SYSTEM)
             answer_all(engine, [failed])
         assert isinstance(failed.error, InternalError)
-        until_false(lambda: engine.stats().pages_kept)  # the client hears of it first
+        until_false(lambda: engine.stats().pages_cached)  # the client hears of it first
         again = ask(SYSTEM, max_tokens=4)
         answer_all(engine, [again])
         assert again.request.telemetry.cached_tokens == 0

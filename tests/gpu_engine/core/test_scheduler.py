@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.core.kv_cache import PageAllocator
-from gpu_engine.core.scheduler import Guide, Plan, Scheduler, Sequence
+from gpu_engine.core.scheduler import GrammarState, Plan, Scheduler, Sequence
 
 PAGE, CHUNK, ROWS = 16, 32, 4
 
@@ -70,18 +70,18 @@ def test_first_come_first_seated_in_the_lowest_slot() -> None:
     for name in "abc":
         machine.add(sequence(name))
     plan = machine.plan()
-    assert [(s.payload, s.slot, s.slot_gen) for s in plan.seated] == [("a", 0, 1), ("b", 1, 1)]
+    assert [(s.payload, s.slot, s.slot_gen) for s in plan.running] == [("a", 0, 1), ("b", 1, 1)]
     assert names(machine.waiting) == ["c"]
-    machine.leave(plan.seated[0])
-    (seated,) = machine.plan().seated
-    assert (seated.payload, seated.slot, seated.slot_gen) == ("c", 0, 2)
+    machine.leave(plan.running[0])
+    (running,) = machine.plan().running
+    assert (running.payload, running.slot, running.slot_gen) == ("c", 0, 2)
 
 
 def test_nobody_passes_the_first_in_line_even_if_he_alone_would_fit() -> None:
     machine = scheduler(num_slots=3, num_pages=4)
     for name, length in (("a", 28), ("long", 40), ("short", 5)):
         machine.add(sequence(name, length))
-    assert names(machine.plan().seated) == ["a"]
+    assert names(machine.plan().running) == ["a"]
     assert names(machine.waiting) == ["long", "short"]
 
 
@@ -154,14 +154,14 @@ def test_a_guided_sequence_prefills_but_does_not_decode_before_its_matcher_stand
     guided = sequence("g", 10, guided=True)
     machine.add(guided)
     act(machine, machine.plan())
-    assert guided.guide is Guide.OPENING
+    assert guided.grammar_state is GrammarState.OPENING
     assert guided.prefilled == 9
     assert machine.plan().idle
-    guided.guide = Guide.OPEN
+    guided.grammar_state = GrammarState.OPEN
     assert names(machine.plan().decode) == ["g"]
     guided.parked = True
     assert machine.plan().idle
-    guided.parked, guided.guide = False, Guide.LOST
+    guided.parked, guided.grammar_state = False, GrammarState.LOST
     assert machine.plan().idle
 
 
@@ -177,10 +177,10 @@ def test_pages_run_out_and_the_youngest_gives_way_then_comes_back_and_ends() -> 
         preempted += names(plan.preempted)
         for s in plan.preempted:
             assert (s.slot, s.pages, s.prefilled) == (-1, [], 0)
-        for s in plan.seated:
+        for s in plan.running:
             gens[s.payload].append(s.slot_gen)
         act(machine, plan)
-        for s in list(machine.seated):
+        for s in list(machine.running):
             if s.length >= 100:
                 machine.leave(s)
                 ended.append(s.payload)
@@ -201,7 +201,7 @@ def test_who_is_preempted_waits_before_those_who_never_ran() -> None:
     while not (plan := machine.plan()).preempted:
         act(machine, plan, emitted=ROWS)
     assert names(plan.preempted) == ["b"]
-    assert plan.seated == ()
+    assert plan.running == ()
     assert names(machine.waiting) == ["b", "c"]
 
 
@@ -210,8 +210,8 @@ def test_several_victims_of_one_turn_keep_their_order() -> None:
     for name in "abcd":
         machine.add(sequence(name, 12))
     plan = machine.plan()
-    assert len(plan.seated) == 4
-    (a, *_) = plan.seated
+    assert len(plan.running) == 4
+    (a, *_) = plan.running
     while machine.plan().prefill:
         act(machine, machine.plan(), emitted=0)
     machine.allocator.grow(a.pages, 80)  # somebody took the rest
@@ -230,9 +230,9 @@ def test_leaving_from_the_line_and_from_a_seat() -> None:
     machine.plan()
     machine.leave(b)
     assert machine.waiting == []
-    assert machine.seat(0, 1) is a
+    assert machine.sequence(0, 1) is a
     machine.leave(a)
-    assert machine.seat(0, 1) is None
+    assert machine.sequence(0, 1) is None
     assert machine.allocator.used == 0
     with pytest.raises(ValueError, match="deque"):
         machine.leave(a)
@@ -246,8 +246,8 @@ def test_a_seat_is_known_by_its_generation() -> None:
     machine.leave(a)
     machine.add(b)
     machine.plan()
-    assert machine.seat(0, 1) is None
-    assert machine.seat(0, 2) is b
+    assert machine.sequence(0, 1) is None
+    assert machine.sequence(0, 2) is b
     assert "seated=1/1" in repr(machine)
     assert "slot 0 gen 2" in repr(b)
 
@@ -261,9 +261,9 @@ def test_a_prompt_that_begins_like_another_is_prefilled_from_where_they_part() -
         machine.add(sequence(name, len(said[name])))
     # Not before it is all there: what is prefilled at the same time is not shared.
     assert machine.plan().prefill[0].start == 0
-    machine.leave(machine.seated[0])
+    machine.leave(machine.running[0])
     for name in ("same", "longer", "other"):
-        machine.leave(next(s for s in machine.seated if s.payload == name))
+        machine.leave(next(s for s in machine.running if s.payload == name))
         machine.add(sequence(name, len(said[name])))
     assert prefills(machine) == [
         [("same", 64, 69)],
@@ -308,7 +308,7 @@ def test_a_page_whose_last_key_is_not_there_yet_is_nobodys() -> None:
     machine = scheduler(num_slots=1, tokens_of=lambda one: [1] * one.length)
     machine.add(sequence("a", 2 * PAGE))  # the key of its last token is its first step's
     prefills(machine)
-    machine.leave(machine.seated[0])
+    machine.leave(machine.running[0])
     machine.add(sequence("b", 40))
     assert [chunk.start for chunk in machine.plan().prefill] == [PAGE]
 
@@ -329,8 +329,8 @@ def test_a_line_that_does_not_move_is_not_looked_through_again() -> None:
         assert names(machine.waiting) == ["b"]
         act(machine, machine.plan(), emitted=0)
     assert asked == []
-    machine.leave(machine.seated[0])
-    assert names(machine.plan().seated) == ["b"]
+    machine.leave(machine.running[0])
+    assert names(machine.plan().running) == ["b"]
 
 
 def test_who_was_preempted_finds_what_nobody_took() -> None:
@@ -338,13 +338,13 @@ def test_who_was_preempted_finds_what_nobody_took() -> None:
     machine.add(sequence("a", 40))
     machine.add(sequence("b", 33))
     prefills(machine)
-    a, b = machine.seated
+    a, b = machine.running
     act(machine, machine.plan(), emitted=20)
     act(machine, machine.plan())
     assert machine.waiting == [b]
     machine.leave(a)
     plan = machine.plan()
-    assert plan.seated == (b,)
+    assert plan.running == (b,)
     assert b.prefilled == 48
     assert [(chunk.start, chunk.end) for chunk in plan.prefill] == [(48, 52)]
 
@@ -387,14 +387,14 @@ class Turns(RuleBasedStateMachine):
     def turn(self, emitted: int) -> None:
         line = names(self.machine.waiting)
         plan = self.machine.plan()
-        assert not (plan.preempted and plan.seated)
-        assert names(plan.seated) == line[: len(plan.seated)]
-        for s in plan.seated:
+        assert not (plan.preempted and plan.running)
+        assert names(plan.running) == line[: len(plan.running)]
+        for s in plan.running:
             assert s.slot_gen == self.gens.get(s.slot, 0) + 1
             self.gens[s.slot] = s.slot_gen
-            assert s.guide is (Guide.OPENING if s.guided else Guide.FREE)
+            assert s.grammar_state is (GrammarState.OPENING if s.guided else GrammarState.FREE)
         for s in plan.preempted:
-            assert all(other.order < s.order for other in self.machine.seated)
+            assert all(other.order < s.order for other in self.machine.running)
         for s in plan.decode:
             assert len(s.pages) * PAGE >= s.length + ROWS
             assert s.prefilled >= s.length - 1
@@ -419,13 +419,13 @@ class Turns(RuleBasedStateMachine):
     def wrote(self, one: Sequence[str], start: int, end: int) -> None:
         """Hear that the keys of positions [start, end) are written."""
 
-    @precondition(lambda self: self.machine.seated)
+    @precondition(lambda self: self.machine.running)
     @rule(data=st.data())
     def grammar_news(self, data: Any) -> None:
-        one = data.draw(st.sampled_from(self.machine.seated))
+        one = data.draw(st.sampled_from(self.machine.running))
         if one.guided:
-            one.guide = data.draw(st.sampled_from([Guide.OPENING, Guide.OPEN, Guide.LOST]))
-            one.parked = one.guide is Guide.OPEN and data.draw(st.booleans())
+            one.grammar_state = data.draw(st.sampled_from([GrammarState.OPENING, GrammarState.OPEN, GrammarState.LOST]))
+            one.parked = one.grammar_state is GrammarState.OPEN and data.draw(st.booleans())
 
     @invariant()
     def whole(self) -> None:
@@ -434,9 +434,9 @@ class Turns(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Nobody starves: when every grammar answers, all that is left ends."""
         for _ in range(2000):
-            for s in self.machine.seated:
-                s.guide, s.parked = Guide.OPEN if s.guided else Guide.FREE, False
-            if not self.machine.seated and not self.machine.waiting:
+            for s in self.machine.running:
+                s.grammar_state, s.parked = GrammarState.OPEN if s.guided else GrammarState.FREE, False
+            if not self.machine.running and not self.machine.waiting:
                 return
             self.turn(1)
             self.machine.check_integrity()
@@ -469,7 +469,7 @@ class TurnsThatShare(TurnsOfSeveral):
 
     @invariant()
     def everybody_reads_keys_of_its_own_tokens(self) -> None:
-        for one in self.machine.seated:
+        for one in self.machine.running:
             said = self.tokens_of(one)
             for at in range(one.prefilled):
                 assert self.cells[one.pages[at // PAGE], at % PAGE] == tuple(said[: at + 1]), (one, at)

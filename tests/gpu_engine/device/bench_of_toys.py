@@ -98,7 +98,7 @@ def on_device(buffers: Any, device: torch.device) -> Any:
     return type(buffers)(**moved)
 
 
-def assemble(
+def build_executor(
     segment: Segment,
     channel: EngineEnd,
     sync: HostCallbackSync | DeviceFlagSync,
@@ -150,7 +150,7 @@ def toys(
         else:
             sync = DeviceFlagSync(stream, channel, flags, work, **timeouts)
         try:
-            made = assemble(segment, channel, sync, eager=eager, drafts=drafts, buckets=buckets)
+            made = build_executor(segment, channel, sync, eager=eager, drafts=drafts, buckets=buckets)
             yield RecordedToys(*made, stream=stream)
         finally:
             stream.before = None

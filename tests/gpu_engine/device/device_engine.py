@@ -16,7 +16,7 @@ import pytest
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.core.draft_masks import MaskPolicy
 from gpu_engine.core.engine import Engine
-from gpu_engine.core.executor import Machinery, device_machinery
+from gpu_engine.core.executor import Executor, device_executor
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
 from gpu_engine.step.row_work import TritonRows
@@ -50,11 +50,16 @@ class RecordedDevice:
 
     stream: RecordedStream = field(default_factory=RecordedStream)
 
-    def assemble(
-        self, config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, depth: int
-    ) -> Machinery:
-        return device_machinery(
-            config, model, channel, num_pages, depth, stream=self.stream, sync=self._sync(config, channel)
+    def build_executor(
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        channel: EngineEnd | None,
+        num_pages: int,
+        max_inflight_steps: int,
+    ) -> Executor:
+        return device_executor(
+            config, model, channel, num_pages, max_inflight_steps, stream=self.stream, sync=self._sync(config, channel)
         )
 
     def _sync(self, config: EngineConfig, channel: EngineEnd | None) -> HostCallbackSync | DeviceFlagSync | None:
@@ -74,7 +79,7 @@ def device_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[
     device = RecordedDevice()
     model = replace(model, max_model_len=settings.max_model_len)
     try:
-        with opaque_launches(), running(Engine(settings, model, assemble=device.assemble)) as engine:
+        with opaque_launches(), running(Engine(settings, model, build_executor=device.build_executor)) as engine:
             yield engine, device.stream
     finally:
         device.stream.close()
@@ -89,7 +94,7 @@ def guided_device_engine(
     model = replace(model, max_model_len=settings.max_model_len)
     with Segment.create(Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)) as segment:
         grammar = ToyGrammar(segment)
-        engine = Engine(settings, model, EngineEnd(segment), grammar, assemble=device.assemble, masks=masks)
+        engine = Engine(settings, model, EngineEnd(segment), grammar, build_executor=device.build_executor, masks=masks)
         grammar.engine = engine
         grammar.start_sidecar()
         try:

@@ -12,7 +12,7 @@ import pytest
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, InvalidRequest
 from gpu_engine.api.request import FinishReason
-from gpu_engine.core.device_running import DeviceSeating
+from gpu_engine.core.device_running import DeviceSlotWriter
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
@@ -97,7 +97,7 @@ def test_free_tokens_are_those_of_a_cpu(
     with device_engine(llama, on_device(3, **fields)) as (engine, _):
         assert answer_all(engine, [make() for make in FREE[:count]]) == free_tokens[:count]
         stats = engine.stats()
-        counts = engine._loop.machinery.runner._graphs.stats  # type: ignore[attr-defined]
+        counts = engine._loop.executor.runner._graphs.stats  # type: ignore[attr-defined]
     assert stats.generated_tokens == sum(map(len, free_tokens[:count]))
     assert stats.accepted_draft_tokens > 3
     assert (counts.replays > 0, counts.eager_steps > 0) == (not fields, bool(fields))
@@ -120,7 +120,7 @@ def test_guided_tokens_are_those_of_a_cpu(llama: LoadedModel, guided_tokens: lis
 def test_what_the_grammar_proposes_changes_no_token(
     llama: LoadedModel, guided_tokens: list[list[int]], sync: str, drafter: str
 ) -> None:
-    settings = replace(on_device(3, sync=sync, max_batch_size=4), drafter=drafter, draft_forced=True)
+    settings = replace(on_device(3, sync=sync, max_batch_size=4), drafter=drafter, jump_forward=True)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         # True for an odd number of tokens, and then two of them; else nonsense.
         grammar.sidecar.proposes = lambda automaton, said: (
@@ -131,21 +131,21 @@ def test_what_the_grammar_proposes_changes_no_token(
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
         stats = engine.stats()
         assert stats.deferred_rows == 0
-        assert stats.forced_draft_tokens > stats.accepted_forced_tokens > 3
+        assert stats.jump_forward_tokens > stats.accepted_jump_forward_tokens > 3
 
 
 @pytest.mark.slow
 def test_a_draft_model_goes_on_behind_what_the_grammar_proposes(
     llama: LoadedModel, guided_tokens: list[list[int]]
 ) -> None:
-    settings = on_device(2, draft_model=llama.name, max_batch_size=4, draft_forced=True)
+    settings = on_device(2, draft_model=llama.name, max_batch_size=4, jump_forward=True)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         grammar.sidecar.proposes = lambda automaton, said: next(
             (ids[len(said) :][:1] for ids in guided_tokens if ids[: len(said)] == said), []
         )
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
         stats = engine.stats()
-        assert stats.accepted_forced_tokens == stats.forced_draft_tokens > 3
+        assert stats.accepted_jump_forward_tokens == stats.jump_forward_tokens > 3
         assert stats.accepted_draft_tokens > stats.draft_tokens * 0.8
 
 
@@ -169,10 +169,10 @@ def test_a_draft_model_changes_no_token_and_its_rows_are_kept(
 def test_masks_that_come_and_go_change_no_token_and_no_graph(
     llama: LoadedModel, guided_tokens: list[list[int]], sync: str, forced: bool
 ) -> None:
-    settings = on_device(2, draft_model=llama.name, sync=sync, draft_forced=forced, max_batch_size=2)
+    settings = on_device(2, draft_model=llama.name, sync=sync, jump_forward=forced, max_batch_size=2)
     turns = Turns()
     with guided_device_engine(llama, settings, turns) as (engine, grammar, _):
-        graphs = engine._loop.machinery.runner._graphs  # type: ignore[attr-defined]
+        graphs = engine._loop.executor.runner._graphs  # type: ignore[attr-defined]
         captured = graphs.captured
         answers = [GUIDED[0](), GUIDED[2]()]
         assert answer_all(engine, answers) == [guided_tokens[0], guided_tokens[2]]
@@ -251,14 +251,14 @@ def test_a_record_that_a_callback_refuses_ends_its_own_requests_with_internal(
     llama: LoadedModel, guided_tokens: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with guided_device_engine(llama, on_device(3)) as (engine, grammar, stream):
-        seating, told = engine._loop.machinery.seating, [0]
-        assert isinstance(seating, DeviceSeating)
+        slot_writer, told = engine._loop.executor.slot_writer, [0]
+        assert isinstance(slot_writer, DeviceSlotWriter)
 
         def break_the_count(answer: Answer) -> None:
             if len(answer.tokens) >= 3 and not told[0]:
                 told[0] = 1
                 # More untold tokens than a record holds.
-                stream.kernel(seating.device.posted_S.fill_, -1000)
+                stream.kernel(slot_writer.device.posted_S.fill_, -1000)
 
         guided, free = ask(tokens(20, 1), grammar="50", max_tokens=90, on_event=break_the_count), GUIDED[1]()
         for answer in (guided, free):
@@ -299,4 +299,8 @@ def test_cuda_is_not_a_device_of_the_inline_sync() -> None:
         config(device="cuda", sync="inline")
     with pytest.raises(ValueError, match="sync: 'device_flag' on cpu is not one of auto, inline"):
         config(sync="device_flag")
-    assert (config().depth, config(device="cuda:1").depth, config(device="cuda", overlap=False).depth) == (0, 1, 0)
+    assert (
+        config().max_inflight_steps,
+        config(device="cuda:1").max_inflight_steps,
+        config(device="cuda", overlap=False).max_inflight_steps,
+    ) == (0, 1, 0)

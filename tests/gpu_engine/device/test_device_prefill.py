@@ -53,7 +53,7 @@ def expected(llama: LoadedModel) -> list[list[int]]:
 
 
 def prefill_of(engine: Engine) -> DevicePrefill:
-    prefill = engine._loop.machinery.prefill
+    prefill = engine._loop.executor.prefill
     assert isinstance(prefill, DevicePrefill)
     return prefill
 

@@ -233,8 +233,8 @@ def test_a_refused_record_is_told() -> None:
 
 def test_forget_drops_every_row_of_the_slot() -> None:
     with toys("host_callback") as t:
-        t.sync.store.kept_SR.fill_(True)
+        t.sync.store.cached_SR.fill_(True)
         t.sync.forget(2)
         t.stream.synchronize()
-        assert t.sync.store.kept_SR.all(1).tolist() == [slot != 2 for slot in range(SLOTS + 1)]
+        assert t.sync.store.cached_SR.all(1).tolist() == [slot != 2 for slot in range(SLOTS + 1)]
         assert VERIFY < 0

@@ -53,11 +53,11 @@ def parts_of(model: LoadedModel, guided: bool, **fields: Any) -> list[tuple[str,
     model = replace(model, max_model_len=settings.max_model_len)
     try:
         with Segment.create(Layout(1, ROWS, model.vocab_size)) as segment, opaque_launches():
-            machinery = device.assemble(settings, model, EngineEnd(segment), num_pages=16, depth=1)
-            machinery.warm_up()
-            graphs = machinery.runner._graphs._graphs  # type: ignore[attr-defined]
+            executor = device.build_executor(settings, model, EngineEnd(segment), num_pages=16, max_inflight_steps=1)
+            executor.warm_up()
+            graphs = executor.runner._graphs._graphs  # type: ignore[attr-defined]
             parts: list[tuple[str, int]] = graphs[GraphKey(1, ROWS, guided)].parts
-            machinery.close()
+            executor.close()
         return parts
     finally:
         device.stream.close()
@@ -69,7 +69,7 @@ def named(parts: list[tuple[str, int]]) -> list[str]:
 
 @pytest.mark.parametrize("sync", list(PAIR))
 def test_nodes_of_a_guided_step(llama: LoadedModel, sync: str) -> None:
-    parts = parts_of(llama, True, sync=sync, draft_forced=False)
+    parts = parts_of(llama, True, sync=sync, jump_forward=False)
     post, wait = PAIR[sync]
     assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_settle", "_propose", "_pack"]
     counts = [(name, count) for name, count in parts if name != "_forward"]
@@ -105,8 +105,8 @@ def test_a_masked_draft_costs_the_pair(llama: LoadedModel, sync: str) -> None:
 def test_what_is_forced_costs_a_pair_without_a_fetch(llama: LoadedModel, sync: str) -> None:
     post, wait = PAIR[sync]
     # A proposal brings no rows; the kernel behind the wait puts the tokens where drafters find them.
-    pair = [*post, *(name for name in wait if name not in ("_fetch", "_keep")), "_take_forced"]
-    parts = parts_of(llama, True, sync=sync, draft_forced=True)
+    pair = [*post, *(name for name in wait if name not in ("_fetch", "_keep")), "_take_jump_forward"]
+    parts = parts_of(llama, True, sync=sync, jump_forward=True)
     assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_settle", *pair, "_propose", "_pack"]
     counts = [(name, count) for name, count in parts if name != "_forward"]
     assert {name: count for name, count in counts if count != 1} == {"_accept": 4}
@@ -114,4 +114,4 @@ def test_what_is_forced_costs_a_pair_without_a_fetch(llama: LoadedModel, sync: s
 
 
 def test_a_free_step_asks_nothing_of_the_grammar(llama: LoadedModel) -> None:
-    assert parts_of(llama, False, draft_forced=True) == parts_of(llama, False, draft_forced=False)
+    assert parts_of(llama, False, jump_forward=True) == parts_of(llama, False, jump_forward=False)

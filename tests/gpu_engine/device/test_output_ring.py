@@ -44,7 +44,7 @@ def step(lane: LaneBuffers, first: int) -> None:
 def test_outputs_are_the_steps_own_and_become_outcomes(stream: RecordedStream) -> None:
     lane, slot = LaneBuffers.allocate(LANES, R, 64), SlotBuffers.allocate(LANES, R, 64, 16)
     report = (torch.tensor([(1 << 40) + 7]), torch.tensor([123_456_789_012]), torch.tensor([56_789_012_345]))
-    ring = OutputRing(stream, lane, report, depth=2)
+    ring = OutputRing(stream, lane, report, max_inflight_steps=2)
     batch = StepBatch(slot, lane, LANES, R, any_guided=True)
     entries = []
     for first in (100, 1000):

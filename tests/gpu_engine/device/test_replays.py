@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.sync_peer import attached
-from gpu_engine.step.device.post_buffers import HostBox, LaneBox
+from gpu_engine.step.device.post_buffers import HostPostBuffers, PostBuffers
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout, RowKind
 from shared_mem.segment import Segment
@@ -32,19 +32,19 @@ class Pair:
     def __init__(self, mode: str, stream: RecordedStream, channel: EngineEnd) -> None:
         self.mode, self.stream, self.channel, self.flags = mode, stream, channel, FakeFlags(channel)
         self.seen = self.wrong = self.missing = self.last = 0
-        self.box: LaneBox
+        self.box: PostBuffers
         if mode == "host_callback":
             timeouts = {"timeout_ns": TIMEOUT_NS, "draft_timeout_ns": TIMEOUT_NS}
-            self.box = HostBox(stream, channel, SLOTS, **timeouts)
+            self.box = HostPostBuffers(stream, channel, SLOTS, **timeouts)
         else:
-            self.box = LaneBox(SLOTS, ROWS, stream.device)
+            self.box = PostBuffers(SLOTS, ROWS, stream.device)
             self.box.awaited = self.flags.counter[1:2]
         self.box.slots.copy_(torch.arange(SLOTS))
         self.box.need_rows.fill_(-1)
 
     def enqueue(self) -> None:
         box = self.box
-        if isinstance(box, HostBox):
+        if isinstance(box, HostPostBuffers):
             box.post(self.stream, 0)
             box.wait(self.stream, 0)
         else:

@@ -96,8 +96,8 @@ class ToyStep:
         slot, lane, B, place_B = batch.slot, batch.lane, batch.num_lanes, self.place(batch)
         on_B = lane.drafting_B[:B]
         slot.drafts_SR[place_B] = torch.where(on_B[:, None], lane.drafts_BR[:B], slot.drafts_SR[place_B])
-        kept_B = torch.where(lane.result.num_emitted_B[:B] == 0, slot.num_drafts_S[place_B], 0)
-        slot.num_drafts_S[place_B] = torch.where(on_B, self.drafts, kept_B).int()
+        cached_B = torch.where(lane.result.num_emitted_B[:B] == 0, slot.num_drafts_S[place_B], 0)
+        slot.num_drafts_S[place_B] = torch.where(on_B, self.drafts, cached_B).int()
 
     def draw(self, batch: StepBatch, j: int) -> torch.Tensor:
         """Return the best legal token of row j, int32 [B]; position length + j."""

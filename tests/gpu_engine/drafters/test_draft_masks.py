@@ -62,7 +62,7 @@ def test_tokens_do_not_depend_on_masks_that_come_and_go(
     answer: object,
     overlap: bool,
 ) -> None:
-    settings = with_drafts(3, draft_model=draft_models[drafts_by], draft_forced=forced, overlap=overlap, **PATIENT)
+    settings = with_drafts(3, draft_model=draft_models[drafts_by], jump_forward=forced, overlap=overlap, **PATIENT)
     turns = Turns()
     with guided_engine(llama, settings, turns) as (engine, grammar):
         assert answer(engine, made()) == expected  # type: ignore[operator]
@@ -115,7 +115,7 @@ def test_tokens_count_for_the_way_in_which_their_drafts_were_drawn(
 ) -> None:
     """The target as its own drafter is right wherever its drafts are masked, and wherever they need no mask."""
     settings = with_drafts(
-        3, draft_model=draft_models["same"], draft_forced=False, overlap=overlap, max_batch_size=1, **PATIENT
+        3, draft_model=draft_models["same"], jump_forward=False, overlap=overlap, max_batch_size=1, **PATIENT
     )
     turns = Turns()
     with guided_engine(llama, settings, turns) as (engine, _):

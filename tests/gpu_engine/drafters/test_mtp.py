@@ -132,14 +132,14 @@ def test_guided_tokens_do_not_depend_on_it(target: LoadedModel, masks: str, forc
     with guided_engine(target, config(drafter="none", **patient)) as (engine, _):
         expected = answer_all(engine, made())
     settings = config(
-        drafter="mtp", num_draft_tokens=3, draft_forced=forced, draft_masks="off" if masks == "off" else "on", **patient
+        drafter="mtp", num_draft_tokens=3, jump_forward=forced, draft_masks="off" if masks == "off" else "on", **patient
     )
     with guided_engine(target, settings, Turns() if masks == "turns" else None) as (engine, grammar):
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
     assert stats.draft_tokens > 10
-    assert (stats.forced_draft_tokens > 0) == forced
-    assert stats.accepted_forced_tokens == stats.forced_draft_tokens
+    assert (stats.jump_forward_tokens > 0) == forced
+    assert stats.accepted_jump_forward_tokens == stats.jump_forward_tokens
     drawn = {record.stage for record in grammar.sidecar.records} - {Stage.VERIFY, Stage.PROPOSE}
     assert bool(drawn) == (masks != "off")
 
@@ -154,7 +154,7 @@ def test_it_goes_on_behind_forced_tokens_that_are_more_than_its_chain(
     with guided_engine(target, config(model=target.name, drafter="none", row_timeout_ms=2000.0)) as (engine, _):
         expected = answer_all(engine, made())
     settings = config(
-        model=target.name, drafter="mtp", num_draft_tokens=num_drafts, forced_draft_tokens=7, overlap=overlap,
+        model=target.name, drafter="mtp", num_draft_tokens=num_drafts, jump_forward_tokens=7, overlap=overlap,
         row_timeout_ms=2000.0, draft_timeout_ms=2000.0,
     )  # fmt: skip
     with guided_engine(target, settings) as (engine, grammar):
@@ -167,7 +167,7 @@ def test_it_goes_on_behind_forced_tokens_that_are_more_than_its_chain(
         assert answer_all(engine, made()) == expected
         stats, records = engine.stats(), grammar.sidecar.records
     assert max(len(record.drafts) for record in records if record.stage == Stage.VERIFY) == 6
-    assert stats.forced_draft_tokens > stats.accepted_forced_tokens > 10
+    assert stats.jump_forward_tokens > stats.accepted_jump_forward_tokens > 10
 
 
 def test_a_model_without_such_layers_is_refused(target: LoadedModel, folder: Path, tmp_path: Path) -> None:

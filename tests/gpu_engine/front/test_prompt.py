@@ -15,7 +15,7 @@ from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer
 
 LIMITS = Limits(
-    vocab_size=320, max_model_len=64, num_draft_tokens=7, forced_draft_tokens=15, max_n=4, max_prompt_bytes=1 << 20
+    vocab_size=320, max_model_len=64, num_draft_tokens=7, jump_forward_tokens=15, max_n=4, max_prompt_bytes=1 << 20
 )
 
 

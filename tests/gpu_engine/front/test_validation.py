@@ -13,7 +13,7 @@ from gpu_engine.front.validation import Chat, Limits, Tokens, check
 from protos.engine.v1 import engine_pb2 as pb
 
 LIMITS = Limits(
-    vocab_size=320, max_model_len=64, num_draft_tokens=7, forced_draft_tokens=15, max_n=4, max_prompt_bytes=1000
+    vocab_size=320, max_model_len=64, num_draft_tokens=7, jump_forward_tokens=15, max_n=4, max_prompt_bytes=1000
 )
 Change = Callable[[pb.GenerateRequest], object]
 
@@ -120,7 +120,7 @@ def test_unset_fields_take_the_stated_defaults() -> None:
     assert (checked.repetition_penalty, checked.presence_penalty, checked.frequency_penalty) == (1.0, 0.0, 0.0)
     assert (checked.n, checked.min_tokens, checked.max_tokens, checked.logprobs) == (1, 0, None, None)
     assert checked.skip_special_tokens
-    assert (checked.num_draft_tokens, checked.forced_draft_tokens) == (7, 15)
+    assert (checked.num_draft_tokens, checked.jump_forward_tokens) == (7, 15)
     assert checked.grammar is None
     assert len(checked.request_id) == 32
     assert 0 <= checked.seed < 2**64
@@ -140,7 +140,7 @@ def test_zero_drafts_is_not_the_default() -> None:
     for named in (0, 3, 7):
         message.speculation.num_draft_tokens = named
         checked = check(message, LIMITS, ())
-        assert (checked.num_draft_tokens, checked.forced_draft_tokens) == (named, named), "a named number is for all"
+        assert (checked.num_draft_tokens, checked.jump_forward_tokens) == (named, named), "a named number is for all"
 
 
 def test_the_forms_of_a_prompt() -> None:

@@ -17,9 +17,9 @@ from grammar_service.completion.budget import Closing
 from grammar_service.completion.plan import ClosingPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.fill.batch import Batches
-from grammar_service.fill.counters import Books
+from grammar_service.fill.counters import Counters
+from grammar_service.fill.mask_row_cache import MaskRowCache
 from grammar_service.fill.matchers import Slot, SlotTable
-from grammar_service.fill.standing_rows import StandingRows
 from grammar_service.fill.tasks import goes_together
 from grammar_service.fill.worker import Worker
 from grammar_service.grammar.mask_rows import Classifier
@@ -244,9 +244,9 @@ def test_a_batch_is_no_longer_than_its_time(cost_ms: float, most: float, sizes: 
             slot = Slot.bind(1, lambda: ToyMatcher([(1, 2)]), ())
             slot.filler, slot.cost_ns = ToyFiller(), int(cost_ms * 1e6)
             table.bind(number, slot)
-        standing = [StandingRows() for _ in range(count)]
+        standing = [MaskRowCache() for _ in range(count)]
         limits = 2, int(most * 1e6)
-        made = Batches(GrammarEnd(segment), table, standing, Books(count), Lock(), lambda question: None, *limits)
+        made = Batches(GrammarEnd(segment), table, standing, Counters(count), Lock(), lambda question: None, *limits)
         batches, rest = made.split(1, [Record(number, 1, 0, (), (), Stage.VERIFY, 1) for number in range(count)])
     assert [len(batch.records) for batch in batches] == sizes
     assert not rest

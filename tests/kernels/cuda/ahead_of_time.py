@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 
 from kernels.accept import AcceptResult, SlotParams, StepTensors
 from kernels.cuda import accept, bitmask, fused, ngram, noise, paged_attention, posting, settling, skinny, step_inputs
-from kernels.cuda import forced as forced_tokens
+from kernels.cuda import forced as jump_forward_token_ids
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
 from kernels.fused import Activation, NormKind, RMSNorm
 from kernels.paged_attention import KVPages
@@ -103,7 +103,9 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
     limits = (ints(S), params.max_length_S)
     for ahead in (None, ints(B)):
         proposed = (ints(S, R), ints(S))
-        ngram.propose_ngram(slots, history, length, *limits, *proposed, ngram_max=4, ngram_min=2, num_forced_B=ahead)
+        ngram.propose_ngram(
+            slots, history, length, *limits, *proposed, ngram_max=4, ngram_min=2, num_jump_forward_B=ahead
+        )
 
     kept = posting.KeptRows(rows.masks_SRW, flags(S, R), ints(S, R), flags(S, R).bool())
     out = posting.PostTensors(*(ints(B) for _ in range(6)), ints(B, 2 * R), flags(B, R), ints(B, R))
@@ -119,8 +121,8 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
         )
     posting.pack_post(*told, k=posting.PROPOSE, limits=limits)
     taken = (out.slots_B, out.need_rows_B, out.kinds_BR, out.forced_BR, length, history, ints(S, R), ints(S), ints(B))
-    forced_tokens.take_forced(slots, result.num_emitted_B, *taken)
-    settling.settle(slots, *results[:1], *results[2:4], guided, kept.kept_SR)
+    jump_forward_token_ids.take_jump_forward(slots, result.num_emitted_B, *taken)
+    settling.settle(slots, *results[:1], *results[2:4], guided, kept.cached_SR)
 
 
 def compile_attention(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: torch.dtype) -> None:

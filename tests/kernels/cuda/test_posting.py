@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.device.post_buffers import LaneBox
+from gpu_engine.step.device.post_buffers import PostBuffers
 from gpu_engine.step.mask_rows import RowStore
 from gpu_engine.step.row_work import TorchRows
 from gpu_engine.step.sync import InlineSync
-from kernels.cuda.forced import take_forced
+from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.posting import PROPOSE, VERIFY, KeptRows, PostTensors, keep_rows, pack_post
 from kernels.cuda.settling import settle
 from shared_mem.batch import BatchArrays
@@ -65,7 +65,7 @@ class OnDevice:
         self.lanes = [there(t) for t in (lane.slots_B, lane.guided_B, lane.drafting_B)]
         self.slot = [there(t) for t in (slot.history_SL, slot.length_S, slot.params.prompt_length_S, slot.posted_S)]
         self.gens, self.drafts, self.num = there(lane.slot_gens_B), there(lane.drafts_BR), there(lane.num_drafts_B)
-        self.rows = KeptRows(*(there(t) for t in (store.mask_SRW, store.kind_SR, store.forced_SR, store.kept_SR)))
+        self.rows = KeptRows(*(there(t) for t in (store.mask_SRW, store.kind_SR, store.forced_SR, store.cached_SR)))
         self.kinds, self.forced = there(lane.kinds_BR), there(lane.forced_BR)
         B = len(LANES)
         ints = [torch.zeros(B, dtype=torch.int32, device=device) for _ in range(6)]
@@ -106,8 +106,8 @@ def state() -> tuple[InlineSync, RandomAnswers, StepBatch]:
     lane.num_drafts_B.copy_(torch.tensor([3, 0, 2, 1]))
     channel: Any = RandomAnswers()
     inline = InlineSync(channel, len(LANES), row_timeout_ms=1.0)
-    inline.store.kept_SR.copy_(torch.rand(S, R, generator=g) < 0.4)
-    inline.store.kept_SR[0, :2] = True  # nothing is missing
+    inline.store.cached_SR.copy_(torch.rand(S, R, generator=g) < 0.4)
+    inline.store.cached_SR[0, :2] = True  # nothing is missing
     inline.store.kind_SR.copy_(torch.randint(3, (S, R), generator=g))
     return inline, channel, StepBatch(slot, lane, len(LANES), R, any_guided=True)
 
@@ -138,7 +138,7 @@ def test_a_post_and_what_is_kept_are_those_of_the_inline_sync(device: torch.devi
     ours.keep(inline, channel, k)
     rows, store = ours.rows, inline.store
     for mine, theirs in (
-        (rows.kept_SR, store.kept_SR),
+        (rows.cached_SR, store.cached_SR),
         (rows.kind_SR, store.kind_SR),
         (rows.forced_SR, store.forced_SR),
         (ours.kinds, batch.lane.kinds_BR),
@@ -146,7 +146,7 @@ def test_a_post_and_what_is_kept_are_those_of_the_inline_sync(device: torch.devi
         assert mine.tolist() == theirs.tolist()
     columns = slice(None) if k == VERIFY else slice(k, k + 1)
     assert ours.forced[:, columns].tolist() == batch.lane.forced_BR[:, columns].tolist()
-    apply = (store.kept_SR & (store.kind_SR == RowKind.APPLY)).nonzero().tolist()
+    apply = (store.cached_SR & (store.kind_SR == RowKind.APPLY)).nonzero().tolist()
     assert [rows.mask_SRW[s, j].tolist() for s, j in apply] == [store.mask_SRW[s, j].tolist() for s, j in apply]
 
 
@@ -156,14 +156,14 @@ def test_a_draft_asks_for_its_row_while_masks_are_on(device: torch.device, k: in
     """Both forms of the device's work and the inline sync: without masks nobody asks, and every row is free."""
     inline, channel, batch = state()
     # Who drafts has emitted, and so has forgotten its rows.
-    inline.store.kept_SR[batch.slots_B[batch.lane.drafting_B].long()] = False
+    inline.store.cached_SR[batch.slots_B[batch.lane.drafting_B].long()] = False
     batch.lane.draft_masks.fill_(masked)
     told = batch.slot.posted_S.clone()
     ours, other = OnDevice(inline, batch, device), TorchRows(R, torch.device("cpu"))
-    box, spare = LaneBox(len(LANES), R, torch.device("cpu")), inline.store
+    box, spare = PostBuffers(len(LANES), R, torch.device("cpu")), inline.store
     store = RowStore(
         spare.mask_SRW.clone(),
-        *(torch.cat([t, t[:1]]) for t in (spare.kind_SR, spare.forced_SR, spare.kept_SR)),
+        *(torch.cat([t, t[:1]]) for t in (spare.kind_SR, spare.forced_SR, spare.cached_SR)),
     )
     other.pack(batch, store, box, k)
     torch_posted = batch.slot.posted_S.clone()
@@ -189,13 +189,13 @@ def test_idle_lanes_are_not_posted_and_are_free(device: torch.device) -> None:
     inline, channel, batch = state()
     batch.lane.slots_B[0] = -1
     ours = OnDevice(inline, batch, device)
-    kept = ours.rows.kept_SR.clone()
+    kept = ours.rows.cached_SR.clone()
     ours.post(VERIFY)
     assert int(ours.out.slots_B[0]) == -1
     assert int(ours.slot[3][4]) == 4
     ours.keep(inline, channel, VERIFY)
     assert ours.kinds[0].tolist() == [RowKind.ALL] * R
-    assert torch.equal(ours.rows.kept_SR[4], kept[4])
+    assert torch.equal(ours.rows.cached_SR[4], kept[4])
 
 
 def test_settling_forgets_the_rows_of_who_moved_on(device: torch.device) -> None:
@@ -217,13 +217,13 @@ def test_what_is_forced_is_asked_for_and_taken_as_by_the_inline_sync(device: tor
         lane.drafting_B.copy_(torch.tensor([True, seed % 2 == 0, True, True]))
         # Who drafts has moved; lane 1 now and then stands still, and lane 2 has no grammar.
         lane.result.num_emitted_B.copy_(lane.drafting_B.int())
-        slot.forced_limit_S.copy_(torch.tensor([3, 2, 3, 3, seed % 4, 3]))
+        slot.jump_forward_limit_S.copy_(torch.tensor([3, 2, 3, 3, seed % 4, 3]))
         slot.params.max_length_S.copy_(slot.length_S + torch.tensor([seed % 5, 20, 20, 20, 20, 20]))
         slot.num_drafts_S.fill_(3)
         ours = OnDevice(inline, batch, device)
-        there = [t.clone().to(device) for t in (slot.drafts_SR, slot.num_drafts_S, lane.num_forced_B)]
-        limits = tuple(t.clone().to(device) for t in (slot.forced_limit_S, slot.params.max_length_S))
-        inline.post_forced(batch)
+        there = [t.clone().to(device) for t in (slot.drafts_SR, slot.num_drafts_S, lane.num_jump_forward_B)]
+        limits = tuple(t.clone().to(device) for t in (slot.jump_forward_limit_S, slot.params.max_length_S))
+        inline.post_jump_forward(batch)
         pack_post(
             *ours.lanes, ours.gens, ours.drafts, ours.num, *ours.slot, ours.rows, ours.out,
             k=PROPOSE, limits=limits, max_rows=batch.max_rows,
@@ -235,25 +235,25 @@ def test_what_is_forced_is_asked_for_and_taken_as_by_the_inline_sync(device: tor
             assert getattr(ours.out, f"{name}_B").cpu().numpy()[asked].tolist() == posted[name][asked].tolist(), name
         assert ours.slot[3].tolist() == slot.posted_S.tolist()
 
-        inline.await_forced(batch)
+        inline.await_jump_forward(batch)
         inline._kinds_BR[:, 0] = int(RowKind.FORCED)
         if channel.seq:
             channel.await_batch = lambda *args, **kwargs: SimpleNamespace(waited_ns=0)  # type: ignore[method-assign]
-            inline.await_forced(batch)
+            inline.await_jump_forward(batch)
         ours.out.kinds_BR.copy_(inline._kinds_BR)
         ours.out.forced_BR.copy_(inline._forced_BR)
         emitted = lane.result.num_emitted_B.to(device)
         out = ours.out
-        take_forced(
+        take_jump_forward(
             *(ours.lanes[0], emitted, out.slots_B, out.need_rows_B, out.kinds_BR, out.forced_BR, ours.slot[1]),
             *(ours.slot[0], *there),
         )
-        assert there[2].tolist() == lane.num_forced_B.tolist()
+        assert there[2].tolist() == lane.num_jump_forward_B.tolist()
         for b, s in enumerate(LANES):
-            count = int(lane.num_forced_B[b])
+            count = int(lane.num_jump_forward_B[b])
             assert int(there[1][s]) == (3 if count < 0 else count)
             if count > 0:
                 at = int(slot.length_S[s])
                 assert there[0][s, :count].tolist() == slot.drafts_SR[s, :count].tolist()
                 assert ours.slot[0][s, at : at + count].tolist() == there[0][s, :count].tolist()
-        assert lane.num_forced_B[2] == 0
+        assert lane.num_jump_forward_B[2] == 0

@@ -78,21 +78,21 @@ def test_ngram_goes_on_behind_forced_tokens(device: torch.device, ids: int) -> N
     slot.params.max_length_S.fill_(150)
     slot.num_drafts_S.fill_(2)
     lane.slots_B.copy_(torch.arange(S))
-    lane.num_forced_B.copy_(torch.tensor([1, 0, -1, 3, 1, 2, -1, 1]))
-    for s, count in enumerate(lane.num_forced_B.clamp(min=0).tolist()):
+    lane.num_jump_forward_B.copy_(torch.tensor([1, 0, -1, 3, 1, 2, -1, 1]))
+    for s, count in enumerate(lane.num_jump_forward_B.clamp(min=0).tolist()):
         slot.drafts_SR[s, :count] = slot.history_SL[s, int(slot.length_S[s]) :][:count]
     before = slot.drafts_SR.clone()
     ours = [t.to(device) for t in (lane.slots_B, slot.history_SL, slot.length_S, slot.draft_limit_S)]
     drafts, num = slot.drafts_SR.clone().to(device), slot.num_drafts_S.clone().to(device)
-    limit, ahead = slot.params.max_length_S.to(device), lane.num_forced_B.to(device)
-    propose_ngram(*ours, limit, drafts, num, ngram_max=4, ngram_min=1, num_forced_B=ahead)
+    limit, ahead = slot.params.max_length_S.to(device), lane.num_jump_forward_B.to(device)
+    propose_ngram(*ours, limit, drafts, num, ngram_max=4, ngram_min=1, num_jump_forward_B=ahead)
     batch = StepBatch(slot, lane, S, R, any_guided=True)
     lanes = (lane.slots_B, lane.drafts_BR, lane.num_drafts_B, lane.kinds_BR, lane.forced_BR)
     step = StepTensors(*lanes, 0, (0, 0), slot.history_SL, slot.length_S, slot.params, lane.result)
     NgramDrafter(4, 1).propose(batch, step, {})
     assert num.tolist() == slot.num_drafts_S.tolist()
-    assert num[lane.num_forced_B < 0].tolist() == [2, 2]
-    assert any(int(num[s]) > count for s, count in enumerate(lane.num_forced_B.tolist()) if count > 0)
-    for s, count in enumerate(lane.num_forced_B.tolist()):
+    assert num[lane.num_jump_forward_B < 0].tolist() == [2, 2]
+    assert any(int(num[s]) > count for s, count in enumerate(lane.num_jump_forward_B.tolist()) if count > 0)
+    for s, count in enumerate(lane.num_jump_forward_B.tolist()):
         assert drafts[s, : int(num[s])].tolist() == slot.drafts_SR[s, : int(num[s])].tolist()
         assert drafts[s, : count if count >= 0 else R].tolist() == before[s, : count if count >= 0 else R].tolist()

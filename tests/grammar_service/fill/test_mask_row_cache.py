@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grammar_service.fill.standing_rows import Noted, Standing, StandingRows
+from grammar_service.fill.mask_row_cache import MaskRowCache, Noted, Standing
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind, Stage
 
@@ -13,7 +13,7 @@ def record(at: int, committed: tuple[int, ...] = (), drafts: tuple[int, ...] = (
     return Record(0, gen, at, committed, drafts, int(Stage.VERIFY))
 
 
-def put(standing: StandingRows, half: int, *path: int) -> Standing:
+def put(standing: MaskRowCache, half: int, *path: int) -> Standing:
     """Write the row behind `path` where a record's row of that number goes."""
     made = Standing(half, len(path), kind=1, forced=-1, need=-1)
     standing.clear(half, 1 << len(path))
@@ -22,7 +22,7 @@ def put(standing: StandingRows, half: int, *path: int) -> Standing:
 
 
 def test_a_row_is_found_behind_its_tokens_drafted_or_committed() -> None:
-    standing = StandingRows()
+    standing = MaskRowCache()
     standing.follow(record(0, (7,)))
     rows = [put(standing, 0), put(standing, 1, 2), put(standing, 0, 2, 3)]
     assert [standing.find(path) for path in ((), (2,), (2, 3))] == rows
@@ -35,7 +35,7 @@ def test_a_row_is_found_behind_its_tokens_drafted_or_committed() -> None:
 
 
 def test_a_record_that_says_tokens_again_forgets_nothing() -> None:
-    standing = StandingRows()
+    standing = MaskRowCache()
     standing.follow(record(0, (7, 8)))
     row = put(standing, 0, 9)
     for again in (record(0, (7, 8)), record(1, (8,)), record(2)):
@@ -44,7 +44,7 @@ def test_a_record_that_says_tokens_again_forgets_nothing() -> None:
 
 
 def test_a_row_is_gone_when_another_one_is_written_there() -> None:
-    standing = StandingRows()
+    standing = MaskRowCache()
     standing.follow(record(0, (7,)))
     put(standing, 0, 2)
     other_half = put(standing, 1, 3)
@@ -56,7 +56,7 @@ def test_a_row_is_gone_when_another_one_is_written_there() -> None:
 
 
 def test_a_row_that_moved_frees_the_place_where_it_was() -> None:
-    standing = StandingRows()
+    standing = MaskRowCache()
     standing.follow(record(0, (7,)))
     put(standing, 0, 2)
     moved = put(standing, 1, 2)
@@ -66,7 +66,7 @@ def test_a_row_that_moved_frees_the_place_where_it_was() -> None:
 
 def test_another_owner_a_gap_or_a_step_back_begin_with_nothing() -> None:
     for following in (record(1, gen=2), record(5), record(0, (7,))):
-        standing = StandingRows()
+        standing = MaskRowCache()
         standing.follow(record(0, (7, 8)))
         put(standing, 0)
         assert not standing.fill((1,))
@@ -76,7 +76,7 @@ def test_another_owner_a_gap_or_a_step_back_begin_with_nothing() -> None:
 
 
 def test_a_row_that_is_computed_again_is_noticed_until_other_tokens_come() -> None:
-    standing = StandingRows()
+    standing = MaskRowCache()
     standing.follow(record(0, (7,)))
     assert [standing.fill(path) for path in ((), (1,), (1, 2), (1,))] == [False, False, False, True]
     standing.follow(record(1, (1,)))
@@ -90,7 +90,7 @@ def noted(half: int, drafts: tuple[int, ...], kinds: list[int], first: int = 0) 
 
 
 def test_a_noted_answer_is_found_row_by_row_and_knows_what_was_computed() -> None:
-    standing = StandingRows()
+    standing = MaskRowCache()
     assert standing.is_clean(record(0, (7,)))
     standing.note(noted(1, (2, 3), [RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]))
     assert not standing.is_clean(record(1, (), (2,)))
@@ -115,7 +115,7 @@ def test_a_noted_answer_is_found_row_by_row_and_knows_what_was_computed() -> Non
     ],
 )
 def test_nothing_is_left_where_other_tokens_were_committed(then: Record, clean: bool) -> None:
-    quick, slow = StandingRows(), StandingRows()
+    quick, slow = MaskRowCache(), MaskRowCache()
     for standing in (quick, slow):
         assert standing.is_clean(record(0, (7,)))
         standing.note(noted(0, (2, 3), [RowKind.APPLY] * 3))
@@ -127,7 +127,7 @@ def test_nothing_is_left_where_other_tokens_were_committed(then: Record, clean: 
 
 
 def test_a_noted_answer_begins_at_its_first_row_and_is_overwritten_as_others_are() -> None:
-    standing = StandingRows()
+    standing = MaskRowCache()
     assert standing.is_clean(record(0, (7,)))
     standing.note(noted(0, (2, 3), [RowKind.DEFER, RowKind.DEFER, RowKind.APPLY], first=2))
     standing.clear(0, 0b001)

@@ -16,7 +16,7 @@ from kernels.cuda.rows import FORCED
 
 
 @triton.jit
-def take_forced_kernel(
+def take_jump_forward_kernel(
     lanes: tl.tensor,
     num_emitted: tl.tensor,
     posted_slots: tl.tensor,
@@ -27,12 +27,12 @@ def take_forced_kernel(
     history: tl.tensor,
     drafts: tl.tensor,
     num_drafts: tl.tensor,
-    num_forced: tl.tensor,
+    num_jump_forward: tl.tensor,
     history_stride: tl.tensor,
     R: tl.tensor,
     ROWS: tl.constexpr,
 ) -> None:
-    """Grid (B): see `take_forced`."""
+    """Grid (B): see `take_jump_forward`."""
     b = tl.program_id(0)
     s = tl.load(lanes + b).to(tl.int64)
     moved = (s >= 0) & (tl.load(num_emitted + b) > 0)
@@ -42,7 +42,7 @@ def take_forced_kernel(
     kind = tl.load(kinds + b * R + j, mask=j < R, other=0).to(tl.int32)
     said = (kind == FORCED) & (wanted != 0) & (j < R) & (tl.load(posted_slots + b) >= 0) & moved
     count = tl.min(tl.where(said, ROWS, j), axis=0)
-    tl.store(num_forced + b, tl.where(moved, count, -1))
+    tl.store(num_jump_forward + b, tl.where(moved, count, -1))
     token = tl.load(forced + b * R + j, mask=j < R, other=0)
     tl.store(history + s * history_stride + tl.load(length + s) + j, token, mask=j < count)
     tl.store(drafts + s * R + j, token, mask=j < count)
@@ -50,7 +50,7 @@ def take_forced_kernel(
         tl.store(num_drafts + s, count)
 
 
-def take_forced(
+def take_jump_forward(
     slots_B: torch.Tensor,
     num_emitted_B: torch.Tensor,
     posted_B: torch.Tensor,
@@ -61,23 +61,23 @@ def take_forced(
     history_SL: torch.Tensor,
     drafts_SR: torch.Tensor,
     num_drafts_S: torch.Tensor,
-    num_forced_B: torch.Tensor,
+    num_jump_forward_B: torch.Tensor,
 ) -> None:
     """Put the forced tokens of an answer into `drafts_SR` and behind the histories, and count them.
 
     `posted_B`, `need_rows_B` are what was asked, `kinds_BR` (uint8 RowKind) and `forced_BR` the answer: a lane's tokens
-    are those before the first that is not FORCED or was not asked for. `num_drafts_S` and `num_forced_B` are their
+    are those before the first that is not FORCED or was not asked for. `num_drafts_S` and `num_jump_forward_B` are their
     number; of a lane that emitted nothing the first stays and the second is -1. int32 and contiguous but `kinds_BR`.
     """
     ints = (slots_B, num_emitted_B, posted_B, need_rows_B, forced_BR, length_S, history_SL, drafts_SR, num_drafts_S)
-    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (*ints, num_forced_B))
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (*ints, num_jump_forward_B))
     assert kinds_BR.dtype == torch.uint8
     assert kinds_BR.is_contiguous()
     R = drafts_SR.shape[1]
     assert kinds_BR.shape[1] == forced_BR.shape[1] == R
-    take_forced_kernel[(slots_B.shape[0],)](
+    take_jump_forward_kernel[(slots_B.shape[0],)](
         *(slots_B, num_emitted_B, posted_B, need_rows_B, kinds_BR, forced_BR, length_S, history_SL, drafts_SR),
-        *(num_drafts_S, num_forced_B, history_SL.stride(0), R),
+        *(num_drafts_S, num_jump_forward_B, history_SL.stride(0), R),
         ROWS=triton.next_power_of_2(R + 1),
         num_warps=1,
     )

@@ -10,7 +10,7 @@ from gpu_engine.model.loader import LoadedModel
 from shared_mem.layout import Stage
 from tests.fakes import EOS
 from tests.gpu_engine.core.test_guided import made
-from tests.gpu_engine.drafters.test_forced import Proposes, half_right, liar, prophet
+from tests.gpu_engine.drafters.test_jump_forward import Proposes, half_right, liar, prophet
 from tests.gpu_engine.harness import (
     Answer,
     answer_all,
@@ -72,7 +72,7 @@ def test_no_proposal_changes_a_token(
     llama: LoadedModel, expected: list[list[int]], num_drafts: int, proposes: str, drafter: str, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, num_draft_tokens=num_drafts, forced_draft_tokens=MOST, overlap=overlap, step_rows=64, **PATIENT
+        drafter=drafter, num_draft_tokens=num_drafts, jump_forward_tokens=MOST, overlap=overlap, step_rows=64, **PATIENT
     )
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = proposers(expected)[proposes]
@@ -83,7 +83,7 @@ def test_no_proposal_changes_a_token(
     if proposes in ("prophet", "beyond the end", "liar"):
         assert max(seen) == MOST
     if proposes == "prophet":
-        assert stats.accepted_forced_tokens >= 0.9 * stats.forced_draft_tokens > 100
+        assert stats.accepted_jump_forward_tokens >= 0.9 * stats.jump_forward_tokens > 100
 
 
 @pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
@@ -98,7 +98,7 @@ def test_a_net_goes_on_behind_what_is_proposed(
     num_drafts: int,
     waits: dict[str, object],
 ) -> None:
-    fields = {"draft_model": draft_models[drafts_by], "forced_draft_tokens": MOST, **PATIENT, **waits}
+    fields = {"draft_model": draft_models[drafts_by], "jump_forward_tokens": MOST, **PATIENT, **waits}
     with guided_engine(llama, with_drafts(num_drafts, step_rows=64, **fields)) as (engine, grammar):
         grammar.sidecar.proposes = proposers(expected)[proposes]
         assert answer_all(engine, made()) == expected
@@ -113,20 +113,20 @@ def test_a_draft_model_has_seen_what_was_forced(
     """One that is the target is right wherever it is asked, also behind six tokens that no link of its chain drew."""
     knows = prophet(expected)
     settings = with_drafts(
-        num_drafts, draft_model=draft_models["same"], forced_draft_tokens=MOST, overlap=overlap, step_rows=64, **PATIENT
+        num_drafts, draft_model=draft_models["same"], jump_forward_tokens=MOST, overlap=overlap, step_rows=64, **PATIENT
     )
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = lambda automaton, said: knows(automaton, said)[:6] if len(said) % 3 else []
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
     # A stop ends a step and is no accepted draft.
-    assert stats.accepted_forced_tokens >= stats.forced_draft_tokens - 4 > 40
+    assert stats.accepted_jump_forward_tokens >= stats.jump_forward_tokens - 4 > 40
     assert stats.accepted_draft_tokens >= 0.95 * stats.draft_tokens
-    assert stats.draft_tokens - stats.forced_draft_tokens > 30
+    assert stats.draft_tokens - stats.jump_forward_tokens > 30
 
 
 def test_the_drafter_fills_up_to_k_alone(llama: LoadedModel, expected: list[list[int]]) -> None:
-    settings = config(num_draft_tokens=3, forced_draft_tokens=MOST, step_rows=64, **PATIENT)
+    settings = config(num_draft_tokens=3, jump_forward_tokens=MOST, step_rows=64, **PATIENT)
     knows = prophet(expected)
     for count, most in ((0, 3), (2, 3), (5, 5)):
         with guided_engine(llama, settings) as (engine, grammar):
@@ -141,7 +141,7 @@ def test_late_rows_of_long_drafts_are_those_of_the_repeated_step(
     llama: LoadedModel, expected: list[list[int]], drafter: str, there: int, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, num_draft_tokens=2, forced_draft_tokens=MOST, overlap=overlap, step_rows=64, **PATIENT
+        drafter=drafter, num_draft_tokens=2, jump_forward_tokens=MOST, overlap=overlap, step_rows=64, **PATIENT
     )
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
@@ -154,13 +154,13 @@ def test_late_rows_of_long_drafts_are_those_of_the_repeated_step(
 
 
 def test_a_number_that_the_request_names_is_for_all_drafts(llama: LoadedModel) -> None:
-    settings = config(num_draft_tokens=3, forced_draft_tokens=MOST, **PATIENT)
+    settings = config(num_draft_tokens=3, jump_forward_tokens=MOST, **PATIENT)
 
     def seen(own: int, forced: int | None) -> tuple[list[int], int, set[Stage]]:
         with guided_engine(llama, settings) as (engine, grammar):
             grammar.sidecar.proposes = liar
             answer = ask(tokens(20, 3), grammar="40", max_tokens=60, drafts=own)
-            answer.request.forced_draft_tokens = forced
+            answer.request.jump_forward_tokens = forced
             answer_all(engine, [answer])
             records = grammar.sidecar.records
             return answer.tokens, max(lengths(grammar.sidecar)), {Stage(r.stage) for r in records}
@@ -184,7 +184,7 @@ def test_the_end_of_the_context_is_kept(llama: LoadedModel, drafter: str, overla
 
     known: list[Answer] = []
     known = run(drafter="none")
-    long = run(drafter=drafter, num_draft_tokens=2, forced_draft_tokens=15, step_rows=64)
+    long = run(drafter=drafter, num_draft_tokens=2, jump_forward_tokens=15, step_rows=64)
     assert [answer.tokens for answer in long] == [answer.tokens for answer in known]
     assert [len(answer.tokens) for answer in long] == [44, 43, 42, 20, 21, 22, 23, 24]
     assert {answer.finish for answer in long} == {FinishReason.GRAMMAR_INCOMPLETE}
@@ -192,7 +192,7 @@ def test_the_end_of_the_context_is_kept(llama: LoadedModel, drafter: str, overla
 
 def test_a_step_on_a_cpu_has_no_more_rows_than_it_aims_at(llama: LoadedModel) -> None:
     def run(count: int, step_rows: int) -> tuple[int, set[int]]:
-        settings = config(num_draft_tokens=3, forced_draft_tokens=15, step_rows=step_rows, **PATIENT)
+        settings = config(num_draft_tokens=3, jump_forward_tokens=15, step_rows=step_rows, **PATIENT)
         with guided_engine(llama, settings) as (engine, grammar):
             grammar.sidecar.proposes = lambda automaton, said: [105] * 20
             answer_all(engine, [ask(tokens(9, 1), grammar="40", max_tokens=60) for _ in range(count)])
@@ -211,19 +211,19 @@ def test_a_step_on_a_cpu_has_no_more_rows_than_it_aims_at(llama: LoadedModel) ->
     ("fields", "numbers"),
     [
         ({}, (7, 15, 16)),
-        ({"num_draft_tokens": 3, "forced_draft_tokens": 7}, (3, 7, 8)),
-        ({"num_draft_tokens": 5, "forced_draft_tokens": 2}, (5, 5, 6)),
-        ({"draft_forced": False}, (7, 7, 8)),
-        ({"draft_forced": False, "drafter": "grammar"}, (7, 15, 16)),
+        ({"num_draft_tokens": 3, "jump_forward_tokens": 7}, (3, 7, 8)),
+        ({"num_draft_tokens": 5, "jump_forward_tokens": 2}, (5, 5, 6)),
+        ({"jump_forward": False}, (7, 7, 8)),
+        ({"jump_forward": False, "drafter": "grammar"}, (7, 15, 16)),
         ({"drafter": "none"}, (0, 0, 1)),
         ({"num_draft_tokens": 0}, (0, 0, 1)),
     ],
 )
 def test_numbers_of_drafts_and_rows(fields: dict[str, object], numbers: tuple[int, int, int]) -> None:
     settings = EngineConfig(**fields)  # type: ignore[arg-type]
-    assert (settings.num_drafts, settings.num_forced, settings.num_rows) == numbers
+    assert (settings.num_drafts, settings.num_jump_forward, settings.num_rows) == numbers
 
 
 def test_more_than_a_record_holds_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"forced_draft_tokens: must be in \[0, 15\]"):
-        EngineConfig(forced_draft_tokens=16)
+        EngineConfig(jump_forward_tokens=16)

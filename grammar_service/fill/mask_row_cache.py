@@ -42,7 +42,7 @@ class Noted(NamedTuple):
     need: list[int]
 
 
-class StandingRows:
+class MaskRowCache:
     """See above. A slot's matcher made anew begins with none."""
 
     def __init__(self) -> None:

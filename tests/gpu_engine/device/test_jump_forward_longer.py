@@ -13,7 +13,7 @@ from gpu_engine.model.loader import LoadedModel
 from shared_mem.layout import Stage
 from tests.gpu_engine import eagle
 from tests.gpu_engine.device.device_engine import guided_device_engine
-from tests.gpu_engine.drafters.test_forced import Proposes
+from tests.gpu_engine.drafters.test_jump_forward import Proposes
 from tests.gpu_engine.harness import (
     Answer,
     answer_all,
@@ -93,7 +93,7 @@ def test_tokens_are_those_of_a_cpu(
         sync=sync,
         drafter=drafter,
         num_draft_tokens=num_drafts,
-        forced_draft_tokens=7,
+        jump_forward_tokens=7,
         **SMALL,
         **PATIENT,
     )
@@ -103,7 +103,7 @@ def test_tokens_are_those_of_a_cpu(
         stats = engine.stats()
         assert longest(grammar) == 7
     assert stats.deferred_rows == 0
-    assert stats.forced_draft_tokens > stats.accepted_forced_tokens > 12
+    assert stats.jump_forward_tokens > stats.accepted_jump_forward_tokens > 12
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_a_net_goes_on_behind(
         eagle.save_random(folder, tmp_path / "eagle3")
         folder = tmp_path / "eagle3"
     settings = with_drafts(
-        2, device="cuda", draft_model=str(folder), draft_masks=masks, forced_draft_tokens=5, **SMALL, **PATIENT
+        2, device="cuda", draft_model=str(folder), draft_masks=masks, jump_forward_tokens=5, **SMALL, **PATIENT
     )
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         grammar.sidecar.proposes = sometimes(expected)
@@ -124,20 +124,20 @@ def test_a_net_goes_on_behind(
         stats = engine.stats()
         assert longest(grammar) == 5
     assert stats.deferred_rows == 0
-    assert stats.accepted_forced_tokens > 12
+    assert stats.accepted_jump_forward_tokens > 12
 
 
 @pytest.mark.slow
 def test_a_draft_model_has_seen_what_was_forced(llama: LoadedModel, expected: list[list[int]]) -> None:
-    settings = with_drafts(2, device="cuda", draft_model=llama.name, forced_draft_tokens=5, **SMALL, **PATIENT)
+    settings = with_drafts(2, device="cuda", draft_model=llama.name, jump_forward_tokens=5, **SMALL, **PATIENT)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         true = sometimes(expected)
         grammar.sidecar.proposes = lambda automaton, said: true(automaton, said)[:5] if len(said) % 4 == 1 else []
         assert answer_all(engine, [make() for make in GUIDED]) == expected
         stats = engine.stats()
     drawn, accepted = (
-        stats.draft_tokens - stats.forced_draft_tokens,
-        stats.accepted_draft_tokens - stats.accepted_forced_tokens,
+        stats.draft_tokens - stats.jump_forward_tokens,
+        stats.accepted_draft_tokens - stats.accepted_jump_forward_tokens,
     )
     assert accepted >= 0.8 * drawn > 5
 
@@ -149,10 +149,10 @@ def test_slots_come_into_larger_buckets_with_more_drafts_than_these_verify(llama
 
     with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
         expected = answer_each(engine, six())
-    fields = {"drafter": "ngram", "num_draft_tokens": 2, "forced_draft_tokens": 15, **PATIENT}
+    fields = {"drafter": "ngram", "num_draft_tokens": 2, "jump_forward_tokens": 15, **PATIENT}
     settings = config(device="cuda", **{**SMALL, "max_batch_size": 6}, **fields)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
-        runner = engine._loop.machinery.runner
+        runner = engine._loop.executor.runner
         captured = {(key.num_lanes, key.guided): key.num_rows for key in runner.graphs.captured}  # type: ignore[attr-defined]
         assert captured == {(b, g): 16 if g and b <= 4 else 3 for b in (1, 2, 4, 6) for g in (True, False)}
         # Always a token that comes and fourteen that hardly do.

@@ -173,15 +173,15 @@ def test_tokens_do_not_depend_on_what_is_forced(
     sidecars: Sidecars, expected: list[list[int]], drafter: str, num_drafts: int, most: int, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, num_draft_tokens=num_drafts, forced_draft_tokens=most, step_rows=64, overlap=overlap, **PATIENT
+        drafter=drafter, num_draft_tokens=num_drafts, jump_forward_tokens=most, step_rows=64, overlap=overlap, **PATIENT
     )
     with sidecars.engine(settings) as (engine, worker):
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
     assert stats.deferred_rows == 0
     # A vocabulary of bytes spells nothing in two ways; but an answer that is led to its end may have a choice there.
-    assert stats.forced_draft_tokens >= stats.accepted_forced_tokens > 0.95 * stats.forced_draft_tokens > 100
-    assert worker.stats()["proposed_tokens"] >= stats.forced_draft_tokens
+    assert stats.jump_forward_tokens >= stats.accepted_jump_forward_tokens > 0.95 * stats.jump_forward_tokens > 100
+    assert worker.stats()["proposed_tokens"] >= stats.jump_forward_tokens
 
 
 @pytest.mark.parametrize("drafts_by", ["same", "trained eagle3", "random eagle3"])
@@ -198,7 +198,7 @@ def test_nets_go_on_behind_what_is_forced(
     most: int,
 ) -> None:
     settings = with_drafts(
-        num_drafts, draft_model=draft_models[drafts_by], forced_draft_tokens=most, max_batch_size=2,
+        num_drafts, draft_model=draft_models[drafts_by], jump_forward_tokens=most, max_batch_size=2,
         draft_masks="auto" if masks == "turns" else masks, **PATIENT,
     )  # fmt: skip
     turns = Turns() if masks == "turns" else None
@@ -206,7 +206,7 @@ def test_nets_go_on_behind_what_is_forced(
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
         rows = worker.stats()
-    assert stats.forced_draft_tokens >= stats.accepted_forced_tokens > 0.95 * stats.forced_draft_tokens > 100
+    assert stats.jump_forward_tokens >= stats.accepted_jump_forward_tokens > 0.95 * stats.jump_forward_tokens > 100
     assert rows["filled_rows"] > 100
     # A verification asks for what its drafts did not get: the sidecar has none of it yet.
     assert rows["reused_rows"] == 0
@@ -217,10 +217,10 @@ def test_an_answer_that_is_forced_takes_few_steps(
     sidecars: Sidecars, expected: list[list[int]], num_drafts: int, most: int
 ) -> None:
     at, rows = 2 * SCHEMAS.index(LITERAL), max(num_drafts, most) + 1
-    settings = config(drafter="grammar", num_draft_tokens=num_drafts, forced_draft_tokens=most, **PATIENT)
+    settings = config(drafter="grammar", num_draft_tokens=num_drafts, jump_forward_tokens=most, **PATIENT)
     with sidecars.engine(settings) as (engine, _):
         answer = made()[at]
-        answer.request.forced_draft_tokens = 15
+        answer.request.jump_forward_tokens = 15
         assert answer_all(engine, [answer]) == [expected[at]]
     # One token behind the prompt, then a step's rows; the stop is the last step's own.
     assert answer.request.telemetry.steps == 1 + -(-(len(expected[at]) - 1) // rows)

@@ -74,7 +74,7 @@ def test_no_proposal_changes_a_token(
     llama: LoadedModel, expected: list[list[int]], num_drafts: int, proposes: str, drafter: str, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, num_draft_tokens=num_drafts, draft_forced=True, overlap=overlap, row_timeout_ms=2000.0,
+        drafter=drafter, num_draft_tokens=num_drafts, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0,
         draft_timeout_ms=2000.0,
     )  # fmt: skip
     with guided_engine(llama, settings) as (engine, grammar):
@@ -84,11 +84,11 @@ def test_no_proposal_changes_a_token(
         stats = engine.stats()
         assert stats.deferred_rows == 0
         if proposes == "prophet":
-            assert stats.accepted_forced_tokens > 50
-            assert stats.accepted_forced_tokens >= 0.9 * stats.forced_draft_tokens
+            assert stats.accepted_jump_forward_tokens > 50
+            assert stats.accepted_jump_forward_tokens >= 0.9 * stats.jump_forward_tokens
         elif proposes == "forced":
             # A step that begins in front of a forced token drafts it, unless the answer ends there.
-            assert stats.accepted_forced_tokens == stats.forced_draft_tokens > 5
+            assert stats.accepted_jump_forward_tokens == stats.jump_forward_tokens > 5
 
 
 @pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
@@ -103,7 +103,7 @@ def test_a_net_goes_on_behind_what_is_proposed(
     waits: dict[str, str],
 ) -> None:
     settings = with_drafts(
-        3, draft_model=draft_models[drafts_by], draft_forced=True, row_timeout_ms=2000.0, draft_timeout_ms=2000.0,
+        3, draft_model=draft_models[drafts_by], jump_forward=True, row_timeout_ms=2000.0, draft_timeout_ms=2000.0,
         **waits,
     )  # fmt: skip
     with guided_engine(llama, settings) as (engine, grammar):
@@ -111,7 +111,7 @@ def test_a_net_goes_on_behind_what_is_proposed(
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
         assert stats.deferred_rows == 0
-        assert (stats.accepted_forced_tokens > 5) == (proposes != "liar")
+        assert (stats.accepted_jump_forward_tokens > 5) == (proposes != "liar")
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
@@ -119,7 +119,7 @@ def test_a_proposal_that_is_late_is_none(
     llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, draft_forced=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0
+        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0
     )
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
@@ -127,7 +127,7 @@ def test_a_proposal_that_is_late_is_none(
         sidecar.withhold = lambda record: 0 if record.stage == Stage.PROPOSE else None
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
-        assert (stats.forced_draft_tokens, stats.deferred_rows) == (0, 0)
+        assert (stats.jump_forward_tokens, stats.deferred_rows) == (0, 0)
         assert sidecar.withheld > 50
 
 
@@ -136,7 +136,7 @@ def test_who_does_not_wait_gets_the_same_tokens(
     llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, draft_forced=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=0.001
+        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=0.001
     )
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = prophet(expected)
@@ -150,7 +150,7 @@ def test_late_rows_of_forced_drafts_are_those_of_the_repeated_step(
     llama: LoadedModel, expected: list[list[int]], drafter: str, there: int, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, draft_forced=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0
+        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0
     )
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
@@ -171,7 +171,7 @@ def test_late_rows_of_forced_drafts_are_those_of_the_repeated_step(
 def test_refusals_open_the_slot_again(
     llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
 ) -> None:
-    settings = config(drafter=drafter, draft_forced=True, overlap=overlap, row_timeout_ms=2000.0)
+    settings = config(drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0)
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
         sidecar.proposes = prophet(expected)
@@ -188,7 +188,7 @@ def test_refusals_open_the_slot_again(
 def test_a_restart_changes_no_token(
     llama: LoadedModel, expected: list[list[int]], drafter: str, during_a_proposal: bool, overlap: bool
 ) -> None:
-    settings = config(drafter=drafter, draft_forced=True, overlap=overlap, row_timeout_ms=20.0)
+    settings = config(drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=20.0)
     with guided_engine(llama, settings) as (engine, grammar):
         reached, first = threading.Event(), grammar.sidecar
         first.proposes = prophet(expected)
@@ -216,7 +216,7 @@ def test_a_restart_changes_no_token(
 def test_a_dead_end_behind_forced_drafts_ends_its_request_alone(
     llama: LoadedModel, expected: list[list[int]], trouble: str, overlap: bool
 ) -> None:
-    settings = config(draft_forced=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0)
+    settings = config(jump_forward=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0)
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = prophet(expected)
         answers = made()
@@ -235,7 +235,7 @@ def test_a_preempted_request_goes_on(llama: LoadedModel, overlap: bool) -> None:
             return answer_all(engine, answers), engine.stats().preemptions
 
     undisturbed, never = run(drafter="none")
-    tight, preemptions = run(draft_forced=True, kv_cache_tokens=128)
+    tight, preemptions = run(jump_forward=True, kv_cache_tokens=128)
     assert tight == undisturbed
     assert never == 0 < preemptions
 
@@ -250,7 +250,7 @@ def test_a_proposal_of_the_stop_ends_the_answer(llama: LoadedModel, overlap: boo
 
 def test_nothing_is_asked_for_free_requests_and_nothing_without_drafts(llama: LoadedModel) -> None:
     for fields in ({}, {"num_draft_tokens": 0}, {"drafter": "none"}):
-        settings = config(draft_forced=True, row_timeout_ms=2000.0, **fields)
+        settings = config(jump_forward=True, row_timeout_ms=2000.0, **fields)
         with guided_engine(llama, settings) as (engine, grammar):
             answer_all(engine, [ask(tokens(9, 1), ignore_eos=True)])
             assert grammar.sidecar.records == []
