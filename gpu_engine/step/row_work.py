@@ -46,8 +46,11 @@ class RowWork(Protocol):
         `told` int64 [1] gets the sequence of the answers.
         """
 
-    def take_jump_forward(self, batch: StepBatch, box: PostBuffers) -> None:
-        """Fill `num_jump_forward_B`, and put the tokens where it says; `num_drafts_S` of lanes that moved is that number."""
+    def take_jump_forward(self, batch: StepBatch, box: PostBuffers, vocab_size: int) -> None:
+        """Fill `num_jump_forward_B`, and put the tokens where it says; `num_drafts_S` of lanes that moved is that number.
+
+        A token that is not in [0, `vocab_size`) ends a lane's proposal, and is not part of it.
+        """
 
     def settle(self, batch: StepBatch, store: RowStore) -> None:
         """Forget the rows of lanes that emitted something."""
@@ -121,12 +124,13 @@ class TorchRows:
             lane.kinds_BR[:B, k] = torch.where(here_B, kind_BR[:, k], int(RowKind.ALL)).to(torch.uint8)
             lane.forced_BR[:B, k] = forced_BR[:, k]
 
-    def take_jump_forward(self, batch: StepBatch, box: PostBuffers) -> None:
+    def take_jump_forward(self, batch: StepBatch, box: PostBuffers, vocab_size: int) -> None:
         """See `RowWork.take_jump_forward`."""
         slot, lane, B, row_R = batch.slot, batch.lane, batch.num_lanes, self._row_R
         place_B = torch.where(batch.slots_B < 0, len(slot.length_S) - 1, batch.slots_B).long()
         asked_BR = (box.need_rows[:, None] >> row_R & 1).bool() & (box.slots >= 0)[:, None]
-        ahead_B = ((box.kinds == int(RowKind.FORCED)) & asked_BR).int().cumprod(dim=1).sum(dim=1).int()
+        legal_BR = (box.forced >= 0) & (box.forced < vocab_size)
+        ahead_B = ((box.kinds == int(RowKind.FORCED)) & asked_BR & legal_BR).int().cumprod(dim=1).sum(dim=1).int()
         stays_B = lane.result.num_emitted_B[:B] == 0
         lane.num_jump_forward_B[:B] = torch.where(stays_B, -1, ahead_B)
         there_BR = row_R < ahead_B[:, None]
@@ -178,12 +182,13 @@ class TritonRows:
             draft_masks=lane.draft_masks if k >= 0 else None,
         )
 
-    def take_jump_forward(self, batch: StepBatch, box: PostBuffers) -> None:
+    def take_jump_forward(self, batch: StepBatch, box: PostBuffers, vocab_size: int) -> None:
         """See `RowWork.take_jump_forward`."""
         slot, lane, B = batch.slot, batch.lane, batch.num_lanes
         self._take_jump_forward(
             *(batch.slots_B, lane.result.num_emitted_B[:B], box.slots, box.need_rows, box.kinds, box.forced),
             *(slot.length_S, slot.history_SL, slot.drafts_SR, slot.num_drafts_S, lane.num_jump_forward_B[:B]),
+            vocab_size=vocab_size,
         )
 
     def keep(self, batch: StepBatch, store: RowStore, box: PostBuffers, k: int, told: torch.Tensor | None) -> None:

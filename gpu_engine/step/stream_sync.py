@@ -199,7 +199,7 @@ class StreamSync(abc.ABC):
         self._work.keep(batch, self.store, box, k, self.told if k == VERIFY else None)
 
     def _take_jump_forward(self, batch: StepBatch, box: PostBuffers) -> None:
-        self._work.take_jump_forward(batch, box)
+        self._work.take_jump_forward(batch, box, self.channel.layout.vocab_size)
 
     def _settle(self, batch: StepBatch) -> None:
         self._work.settle(batch, self.store)

@@ -165,7 +165,7 @@ class InlineSync:
         self._draft_seq = self._post(batch, torch.zeros(B, dtype=torch.int32), missing_BR, Stage.PROPOSE)
 
     def await_jump_forward(self, batch: StepBatch) -> None:
-        """Wait briefly; the tokens are those before the first that is none."""
+        """Wait briefly; the tokens end at the first row that forces none, or a token that is not in the vocabulary."""
         B, lane = batch.num_lanes, batch.lane
         lane.num_jump_forward_B[:B] = torch.where(lane.result.num_emitted_B[:B] == 0, -1, 0)
         if not self._draft_seq:
@@ -175,10 +175,15 @@ class InlineSync:
             arrays, self._draft_seq, B, timeout_s=self._draft_timeout_s
         ).waited_ns
         # In Python: a lane has few tokens, and an operation on tensors costs more behind a forward than all of them.
-        lanes = zip(arrays.slots[:B].tolist(), arrays.need_rows[:B].tolist(), arrays.kinds[:B].tolist(), strict=True)
-        for b, (place, need, kinds) in enumerate(lanes):
-            said = itertools.takewhile(lambda kind: kind == int(RowKind.FORCED), kinds[: need.bit_length()])
-            count = len(list(said)) if place >= 0 else 0
+        vocab_size, forced = self.channel.layout.vocab_size, int(RowKind.FORCED)
+        lanes = zip(
+            *(array[:B].tolist() for array in (arrays.slots, arrays.need_rows, arrays.kinds, arrays.forced)),
+            strict=True,
+        )
+        for b, (place, need, kinds, tokens_R) in enumerate(lanes):
+            rows = zip(kinds[: need.bit_length()], tokens_R, strict=False)
+            legal = itertools.takewhile(lambda row: row[0] == forced and 0 <= row[1] < vocab_size, rows)
+            count = len(list(legal)) if place >= 0 else 0
             if count:
                 at, tokens = int(slot.length_S[place]), self._forced_BR[b, :count]
                 slot.history_SL[place, at : at + count] = tokens

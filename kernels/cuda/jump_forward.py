@@ -30,6 +30,7 @@ def take_jump_forward_kernel(
     num_jump_forward: tl.tensor,
     history_stride: tl.tensor,
     R: tl.tensor,
+    vocab_size: tl.tensor,
     ROWS: tl.constexpr,
 ) -> None:
     """Grid (B): see `take_jump_forward`."""
@@ -40,10 +41,12 @@ def take_jump_forward_kernel(
     j = tl.arange(0, ROWS)
     wanted = (tl.load(need_rows + b) >> j) & 1
     kind = tl.load(kinds + b * R + j, mask=j < R, other=0).to(tl.int32)
-    said = (kind == FORCED) & (wanted != 0) & (j < R) & (tl.load(posted_slots + b) >= 0) & moved
-    count = tl.min(tl.where(said, ROWS, j), axis=0)
-    tl.store(num_jump_forward + b, tl.where(moved, count, -1))
     token = tl.load(forced + b * R + j, mask=j < R, other=0)
+    proposed = (kind == FORCED) & (wanted != 0) & (j < R) & (tl.load(posted_slots + b) >= 0) & moved
+    # The token comes from another process, and is embedded before anything masks it.
+    proposed = proposed & (token >= 0) & (token < vocab_size)
+    count = tl.min(tl.where(proposed, ROWS, j), axis=0)
+    tl.store(num_jump_forward + b, tl.where(moved, count, -1))
     tl.store(history + s * history_stride + tl.load(length + s) + j, token, mask=j < count)
     tl.store(drafts + s * R + j, token, mask=j < count)
     if moved:
@@ -62,12 +65,16 @@ def take_jump_forward(
     drafts_SR: torch.Tensor,
     num_drafts_S: torch.Tensor,
     num_jump_forward_B: torch.Tensor,
+    *,
+    vocab_size: int,
 ) -> None:
-    """Put the forced tokens of an answer into `drafts_SR` and behind the histories, and count them.
+    """Copy the tokens that an answer forces into `drafts_SR` and behind the histories, and count them.
 
-    `posted_B`, `need_rows_B` are what was asked, `kinds_BR` (uint8 RowKind) and `forced_BR` the answer: a lane's tokens
-    are those before the first that is not FORCED or was not asked for. `num_drafts_S` and `num_jump_forward_B` are their
-    number; of a lane that emitted nothing the first stays and the second is -1. int32 and contiguous but `kinds_BR`.
+    `posted_B` and `need_rows_B` are the inputs of the PROPOSE post, `kinds_BR` (uint8 RowKind) and `forced_BR` are its
+    answer. A lane's tokens end before the first row that is not FORCED or was not requested, and before the first token
+    outside [0, `vocab_size`). The kernel writes their number to `num_drafts_S` and `num_jump_forward_B`; for a lane that
+    emitted nothing, `num_drafts_S` is unchanged and `num_jump_forward_B` is -1. All tensors are contiguous int32, except
+    `kinds_BR`.
     """
     ints = (slots_B, num_emitted_B, posted_B, need_rows_B, forced_BR, length_S, history_SL, drafts_SR, num_drafts_S)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (*ints, num_jump_forward_B))
@@ -77,7 +84,7 @@ def take_jump_forward(
     assert kinds_BR.shape[1] == forced_BR.shape[1] == R
     take_jump_forward_kernel[(slots_B.shape[0],)](
         *(slots_B, num_emitted_B, posted_B, need_rows_B, kinds_BR, forced_BR, length_S, history_SL, drafts_SR),
-        *(num_drafts_S, num_jump_forward_B, history_SL.stride(0), R),
+        *(num_drafts_S, num_jump_forward_B, history_SL.stride(0), R, vocab_size),
         ROWS=triton.next_power_of_2(R + 1),
         num_warps=1,
     )

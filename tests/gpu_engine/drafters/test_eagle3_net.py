@@ -135,7 +135,7 @@ def test_nothing_in_common_with_the_mask_is_no_draft_and_never_token_zero() -> N
     assert drawn(head, torch.randn(VD), RowKind.APPLY, legal=outside) == -1
 
 
-def test_a_forced_token_outside_of_the_vocabulary_is_drafted_all_the_same() -> None:
+def test_a_forced_token_outside_of_the_draft_vocabulary_is_still_drafted() -> None:
     head = make_head()
     outside = next(i for i in range(V) if i not in set(head.target_ids.tolist()))
     assert drawn(head, torch.randn(VD), RowKind.FORCED, forced=outside) == outside

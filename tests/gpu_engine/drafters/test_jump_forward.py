@@ -52,6 +52,17 @@ def liar(automaton: Automaton, said: list[int]) -> list[int]:
     return random.Random(len(said)).choices(range(VOCAB), k=len(said) % 12)
 
 
+def out_of_vocabulary(expected: list[list[int]]) -> Proposes:
+    """Proposes a token that comes and then one that the model cannot embed, or such a token first."""
+    knows = prophet(expected)
+
+    def proposes(automaton: Automaton, said: list[int]) -> list[int]:
+        outside = (VOCAB, -1, 2**31 - 1, -(2**31))[len(said) % 4]
+        return [*knows(automaton, said)[: len(said) % 2], outside, 65]
+
+    return proposes
+
+
 def half_right(expected: list[list[int]]) -> Proposes:
     """Proposes two tokens that come and then one that does not."""
     knows = prophet(expected)
@@ -64,11 +75,12 @@ def proposers(expected: list[list[int]]) -> dict[str, Proposes]:
         "prophet": prophet(expected),
         "liar": liar,
         "half right": half_right(expected),
+        "out of vocabulary": out_of_vocabulary(expected),
     }
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 7])
-@pytest.mark.parametrize("proposes", ["forced", "prophet", "liar", "half right"])
+@pytest.mark.parametrize("proposes", ["forced", "prophet", "liar", "half right", "out of vocabulary"])
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 def test_no_proposal_changes_a_token(
     llama: LoadedModel, expected: list[list[int]], num_drafts: int, proposes: str, drafter: str, overlap: bool

@@ -121,7 +121,7 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
         )
     posting.pack_post(*told, k=posting.PROPOSE, limits=limits)
     taken = (out.slots_B, out.need_rows_B, out.kinds_BR, out.forced_BR, length, history, ints(S, R), ints(S), ints(B))
-    jump_forward_token_ids.take_jump_forward(slots, result.num_emitted_B, *taken)
+    jump_forward_token_ids.take_jump_forward(slots, result.num_emitted_B, *taken, vocab_size=V)
     settling.settle(slots, *results[:1], *results[2:4], guided, kept.cached_SR)
 
 

@@ -238,6 +238,10 @@ def test_what_is_forced_is_asked_for_and_taken_as_by_the_inline_sync(device: tor
         inline.await_jump_forward(batch)
         inline._kinds_BR[:, 0] = int(RowKind.FORCED)
         if channel.seq:
+            # Ids on both sides of the vocabulary's ends: in lane 0 they come first, in lane 3 behind one that is legal.
+            inline._forced_BR[0, 0] = (-1, 0, V - 1, V)[seed % 4]
+            inline._kinds_BR[3, :2] = int(RowKind.FORCED)
+            inline._forced_BR[3, 1] = (-(2**31), 2**31 - 1, V, 0)[seed % 4]
             channel.await_batch = lambda *args, **kwargs: SimpleNamespace(waited_ns=0)  # type: ignore[method-assign]
             inline.await_jump_forward(batch)
         ours.out.kinds_BR.copy_(inline._kinds_BR)
@@ -247,8 +251,10 @@ def test_what_is_forced_is_asked_for_and_taken_as_by_the_inline_sync(device: tor
         take_jump_forward(
             *(ours.lanes[0], emitted, out.slots_B, out.need_rows_B, out.kinds_BR, out.forced_BR, ours.slot[1]),
             *(ours.slot[0], *there),
+            vocab_size=V,
         )
         assert there[2].tolist() == lane.num_jump_forward_B.tolist()
+        assert int((there[0] >= V).sum()) == int((there[0] < 0).sum()) == 0
         for b, s in enumerate(LANES):
             count = int(lane.num_jump_forward_B[b])
             assert int(there[1][s]) == (3 if count < 0 else count)
