@@ -257,6 +257,6 @@ def _prepare_tokenizer(model: Model) -> None:
 
 def _version() -> str:
     try:
-        return importlib.metadata.version("lockstep")
+        return importlib.metadata.version("lockstep-engine")
     except importlib.metadata.PackageNotFoundError:
         return "not installed"

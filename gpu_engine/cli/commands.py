@@ -36,10 +36,12 @@ _TOP = """\
 Lockstep: text generation where the answer is held to a grammar and several tokens are decided per step.
 
 Start here:
-  python -m gpu_engine demo                       one guided answer from the embedded model, nothing to prepare
-  python -m gpu_engine serve                      a server on 127.0.0.1:50051
-  python -m gpu_engine generate --chat "Hello"    talk to it
-  python -m gpu_engine COMMAND --help             what a command can do, with examples
+  lockstep demo                       one guided answer from the embedded model, nothing to prepare
+  lockstep serve                      a server on 127.0.0.1:50051
+  lockstep generate --chat "Hello"    talk to it
+  lockstep COMMAND --help             what a command can do, with examples
+
+Without the command on PATH: python -m gpu_engine COMMAND.
 """
 
 _SERVE = """\
@@ -107,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("python -m gpu_engine", description=_TOP, formatter_class=_Formatter)
+    parser = _Parser("lockstep", description=_TOP, formatter_class=_Formatter)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serve = commands.add_parser(
         "serve", help="run a server", usage="%(prog)s [settings]", description=_SERVE, formatter_class=_Formatter

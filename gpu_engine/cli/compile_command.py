@@ -19,7 +19,7 @@ Compile a grammar ahead of time: its id goes to stdout, its cost and warnings to
 
 Examples:
   compile --schema city.json
-  generate --chat "Describe Paris." --grammar-id "$(python -m gpu_engine compile --schema city.json)"
+  generate --chat "Describe Paris." --grammar-id "$(lockstep compile --schema city.json)"
   compile --lark query.lark --backend auto       the first library that enforces all of it
 
 Exit status: 0 it compiled; 1 the server refused it and says why; 2 wrong usage.

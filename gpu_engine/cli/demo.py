@@ -1,4 +1,4 @@
-"""`python -m gpu_engine demo`: a whole server, one guided answer through a real client, and an independent check of it.
+"""`lockstep demo`: a whole server, one guided answer through a real client, and an independent check of it.
 
 The invariant: nothing is staged. The answer goes through gRPC, the grammar through the grammar process, and the verdict
 is jsonschema's; a wrong answer is exit status 1. Not here: anything that the server or a client would need.
@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
@@ -92,7 +93,7 @@ async def run_demo(engine_config: EngineConfig, server_config: ServerConfig) -> 
             plain_text, plain = await _ask(client, num_draft_tokens=0)
             same = "the same answer" if plain_text == text else "ANOTHER ANSWER"
             print(f"without speculation: {_speed(plain)}; {same}\n")
-            print(_NEXT.format(python=how_to_call(sys.executable, shutil.which("python"), os.getcwd())))
+            print(_NEXT.format(lockstep=how_to_call(sys.executable, shutil.which, os.getcwd())))
     return 0 if valid else 1
 
 
@@ -145,14 +146,21 @@ def _jsonschema() -> Any:
 
 
 _NEXT = """Go on:
-  {python} -m gpu_engine serve                                        a server of your own
-  {python} -m gpu_engine generate --chat "Describe Oslo." --json      ask it
-  {python} -m gpu_engine generate --help                              schemas, regexes, choices, grammars
-  {python} -m gpu_engine serve --help                                 models, batch sizes, settings"""
+  {lockstep} serve                                        a server of your own
+  {lockstep} generate --chat "Describe Oslo." --json      ask it
+  {lockstep} generate --help                              schemas, regexes, choices, grammars
+  {lockstep} serve --help                                 models, batch sizes, settings"""
 
 
-def how_to_call(executable: str, on_path: str | None, directory: str) -> str:
-    """Return what a shell in `directory` calls this Python by; `on_path` is what it finds for `python`."""
-    if executable == on_path:
-        return "python"
-    return executable.removeprefix(directory.rstrip("/") + "/")
+def how_to_call(python: str, which: Callable[[str], str | None], directory: str) -> str:
+    """Return how a shell in `directory` runs this environment's `lockstep`.
+
+    Args:
+        python: absolute path of the interpreter; the command is installed beside it, or not installed.
+        which: finds a command on the shell's PATH, as `shutil.which` does.
+    """
+    command = os.path.join(os.path.dirname(python), "lockstep")
+    if which("lockstep") == command:
+        return "lockstep"
+    here = directory.rstrip("/") + "/"
+    return command.removeprefix(here) if which(command) else f"{python.removeprefix(here)} -m gpu_engine"

@@ -37,7 +37,7 @@ _MAGIC = (FORMAT + "\n").encode()
 def artifact_key(grammar: Grammar, backend: str, vocabulary_digest: str, *, allow_unenforced: bool) -> str:
     """Return the name of an artifact: a digest over all that it depends on."""
     try:
-        ours = version("lockstep")
+        ours = version("lockstep-engine")
     except PackageNotFoundError:
         ours = "source"
     parts = (FORMAT, ours, backend, installed_version(backend), vocabulary_digest, str(allow_unenforced))

@@ -210,16 +210,20 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("executable", "on_path", "name"),
+    ("python", "installed", "on_path", "name"),
     [
-        ("/usr/bin/python", "/usr/bin/python", "python"),
-        ("/repo/.venv/bin/python", "/usr/bin/python", ".venv/bin/python"),
-        ("/repo/.venv/bin/python", None, ".venv/bin/python"),
-        ("/opt/bin/python", None, "/opt/bin/python"),
+        ("/usr/bin/python", True, True, "lockstep"),
+        ("/repo/.venv/bin/python", True, False, ".venv/bin/lockstep"),
+        ("/opt/bin/python", True, False, "/opt/bin/lockstep"),
+        ("/repo/.venv/bin/python", False, False, ".venv/bin/python -m gpu_engine"),
     ],
 )
-def test_the_demo_speaks_of_the_python_that_runs_it(executable: str, on_path: str | None, name: str) -> None:
-    assert how_to_call(executable, on_path, "/repo") == name
+def test_the_demo_names_the_command_of_its_own_environment(
+    python: str, installed: bool, on_path: bool, name: str
+) -> None:
+    command = python.replace("python", "lockstep")
+    found = ({command: command} if installed else {}) | ({"lockstep": command} if on_path else {})
+    assert how_to_call(python, found.get, "/repo") == name
 
 
 def test_clients_do_not_load_the_model_libraries() -> None:
