@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grammar_service.backends import NAMES
+from grammar_service.backends.registry import NAMES
 from grammar_service.compile.pool import CompileLimits
 from grammar_service.grammar.value import MAX_JSON_DEPTH
 from shared_mem.cores import usable_cores

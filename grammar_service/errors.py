@@ -10,15 +10,11 @@
     |- NotSupported      UNIMPLEMENTED         the backend is not installed, or does not know this kind of grammar
     `- InternalError     INTERNAL              a defect of ours, or a compile worker that crashed
 
-Only `status_of` knows gRPC, and it imports it when called: compile workers use this tree and never load grpc.
+The tree knows the names of the status codes and does not import grpc, because compile workers use it and never load
+grpc.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import grpc
 
 
 class GrammarServiceError(Exception):
@@ -90,11 +86,3 @@ def to_wire(error: BaseException) -> tuple[str, str]:
 def from_wire(name: str, message: str) -> GrammarServiceError:
     """Return the error that `to_wire` described."""
     return _BY_NAME.get(name, InternalError)(message)
-
-
-def status_of(error: BaseException) -> grpc.StatusCode:
-    """Return the gRPC status of `error`; anything outside the tree is INTERNAL."""
-    import grpc
-
-    name = error.status if isinstance(error, GrammarServiceError) else "INTERNAL"
-    return grpc.StatusCode[name]

@@ -21,7 +21,7 @@ import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from grammar_service.backends import import_library
+from grammar_service.backends.registry import import_library
 from grammar_service.config import GRPC_SOCKET_NAME, GrammarConfig
 from grammar_service.fill.worker import Worker
 from grammar_service.metrics_http import CannotListen, MetricsListener

@@ -15,7 +15,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from grammar_service.backends import NAMES, MatcherFailed, installed, installed_version
+import grpc
+
+from grammar_service.backends.backend import MatcherFailed
+from grammar_service.backends.registry import NAMES, installed, installed_version
 from grammar_service.compile.compiler import AUTO, Compiler
 from grammar_service.completion.budget import Closing
 from grammar_service.config import GrammarConfig
@@ -25,7 +28,6 @@ from grammar_service.errors import (
     InvalidField,
     NotConfigured,
     NotSupported,
-    status_of,
 )
 from grammar_service.fill.matchers import MatcherRejected, Slot
 from grammar_service.fill.worker import Worker
@@ -54,7 +56,7 @@ async def _statuses(context: Any) -> AsyncIterator[None]:
     except GrammarServiceError as error:
         if isinstance(error, InternalError):
             logger.error("%s", error)
-        await context.abort(status_of(error), str(error))
+        await context.abort(grpc.StatusCode[error.status], str(error))
 
 
 class GrammarServicer(pb_grpc.GrammarServicer):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.faults.attacks import distinct_schema
 from benchmarks.quality.maskbench import read_vocabulary
-from grammar_service.backends import load_backend
+from grammar_service.backends.registry import load_backend
 from grammar_service.compile.proof import prove
 from grammar_service.compile.worker import NICENESS, step_back
 from grammar_service.completion.texts import TokenTexts

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.shared_rows import SharedRows
-from grammar_service.backends import NAMES, Compiled, Matcher, MatcherFailed, Rows
+from grammar_service.backends.backend import Compiled, Matcher, MatcherFailed, Rows
+from grammar_service.backends.registry import NAMES
 from grammar_service.compile.compiler import AUTO, Compiler
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from grammar_service.backends import Compiled
+from grammar_service.backends.backend import Compiled
 from grammar_service.fill.matchers import Slot
 from grammar_service.fill.worker import Worker
 from shared_mem.channel import EngineEnd, GrammarEnd

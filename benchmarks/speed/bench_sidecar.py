@@ -23,7 +23,8 @@ import numpy as np
 from benchmarks.gpu.guided import SCHEMA
 from benchmarks.gpu.models import widened
 from benchmarks.harness.tables import number, table
-from grammar_service.backends import NAMES, Compiled, Matcher, Rows, load_backend
+from grammar_service.backends.backend import Compiled, Matcher, Rows
+from grammar_service.backends.registry import NAMES, load_backend
 from grammar_service.completion.budget import Closing
 from grammar_service.completion.plan import ClosingPlan
 from grammar_service.completion.texts import TokenTexts

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grammar_service.backends import NAMES, Backend, Compiled, installed, load_backend
+from grammar_service.backends.backend import Backend, Compiled
+from grammar_service.backends.registry import NAMES, installed, load_backend
 from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
 from grammar_service.compile.loader import CompileLoader

@@ -18,7 +18,7 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from grammar_service.backends import installed_version
+from grammar_service.backends.registry import installed_version
 from grammar_service.grammar.value import Grammar
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from grammar_service.backends import Backend, Compiled
+from grammar_service.backends.backend import Backend, Compiled
 from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.proof import LOADER_STACK_BYTES
 from grammar_service.compile.worker import NICENESS

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grammar_service.backends import Backend, Matcher, MatcherFailed, Rows
+from grammar_service.backends.backend import Backend, Matcher, MatcherFailed, Rows
 from grammar_service.completion.plan import ClosingPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.errors import InvalidGrammar, LimitExceeded

@@ -24,12 +24,12 @@ import time
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from grammar_service.backends import Backend, load_backend
+from grammar_service.backends.backend import Backend
+from grammar_service.backends.registry import load_backend
 from grammar_service.compile.proof import WORKER_STACK_BYTES, prove
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.errors import LimitExceeded, to_wire
-from grammar_service.grammar.nesting import check_nesting
-from grammar_service.grammar.rule_chains import check_chains
+from grammar_service.grammar.limits import check_nesting, check_rule_depth
 from grammar_service.grammar.value import Grammar, Kind, Whitespace
 from grammar_service.grammar.vocabulary import Vocabulary
 
@@ -156,7 +156,7 @@ def _reply(bench: _Bench, terms: _Terms, head: dict[str, Any], body: bytes) -> b
     backend, begun = bench.backend, time.perf_counter()
     try:
         check_nesting(grammar.kind, grammar.text, terms.max_depth)
-        check_chains(grammar.kind, grammar.text, terms.max_chain)
+        check_rule_depth(grammar.kind, grammar.text, terms.max_chain)
         artifact = backend.compile(grammar, allow_unenforced=head["allow_unenforced"])
         if len(artifact) > terms.max_artifact_bytes:
             raise LimitExceeded(

@@ -18,11 +18,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grammar_service.backends import Matcher, MatcherFailed
+from grammar_service.backends.backend import Matcher, MatcherFailed
 from grammar_service.completion.choices import is_text
 from grammar_service.completion.plan import ClosingPlan
 from grammar_service.completion.search import Path, Search, WorkSpentError
-from grammar_service.grammar.mask_rows import Words, among, count, few, first, has, spread
+from grammar_service.grammar.mask_rows import (
+    Words,
+    count_tokens,
+    first_token_ids,
+    has_token,
+    has_tokens,
+    spread_token_ids,
+    token_ids,
+)
 
 FIND_WORK, TABLE_WORK, ONE_WORK = 2_000, 1_500, 200
 """Units of work: for a state, for a row, for one token of a row that needs a search."""
@@ -129,12 +137,12 @@ class Closing:
         if words is None:
             return None
         path = self._marks[-1].path
-        return path if path and count(words) == 1 and has(words, path[0]) else ()
+        return path if path and count_tokens(words) == 1 and has_token(words, path[0]) else ()
 
     def refuses(self, position: int, token: int) -> bool:
         """Say whether the row at `position` was narrowed and has no `token`."""
         words = self.narrowed(position)
-        return words is not None and not has(words, token)
+        return words is not None and not has_token(words, token)
 
     def _look(self, matcher: Matcher, tokens: list[int], before: Mark | None) -> Mark:
         at = len(tokens)
@@ -149,7 +157,7 @@ class Closing:
             return Mark(at, path, at + max(1, (spare - self._plan.margin) // 2), steered)
         search.work = TABLE_WORK
         plain = search.mask().copy()
-        if count(plain) <= 1:
+        if count_tokens(plain) <= 1:
             return Mark(at, path, at + 1, steered)
         if before is not None and before.path == path and self._goes_on(before, tokens[-1], plain):
             table, ways = before.table, before.ways
@@ -164,7 +172,7 @@ class Closing:
 
         A bounded text loses its longest tokens one by one; behind those that it keeps comes what came before.
         """
-        if before.plain is None or not any(has(kind, token) for kind in self._plan.texts.classes):
+        if before.plain is None or not any(has_token(kind, token) for kind in self._plan.texts.classes):
             return False
         return _equal(before.plain, plain) or (is_text(plain) and not (plain & ~before.plain).any())
 
@@ -192,7 +200,7 @@ class Closing:
     ) -> tuple[tuple[_Group, ...], tuple[tuple[int, Path], ...]]:
         """Return groups of legal tokens and how far the end is with each; `known` is, and becomes, `Mark.ways`."""
         texts = self._plan.texts
-        singles = {path[0]: len(path)} | {stop: 1 for stop in texts.stop_ids if has(plain, stop)}
+        singles = {path[0]: len(path)} | {stop: 1 for stop in texts.stop_ids if has_token(plain, stop)}
         groups: list[_Group] = []
         ways: dict[int, Path] = {}
         searches = _SEARCHES
@@ -224,15 +232,15 @@ class Closing:
             for kind in texts.classes:
                 members = plain & kind
                 unsorted &= ~kind
-                if count(members) <= _SINGLES:
-                    for token in few(members, _SINGLES):
+                if count_tokens(members) <= _SINGLES:
+                    for token in token_ids(members, _SINGLES):
                         try_one(token)
                     continue
-                needs = [try_one(token) for token in spread(members)]
+                needs = [try_one(token) for token in spread_token_ids(members)]
                 if None not in needs:
                     groups.append(_Group(members, max(need for need in needs if need is not None)))
-            others = first(unsorted, _SINGLES)
-            ranked = texts.structure[among(unsorted, texts.structure)].tolist()
+            others = first_token_ids(unsorted, _SINGLES)
+            ranked = texts.structure[has_tokens(unsorted, texts.structure)].tolist()
             for token in dict.fromkeys([*ranked[:_SINGLES], *others]):
                 try_one(token)
         except WorkSpentError:

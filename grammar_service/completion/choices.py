@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grammar_service.completion.texts import TokenTexts
-from grammar_service.grammar.mask_rows import Words, among, count, few
+from grammar_service.grammar.mask_rows import Words, count_tokens, has_tokens, token_ids
 
 _FREE = 4096
 """So many legal tokens, or a quarter of a small vocabulary: free text, where most tokens mean the same."""
@@ -21,7 +21,7 @@ _MEMORY = 1024
 
 def is_text(words: Words, number: int | None = None) -> bool:
     """Say whether so many tokens (`number`, if that is known) are legal that they are text."""
-    number = count(words) if number is None else number
+    number = count_tokens(words) if number is None else number
     return number > _FREE or 4 * number > 32 * len(words)
 
 
@@ -40,25 +40,25 @@ def choices_of(words: Words, texts: TokenTexts) -> list[int]:
 
 
 def _choices(words: Words, texts: TokenTexts) -> list[int]:
-    number = count(words)
-    legal = among(words, texts.structure)
+    number = count_tokens(words)
+    legal = has_tokens(words, texts.structure)
     out: list[int] = []
     if is_text(words, number):
         # Brackets are text here; only quotes are sure to mean something.
         out += texts.structure[legal & texts.quoted][:2].tolist()
-        out += texts.words[among(words, texts.words)][:1].tolist()
-        out += texts.punctuation[among(words, texts.punctuation)][:4].tolist()
-        return list(dict.fromkeys(out)) or few(words, texts.num_words * 32)[:_CHOICES]
+        out += texts.words[has_tokens(words, texts.words)][:1].tolist()
+        out += texts.punctuation[has_tokens(words, texts.punctuation)][:4].tolist()
+        return list(dict.fromkeys(out)) or token_ids(words, texts.num_words * 32)[:_CHOICES]
     found = texts.structure[legal]
     cheap = int((texts.cost[legal] <= 0.3).sum())
     out += found[: min(cheap, _CHOICES)].tolist()
     if number <= _FEW:
-        out += _names(few(words, _FEW), texts.texts)
+        out += _names(token_ids(words, _FEW), texts.texts)
     else:
-        out += texts.words[among(words, texts.words)][:1].tolist()
-        out += texts.punctuation[among(words, texts.punctuation)][:2].tolist()
+        out += texts.words[has_tokens(words, texts.words)][:1].tolist()
+        out += texts.punctuation[has_tokens(words, texts.punctuation)][:2].tolist()
     out += found[cheap : cheap + 2].tolist()
-    return list(dict.fromkeys(out)) or few(words, texts.num_words * 32)[:_CHOICES]
+    return list(dict.fromkeys(out)) or token_ids(words, texts.num_words * 32)[:_CHOICES]
 
 
 def _names(legal: Sequence[int], texts: Sequence[bytes]) -> list[int]:

@@ -6,7 +6,7 @@ here: an answer (closing_search.py).
 
 from __future__ import annotations
 
-from grammar_service.backends import Matcher, MatcherFailed
+from grammar_service.backends.backend import Matcher, MatcherFailed
 from grammar_service.completion.search import Path, Search, WorkSpentError
 from grammar_service.completion.texts import TokenTexts
 

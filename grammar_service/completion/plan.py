@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from grammar_service.backends import Matcher, MatcherFailed
+from grammar_service.backends.backend import Matcher, MatcherFailed
 from grammar_service.completion.least import least_tokens
 from grammar_service.completion.search import Path, Search
 from grammar_service.completion.texts import TokenTexts
@@ -43,11 +43,11 @@ class ClosingPlan:
     def of(matcher: Matcher, source: str, texts: TokenTexts) -> ClosingPlan:
         """Look ahead from the start of a grammar: milliseconds, at most some 200. Raises nothing that a matcher raises.
 
-        For a process that compiles: it measures rows (`Matcher.certain_bytes`) before it asks for them.
+        For a process that compiles: it measures rows (`Matcher.num_jump_forward_bytes`) before it asks for them.
         """
         path, least = None, 1
         # Copies remember what was measured.
-        if certain := matcher.certain_bytes():
+        if certain := matcher.num_jump_forward_bytes():
             least += -(-certain // max(map(len, texts.texts)))
         search = Search(matcher.copy(), texts, START_WORK, measures=True)
         try:

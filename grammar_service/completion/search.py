@@ -17,10 +17,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from grammar_service.backends import Matcher, Rows, filler_of
+from grammar_service.backends.backend import Matcher, Rows, chain_filler_of
 from grammar_service.completion.choices import choices_of
 from grammar_service.completion.texts import TokenTexts
-from grammar_service.grammar.mask_rows import Words, count, few, has
+from grammar_service.grammar.mask_rows import Words, count_tokens, has_token, token_ids
 
 T = TypeVar("T")
 Path = tuple[int, ...]
@@ -63,17 +63,17 @@ class Search:
         self.toll = toll
         self._measures = measures
         self._texts = texts
-        self._filler = filler_of(matcher)
+        self._filler = chain_filler_of(matcher)
         self._words = np.zeros(texts.num_words, dtype=np.int32)
         self._rows = Rows(self._words[None])
 
     def mask(self) -> Words:
         """Return the row of the present state; valid until the next call of any method."""
-        units = self.matcher.certain_bytes() // _BYTES_A_UNIT if self._measures else 0
+        units = self.matcher.num_jump_forward_bytes() // _BYTES_A_UNIT if self._measures else 0
         self.toll = max(self.toll, units)
         self._spend(_FILL + units)
         self.matcher.fill(self._rows, 0)
-        if not self._measures and self.toll and count(self._words) == 1:
+        if not self._measures and self.toll and count_tokens(self._words) == 1:
             self._spend(self.toll)
         return self._words
 
@@ -98,10 +98,12 @@ class Search:
                     stop = self._stop(words)
                     return None if stop is None else (*taken, stop)
                 token = spelled[0]
-                if not has(words, token):
+                if not has_token(words, token):
                     # A text that can only go one way has its own spelling in some libraries' masks.
                     left = self._texts.text(spelled)
-                    legal = [t for t in (few(words, 16) or ()) if left.startswith(self._texts.texts[t] or b"\xff")]
+                    legal = [
+                        t for t in (token_ids(words, 16) or ()) if left.startswith(self._texts.texts[t] or b"\xff")
+                    ]
                     if not legal:
                         return None
                     token = max(legal, key=lambda t: len(self._texts.texts[t]))
@@ -170,8 +172,8 @@ class Search:
                     return []
                 taken += 1
             words = self.mask()
-            self._spend(count(words) // 8)
-            return few(words, self._texts.num_words * 32)
+            self._spend(count_tokens(words) // 8)
+            return token_ids(words, self._texts.num_words * 32)
         finally:
             self._back(taken)
 
@@ -262,7 +264,7 @@ class Search:
             self._back(1)
 
     def _stop(self, words: Words) -> int | None:
-        return next((stop for stop in self._texts.stop_ids if has(words, stop)), None)
+        return next((stop for stop in self._texts.stop_ids if has_token(words, stop)), None)
 
     def _accept(self, token: int) -> bool:
         self._spend(_ACCEPT)
@@ -271,7 +273,7 @@ class Search:
     def _accept_plain(self, tokens: Path) -> int:
         """Move over all but the last, up to the first illegal one, in one call if there is one; return how many."""
         plain = tokens[:-1]
-        if self._filler is None or len(plain) > self.work or not self._filler.plain(plain):
+        if self._filler is None or len(plain) > self.work or not self._filler.all_plain(plain):
             return 0
         taken = self._filler.accept(self.matcher, plain)
         self._spend(_ACCEPT * taken)  # as one by one

@@ -11,7 +11,7 @@ import logging
 import time
 from dataclasses import replace
 
-from grammar_service.backends import Rows
+from grammar_service.backends.backend import Rows
 from grammar_service.fill.channel import Channel
 from grammar_service.fill.counters import Counters
 from grammar_service.fill.lanes import Lanes

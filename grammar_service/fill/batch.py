@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import NamedTuple
 
-from grammar_service.backends import Chain, ChainFiller, Filled, MatcherFailed
+from grammar_service.backends.backend import Chain, ChainFiller, Filled, MatcherFailed
 from grammar_service.fill.channel import Channel
 from grammar_service.fill.counters import Counters
 from grammar_service.fill.lanes import Work
@@ -203,7 +203,7 @@ class Batches:
         if slot.closing is not None and not slot.closing.is_quiet(keep, end + count):
             return -1
         new = [*committed[keep - start :], *drafts[:first]]
-        if not filler.plain(new) or not filler.plain(drafts[first:]):
+        if not filler.all_plain(new) or not filler.all_plain(drafts[first:]):
             return -1
         if len(tokens) > keep:
             roll_back(slot, keep)
@@ -237,7 +237,7 @@ class Batches:
             logger.exception("%r", batch)
             filled = Filled([-1] * count, [False] * count)
         arrays.accepting[:count] = filled.accepting
-        arrays.states[:count] = [SLOW if stands < 0 else 0 for stands in filled.stands]
+        arrays.states[:count] = [SLOW if stands < 0 else 0 for stands in filled.num_accepted]
         with self._lock:
             if batch.abandoned:
                 return []
@@ -266,7 +266,7 @@ class Batches:
         count, half, rest = len(plains), batch.seq & 1, []
         states = arrays.states[:count].tolist()
         answers = (array[:count].tolist() for array in (arrays.kinds, arrays.forced, arrays.need))
-        for plain, stands, state, *answer in zip(plains, filled.stands, states, *answers, strict=True):
+        for plain, stands, state, *answer in zip(plains, filled.num_accepted, states, *answers, strict=True):
             record, slot, standing, first = plain
             if stands < 0:
                 self._table.rebuild(slot)

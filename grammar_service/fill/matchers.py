@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from grammar_service.backends import ChainFiller, Matcher, MatcherFailed, Rows, filler_of
+from grammar_service.backends.backend import ChainFiller, Matcher, MatcherFailed, Rows, chain_filler_of
 from grammar_service.completion.budget import Closing
 from grammar_service.grammar.mask_rows import Classifier
 from shared_mem.grammar_end import Record
@@ -87,7 +87,7 @@ class Slot:
         Raises MatcherRejected when a token does not fit.
         """
         matcher = fresh()
-        slot = Slot(gen, fresh, matcher, [], 0, closes(matcher) if closes else None, filler=filler_of(matcher))
+        slot = Slot(gen, fresh, matcher, [], 0, closes(matcher) if closes else None, filler=chain_filler_of(matcher))
         for i, token in enumerate(committed):
             if not slot.accept(token):
                 raise MatcherRejected(i, token)
@@ -125,7 +125,7 @@ class Slot:
             return ()
         way = None if self.closing is None else self.closing.only(len(self.tokens))
         # The stop at the way's end needs no draft: a step adds a token of its own.
-        return self.matcher.forced(limit) if way is None else way[:-1][:limit]
+        return self.matcher.jump_forward_tokens(limit) if way is None else way[:-1][:limit]
 
 
 class MatcherRejected(Exception):

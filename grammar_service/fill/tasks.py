@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grammar_service.backends import ChainFiller
+from grammar_service.backends.backend import ChainFiller
 from grammar_service.fill.lanes import Work
 from grammar_service.fill.matchers import Answer
 from shared_mem.grammar_end import Record
@@ -108,4 +108,4 @@ def goes_together(filler: ChainFiller | None, record: Record) -> bool:
     """Say whether a backend answers such a record together with others."""
     if filler is None or record.stage == Stage.PROPOSE:
         return False
-    return filler.along or not record.drafts or record.need_rows == 1 << len(record.drafts)
+    return filler.follows_drafts or not record.drafts or record.need_rows == 1 << len(record.drafts)

@@ -115,22 +115,6 @@ def alternatives(written: str) -> int:
     return _QUIET.sub(_blank, written).count("|")
 
 
-def gbnf_to_lark(gbnf: str) -> str:
-    """Return the same language in Lark, with the library's own converter.
-
-    Raises InvalidGrammar with the place.
-    """
-    check_gbnf(gbnf)
-    from llguidance.gbnf_to_lark import gbnf_to_lark as convert
-
-    try:
-        return convert(gbnf)
-    except RecursionError:
-        raise InvalidGrammar("EBNF: nested too deeply") from None
-    except Exception as error:  # the converter raises bare Exception
-        raise InvalidGrammar(f"EBNF: {error}") from None
-
-
 def lark_literal(text: str) -> str:
     """Return `text` as a quoted Lark literal."""
     return json.dumps(text, ensure_ascii=False)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from grammar_service.backends import NAMES, Backend, Compiled, Matcher, Rows, load_backend
+from grammar_service.backends.backend import Backend, Compiled, Matcher, Rows
+from grammar_service.backends.registry import NAMES, load_backend
 from grammar_service.grammar.value import Kind, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
 from tests.grammar_service.toy import PADDED, STOPS, spell, tokenizer_json, tokens_in

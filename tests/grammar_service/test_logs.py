@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from grammar_service.backends import MatcherFailed, Rows
+from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.fill.matchers import Slot, SlotTable
 from grammar_service.grammar.mask_rows import Classifier
 from grammar_service.logs import JsonFormatter, TextFormatter

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from grammar_service.backends import Chain, Filled, MatcherFailed, Rows
+from grammar_service.backends.backend import Chain, Filled, MatcherFailed, Rows
 from shared_mem.chains import SpecialWords
 
 STOP = 9
@@ -45,7 +45,7 @@ class ToyMatcher:
         self.taken.append(token)
         return True
 
-    def forced(self, limit: int) -> tuple[int, ...]:
+    def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
         if len(self.taken) in self.fail_at:
             raise MatcherFailed("limit")
         twin = ToyMatcher(self.texts)
@@ -75,9 +75,9 @@ class ToyFiller:
     def __init__(self) -> None:
         none = np.zeros(0, dtype=np.uint32)
         self.special = SpecialWords(np.zeros(0, dtype=np.int32), none, none)
-        self.fills, self.along = 0, True
+        self.fills, self.follows_drafts = 0, True
 
-    def plain(self, tokens: Sequence[int]) -> bool:
+    def all_plain(self, tokens: Sequence[int]) -> bool:
         return all(0 <= token < VOCAB and token != STOP for token in tokens)
 
     def accept(self, matcher: Any, tokens: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from grammar_service.backends import NAMES, installed_version
+from grammar_service.backends.registry import NAMES, installed_version
 from tools.enforced import __main__ as command
 from tools.enforced.case import Case
 from tools.enforced.measure import ALL, KEYWORDS, Outcome, Verdict, measure

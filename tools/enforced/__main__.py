@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grammar_service.backends import NAMES, installed, installed_version
+from grammar_service.backends.registry import NAMES, installed, installed_version
 from tools.enforced.measure import Outcome, measure
 from tools.enforced.report import page
 

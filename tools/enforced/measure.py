@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from grammar_service.backends import Backend, Compiled, load_backend
+from grammar_service.backends.backend import Backend, Compiled
+from grammar_service.backends.registry import load_backend
 from grammar_service.errors import InvalidGrammar, LimitExceeded
 from grammar_service.grammar.value import Grammar, Kind, Whitespace, parse
 from tools.enforced.bytes_vocabulary import STOP, bytes_vocabulary

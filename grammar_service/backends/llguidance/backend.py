@@ -11,7 +11,7 @@ import json
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from grammar_service.backends import MatcherFailed, Rows
+from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.backends.json_schema import unenforced
 from grammar_service.backends.llguidance.chains import LlguidanceFiller
 from grammar_service.backends.llguidance.notation import has_schemas, notation, parts, readable
@@ -218,13 +218,13 @@ class LlguidanceMatcher:
         words = rows.words[index]
         words[special.where] &= special.keep
 
-    def forced(self, limit: int) -> tuple[int, ...]:
-        """Ask the library; see `Matcher.forced`. Its masks offer nothing else where it spells a forced text."""
+    def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
+        """Ask the library; see `Matcher.jump_forward_tokens`. Its masks offer nothing else where it spells a forced text."""
         found = self.inner.compute_ff_tokens()[:limit]
         self._check()
         return tuple(found)
 
-    def certain_bytes(self) -> int:
+    def num_jump_forward_bytes(self) -> int:
         """Return the length of the text that the library will tokenize for the next row."""
         return len(self.inner.compute_ff_bytes())
 

@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLExecutor
 from numpy.typing import NDArray
 
-from grammar_service.backends import Chain, Filled, MatcherFailed
+from grammar_service.backends.backend import Chain, Filled, MatcherFailed
 from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.chains import SpecialWords
 
@@ -22,7 +22,7 @@ from shared_mem.chains import SpecialWords
 class LlguidanceFiller:
     """See `backends.ChainFiller`."""
 
-    along = True
+    follows_drafts = True
 
     def __init__(self, vocabulary: Vocabulary, special: SpecialWords) -> None:
         self.special = special
@@ -31,7 +31,7 @@ class LlguidanceFiller:
         self._idle: list[LLExecutor] = []
         """Those that no thread uses now; each has threads of its own, which a call that hangs keeps."""
 
-    def plain(self, tokens: Sequence[int]) -> bool:
+    def all_plain(self, tokens: Sequence[int]) -> bool:
         """Look at each token: one out of range would be an error of the whole matcher."""
         never, size = self._never, self._size
         return all(0 <= token < size and token not in never for token in tokens)

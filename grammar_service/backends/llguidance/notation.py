@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from grammar_service.backends.json_schema.ecma_pattern import portable
 from grammar_service.backends.json_schema.rewrite import rewrite
@@ -21,8 +22,8 @@ from grammar_service.backends.json_schema.walk import subschemas
 from grammar_service.errors import InvalidGrammar
 from grammar_service.grammar.structural_tag import StructuralTag
 from grammar_service.grammar.text_grammar import (
+    check_gbnf,
     embedded_schemas,
-    gbnf_to_lark,
     ignored_attributes,
     lark_literal,
     refuse_token_references,
@@ -74,7 +75,7 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
             lark = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
             return str(lark), found
         case Kind.EBNF:
-            return gbnf_to_lark(grammar.text), found
+            return _lark_of_gbnf(grammar.text), found
         case Kind.LARK:
             refuse_token_references(grammar.text)
             found.extend(Unenforced("", *part) for part in ignored_attributes(grammar.text))
@@ -82,6 +83,17 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
         case Kind.STRUCTURAL_TAG:
             tag = StructuralTag.parse(grammar.text)
             return tag.to_lark(schema_text), found
+
+
+def _lark_of_gbnf(gbnf: str) -> str:
+    """Return the same language in Lark. Raises InvalidGrammar with the place."""
+    check_gbnf(gbnf)
+    try:
+        return str(gbnf_to_lark(gbnf))
+    except RecursionError:
+        raise InvalidGrammar("EBNF: nested too deeply") from None
+    except Exception as error:  # the library's converter raises bare Exception
+        raise InvalidGrammar(f"EBNF: {error}") from None
 
 
 def has_schemas(grammar: Grammar) -> bool:

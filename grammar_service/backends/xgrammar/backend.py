@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import xgrammar
 
-from grammar_service.backends import MatcherFailed, Rows
+from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.backends.json_schema import unenforced
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.xgrammar.chains import XgrammarFiller
@@ -29,6 +29,7 @@ from grammar_service.backends.xgrammar.stderr_capture import captured_stderr
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar.structural_tag import formats, modern
 from grammar_service.grammar.text_grammar import check_gbnf, gbnf_literal
+from grammar_service.grammar.token_bytes import decoder_types
 from grammar_service.grammar.value import Grammar, Kind
 from grammar_service.grammar.vocabulary import Vocabulary
 
@@ -160,20 +161,12 @@ def _encoded_tokens(vocabulary: Vocabulary) -> tuple[list[str], xgrammar.VocabTy
             tokens[added["id"]] = added["content"]
     for token in vocabulary.special:
         tokens[token] = ""
-    kinds = {found for part in ("decoder", "pre_tokenizer") for found in _types(document.get(part))}
+    kinds = decoder_types(document)
     if "ByteLevel" in kinds:
         return tokens, xgrammar.VocabType.BYTE_LEVEL
     if "ByteFallback" in kinds or "Metaspace" in kinds:
         return tokens, xgrammar.VocabType.BYTE_FALLBACK
     return tokens, xgrammar.VocabType.RAW
-
-
-def _types(node: Any) -> list[str]:
-    if isinstance(node, dict):
-        return [str(node.get("type")), *(t for child in node.values() for t in _types(child))]
-    if isinstance(node, list):
-        return [t for child in node for t in _types(child)]
-    return []
 
 
 class XgrammarCompiled:
@@ -257,15 +250,15 @@ class XgrammarMatcher:
         elif self._has_tail:
             rows.words[index, self._num_words - 1] &= self._all[-1]
 
-    def forced(self, limit: int) -> tuple[int, ...]:
-        """Spell the library's forced string; see `Matcher.forced`."""
+    def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
+        """Spell the library's forced string; see `Matcher.jump_forward_tokens`."""
         try:
             text = self.inner.find_jump_forward_string()
             return self._spelling.certain(text, self.copy())[:limit] if text else ()
         except RuntimeError as error:
             raise MatcherFailed(_clean(str(error))) from None
 
-    def certain_bytes(self) -> int:
+    def num_jump_forward_bytes(self) -> int:
         """Return 0: a row costs the same whatever comes behind it."""
         return 0
 

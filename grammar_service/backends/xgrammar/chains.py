@@ -15,7 +15,7 @@ import torch
 import xgrammar
 from numpy.typing import NDArray
 
-from grammar_service.backends import Chain, Filled, MatcherFailed
+from grammar_service.backends.backend import Chain, Filled, MatcherFailed
 from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.chains import SpecialWords
 from shared_mem.cores import usable_cores
@@ -31,13 +31,13 @@ class XgrammarFiller:
         tail = full[-1:].view(np.uint32)
         self.special = SpecialWords(np.array([len(full) - 1], dtype=np.int32), tail, np.zeros_like(tail))
         # A call a draft costs more than it saves on two cores (docs/log.md): there must be threads to share it.
-        self.along = usable_cores() >= CORES_FOR_DRAFTS
+        self.follows_drafts = usable_cores() >= CORES_FOR_DRAFTS
         self._size = vocabulary.size
         self._apart = never | frozenset(vocabulary.stop_ids)
         self._pools: list[xgrammar.BatchGrammarMatcher] = []
         """Those that no thread uses now; each has threads of its own."""
 
-    def plain(self, tokens: Sequence[int]) -> bool:
+    def all_plain(self, tokens: Sequence[int]) -> bool:
         """Look at each token: about a special one the library prints a line."""
         apart, size = self._apart, self._size
         return all(0 <= token < size and token not in apart for token in tokens)

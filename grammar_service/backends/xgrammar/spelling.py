@@ -7,16 +7,14 @@ forced (backends), and what becomes of the tokens: they are proposals, and verif
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any
 
-from grammar_service.completion.texts import TokenTexts
+from tokenizers import Tokenizer
+
+from grammar_service.backends.backend import Matcher
+from grammar_service.grammar.token_bytes import TokenBytes
 from grammar_service.grammar.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from grammar_service.backends import Matcher
 
 _LONGER = 64
 """Tokens with one beginning that are tried; where there are more, one of them is taken to be legal."""
@@ -32,9 +30,9 @@ class Spelling:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._texts: TokenTexts | None = None
+        self._texts: TokenBytes | None = None
         self._sorted: list[tuple[bytes, int]] = []
-        self._tokenizer: Any = None
+        self._tokenizer: Tokenizer | None = None
 
     def certain(self, text: str, matcher: Matcher) -> tuple[int, ...]:
         """Return the tokens of `text` whose end nothing that follows could change. Moves `matcher`, a copy.
@@ -77,15 +75,12 @@ class Spelling:
                 return True
         return first + _LONGER < len(self._sorted) and self._sorted[first + _LONGER][0].startswith(end)
 
-    def ready(self) -> TokenTexts:
+    def ready(self) -> TokenBytes:
         """Read the vocabulary, once."""
         with self._lock:
             if self._texts is None:
-                if importlib.util.find_spec("tokenizers") is not None:
-                    from tokenizers import Tokenizer
-
-                    self._tokenizer = Tokenizer.from_str(self._vocabulary.tokenizer_json.decode())
-                texts = TokenTexts.of(self._vocabulary)
+                self._tokenizer = Tokenizer.from_str(self._vocabulary.tokenizer_json.decode())
+                texts = TokenBytes.of(self._vocabulary)
                 self._sorted = sorted((text, token) for token, text in enumerate(texts.texts) if text)
                 self._texts = texts
             return self._texts

@@ -18,7 +18,8 @@ from gpu_engine.api.request import FinishReason, Request
 from gpu_engine.core.draft_masks import MaskPolicy
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from grammar_service.backends import NAMES, Backend, Compiled, Rows, load_backend
+from grammar_service.backends.backend import Backend, Compiled, Rows
+from grammar_service.backends.registry import NAMES, load_backend
 from grammar_service.completion.budget import Closing
 from grammar_service.completion.plan import ClosingPlan
 from grammar_service.completion.texts import TokenTexts

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from grammar_service.backends import Rows, load_backend
+from grammar_service.backends.backend import Rows
+from grammar_service.backends.registry import load_backend
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotEnforced, NotSupported
 from grammar_service.grammar.value import Kind, Whitespace, parse
@@ -442,12 +443,12 @@ def test_forced_text_is_proposed_in_legal_tokens(
     matcher = library.compiled(*grammar, Whitespace.COMPACT).matcher()
     assert all(matcher.accept(token) for token in spell(said))
     before = library.legal(matcher)
-    tokens = matcher.forced(99)
+    tokens = matcher.jump_forward_tokens(99)
     proposed = texts.text(tokens)
     # The last tokens may be left out, where what follows might change them; here nothing follows.
     assert text.encode().startswith(proposed)
     assert len(text.encode()) - len(proposed) <= 2
-    assert matcher.forced(2) == tokens[:2]
+    assert matcher.jump_forward_tokens(2) == tokens[:2]
     assert library.legal(matcher) == before
     assert all(matcher.accept(token) for token in tokens)
 
@@ -456,10 +457,10 @@ def test_what_may_go_on_in_another_token_is_not_proposed(library: Library) -> No
     # The vocabulary has "tru" and "true", and behind "tr" both are possible.
     matcher = library.compiled(Kind.REGEX, "x(tru|true|truex)y").matcher()
     assert matcher.accept(spell("x")[0])
-    assert TokenTexts.of(library.vocabulary).text(matcher.forced(9)) == b""
+    assert TokenTexts.of(library.vocabulary).text(matcher.jump_forward_tokens(9)) == b""
 
 
 def test_nothing_is_forced_behind_the_end(library: Library) -> None:
     matcher = library.compiled(Kind.REGEX, "ab?").matcher()
     assert matcher.accept(spell("a")[0])
-    assert matcher.forced(9) == ()
+    assert matcher.jump_forward_tokens(9) == ()

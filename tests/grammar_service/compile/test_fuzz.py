@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.faults.fuzz_cases import fuzz_case
-from grammar_service.backends import NAMES
+from grammar_service.backends.registry import NAMES
 from grammar_service.compile.compiler import AUTO, Compiler
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import InvalidGrammar, LimitExceeded, NotSupported

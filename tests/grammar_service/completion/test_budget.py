@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from benchmarks.quality.random_schemas import random_schema
-from grammar_service.backends import Compiled, Matcher, Rows
+from grammar_service.backends.backend import Compiled, Matcher, Rows
 from grammar_service.completion.budget import Closing
 from grammar_service.completion.plan import ClosingPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.fill.matchers import Slot, SlotTable
-from grammar_service.grammar.mask_rows import Classifier, few
+from grammar_service.grammar.mask_rows import Classifier, token_ids
 from grammar_service.grammar.value import Kind
 from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.grammar_end import Record
@@ -63,7 +63,7 @@ def plan_of(compiled: Compiled, source: str, vocabulary: Vocabulary) -> ClosingP
 
 def drawn(seed: int, position: int, words: Any) -> int:
     """Draw a token as the engine does: the same one from the same row, with the same seed, at the same position."""
-    legal = few(words, PADDED)
+    legal = token_ids(words, PADDED)
 
     def noise(token: int) -> bytes:
         return hashlib.blake2b(f"{seed} {position} {token}".encode(), digest_size=8).digest()
@@ -208,8 +208,8 @@ class Counted:
         self.fills[0] += 1
         self.inner.fill(rows, index)
 
-    def certain_bytes(self) -> int:
-        return self.inner.certain_bytes()
+    def num_jump_forward_bytes(self) -> int:
+        return self.inner.num_jump_forward_bytes()
 
 
 def test_where_a_row_is_dear_few_are_looked_at(libraries: Callable[[str], Library], vocabulary: Vocabulary) -> None:
@@ -259,7 +259,7 @@ def test_where_it_is_quiet_nothing_is_looked_at_and_nothing_narrowed(library: Li
         said, marks = closing.is_quiet(at, at + 1), repr(closing)
         legal = library.legal(matcher)
         if (narrowed := closing.narrowed(at)) is not None:
-            legal = set(few(narrowed, PADDED))
+            legal = set(token_ids(narrowed, PADDED))
         tokens.append(rng.choice(sorted(legal)))
         matcher.accept(tokens[-1])
         if said:
@@ -283,7 +283,7 @@ def test_with_nothing_to_spare_hardly_more_than_the_path_is_offered(library: Lib
         slot.accept(plan.path[len(slot.tokens)])
         kind, forced, need = slot.fill(rows, 0, Classifier(PADDED))
         assert (kind, forced, need) == (RowKind.APPLY, LED, len(plan.path) - len(slot.tokens))
-        offered = few(rows.words[0], PADDED)
+        offered = token_ids(rows.words[0], PADDED)
         assert token in offered
         assert len(offered) < 4
 

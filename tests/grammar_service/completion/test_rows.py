@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grammar_service.backends import Compiled, Matcher, Rows
+from grammar_service.backends.backend import Compiled, Matcher, Rows
 from grammar_service.completion.budget import Closing
 from grammar_service.completion.choices import choices_of, is_text
 from grammar_service.completion.plan import ClosingPlan
 from grammar_service.completion.texts import TokenTexts
-from grammar_service.grammar.mask_rows import Words, few, has
+from grammar_service.grammar.mask_rows import Words, has_token, token_ids
 from grammar_service.grammar.value import Kind
 from grammar_service.grammar.vocabulary import Vocabulary
 from tests.grammar_service.conftest import Library
@@ -87,9 +87,9 @@ def test_half_of_something_is_offered_where_its_other_half_fits(
     words = told.row()
     assert words is not None
     (letter,), (backslash,), (lead, *_) = spell("x"), spell("\\"), spell("\u00e9")
-    assert has(words, letter) == (spare >= 1)
-    assert has(words, backslash) == (spare >= 2)
-    assert has(words, lead) == (spare >= 2)
+    assert has_token(words, letter) == (spare >= 1)
+    assert has_token(words, backslash) == (spare >= 2)
+    assert has_token(words, lead) == (spare >= 2)
 
 
 def test_what_was_found_behind_a_token_serves_the_next_row(library: Library, vocabulary: Vocabulary) -> None:
@@ -100,7 +100,7 @@ def test_what_was_found_behind_a_token_serves_the_next_row(library: Library, voc
 
     def offered() -> bool:
         words = told.row()
-        return words is None or has(words, comma)
+        return words is None or has_token(words, comma)
 
     searched = told.say('{"n":4')[-1]
     assert offered()
@@ -140,11 +140,11 @@ def test_a_token_that_ends_one_text_and_opens_another_is_looked_at_anew(
         luck = random.Random(limit)
         for token in (*spell('["wo'), joint, *spell("ca"), joint):
             words = told.row()
-            if words is not None and not has(words, token):
+            if words is not None and not has_token(words, token):
                 break
             told.take(token)
         while len(told.tokens) < limit and not told.matcher.terminated:
-            legal = few(told.whole_row(), PADDED)
+            legal = token_ids(told.whole_row(), PADDED)
             told.take(luck.choice(legal))
         assert told.matcher.terminated, (limit, texts.text(told.tokens))
 

@@ -12,7 +12,7 @@ from threading import Lock
 import numpy as np
 import pytest
 
-from grammar_service.backends import Compiled, Matcher, filler_of
+from grammar_service.backends.backend import Compiled, Matcher, chain_filler_of
 from grammar_service.completion.budget import Closing
 from grammar_service.completion.plan import ClosingPlan
 from grammar_service.completion.texts import TokenTexts
@@ -157,9 +157,9 @@ def test_a_batch_gives_what_slot_by_slot_gives(library: Library, sides: tuple[Si
 
     for compiled in grammars:
         # xgrammar's chains are for machines of many cores.
-        filler = filler_of(compiled.matcher())
+        filler = chain_filler_of(compiled.matcher())
         assert filler is not None
-        filler.along = True
+        filler.follows_drafts = True
 
     def bind(lane: Lane) -> None:
         number = rng.randrange(len(grammars))
@@ -221,13 +221,13 @@ def _ask(engine: EngineEnd, lanes: list[Lane], records: list[tuple[int, int, int
 
 def test_drafts_go_alone_where_a_chain_of_them_does_not_pay() -> None:
     filler = ToyFiller()
-    filler.along = False
+    filler.follows_drafts = False
     longer = Record(0, 1, 0, (), (5, 6), Stage.VERIFY, 0b111)
     single = longer._replace(need_rows=0b100, stage=1)
     assert not goes_together(filler, longer)
     assert goes_together(filler, single)
     assert goes_together(filler, longer._replace(drafts=(), need_rows=1))
-    filler.along = True
+    filler.follows_drafts = True
     assert goes_together(filler, longer)
     assert not goes_together(filler, longer._replace(stage=Stage.PROPOSE))
     assert not goes_together(None, longer)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grammar_service.backends import Chain, Filled, MatcherFailed, Rows
+from grammar_service.backends.backend import Chain, Filled, MatcherFailed, Rows
 from grammar_service.fill.matchers import Slot
 from grammar_service.fill.worker import Worker
 from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd

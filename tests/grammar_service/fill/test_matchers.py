@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grammar_service.backends import Rows
+from grammar_service.backends.backend import Rows
 from grammar_service.fill.matchers import Answer, Health, MatcherRejected, Slot, SlotTable
 from grammar_service.grammar.mask_rows import Classifier
 from shared_mem.grammar_end import Record
@@ -338,11 +338,11 @@ def test_a_library_that_fails_while_it_proposes_gets_a_matcher_anew() -> None:
 class DearMatcher(ToyMatcher):
     """Works for two milliseconds before it proposes."""
 
-    def forced(self, limit: int) -> tuple[int, ...]:
+    def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
         end_ns = time.thread_time_ns() + 2_000_000
         while time.thread_time_ns() < end_ns:
             pass
-        return super().forced(limit)
+        return super().jump_forward_tokens(limit)
 
 
 def test_a_matcher_that_works_long_for_a_proposal_is_asked_less() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from grammar_service.backends import Rows
+from grammar_service.backends.backend import Rows
 from grammar_service.fill.matchers import Slot
 from grammar_service.fill.worker import Worker
 from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd

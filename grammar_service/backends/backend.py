@@ -1,0 +1,191 @@
+"""The protocols between the sidecar and a matcher library: Backend, Compiled, Matcher and ChainFiller.
+
+A grammar has three forms:
+
+    Grammar (text)  --compile-->  artifact (bytes)  --load-->  Compiled  --matcher-->  Matcher
+
+`compile` runs in a worker process that can be killed. `load` runs in the sidecar; its result is immutable and shared.
+A matcher belongs to one slot and moves with the slot's tokens.
+
+Invariant: a part of a grammar that the library would not enforce is an error of `compile`. If the caller allows such
+parts, each of them travels inside the artifact as a warning. Every implementation passes the same conformance tests.
+Not responsible for: choosing and importing an implementation (see registry.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grammar_service.grammar.value import Grammar
+from shared_mem.chains import SpecialWords
+
+
+class MatcherFailed(Exception):
+    """The library reached one of its limits or a defect. This matcher must not be used again."""
+
+
+class Rows:
+    """The mask rows of one step: a 2-D view of memory that the caller owns and that must outlive this object.
+
+    `words` is int32 [N, S] with S >= W words, C-contiguous and writable. Row i begins at `address(i)`. A backend may
+    cache its own objects over the same memory in `handle` (xgrammar: tensors), so that it builds none for each row.
+    """
+
+    __slots__ = ("_base", "_stride", "handle", "words")
+
+    def __init__(self, words: NDArray[np.int32]) -> None:
+        if words.dtype != np.int32 or words.ndim != 2 or not words.flags.c_contiguous or not words.flags.writeable:
+            raise ValueError("words: must be int32 [N, S], C-contiguous and writable")
+        self.words = words
+        self._base = words.ctypes.data
+        self._stride = words.strides[0]
+        self.handle: Any = None
+
+    def address(self, index: int) -> int:
+        """Return the address of row `index`."""
+        return self._base + index * self._stride
+
+    def __repr__(self) -> str:
+        return f"<Rows {self.words.shape[0]} x {self.words.shape[1]} words>"
+
+
+class Matcher(Protocol):
+    """The state of one answer. Only one thread at a time may use a matcher."""
+
+    @property
+    def terminated(self) -> bool:
+        """Whether a stop token was accepted. Then no token may follow, and `fill` must not be called."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Advance over `token` and return True. Return False, without a change, if the token is illegal.
+
+        Raises MatcherFailed.
+        """
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` accepted tokens; stop tokens count too. Raises MatcherFailed."""
+        ...
+
+    def copy(self) -> Matcher:
+        """Return an independent matcher in the same state. A failure of one does not affect the other."""
+        ...
+
+    def fill(self, rows: Rows, index: int) -> None:
+        """Write the mask of the next token into row `index`: W words, whose bits beyond the vocabulary are 0.
+
+        A stop token is legal exactly when the answer is complete. No other special token is ever legal.
+        Raises MatcherFailed.
+        """
+        ...
+
+    def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
+        """Return at most `limit` tokens of the only text that may follow. The matcher does not move.
+
+        The text is certain, its tokenisation is likely: tokens at the end that later text might change are left out.
+        Must not be called after the end of the answer. Raises MatcherFailed.
+        """
+        ...
+
+    def num_jump_forward_bytes(self) -> int:
+        """Return the length of the only text that may follow, if the cost of a row grows with it; else return 0.
+
+        The call may take as long as two rows and holds the GIL, so only processes that compile may make it.
+        """
+        ...
+
+
+class Chain(NamedTuple):
+    """Consecutive mask rows of one matcher: the row at its state, and one row after each draft."""
+
+    matcher: Any
+    """A matcher of the filler's own library, in the state of the first row."""
+    row: int
+    """Index of the first row. The row after draft i has index `row + 1 + i`."""
+    drafts: list[int]
+    """Tokens between the rows. All of them are plain tokens (see `ChainFiller.all_plain`)."""
+
+
+class Filled(NamedTuple):
+    """The result of `ChainFiller.fill`; both lists have one entry for each chain."""
+
+    num_accepted: list[int]
+    """The number of drafts that the matcher has accepted and keeps; -1: the matcher failed and must not be used."""
+    accepting: list[bool]
+    """Whether the answer is complete at the first row. False if the library has written the stop tokens itself."""
+
+
+class ChainFiller(Protocol):
+    """Fills rows of many matchers in one call, on threads of its own and without the GIL. One for each backend.
+
+    Rows come as the library writes them. The caller must then apply `special` to them.
+    """
+
+    special: SpecialWords
+    follows_drafts: bool
+    """Whether `fill` is faster than single rows for chains with drafts too, and not only for chains without."""
+
+    def all_plain(self, tokens: Sequence[int]) -> bool:
+        """Return whether every token is in range and neither special nor a stop token."""
+        ...
+
+    def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
+        """Advance over plain tokens up to the first illegal one. Return how many. Raises MatcherFailed."""
+        ...
+
+    def fill(self, chains: Sequence[Chain], rows: NDArray[np.int32], threads: int) -> Filled:
+        """Write the rows of each chain, up to its first illegal draft, into int32 [N, W]. Later rows do not change.
+
+        Several threads may call `fill` at once with different matchers. A failed matcher raises nothing; see `Filled`.
+        """
+        ...
+
+
+def chain_filler_of(matcher: Matcher) -> ChainFiller | None:
+    """Return the chain filler of the matcher's backend, or None for a backend without one."""
+    found: ChainFiller | None = getattr(matcher, "filler", None)
+    return found
+
+
+class Compiled(Protocol):
+    """A grammar that is ready for use. It is immutable: any thread may make any number of matchers from it."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the caller should know about the grammar, one line each: parts that are not enforced, likely typos."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """An estimate of the memory that it holds."""
+        ...
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the start of an answer."""
+        ...
+
+
+class Backend(Protocol):
+    """A matcher library with a vocabulary."""
+
+    @property
+    def name(self) -> str:
+        """One of `registry.NAMES`."""
+        ...
+
+    def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
+        """Compile and return the artifact. May take long and much memory: call it in a process that can be killed.
+
+        A part that would not be enforced raises NotEnforced. With `allow_unenforced` the part is left out instead, and
+        `load` returns it among the warnings. Raises InvalidGrammar, NotEnforced, LimitExceeded, NotSupported.
+        """
+        ...
+
+    def load(self, grammar: Grammar, artifact: bytes) -> Compiled:
+        """Return the compiled form of an artifact that `compile` made of `grammar` with the same vocabulary."""
+        ...
