@@ -16,7 +16,7 @@ import torch
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.core.device_running import DeviceSlotWriter
-from gpu_engine.core.running import Running
+from gpu_engine.core.running import SequenceState
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.drafters.nets import Hidden
 from gpu_engine.model.loader import LoadedModel
@@ -70,7 +70,7 @@ class DevicePrefill:
         self.launches: Counter[tuple[int, int]] = Counter()
         """By (B, P), the warm-up's included."""
 
-    def __call__(self, chunks: tuple[Chunk[Running], ...]) -> None:
+    def __call__(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
         """Enqueue filling the caches with chunks of different sequences, which fit one of the shapes."""
         shape = self._shapes.of(len(chunks), max(chunk.end - chunk.start for chunk in chunks))
         assert shape is not None, f"{len(chunks)} chunks fit none of the shapes"

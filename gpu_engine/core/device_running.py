@@ -106,7 +106,7 @@ class DeviceSlotWriter(SlotWriter):
         for sequence in sequences:
             self.write_pages(sequence)
         return [
-            LaneInput(sequence.slot, sequence.slot_gen, sequence.grammar_state is not GrammarState.FREE)
+            LaneInput(sequence.slot, sequence.slot_gen, sequence.grammar_state is not GrammarState.UNCONSTRAINED)
             for sequence in sequences
         ]
 

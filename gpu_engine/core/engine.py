@@ -19,7 +19,7 @@ from gpu_engine.api.request import FinishReason, Request
 from gpu_engine.core.draft_masks import MaskPolicy
 from gpu_engine.core.executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
-from gpu_engine.core.running import Running, RunningSequence
+from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.stats import EngineStats
 from shared_mem.channel import EngineEnd
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 0.1
 """An idle engine wakes this often to say that it lives."""
-_PARKED_S = 0.001
+_DEFERRED_POLL_S = 0.001
 """With nothing else to do, deferred slots are looked at this often."""
 
 
@@ -73,7 +73,7 @@ class Engine:
             except Exception:
                 log.exception("a turn of the engine failed; every sequence ends")
                 self._end_every(error=InternalError("the engine failed in a step; see its log"))
-                self._loop.allocator.forget()  # whatever the step has written to the pages
+                self._loop.allocator.clear_index()  # whatever the step has written to the pages
                 busy = False
                 if self._device_is_lost():
                     break
@@ -132,7 +132,7 @@ class Engine:
             self._channel.heartbeat()
         try:
             if wait:
-                self._inbox.get(timeout=_PARKED_S if self._loop.grammar_slots.any_parked else _IDLE_S)()
+                self._inbox.get(timeout=_DEFERRED_POLL_S if self._loop.grammar_slots.any_deferred else _IDLE_S)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
@@ -162,7 +162,7 @@ class Engine:
                 raise LimitExceeded(f"{loop.live} sequences run or wait; max_queue_size = {config.max_queue_size}")
             loop.live += 1
             sequence: RunningSequence = RunningSequence(
-                Running(request), len(request.prompt_ids), request.grammar is not None
+                SequenceState(request), len(request.prompt_ids), request.grammar is not None
             )
             self._inbox.put(lambda: loop.admit(sequence))  # under the lock: what is admitted is heard before the close
 
@@ -222,8 +222,8 @@ class Engine:
         stats = dataclasses.replace(counted, finished=counted.finished.copy(), failed=counted.failed.copy())
         stats.running = len(self._loop.scheduler.running)
         stats.waiting = max(self._loop.live - stats.running, 0)
-        stats.cached_tokens = self._loop.scheduler.found_tokens
-        stats.pages_used, stats.pages_cached = self._loop.allocator.used, self._loop.allocator.kept
+        stats.cached_tokens = self._loop.scheduler.num_cached_tokens
+        stats.pages_used, stats.pages_cached = self._loop.allocator.num_used, self._loop.allocator.num_cached
         return stats
 
     @property

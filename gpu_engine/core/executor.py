@@ -19,7 +19,7 @@ from gpu_engine.core.device_prefill import DevicePrefill
 from gpu_engine.core.device_running import DeviceSlotWriter
 from gpu_engine.core.graph_runner import GraphRunner
 from gpu_engine.core.runner import StepRunner, SynchronousRunner
-from gpu_engine.core.running import Running, SlotWriter
+from gpu_engine.core.running import SequenceState, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.drafters.build import build_device_drafter, build_drafter
 from gpu_engine.model.loader import LoadedModel
@@ -47,7 +47,7 @@ class Executor:
     slot_writer: SlotWriter
     sync: Sync
     runner: StepRunner
-    prefill: Callable[[tuple[Chunk[Running], ...]], None]
+    prefill: Callable[[tuple[Chunk[SequenceState], ...]], None]
     """Fill the caches with these chunks of different sequences, which fit one of the configuration's shapes."""
     warm_up: Callable[[], None]
     """Run every shape once; capture. Before the first request, after `enter`."""
@@ -106,7 +106,7 @@ def _cpu_executor(
     drafter = build_drafter(config, model, sync, num_pages)
     program = StepProgram(model, model.allocate_pages(num_pages, config.page_size), sync, drafter)
 
-    def prefill(chunks: tuple[Chunk[Running], ...]) -> None:
+    def prefill(chunks: tuple[Chunk[SequenceState], ...]) -> None:
         for chunk in chunks:
             program.prefill(slot_writer.one(chunk.sequence), chunk.start, chunk.end)
 

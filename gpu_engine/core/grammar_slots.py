@@ -15,7 +15,7 @@ from typing import Protocol
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, LockstepError
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.core import crash_attribution as suspects
-from gpu_engine.core.running import Running, RunningSequence, SlotWriter
+from gpu_engine.core.running import RunningSequence, SequenceState, SlotWriter
 from gpu_engine.core.scheduler import GrammarState, Scheduler
 from gpu_engine.ops.stats import EngineStats
 from gpu_engine.step.sync import Sync
@@ -42,7 +42,7 @@ class GrammarSlots:
     def __init__(
         self,
         port: GrammarPort | None,
-        scheduler: Scheduler[Running],
+        scheduler: Scheduler[SequenceState],
         slot_writer: SlotWriter,
         sync: Sync,
         stats: EngineStats,
@@ -66,7 +66,7 @@ class GrammarSlots:
         """Ask for a matcher that stands behind the tokens emitted so far; without a sidecar, or its turn, it waits."""
         now = self._up and not suspects.must_wait(sequence, self._scheduler.running)
         sequence.grammar_state = GrammarState.OPENING if now else GrammarState.LOST
-        sequence.parked, sequence.payload.refusals, sequence.payload.deferred_s = False, 0, 0.0
+        sequence.deferred, sequence.payload.refusals, sequence.payload.deferred_s = False, 0, 0.0
         self._sync.forget(sequence.slot)
         if now and self._port is not None:
             suspects.opened(sequence)
@@ -91,7 +91,7 @@ class GrammarSlots:
             return  # the step asked a matcher that is gone: no row of it will come
         notes.deferred_s = time.monotonic() if moved else notes.deferred_s or time.monotonic()
         notes.deferred_seq, notes.moved = seq, moved
-        sequence.parked = not moved
+        sequence.deferred = not moved
         if self._in_step(sequence):
             return  # the step in flight tells
         came = self._late(sequence)
@@ -108,7 +108,7 @@ class GrammarSlots:
     def served(self, sequence: RunningSequence) -> None:
         """All rows that the seat's step needed were there."""
         self._gained(sequence)
-        sequence.payload.refusals, sequence.payload.deferred_s, sequence.parked = 0, 0.0, False
+        sequence.payload.refusals, sequence.payload.deferred_s, sequence.deferred = 0, 0.0, False
 
     def _gained(self, sequence: RunningSequence) -> None:
         suspects.gained(sequence)
@@ -128,7 +128,7 @@ class GrammarSlots:
                     sequence, error=GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s")
                 )
             elif (
-                sequence.parked
+                sequence.deferred
                 and not self._in_step(sequence)
                 and self._late(sequence) is None
                 and self._is_unread(sequence)
@@ -144,13 +144,13 @@ class GrammarSlots:
         """Look for the rows that a slot waits for; it is parked until all of them are there, or will never be."""
         notes = sequence.payload
         came = self._sync.late(notes.deferred_seq, sequence.slot, sequence.slot_gen, moved=notes.moved)
-        sequence.parked = came is None
+        sequence.deferred = came is None
         return came
 
     @property
-    def any_parked(self) -> bool:
+    def any_deferred(self) -> bool:
         """Some slot waits for rows that came too late."""
-        return any(sequence.parked for sequence in self._scheduler.running)
+        return any(sequence.deferred for sequence in self._scheduler.running)
 
     # -- news of the grammar process ---------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class GrammarSlots:
         ]
         self._found = suspects.died(self._awaited, self._bound)
         for sequence in guided:
-            sequence.grammar_state, sequence.parked = GrammarState.LOST, False
+            sequence.grammar_state, sequence.deferred = GrammarState.LOST, False
 
     def pardoned(self) -> None:
         """Somebody outside ended it: none of the guided sequences is to blame."""

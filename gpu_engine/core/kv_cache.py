@@ -1,8 +1,15 @@
-"""Which page of the KV cache belongs to whom: a free list of page numbers, counts of owners, and what is kept.
+"""Page accounting of the KV cache: free pages, owners of each page, and the index that finds pages by their tokens.
 
-One invariant: a page is free, or owned, by one sequence or by several that begin with the same tokens, or kept: nobody
-owns it, its tokens are known, and it is the next owner's who begins with them, or free when pages run out. Pure: no
-tensors, no I/O; the pages themselves are the model's. Not here: which tokens a page holds (`prefix_index.py`).
+A page is in exactly one of three states:
+
+    free     no owner, and its contents are unknown
+    used     one owner, or several sequences that begin with the same tokens
+    cached   no owner, but its tokens are indexed: `match_prefix` may give it an owner again, `grow` may evict it
+
+Invariant: every page number is in one state, and the owner count of a page equals the number of lists that hold it. A
+page that is indexed is never written again. Pure: no tensors, no I/O.
+
+Not responsible for: which sequence gets pages (see scheduler.py), the tensors of keys and values (see model/).
 """
 
 from __future__ import annotations
@@ -10,105 +17,183 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from gpu_engine.core.prefix_index import PrefixIndex
+_Key = tuple[int, tuple[int, ...]]
+"""(the page before this one, or _ROOT; the tokens of this page)."""
+_ROOT = -1
 
 
 class PageAllocator:
-    """Hands out pages of `page_size` tokens. Used by the engine thread alone."""
+    """Hands out pages of `page_size` tokens. Used by the engine thread alone; other threads may read the counts."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages - 1, -1, -1))
         self._owners = [0] * num_pages
-        self._known = PrefixIndex(page_size)
-        self._kept: OrderedDict[int, None] = OrderedDict()
-        """The next to be given up first. A page stands before its parent: it is given back before, and used less."""
+        self._index = PrefixIndex(page_size)
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """In the order of eviction, least recently freed first. A page comes before its parent in the index."""
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return how many pages hold `num_tokens`."""
+        """Return how many pages hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def grow(self, pages: list[int], num_tokens: int) -> bool:
-        """Append pages to `pages` until they hold `num_tokens`; False and no change when too few are free or kept."""
+        """Append pages to the caller's `pages` until they hold `num_tokens` tokens.
+
+        Cached pages are evicted when no page is free. Returns False, and changes nothing, when fewer pages are
+        available than are missing.
+        """
         missing = self.pages_for(num_tokens) - len(pages)
-        if missing > len(self._free) + len(self._kept):
+        if missing > self.num_available:
             return False
         for _ in range(missing):
-            page = self._free.pop() if self._free else self._give_up()
+            page = self._free.pop() if self._free else self._evict()
             self._owners[page] = 1
             pages.append(page)
         return True
 
-    def share(self, tokens: Sequence[int]) -> list[int]:
-        """Return the full pages that hold the first `tokens` already: the caller's, too, to read and to `free`."""
-        pages = self._known.find(tokens)
+    def match_prefix(self, tokens: Sequence[int]) -> list[int]:
+        """Return the full pages that already hold the first of `tokens`; the caller becomes an owner of each.
+
+        The caller reads these pages, never writes them, and gives them back with `free`.
+        """
+        pages = self._index.find(tokens)
         for page in pages:
             if not self._owners[page]:
-                del self._kept[page]
+                del self._cached[page]
             self._owners[page] += 1
         return pages
 
-    @property
-    def known(self) -> int:
-        """While this stands, `share` finds no more than before."""
-        return self._known.added
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0) -> int:
+        """Index the full pages among the caller's `pages`, which hold `tokens`; these pages are never written again.
 
-    @property
-    def left(self) -> int:
-        """Pages that `grow` may hand out."""
-        return len(self._free) + len(self._kept)
-
-    def remember(self, tokens: Sequence[int], pages: Sequence[int], noted: int = 0) -> int:
-        """Note that the caller's `pages` hold `tokens`, those in full pages for good: nobody writes there any more.
-
-        Of the first `noted` pages that was noted before; returned is how many it now is.
+        The first `num_indexed` pages are in the index already. Returns how many are in it afterwards.
         """
-        return self._known.add(tokens, pages, noted)
-
-    def forget(self) -> None:
-        """What the pages hold is not to be relied on: nobody is to find it. Not while two own the same page."""
-        self._known.clear()
-        # In this order: another thread that asks for `used` is never told less than none.
-        kept = list(self._kept)
-        self._kept.clear()
-        self._free.extend(kept)
+        return self._index.add(tokens, pages, num_indexed)
 
     def free(self, pages: list[int]) -> None:
-        """Take the pages back and empty the list."""
+        """Give up the caller's ownership of `pages` and empty the list. Indexed pages without an owner stay cached."""
         for page in reversed(pages):
             self._owners[page] -= 1
             if not self._owners[page]:
-                if page in self._known:
-                    self._kept[page] = None
+                if page in self._index:
+                    self._cached[page] = None
                 else:
                     self._free.append(page)
         pages.clear()
 
-    def _give_up(self) -> int:
-        page, _ = self._kept.popitem(last=False)
-        self._known.remove(page)
+    def clear_index(self) -> None:
+        """Forget what every page holds, after a failed step for example. Not while two sequences own the same page."""
+        self._index.clear()
+        # Cleared before the pages become free: another thread that reads `num_used` meanwhile never sees less than 0.
+        cached = list(self._cached)
+        self._cached.clear()
+        self._free.extend(cached)
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        self._index.remove(page)
         return page
 
     @property
-    def used(self) -> int:
-        """Pages that have an owner."""
-        return self.num_pages - len(self._free) - len(self._kept)
+    def index_version(self) -> int:
+        """Changes whenever a page is indexed; while it is unchanged, `match_prefix` finds no more than before."""
+        return self._index.version
 
     @property
-    def kept(self) -> int:
-        """Pages that have none, and whose tokens are known."""
-        return len(self._kept)
+    def num_available(self) -> int:
+        """Pages that `grow` can hand out: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that have an owner."""
+        return self.num_pages - self.num_available
+
+    @property
+    def num_cached(self) -> int:
+        """Pages without an owner whose tokens are indexed."""
+        return len(self._cached)
 
     def check_integrity(self, owned: list[list[int]]) -> None:
-        """Assert that every page is free, kept, or in the lists of as many owners as it has, and once in each."""
-        assert all(len(set(pages)) == len(pages) for pages in owned), "a page is in a sequence twice"
+        """Assert the invariant of this module; `owned` has the page list of every owner."""
+        assert all(len(set(pages)) == len(pages) for pages in owned), "a page is in one sequence twice"
         owners = Counter(page for pages in owned for page in pages)
         assert all(self._owners[page] == owners[page] for page in range(self.num_pages)), "an owner is not counted"
-        assert all(count == 1 or page in self._known for page, count in owners.items()), "a page has two owners"
-        pages = sorted([*self._free, *self._kept, *owners])
+        assert all(count == 1 or page in self._index for page, count in owners.items()), "a page has two owners"
+        pages = sorted([*self._free, *self._cached, *owners])
         assert pages == list(range(self.num_pages)), "a page is lost or has two owners"
-        assert all(page in self._known for page in self._kept), "a page is kept for nothing"
-        self._known.check_integrity()
+        assert all(page in self._index for page in self._cached), "a cached page is not indexed"
+        self._index.check_integrity()
 
     def __repr__(self) -> str:
-        return f"<PageAllocator {self.used}/{self.num_pages} pages of {self.page_size} used, {self.kept} kept>"
+        counts = f"{self.num_used}/{self.num_pages} pages of {self.page_size} used, {self.num_cached} cached"
+        return f"<PageAllocator {counts}>"
+
+
+class PrefixIndex:
+    """Finds full pages by the tokens of a sequence, from its first token on.
+
+    A trie of pages in one table, as vLLM's block hashes are, with the page before in place of its hash: tokens are
+    compared, not hashes of them. Invariant: an indexed page holds the keys and values of its tokens behind those of its
+    parent, and its parent is indexed, too. A page must therefore be removed before its parent.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+        self._pages: dict[_Key, int] = {}
+        self._keys: dict[int, _Key] = {}
+        self.version = 0
+        """Counts pages added; while it is unchanged, `find` returns no more pages than before."""
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """Return the longest run of indexed full pages that hold the first of `tokens`."""
+        found: list[int] = []
+        parent = _ROOT
+        for at in range(0, len(tokens) - self._size + 1, self._size):
+            page = self._pages.get((parent, tuple(tokens[at : at + self._size])))
+            if page is None:
+                break
+            found.append(page)
+            parent = page
+        return found
+
+    def add(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0) -> int:
+        """Index the full pages among `pages`, the first `num_indexed` of which are indexed; return how many then are.
+
+        Where another page with the same tokens is indexed already, that page keeps its entry and the rest of `pages` is
+        left out: their parent would be a page that their owner does not own.
+        """
+        parent = pages[num_indexed - 1] if num_indexed else _ROOT
+        for at in range(num_indexed, len(tokens) // self._size):
+            page, key = pages[at], (parent, tuple(tokens[at * self._size : (at + 1) * self._size]))
+            assert self._keys.get(page, key) == key, "a page was written again while it was indexed"
+            if self._pages.setdefault(key, page) != page:
+                return at
+            self._keys[page] = key
+            self.version += 1
+            parent = page
+        return max(num_indexed, len(tokens) // self._size)
+
+    def remove(self, page: int) -> None:
+        """Remove one page, none of whose children is indexed."""
+        del self._pages[self._keys.pop(page)]
+
+    def clear(self) -> None:
+        """Remove every page."""
+        self._pages.clear()
+        self._keys.clear()
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def check_integrity(self) -> None:
+        """Assert that both tables agree and that every parent is indexed."""
+        assert {page: key for key, page in self._pages.items()} == self._keys
+        assert all(parent == _ROOT or parent in self._keys for parent, _ in self._pages), "a parent was removed first"
+
+    def __repr__(self) -> str:
+        return f"<PrefixIndex {len(self)} pages of {self._size}>"

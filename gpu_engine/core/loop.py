@@ -21,7 +21,7 @@ from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.outputs import LaneOutcome
 from gpu_engine.core.runner import Ticket
-from gpu_engine.core.running import Running, RunningSequence
+from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import Chunk, Scheduler
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.stats import EngineStats
@@ -57,7 +57,7 @@ class EngineLoop:
         num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(-ahead // config.page_size)
         self.allocator = PageAllocator(num_pages, config.page_size)
         shapes = config.prefill_shapes
-        self.scheduler: Scheduler[Running] = Scheduler(
+        self.scheduler: Scheduler[SequenceState] = Scheduler(
             S,
             self.allocator,
             prefill_chunk=shapes.budget,
@@ -87,7 +87,7 @@ class EngineLoop:
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
             self._slot_lost(sequence)
-        for sequence in plan.running:
+        for sequence in plan.assigned:
             self._slot_assigned(sequence)
         if plan.prefill:
             self._prefill(plan.prefill)
@@ -112,13 +112,13 @@ class EngineLoop:
         self.stats.preemptions += 1
         self.grammar_slots.close(sequence)
 
-    def _prefill(self, chunks: tuple[Chunk[Running], ...]) -> None:
+    def _prefill(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
         self.executor.prefill(chunks)
         now_s = time.monotonic()
         for chunk in chunks:
             chunk.sequence.prefilled = chunk.end
             if chunk.end == chunk.sequence.prefill_end:
-                self.scheduler.keep(chunk.sequence)
+                self.scheduler.index_pages(chunk.sequence)
             telemetry = chunk.sequence.payload.request.telemetry
             if not telemetry.first_token_s:  # else it was preempted and prefills its answer, too
                 telemetry.prefilled_s = now_s
@@ -159,10 +159,10 @@ class EngineLoop:
         )  # the keys of every token but the last stand, rejected drafts are overwritten
         telemetry.steps += 1
         telemetry.mask_wait_ms += waited_ms if sequence.guided else 0.0
-        stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted, sequence.payload.forced)
+        stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted, sequence.payload.num_jump_forward)
         self.masks.lane(sequence.payload.masked, count)
         if outcome.num_jump_forward >= 0:
-            sequence.payload.forced = outcome.num_jump_forward
+            sequence.payload.num_jump_forward = outcome.num_jump_forward
         if count:
             # Who emitted has new drafts, drawn in this step; who did not keeps those that it has.
             drawn = self.config.drafts_by_net and sequence.guided and sequence.payload.request.num_draft_tokens > 0
@@ -173,8 +173,8 @@ class EngineLoop:
             if telemetry.first_token_s:
                 stats.token_gap_seconds.observe(now_s - telemetry.last_token_s)
             else:
-                telemetry.first_token_s, telemetry.cached_tokens = now_s, sequence.found
-                if sequence.found:  # else a prompt of one token has no prefill, and this no time
+                telemetry.first_token_s, telemetry.cached_tokens = now_s, sequence.num_cached_tokens
+                if sequence.num_cached_tokens:  # else a prompt of one token has no prefill, and this no time
                     telemetry.prefilled_s = telemetry.prefilled_s or telemetry.scheduled_s
             telemetry.last_token_s = now_s
         if outcome.finish is FinishReason.GRAMMAR_ERROR:
@@ -199,7 +199,7 @@ class EngineLoop:
         del self.sequences[request]
         with self.live_lock:
             self.live -= 1
-        self.scheduler.leave(sequence)
+        self.scheduler.remove(sequence)
         request.telemetry.finished_s = time.monotonic()
         if error is not None:
             self.stats.failed[status_of(error).name] += 1

@@ -16,7 +16,7 @@ from kernels.accept import pack_rules
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class SequenceState:
     """The engine's notes on one sequence: the payload of the scheduler's `Sequence`."""
 
     request: Request
@@ -42,7 +42,7 @@ class Running:
     """Grammar processes that ended while its matcher stood. This and the four before: suspects.py writes them."""
     bound: tuple[int, int] | None = None
     """(slot, slot_gen) that the sidecar was asked to open; to be closed."""
-    forced: int = 0
+    num_jump_forward: int = 0
     """Of the drafts that its next step verifies, so many come from the grammar."""
     masked: bool | None = None
     """Those drafts were held to the grammar, or drawn free; None: it has none, or masks do not matter to it."""
@@ -53,7 +53,7 @@ class Running:
         return f"{self.request.key} +{len(self.answer)}"
 
 
-RunningSequence = Sequence[Running]
+RunningSequence = Sequence[SequenceState]
 
 
 class SlotWriter:
@@ -102,7 +102,7 @@ class SlotWriter:
         p.seed_S[s] = sampling.seed - (1 << 64) if sampling.seed >= 1 << 63 else sampling.seed
         p.num_logprobs_S[s] = -1 if sampling.logprobs is None else sampling.logprobs
         p.rules_S[s] = rules.data_ptr()
-        sequence.payload.pages_written = sequence.payload.forced = 0
+        sequence.payload.pages_written = sequence.payload.num_jump_forward = 0
         sequence.payload.masked = None
 
     def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
@@ -137,7 +137,7 @@ class SlotWriter:
             self._write_pages(sequence)
         lane.slots_B[:B] = torch.tensor([sequence.slot for sequence in sequences], dtype=torch.int32)
         lane.slot_gens_B[:B] = torch.tensor([sequence.slot_gen for sequence in sequences], dtype=torch.int32)
-        guided = [sequence.grammar_state is not GrammarState.FREE for sequence in sequences]
+        guided = [sequence.grammar_state is not GrammarState.UNCONSTRAINED for sequence in sequences]
         lane.guided_B[:B] = torch.tensor(guided)
         return StepBatch(self.slot, lane, B, num_rows, any(guided), self._share(B))
 

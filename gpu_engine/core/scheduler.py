@@ -1,7 +1,10 @@
-"""Who runs next: seats sequences in slots, cuts prompts into prefill chunks, picks the decode batch, preempts.
+"""Decides each iteration: assigns slots, cuts prompts into prefill chunks, picks the decode batch, preempts.
 
-Decides and returns a `Plan`; the engine acts on it. First come, first served. One invariant: a seated sequence owns its
-pages and its (slot, slot_gen), and `leave` or `preempt` takes both back. Pure: no tensors, no clocks, no I/O.
+`Scheduler.plan` returns a `Plan`; the engine loop acts on it. First come, first served. Invariant: a running
+sequence owns its pages and its (slot, slot_gen); `remove` and `preempt` take both back. Pure: no tensors, no clocks, no
+I/O.
+
+Not responsible for: page accounting (see kv_cache.py), running what was planned (see loop.py).
 """
 
 from __future__ import annotations
@@ -19,50 +22,58 @@ Payload = TypeVar("Payload")
 
 
 class GrammarState(enum.Enum):
-    """Where a sequence stands with its grammar."""
+    """State of a sequence's matcher in the grammar process."""
 
-    FREE = enum.auto()  # no grammar
-    OPENING = enum.auto()  # the sidecar compiles or binds; prefill may go on
-    OPEN = enum.auto()  # its matcher stands; may decode
-    SILENT = enum.auto()  # its matcher stands, in a sidecar that shows no life; waits with its pages for a sign
-    LOST = enum.auto()  # the sidecar died; waits with its pages for the next one, or there for its turn (suspects.py)
+    UNCONSTRAINED = enum.auto()
+    """The sequence has no grammar."""
+    OPENING = enum.auto()
+    """The grammar process compiles or binds; the prefill goes on meanwhile."""
+    OPEN = enum.auto()
+    """The matcher is at the committed tokens; the sequence may decode."""
+    SILENT = enum.auto()
+    """The matcher exists, but its process shows no life: the sequence waits, with its pages, for a heartbeat."""
+    LOST = enum.auto()
+    """There is no matcher: the sequence waits, with its pages, for the next process, or in quarantine for its turn."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence(Generic[Payload]):
-    """Scheduling state of one request. The scheduler writes slot, slot_gen and pages; the engine the rest."""
+    """Scheduling state of one sequence. The scheduler writes slot, slot_gen and page fields; the engine the rest."""
 
     payload: Payload
     length: int
     """Tokens known: prompt plus answer."""
     guided: bool
-    grammar_state: GrammarState = GrammarState.FREE
+    """The sequence has a grammar."""
+    grammar_state: GrammarState = GrammarState.UNCONSTRAINED
     slot: int = -1
+    """-1 while the sequence waits in the queue."""
     slot_gen: int = 0
+    """Number of sequences that have held the slot, this one included."""
     pages: list[int] = field(default_factory=list)
     prefilled: int = 0
-    """Tokens whose keys and values are in the pages. Full pages of them are others', too, and not written again."""
-    found: int = 0
-    """Of those, in its seat: what was there before its first chunk."""
-    noted: int = 0
-    """Full pages whose tokens others may find."""
-    looked: int = -1
-    """`PageAllocator.known` when its beginning was last looked for."""
-    parked: bool = False
-    """Deferred by the sidecar: out of the batch until its answer is there."""
+    """Tokens whose keys and values are in the pages. Full pages of these may be shared, and are never rewritten."""
+    num_cached_tokens: int = 0
+    """Of `prefilled`, tokens that the prefix cache had when the sequence was given its slot."""
+    num_indexed_pages: int = 0
+    """Full pages, from the first on, that other sequences can find in the prefix cache."""
+    searched_version: int = -1
+    """`PageAllocator.index_version` at the last search of the prefix cache; -1: never searched."""
+    deferred: bool = False
+    """The grammar process deferred its rows: the sequence is out of the batch until they arrive."""
     order: int = 0
-    """Arrival; younger sequences are preempted first."""
+    """Number of arrival; the youngest sequence is preempted first."""
 
     @property
     def prefill_end(self) -> int:
-        """All but the last token: that one is the first input of the first step."""
+        """Tokens to prefill: all but the last, which is the first input of the first decode step."""
         return self.length - 1
 
     @property
     def decoding(self) -> bool:
-        """May be in a decode batch."""
-        ready = self.grammar_state in (GrammarState.FREE, GrammarState.OPEN)
-        return self.slot >= 0 and ready and not self.parked and self.prefilled >= self.prefill_end
+        """The sequence may be in a decode batch."""
+        ready = self.grammar_state in (GrammarState.UNCONSTRAINED, GrammarState.OPEN)
+        return self.slot >= 0 and ready and not self.deferred and self.prefilled >= self.prefill_end
 
     def __repr__(self) -> str:
         state = "waiting" if self.slot < 0 else f"slot {self.slot} gen {self.slot_gen} pages {len(self.pages)}"
@@ -71,7 +82,7 @@ class Sequence(Generic[Payload]):
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Generic[Payload]):
-    """Tokens [start, end) of a sequence to be prefilled now."""
+    """Tokens [start, end) of a sequence, to be prefilled in this iteration."""
 
     sequence: Sequence[Payload]
     start: int
@@ -80,24 +91,25 @@ class Chunk(Generic[Payload]):
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[Payload]):
-    """One turn of the engine loop, in this order."""
+    """One iteration of the engine loop; the loop acts on the fields in this order."""
 
     preempted: tuple[Sequence[Payload], ...]
-    """Lost their slot and pages; they are waiting again, at the front."""
-    running: tuple[Sequence[Payload], ...]
-    """Got a slot just now."""
+    """Sequences that lost their slot and pages; they are at the front of the waiting queue."""
+    assigned: tuple[Sequence[Payload], ...]
+    """Sequences that were given a slot in this iteration."""
     prefill: tuple[Chunk[Payload], ...]
-    """To be run in one forward; the oldest first."""
+    """Chunks to be run in one forward, the oldest sequence first."""
     decode: tuple[Sequence[Payload], ...]
+    """The batch of the decode step."""
 
     @property
     def idle(self) -> bool:
-        """Nothing to run."""
+        """There is nothing to run."""
         return not self.prefill and not self.decode
 
 
 class Scheduler(Generic[Payload]):
-    """Slots and waiting line. Used by the engine thread alone."""
+    """Slots and waiting queue. Used by the engine thread alone; other threads may read `running` and `waiting`."""
 
     def __init__(
         self,
@@ -111,9 +123,10 @@ class Scheduler(Generic[Payload]):
     ) -> None:
         """Args: see below.
 
-        lookahead: tokens beyond its length that a decode step may write (R).
-        shapes: what fits one prefill.
-        tokens_of: the tokens of a sequence, by which pages that were prefilled before are found; None: none are.
+        prefill_chunk: chunks end at multiples of this number of tokens.
+        lookahead: tokens beyond its length that the steps in flight may write for a sequence.
+        shapes: the padded shapes that one prefill forward may have.
+        tokens_of: returns the tokens of a sequence, by which the prefix cache is searched; None: no prefix cache.
         """
         self.allocator, self._shapes, self._tokens_of = allocator, shapes, tokens_of
         self._chunk, self._lookahead = prefill_chunk, lookahead
@@ -121,56 +134,60 @@ class Scheduler(Generic[Payload]):
         self._gens = [0] * num_slots
         self._waiting: deque[Sequence[Payload]] = deque()
         self._arrivals = 0
-        self._stuck: tuple[Sequence[Payload], int, int] | None = None
-        """The first in line did not fit, and (known, left) of the allocator then."""
-        self.found_tokens = 0
-        """Tokens that needed no prefill, all together."""
+        self._blocked: tuple[Sequence[Payload], int, int] | None = None
+        """The first waiting sequence that found too few pages, with the allocator's (index_version, num_available)."""
+        self.num_cached_tokens = 0
+        """Tokens of all sequences so far that the prefix cache had, so that they needed no prefill."""
 
     def add(self, sequence: Sequence[Payload]) -> None:
-        """Put a new sequence at the end of the line."""
+        """Append a new sequence to the waiting queue."""
         self._arrivals += 1
         sequence.order = self._arrivals
         self._waiting.append(sequence)
 
-    def leave(self, sequence: Sequence[Payload]) -> None:
-        """Forget a sequence, wherever it is; its slot and pages are free."""
+    def remove(self, sequence: Sequence[Payload]) -> None:
+        """Remove a sequence, running or waiting; its slot and pages are released."""
         if sequence.slot >= 0:
             self._release_slot(sequence)
         else:
             self._waiting.remove(sequence)
 
     def plan(self) -> Plan[Payload]:
-        """Decide one turn: make room for the decode batch, seat who fits, choose what to prefill."""
+        """Decide one iteration: find pages for the decode batch, assign free slots, choose chunks to prefill."""
         preempted = self._make_room()
-        running = () if preempted else self._assign_slots()
-        chunks = self._chunks()  # first: of a prompt that is found nothing may be left
+        assigned = () if preempted else self._assign_slots()
+        # Before the decode batch: the search of the prefix cache may leave nothing of a prompt to prefill.
+        chunks = self._chunks()
         decode = tuple(s for s in self.running if s.decoding)
-        return Plan(tuple(preempted), tuple(running), chunks, decode)
+        return Plan(tuple(preempted), tuple(assigned), chunks, decode)
 
-    def keep(self, sequence: Sequence[Payload]) -> None:
-        """Let others that begin with the same tokens use what is prefilled of a sequence, now and behind its end."""
-        if self._tokens_of is not None and sequence.prefilled // self.allocator.page_size > sequence.noted:
+    def index_pages(self, sequence: Sequence[Payload]) -> None:
+        """Put the full pages that are prefilled so far into the prefix cache, for sequences with the same beginning."""
+        if self._tokens_of is not None and sequence.prefilled // self.allocator.page_size > sequence.num_indexed_pages:
             tokens = self._tokens_of(sequence)[: sequence.prefilled]
-            sequence.noted = self.allocator.remember(tokens, sequence.pages, sequence.noted)
+            sequence.num_indexed_pages = self.allocator.insert(tokens, sequence.pages, sequence.num_indexed_pages)
 
     def preempt(self, sequence: Sequence[Payload]) -> None:
-        """Take the slot and the pages; the sequence waits at the front, to be prefilled again or to find them."""
+        """Take slot and pages of a sequence and put it at the front of the waiting queue.
+
+        With its next slot it is prefilled again, or finds its pages in the prefix cache.
+        """
         self._release_slot(sequence)
         sequence.prefilled = 0
         self._waiting.appendleft(sequence)
 
     def _chunks(self) -> tuple[Chunk[Payload], ...]:
-        """The next chunk of the oldest, then of everyone behind who fits beside those before.
+        """Return the next chunk of the oldest sequence, and of every younger one that fits beside the older ones.
 
-        Whether a sequence is in depends on older ones alone, so who is passed over is no later for it. Chunks end at
-        multiples of the chunk size: behind what was found of it, a prompt is cut the same way in company or not.
+        Whether a sequence is included depends on older ones alone, so one that is passed over is not delayed by younger
+        ones. Chunks end at multiples of the chunk size: a prompt is cut the same way alone and in company.
         """
         chosen: list[Chunk[Payload]] = []
         longest = 0
         for s in sorted((s for s in self.running if s.prefilled < s.prefill_end), key=lambda s: s.order):
             if chosen and self._shapes.of(len(chosen) + 1, longest) is None:
                 break
-            if self._find_more(s):
+            if self._search_again(s):
                 continue
             end = min(s.prefill_end, (s.prefilled // self._chunk + 1) * self._chunk)
             length = max(longest, end - s.prefilled)
@@ -180,6 +197,7 @@ class Scheduler(Generic[Payload]):
         return tuple(chosen)
 
     def _make_room(self) -> list[Sequence[Payload]]:
+        """Give every decoding sequence pages for its next step; preempt the youngest sequences while pages lack."""
         preempted: list[Sequence[Payload]] = []
         for sequence in sorted((s for s in self.running if s.decoding), key=lambda s: s.order):
             while sequence.slot >= 0 and not self.allocator.grow(sequence.pages, sequence.length + self._lookahead):
@@ -189,66 +207,68 @@ class Scheduler(Generic[Payload]):
         return preempted
 
     def _assign_slots(self) -> list[Sequence[Payload]]:
-        running: list[Sequence[Payload]] = []
+        """Move sequences from the head of the waiting queue into free slots while there are pages for the first one."""
+        assigned: list[Sequence[Payload]] = []
         free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
         for slot in free:
-            if not self._waiting or not self._fits(self._waiting[0]):
+            if not self._waiting or not self._allocate(self._waiting[0]):
                 break
             sequence = self._waiting.popleft()
             self._gens[slot] += 1
             sequence.slot, sequence.slot_gen = slot, self._gens[slot]
-            sequence.grammar_state = GrammarState.OPENING if sequence.guided else GrammarState.FREE
+            sequence.grammar_state = GrammarState.OPENING if sequence.guided else GrammarState.UNCONSTRAINED
             self._slots[slot] = sequence
-            running.append(sequence)
-        return running
+            assigned.append(sequence)
+        return assigned
 
-    def _fits(self, sequence: Sequence[Payload]) -> bool:
-        """Give a sequence its pages, those first that hold its beginning already; False and nothing: too few are free.
-
-        At least its last token is left, which is the first input of its first step.
-        """
-        state = (sequence, self.allocator.known, self.allocator.left)
-        if state == self._stuck:
+    def _allocate(self, sequence: Sequence[Payload]) -> bool:
+        """Give a waiting sequence its pages, cached ones first; False, and no pages, when too few are available."""
+        state = (sequence, self.allocator.index_version, self.allocator.num_available)
+        if state == self._blocked:
             return False
-        pages = self._share(sequence)
+        pages = self._match_prefix(sequence)
         if not self.allocator.grow(pages, sequence.length + self._lookahead):
             self.allocator.free(pages)
-            self._stuck = state
+            self._blocked = state
             return False
         sequence.pages = pages
-        self.found_tokens += sequence.found
+        self.num_cached_tokens += sequence.num_cached_tokens
         return True
 
-    def _share(self, sequence: Sequence[Payload]) -> list[int]:
-        """Return the pages that hold its beginning; it counts as prefilled."""
+    def _match_prefix(self, sequence: Sequence[Payload]) -> list[int]:
+        """Return the cached pages of the sequence's beginning, which counts as prefilled.
+
+        At least the last token is left over: it is the first input of the first decode step.
+        """
         if self._tokens_of is None:
             return []
-        found = self.allocator.share(self._tokens_of(sequence)[: sequence.prefill_end])
-        sequence.looked, sequence.noted = self.allocator.known, len(found)
-        sequence.prefilled = sequence.found = len(found) * self.allocator.page_size
-        return found
+        pages = self.allocator.match_prefix(self._tokens_of(sequence)[: sequence.prefill_end])
+        sequence.searched_version, sequence.num_indexed_pages = self.allocator.index_version, len(pages)
+        sequence.prefilled = sequence.num_cached_tokens = len(pages) * self.allocator.page_size
+        return pages
 
-    def _find_more(self, sequence: Sequence[Payload]) -> bool:
-        """Look again before its first chunk: who came with it may be prefilled by now. True: there is nothing left.
+    def _search_again(self, sequence: Sequence[Payload]) -> bool:
+        """Search the prefix cache once more before the first chunk; True when nothing is left to prefill.
 
-        Its own pages were not written, nor told to anybody.
+        A sequence that was admitted together with this one may have been prefilled since. The pages that are exchanged
+        were neither written nor indexed yet.
         """
-        begun = sequence.prefilled > sequence.found
-        if self._tokens_of is None or begun or sequence.looked == self.allocator.known:
+        begun = sequence.prefilled > sequence.num_cached_tokens
+        if self._tokens_of is None or begun or sequence.searched_version == self.allocator.index_version:
             return False
-        before = sequence.found
-        found = self._share(sequence)
-        given_back = sequence.pages[: len(found)]
-        sequence.pages[: len(found)] = found
-        self.allocator.free(given_back)
-        self.found_tokens += sequence.found - before
+        before = sequence.num_cached_tokens
+        matched = self._match_prefix(sequence)
+        exchanged = sequence.pages[: len(matched)]
+        sequence.pages[: len(matched)] = matched
+        self.allocator.free(exchanged)
+        self.num_cached_tokens += sequence.num_cached_tokens - before
         return sequence.prefilled == sequence.prefill_end
 
     def _release_slot(self, sequence: Sequence[Payload]) -> None:
-        slot, sequence.slot, sequence.parked = sequence.slot, -1, False
+        slot, sequence.slot, sequence.deferred = sequence.slot, -1, False
         self._slots[slot] = None
         try:
-            self.keep(sequence)
+            self.index_pages(sequence)
         finally:
             self.allocator.free(sequence.pages)
 
@@ -259,21 +279,20 @@ class Scheduler(Generic[Payload]):
 
     @property
     def waiting(self) -> list[Sequence[Payload]]:
-        """The line, first first."""
+        """The waiting queue, next sequence first."""
         return list(self._waiting)
 
     def sequence(self, slot: int, slot_gen: int) -> Sequence[Payload] | None:
-        """Return who holds (slot, slot_gen); None when that owner is gone."""
+        """Return the sequence that holds (slot, slot_gen); None when it has lost the slot."""
         holder = self._slots[slot]
         return holder if holder is not None and holder.slot_gen == slot_gen else None
 
     def check_integrity(self) -> None:
-        """Assert that every slot has one owner, and every page as many as begin with its tokens."""
+        """Assert that slots and pages are owned as the sequences say."""
         self.allocator.check_integrity([s.pages for s in self.running])
         assert all(s is None or s.slot == slot for slot, s in enumerate(self._slots))
         assert all(s.slot < 0 and not s.pages for s in self._waiting)
 
     def __repr__(self) -> str:
-        return (
-            f"<Scheduler seated={len(self.running)}/{len(self._slots)} waiting={len(self._waiting)} {self.allocator}>"
-        )
+        slots = f"running={len(self.running)}/{len(self._slots)}"
+        return f"<Scheduler {slots} waiting={len(self._waiting)} {self.allocator}>"

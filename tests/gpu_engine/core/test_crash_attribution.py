@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from gpu_engine.core import crash_attribution as suspects
-from gpu_engine.core.running import Running, RunningSequence
+from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import GrammarState
 from tests.gpu_engine.harness import ask, tokens
 
 
 def sequences(count: int) -> list[RunningSequence]:
     return [
-        RunningSequence(Running(ask(tokens(9, i), grammar="20").request), 9, guided=True, slot=i) for i in range(count)
+        RunningSequence(SequenceState(ask(tokens(9, i), grammar="20").request), 9, guided=True, slot=i)
+        for i in range(count)
     ]
 
 

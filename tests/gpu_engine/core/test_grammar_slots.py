@@ -6,7 +6,7 @@ from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.api.request import Request
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
-from gpu_engine.core.running import Running, RunningSequence
+from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import GrammarState, Scheduler
 from gpu_engine.ops.stats import EngineStats
 from gpu_engine.step.sync import NoSync
@@ -34,7 +34,7 @@ class Binds:
 
 
 def test_a_step_of_the_process_before_is_not_waited_for() -> None:
-    scheduler: Scheduler[Running] = Scheduler(
+    scheduler: Scheduler[SequenceState] = Scheduler(
         2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8, shapes=PrefillShapes(16, 1, 16)
     )
     # Its answers never come: they went with the process.
@@ -42,7 +42,7 @@ def test_a_step_of_the_process_before_is_not_waited_for() -> None:
         Port(), scheduler, Binds(), NoSync(), EngineStats(), lambda sequence: False, lambda sequence, **_: None
     )  # type: ignore[arg-type]
     request = ask(tokens(9, 1), grammar="20").request
-    sequence: RunningSequence = RunningSequence(Running(request), 9, guided=True)
+    sequence: RunningSequence = RunningSequence(SequenceState(request), 9, guided=True)
     scheduler.add(sequence)
     scheduler.plan()
     grammar_slots.open(sequence)

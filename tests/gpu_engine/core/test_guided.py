@@ -227,7 +227,7 @@ def test_every_answer_late_still_gives_the_same_tokens(
         def when_given_up(record: Record) -> None:
             def waiting() -> bool:
                 sequence = engine._loop.scheduler.sequence(record.slot, record.slot_gen)
-                return sequence is not None and not sequence.parked and record.stage == Stage.VERIFY
+                return sequence is not None and not sequence.deferred and record.stage == Stage.VERIFY
 
             until_false(waiting)
 
@@ -377,7 +377,7 @@ def test_a_slot_whose_record_was_overwritten_asks_again_once_it_is_sure_that_nob
         sidecar.withhold = trouble
         answer = MIX[0]()
         engine.submit(answer.request)
-        until_false(lambda: not any(sequence.parked for sequence in loop.scheduler.running) or bool(loop._in_flight))
+        until_false(lambda: not any(sequence.deferred for sequence in loop.scheduler.running) or bool(loop._in_flight))
         until_false(lambda: not frozen and len(sidecar.records) < channel.last_seq)
         # As the drafts of others would do it; the engine's own thread posts nothing now.
         others = channel.batch_arrays(1)
@@ -394,7 +394,7 @@ def test_a_slot_whose_record_was_overwritten_asks_again_once_it_is_sure_that_nob
         else:
             # Many turns of the engine, and a look at the slot in each.
             answer_all(engine, [ask(tokens(9, 9), max_tokens=40, ignore_eos=True, drafts=0)])
-            assert any(sequence.parked for sequence in loop.scheduler.running)
+            assert any(sequence.deferred for sequence in loop.scheduler.running)
             sidecar.withhold = lambda record: None
             sidecar.give()
         assert answer.wait().tokens == expected[0]

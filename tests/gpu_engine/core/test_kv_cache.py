@@ -23,7 +23,7 @@ def test_growth_is_all_or_nothing() -> None:
     assert theirs == []
     assert allocator.grow(theirs, 16)
     assert not set(mine) & set(theirs)
-    assert allocator.used == 4
+    assert allocator.num_used == 4
 
 
 def test_what_is_long_enough_does_not_grow_and_never_shrinks() -> None:
@@ -41,7 +41,7 @@ def test_freed_pages_come_back() -> None:
     assert allocator.grow(mine, 48)
     allocator.free(mine)
     assert mine == []
-    assert allocator.used == 0
+    assert allocator.num_used == 0
     assert allocator.grow(mine, 48)
     allocator.check_integrity([mine])
 
@@ -65,7 +65,7 @@ def test_any_sequence_of_growth_and_freeing_keeps_every_page(actions: list[tuple
         if num_tokens == 0:
             allocator.free(owners[owner])
         else:
-            fits = allocator.pages_for(num_tokens) - len(owners[owner]) <= 12 - allocator.used
+            fits = allocator.pages_for(num_tokens) - len(owners[owner]) <= 12 - allocator.num_used
             assert allocator.grow(owners[owner], num_tokens) == fits
             assert not fits or len(owners[owner]) * 16 >= num_tokens
         allocator.check_integrity(owners)
@@ -73,9 +73,9 @@ def test_any_sequence_of_growth_and_freeing_keeps_every_page(actions: list[tuple
 
 def grown(allocator: PageAllocator, tokens: list[int], length: int = 0) -> list[int]:
     """Return the pages of one that begins with `tokens`, which hold them."""
-    pages = allocator.share(tokens)
+    pages = allocator.match_prefix(tokens)
     assert allocator.grow(pages, max(length, len(tokens)))
-    allocator.remember(tokens, pages)
+    allocator.insert(tokens, pages)
     return pages
 
 
@@ -88,8 +88,8 @@ def test_who_begins_with_the_same_tokens_shares_full_pages_and_no_others() -> No
     other = grown(allocator, [1, 2, 3, 4, 0, 6, 7, 8])
     assert other[0] == first[0]
     assert other[1] not in first
-    assert allocator.share([2, 3, 4, 5]) == []
-    assert allocator.used == 5
+    assert allocator.match_prefix([2, 3, 4, 5]) == []
+    assert allocator.num_used == 5
     allocator.check_integrity([first, same, other])
 
 
@@ -100,12 +100,12 @@ def test_what_is_kept_is_found_until_pages_run_out_and_then_the_oldest_is_given_
     was_old, was_new = list(old), list(new)
     allocator.free(old)
     allocator.free(new)
-    assert (allocator.used, allocator.kept) == (0, 4)
+    assert (allocator.num_used, allocator.num_cached) == (0, 4)
     taken: list[int] = []
     assert allocator.grow(taken, 12)
     assert taken[2] == was_old[1], "two were free; of the older sequence the end goes first"
-    assert allocator.share([1, 1, 1, 1, 2, 2, 2, 2, 3]) == was_old[:1]
-    again = allocator.share([5, 5, 5, 5, 6, 6, 6, 6])
+    assert allocator.match_prefix([1, 1, 1, 1, 2, 2, 2, 2, 3]) == was_old[:1]
+    again = allocator.match_prefix([5, 5, 5, 5, 6, 6, 6, 6])
     assert again == was_new
     assert not allocator.grow(again, 12), "the others are in use"
     allocator.check_integrity([taken, was_old[:1], again])
@@ -116,11 +116,11 @@ def test_of_two_that_were_filled_at_once_one_is_known_and_nothing_hangs_on_the_o
     first, second = list[int](), list[int]()
     assert allocator.grow(first, 4)
     assert allocator.grow(second, 8)
-    allocator.remember([1, 2, 3, 4], first)
-    allocator.remember([1, 2, 3, 4, 5, 6, 7, 8], second)
-    assert allocator.share([1, 2, 3, 4, 5, 6, 7, 8]) == first
+    allocator.insert([1, 2, 3, 4], first)
+    allocator.insert([1, 2, 3, 4, 5, 6, 7, 8], second)
+    assert allocator.match_prefix([1, 2, 3, 4, 5, 6, 7, 8]) == first
     allocator.free(second)
-    assert allocator.kept == 0
+    assert allocator.num_cached == 0
     allocator.check_integrity([first, first])
 
 
@@ -128,9 +128,9 @@ def test_what_is_forgotten_is_not_found_and_not_lost() -> None:
     allocator = PageAllocator(4, 4)
     owned, gone = grown(allocator, [1, 2, 3, 4]), grown(allocator, [5, 6, 7, 8])
     allocator.free(gone)
-    allocator.forget()
-    assert allocator.share([1, 2, 3, 4]) == allocator.share([5, 6, 7, 8]) == []
-    assert (allocator.used, allocator.kept) == (1, 0)
+    allocator.clear_index()
+    assert allocator.match_prefix([1, 2, 3, 4]) == allocator.match_prefix([5, 6, 7, 8]) == []
+    assert (allocator.num_used, allocator.num_cached) == (1, 0)
     allocator.check_integrity([owned])
     allocator.free(owned)
     allocator.check_integrity([])
@@ -159,17 +159,17 @@ def test_whatever_is_shared_holds_what_it_should(actions: list[tuple[int, list[i
         if owners[owner]:
             allocator.free(owners[owner])
         elif tokens:
-            pages = allocator.share(tokens)
+            pages = allocator.match_prefix(tokens)
             for at, page in enumerate(pages):
                 assert written[page] == tuple(tokens[: 2 * at + 2]), "keys depend on all tokens before"
             shared = len(pages)
             if allocator.grow(pages, len(tokens) + more):
                 for at, page in enumerate(pages[shared:], shared):
                     written[page] = tuple(tokens[: 2 * at + 2])
-                allocator.remember(tokens, pages)
+                allocator.insert(tokens, pages)
                 owners[owner] = pages
             else:
                 allocator.free(pages)
         if more == 8 and not any(owners):
-            allocator.forget()
+            allocator.clear_index()
         allocator.check_integrity(owners)

@@ -70,10 +70,10 @@ def test_first_come_first_seated_in_the_lowest_slot() -> None:
     for name in "abc":
         machine.add(sequence(name))
     plan = machine.plan()
-    assert [(s.payload, s.slot, s.slot_gen) for s in plan.running] == [("a", 0, 1), ("b", 1, 1)]
+    assert [(s.payload, s.slot, s.slot_gen) for s in plan.assigned] == [("a", 0, 1), ("b", 1, 1)]
     assert names(machine.waiting) == ["c"]
-    machine.leave(plan.running[0])
-    (running,) = machine.plan().running
+    machine.remove(plan.assigned[0])
+    (running,) = machine.plan().assigned
     assert (running.payload, running.slot, running.slot_gen) == ("c", 0, 2)
 
 
@@ -81,7 +81,7 @@ def test_nobody_passes_the_first_in_line_even_if_he_alone_would_fit() -> None:
     machine = scheduler(num_slots=3, num_pages=4)
     for name, length in (("a", 28), ("long", 40), ("short", 5)):
         machine.add(sequence(name, length))
-    assert names(machine.plan().running) == ["a"]
+    assert names(machine.plan().assigned) == ["a"]
     assert names(machine.waiting) == ["long", "short"]
 
 
@@ -159,9 +159,9 @@ def test_a_guided_sequence_prefills_but_does_not_decode_before_its_matcher_stand
     assert machine.plan().idle
     guided.grammar_state = GrammarState.OPEN
     assert names(machine.plan().decode) == ["g"]
-    guided.parked = True
+    guided.deferred = True
     assert machine.plan().idle
-    guided.parked, guided.grammar_state = False, GrammarState.LOST
+    guided.deferred, guided.grammar_state = False, GrammarState.LOST
     assert machine.plan().idle
 
 
@@ -177,12 +177,12 @@ def test_pages_run_out_and_the_youngest_gives_way_then_comes_back_and_ends() -> 
         preempted += names(plan.preempted)
         for s in plan.preempted:
             assert (s.slot, s.pages, s.prefilled) == (-1, [], 0)
-        for s in plan.running:
+        for s in plan.assigned:
             gens[s.payload].append(s.slot_gen)
         act(machine, plan)
         for s in list(machine.running):
             if s.length >= 100:
-                machine.leave(s)
+                machine.remove(s)
                 ended.append(s.payload)
         if len(ended) == 3:
             break
@@ -190,7 +190,7 @@ def test_pages_run_out_and_the_youngest_gives_way_then_comes_back_and_ends() -> 
     assert preempted[0] == "c"
     assert "a" not in preempted
     assert len(gens["c"]) == 1 + preempted.count("c")
-    assert machine.allocator.used == 0
+    assert machine.allocator.num_used == 0
 
 
 def test_who_is_preempted_waits_before_those_who_never_ran() -> None:
@@ -201,7 +201,7 @@ def test_who_is_preempted_waits_before_those_who_never_ran() -> None:
     while not (plan := machine.plan()).preempted:
         act(machine, plan, emitted=ROWS)
     assert names(plan.preempted) == ["b"]
-    assert plan.running == ()
+    assert plan.assigned == ()
     assert names(machine.waiting) == ["b", "c"]
 
 
@@ -210,8 +210,8 @@ def test_several_victims_of_one_turn_keep_their_order() -> None:
     for name in "abcd":
         machine.add(sequence(name, 12))
     plan = machine.plan()
-    assert len(plan.running) == 4
-    (a, *_) = plan.running
+    assert len(plan.assigned) == 4
+    (a, *_) = plan.assigned
     while machine.plan().prefill:
         act(machine, machine.plan(), emitted=0)
     machine.allocator.grow(a.pages, 80)  # somebody took the rest
@@ -228,14 +228,14 @@ def test_leaving_from_the_line_and_from_a_seat() -> None:
     machine.add(a)
     machine.add(b)
     machine.plan()
-    machine.leave(b)
+    machine.remove(b)
     assert machine.waiting == []
     assert machine.sequence(0, 1) is a
-    machine.leave(a)
+    machine.remove(a)
     assert machine.sequence(0, 1) is None
-    assert machine.allocator.used == 0
+    assert machine.allocator.num_used == 0
     with pytest.raises(ValueError, match="deque"):
-        machine.leave(a)
+        machine.remove(a)
 
 
 def test_a_seat_is_known_by_its_generation() -> None:
@@ -243,12 +243,12 @@ def test_a_seat_is_known_by_its_generation() -> None:
     a, b = sequence("a"), sequence("b")
     machine.add(a)
     machine.plan()
-    machine.leave(a)
+    machine.remove(a)
     machine.add(b)
     machine.plan()
     assert machine.sequence(0, 1) is None
     assert machine.sequence(0, 2) is b
-    assert "seated=1/1" in repr(machine)
+    assert "running=1/1" in repr(machine)
     assert "slot 0 gen 2" in repr(b)
 
 
@@ -261,9 +261,9 @@ def test_a_prompt_that_begins_like_another_is_prefilled_from_where_they_part() -
         machine.add(sequence(name, len(said[name])))
     # Not before it is all there: what is prefilled at the same time is not shared.
     assert machine.plan().prefill[0].start == 0
-    machine.leave(machine.running[0])
+    machine.remove(machine.running[0])
     for name in ("same", "longer", "other"):
-        machine.leave(next(s for s in machine.running if s.payload == name))
+        machine.remove(next(s for s in machine.running if s.payload == name))
         machine.add(sequence(name, len(said[name])))
     assert prefills(machine) == [
         [("same", 64, 69)],
@@ -282,7 +282,7 @@ def test_of_a_whole_prompt_that_is_known_the_last_token_is_left_and_nothing_to_p
         prefilled = prefills(machine)
         (one,) = machine.plan().decode
         assert (one.prefilled, one.prefill_end) == (32, 32)
-        machine.leave(one)
+        machine.remove(one)
     assert prefilled == []
 
 
@@ -296,19 +296,19 @@ def test_who_comes_together_finds_what_the_first_of_them_prefilled() -> None:
         for chunk in plan.prefill:
             chunk.sequence.prefilled = chunk.end
             if chunk.end == chunk.sequence.prefill_end:
-                machine.keep(chunk.sequence)
+                machine.index_pages(chunk.sequence)
         machine.check_integrity()
     assert seen == [("a", 0, 32), ("a", 32, 64), ("a", 64, 69), ("longer", 64, 79)]
     assert sorted(names(plan.decode)) == ["a", "longer", "same"]
-    assert machine.found_tokens == 128
-    assert machine.allocator.used == 4 + 1 + 1 + 2, "four pages of all, and what each needs beyond"
+    assert machine.num_cached_tokens == 128
+    assert machine.allocator.num_used == 4 + 1 + 1 + 2, "four pages of all, and what each needs beyond"
 
 
 def test_a_page_whose_last_key_is_not_there_yet_is_nobodys() -> None:
     machine = scheduler(num_slots=1, tokens_of=lambda one: [1] * one.length)
     machine.add(sequence("a", 2 * PAGE))  # the key of its last token is its first step's
     prefills(machine)
-    machine.leave(machine.running[0])
+    machine.remove(machine.running[0])
     machine.add(sequence("b", 40))
     assert [chunk.start for chunk in machine.plan().prefill] == [PAGE]
 
@@ -329,8 +329,8 @@ def test_a_line_that_does_not_move_is_not_looked_through_again() -> None:
         assert names(machine.waiting) == ["b"]
         act(machine, machine.plan(), emitted=0)
     assert asked == []
-    machine.leave(machine.running[0])
-    assert names(machine.plan().running) == ["b"]
+    machine.remove(machine.running[0])
+    assert names(machine.plan().assigned) == ["b"]
 
 
 def test_who_was_preempted_finds_what_nobody_took() -> None:
@@ -342,9 +342,9 @@ def test_who_was_preempted_finds_what_nobody_took() -> None:
     act(machine, machine.plan(), emitted=20)
     act(machine, machine.plan())
     assert machine.waiting == [b]
-    machine.leave(a)
+    machine.remove(a)
     plan = machine.plan()
-    assert plan.running == (b,)
+    assert plan.assigned == (b,)
     assert b.prefilled == 48
     assert [(chunk.start, chunk.end) for chunk in plan.prefill] == [(48, 52)]
 
@@ -379,7 +379,7 @@ class Turns(RuleBasedStateMachine):
     @rule(gone=consumes(alive))
     def leave(self, gone: Sequence[str]) -> None:
         if gone.slot >= 0 or gone in self.machine.waiting:
-            self.machine.leave(gone)
+            self.machine.remove(gone)
         assert gone.slot == -1
         assert gone.pages == []
 
@@ -387,12 +387,12 @@ class Turns(RuleBasedStateMachine):
     def turn(self, emitted: int) -> None:
         line = names(self.machine.waiting)
         plan = self.machine.plan()
-        assert not (plan.preempted and plan.running)
-        assert names(plan.running) == line[: len(plan.running)]
-        for s in plan.running:
+        assert not (plan.preempted and plan.assigned)
+        assert names(plan.assigned) == line[: len(plan.assigned)]
+        for s in plan.assigned:
             assert s.slot_gen == self.gens.get(s.slot, 0) + 1
             self.gens[s.slot] = s.slot_gen
-            assert s.grammar_state is (GrammarState.OPENING if s.guided else GrammarState.FREE)
+            assert s.grammar_state is (GrammarState.OPENING if s.guided else GrammarState.UNCONSTRAINED)
         for s in plan.preempted:
             assert all(other.order < s.order for other in self.machine.running)
         for s in plan.decode:
@@ -407,14 +407,14 @@ class Turns(RuleBasedStateMachine):
             self.wrote(chunk.sequence, chunk.start, chunk.end)
             chunk.sequence.prefilled = chunk.end
             if chunk.end == chunk.sequence.prefill_end:
-                self.machine.keep(chunk.sequence)
+                self.machine.index_pages(chunk.sequence)
         for s in plan.decode:
             end = s.length + ROWS - 1
             s.length = min(s.length + emitted, MAX_LENGTH)
             self.wrote(s, s.prefilled, end)  # drafts, too, of which all but `emitted` - 1 are wrong
             s.prefilled = s.length - 1
             if s.length == MAX_LENGTH:
-                self.machine.leave(s)
+                self.machine.remove(s)
 
     def wrote(self, one: Sequence[str], start: int, end: int) -> None:
         """Hear that the keys of positions [start, end) are written."""
@@ -425,7 +425,7 @@ class Turns(RuleBasedStateMachine):
         one = data.draw(st.sampled_from(self.machine.running))
         if one.guided:
             one.grammar_state = data.draw(st.sampled_from([GrammarState.OPENING, GrammarState.OPEN, GrammarState.LOST]))
-            one.parked = one.grammar_state is GrammarState.OPEN and data.draw(st.booleans())
+            one.deferred = one.grammar_state is GrammarState.OPEN and data.draw(st.booleans())
 
     @invariant()
     def whole(self) -> None:
@@ -435,7 +435,7 @@ class Turns(RuleBasedStateMachine):
         """Nobody starves: when every grammar answers, all that is left ends."""
         for _ in range(2000):
             for s in self.machine.running:
-                s.grammar_state, s.parked = GrammarState.OPEN if s.guided else GrammarState.FREE, False
+                s.grammar_state, s.deferred = GrammarState.OPEN if s.guided else GrammarState.UNCONSTRAINED, False
             if not self.machine.running and not self.machine.waiting:
                 return
             self.turn(1)
