@@ -8,7 +8,7 @@ ARGS ?=
 
 PY := $(VENV)/bin/python
 PROTO_FILES := protos/engine/v1/engine.proto protos/grammar/v1/grammar.proto
-SOURCES := benchmarks gpu_engine grammar_service kernels protos shared_mem tests
+SOURCES := benchmarks gpu_engine grammar_service kernels protos service_runtime shared_mem tests
 # What is compiled at install time; a change installs again.
 NATIVE_FILES := $(wildcard shared_mem/native/* kernels/native/*)
 # Its dependencies are a plugin host that is not needed here, hence --no-deps.

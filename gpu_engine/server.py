@@ -38,8 +38,8 @@ from gpu_engine.ops.tracing import open_tracing
 from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.sidecar.supervisor import Sidecar
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
+from service_runtime.cores import usable_cores
 from shared_mem.channel import EngineEnd
-from shared_mem.cores import usable_cores
 from shared_mem.errors import VersionSkew
 
 log = logging.getLogger(__name__)

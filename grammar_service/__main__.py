@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
 
 from grammar_service.config import GRPC_SOCKET_NAME, read
-from grammar_service.logs import configure
+from service_runtime.logs import configure
 
 
 def main() -> None:
     """Run a sidecar in this process, or ask one for its health."""
     if sys.argv[1:2] == ["health"]:
         sys.exit(_ask_for_health(sys.argv[2:]))
-    config = read(sys.argv[1:], os.environ)
+    config, warnings = read(sys.argv[1:], os.environ)
     configure(config.log_level, config.log_format)
+    for warning in warnings:
+        logging.getLogger("grammar_service.config").warning("%s", warning)
     # Compile workers are forked and executed at once; gRPC's fork handlers are for children that go on with gRPC.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     # The worker thread must get the GIL soon, whatever the event loop or an import is doing.
@@ -33,7 +36,7 @@ def main() -> None:
 def _ask_for_health(arguments: list[str]) -> int:
     from grammar_service.health import check
 
-    path = Path(read(arguments, os.environ).dir) / GRPC_SOCKET_NAME
+    path = Path(read(arguments, os.environ)[0].dir) / GRPC_SOCKET_NAME
     status = check(path)
     print(f"{path}: {status}")
     return 0 if status == "SERVING" else 1

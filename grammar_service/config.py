@@ -1,30 +1,31 @@
-"""What a sidecar is told at its start: one frozen dataclass, validated once, never changed.
+"""The configuration of a grammar process: one frozen dataclass, validated once, never changed.
 
-Filled from flags, environment and TOML under the same names (see `read`). Not here: anything that a request can choose.
+Filled from flags, environment and TOML under the same names (see `read`).
+
+Not responsible for: how settings are found (service_runtime/settings.py), or anything that a request can choose.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from grammar_service.backends.registry import NAMES
 from grammar_service.compile.pool import CompileLimits
 from grammar_service.grammar.value import MAX_JSON_DEPTH
-from shared_mem.cores import usable_cores
+from service_runtime.cores import usable_cores
+from service_runtime.logs import FORMATS, LEVELS
+from service_runtime.settings import Sources, add_flags
 
 GRPC_SOCKET_NAME = "grammar.sock"
 """In the directory `dir`."""
 
 ENVIRONMENT_PREFIX = "LOCKSTEP_GRAMMAR_"
 MAX_RULE_DEPTH = 1024
-"""Chains up to here were walked by both libraries on the stack of a compile worker."""
+"""Both libraries were seen to follow chains of this length on the stack of a compile worker."""
 
-_TEACHES = """\
+_DESCRIPTION = """\
 The grammar process of Lockstep: it compiles grammars and fills token masks in shared memory for one engine at a time.
 
 An engine started with --grammar spawn starts and supervises one of these by itself. Start one by hand to run it in its
@@ -37,16 +38,12 @@ own container or under its own supervisor, and start the engine with --grammar c
 Both processes must see DIR; nothing else is shared (the segment travels as a file descriptor through a socket in it).
 """
 
-_CLOSING = f"""\
+_EPILOG = f"""\
 Every setting is also an environment variable ({ENVIRONMENT_PREFIX}COMPILE_TIMEOUT_S) and a key of the TOML file named
 with --config (compile_timeout_s, or the same under a table [grammar]). A flag beats the environment, which beats the
 file. Exit status: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 when a mask computation hangs and cannot be
 ended.
 """
-
-
-def _setting(default: Any, teaches: str) -> Any:
-    return field(default=default, metadata={"help": teaches})
 
 
 def _require(condition: bool, name: str, problem: str) -> None:
@@ -56,42 +53,51 @@ def _require(condition: bool, name: str, problem: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarConfig:
-    """One sidecar. The help text of each field says what it is, and in which unit."""
+    """Settings of the grammar process."""
 
-    dir: str = _setting("", "directory of grammar.sock and segment.sock; made with mode 0700 when missing; required")
-    backend: str = _setting("llguidance", "default library, llguidance or xgrammar; a request may name another one")
-    compile_timeout_s: float = _setting(5.0, "bound on one compilation; its process is killed at the end of it")
-    compile_workers: int = _setting(
-        0, "processes per backend that compile; they wait warm; 0: the usable cores but one, at most 4"
-    )
-    compile_priority: str = _setting(
-        "low", "of compile workers: low (niceness), or idle: they run when nobody else wants their core (SCHED_IDLE)"
-    )
-    compile_queue: int = _setting(
-        256, "compilations that may wait for a worker, beside those of accepted sequences; one more is refused"
-    )
-    compile_memory_mb: int = _setting(2048, "what one compile worker may allocate beyond its start, in MiB")
-    max_grammar_bytes: int = _setting(256 << 10, "longest grammar text, in bytes")
-    max_grammar_depth: int = _setting(128, "deepest nesting of brackets, groups and repetitions, in levels")
-    max_rule_depth: int = _setting(512, "longest chain of rules or $ref that lead to each other, in steps")
-    max_artifact_bytes: int = _setting(
-        64 << 20, "largest compiled grammar that a worker hands over, serialised, in bytes"
-    )
-    cache_bytes: int = _setting(256 << 20, "bound on the compiled grammars kept; the least recently used leaves first")
-    cache_dir: str = _setting(
-        "", "directory that keeps compiled grammars over restarts; made when missing; empty: none"
-    )
-    cache_dir_bytes: int = _setting(1 << 30, "bound on the files in cache_dir; the least recently used leaves first")
-    threads: int = _setting(
-        0, "slots that may be slow at once while others go on, and threads that fill rows; 0: half of the cores, 3 to 8"
-    )
-    row_deadline_ms: float = _setting(
-        2.0, "an answer that is not whole so long after it was begun goes out as it is, the rest follows"
-    )
-    spin_us: float = _setting(50.0, "how long to spin for the next step before sleeping; with a core to spare 1000000")
-    log_level: str = _setting("info", "debug, info, warning or error")
-    log_format: str = _setting("text", "text, or json: one object a line")
-    metrics_listen: str = _setting("", "host:port of Prometheus metrics over HTTP; empty: only the engine is asked")
+    dir: str = ""
+    """Directory of the sockets grammar.sock and segment.sock, created with mode 0700 if it is missing. Required."""
+    backend: str = "llguidance"
+    """Default grammar library, "llguidance" or "xgrammar"; a request may name another one."""
+    compile_timeout_s: float = 5.0
+    """Time limit of one compilation, in seconds; its worker process is killed when the limit is reached."""
+    compile_workers: int = 0
+    """Compile processes per backend, started ahead of need. 0: one fewer than the usable cores, at most 4."""
+    compile_priority: str = "low"
+    """Priority of the compile workers: "low" (a higher nice value), or "idle" (SCHED_IDLE: they run when no other
+    process needs their core)."""
+    compile_queue: int = 256
+    """Compilations that may wait for a worker, not counting those of running sequences; one more is refused."""
+    compile_memory_mb: int = 2048
+    """Memory that one compile worker may allocate after its start, in MiB."""
+    max_grammar_bytes: int = 256 << 10
+    """Longest grammar text, in bytes."""
+    max_grammar_depth: int = 128
+    """Deepest nesting of brackets, groups and repetitions, in levels."""
+    max_rule_depth: int = 512
+    """Longest chain of rules or $ref that refer to each other, in steps."""
+    max_artifact_bytes: int = 64 << 20
+    """Largest serialised compiled grammar that a worker may return, in bytes."""
+    cache_bytes: int = 256 << 20
+    """Size limit of the compiled grammars in memory, in bytes; the least recently used is evicted first."""
+    cache_dir: str = ""
+    """Directory that keeps compiled grammars across restarts, created if it is missing. Empty: none."""
+    cache_dir_bytes: int = 1 << 30
+    """Size limit of the files in cache_dir, in bytes; the least recently used is deleted first."""
+    threads: int = 0
+    """Threads that fill mask rows, and so the number of slots that may be slow at once without delaying the others.
+    0: half of the usable cores, at least 3 and at most 8."""
+    row_deadline_ms: float = 2.0
+    """Time limit of one answer to a step, in milliseconds; rows not filled by then follow in a later answer."""
+    spin_us: float = 50.0
+    """Time that the worker thread polls for the next step before it sleeps, in microseconds. With a core to spare:
+    1000000."""
+    log_level: str = "info"
+    """"debug", "info", "warning" or "error"."""
+    log_format: str = "text"
+    """"text", or "json": one object per line."""
+    metrics_listen: str = ""
+    """"host:port" on which to serve Prometheus metrics over HTTP. Empty: the engine alone can read them."""
 
     def __post_init__(self) -> None:
         _require(bool(self.dir), "dir", "is required")
@@ -113,8 +119,8 @@ class GrammarConfig:
         _require(0 <= self.threads <= 64, "threads", "must be in [0, 64]")
         _require(0.1 <= self.row_deadline_ms <= 10_000, "row_deadline_ms", "must be in [0.1, 10000]")
         _require(0 <= self.spin_us <= 1e6, "spin_us", "must be in [0, 1000000]")
-        _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", f"{self.log_level!r} is unknown")
-        _require(self.log_format in ("text", "json"), "log_format", f"{self.log_format!r} is not text or json")
+        _require(self.log_level in LEVELS, "log_level", f"{self.log_level!r} is unknown")
+        _require(self.log_format in FORMATS, "log_format", f"{self.log_format!r} is not text or json")
         host, colon, port = self.metrics_listen.rpartition(":")
         _require(
             not self.metrics_listen or bool(host and colon and port.isdecimal() and int(port) < 1 << 16),
@@ -144,61 +150,23 @@ class GrammarConfig:
         return self.threads or min(8, max(3, usable_cores() // 2))
 
 
-def read(arguments: Sequence[str], environment: Mapping[str, str]) -> GrammarConfig:
-    """Return the configuration from flags, environment and TOML.
+def read(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[GrammarConfig, list[str]]:
+    """Return the configuration from flags, environment and TOML, and a warning for each setting under an old name.
 
     Ends the process with status 2 and a message on a wrong setting, and with status 0 on --help.
     """
     parser = argparse.ArgumentParser(
         prog="python -m grammar_service",
         allow_abbrev=False,
-        description=_TEACHES,
-        epilog=_CLOSING,
+        usage="%(prog)s --dir DIR [settings]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file with any of these settings")
-    settings = dataclasses.fields(GrammarConfig)
-    for setting in settings:
-        shown = "" if setting.default == "" else f" (default: {setting.default})"
-        parser.add_argument(
-            "--" + setting.name.replace("_", "-"),
-            metavar=type(setting.default).__name__.upper(),
-            help=setting.metadata["help"] + shown,
-        )
-    flags = vars(parser.parse_args(arguments))
-    path = flags.pop("config") or environment.get(ENVIRONMENT_PREFIX + "CONFIG")
+    add_flags(parser, [GrammarConfig], ENVIRONMENT_PREFIX)
+    flags = parser.parse_args(arguments)
     try:
-        values: dict[str, Any] = _from_file(path, {s.name for s in settings}) if path else {}
-        for setting in settings:
-            name = setting.name
-            given = flags[name] if flags[name] is not None else environment.get(ENVIRONMENT_PREFIX + name.upper())
-            if given is not None:
-                values[name] = given
-            if name in values:
-                values[name] = _convert(name, values[name], type(setting.default))
-        return GrammarConfig(**values)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\nTry --help.\n")
-
-
-def _from_file(path: str, names: set[str]) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            document = tomllib.load(file)
+        sources = Sources(flags, environment, [GrammarConfig], prefix=ENVIRONMENT_PREFIX, table="grammar")
+        return sources.fill(GrammarConfig), sources.warnings
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    table = document.get("grammar", document)
-    unknown = sorted(set(table) - names)
-    if unknown:
-        raise ValueError(f"{path}: unknown setting {unknown[0]!r}")
-    return dict(table)
-
-
-def _convert(name: str, value: Any, kind: type) -> Any:
-    # A file's values have types of their own; a flag or a variable is always text.
-    if not isinstance(value, str) and not (type(value) is kind or (type(value) is int and kind is float)):
-        raise ValueError(f"{name}: {value!r} is not {kind.__name__}")
-    try:
-        return kind(value)
-    except ValueError:
-        raise ValueError(f"{name}: {value!r} is not {kind.__name__}") from None
+        parser.exit(2, f"{parser.prog}: {error}\nTry --help.\n")

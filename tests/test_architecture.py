@@ -16,7 +16,7 @@ import pytest
 from packaging.version import Version
 from transformers.utils import import_utils
 
-SOURCE_FOLDERS = ("gpu_engine", "grammar_service", "shared_mem", "kernels")
+SOURCE_FOLDERS = ("gpu_engine", "grammar_service", "service_runtime", "shared_mem", "kernels")
 PROTO_NAMES = ("engine", "grammar")
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 

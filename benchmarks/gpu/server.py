@@ -27,7 +27,6 @@ import torch
 from benchmarks.gpu.models import PREFIX, random_model, streamed_bytes
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.ports import GrammarPort
-from gpu_engine.api.settings import Sources, add_flags
 from gpu_engine.core.engine import Engine
 from gpu_engine.core.executor import Executor, build_executor, cuda_executor
 from gpu_engine.core.graph_runner import GraphRunner
@@ -35,6 +34,7 @@ from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.server import Parts, Progress, Server, serve
 from gpu_engine.step.stream import CudaGraph, CudaStream
 from kernels.cuda.nvrtc import check
+from service_runtime.settings import Sources, add_flags
 from shared_mem.channel import EngineEnd
 
 _DIE_WITH_PARENT = 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gpu_engine.api.prefill_shapes import LANES, PrefillShapes
 
@@ -30,6 +31,9 @@ def _is_host_port(address: str) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The model and the shape of its batches."""
+
+    RENAMED: ClassVar = {"forced_draft_tokens": "jump_forward_tokens", "draft_forced": "jump_forward"}
+    """Old names of settings, read for one version (service_runtime/settings.py)."""
 
     model: str = EMBEDDED_MODEL
     """A directory in Hugging Face's format, a GGUF file, or "embedded"."""

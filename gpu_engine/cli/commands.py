@@ -18,16 +18,18 @@ from typing import Any
 import grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.api.settings import Sources, add_flags
 from gpu_engine.cli import compile_command
 from gpu_engine.cli import health_probe as probe
 from gpu_engine.cli.client import Client
 from gpu_engine.cli.client_access import Access, access_of, add_access_flags
 from gpu_engine.cli.request_flags import add_request_flags, build_request, seconds
 from gpu_engine.cli.terminal import loading_progress, summary
-from gpu_engine.ops.logs import configure as configure_logs
-from gpu_engine.ops.logs import json_line
 from protos.engine.v1 import engine_pb2 as pb
+from service_runtime.logs import configure as configure_logs
+from service_runtime.logs import json_line
+from service_runtime.settings import Sources, add_flags
+
+log = logging.getLogger(__name__)
 
 OK, FAILED, USAGE, NOT_COMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
 INCOMPLETE = frozenset({pb.FINISH_REASON_ABORTED, pb.FINISH_REASON_GRAMMAR_INCOMPLETE, pb.FINISH_REASON_GRAMMAR_ERROR})
@@ -154,18 +156,23 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the examples as they are written."""
 
 
-def _configs(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+def _configure(flags: argparse.Namespace, default_level: str) -> tuple[EngineConfig, ServerConfig]:
+    """Return the settings, with logging set up as they say. Raises ValueError for a wrong setting."""
     sources = Sources(flags, os.environ, [EngineConfig, ServerConfig])
-    return sources.fill(EngineConfig), sources.fill(ServerConfig)
+    engine_config, server_config = sources.fill(EngineConfig), sources.fill(ServerConfig)
+    level = server_config.log_level or default_level
+    configure_logs(level, server_config.log_format, forwarded_logger="grammar_service")
+    for warning in sources.warnings:
+        log.warning("%s", warning)
+    return engine_config, server_config
 
 
 def _run_serve(flags: argparse.Namespace) -> int:
     try:
-        engine_config, server_config = _configs(flags)
+        engine_config, server_config = _configure(flags, "info")
     except ValueError as error:
         return _usage(error)
     as_json = server_config.log_format == "json"
-    configure_logs(server_config.log_level or "info", server_config.log_format)
     import uvloop
 
     from gpu_engine.front.listening import ServerError
@@ -190,10 +197,9 @@ def _run_serve(flags: argparse.Namespace) -> int:
 
 def _run_demo(flags: argparse.Namespace) -> int:
     try:
-        engine_config, server_config = _configs(flags)
+        engine_config, server_config = _configure(flags, "warning")
     except ValueError as error:
         return _usage(error)
-    configure_logs(server_config.log_level or "warning", server_config.log_format)
     from gpu_engine.cli.demo import run_demo
     from gpu_engine.front.listening import ServerError
 

@@ -23,7 +23,7 @@ from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.probe import ModelNotSupported, probe
 from gpu_engine.step.stream import load_kernels_eagerly
 from kernels.paged_attention import KVPages
-from shared_mem.cores import usable_cores
+from service_runtime.cores import usable_cores
 
 log = logging.getLogger(__name__)
 

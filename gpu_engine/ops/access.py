@@ -14,7 +14,7 @@ from typing import Any
 
 from gpu_engine.api.request import FinishReason, Request, Telemetry
 from gpu_engine.front.validation import Chat, Checked
-from gpu_engine.ops.logs import REQUEST_ID
+from service_runtime.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
 

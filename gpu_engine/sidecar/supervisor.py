@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpu_engine.api.config import ServerConfig
-from gpu_engine.ops.logs import level_of
 from gpu_engine.sidecar.child_process import ChildProcess
+from service_runtime.logs import level_of
 
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("grammar_service")

@@ -30,7 +30,7 @@ from grammar_service.fill.matchers import Slot, SlotTable
 from grammar_service.fill.tasks import Batch, Change, FillTask
 from grammar_service.grammar.mask_rows import Classifier
 from grammar_service.metrics import WorkerCounts
-from shared_mem.cores import usable_cores
+from service_runtime.cores import usable_cores
 from shared_mem.errors import RingOverrun
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind

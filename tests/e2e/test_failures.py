@@ -20,7 +20,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.cli.client import Client
 from gpu_engine.ops.core_split import CoreSplit
 from protos.engine.v1 import engine_pb2 as pb
-from shared_mem.cores import usable_cores
+from service_runtime.cores import usable_cores
 from tests.e2e.asking import ANSWER_TIMEOUT_S, chat, idle_stats
 from tests.e2e.conftest import RunningServer
 

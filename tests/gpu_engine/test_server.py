@@ -22,7 +22,7 @@ from gpu_engine.front.listening import ServerError
 from gpu_engine.ops.core_split import CoreSplit
 from gpu_engine.server import GUIDED, SERVICE, Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
-from shared_mem.cores import usable_cores
+from service_runtime.cores import usable_cores
 from shared_mem.handover import SOCKET_NAME, listen
 from tests.fakes import FakeEngine, FakeModel, Script, says
 from tests.waiting import eventually

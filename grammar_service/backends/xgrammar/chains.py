@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from grammar_service.backends.backend import Chain, Filled, MatcherFailed
 from grammar_service.grammar.vocabulary import Vocabulary
+from service_runtime.cores import usable_cores
 from shared_mem.chains import SpecialWords
-from shared_mem.cores import usable_cores
 
 CORES_FOR_DRAFTS = 8
 

@@ -285,7 +285,7 @@ def test_the_command_line_of_the_grammar_process() -> None:
 
 def test_compiled_grammars_are_kept_where_the_user_says_and_not_in_a_directory_of_others(tmp_path: Path) -> None:
     def kept(**settings: str) -> str:
-        return grammar_settings(grammar_command(ServerConfig(**settings), tmp_path)[3:], {}).cache_dir  # type: ignore[arg-type]
+        return grammar_settings(grammar_command(ServerConfig(**settings), tmp_path)[3:], {})[0].cache_dir  # type: ignore[arg-type]
 
     assert kept() == str(tmp_path / "compiled")
     assert kept(grammar_cache_dir="/var/kept", grammar_dir="/run/x") == "/var/kept"
@@ -295,4 +295,4 @@ def test_compiled_grammars_are_kept_where_the_user_says_and_not_in_a_directory_o
 def test_a_grammar_process_that_nothing_wakes_is_told_to_spin(tmp_path: Path) -> None:
     assert "--spin-us" not in grammar_command(ServerConfig(), tmp_path)
     command = grammar_command(ServerConfig(), tmp_path, must_spin=True)[3:]
-    assert grammar_settings(command, {}).spin_us == SPIN_ALWAYS_US > WAIT_S * 1e6, "longer than any one wait"
+    assert grammar_settings(command, {})[0].spin_us == SPIN_ALWAYS_US > WAIT_S * 1e6, "longer than any one wait"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared_mem.cores import usable_cores
+from service_runtime.cores import usable_cores
 
 
 def system(root: Path, groups: str, files: dict[str, str]) -> Path:

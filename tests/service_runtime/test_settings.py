@@ -1,21 +1,23 @@
-"""One name, four places, one precedence; and nothing that is written down twice."""
+"""One name per setting, four places with one precedence, and old names that still work."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.api.settings import SettingsError, Sources, add_flags, settings_of
+from service_runtime.settings import SettingsError, Sources, add_flags
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A config."""
+
+    RENAMED: ClassVar = {"number": "count"}
 
     name: str = "n"
     """What it is called: 100%."""
@@ -29,10 +31,17 @@ class Config:
     """Whether, or as the device likes it."""
 
 
-def resolve(arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
+def resolve_with_warnings(
+    arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> tuple[Config, list[str]]:
     parser = argparse.ArgumentParser()
     add_flags(parser, [Config])
-    return Sources(parser.parse_args(arguments), environ or {}, [Config]).fill(Config)
+    sources = Sources(parser.parse_args(arguments), environ or {}, [Config])
+    return sources.fill(Config), sources.warnings
+
+
+def resolve(arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:
+    return resolve_with_warnings(arguments, environ)[0]
 
 
 def toml(tmp_path: Path, text: str) -> str:
@@ -92,15 +101,6 @@ def test_a_missing_file_is_refused() -> None:
         resolve(["--config", "nowhere.toml"])
 
 
-@pytest.mark.parametrize("config_class", [EngineConfig, ServerConfig])
-def test_every_field_has_a_text_and_a_kind(config_class: type[EngineConfig | ServerConfig]) -> None:
-    settings = settings_of(config_class)
-    assert [setting.name for setting in settings] == [field.name for field in fields(config_class)]
-    for setting in settings:
-        assert setting.help
-        assert setting.default is None or type(setting.default) is setting.kind
-
-
 def test_help_shows_default_and_variable() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, [Config])
@@ -109,7 +109,42 @@ def test_help_shows_default_and_variable() -> None:
     assert "as the device likes it. (default: unset; env: LOCKSTEP_EAGER)" in text
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, 601.0])
-def test_what_a_spawned_sidecar_would_refuse_is_refused_here(timeout_s: float) -> None:
-    with pytest.raises(ValueError, match=r"compile_timeout_s: must be in \(0, 600\]"):
-        ServerConfig(compile_timeout_s=timeout_s)
+def test_a_renamed_setting_is_read_under_its_old_name_with_one_warning(tmp_path: Path) -> None:
+    file = toml(tmp_path, "number = 2")
+    for arguments, environ, place in (
+        (["--number", "2"], {}, "--number"),
+        ([], {"LOCKSTEP_NUMBER": "2"}, "LOCKSTEP_NUMBER"),
+        (["--config", file], {}, f"{file}: number"),
+    ):
+        config, warnings = resolve_with_warnings(arguments, environ)
+        assert config == Config(count=2)
+        (warning,) = warnings
+        assert warning.startswith(f"{place}: number is now called count;")
+    assert resolve_with_warnings(["--count", "2"]) == (Config(count=2), [])
+
+
+def test_a_setting_under_both_names_is_refused(tmp_path: Path) -> None:
+    file = toml(tmp_path, "number = 2")
+    for arguments, environ in (
+        (["--number", "2", "--count", "2"], {}),
+        (["--count", "2"], {"LOCKSTEP_NUMBER": "2"}),
+        (["--config", file], {"LOCKSTEP_COUNT": "2"}),
+    ):
+        with pytest.raises(SettingsError, match=r"number is the old name of count, which .* gives, too"):
+            resolve(arguments, environ)
+
+
+def test_help_does_not_show_old_names() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, [Config])
+    assert "--number" not in parser.format_help()
+
+
+def test_a_process_may_have_its_own_prefix_and_table(tmp_path: Path) -> None:
+    file = toml(tmp_path, "[own]\ncount = 2\n[other]\ncount = 3")
+    parser = argparse.ArgumentParser()
+    add_flags(parser, [Config], "OWN_")
+    environ = {"OWN_CONFIG": file, "OWN_NAME": "env", "LOCKSTEP_COUNT": "4"}
+    sources = Sources(parser.parse_args([]), environ, [Config], prefix="OWN_", table="own")
+    assert sources.fill(Config) == Config(count=2, name="env")
+    assert "env: OWN_COUNT" in " ".join(parser.format_help().split())

@@ -1,4 +1,4 @@
-"""The engine's log lines: their shape, whose request they are about, and what they never say."""
+"""Log lines of both processes: their two formats, their request ids, and the lines that one forwards."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 
-from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.cli.client import Client
-from gpu_engine.ops.logs import REQUEST_ID, ForwardedFormatter, JsonFormatter, RequestIdFilter, TextFormatter, level_of
-from gpu_engine.server import Parts, open_server
-from protos.engine.v1 import engine_pb2 as pb
-from tests.fakes import FakeEngine, FakeModel, says
+from service_runtime.logs import REQUEST_ID, ForwardedFormatter, JsonFormatter, RequestIdFilter, TextFormatter, level_of
 
 
 def record(message: str, *arguments: object, **fields: object) -> logging.LogRecord:
@@ -97,8 +90,8 @@ def test_a_forwarded_line_is_passed_on_and_a_traceback_becomes_an_object() -> No
 
 PROGRAM = """
 import logging, sys
-from gpu_engine.ops.logs import configure
-configure("info", sys.argv[1])
+from service_runtime.logs import configure
+configure("info", sys.argv[1], forwarded_logger="grammar_service")
 logging.getLogger("gpu_engine.x").info("ours")
 forwarded = logging.getLogger("grammar_service")
 forwarded.info("%s", '{"level": "info", "message": "theirs"}', extra={"formatted": True})
@@ -116,70 +109,3 @@ def test_a_whole_process_logs_in_one_format(root: Path, log_format: str) -> None
     else:
         assert lines[0].endswith(" INFO gpu_engine.x: ours")
         assert lines[1:] == ['{"level": "info", "message": "theirs"}', "Segmentation fault"]
-
-
-@pytest.fixture
-def access() -> Iterator[list[logging.LogRecord]]:
-    """What the access logger wrote."""
-    lines: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = lines.append  # type: ignore[method-assign]
-    handler.addFilter(RequestIdFilter())
-    logger = logging.getLogger("gpu_engine.ops.access")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
-    logger.setLevel(level)
-
-
-async def test_every_call_has_one_access_line_that_quotes_nothing(
-    tmp_path: Path, access: list[logging.LogRecord]
-) -> None:
-    parts = Parts(lambda config, progress: FakeModel(), lambda c, model, channel, grammar: FakeEngine(c, says("hush")))
-    config = ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none")
-    ask = pb.GenerateRequest(text="secret", request_id="r-1", sampling=pb.SamplingParams(n=2))
-    wrong = pb.GenerateRequest(text="secret", request_id="r-2", grammar=pb.Grammar(regex="secret"))
-    engine = EngineConfig(max_model_len=256)
-    async with open_server(engine, config, parts=parts) as server, Client(server.address) as client:
-        assert [response async for response in client.generate(ask)]
-        with pytest.raises(grpc.aio.AioRpcError):
-            await anext(client.generate(wrong))
-    lines = [json.loads(JsonFormatter().format(line)) for line in access]
-    assert [(line["message"], line["request_id"], line["status"]) for line in lines] == [
-        ("generate", "r-1", "OK"),
-        ("generate", "r-2", "FAILED_PRECONDITION"),
-    ]
-    assert (lines[0]["finish"], lines[0]["prompt_tokens"], lines[0]["completion_tokens"]) == ("STOP,STOP", 6, 10)
-    assert lines[0]["total_ms"] > 0
-    assert lines[1]["grammar"] == "regex"
-    assert not [line for line in map(str, lines) if "secret" in line or "hush" in line]
-
-
-async def test_a_refused_request_has_the_id_that_its_client_gave_it(
-    tmp_path: Path, access: list[logging.LogRecord]
-) -> None:
-    def build(config: EngineConfig, model: object, channel: object, grammar: object) -> FakeEngine:
-        return FakeEngine(config)
-
-    parts = Parts(lambda config, progress: FakeModel(), build)
-    config = ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none")
-    wrong = pb.SamplingParams(temperature=-1)
-    asks = [
-        pb.GenerateRequest(text="secret", request_id="mine", sampling=wrong),
-        pb.GenerateRequest(text="secret", sampling=wrong),
-        pb.GenerateRequest(text="secret", request_id="two\nlines", sampling=wrong),
-        pb.GenerateRequest(text="secret", request_id="x" * 129, sampling=wrong),
-        pb.GenerateRequest(text="secret", request_id="other", grammar=pb.Grammar(grammar_id="g-0")),
-    ]
-    async with (
-        open_server(EngineConfig(max_model_len=256), config, parts=parts) as server,
-        Client(server.address) as client,
-    ):
-        for ask in asks:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await anext(client.generate(ask))
-    lines = [json.loads(JsonFormatter().format(line)) for line in access]
-    assert [line.get("request_id") for line in lines] == ["mine", None, None, None, "other"]
-    assert [line["status"] for line in lines] == ["INVALID_ARGUMENT"] * 4 + ["FAILED_PRECONDITION"]

@@ -1,0 +1,215 @@
+"""Settings from four places under one name: flag, environment variable, TOML file, default. The first one given wins.
+
+The invariant: a setting is written down once, as a field of a config dataclass with its docstring. The flag, the
+environment variable, the TOML key and the help text are made from that field. A TOML key without a field is an error.
+
+A renamed setting is read under its old name for one version: a config class lists `RENAMED = {"old": "new"}`. The old
+flag, variable and key still work, each with one warning line that names both. A value under both names is an error.
+
+Not responsible for: the range of a value (the config class checks it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import textwrap
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+ENV_PREFIX = "LOCKSTEP_"
+
+_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+C = TypeVar("C")
+
+
+class SettingsError(ValueError):
+    """A setting is unknown, is given twice, or has a value of the wrong type; the message names it and its place."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of one config class."""
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    old_names: tuple[str, ...] = ()
+
+    def parse(self, text: str, where: str) -> Any:
+        """Return the value of a flag or an environment variable. Raises SettingsError that begins with `where`."""
+        try:
+            return _BOOLS[text.lower()] if self.kind is bool else self.kind(text)
+        except (ValueError, KeyError):
+            raise SettingsError(f"{where}: {text!r} is not {_article(self.kind)}") from None
+
+    def accept(self, value: Any, where: str) -> Any:
+        """Return a TOML value, checked. Raises SettingsError that begins with `where`."""
+        if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if type(value) is not self.kind:
+            raise SettingsError(f"{where}: {value!r} is not {_article(self.kind)}")
+        return value
+
+
+def settings_of(config_class: type[Any]) -> list[Setting]:
+    """Return the settings of a config dataclass, in order. Fields are str, int, float, bool or bool | None."""
+    docs = _field_docs(config_class)
+    kinds: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "bool | None": bool}
+    renamed: Mapping[str, str] = getattr(config_class, "RENAMED", {})
+    return [
+        Setting(
+            field.name,
+            kinds[str(field.type)],
+            field.default,
+            docs[field.name],
+            tuple(old for old, new in renamed.items() if new == field.name),
+        )
+        for field in dataclasses.fields(config_class)
+    ]
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting: `max_batch_size` -> `--max-batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str, prefix: str = ENV_PREFIX) -> str:
+    """Return the environment variable of a setting: `max_batch_size` -> `LOCKSTEP_MAX_BATCH_SIZE`."""
+    return prefix + name.upper()
+
+
+def add_flags(parser: argparse.ArgumentParser, config_classes: Sequence[type[Any]], prefix: str = ENV_PREFIX) -> None:
+    """Add `--config` and one flag per setting. A flag that is not given is None, so that the other places count."""
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"TOML file with settings by name (env: {prefix}CONFIG)", default=None
+    )
+    for config_class in config_classes:
+        title = (inspect.getdoc(config_class) or config_class.__name__).splitlines()[0].rstrip(".")
+        group = parser.add_argument_group(title)
+        for setting in settings_of(config_class):
+            shown = {"": "''", None: "unset"}.get(setting.default, setting.default)
+            text = f"{setting.help} (default: {shown}; env: {variable_of(setting.name, prefix)})".replace("%", "%%")
+            metavar = setting.kind.__name__.upper()
+            group.add_argument(flag_of(setting.name), metavar=metavar, default=None, help=text)
+            for old in setting.old_names:
+                group.add_argument(flag_of(old), default=None, help=argparse.SUPPRESS)
+
+
+class _Given(NamedTuple):
+    """A value, as one place gives it under one name."""
+
+    where: str
+    value: Any
+    is_text: bool
+    """A flag or an environment variable is text; a TOML value has a type."""
+
+
+class Sources:
+    """The places that give settings, read once: parsed flags, the environment, and a TOML file named by either."""
+
+    def __init__(
+        self,
+        flags: argparse.Namespace,
+        environ: Mapping[str, str],
+        config_classes: Sequence[type[Any]],
+        *,
+        prefix: str = ENV_PREFIX,
+        table: str | None = None,
+    ) -> None:
+        """Read the TOML file, if one is named.
+
+        Args:
+            flags: parsed by a parser with `add_flags` of the same classes.
+            environ: the environment variables.
+            config_classes: every class whose fields may be keys of the file.
+            prefix: of the environment variables.
+            table: the file's table of this name is read instead of the whole file, where it has one.
+
+        Raises SettingsError for a file that cannot be read or has a key that is no field of `config_classes`.
+        """
+        self._flags = flags
+        self._environ = environ
+        self._prefix = prefix
+        self._file = flags.config or environ.get(f"{prefix}CONFIG")
+        document = _read_toml(Path(self._file)) if self._file else {}
+        self._table = document.get(table, document) if table else document
+        self.warnings: list[str] = []
+        """One line per setting that `fill` read under an old name. The caller logs them once logging is set up."""
+        settings = [setting for config_class in config_classes for setting in settings_of(config_class)]
+        known = {name for setting in settings for name in (setting.name, *setting.old_names)}
+        if unknown := sorted(set(self._table) - known):
+            raise SettingsError(f"{self._file}: unknown setting {unknown[0]!r}")
+
+    def fill(self, config_class: type[C]) -> C:
+        """Return an instance. Raises SettingsError, or ValueError from the class for a value out of range."""
+        values: dict[str, Any] = {}
+        for setting in settings_of(config_class):
+            given = self._given(setting)
+            if given is not None:
+                check = setting.parse if given.is_text else setting.accept
+                values[setting.name] = check(given.value, given.where)
+        return config_class(**values)
+
+    def _given(self, setting: Setting) -> _Given | None:
+        """Return what the first place gives, under the setting's name or an old one."""
+        found = self._look_up(setting.name)
+        for old in setting.old_names:
+            under_old = self._look_up(old)
+            if under_old is None:
+                continue
+            if found is not None:
+                raise SettingsError(
+                    f"{under_old.where}: {old} is the old name of {setting.name}, "
+                    f"which {found.where} gives, too; keep {setting.name} alone"
+                )
+            found = under_old
+            self.warnings.append(
+                f"{under_old.where}: {old} is now called {setting.name}; the old name works in this version alone"
+            )
+        return found
+
+    def _look_up(self, name: str) -> _Given | None:
+        flag = getattr(self._flags, name, None)
+        if flag is not None:
+            return _Given(flag_of(name), flag, True)
+        variable = variable_of(name, self._prefix)
+        if variable in self._environ:
+            return _Given(variable, self._environ[variable], True)
+        if name in self._table:
+            return _Given(f"{self._file}: {name}", self._table[name], False)
+        return None
+
+    def __repr__(self) -> str:
+        return f"<Sources file={self._file} prefix={self._prefix}>"
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"--config: {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: {error}") from error
+
+
+def _field_docs(config_class: type[Any]) -> dict[str, str]:
+    """Return the docstring below each field in the source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = inspect.cleandoc(text)
+    return docs
+
+
+def _article(kind: type) -> str:
+    return {str: "a string", int: "an integer", float: "a number", bool: "true or false"}[kind]
