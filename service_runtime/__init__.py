@@ -1,4 +1,4 @@
-"""What both processes start with: settings, log lines, and the number of usable cores.
+"""What both processes share at run time: settings, log lines, usable cores, single flight.
 
-A leaf: it imports no other package of this project.
+Invariant: a leaf of the imports; nothing here imports another package of the project.
 """

@@ -21,7 +21,6 @@ from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
 from grammar_service.compile.loader import CompileLoader
 from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, CompilePool
-from grammar_service.compile.single_flight import Flights
 from grammar_service.completion.plan import ClosingPlan
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
@@ -35,11 +34,15 @@ from grammar_service.errors import (
 )
 from grammar_service.grammar.value import Grammar, Kind, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
+from service_runtime.single_flight import SingleFlight
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 """As a backend's name: the first that takes all of the grammar."""
+
+ABANDONED_S = 0.25
+"""Grace time of a compilation without a waiter: most end within it, and a killed worker costs the start of another."""
 
 MAX_CHOICES = 4096
 """Grammars whose backend, chosen by AUTO, is remembered."""
@@ -73,7 +76,7 @@ class Compiler:
         self._vocabulary = vocabulary
         self._pools: dict[str, CompilePool] = {}
         self._backends: dict[str, asyncio.Task[Backend]] = {}
-        self._flights: Flights[tuple[Entry, bool]] = Flights()
+        self._flights: SingleFlight[str, tuple[Entry, bool]] = SingleFlight(ABANDONED_S)
         self._accepted: set[str] = set()
         """Of those: somebody waits for it whose sequence was let in."""
         self._loader = CompileLoader()
@@ -197,7 +200,7 @@ class Compiler:
             self._accepted.add(key)
             if pool := self._pools.get(backend):  # what the disk has needs no worker
                 pool.hurry(key)
-        (entry, stored), joined = await self._flights.join(
+        (entry, stored), joined = await self._flights.run(
             key, lambda: self._fly(key, grammar, backend, allow_unenforced)
         )
         self.hits += joined or stored
