@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -70,7 +71,7 @@ class SingleFlight(Generic[Key, Result]):
         joined = flight is not None
         if flight is None:
             flight = self._flights[key] = Flight(key, self._spawn(start(), f"flight {key!r}"))
-            flight.task.add_done_callback(lambda task, flight=flight: self._finished(flight, task))
+            flight.task.add_done_callback(partial(self._finished, flight))
         self.retain(flight)
         return flight, joined
 
