@@ -1,1 +1,5 @@
-"""What the README's numbers come from: harnesses that print tables, and acceptance scripts that exit non-zero."""
+"""Benchmarks that print tables, and acceptance scripts that exit non-zero where a promise is broken.
+
+Rooms: `harness` (what all of them share), `speed`, `quality`, `faults`, `gpu`, `peers`. `python -m benchmarks --help`
+lists every harness.
+"""

@@ -1,38 +1,60 @@
-"""`python -m benchmarks [NAME] ...`: runs one of the harnesses; `serve` when no name is given."""
+"""`python -m benchmarks [NAME] ...`: runs one of the harnesses; `serve` when no name is given.
+
+Invariant: every harness is listed in `HARNESSES`, with the line that `--help` prints for it.
+Not responsible for: what a harness measures (see the module of that name).
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-ROOMS = {
-    "serve": "speed",
-    "schemas": "quality",
-    "lossless": "quality",
-    "token_ids": "quality",
-    "closing": "quality",
-    "maskbench": "quality",
-    "acceptance": "quality",
-    "fuzz_grammars": "faults",
-    "isolation": "faults",
-    "prefixes": "speed",
-    "bench_channel": "speed",
-    "bench_sidecar": "speed",
-    "bench_forward": "speed",
-    "bench_sync": "gpu",
-    "bench_graph": "gpu",
-    "bench_kernels": "gpu",
-    "bench_gpu": "gpu",
+DEFAULT = "serve"
+
+HARNESSES = {
+    "serve": ("speed", "tokens per second of this engine, transformers and vLLM on the same prompts"),
+    "builds": ("speed", "tokens per second of two builds of this engine, in turn"),
+    "prefixes": ("speed", "time to the first token with and without the prefix cache"),
+    "bench_forward": ("speed", "time of a forward with fused and with separate layers"),
+    "bench_channel": ("speed", "round trip of a step between two processes over shared memory"),
+    "bench_sidecar": ("speed", "time in which the grammar process answers a step"),
+    "lossless": ("quality", "token ids with speculation and without, alone and in a batch"),
+    "token_ids": ("quality", "token ids of this build, recorded or compared with a record"),
+    "acceptance": ("quality", "tokens per step of guided answers, by drafter"),
+    "schemas": ("quality", "validity of complete answers, judged by jsonschema"),
+    "closing": ("quality", "answers that end within max_tokens, and whether they are valid"),
+    "maskbench": ("quality", "masks of the backends on MaskBench's instances: time and correctness"),
+    "isolation": ("faults", "latency of steady streams under hostile grammars and kills of the grammar process"),
+    "fuzz_grammars": ("faults", "outcomes of mutated and random grammars of every kind"),
+    "bench_gpu": ("gpu", "every figure that needs a GPU, in sections"),
+    "bench_sync": ("gpu", "cost of a post and an await in each synchronisation mode"),
+    "bench_graph": ("gpu", "time of a captured step"),
+    "bench_kernels": ("gpu", "time of each kernel"),
 }
-"""Name of a harness -> the folder that it is in."""
+"""Name -> (folder of the module, what it measures)."""
+
+
+def usage() -> str:
+    """Return the text of `--help`: every harness with one line."""
+    lines = [f"usage: python -m benchmarks [NAME] [FLAGS]   (default: {DEFAULT}; NAME --help lists its flags)"]
+    for room in dict.fromkeys(room for room, _ in HARNESSES.values()):
+        lines.append(f"\n{room}:")
+        lines += [f"  {name:<14} {line}" for name, (each, line) in HARNESSES.items() if each == room]
+    return "\n".join(lines)
 
 
 def main() -> int:
-    """Dispatch on the first argument."""
+    """Run the harness that the first argument names."""
     arguments = sys.argv[1:]
-    name = arguments.pop(0) if arguments and arguments[0] in ROOMS else "serve"
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in HARNESSES:
+        print(f"python -m benchmarks: no harness is called {arguments[0]!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    name = arguments.pop(0) if arguments and arguments[0] in HARNESSES else DEFAULT
     sys.argv = [f"python -m benchmarks {name}", *arguments]
-    code = importlib.import_module(f"benchmarks.{ROOMS[name]}.{name}").main()
+    code = importlib.import_module(f"benchmarks.{HARNESSES[name][0]}.{name}").main()
     return int(code or 0)
 
 

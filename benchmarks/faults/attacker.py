@@ -1,11 +1,13 @@
 """An attack in a process of its own: `python -m benchmarks.faults.attacker NAME ADDRESS RATE`, until SIGTERM.
 
-Invariant: the streams that are watched share no event loop and no GIL with what is done to the server, so that a gap is
-the server's or the machine's. It prints its counts as JSON when it ends. Not here: what an attack does (`attacks`).
+Invariant: an attack shares no event loop and no GIL with the measured streams, so that a gap in a stream comes from the
+server or from the machine. The process prints its counts as JSON when it ends.
+Not responsible for: the requests of an attack (see attacks.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import signal
@@ -22,7 +24,7 @@ _REMOTE: dict[str, Callable[[float], Attack]] = {
 
 
 def elsewhere(name: str, per_second: float) -> Attack:
-    """Return the attack `name` ("flood", "hostile", "requests"), run by a process of its own."""
+    """Return the attack `name` ("flood", "hostile" or "requests"), to be run by a process of its own."""
     assert name in _REMOTE, name
 
     async def attack(target: Target, outcomes: Outcomes) -> None:
@@ -34,14 +36,14 @@ def elsewhere(name: str, per_second: float) -> Attack:
         finally:
             if process.returncode is None:
                 process.terminate()
-            told, _ = await process.communicate()
-            outcomes.update(json.loads(told or b"{}"))
+            printed, _ = await process.communicate()
+            outcomes.update(json.loads(printed or b"{}"))
 
     return attack
 
 
 async def run(name: str, address: str, per_second: float) -> Outcomes:
-    """Attack until SIGTERM; return what was done and answered."""
+    """Attack until SIGTERM; return the count of each outcome."""
     outcomes = Outcomes()
     task = asyncio.create_task(_REMOTE[name](per_second)(Target(address, None), outcomes), name="attack")
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -51,5 +53,17 @@ async def run(name: str, address: str, per_second: float) -> Outcomes:
     return outcomes
 
 
+def main() -> None:
+    """Attack until SIGTERM, then print the counts."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.faults.attacker", description="Attack a server until SIGTERM; print outcomes as JSON."
+    )
+    parser.add_argument("name", choices=sorted(_REMOTE))
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("rate", type=float, help="grammars or requests per second")
+    args = parser.parse_args()
+    print(json.dumps(asyncio.run(run(args.name, args.address, args.rate))))
+
+
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2], float(sys.argv[3])))))
+    main()

@@ -261,7 +261,8 @@ def main() -> int:
     options = ServerOptions(
         model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
         prefix_cache=False,
-        extra=("--device", args.device, "--stream-pace-ms", "0", "--grammar-max-failures", "0", *args.server_flag),
+        device=args.device,
+        extra=("--stream-pace-ms", "0", "--grammar-max-failures", "0", *args.server_flag),
     )  # fmt: skip
     try:
         with EngineServer(options) as server:

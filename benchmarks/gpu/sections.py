@@ -56,7 +56,7 @@ def _model(device: str, quick: bool) -> dict[str, str]:
 
 
 def _options(device: str, sync: str, *extra: str, **fields: Any) -> ServerOptions:
-    return ServerOptions(prefix_cache=False, extra=("--device", device, "--sync", sync, *extra), **fields)
+    return ServerOptions(prefix_cache=False, device=device, extra=("--sync", sync, *extra), **fields)
 
 
 def hostfunc(device: str, quick: bool) -> Found:

@@ -1,10 +1,12 @@
-"""The grammar process of bench_sync.py: answers every record at once, with its sequence number in every word.
+"""The grammar process of `bench_sync`: answers every record at once, with its sequence number in every word.
 
-Run as a process of its own; takes one engine and ends with it. Not here: any grammar.
+Invariant: the process serves one engine and ends when that engine closes its connection.
+Not responsible for: any grammar.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ from shared_mem.segment import Segment
 
 @contextmanager
 def attached(segment: Segment, spin_us: float) -> Iterator[subprocess.Popen[str]]:
-    """Start such a process, give it the segment, and end it."""
+    """Start the process, send it the segment, and end it with the context."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "s"
         command = [sys.executable, "-m", "benchmarks.gpu.sync_peer", str(path), str(spin_us)]
@@ -36,9 +38,13 @@ def attached(segment: Segment, spin_us: float) -> Iterator[subprocess.Popen[str]
                 peer.kill()
 
 
-def main(path: str, spin_us: str) -> None:
-    """Serve one engine at the socket `path`, spinning `spin_us` between its posts."""
-    with listen(path) as server:
+def main() -> None:
+    """Serve one engine until it closes its connection."""
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu.sync_peer", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("path", type=Path, help="unix socket to listen on")
+    parser.add_argument("spin_us", type=float, help="microseconds to spin for the next post before waiting")
+    args = parser.parse_args()
+    with listen(args.path) as server:
         print("listening", flush=True)
         connection, _ = server.accept()
     with connection:
@@ -46,7 +52,7 @@ def main(path: str, spin_us: str) -> None:
         rows, last = end.layout.num_rows, end.start_seq
         kinds = [int(RowKind.APPLY)] * rows
         while True:
-            newest = end.wait(last, timeout_s=0.05, spin_ns=int(float(spin_us) * 1e3))
+            newest = end.wait(last, timeout_s=0.05, spin_ns=int(args.spin_us * 1e3))
             if newest == last and hung_up(connection):
                 return
             for seq in range(last + 1, newest + 1):
@@ -58,4 +64,4 @@ def main(path: str, spin_us: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,6 +1,7 @@
-"""The engine as a subprocess: start with flags, wait until healthy, stop.
+"""The engine as a subprocess: start it with flags, wait until it is healthy, stop it.
 
-Invariant: the process that this starts is gone when the context ends, however it ends. Not here: requests (`client`).
+Invariant: the process has ended when the context ends, also after an error.
+Not responsible for: requests (see client.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,9 +25,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What the engine is started with; names and meanings are those of `python -m gpu_engine serve`."""
+    """Options of the engine; each has the name and the meaning of its flag of `python -m gpu_engine serve`."""
 
     model: str = "embedded"
+    device: str = "cpu"
     dtype: str = "bfloat16"
     num_threads: int = 2
     num_draft_tokens: int = 7
@@ -34,9 +36,9 @@ class ServerOptions:
     max_batch_size: int = 16
     grammar_backend: str = "llguidance"
     prefix_cache: bool = True
-    """False where the same prompts are asked again and again, and are to be paid for each time."""
+    """False in a benchmark that sends the same prompts repeatedly and measures each prefill."""
     extra: tuple[str, ...] = ()
-    """Further flags, passed on as they are."""
+    """Further flags, appended to the command line unchanged."""
 
     def argv(self, listen: str) -> list[str]:
         """Return the command line."""
@@ -44,6 +46,7 @@ class ServerOptions:
             sys.executable, "-m", "gpu_engine", "serve",
             "--model", self.model,
             "--listen", listen,
+            "--device", self.device,
             "--dtype", self.dtype,
             "--num-threads", str(self.num_threads),
             "--num-draft-tokens", str(self.num_draft_tokens),
@@ -67,10 +70,15 @@ def free_port() -> int:
 
 
 class EngineServer:
-    """Context manager around one engine process. `address` is where it listens."""
+    """Context manager around one engine process. `address` is where it listens.
 
-    def __init__(self, options: ServerOptions, ready_timeout_s: float = 180.0) -> None:
+    `checkout` is a folder with another build of the engine: the process runs there and imports that build's packages,
+    native libraries included. None runs the build that this module belongs to.
+    """
+
+    def __init__(self, options: ServerOptions, ready_timeout_s: float = 180.0, checkout: Path | None = None) -> None:
         self.options = options
+        self.checkout = checkout
         self.address = f"127.0.0.1:{free_port()}"
         self.argv: Sequence[str] = options.argv(self.address)
         self._ready_timeout_s = ready_timeout_s
@@ -84,8 +92,18 @@ class EngineServer:
         return f"<EngineServer {self.address} {state} log={self.log}>"
 
     def __enter__(self) -> EngineServer:
+        environment = dict(os.environ)
+        if self.checkout is not None:
+            environment["PYTHONPATH"] = str(self.checkout)
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(self.argv, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            self._process = subprocess.Popen(
+                self.argv,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=self.checkout,
+                env=environment,
+            )
         try:
             self._await_healthy()
         except BaseException:
@@ -135,13 +153,20 @@ class EngineServer:
 
 
 @contextmanager
-def engine_address(address: str | None, options: ServerOptions) -> Iterator[str]:
-    """Yield `address` when given, else the address of an engine started with `options` for as long as this lasts."""
-    if address is not None:
-        yield address
-        return
-    with EngineServer(options) as server:
+def start_engine(options: ServerOptions, checkout: Path | None = None) -> Iterator[str]:
+    """Run an engine until the context ends; yield its address. `checkout` as for `EngineServer`.
+
+    Raises:
+        ServerFailed: the engine did not become healthy.
+
+    """
+    with EngineServer(options, checkout=checkout) as server:
         yield server.address
+
+
+def engine_address(address: str | None, options: ServerOptions) -> AbstractContextManager[str]:
+    """Yield `address` when given, else the address of an engine started with `options` until the context ends."""
+    return start_engine(options) if address is None else nullcontext(address)
 
 
 def _serving(health: health_pb2_grpc.HealthStub) -> bool:

@@ -1,0 +1,1 @@
+"""Other serving systems on the same prompts: transformers in this process, vLLM in an environment of its own."""

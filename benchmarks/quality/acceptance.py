@@ -175,7 +175,7 @@ def run(args: argparse.Namespace, variants: Sequence[Variant], drafts: Sequence[
             model=args.model, dtype=args.dtype, num_threads=args.threads, grammar_backend=args.grammar_backend,
             prefix_cache=False,
             drafter=variant.drafter, num_draft_tokens=max(drafts), max_batch_size=4,
-            extra=("--device", args.device, *variant.flags),
+            device=args.device, extra=variant.flags,
         )  # fmt: skip
         with EngineServer(options) as server:
             for k in [0, *drafts] if number_ == 0 else drafts:

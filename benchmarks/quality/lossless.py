@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_batch_size=max(16, args.batch),
         grammar_backend=args.grammar_backend,
         prefix_cache=False,
-        extra=() if args.device == "cpu" else ("--device", args.device),
+        device=args.device,
     )
     peer = None
     prompts: list[Prompt] = []

@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_draft_tokens=args.k,
         max_batch_size=max(16, args.concurrency),
         grammar_backend=args.grammar_backend,
-        extra=() if args.device == "cpu" else ("--device", args.device),
+        device=args.device,
     )
     judge = Judge(formats=args.formats)
     strict = Judge(formats=True)

@@ -12,7 +12,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
 from benchmarks.harness.comparison import first_difference
 from benchmarks.harness.measure import Answer
-from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
+from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress
 from benchmarks.harness.workloads import workload
 from benchmarks.quality.lossless import make_cases
@@ -28,6 +29,9 @@ from protos.engine.v1 import engine_pb2 as pb
 
 Ids = dict[str, dict[str, dict[str, Any]]]
 """Variant -> name of the answer -> {"ids": [...], "finish": "..."}."""
+
+Start = Callable[[ServerOptions], AbstractContextManager[str]]
+"""Starts an engine; yields its address."""
 
 EXAMPLES = """
 examples:
@@ -105,6 +109,8 @@ def differences(recorded: Mapping[str, Mapping[str, Any]], now: Mapping[str, Map
 def report(recorded: Ids, now: Ids) -> int:
     """Print a line for each variant and each difference; return the number of differences.
 
+    A variant of the record that this run left out is named and not counted: `--dtypes` and `--drafts` choose variants.
+
     bfloat16 rounds by the number of rows in a forward, and which sequences meet in a batch is a matter of time. Such a
     variant differs from itself between two runs of one build, so its differences are printed and not counted.
     """
@@ -117,6 +123,9 @@ def report(recorded: Ids, now: Ids) -> int:
         for line in lines if exact else ():
             print(f"  differs: {line}")
         counted += len(lines) if exact else 0
+    for variant in recorded:
+        if variant not in now:
+            print(f"not run: {variant}")
     return counted
 
 
@@ -142,7 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
     """Run the build; returns the exit code."""
     args = build_parser().parse_args(argv)
     ids: Ids = {}
@@ -156,8 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 grammar_backend=args.grammar_backend,
                 prefix_cache=False,
             )
-            with EngineServer(options) as server:
-                ids |= asyncio.run(run_build(server.address, dtype, args))
+            with start(options) as address:
+                ids |= asyncio.run(run_build(address, dtype, args))
     except (ServerFailed, CallRefused) as failure:
         print(f"cannot run: {failure}", file=sys.stderr)
         return 2

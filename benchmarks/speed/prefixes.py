@@ -150,9 +150,7 @@ def main() -> int:
     add("--conversations", type=int, default=4, help="conversations of three turns (default 4)")
     add("--max-tokens", type=int, default=48, help="tokens of an answer (default 48)")
     args = parser.parse_args()
-    options = ServerOptions(
-        model=args.model, dtype=args.dtype, num_threads=args.threads, extra=("--device", args.device)
-    )
+    options = ServerOptions(model=args.model, dtype=args.dtype, num_threads=args.threads, device=args.device)
     try:
         with EngineServer(replace(options, prefix_cache=False)) as without, EngineServer(options) as with_cache:
             findings = asyncio.run(measure((without.address, with_cache.address), args))

@@ -123,7 +123,7 @@ def start_systems(
         max_batch_size=batch,
         grammar_backend=args.grammar_backend,
         prefix_cache=False,
-        extra=() if args.device == "cpu" else ("--device", args.device),
+        device=args.device,
     )
 
     def vllm(ngram: int) -> System:

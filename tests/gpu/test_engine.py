@@ -234,8 +234,8 @@ def test_a_step_whose_rows_never_come_drains_and_the_answers_go_on(
 
 @pytest.mark.parametrize("sync", SYNCS)
 async def test_a_grammar_process_killed_in_mid_answer_costs_nobody_a_token(models: Models, sync: str) -> None:
-    flags = ("--device", "cuda", "--sync", sync, "--max-model-len", "512")
-    options = ServerOptions(model=models.cpu.name, dtype="float32", num_draft_tokens=3, extra=flags)
+    flags = ("--sync", sync, "--max-model-len", "512")
+    options = ServerOptions(model=models.cpu.name, device="cuda", dtype="float32", num_draft_tokens=3, extra=flags)
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[65, 66, 67]),
         grammar=pb.Grammar(regex="[a-z]{400}"),

@@ -1,0 +1,317 @@
+"""`python -m benchmarks builds`: tokens per second of two builds (two checkouts), in turn in one run.
+
+Invariant: in every round both builds answer the same prompts with the same options, each from a server process that was
+started from its own checkout; the build that comes first alternates. Only figures of the same round are divided.
+Not responsible for: the equality of token ids between builds with drafts and in batches (see quality/token_ids.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from benchmarks.harness.client import Call, CallRefused, EngineClient, make_call
+from benchmarks.harness.measure import Run
+from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
+from benchmarks.harness.tables import Progress, number, table
+from benchmarks.harness.workloads import WORKLOADS, Item, workload
+from protos.engine.v1 import engine_pb2 as pb
+
+EXAMPLES = """
+examples:
+  python -m benchmarks builds --old ../lockstep-0.2.0                     three rounds at 1 and at 8
+  python -m benchmarks builds --old DIR --rounds 1 --count 2 --max-tokens 16          does it run at all?
+  python -m benchmarks builds --old DIR --old-flags='--forced-tokens 15' --new-flags='--jump-forward-tokens 15'
+  python -m benchmarks builds --old DIR --at-least 0.98                   exit 1 where a median ratio is below 0.98
+
+Build the native libraries of each checkout first: python setup.py build_ext --inplace
+
+reading the table:
+  tok/s   generated tokens / wall time, the median of the rounds
+  ratio   tok/s of the new build / tok/s of the old build in the same round
+  equal   answers with the same token ids in both builds (in bfloat16, ids of a batch depend on timing)
+"""
+
+ALL = "all"
+"""Name of the row that sums up every workload."""
+
+Cell = tuple[str, int]
+"""(workload, concurrency)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One build and how its server is started."""
+
+    name: str
+    """"old" or "new"."""
+    checkout: Path
+    options: ServerOptions
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The passes of both builds over one cell, one pair for each round."""
+
+    pairs: list[tuple[Run, Run]] = field(default_factory=list)
+    """(old, new)."""
+
+    def ratios(self) -> list[float]:
+        """Tokens per second of the new build over the old one, a value for each round."""
+        return [tokens_per_s(new) / tokens_per_s(old) for old, new in self.pairs]
+
+    def equal(self) -> tuple[int, int]:
+        """(answers with equal token ids, answers)."""
+        same = [
+            left.token_ids == right.token_ids
+            for old, new in self.pairs
+            for left, right in zip(old.answers, new.answers, strict=True)
+        ]
+        return sum(same), len(same)
+
+
+Results = dict[Cell, Comparison]
+Start = Callable[[Build], AbstractContextManager[str]]
+"""Starts the server of a build; yields its address."""
+
+
+def tokens_per_s(run: Run) -> float:
+    """Generated tokens per second of wall time."""
+    return sum(len(answer.token_ids) for answer in run.answers) / run.wall_s
+
+
+def start_server(build: Build) -> AbstractContextManager[str]:
+    """Run the server of a build from its checkout; yield its address."""
+    return start_engine(build.options, build.checkout)
+
+
+def greedy_calls(items: Sequence[Item]) -> list[Call]:
+    """Return one greedy call for each item."""
+    sampling = [pb.SamplingParams(max_tokens=item.max_tokens, temperature=0.0) for item in items]
+    return [
+        make_call(item.name, item.messages, schema=item.schema, sampling=params)
+        for item, params in zip(items, sampling, strict=True)
+    ]
+
+
+async def run_build(
+    address: str, items: Mapping[str, Sequence[Item]], levels: Sequence[int], step: Callable[[], None]
+) -> dict[Cell, Run]:
+    """Warm the server up, then run every workload at every concurrency; `step` is called for each measured answer."""
+    client = EngineClient(address)
+    try:
+        for level in levels:
+            for these in items.values():
+                short = [replace(item, max_tokens=min(item.max_tokens, 16)) for item in these[:level]]
+                await client.run(greedy_calls(short), level)
+        return {
+            (name, level): await client.run(greedy_calls(these), level, step)
+            for level in levels
+            for name, these in items.items()
+        }
+    finally:
+        await client.close()
+
+
+def compare_builds(
+    builds: tuple[Build, Build],
+    items: Mapping[str, Sequence[Item]],
+    levels: Sequence[int],
+    rounds: int,
+    start: Start = start_server,
+) -> Results:
+    """Run `rounds` rounds of (old, new); the build that comes first alternates.
+
+    Raises:
+        ServerFailed: a server did not become healthy.
+        CallRefused: a build refused a request.
+
+    """
+    progress = Progress(2 * rounds * len(levels) * sum(len(these) for these in items.values()))
+    results: Results = {(name, level): Comparison() for name in items for level in levels}
+    for turn in range(rounds):
+        runs: dict[str, dict[Cell, Run]] = {}
+        for build in builds if turn % 2 == 0 else builds[::-1]:
+            with start(build) as address:
+                step = partial(progress.step, f"round {turn + 1}, {build.name}")
+                runs[build.name] = asyncio.run(run_build(address, items, levels, step))
+        for cell, comparison in results.items():
+            comparison.pairs.append((runs[builds[0].name][cell], runs[builds[1].name][cell]))
+    progress.close()
+    return results
+
+
+def with_totals(results: Results) -> Results:
+    """Return `results` with one more cell for each concurrency: every workload together."""
+    totals: Results = {}
+    for level in dict.fromkeys(level for _, level in results):
+        cells = [comparison.pairs for (_, each), comparison in results.items() if each == level]
+        if len(cells) > 1:
+            rounds = [tuple(zip(*pairs, strict=True)) for pairs in zip(*cells, strict=True)]
+            totals[ALL, level] = Comparison([(_joined(old), _joined(new)) for old, new in rounds])
+    return {**results, **totals}
+
+
+def _joined(runs: Sequence[Run]) -> Run:
+    return Run(tuple(chain.from_iterable(run.answers for run in runs)), sum(run.wall_s for run in runs))
+
+
+def result_table(results: Results) -> str:
+    """Return the table: a row for each workload and concurrency."""
+    header = ("workload", "c", "old tok/s", "new tok/s", "ratio min", "median", "max", "equal")
+    rows = []
+    for (name, level), comparison in results.items():
+        ratios = comparison.ratios()
+        equal, total = comparison.equal()
+        rows.append([
+            name,
+            str(level),
+            number(statistics.median(tokens_per_s(old) for old, _ in comparison.pairs)),
+            number(statistics.median(tokens_per_s(new) for _, new in comparison.pairs)),
+            number(min(ratios), 3),
+            number(statistics.median(ratios), 3),
+            number(max(ratios), 3),
+            f"{equal} of {total}",
+        ])  # fmt: skip
+    return table(header, rows)
+
+
+def as_json(results: Results) -> list[dict[str, object]]:
+    """Return the figures of every round as plain data."""
+    return [
+        {
+            "workload": name,
+            "concurrency": level,
+            "old_tokens_per_s": [tokens_per_s(old) for old, _ in comparison.pairs],
+            "new_tokens_per_s": [tokens_per_s(new) for _, new in comparison.pairs],
+            "ratios": comparison.ratios(),
+            "equal": comparison.equal(),
+        }
+        for (name, level), comparison in results.items()
+    ]
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the commit of a checkout, "unknown commit" outside of git; "+" marks uncommitted changes."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown commit"
+    return done.stdout.strip() if done.returncode == 0 else "unknown commit"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks builds",
+        description="Compare the speed of two builds of the engine, in turn in one run.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--old", type=Path, required=True, metavar="DIR", help="checkout of the old build")
+    add("--new", type=Path, default=Path.cwd(), metavar="DIR", help="checkout of the new build (default: this folder)")
+    add("--rounds", type=int, default=3, help="rounds; each starts both servers anew (default 3)")
+    add("--concurrency", default="1,8", help="comma-separated (default 1,8)")
+    add("--workloads", default=",".join(WORKLOADS), help=f"comma-separated, of {', '.join(WORKLOADS)}")
+    add("--count", type=int, help="only the first COUNT prompts of every workload")
+    add("--max-tokens", type=int, help="lower the token budget of every prompt")
+    add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add("--device", default="cpu", help="device of both engines (default cpu)")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each engine (default: all cores)")
+    add("--k", type=int, default=7, help="draft tokens per step (default 7)")
+    add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add("--old-flags", default="", metavar="FLAGS", help="further flags for the old server, as one string")
+    add("--new-flags", default="", metavar="FLAGS", help="further flags for the new server, as one string")
+    add("--at-least", type=float, metavar="RATIO", help="exit 1 where the median ratio over all workloads is lower")
+    add("--json", type=Path, metavar="FILE", help="write the figures of every round as JSON")
+    return parser
+
+
+def make_builds(args: argparse.Namespace, levels: Sequence[int]) -> tuple[Build, Build]:
+    """Return the old and the new build.
+
+    Raises:
+        ValueError: a folder is not a checkout of the engine.
+
+    """
+    builds = []
+    for name, checkout, flags in (("old", args.old, args.old_flags), ("new", args.new, args.new_flags)):
+        if not (checkout / "gpu_engine" / "__main__.py").is_file():
+            raise ValueError(f"--{name}: {checkout} is not a checkout of the engine")
+        options = ServerOptions(
+            model=args.model,
+            dtype=args.dtype,
+            num_threads=args.threads,
+            num_draft_tokens=args.k,
+            max_batch_size=max(16, *levels),
+            grammar_backend=args.grammar_backend,
+            prefix_cache=False,
+            device=args.device,
+            extra=tuple(shlex.split(flags)),
+        )
+        builds.append(Build(name, checkout.resolve(), options))
+    return builds[0], builds[1]
+
+
+def too_slow(results: Results, at_least: float) -> list[str]:
+    """Return a line for each concurrency whose median ratio over all workloads is below `at_least`."""
+    single = len({name for name, _ in results}) == 1
+    medians = {
+        level: statistics.median(comparison.ratios())
+        for (name, level), comparison in results.items()
+        if single or name == ALL
+    }
+    return [
+        f"at concurrency {level} the median ratio is {ratio:.3f}, below {at_least}"
+        for level, ratio in medians.items()
+        if ratio < at_least
+    ]
+
+
+def main(argv: Sequence[str] | None = None, start: Start = start_server) -> int:
+    """Run the comparison; returns the exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        levels = [int(level) for level in args.concurrency.split(",")]
+        if min([args.rounds, args.threads, *levels]) < 1:
+            raise ValueError("--rounds, --threads and --concurrency must be at least 1")
+        items = {name: workload(name, args.count, args.max_tokens) for name in args.workloads.split(",")}
+        builds = make_builds(args, levels)
+    except ValueError as error:
+        parser.error(str(error))
+    for build in builds:
+        print(f"{build.name}: {build.checkout} at {commit_of(build.checkout)}")
+    print(f"{args.model}, {args.dtype} on {args.device}, {args.threads} threads, K={args.k}, greedy")
+    print(f"{args.rounds} rounds; prompts: " + ", ".join(f"{name} {len(these)}" for name, these in items.items()))
+    try:
+        results = with_totals(compare_builds(builds, items, levels, args.rounds, start))
+    except (ServerFailed, CallRefused) as failure:
+        print(f"cannot run: {failure}", file=sys.stderr)
+        return 2
+    print(f"\n{result_table(results)}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(as_json(results), indent=1) + "\n")
+    slow = too_slow(results, args.at_least) if args.at_least is not None else []
+    for line in slow:
+        print(f"too slow: {line}")
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

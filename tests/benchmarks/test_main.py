@@ -1,0 +1,70 @@
+"""`python -m benchmarks`: every harness is listed, and every program among the benchmarks starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.__main__ import HARNESSES, usage
+
+PROGRAMS = (
+    "benchmarks.faults.attacker",
+    "benchmarks.faults.compile_alone",
+    "benchmarks.gpu.server",
+    "benchmarks.gpu.sync_peer",
+    "benchmarks.peers.vllm_worker",
+)
+"""Modules that a harness starts as processes of their own."""
+
+HELP_OF_ALL = """
+import contextlib, io, runpy, sys, traceback
+
+broken = []
+for module in sys.argv[1:]:
+    sys.argv = [module, "--help"]
+    printed = io.StringIO()
+    code = "no exit"
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = "an error"
+    if code or "usage:" not in printed.getvalue():
+        broken.append(f"{module}: {code}")
+print(*broken, sep="\\n")
+"""
+
+
+def python(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True, check=False)
+
+
+def test_help_lists_every_harness_with_one_line(root: Path) -> None:
+    done = python(root, "-m", "benchmarks", "--help")
+    assert done.returncode == 0
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert [words[0] for words in lines] == list(HARNESSES)
+    assert all(len(words) > 3 for words in lines)
+
+
+def test_every_harness_is_a_module_of_its_room(root: Path) -> None:
+    assert all((root / "benchmarks" / room / f"{name}.py").is_file() for name, (room, _) in HARNESSES.items())
+
+
+def test_an_unknown_name_is_refused_with_the_list(root: Path) -> None:
+    done = python(root, "-m", "benchmarks", "latency")
+    assert done.returncode == 2
+    assert "no harness is called 'latency'" in done.stderr
+    assert usage() in done.stderr
+
+
+def test_every_harness_and_program_explains_its_flags(root: Path) -> None:
+    """All in one process, which imports torch once."""
+    harnesses = [f"benchmarks.{room}.{name}" for name, (room, _) in HARNESSES.items()]
+    done = python(root, "-c", HELP_OF_ALL, *harnesses, *PROGRAMS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "", done.stderr
