@@ -94,12 +94,6 @@ class FakeStats:
     accepted_jump_forward_tokens: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     failed: Mapping[str, int] = field(default_factory=dict)
-    draft_masks: int = 0
-    masked_steps: int = 0
-    unmasked_steps: int = 0
-    mask_gain: float = 1.0
-    mask_cost: float = 1.0
-    mask_switches: int = 0
     mask_wait_ms: float = 0.0
     deferred_rows: int = 0
     step_rows: int = 0

@@ -28,8 +28,7 @@ Two groups of prompts: "extraction", where the prompt states the facts that the 
 where it states the schema alone. With --data FILE.jsonl (MaskBench's form) they are its JME_* schemas with the facts of
 a valid instance, and a spread over its other groups; without it they are the workloads of `serve`.
 
-A variant is a drafter, +masked / +free for a network's drafts with and without masks (neither: as is measured
-to pay), +forced / +unforced for the grammar's drafts in front of its own ("grammar": these alone), +f15 for at most
+A variant is a drafter, +masked / +free for a network's drafts with and without masks (neither: without), +forced / +unforced for the grammar's drafts in front of its own ("grammar": these alone), +f15 for at most
 15 of these (forced_draft_tokens; used with the largest K, which a request leaves to the server: one that names its
 K has no more drafts in all):
   ngram   ngram+unforced   ngram+f15   grammar   eagle3:DIR+masked   eagle3:DIR+free   model:DIR

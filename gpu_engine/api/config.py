@@ -68,10 +68,9 @@ class EngineConfig:
     draft_model: str = ""
     """With drafter=model: a model with the same tokenizer, in the forms of `model`. With drafter=eagle3: the directory
     of a head for this model; the embedded one has a head of its own."""
-    draft_masks: str = "auto"
-    """With drafter=model, eagle3 or mtp: "on" holds drafts to the grammar too, a row a draft; "off" leaves that to
-    verification; "auto" measures both now and then, and masks while that brings more tokens than it costs time. On a
-    GPU that time is the waits'; the nodes stay in the graph, so "off" is faster than an "auto" that is off."""
+    draft_masks: str = "off"
+    """With drafter=model, eagle3 or mtp: "on" masks the drafts with the grammar too, which costs one mask row a draft;
+    "off" drafts without masks, and only verification applies the grammar."""
     jump_forward: bool = True
     """Text that the grammar forces, such as the name of a key, is drafted first; the drafter goes on behind it. With
     drafter=grammar always so."""
@@ -130,8 +129,7 @@ class EngineConfig:
             f"drafter={self.drafter} needs one"
             + ("; only the embedded model comes with an EAGLE3 head" if self.drafter == "eagle3" else ""),
         )
-        masks = ("on", "off", "auto")
-        _require(self.draft_masks in masks, "draft_masks", f"{self.draft_masks!r} is not on, off or auto")
+        _require(self.draft_masks in ("on", "off"), "draft_masks", f"{self.draft_masks!r} is not on or off")
         _require(self.draft_timeout_ms > 0, "draft_timeout_ms", "must be positive")
         for name in ("num_draft_tokens", "jump_forward_tokens"):
             _require(0 <= getattr(self, name) <= MAX_DRAFT_TOKENS, name, f"must be in [0, {MAX_DRAFT_TOKENS}]")

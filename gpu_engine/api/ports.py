@@ -136,30 +136,6 @@ class Stats(Protocol):
         """Rows that came too late."""
 
     @property
-    def draft_masks(self) -> int:
-        """1 while drafts are masked, but for steps that try it the other way."""
-
-    @property
-    def masked_steps(self) -> int:
-        """Steps that drew drafts under a grammar masked."""
-
-    @property
-    def unmasked_steps(self) -> int:
-        """The others of them."""
-
-    @property
-    def mask_gain(self) -> float:
-        """Tokens a step of masked over those of unmasked drafting, last compared."""
-
-    @property
-    def mask_cost(self) -> float:
-        """A step's time, likewise."""
-
-    @property
-    def mask_switches(self) -> int:
-        """Times that a comparison changed the answer."""
-
-    @property
     def step_rows(self) -> int:
         """Rows verified, padding included."""
 

@@ -16,7 +16,6 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, LimitExceeded, LockstepError, ShuttingDown
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, Request
-from gpu_engine.core.draft_masks import MaskPolicy
 from gpu_engine.core.executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
 from gpu_engine.core.running import RunningSequence, SequenceState
@@ -42,11 +41,10 @@ class Engine:
         channel: EngineEnd | None = None,
         grammar: GrammarPort | None = None,
         build_executor: BuildExecutor = build_executor,
-        masks: MaskPolicy | None = None,
     ) -> None:
         self.config, self.model = config, model
         self._channel = channel
-        self._loop = EngineLoop(config, model, channel, grammar, build_executor, masks)
+        self._loop = EngineLoop(config, model, channel, grammar, build_executor)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._started = threading.Event()

@@ -30,10 +30,6 @@ class StepSync(Protocol):
     def waited_ns(self) -> int:
         """Time that the last step stood waiting, where the host can see it."""
 
-    @property
-    def draft_ns(self) -> int:
-        """Of what `waited_ns` last told, that for drafts' rows."""
-
     def check(self, num_lanes: int) -> None:
         """Raise InvalidField when the last post of a batch of this padded size was refused. Does not wait."""
 
@@ -67,7 +63,7 @@ class GraphRunner:
             max_inflight_steps,
         )
         self._flying: deque[_Flight] = deque()
-        self._device_waited_ns = self._device_drafts_ns = 0
+        self._device_waited_ns = 0
         self._collected_s = 0.0
 
     @property
@@ -80,15 +76,15 @@ class GraphRunner:
         """As given."""
         return self._max_inflight_steps
 
-    def launch(self, sequences: tuple[RunningSequence, ...], *, masked: bool = True) -> Ticket:
+    def launch(self, sequences: tuple[RunningSequence, ...]) -> Ticket:
         """Enqueue a step."""
         begin = time.perf_counter()
         lanes = self._slot_writer.lanes(sequences)
         logprobs = [sequence.payload.request.sampling.logprobs for sequence in sequences]
         wanted = any(count is not None for count in logprobs)
-        launched = self._graphs.launch(lanes, logprobs=wanted, masked=masked)
+        launched = self._graphs.launch(lanes, logprobs=wanted)
         self._flying.append(_Flight(launched, [lane.guided for lane in lanes], logprobs))
-        return Ticket(lanes_of(sequences), launched.key.num_rows, begin, masked)
+        return Ticket(lanes_of(sequences), launched.key.num_rows, begin)
 
     def collect(self, ticket: Ticket) -> Collected:
         """Wait for the oldest launched step. Raises when the device failed."""
@@ -100,15 +96,13 @@ class GraphRunner:
         step_ms = (now - max(ticket.launched_s, self._collected_s)) * 1e3
         self._collected_s = now
         waited_ns = outputs.waited_ns - self._device_waited_ns
-        drafts_ns = outputs.drafts_waited_ns - self._device_drafts_ns
-        self._device_waited_ns, self._device_drafts_ns = outputs.waited_ns, outputs.drafts_waited_ns
+        self._device_waited_ns = outputs.waited_ns
         if any(flight.guided):
             waited_ns += self._sync.waited_ns
-            drafts_ns += self._sync.draft_ns
         results = outcomes(outputs, len(ticket.lanes), guided=flight.guided, logprobs=flight.logprobs)
         if any(flight.guided):
             results = self._refused(flight, ticket, outputs.seq, results)
-        return Collected(results, step_ms, waited_ns / 1e6, outputs.seq, drafts_ns / 1e6)
+        return Collected(results, step_ms, waited_ns / 1e6, outputs.seq)
 
     def _refused(self, flight: _Flight, ticket: Ticket, seq: int, results: list[LaneOutcome]) -> list[LaneOutcome]:
         """Give an error to the lanes whose record a callback refused: no answer of theirs will ever come."""

@@ -15,7 +15,6 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError, status_of
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, Request, TokenEvent
-from gpu_engine.core.draft_masks import DraftMasks, MaskPolicy
 from gpu_engine.core.executor import BuildExecutor, build_executor
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
@@ -43,9 +42,8 @@ class EngineLoop:
         channel: EngineEnd | None,
         grammar: GrammarPort | None,
         build_executor: BuildExecutor = build_executor,
-        masks: MaskPolicy | None = None,
     ) -> None:
-        self.config, self.masks = config, masks or DraftMasks.of(config)
+        self.config = config
         S, R, L, max_inflight_steps = (
             config.max_batch_size,
             config.num_rows,
@@ -92,7 +90,7 @@ class EngineLoop:
         if plan.prefill:
             self._prefill(plan.prefill)
         if plan.decode:
-            self._in_flight.append(self._runner.launch(plan.decode, masked=self.masks.on))
+            self._in_flight.append(self._runner.launch(plan.decode))
         if len(self._in_flight) > (self._runner.max_inflight_steps if plan.decode else 0):
             self._process_outputs(self._in_flight.popleft())
         return not plan.idle or bool(self._in_flight)
@@ -137,7 +135,7 @@ class EngineLoop:
             if outcome.error is not None:
                 self.end(sequence, error=outcome.error)
                 continue
-            self._count(sequence, outcome, collected.waited_ms, masked=ticket.masked)
+            self._count(sequence, outcome, collected.waited_ms)
             if outcome.deferred:
                 self.grammar_slots.defer(sequence, collected.seq, moved=bool(outcome.token_ids))
             elif sequence.guided:
@@ -147,10 +145,8 @@ class EngineLoop:
             elif outcome.token_ids:
                 request = sequence.payload.request
                 request.sink(TokenEvent(request.index, outcome.token_ids, outcome.logprobs))
-        self.masks.told(masked=ticket.masked, step_ms=collected.step_ms, draft_ms=collected.draft_ms)
-        self.stats.set_masks(self.masks.stats())
 
-    def _count(self, sequence: RunningSequence, outcome: LaneOutcome, waited_ms: float, *, masked: bool) -> None:
+    def _count(self, sequence: RunningSequence, outcome: LaneOutcome, waited_ms: float) -> None:
         telemetry, stats, count = sequence.payload.request.telemetry, self.stats, len(outcome.token_ids)
         sequence.payload.answer.extend(outcome.token_ids)
         sequence.length += count
@@ -160,13 +156,9 @@ class EngineLoop:
         telemetry.steps += 1
         telemetry.mask_wait_ms += waited_ms if sequence.guided else 0.0
         stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted, sequence.payload.num_jump_forward)
-        self.masks.lane(sequence.payload.masked, count)
         if outcome.num_jump_forward >= 0:
             sequence.payload.num_jump_forward = outcome.num_jump_forward
         if count:
-            # Who emitted has new drafts, drawn in this step; who did not keeps those that it has.
-            drawn = self.config.drafts_by_net and sequence.guided and sequence.payload.request.num_draft_tokens > 0
-            sequence.payload.masked = masked if drawn else None
             telemetry.draft_tokens += outcome.num_drafts
             telemetry.accepted_draft_tokens += outcome.num_accepted
             now_s = time.monotonic()

@@ -43,8 +43,6 @@ class Ticket:
     num_rows: int
     launched_s: float
     """`time.perf_counter()`."""
-    masked: bool = True
-    """The drafts that it drew for the next step are held to the grammar, where a drafter can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +54,6 @@ class Collected:
     waited_ms: float
     seq: int
     """Sequence under which it asked for its rows; 0: it asked for none."""
-    draft_ms: float = 0.0
-    """Time that drafts' rows held it up, as far as it can be seen."""
 
 
 class StepRunner(Protocol):
@@ -67,8 +63,8 @@ class StepRunner(Protocol):
     def max_inflight_steps(self) -> int:
         """Steps that may be in flight when the next is launched: 0, each is collected before the next; 1, overlap."""
 
-    def launch(self, sequences: tuple[RunningSequence, ...], *, masked: bool = True) -> Ticket:
-        """Start a step, whose draft links ask for rows or do not; returns without knowing a token."""
+    def launch(self, sequences: tuple[RunningSequence, ...]) -> Ticket:
+        """Start a step; returns without knowing a token."""
 
     def collect(self, ticket: Ticket) -> Collected:
         """Wait for the oldest launched step and return what it did."""
@@ -86,13 +82,13 @@ class SynchronousRunner:
         """As given."""
         return self._max_inflight_steps
 
-    def launch(self, sequences: tuple[RunningSequence, ...], *, masked: bool = True) -> Ticket:
+    def launch(self, sequences: tuple[RunningSequence, ...]) -> Ticket:
         """Run the step and keep a copy of its results."""
         begin = time.perf_counter()
-        batch = self._slot_writer.batch(sequences, masked=masked)
+        batch = self._slot_writer.batch(sequences)
         self._program.run(batch)
         sync = self._program.sync
-        ticket = Ticket(lanes_of(sequences), batch.num_rows, begin, masked)
+        ticket = Ticket(lanes_of(sequences), batch.num_rows, begin)
         results = outcomes(
             self._slot_writer.lane,
             len(sequences),
@@ -100,7 +96,7 @@ class SynchronousRunner:
             logprobs=[sequence.payload.request.sampling.logprobs for sequence in sequences],
         )
         times = ((time.perf_counter() - begin) * 1e3, sync.waited_ns / 1e6)
-        self._done[id(ticket)] = Collected(results, *times, sync.seq, sync.draft_ns / 1e6)
+        self._done[id(ticket)] = Collected(results, *times, sync.seq)
         return ticket
 
     def collect(self, ticket: Ticket) -> Collected:

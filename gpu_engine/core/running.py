@@ -44,8 +44,6 @@ class SequenceState:
     """(slot, slot_gen) that the sidecar was asked to open; to be closed."""
     num_jump_forward: int = 0
     """Of the drafts that its next step verifies, so many come from the grammar."""
-    masked: bool | None = None
-    """Those drafts were held to the grammar, or drawn free; None: it has none, or masks do not matter to it."""
     pages_written: int = 0
     """Entries of the page table that stand."""
 
@@ -103,7 +101,6 @@ class SlotWriter:
         p.num_logprobs_S[s] = -1 if sampling.logprobs is None else sampling.logprobs
         p.rules_S[s] = rules.data_ptr()
         sequence.payload.pages_written = sequence.payload.num_jump_forward = 0
-        sequence.payload.masked = None
 
     def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
         """A matcher is opened behind the tokens emitted so far: the sidecar needs to be told only what follows.
@@ -122,12 +119,8 @@ class SlotWriter:
         """Return a batch of this sequence alone, for prefill."""
         return self._cut([sequence], num_rows=1)
 
-    def batch(self, sequences: tuple[RunningSequence, ...], *, masked: bool = True) -> StepBatch:
-        """Return the batch of a decode step: as many rows as the longest draft needs and the lanes' share allows.
-
-        `masked`: its draft links ask for rows.
-        """
-        self.lane.draft_masks.fill_(masked)
+    def batch(self, sequences: tuple[RunningSequence, ...]) -> StepBatch:
+        """Return the batch of a decode step: as many rows as the longest draft needs and the lanes' share allows."""
         longest = 1 + int(self.slot.num_drafts_S[[sequence.slot for sequence in sequences]].max())
         return self._cut(list(sequences), num_rows=min(longest, self._share(len(sequences))))
 

@@ -41,7 +41,7 @@ def _drafter(config: EngineConfig, target: LoadedModel, sync: Sync, num_pages: i
     if config.drafter == "ngram":
         return NgramDrafter(config.ngram_max, config.ngram_min)
     net = _net(config, target, num_pages, token_major=False)
-    return ModelDrafter(net, sync, masked=config.draft_masks != "off", forced=config.jump_forward_first)
+    return ModelDrafter(net, sync, masked=config.draft_masks == "on", forced=config.jump_forward_first)
 
 
 def build_device_drafter(
@@ -62,7 +62,7 @@ def _device_drafter(
         return NgramKernel(stream, config.ngram_max, config.ngram_min, forced=forced)
     net = _net(config, target, num_pages, token_major=True)
     shape = {"num_lanes": config.max_batch_size, "num_links": config.num_drafts}
-    return ModelChain(stream, net, sync, masked=config.draft_masks != "off", forced=forced, **shape)
+    return ModelChain(stream, net, sync, masked=config.draft_masks == "on", forced=forced, **shape)
 
 
 def _net(config: EngineConfig, target: LoadedModel, num_pages: int, *, token_major: bool) -> DraftNet:

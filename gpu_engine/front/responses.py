@@ -107,9 +107,4 @@ def stats_response(stats: Stats, *, finished: Mapping[str, int], failed: Mapping
         failed=failed,
         mask_wait_ms=stats.mask_wait_ms,
         deferred_rows=stats.deferred_rows,
-        draft_masks=bool(stats.draft_masks),
-        masked_steps=stats.masked_steps,
-        unmasked_steps=stats.unmasked_steps,
-        mask_gain=stats.mask_gain,
-        mask_cost=stats.mask_cost,
     )

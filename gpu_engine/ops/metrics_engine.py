@@ -22,9 +22,6 @@ _GAUGES = (
     ("kv_pages_used", "Pages of the KV cache in use", "pages_used"),
     ("kv_pages_kept", "Pages in use by nobody, kept for who begins with the same tokens", "pages_cached"),
     ("kv_pages", "Pages of the KV cache in all", "num_pages"),
-    ("draft_masks", "1 while a drafting network's drafts are held to the grammar", "draft_masks"),
-    ("draft_mask_gain", "Tokens a step with masked drafts over those with free ones, last compared", "mask_gain"),
-    ("draft_mask_cost", "Time of a step with masked drafts over that with free ones, last compared", "mask_cost"),
 )
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens prefilled; the last of a prompt is part of its first step", "prefill_tokens"),
@@ -38,9 +35,6 @@ _COUNTERS = (
     ("deferred_rows", "Times that a sequence's rows came too late for its step", "deferred_rows"),
     ("dead_ends", "Sequences that ended because no token was legal", "dead_ends"),
     ("matcher_errors", "Sequences that ended because their matcher failed", "matcher_errors"),
-    ("draft_mask_switches", "Times that a comparison turned draft masks on or off", "mask_switches"),
-    ("masked_draft_steps", "Steps whose drafts under a grammar were drawn masked", "masked_steps"),
-    ("unmasked_draft_steps", "Steps whose drafts under a grammar were drawn free", "unmasked_steps"),
     ("preemptions", "Times that a sequence lost its slot to make room", "preemptions"),
 )
 _BY_DRAFTER = (

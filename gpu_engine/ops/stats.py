@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 STEP_BOUNDS_S = (1e-3, 2e-3, 5e-3, 1e-2, 1.5e-2, 2e-2, 3e-2, 4e-2, 6e-2, 8e-2, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
@@ -64,18 +63,6 @@ class EngineStats:
     jump_forward_tokens: int = 0
     """Of the drafts: what the grammar forces."""
     accepted_jump_forward_tokens: int = 0
-    draft_masks: int = 0
-    """1: steps mask their drafts, but for those that try it the other way."""
-    masked_steps: int = 0
-    """Steps of drafts under a grammar that drew them masked."""
-    unmasked_steps: int = 0
-    """The others of them."""
-    mask_gain: float = 1.0
-    """Tokens a step of masked over those of unmasked drafting, last compared; 1 where nothing is."""
-    mask_cost: float = 1.0
-    """A step's time, likewise."""
-    mask_switches: int = 0
-    """Times that a comparison changed the answer."""
     mask_wait_ms: float = 0.0
     deferred_rows: int = 0
     preemptions: int = 0
@@ -104,11 +91,6 @@ class EngineStats:
         self.step_seconds.observe(step_ms / 1e3)
         if guided:
             self.mask_wait_seconds.observe(waited_ms / 1e3)
-
-    def set_masks(self, masks: Mapping[str, float]) -> None:
-        """Take over what the policy of draft masks tells, by the names of the fields here."""
-        for name, value in masks.items():
-            setattr(self, name, value)
 
     def count_tokens(self, num_tokens: int, num_drafts: int, num_accepted: int, num_jump_forward: int = 0) -> None:
         """Count what a step brought to one sequence; the first `num_jump_forward` of its drafts were forced."""

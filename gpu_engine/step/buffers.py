@@ -78,8 +78,6 @@ class LaneBuffers:
     """int32. Writer: the engine, before the step."""
     drafting_B: torch.Tensor
     """bool, the lane goes on and may be drafted for. Writer: the step, after accept."""
-    draft_masks: torch.Tensor
-    """bool [1], the step's draft links ask for rows; false: they draw unmasked. Writer: the engine, before the step."""
     drafts_BR: torch.Tensor
     """int32, the drafts under verification, then the new ones. Writer: the step."""
     num_drafts_B: torch.Tensor
@@ -109,7 +107,6 @@ class LaneBuffers:
             guided_B=torch.zeros(num_lanes, dtype=torch.bool, device=device),
             slot_gens_B=ints(num_lanes),
             drafting_B=torch.zeros(num_lanes, dtype=torch.bool, device=device),
-            draft_masks=torch.ones(1, dtype=torch.bool, device=device),
             drafts_BR=ints(num_lanes, num_rows),
             num_drafts_B=ints(num_lanes),
             kinds_BR=torch.zeros(num_lanes, num_rows, dtype=torch.uint8, device=device),

@@ -1,8 +1,7 @@
 """What a step tells the grammar process and what it keeps of the answer, as device work: two forms of one rule.
 
 `TritonRows` is a kernel each (kernels/cuda/posting.py). `TorchRows` is the same in torch operations, for devices that
-have no Triton and for the tests' stream. The rule: a kept row is not asked for; no row of a draft is while
-`draft_masks` is false; a guided row that is not here is DEFER to verify and ALL to draft; a lane that emitted forgets
+have no Triton and for the tests' stream. The rule: a kept row is not asked for; a guided row that is not here is DEFER to verify and ALL to draft; a lane that emitted forgets
 its rows; a slot that is done asks for nothing. One invariant: neither form reads the device, or launches by what is in
 it.
 
@@ -82,7 +81,7 @@ class TorchRows:
             missing_BR = (self._row_R < wanted_B[:, None]) & asking_B[:, None]
             drafts_B = torch.zeros_like(drafts_B)
         else:
-            missing_BR = (self._row_R == k) & (asking_B & lane.drafting_B[:B] & lane.draft_masks)[:, None]
+            missing_BR = (self._row_R == k) & (asking_B & lane.drafting_B[:B])[:, None]
             drafts_B = torch.full_like(drafts_B, k)
         asked_B = missing_BR.any(dim=1)
         told_B = slot.posted_S[slots_B]
@@ -179,7 +178,6 @@ class TritonRows:
             done_S=slot.done_S if k == VERIFY else None,
             limits=(slot.jump_forward_limit_S, slot.params.max_length_S) if k == PROPOSE else None,
             max_rows=batch.max_rows,
-            draft_masks=lane.draft_masks if k >= 0 else None,
         )
 
     def take_jump_forward(self, batch: StepBatch, box: PostBuffers, vocab_size: int) -> None:

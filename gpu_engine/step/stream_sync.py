@@ -51,20 +51,18 @@ class StreamSync(abc.ABC):
         self.told = torch.zeros(1, dtype=torch.int64, device=device)
         """int64 [1], device: the sequence of the step's verify post; 0: nothing was asked. Writer: the step."""
         self._device_waited = torch.zeros(1, dtype=torch.int64, device=device)
-        self._device_drafts_waited = torch.zeros_like(self._device_waited)
         self.seq = 0
         """The host does not know the sequence of a step that it launches; `report` has it."""
         self._late_kinds = stream.pinned(S * R).view(S, R)
         self._late_forced = stream.pinned(4 * S * R).view(torch.int32).view(S, R)
 
     @property
-    def report(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a step tells of its wait, int64 [1] each, device: its sequence, nanoseconds waited since the start, and
-        those of them for drafts.
+    def report(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sequence of the last step and the nanoseconds waited since the start: int64 [1] each, on the device.
 
         To be copied out with the step's results.
         """
-        return self.told, self._device_waited, self._device_drafts_waited
+        return self.told, self._device_waited
 
     # -- the Sync protocol, but for the mechanism ---------------------------------------------------------------------
 
@@ -92,10 +90,7 @@ class StreamSync(abc.ABC):
             self.stream.kernel(self._settle, batch)
 
     def post_draft(self, batch: StepBatch, k: int) -> None:
-        """Enqueue the request for row k behind the first k drafts, of the lanes in `drafting_B`.
-
-        While `draft_masks` is false nobody asks, so that nobody waits: one graph serves both ways.
-        """
+        """Enqueue the request for row k behind the first k drafts, of the lanes in `drafting_B`."""
         if batch.any_guided:
             box = self._box(batch.num_lanes)
             self.stream.kernel(self._pack, batch, box, k)

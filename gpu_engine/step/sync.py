@@ -7,7 +7,6 @@ into the native flags with the GIL released. Not here: what is done with a row.
 from __future__ import annotations
 
 import itertools
-import time
 from typing import Protocol
 
 import torch
@@ -29,10 +28,6 @@ class Sync(Protocol):
     def waited_ns(self) -> int:
         """Time that the last step stood waiting."""
 
-    @property
-    def draft_ns(self) -> int:
-        """Time that drafts' rows held the last step up, as far as it can be seen."""
-
     def post(self, batch: StepBatch) -> None:
         """Tell committed tokens and drafts of the guided lanes; the sidecar starts on the rows that are missing."""
 
@@ -43,7 +38,7 @@ class Sync(Protocol):
         """After accept: rows of lanes that moved on are forgotten, rows of deferred lanes stay."""
 
     def post_draft(self, batch: StepBatch, k: int) -> None:
-        """Ask for row k of the lanes in `drafting_B`: the mask behind drafts[:k]. Without `draft_masks`: nothing."""
+        """Ask for row k of the lanes in `drafting_B`: the mask behind drafts[:k]."""
 
     def await_draft(self, batch: StepBatch, k: int) -> None:
         """Fill row k of `kinds_BR` and `forced_BR`; soft: what is late becomes ALL, and verification guards."""
@@ -82,8 +77,6 @@ class InlineSync:
         self.channel = channel
         self.waited_ns = 0
         """Time that the last step stood waiting."""
-        self.draft_ns = 0
-        """Time that drafts' rows held the last step up: to post, to wait, to keep."""
         self.seq = 0
         """Sequence of the last verify post; 0: it had nothing to ask."""
         self._draft_seq = 0
@@ -97,7 +90,7 @@ class InlineSync:
 
     def post(self, batch: StepBatch) -> None:
         """Write the records of the guided lanes that miss a row, and flip the flag."""
-        self.waited_ns = self.draft_ns = self.seq = 0
+        self.waited_ns = self.seq = 0
         if not batch.any_guided:
             return
         lane, B = batch.lane, batch.num_lanes
@@ -129,14 +122,12 @@ class InlineSync:
     def post_draft(self, batch: StepBatch, k: int) -> None:
         """Ask for row k behind the first k drafts."""
         self._draft_seq = 0
-        if not batch.any_guided or not bool(batch.lane.draft_masks):
+        if not batch.any_guided:
             return
-        begun_ns = time.perf_counter_ns()
         lane, B = batch.lane, batch.num_lanes
         missing_BR = torch.zeros(B, lane.drafts_BR.shape[1], dtype=torch.bool)
         missing_BR[:, k] = lane.guided_B[:B] & lane.drafting_B[:B]
         self._draft_seq = self._post(batch, torch.full((B,), k, dtype=torch.int32), missing_BR, Stage.DRAFT + k)
-        self.draft_ns += time.perf_counter_ns() - begun_ns
 
     def await_draft(self, batch: StepBatch, k: int) -> None:
         """Wait briefly for row k; a row that is not here leaves its draft unmasked and is asked for again to verify."""
@@ -144,13 +135,11 @@ class InlineSync:
         lane.kinds_BR[:B, k] = int(RowKind.ALL)
         if not self._draft_seq:
             return
-        begun_ns = time.perf_counter_ns()
         self._await(batch, self._draft_seq, self._draft_timeout_s)
         slots = batch.slots_B.long()
         here_B = self.store.cached_SR[slots, k] & lane.guided_B[:B] & lane.drafting_B[:B]
         lane.kinds_BR[:B, k] = torch.where(here_B, self.store.kind_SR[slots, k], int(RowKind.ALL)).to(torch.uint8)
         lane.forced_BR[:B, k] = self.store.forced_SR[slots, k]
-        self.draft_ns += time.perf_counter_ns() - begun_ns
 
     def post_jump_forward(self, batch: StepBatch) -> None:
         """Ask for as many tokens as a lane may have forced drafts."""
@@ -257,7 +246,7 @@ class InlineSync:
 class NoSync:
     """For an engine without a grammar process: every row is free, and a guided lane is a defect."""
 
-    waited_ns = draft_ns = 0
+    waited_ns = 0
     seq = 0
 
     def post(self, batch: StepBatch) -> None:

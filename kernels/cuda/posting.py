@@ -65,7 +65,6 @@ def post_kernel(
     done: tl.tensor,
     jump_forward_limit: tl.tensor,
     max_length: tl.tensor,
-    draft_masks: tl.tensor,
     slots: tl.tensor,
     slot_gens: tl.tensor,
     commit_pos: tl.tensor,
@@ -80,7 +79,6 @@ def post_kernel(
     ROWS: tl.constexpr,
     DONE: tl.constexpr,
     ASKS_FORCED: tl.constexpr,
-    MAY_DRAW_FREE: tl.constexpr,
 ) -> None:
     """Grid (B): see `pack_post`."""
     b = tl.program_id(0)
@@ -95,8 +93,6 @@ def post_kernel(
     if k >= 0:
         count = tl.zeros_like(count) + k
         missing = (j == k) & (tl.load(drafting + b) != 0)
-    if MAY_DRAW_FREE:
-        missing = missing & (tl.load(draft_masks) != 0)
     if ASKS_FORCED:
         count = tl.zeros_like(count)
         room = tl.load(max_length + s) - tl.load(length + s) - 1
@@ -140,12 +136,11 @@ def pack_post(
     done_S: torch.Tensor | None = None,
     limits: tuple[torch.Tensor, torch.Tensor] | None = None,
     max_rows: int = 16,
-    draft_masks: torch.Tensor | None = None,
 ) -> None:
     """Write what a step posts, and advance `posted_S` of the lanes that are told of.
 
     To verify: guided lanes, for rows 0 to `num_drafts_B` that are not kept. To draft k: guided lanes in `drafting_B`,
-    for row k behind k drafts; none, where `draft_masks` (bool [1]) is false. A lane without a missing row gets slot -1.
+    for row k behind k drafts. A lane without a missing row gets slot -1.
     int32 and contiguous; `guided_B` and `drafting_B` bool. At most R answer tokens may be untold. A slot in `done_S`
     (bool) asks for nothing.
 
@@ -165,17 +160,15 @@ def pack_post(
     assert PROPOSE <= k < R, k
     assert (k == PROPOSE) == (limits is not None)
     assert done_S is None or done_S.dtype == torch.bool
-    assert draft_masks is None or (draft_masks.dtype == torch.bool and k >= 0)
     flags = (t.view(torch.uint8) for t in (guided_B, drafting_B))
     post_kernel[(B,)](
         *(slots_B, *flags, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S),
         *(rows.cached_SR.view(torch.uint8), None if done_S is None else done_S.view(torch.uint8)),
-        *(*(limits or (None, None)), None if draft_masks is None else draft_masks.view(torch.uint8)),
+        *(limits or (None, None)),
         *(*outs, out.tokens_BT, history_SL.stride(0), R, k, min(max_rows, R) - 1),
         ROWS=triton.next_power_of_2(R),
         DONE=done_S is not None,
         ASKS_FORCED=k == PROPOSE,
-        MAY_DRAW_FREE=draft_masks is not None,
         num_warps=1,
     )
 

@@ -17,7 +17,6 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import GrammarEvents
 from gpu_engine.api.request import Request
-from gpu_engine.core.draft_masks import MaskPolicy
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import EngineEnd, GrammarEnd, Record
@@ -346,15 +345,13 @@ class ToyGrammar:
 
 
 @contextmanager
-def guided_engine(
-    model: LoadedModel, settings: EngineConfig, masks: MaskPolicy | None = None
-) -> Iterator[tuple[Engine, ToyGrammar]]:
+def guided_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[Engine, ToyGrammar]]:
     """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
     layout = Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)
     with Segment.create(layout) as segment:
         grammar = ToyGrammar(segment)
         served = replace(model, max_model_len=settings.max_model_len)
-        engine = Engine(settings, served, EngineEnd(segment), grammar, masks=masks)
+        engine = Engine(settings, served, EngineEnd(segment), grammar)
         grammar.engine = engine
         grammar.start_sidecar()
         try:

@@ -170,8 +170,6 @@ class StepGraphs:
             for _ in range(self.max_inflight_steps + 1)
         ]
         self._next = 0
-        self._masked = True
-        """What `lane.draft_masks` says behind everything that is enqueued."""
 
     @property
     def captured(self) -> dict[GraphKey, Graph]:
@@ -194,7 +192,6 @@ class StepGraphs:
         if channel is not None:
             channel.permissive = True
         try:
-            self._write_masked(self._masked)
             for key in self.keys:
                 self._fill([], key)
                 for _ in range(_WARM_UPS):
@@ -222,18 +219,14 @@ class StepGraphs:
             raise ValueError("a guided step, but graphs were captured without a grammar process")
         return GraphKey(bucket, self.rows.of(bucket, guided), guided)
 
-    def launch(self, lanes: Sequence[LaneInput], *, logprobs: bool = False, masked: bool = True) -> Launched:
+    def launch(self, lanes: Sequence[LaneInput], *, logprobs: bool = False) -> Launched:
         """Enqueue one step over these lanes; does not wait for the device.
 
-        `masked` says whether draft links ask for rows; the graph is the same, and what it reads is written at a change.
         With `max_inflight_steps` steps in flight it waits for the copy of the oldest one's inputs, long since done.
         """
         assert self._ready, "capture first"
         key = self.key(len(lanes), any(lane.guided for lane in lanes))
         self._fill(lanes, key)
-        if masked != self._masked:
-            self._write_masked(masked)
-            self._masked = masked
         graph = self._graphs.get(key)
         if graph is None:
             self.program(self._batch(key))
@@ -265,12 +258,6 @@ class StepGraphs:
     def _batch(self, key: GraphKey) -> StepBatch:
         # The next step is taken to be of the same bucket: drafts that a larger one has no rows for are left out there.
         return StepBatch(self.slot, self.lane, key.num_lanes, key.num_rows, key.guided, max_rows=key.num_rows)
-
-    def _write_masked(self, masked: bool) -> None:
-        def write() -> None:
-            self.lane.draft_masks.fill_(masked)
-
-        self.stream.kernel(write)
 
     def _fill(self, lanes: Sequence[LaneInput], key: GraphKey) -> None:
         """Enqueue the lanes and the padding behind them."""

@@ -92,17 +92,16 @@ class HostPostBuffers(PostBuffers):
         stream.host(call.function, call.user_data)
         stream.copy(self.memory[at:], self.pinned[at:])
 
-    def take_waited_ns(self) -> tuple[int, int]:
-        """Return how long the awaits since the last look took together, and of it those of drafts' rows.
+    def take_waited_ns(self) -> int:
+        """Return how long the awaits since the last look took together.
 
         While the device may write it is a glance.
         """
-        waited_ns = drafts_ns = 0
-        for stage, (arrays, _, _) in self._calls.items():
+        waited_ns = 0
+        for arrays, _, _ in self._calls.values():
             took_ns, arrays.await_args.waited_ns = arrays.await_args.waited_ns, 0
             waited_ns += took_ns
-            drafts_ns += took_ns if stage not in (Stage.VERIFY, Stage.PROPOSE) else 0
-        return waited_ns, drafts_ns
+        return waited_ns
 
     def check(self) -> None:
         """Raise InvalidField when the last native post of a stage refused a record: a defect of the step."""

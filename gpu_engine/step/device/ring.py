@@ -17,8 +17,8 @@ from gpu_engine.step.stream import Event, Stream
 from kernels.accept import MAX_LOGPROBS, AcceptResult
 
 _PER_LANE = ("num_emitted", "num_accepted", "finish", "blocked", "num_drafts", "num_jump_forward", "slots", "slot_gens")
-_HEAD = 6
-"""int32 numbers before the lanes: sequence, waited time and that for drafts, two each."""
+_HEAD = 4
+"""int32 numbers before the lanes: sequence and waited time, two each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,6 @@ class StepOutputs:
     """Sequence under which the step asked for its rows; 0: it asked for none."""
     waited_ns: int
     """Nanoseconds waited on the device since the start, all steps together."""
-    drafts_waited_ns: int
-    """Of these, for drafts' rows."""
 
 
 @dataclass(slots=True)
@@ -60,7 +58,7 @@ class OutputRing:
     Args:
         stream: of the steps.
         lane: the lanes' buffers, whose results are copied.
-        report: int64 [1] each, device: sequence and waited times of the step (`StreamSync.report`); None: zeros.
+        report: int64 [1] each, device: sequence and waited time of the step (`StreamSync.report`); None: zeros.
         depth: entries; steps in flight plus one.
     """
 
@@ -68,14 +66,14 @@ class OutputRing:
         self,
         stream: Stream,
         lane: LaneBuffers,
-        report: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        report: tuple[torch.Tensor, torch.Tensor] | None = None,
         max_inflight_steps: int = 3,
     ) -> None:
         self._stream, self._lane = stream, lane
         most, R = lane.drafts_BR.shape
         self._rows = R
         nothing = torch.zeros(1, dtype=torch.int64, device=stream.device)
-        self._report = [value.view(torch.int32) for value in report or (nothing,) * 3]
+        self._report = [value.view(torch.int32) for value in report or (nothing,) * 2]
         self._packed = torch.zeros(self._size(most), dtype=torch.int32, device=stream.device)
         self._entries = [self._entry(most, R) for _ in range(max_inflight_steps)]
         self._next = 0
@@ -114,7 +112,7 @@ class OutputRing:
         entry.full = False
         B, R = entry.num_lanes, self._rows
         numbers = entry.numbers[: self._size(B)].clone()
-        seq, waited_ns, drafts_ns = numbers[:_HEAD].view(torch.int64).tolist()
+        seq, waited_ns = numbers[:_HEAD].view(torch.int64).tolist()
         lanes = dict(zip(_PER_LANE, numbers[_HEAD : _HEAD + len(_PER_LANE) * B].view(-1, B), strict=True))
         emitted_BR = numbers[_HEAD + len(_PER_LANE) * B :].view(B, R)
         count = B if entry.logprobs else 0
@@ -124,7 +122,7 @@ class OutputRing:
             *(entry.top_logprobs_BRN[:count].clone(), torch.empty(0), torch.empty(0, dtype=torch.int32)),
         )
         per_lane = (lanes["num_drafts"], lanes["num_jump_forward"], lanes["slots"], lanes["slot_gens"])
-        return StepOutputs(result, *per_lane, seq, waited_ns, drafts_ns)
+        return StepOutputs(result, *per_lane, seq, waited_ns)
 
     def _size(self, num_lanes: int) -> int:
         return _HEAD + num_lanes * (len(_PER_LANE) + self._rows)

@@ -37,8 +37,7 @@ class FlagKernels(RowFetcher, Protocol):
     """Post and wait without a host function; `kernels.cuda.flags.DeviceFlags` is one."""
 
     counter: torch.Tensor
-    """int64 [6]: last sequence, the one to wait for, nanoseconds waited, lanes not answered in time, of the nanoseconds
-    those for drafts; the last is its own."""
+    """int64: last sequence, the one to wait for, nanoseconds waited, lanes not answered in time; then its own."""
 
     def post(
         self,
@@ -63,7 +62,6 @@ class FlagKernels(RowFetcher, Protocol):
         *,
         rows_wanted: int,
         timeout_ns: int,
-        draft: bool = False,
     ) -> None:
         """Wait for the last post's answers and fetch APPLY rows into `mask_SRW`."""
 
@@ -102,8 +100,6 @@ class HostCallbackSync(StreamSync):
         timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
         super().__init__(stream, channel, mask_SRW, work, **timeouts)
         self._fetcher = fetcher
-        self.draft_ns = 0
-        """Of what `waited_ns` last told, that for drafts' rows."""
         self._boxes: dict[int, HostPostBuffers] = {}
 
     @property
@@ -112,9 +108,7 @@ class HostCallbackSync(StreamSync):
 
         A glance: a step in flight may count for its neighbour.
         """
-        taken = [box.take_waited_ns() for box in self._boxes.values()]
-        self.draft_ns = sum(drafts_ns for _, drafts_ns in taken)
-        return sum(waited_ns for waited_ns, _ in taken)
+        return sum(box.take_waited_ns() for box in self._boxes.values())
 
     def check(self, num_lanes: int) -> None:
         """Raise InvalidField when the last post of a batch of this padded size was refused. Does not wait.
@@ -164,10 +158,10 @@ class DeviceFlagSync(StreamSync):
         timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
         super().__init__(stream, channel, flags.mask_SRW, work, **timeouts)
         self._flags = flags
-        self._device_waited, self._device_drafts_waited = flags.counter[2:3], flags.counter[4:5]
+        self._device_waited = flags.counter[2:3]
         self._boxes: dict[int, PostBuffers] = {}
 
-    waited_ns = draft_ns = 0
+    waited_ns = 0
     """Waiting is counted on the device; `report` has it."""
 
     def check(self, num_lanes: int) -> None:
@@ -188,12 +182,11 @@ class DeviceFlagSync(StreamSync):
         self._flags.post(*inputs, stage)
 
     def _receive(self, box: PostBuffers, stage: int, rows_wanted: int, timeout_ns: int) -> None:
-        draft = stage not in (Stage.VERIFY, Stage.PROPOSE)
-        self.stream.kernel(self._wait, box, rows_wanted, timeout_ns, draft)
+        self.stream.kernel(self._wait, box, rows_wanted, timeout_ns)
 
-    def _wait(self, box: PostBuffers, rows_wanted: int, timeout_ns: int, draft: bool) -> None:
+    def _wait(self, box: PostBuffers, rows_wanted: int, timeout_ns: int) -> None:
         lanes, outputs = (box.slots, box.slot_gens), (box.kinds, box.forced, box.need)
-        self._flags.wait(*lanes, *outputs, rows_wanted=rows_wanted, timeout_ns=timeout_ns, draft=draft)
+        self._flags.wait(*lanes, *outputs, rows_wanted=rows_wanted, timeout_ns=timeout_ns)
 
 
 def cuda_sync(

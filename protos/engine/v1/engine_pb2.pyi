@@ -335,7 +335,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("waiting", "running", "num_slots", "pages_used", "num_pages", "steps", "generated_tokens", "prefill_tokens", "draft_tokens", "accepted_draft_tokens", "finished", "failed", "mask_wait_ms", "deferred_rows", "grammar_starts", "grammar_ready", "matchers", "cached_grammars", "draft_masks", "masked_steps", "unmasked_steps", "mask_gain", "mask_cost", "cached_tokens", "pages_cached")
+    __slots__ = ("waiting", "running", "num_slots", "pages_used", "num_pages", "steps", "generated_tokens", "prefill_tokens", "draft_tokens", "accepted_draft_tokens", "finished", "failed", "mask_wait_ms", "deferred_rows", "grammar_starts", "grammar_ready", "matchers", "cached_grammars", "cached_tokens", "pages_cached")
     class FinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -368,11 +368,6 @@ class GetStatsResponse(_message.Message):
     GRAMMAR_READY_FIELD_NUMBER: _ClassVar[int]
     MATCHERS_FIELD_NUMBER: _ClassVar[int]
     CACHED_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_MASKS_FIELD_NUMBER: _ClassVar[int]
-    MASKED_STEPS_FIELD_NUMBER: _ClassVar[int]
-    UNMASKED_STEPS_FIELD_NUMBER: _ClassVar[int]
-    MASK_GAIN_FIELD_NUMBER: _ClassVar[int]
-    MASK_COST_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
     waiting: int
@@ -393,11 +388,6 @@ class GetStatsResponse(_message.Message):
     grammar_ready: bool
     matchers: int
     cached_grammars: int
-    draft_masks: bool
-    masked_steps: int
-    unmasked_steps: int
-    mask_gain: float
-    mask_cost: float
     cached_tokens: int
     pages_cached: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., num_slots: _Optional[int] = ..., pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., failed: _Optional[_Mapping[str, int]] = ..., mask_wait_ms: _Optional[float] = ..., deferred_rows: _Optional[int] = ..., grammar_starts: _Optional[int] = ..., grammar_ready: _Optional[bool] = ..., matchers: _Optional[int] = ..., cached_grammars: _Optional[int] = ..., draft_masks: _Optional[bool] = ..., masked_steps: _Optional[int] = ..., unmasked_steps: _Optional[int] = ..., mask_gain: _Optional[float] = ..., mask_cost: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., num_slots: _Optional[int] = ..., pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., failed: _Optional[_Mapping[str, int]] = ..., mask_wait_ms: _Optional[float] = ..., deferred_rows: _Optional[int] = ..., grammar_starts: _Optional[int] = ..., grammar_ready: _Optional[bool] = ..., matchers: _Optional[int] = ..., cached_grammars: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.core.draft_masks import MaskPolicy
 from gpu_engine.core.engine import Engine
 from gpu_engine.core.executor import Executor, device_executor
 from gpu_engine.model.loader import LoadedModel
@@ -87,14 +86,14 @@ def device_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[
 
 @contextmanager
 def guided_device_engine(
-    model: LoadedModel, settings: EngineConfig, masks: MaskPolicy | None = None
+    model: LoadedModel, settings: EngineConfig
 ) -> Iterator[tuple[Engine, ToyGrammar, RecordedStream]]:
     """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
     device = RecordedDevice()
     model = replace(model, max_model_len=settings.max_model_len)
     with Segment.create(Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)) as segment:
         grammar = ToyGrammar(segment)
-        engine = Engine(settings, model, EngineEnd(segment), grammar, build_executor=device.build_executor, masks=masks)
+        engine = Engine(settings, model, EngineEnd(segment), grammar, build_executor=device.build_executor)
         grammar.engine = engine
         grammar.start_sidecar()
         try:

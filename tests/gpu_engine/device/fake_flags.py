@@ -57,13 +57,11 @@ class FakeFlags:
         *,
         rows_wanted: int,
         timeout_ns: int,
-        draft: bool = False,
     ) -> None:
         a, B, seq = self._arrays, len(slots_B), int(self.counter[1])
         a.slots[:B], a.slot_gens[:B] = slots_B.numpy(), slot_gens_B.numpy()
         answer = self._channel.await_batch(a, seq, B, timeout_s=timeout_ns / 1e9)
         self.counter[2] += answer.waited_ns
-        self.counter[4] += answer.waited_ns if draft else 0
         self.counter[3] += answer.num_missing
         for row in range(kinds_BR.shape[1]):
             if rows_wanted >> row & 1:

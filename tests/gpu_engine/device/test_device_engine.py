@@ -18,7 +18,6 @@ from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.fakes import EOS
 from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
-from tests.gpu_engine.drafters.test_draft_masks import Turns
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
@@ -162,29 +161,6 @@ def test_a_draft_model_changes_no_token_and_its_rows_are_kept(
     assert stats.accepted_draft_tokens > stats.draft_tokens * 0.8
     # Behind an end there is no row to keep.
     assert {record.need_rows.bit_count() for record in verified if EOS not in record.drafts} == {1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sync", "forced"), [("host_callback", False), ("device_flag", True)])
-def test_masks_that_come_and_go_change_no_token_and_no_graph(
-    llama: LoadedModel, guided_tokens: list[list[int]], sync: str, forced: bool
-) -> None:
-    settings = on_device(2, draft_model=llama.name, sync=sync, jump_forward=forced, max_batch_size=2)
-    turns = Turns()
-    with guided_device_engine(llama, settings, turns) as (engine, grammar, _):
-        graphs = engine._loop.executor.runner._graphs  # type: ignore[attr-defined]
-        captured = graphs.captured
-        answers = [GUIDED[0](), GUIDED[2]()]
-        assert answer_all(engine, answers) == [guided_tokens[0], guided_tokens[2]]
-        assert graphs.captured == captured
-        assert graphs.stats.eager_steps == 0
-        assert engine.stats().deferred_rows == 0
-        records = [record for record in grammar.sidecar.records if EOS not in record.drafts]
-    needed = [record.need_rows.bit_count() for record in records if record.stage == Stage.VERIFY]
-    # Behind masked drafts one row is missing, behind others all of them are; behind no drafts there is one row.
-    assert set(needed) >= {1, 3}
-    assert min(turns.lanes[True], turns.lanes[False]) > 1
-    assert turns.draft_ms[False] == 0
 
 
 def test_logprobs_come_along(llama: LoadedModel) -> None:

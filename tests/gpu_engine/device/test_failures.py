@@ -11,9 +11,8 @@ import pytest
 
 from gpu_engine.step.device.graphs import LaneInput
 from gpu_engine.step.row_work import VERIFY
-from shared_mem.channel import Record
 from shared_mem.errors import InvalidField
-from shared_mem.layout import RowKind, Stage
+from shared_mem.layout import RowKind
 from tests.gpu_engine.device.bench_of_toys import (
     MODES,
     ROWS,
@@ -93,34 +92,6 @@ def test_late_rows_are_deferred_and_used_when_they_come(mode: str) -> None:
             assert said == expected(Automaton(1500).legal, 1, len(said))
             verifies = [record for record in sidecar.records if record.stage == 0 and record.commit_pos == 0]
             assert len([r for r in verifies if not r.drafts]) == 1, "what came late was not asked for again"
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_time_of_drafts_is_told_apart_and_is_none_without_masks(mode: str) -> None:
-    with toys(mode, draft_timeout_ms=SHORT_MS) as t:
-        t.graphs.capture(t.channel)
-
-        def never_in_time(record: Record) -> None:
-            if record.stage != Stage.VERIFY:
-                time.sleep(2 * SHORT_MS / 1e3)
-
-        with sidecar_of(t, before=never_in_time) as sidecar:
-            open_slot(t, sidecar, 1)
-            drafts_ns, posts, before_ns = [], [], 0
-            for masked in (True, False, True):
-                posted = t.channel.last_seq
-                outputs = t.graphs.read(t.graphs.launch([LaneInput(1, 1, True)], masked=masked))
-                assert len(tokens_of(outputs)[1]) > 0
-                waited_ns = t.sync.waited_ns
-                drafts_ns.append(outputs.drafts_waited_ns - before_ns + t.sync.draft_ns)
-                assert drafts_ns[-1] <= outputs.waited_ns + waited_ns
-                before_ns = outputs.drafts_waited_ns
-                posts.append(t.channel.last_seq - posted)
-            # Drafts that were drawn free are verified with all their rows asked for at once.
-            assert posts == [ROWS, 1, ROWS]
-            assert drafts_ns[0] >= SHORT_MS * 1e6
-            assert drafts_ns[1] == 0
-            assert drafts_ns[2] >= SHORT_MS * 1e6
 
 
 @pytest.mark.parametrize("mode", MODES)

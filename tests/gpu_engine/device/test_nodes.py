@@ -97,8 +97,6 @@ def test_a_masked_draft_costs_the_pair(llama: LoadedModel, sync: str) -> None:
     counts = [sum(count for name, count in parts if name != "_forward") for parts in (masked, free)]
     # Without masks a launch frees the row.
     assert counts[0] - counts[1] == (ROWS - 1) * (len(pair) - 1)
-    # What is decided from step to step is a word that `_pack` reads: the graph is that of masks.
-    assert parts_of(llama, True, sync=sync, draft_model=llama.name, draft_masks="auto") == masked
 
 
 @pytest.mark.parametrize("sync", list(PAIR))

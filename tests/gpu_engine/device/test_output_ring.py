@@ -43,7 +43,7 @@ def step(lane: LaneBuffers, first: int) -> None:
 
 def test_outputs_are_the_steps_own_and_become_outcomes(stream: RecordedStream) -> None:
     lane, slot = LaneBuffers.allocate(LANES, R, 64), SlotBuffers.allocate(LANES, R, 64, 16)
-    report = (torch.tensor([(1 << 40) + 7]), torch.tensor([123_456_789_012]), torch.tensor([56_789_012_345]))
+    report = (torch.tensor([(1 << 40) + 7]), torch.tensor([123_456_789_012]))
     ring = OutputRing(stream, lane, report, max_inflight_steps=2)
     batch = StepBatch(slot, lane, LANES, R, any_guided=True)
     entries = []
@@ -53,7 +53,6 @@ def test_outputs_are_the_steps_own_and_become_outcomes(stream: RecordedStream) -
         entries.append(ring.push(batch, logprobs=first == 100))
     early, late = (ring.read(entry) for entry in entries)
     assert (early.seq, early.waited_ns) == ((1 << 40) + 7, 123_456_789_012)
-    assert early.drafts_waited_ns == 56_789_012_345
     assert (early.slots_B.tolist(), early.slot_gens_B.tolist()) == ([5, 6, 7, 8], [100] * 4)
     told = outcomes(early, 4, guided=[True] * 4, logprobs=[None, 1, None, None])
     assert [outcome.token_ids for outcome in told] == [(), (110,), (120, 121), ()]

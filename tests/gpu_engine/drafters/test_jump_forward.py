@@ -105,7 +105,7 @@ def test_no_proposal_changes_a_token(
 
 @pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
 @pytest.mark.parametrize("proposes", ["forced", "prophet", "liar"])
-@pytest.mark.parametrize("waits", [{}, {"draft_masks": "off"}])
+@pytest.mark.parametrize("waits", [{"draft_masks": "on"}, {"draft_masks": "off"}])
 def test_a_net_goes_on_behind_what_is_proposed(
     llama: LoadedModel,
     draft_models: dict[str, str],

@@ -15,7 +15,6 @@ import pytest
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.ports import GrammarEvents
 from gpu_engine.api.request import FinishReason, Request
-from gpu_engine.core.draft_masks import MaskPolicy
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from grammar_service.backends.backend import Backend, Compiled, Rows
@@ -32,7 +31,6 @@ from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.layout import Layout, RowKind
 from shared_mem.segment import Segment
 from tests.fakes import EOS
-from tests.gpu_engine.drafters.test_draft_masks import Turns
 from tests.gpu_engine.harness import Answer, answer_all, answer_each, ask, config, running, tokens, with_drafts
 
 LITERAL = "REGEX COMPACT the whole answer is forced"
@@ -119,14 +117,14 @@ class Sidecars:
         self.compiled: dict[str, tuple[Compiled, ClosingPlan]] = {}
 
     @contextmanager
-    def engine(self, settings: EngineConfig, masks: MaskPolicy | None = None) -> Iterator[tuple[Engine, Worker]]:
+    def engine(self, settings: EngineConfig) -> Iterator[tuple[Engine, Worker]]:
         """Run an engine with a worker of the library; at the end no row was filled twice."""
         layout = Layout(settings.max_batch_size, settings.num_rows, self.model.vocab_size)
         with Segment.create(layout) as segment:
             grammar = LibraryGrammar(segment, self.backend, self.vocabulary, self.compiled)
             grammar.worker = Worker(GrammarEnd(segment), row_deadline_ms=1000.0)
             model = replace(self.model, max_model_len=settings.max_model_len)
-            grammar.engine = engine = Engine(settings, model, EngineEnd(segment), grammar, masks=masks)
+            grammar.engine = engine = Engine(settings, model, EngineEnd(segment), grammar)
             grammar.worker.start()
             try:
                 with running(engine):
@@ -186,9 +184,7 @@ def test_tokens_do_not_depend_on_what_is_forced(
 
 
 @pytest.mark.parametrize("drafts_by", ["same", "trained eagle3", "random eagle3"])
-@pytest.mark.parametrize(
-    ("masks", "num_drafts", "most"), [("on", 5, 0), ("off", 5, 0), ("turns", 5, 0), ("on", 2, 7), ("turns", 3, 15)]
-)
+@pytest.mark.parametrize(("masks", "num_drafts", "most"), [("on", 5, 0), ("off", 5, 0), ("on", 2, 7), ("off", 3, 15)])
 def test_nets_go_on_behind_what_is_forced(
     sidecars: Sidecars,
     expected: list[list[int]],
@@ -200,10 +196,9 @@ def test_nets_go_on_behind_what_is_forced(
 ) -> None:
     settings = with_drafts(
         num_drafts, draft_model=draft_models[drafts_by], jump_forward_tokens=most, max_batch_size=2,
-        draft_masks="auto" if masks == "turns" else masks, **PATIENT,
+        draft_masks=masks, **PATIENT,
     )  # fmt: skip
-    turns = Turns() if masks == "turns" else None
-    with sidecars.engine(settings, turns) as (engine, worker):
+    with sidecars.engine(settings) as (engine, worker):
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
         rows = worker.stats()

@@ -88,7 +88,9 @@ def test_no_proposal_changes_a_token(
 
 @pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
 @pytest.mark.parametrize("proposes", ["forced", "prophet", "wrong late", "liar"])
-@pytest.mark.parametrize(("num_drafts", "waits"), [(1, {}), (3, {"draft_masks": "off"}), (2, {"overlap": True})])
+@pytest.mark.parametrize(
+    ("num_drafts", "waits"), [(1, {"draft_masks": "on"}), (3, {}), (2, {"draft_masks": "on", "overlap": True})]
+)
 def test_a_net_goes_on_behind_what_is_proposed(
     llama: LoadedModel,
     draft_models: dict[str, str],

@@ -19,7 +19,6 @@ from gpu_engine.step.prefill import Chunks
 from kernels.paged_attention import KVPages
 from shared_mem.layout import Stage
 from tests.fakes import byte_tokenizer
-from tests.gpu_engine.drafters.test_draft_masks import Turns
 from tests.gpu_engine.harness import answer_all, ask, config, free_engine, tokens
 from tests.gpu_engine.toy_sidecar import guided_engine
 
@@ -120,9 +119,9 @@ def test_tokens_do_not_depend_on_it(target: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize("masks", ["on", "off", "turns"])
+@pytest.mark.parametrize("masks", ["on", "off"])
 def test_guided_tokens_do_not_depend_on_it(target: LoadedModel, masks: str, forced: bool) -> None:
-    """Behind what the grammar forces and behind nothing; masked, unmasked, and by turns."""
+    """Behind what the grammar forces and behind nothing; masked and unmasked."""
 
     def made() -> list[Any]:
         greedy = ask(tokens(9, 1), grammar="14", max_tokens=30)
@@ -131,10 +130,8 @@ def test_guided_tokens_do_not_depend_on_it(target: LoadedModel, masks: str, forc
     patient = {"model": target.name, "row_timeout_ms": 5000.0, "draft_timeout_ms": 5000.0, "max_batch_size": 2}
     with guided_engine(target, config(drafter="none", **patient)) as (engine, _):
         expected = answer_all(engine, made())
-    settings = config(
-        drafter="mtp", num_draft_tokens=3, jump_forward=forced, draft_masks="off" if masks == "off" else "on", **patient
-    )
-    with guided_engine(target, settings, Turns() if masks == "turns" else None) as (engine, grammar):
+    settings = config(drafter="mtp", num_draft_tokens=3, jump_forward=forced, draft_masks=masks, **patient)
+    with guided_engine(target, settings) as (engine, grammar):
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
     assert stats.draft_tokens > 10

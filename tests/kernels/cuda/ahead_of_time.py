@@ -113,8 +113,7 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
     told = (slots, guided, guided, ints(B), drafts, num_drafts, *lengths, kept, out)
     for k in (posting.VERIFY, 0, R - 1):
         verifies = k == posting.VERIFY
-        masks = None if verifies else torch.ones(1, dtype=torch.bool)
-        posting.pack_post(*told, k=k, done_S=rows.done_S if verifies else None, draft_masks=masks)
+        posting.pack_post(*told, k=k, done_S=rows.done_S if verifies else None)
         told_seq = counter.clone() if k == posting.VERIFY else None
         posting.keep_rows(
             slots, guided, guided, out, counter, ints(2, S, R, W), kept, kinds, forced, k=k, told=told_seq

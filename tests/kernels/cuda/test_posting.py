@@ -76,10 +76,9 @@ class OnDevice:
             torch.zeros(B, R, dtype=torch.int32, device=device),
         )
 
-    def post(self, k: int, *, masked: bool | None = None) -> None:
-        masks = None if masked is None else torch.tensor([masked], device=self.gens.device)
+    def post(self, k: int) -> None:
         post = (*self.lanes, self.gens, self.drafts, self.num, *self.slot, self.rows, self.out)
-        pack_post(*post, k=k, draft_masks=masks)
+        pack_post(*post, k=k)
 
     def keep(self, inline: InlineSync, channel: RandomAnswers, k: int) -> None:
         self.out.kinds_BR.copy_(inline._kinds_BR)
@@ -151,13 +150,11 @@ def test_a_post_and_what_is_kept_are_those_of_the_inline_sync(device: torch.devi
 
 
 @pytest.mark.parametrize("k", [0, 2])
-@pytest.mark.parametrize("masked", [True, False])
-def test_a_draft_asks_for_its_row_while_masks_are_on(device: torch.device, k: int, masked: bool) -> None:
-    """Both forms of the device's work and the inline sync: without masks nobody asks, and every row is free."""
+def test_a_draft_asks_for_its_row(device: torch.device, k: int) -> None:
+    """The kernels, their torch form and the inline sync post the same."""
     inline, channel, batch = state()
     # Who drafts has emitted, and so has forgotten its rows.
     inline.store.cached_SR[batch.slots_B[batch.lane.drafting_B].long()] = False
-    batch.lane.draft_masks.fill_(masked)
     told = batch.slot.posted_S.clone()
     ours, other = OnDevice(inline, batch, device), TorchRows(R, torch.device("cpu"))
     box, spare = PostBuffers(len(LANES), R, torch.device("cpu")), inline.store
@@ -168,21 +165,19 @@ def test_a_draft_asks_for_its_row_while_masks_are_on(device: torch.device, k: in
     other.pack(batch, store, box, k)
     torch_posted = batch.slot.posted_S.clone()
     batch.slot.posted_S.copy_(told)
-    ours.post(k, masked=masked)
+    ours.post(k)
     inline.post_draft(batch, k)
-    wanted = [4, -1, -1, 0] if masked else [-1] * 4
+    wanted = [4, -1, -1, 0]
     assert ours.out.slots_B.tolist() == box.slots.tolist() == wanted
     assert ours.slot[3].tolist() == batch.slot.posted_S.tolist() == torch_posted.tolist()
-    assert torch.equal(batch.slot.posted_S, told) == (not masked)
-    assert channel.seq == int(masked)
+    assert not torch.equal(batch.slot.posted_S, told)
+    assert channel.seq == 1
     inline.await_draft(batch, k)
     ours.keep(inline, channel, k)
     assert ours.kinds[:, k].tolist() == batch.lane.kinds_BR[:, k].tolist()
     box.kinds.copy_(inline._kinds_BR)
     other.keep(batch, store, box, k, None)
     assert ours.kinds[:, k].tolist() == batch.lane.kinds_BR[:, k].tolist()
-    assert masked or not ours.kinds[:, k].any()
-    assert (inline.draft_ns > 0) == masked
 
 
 def test_idle_lanes_are_not_posted_and_are_free(device: torch.device) -> None:
