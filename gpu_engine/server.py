@@ -24,12 +24,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 
+from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.own_thread import in_own_thread
 from gpu_engine.api.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.front.listening import HealthServicer, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
-from gpu_engine.front.validation import Limits
 from gpu_engine.ops.core_split import CoreSplit
 from gpu_engine.ops.metrics_engine import EngineCollector
 from gpu_engine.ops.metrics_http import BothProcesses, MetricsServer

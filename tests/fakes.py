@@ -18,10 +18,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, LockstepError
+from gpu_engine.api.ports import Compiled, GrammarStats
 from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
-from gpu_engine.front.servicer import GrammarStats
-from gpu_engine.ops.stats import Histogram
-from gpu_engine.sidecar.compilations import Compiled
+from gpu_engine.api.stats import EngineStats
 
 EOS = 256
 """End of sequence of `ByteTokenizer`; 257 is its other special token."""
@@ -72,38 +71,6 @@ class FakeModel:
     num_parameters: int = 7
     name: str = "fake-model"
     max_model_len: int = 256
-
-
-@dataclass(frozen=True)
-class FakeStats:
-    """A `ports.Stats`."""
-
-    waiting: int = 0
-    running: int = 0
-    num_slots: int = 4
-    pages_used: int = 0
-    pages_cached: int = 0
-    num_pages: int = 64
-    steps: int = 0
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    cached_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-    jump_forward_tokens: int = 0
-    accepted_jump_forward_tokens: int = 0
-    finished: Mapping[str, int] = field(default_factory=dict)
-    failed: Mapping[str, int] = field(default_factory=dict)
-    mask_wait_ms: float = 0.0
-    deferred_rows: int = 0
-    step_rows: int = 0
-    preemptions: int = 0
-    dead_ends: int = 0
-    matcher_errors: int = 0
-    step_seconds: Histogram = field(default_factory=lambda: Histogram((1.0,)))
-    mask_wait_seconds: Histogram = field(default_factory=lambda: Histogram((1.0,)))
-    token_gap_seconds: Histogram = field(default_factory=lambda: Histogram((1.0,)))
-    tokens_per_step: Histogram = field(default_factory=lambda: Histogram((1.0,)))
 
 
 Script = Callable[[Request], Iterable[TokenEvent]]
@@ -182,8 +149,8 @@ class FakeEngine:
     def drop(self, request: Request) -> None:
         self.dropped.append(request)
 
-    def stats(self) -> FakeStats:
-        return FakeStats(running=len(self.submitted) - len(self.dropped))
+    def stats(self) -> EngineStats:
+        return EngineStats(num_slots=4, num_pages=64, running=len(self.submitted) - len(self.dropped))
 
     def grammar_opened(
         self, slot: int, slot_gen: int, *, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Metric
 
+from gpu_engine.api.stats import EngineStats
 from gpu_engine.ops.metrics_engine import EngineCollector
 from gpu_engine.ops.metrics_http import about_grammar
 from gpu_engine.ops.metrics_requests import RequestWatch
-from gpu_engine.ops.stats import EngineStats
 from grammar_service.metrics import GrammarMetrics, WorkerCounts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/metrics.md"

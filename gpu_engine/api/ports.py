@@ -6,15 +6,16 @@ called. Tests put small fakes behind these protocols. Not here: any behaviour.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection
 
     from gpu_engine.api.config import EngineConfig
     from gpu_engine.api.errors import LockstepError
-    from gpu_engine.api.request import Request
-    from gpu_engine.ops.stats import Histogram
+    from gpu_engine.api.request import GrammarSpec, Request
+    from gpu_engine.api.stats import EngineStats
 
 
 class Tokenizer(Protocol):
@@ -68,106 +69,6 @@ class Model(Protocol):
         """Prompt plus answer in tokens."""
 
 
-class Stats(Protocol):
-    """Counters and gauges of the engine, read at one moment."""
-
-    @property
-    def waiting(self) -> int:
-        """Sequences without a slot."""
-
-    @property
-    def running(self) -> int:
-        """Sequences that hold one."""
-
-    @property
-    def num_slots(self) -> int:
-        """Slots in all."""
-
-    @property
-    def pages_used(self) -> int:
-        """KV pages in use."""
-
-    @property
-    def pages_cached(self) -> int:
-        """KV pages in use by nobody, whose tokens are known."""
-
-    @property
-    def num_pages(self) -> int:
-        """KV pages in all."""
-
-    @property
-    def steps(self) -> int:
-        """Decode steps."""
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens generated."""
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Tokens prefilled."""
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens that needed no prefill."""
-
-    @property
-    def draft_tokens(self) -> int:
-        """Drafts verified."""
-
-    @property
-    def accepted_draft_tokens(self) -> int:
-        """Drafts accepted."""
-
-    @property
-    def finished(self) -> Mapping[str, int]:
-        """Sequences ended, by reason."""
-
-    @property
-    def failed(self) -> Mapping[str, int]:
-        """Sequences failed, by status."""
-
-    @property
-    def mask_wait_ms(self) -> float:
-        """Time that steps waited for mask rows."""
-
-    @property
-    def deferred_rows(self) -> int:
-        """Rows that came too late."""
-
-    @property
-    def step_rows(self) -> int:
-        """Rows verified, padding included."""
-
-    @property
-    def preemptions(self) -> int:
-        """Times that a sequence lost its slot."""
-
-    @property
-    def dead_ends(self) -> int:
-        """Sequences that had no legal token left."""
-
-    @property
-    def matcher_errors(self) -> int:
-        """Sequences whose matcher failed."""
-
-    @property
-    def step_seconds(self) -> Histogram:
-        """Time of a decode step."""
-
-    @property
-    def mask_wait_seconds(self) -> Histogram:
-        """Time that a guided step waited for mask rows."""
-
-    @property
-    def token_gap_seconds(self) -> Histogram:
-        """Time between two steps that brought tokens to a sequence."""
-
-    @property
-    def tokens_per_step(self) -> Histogram:
-        """Tokens that a step brought to a sequence."""
-
-
 class EngineCore(Protocol):
     """What the servicer calls. Every method but `start` and `close` is thread-safe and returns at once."""
 
@@ -184,7 +85,7 @@ class EngineCore(Protocol):
     def drop(self, request: Request) -> None:
         """Free everything the sequence holds, with no more events. Not an error when it has ended."""
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """Read the counters."""
 
 
@@ -240,3 +141,57 @@ class ServedEngine(EngineCore, GrammarEvents, Protocol):
 
     def close(self, timeout_s: float) -> None:
         """End running requests with ABORTED and stop the thread; blocks for at most `timeout_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar that is, or was, in the grammar process's cache."""
+
+    grammar_id: str
+    backend: int
+    cache_hit: bool
+    compile_ms: float
+    warnings: tuple[str, ...]
+    memory_bytes: int = 0
+    """What it holds in the grammar process, an estimate."""
+    min_tokens: int = 0
+    """No answer has fewer, the end-of-sequence token included; 0: not known."""
+    closing_tokens: int = 0
+    """An answer has so many, and there may be shorter ones; 0: none was found."""
+    attached: int = 0
+    """The grammar process that has it, if none was attached since: `GrammarLink.attached` of then."""
+    ready_s: float = 0.0
+    """`time.monotonic()` when it was known here."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarStats:
+    """Gauges of the grammar process; zeros while it does not answer."""
+
+    starts: int = 0
+    ready: bool = False
+    matchers: int = 0
+    cached_grammars: int = 0
+
+
+class GrammarAccess(Protocol):
+    """What the servicer needs of the grammar client. On the event loop."""
+
+    @property
+    def backends(self) -> tuple[int, ...]:
+        """Installed backends, the default first."""
+
+    def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
+        """Start compiling for this request; `failed` gets the error that the client is to see. Raises LimitExceeded."""
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+
+    def compiled_s(self, request_id: str) -> float:
+        """Return `time.monotonic()` when the request's grammar was compiled; 0.0: it is not. Before `forget`."""
+
+    async def compile(self, spec: GrammarSpec) -> Compiled:
+        """Compile for nobody's slot. Raises LockstepError."""
+
+    async def stats(self) -> GrammarStats:
+        """Ask the grammar process; never raises."""

@@ -16,11 +16,11 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, LimitExceeded, LockstepError, ShuttingDown
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, Request
+from gpu_engine.api.stats import EngineStats
 from gpu_engine.core.executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.ops.stats import EngineStats
 from shared_mem.channel import EngineEnd
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, LockstepError
 from gpu_engine.api.ports import GrammarPort
+from gpu_engine.api.stats import EngineStats
 from gpu_engine.core import crash_attribution as suspects
 from gpu_engine.core.running import RunningSequence, SequenceState, SlotWriter
 from gpu_engine.core.scheduler import GrammarState, Scheduler
-from gpu_engine.ops.stats import EngineStats
 from gpu_engine.step.sync import Sync
 
 log = logging.getLogger(__name__)

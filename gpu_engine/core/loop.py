@@ -15,6 +15,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError, status_of
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, Request, TokenEvent
+from gpu_engine.api.stats import EngineStats
 from gpu_engine.core.executor import BuildExecutor, build_executor
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
@@ -23,7 +24,6 @@ from gpu_engine.core.runner import Ticket
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import Chunk, Scheduler
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.ops.stats import EngineStats
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import RowKind
 

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 from typing import cast
 
 from gpu_engine.api.errors import GrammarNotConfigured, InvalidRequest, UnknownGrammar
+from gpu_engine.api.ports import Compiled
 from gpu_engine.api.request import GrammarSpec
 from gpu_engine.front.grammar_field import check_grammar
-from gpu_engine.sidecar.compilations import Compiled
 from protos.engine.v1 import engine_pb2 as pb
 
 OVERHEAD_BYTES = 512

@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 from jinja2.exceptions import TemplateError
 
+from gpu_engine.api.checked import Chat, Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import Tokenizer
 from gpu_engine.api.request import Request, SamplingParams, Telemetry, TokenEvent
-from gpu_engine.front.validation import Chat, Checked, Limits, Prompt, Tokens, check_prompt_length
+from gpu_engine.front.validation import check_prompt_length
 
 LARGE_PROMPT_CHARS = 8 << 10
 """Tokenising this much takes some milliseconds: longer texts must not hold up the event loop."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
+from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.api.ports import Model, Stats
+from gpu_engine.api.ports import Model
 from gpu_engine.api.request import Request
+from gpu_engine.api.stats import EngineStats
 from gpu_engine.front.sequence_output import Delta, SequenceOutput
-from gpu_engine.front.validation import Limits
 from protos.engine.v1 import engine_pb2 as pb
 
 
@@ -88,7 +89,9 @@ def model_info(
     return response
 
 
-def stats_response(stats: Stats, *, finished: Mapping[str, int], failed: Mapping[str, int]) -> pb.GetStatsResponse:
+def stats_response(
+    stats: EngineStats, *, finished: Mapping[str, int], failed: Mapping[str, int]
+) -> pb.GetStatsResponse:
     """Return the engine's part; `finished` and `failed` are counted where clients see them."""
     return pb.GetStatsResponse(
         waiting=stats.waiting,

@@ -13,64 +13,30 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
 
+from gpu_engine.api.checked import Checked, Limits
 from gpu_engine.api.errors import GrammarNotConfigured, InternalError, LockstepError, ShuttingDown, status_of
-from gpu_engine.api.ports import EngineCore, Model
+from gpu_engine.api.ports import EngineCore, GrammarAccess, GrammarStats, Model
 from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
 from gpu_engine.front.grammar_handles import GrammarHandles
 from gpu_engine.front.mailbox import Inbox, Mailbox
 from gpu_engine.front.prompt import build_requests, is_large
 from gpu_engine.front.responses import delta_response, model_info, stats_response
 from gpu_engine.front.sequence_output import SequenceOutput
-from gpu_engine.front.validation import Checked, Limits, check, given_id
+from gpu_engine.front.validation import check, given_id
 from gpu_engine.ops.access import CallRecord
 from gpu_engine.ops.metrics_requests import RequestWatch
-from gpu_engine.sidecar.compilations import Compiled
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarStats:
-    """Gauges of the grammar process; zeros while it does not answer."""
-
-    starts: int = 0
-    ready: bool = False
-    matchers: int = 0
-    cached_grammars: int = 0
-
-
-class GrammarAccess(Protocol):
-    """What the servicer needs of the grammar client. On the event loop."""
-
-    @property
-    def backends(self) -> tuple[int, ...]:
-        """Installed backends, the default first."""
-
-    def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
-        """Start compiling for this request; `failed` gets the error that the client is to see. Raises LimitExceeded."""
-
-    def forget(self, request_id: str) -> None:
-        """The request is over."""
-
-    def compiled_s(self, request_id: str) -> float:
-        """Return `time.monotonic()` when the request's grammar was compiled; 0.0: it is not. Before `forget`."""
-
-    async def compile(self, spec: GrammarSpec) -> Compiled:
-        """Compile for nobody's slot. Raises LockstepError."""
-
-    async def stats(self) -> GrammarStats:
-        """Ask the grammar process; never raises."""
 
 
 @dataclass(slots=True)

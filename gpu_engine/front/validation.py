@@ -11,9 +11,8 @@ import math
 import secrets
 import uuid
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 
-from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.checked import Chat, Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import GrammarSpec
 from gpu_engine.front.grammar_field import check_grammar
@@ -28,86 +27,6 @@ MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_PENALTY = 2.0
 MAX_MESSAGES = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What this server allows; made once from the configuration and the model."""
-
-    vocab_size: int
-    max_model_len: int
-    num_draft_tokens: int
-    jump_forward_tokens: int
-    max_n: int
-    max_prompt_bytes: int
-    stream_pace_s: float = 0.0
-    grammar_handles_bytes: int = 64 << 20
-
-    @classmethod
-    def of(cls, engine: EngineConfig, server: ServerConfig, *, vocab_size: int, max_model_len: int) -> Limits:
-        """Take the smaller of what was configured and what the model can do."""
-        return cls(
-            vocab_size=vocab_size,
-            max_model_len=min(max_model_len, engine.max_model_len),
-            num_draft_tokens=engine.num_drafts,
-            jump_forward_tokens=engine.num_jump_forward,
-            max_n=server.max_n,
-            max_prompt_bytes=server.max_prompt_bytes,
-            stream_pace_s=server.stream_pace_ms / 1e3,
-            grammar_handles_bytes=server.grammar_handles_bytes,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation, oldest turn first: (role, content)."""
-
-    turns: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """A prompt that came tokenised."""
-
-    ids: tuple[int, ...]
-
-
-Prompt = str | Tokens | Chat
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """A request within all limits that can be checked without the tokenizer."""
-
-    request_id: str
-    prompt: Prompt
-    n: int
-    num_draft_tokens: int
-    jump_forward_tokens: int
-    """The server's, or the number that the request named for all drafts."""
-    grammar: GrammarSpec | None
-    seed: int
-    """Given or drawn; of the first sequence."""
-    max_tokens: int | None
-    """As given; None: what the context has room for."""
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    bad_token_ids: tuple[int, ...]
-    bad_words: tuple[str, ...]
-    ignore_eos: bool
-    logprobs: int | None
-    include_stop_str_in_output: bool
-    skip_special_tokens: bool
-    omit_text: bool
-    omit_token_ids: bool
 
 
 def check(

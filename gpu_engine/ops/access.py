@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpu_engine.api.checked import Chat, Checked
 from gpu_engine.api.request import FinishReason, Request, Telemetry
-from gpu_engine.front.validation import Chat, Checked
 from service_runtime.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)

@@ -12,15 +12,14 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from gpu_engine.api.ports import Stats
-from gpu_engine.ops.stats import Histogram
+from gpu_engine.api.stats import EngineStats, Histogram
 
 _GAUGES = (
     ("sequences_running", "Sequences that hold a slot", "running"),
     ("sequences_waiting", "Sequences that wait for a slot", "waiting"),
     ("slots", "Slots in all", "num_slots"),
     ("kv_pages_used", "Pages of the KV cache in use", "pages_used"),
-    ("kv_pages_kept", "Pages in use by nobody, kept for who begins with the same tokens", "pages_cached"),
+    ("kv_pages_cached", "Pages without an owner, reusable by prefix match", "pages_cached"),
     ("kv_pages", "Pages of the KV cache in all", "num_pages"),
 )
 _COUNTERS = (
@@ -62,7 +61,7 @@ _HISTOGRAMS = (
 class EngineCollector(Collector):
     """Reads `stats` at every scrape."""
 
-    def __init__(self, stats: Callable[[], Stats], *, drafter: str, about: Mapping[str, str]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], *, drafter: str, about: Mapping[str, str]) -> None:
         """Args: `stats` is thread-safe; `about` are the labels of `lockstep_info`."""
         self._stats = stats
         self._drafter = drafter

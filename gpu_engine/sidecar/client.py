@@ -19,11 +19,10 @@ import grpc
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequest, LockstepError
 from gpu_engine.api.owned_tasks import OwnedTasks
-from gpu_engine.api.ports import GrammarEvents
+from gpu_engine.api.ports import Compiled, GrammarEvents, GrammarStats
 from gpu_engine.api.request import GrammarSpec, Request
-from gpu_engine.front.servicer import GrammarStats
 from gpu_engine.sidecar.admission import Admission
-from gpu_engine.sidecar.compilations import Compiled, GrammarCompiler, grammar_error
+from gpu_engine.sidecar.compilations import GrammarCompiler, grammar_error
 from gpu_engine.sidecar.link import GrammarLink
 from protos.grammar.v1 import grammar_pb2 as gpb
 from service_runtime.logs import REQUEST_ID

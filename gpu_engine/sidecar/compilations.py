@@ -28,6 +28,7 @@ from gpu_engine.api.errors import (
     NotSupported,
 )
 from gpu_engine.api.owned_tasks import OwnedTasks
+from gpu_engine.api.ports import Compiled
 from gpu_engine.api.request import GrammarSpec
 from gpu_engine.sidecar.admission import Admission
 from gpu_engine.sidecar.link import GrammarLink
@@ -37,27 +38,6 @@ log = logging.getLogger(__name__)
 
 COMPILE_MARGIN_S = 30.0
 """On top of the compile limit, which the grammar process enforces: time in its queue."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A grammar that is, or was, in the grammar process's cache."""
-
-    grammar_id: str
-    backend: int
-    cache_hit: bool
-    compile_ms: float
-    warnings: tuple[str, ...]
-    memory_bytes: int = 0
-    """What it holds in the grammar process, an estimate."""
-    min_tokens: int = 0
-    """No answer has fewer, the end-of-sequence token included; 0: not known."""
-    closing_tokens: int = 0
-    """An answer has so many, and there may be shorter ones; 0: none was found."""
-    attached: int = 0
-    """The grammar process that has it, if none was attached since: `GrammarLink.attached` of then."""
-    ready_s: float = 0.0
-    """`time.monotonic()` when it was known here."""
 
 
 @dataclass(slots=True, eq=False)

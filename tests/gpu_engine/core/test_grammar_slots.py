@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.api.request import Request
+from gpu_engine.api.stats import EngineStats
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import GrammarState, Scheduler
-from gpu_engine.ops.stats import EngineStats
 from gpu_engine.step.sync import NoSync
 from tests.gpu_engine.harness import ask, tokens
 

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from gpu_engine.api.errors import GrammarNotConfigured, InvalidRequest, LockstepError, UnknownGrammar
+from gpu_engine.api.ports import Compiled
 from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.front.grammar_field import check_grammar
 from gpu_engine.front.grammar_handles import GrammarHandles, grammar_id
-from gpu_engine.sidecar.compilations import Compiled
 from protos.engine.v1 import engine_pb2 as pb
 
 SPEC = GrammarSpec(GrammarKind.REGEX, "a")

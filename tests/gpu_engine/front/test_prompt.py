@@ -7,10 +7,11 @@ import dataclasses
 
 import pytest
 
+from gpu_engine.api.checked import Limits
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import Request
 from gpu_engine.front.prompt import build_requests, is_large, sequence_seed
-from gpu_engine.front.validation import Limits, check
+from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import GrammarUnavailable, InvalidRequest, LimitExceeded
 from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
 from gpu_engine.cli.client import Client
 from gpu_engine.front.servicer import EngineServicer
-from gpu_engine.front.validation import Limits
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from tests.fakes import EOS, FakeEngine, FakeGrammar, FakeModel, Script, says

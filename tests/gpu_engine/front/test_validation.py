@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from gpu_engine.api.checked import Chat, Limits, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import GrammarKind
-from gpu_engine.front.validation import Chat, Limits, Tokens, check
+from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 
 LIMITS = Limits(

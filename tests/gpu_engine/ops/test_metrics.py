@@ -20,10 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.request import FinishReason, TokenEvent
+from gpu_engine.api.stats import EngineStats, Histogram
 from gpu_engine.cli.client import Client
 from gpu_engine.ops.metrics_http import BothProcesses, CannotListen, MetricsServer
 from gpu_engine.ops.metrics_requests import RequestWatch
-from gpu_engine.ops.stats import EngineStats, Histogram
 from gpu_engine.server import Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from tests import metrics_table

@@ -19,11 +19,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client import CollectorRegistry
 
+from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import Request
 from gpu_engine.front.servicer import EngineServicer
-from gpu_engine.front.validation import Limits
 from gpu_engine.ops.access import CallRecord
 from gpu_engine.ops.metrics_requests import RequestWatch
 from gpu_engine.ops.tracing import RequestTracer, open_tracing
