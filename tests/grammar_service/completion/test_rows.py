@@ -134,7 +134,7 @@ def test_a_token_that_ends_one_text_and_opens_another_is_looked_at_anew(
     """The way to the end is the same before and behind it, and the rows are alike: what follows then is not."""
     schema = {"type": "array", "prefixItems": [{"type": "string"} | item for item in items], "items": False}
     texts = TokenTexts.of(vocabulary)
-    joint = texts.ids[b'","']
+    joint = texts.tokens.ids[b'","']
     for limit in range(8, 30):
         told = answer(library, vocabulary, schema | {"minItems": 1}, limit)
         luck = random.Random(limit)
@@ -174,5 +174,5 @@ def test_halves(vocabulary: Vocabulary) -> None:
     half = partial(map, texts.is_half)
     assert list(half(spell("\u00e9"))) == [True, True]
     assert list(half(spell("\\"))) == [True]
-    assert not texts.is_half(texts.ids[b'","'])
+    assert not texts.is_half(texts.tokens.ids[b'","'])
     assert not any(half(spell('abc{ "true')))
