@@ -1,6 +1,7 @@
-"""The rules of the house that a machine can check: who imports whom, what is generated, how long a file may be.
+"""The rules of the house that a machine can check: imports, rooms, generated code, lengths.
 
-A failure here is a question about the design, not about a line. Not here: what any module does.
+A failure here is a question about the design, not about one line.
+Not responsible for: the behaviour of any module.
 """
 
 from __future__ import annotations
@@ -10,26 +11,49 @@ import importlib.metadata
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.version import Version
 from transformers.utils import import_utils
 
 SOURCE_FOLDERS = ("gpu_engine", "grammar_service", "service_runtime", "shared_mem", "kernels")
+SERVICES = ("gpu_engine", "grammar_service")
 PROTO_NAMES = ("engine", "grammar")
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
-MAX_LINES = 300
-LONGER_ON_PURPOSE = {
-    # All ordering between the two processes is in this one file, so that it can be read against itself.
-    "shared_mem/native/flags.c": 430,
-    # One rule: mask, penalties, filters, noise and acceptance of a position share its row in cache.
-    "kernels/native/accept.h": 400,
-    # The picture of every byte and the numbers that draw it.
-    "shared_mem/layout.py": 320,
+MAX_MODULES_IN_A_FOLDER = 15
+MAX_FUNCTION_LINES = 60
+"""Without the docstring."""
+MAX_TRITON_KERNEL_LINES = 120
+"""A Triton kernel is one launch: its loops share registers that a called function could not return."""
+
+LAZY_IMPORTS = {
+    "usage, versions and wrong flags are printed without loading torch or gRPC": {
+        ("gpu_engine.__main__", "gpu_engine.cli"),
+        ("gpu_engine.cli.commands", "gpu_engine"),
+        ("grammar_service.__main__", "grammar_service"),
+        ("grammar_service.__main__", "shared_mem.errors"),
+    },
+    "the terminal shows progress before torch is loaded": {
+        ("gpu_engine.server", "gpu_engine.core.engine"),
+        ("gpu_engine.server", "gpu_engine.model.loader"),
+    },
+    "Triton and CUDA's driver are loaded where a model runs on a GPU": {
+        ("gpu_engine.core.executor", "gpu_engine.step.device"),
+        ("gpu_engine.model.linear", "kernels.cuda"),
+        ("gpu_engine.step", "kernels.cuda"),
+        ("kernels.accept", "kernels.cuda.accept"),
+        ("kernels.fused", "kernels.cuda.fused"),
+        ("kernels.paged_attention", "kernels.cuda.paged_attention"),
+    },
+    "a backend's library is loaded where that backend is configured": {
+        ("grammar_service.backends.registry", "grammar_service.backends"),
+    },
 }
-"""Path -> the length it may have."""
+"""Reason -> (importer, imported), each a module or a room: our imports that a function runs when it is called."""
 
 NAMES_THAT_SAY_NOTHING = {"common", "helper", "helpers", "manager", "managers", "misc", "util", "utils"}
 
@@ -44,12 +68,99 @@ def _sources(root: Path, *suffixes: str) -> list[Path]:
     ]
 
 
+def _module_name(root: Path, path: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _modules(root: Path) -> dict[str, ast.Module]:
+    """Every hand-written module by its dotted name, parsed."""
+    return {_module_name(root, path): ast.parse(path.read_text()) for path in _sources(root, ".py")}
+
+
+def _imports(tree: ast.AST, modules: dict[str, ast.Module]) -> set[str]:
+    """Our modules that are imported anywhere in `tree`, by functions too."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (members & set(modules)) or {node.module}
+    return found & set(modules)
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def _within(name: str, room: str) -> bool:
+    return name == room or name.startswith(f"{room}.")
+
+
+def _contracts(root: Path) -> list[dict[str, Any]]:
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
+    contracts: list[dict[str, Any]] = settings["tool"]["importlinter"]["contracts"]
+    return contracts
+
+
 def test_import_contracts_hold(root: Path) -> None:
     # In a process of its own: it sets logging up, which silences every logger that is there.
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 broken" in done.stdout
+
+
+@pytest.mark.xfail(reason="the rooms are being rebuilt")
+def test_no_modules_import_each_other_in_a_cycle(root: Path) -> None:
+    """Imports of functions count: they hide a cycle from Python, not from a reader."""
+    modules = _modules(root)
+    imports = {name: _imports(tree, modules) - {name} for name, tree in modules.items()}
+    assert not [name for name in imports if name in _reachable(name, imports)]
+
+
+def _reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = imports[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_every_lazy_import_has_a_reason(root: Path) -> None:
+    modules = _modules(root)
+    found = {
+        (importer, imported)
+        for importer, tree in modules.items()
+        for function in _functions(tree)
+        for imported in _imports(function, modules)
+    }
+    known = set().union(*LAZY_IMPORTS.values())
+    matches = {
+        pair: [
+            (importer, imported)
+            for importer, imported in found
+            if _within(importer, pair[0]) and _within(imported, pair[1])
+        ]
+        for pair in known
+    }
+    assert found - set().union(*matches.values()) == set(), "import it at the top of the module, or say why not"
+    assert [pair for pair, uses in matches.items() if not uses] == []
+
+
+@pytest.mark.xfail(reason="the rooms are being rebuilt")
+def test_layers_stand_inside_both_services_without_exceptions(root: Path) -> None:
+    layers = [contract for contract in _contracts(root) if contract["type"] == "layers"]
+    for service in SERVICES:
+        rooms = {path.parent.name for path in (root / service).glob("*/__init__.py")}
+        inside = [contract for contract in layers if contract.get("containers") == [service]]
+        named = {name.strip(" ()") for contract in inside for layer in contract["layers"] for name in layer.split("|")}
+        assert named >= rooms, f"{service}: {sorted(rooms - named)} in no layer"
+    assert not [contract["id"] for contract in layers if contract.get("ignore_imports")]
 
 
 def test_import_contracts_cover_every_package(root: Path) -> None:
@@ -135,13 +246,34 @@ def test_kernels_package_imports_nothing_by_itself(root: Path) -> None:
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-def test_source_files_can_be_held_in_mind(root: Path) -> None:
+def test_a_room_holds_a_dozen_modules(root: Path) -> None:
+    folders = [path.parent for service in SERVICES for path in (root / service).rglob("__init__.py")]
+    sizes = {str(folder.relative_to(root)): len([*folder.glob("*.py")]) - 1 for folder in folders}
+    assert not {name: size for name, size in sizes.items() if size > MAX_MODULES_IN_A_FOLDER}
+
+
+@pytest.mark.xfail(reason="the rooms are being rebuilt")
+def test_a_room_says_what_it_is_for(root: Path) -> None:
+    inits = [path for folder in SOURCE_FOLDERS for path in (root / folder).rglob("__init__.py")]
+    assert not [str(path.relative_to(root)) for path in inits if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+@pytest.mark.xfail(reason="the rooms are being rebuilt")
+def test_functions_can_be_read_at_a_glance(root: Path) -> None:
+    """Ruff bounds branches (C901) and this bounds lines; ruff's own rule counts statements."""
     too_long = {}
-    for path in _sources(root, ".py", ".c", ".cpp", ".cu", ".h"):
-        name, lines = str(path.relative_to(root)), len(path.read_text().splitlines())
-        if lines > LONGER_ON_PURPOSE.get(name, MAX_LINES):
-            too_long[name] = lines
+    for name, tree in _modules(root).items():
+        for function in _functions(tree):
+            docstring = function.body[0] if ast.get_docstring(function) is not None else None
+            lines = (function.end_lineno or 0) - function.lineno + 1
+            lines -= (docstring.end_lineno or 0) - docstring.lineno + 1 if docstring is not None else 0
+            if lines > (MAX_TRITON_KERNEL_LINES if _is_triton(function) else MAX_FUNCTION_LINES):
+                too_long[f"{name}.{function.name}"] = lines
     assert not too_long
+
+
+def _is_triton(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
 
 
 def test_every_folder_with_modules_is_a_package(root: Path) -> None:
@@ -163,9 +295,3 @@ def test_tests_use_seams_not_patches(root: Path) -> None:
     banned = ("unittest.mock", "mocker.patch", "monkeypatch.setattr")
     files = [path for path in (root / "tests").rglob("*.py") if path != Path(__file__)]
     assert not [path for path in files if any(word in path.read_text() for word in banned)]
-
-
-def test_readme_has_a_line_for_every_module(root: Path) -> None:
-    readme = (root / "README.md").read_text()
-    files = [path for path in _sources(root, ".py", ".c", ".cpp", ".cu") if path.name != "__init__.py"]
-    assert not [str(path.relative_to(root)) for path in files if path.name not in readme]
