@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grammar_service.backends.registry import NAMES
-from grammar_service.compile.pool import CompileLimits
 from grammar_service.grammar.value import MAX_JSON_DEPTH
 from service_runtime.cores import usable_cores
 from service_runtime.logs import FORMATS, LEVELS
@@ -49,6 +48,22 @@ ended.
 def _require(condition: bool, name: str, problem: str) -> None:
     if not condition:
         raise ValueError(f"{name}: {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class CompileLimits:
+    """Limits of one compilation. Each field is the setting of `GrammarConfig` that its docstring names."""
+
+    timeout_s: float = 5.0
+    """compile_timeout_s: from a free worker to the result in the grammar process."""
+    memory_mb: int = 2048
+    """compile_memory_mb: what the worker allocates after its start."""
+    max_depth: int = 128
+    """max_grammar_depth."""
+    max_chain: int = 512
+    """max_rule_depth."""
+    max_artifact_bytes: int = 64 << 20
+    """max_artifact_bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +150,7 @@ class GrammarConfig:
 
     @property
     def compile_limits(self) -> CompileLimits:
-        """What one compilation may use."""
+        """Limits of one compilation."""
         return CompileLimits(
             timeout_s=self.compile_timeout_s,
             memory_mb=self.compile_memory_mb,

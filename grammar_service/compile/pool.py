@@ -11,13 +11,13 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.process import CompileProcess, obituary
 from grammar_service.compile.turns import Turns
 from grammar_service.compile.worker import IDLE
+from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded, from_wire
 from grammar_service.grammar.value import Grammar
 from grammar_service.grammar.vocabulary import Vocabulary
@@ -29,21 +29,6 @@ START_TIMEOUT_S = 120.0
 
 COMMAND = (sys.executable, "-m", "grammar_service.compile.worker")
 COMMAND_IDLE = (*COMMAND, IDLE)
-
-
-@dataclass(frozen=True, slots=True)
-class CompileLimits:
-    """What one compilation may use. Each field is a setting of `GrammarConfig`, or its name ends as one."""
-
-    timeout_s: float = 5.0
-    """compile_timeout_s, from a free worker to the result in the sidecar's hands."""
-    memory_mb: int = 2048
-    """compile_memory_mb, beyond what the worker holds at its start."""
-    max_depth: int = 128
-    """max_grammar_depth."""
-    max_chain: int = 512
-    """max_rule_depth."""
-    max_artifact_bytes: int = 64 << 20
 
 
 class CompilePool:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from grammar_service.compile.pool import CompileLimits, CompilePool
+from grammar_service.compile.pool import CompilePool
+from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError, InternalError, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar.value import Grammar, Kind, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
