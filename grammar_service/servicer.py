@@ -20,7 +20,7 @@ import grpc
 from grammar_service.backends.backend import MatcherFailed
 from grammar_service.backends.registry import NAMES, installed, installed_version
 from grammar_service.compile.compiler import AUTO, Compiler
-from grammar_service.completion.budget import Closing
+from grammar_service.completion.budget import CompletionBudget
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
     GrammarServiceError,
@@ -152,7 +152,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                 compile_ms=entry.compile_ms,
                 memory_bytes=entry.compiled.memory_bytes,
                 warnings=entry.warnings,
-                min_tokens=entry.plan.least,
+                min_tokens=entry.plan.min_tokens,
                 closing_tokens=len(entry.plan.path or ()),
             )
         raise AssertionError("abort raises")
@@ -164,7 +164,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             worker = await self._attached(request.slot)
             tokens = list(request.committed_tokens)
             try:
-                closes = partial(Closing, entry.plan, request.max_tokens) if request.max_tokens else None
+                closes = partial(CompletionBudget, entry.plan, request.max_tokens) if request.max_tokens else None
                 arguments = (request.slot_gen, entry.compiled.matcher, tokens, closes)
                 if len(tokens) > _MANY_TOKENS or (closes and not entry.plan.is_far(request.max_tokens - len(tokens))):
                     state = await asyncio.to_thread(Slot.bind, *arguments)

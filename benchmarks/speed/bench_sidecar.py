@@ -25,8 +25,8 @@ from benchmarks.gpu.models import widened
 from benchmarks.harness.tables import number, table
 from grammar_service.backends.backend import Compiled, Matcher, Rows
 from grammar_service.backends.registry import NAMES, load_backend
-from grammar_service.completion.budget import Closing
-from grammar_service.completion.plan import ClosingPlan
+from grammar_service.completion.budget import CompletionBudget
+from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.fill.matchers import Slot
 from grammar_service.fill.worker import Worker
@@ -87,7 +87,7 @@ def main() -> None:
     grammar = Grammar(Kind.JSON_SCHEMA, json.dumps(SCHEMA), Whitespace.BOUNDED)
     backend = load_backend(args.backend, vocabulary)
     compiled = backend.load(grammar, backend.compile(grammar))
-    plan = ClosingPlan.of(compiled.matcher(), grammar.text, TokenTexts.of(vocabulary))
+    plan = CompletionPlan.of(compiled.matcher(), grammar.text, TokenTexts.of(vocabulary))
     rows = []
     for drafts in args.drafts:
         most = min(drafts, 1) + 1
@@ -133,7 +133,7 @@ def _measure(
     args: argparse.Namespace,
     vocabulary: Vocabulary,
     compiled: Compiled,
-    plan: ClosingPlan,
+    plan: CompletionPlan,
     walks: Sequence[Walk],
     drafts: int,
     batch: int,
@@ -147,7 +147,7 @@ def _measure(
             worker.least_batch = batch + 1
         worker.start()
         for slot in range(batch):
-            worker.bind(slot, Slot.bind(1, compiled.matcher, (), partial(Closing, plan, MAX_TOKENS)))
+            worker.bind(slot, Slot.bind(1, compiled.matcher, (), partial(CompletionBudget, plan, MAX_TOKENS)))
         arrays = engine.batch_arrays(batch)
         arrays.slots[:], arrays.slot_gens[:] = range(batch), 1
         known, ends = [0] * batch, [0] * batch

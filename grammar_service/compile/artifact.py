@@ -17,7 +17,7 @@ class Artifact:
 
     data: bytes
     plan: Any
-    """For `ClosingPlan.from_wire`."""
+    """For `CompletionPlan.from_wire`."""
     compile_ms: float = 0.0
     """Time of the compilation itself, without waiting, proof and transport; 0: it came from the disk."""
 

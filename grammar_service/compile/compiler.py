@@ -21,7 +21,7 @@ from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
 from grammar_service.compile.loader import CompileLoader
 from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, CompilePool
-from grammar_service.completion.plan import ClosingPlan
+from grammar_service.completion.plan import CompletionPlan
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
     GrammarServiceError,
@@ -57,7 +57,7 @@ class Entry:
     compiled: Compiled
     compile_ms: float
     """0 when it came from the disk."""
-    plan: ClosingPlan
+    plan: CompletionPlan
     """What is known of its shortest answer."""
 
     @property
@@ -199,7 +199,7 @@ class Compiler:
             # Whether an equal one waits in the queue, is about to, or is compiled: what it joins is accepted, too.
             self._accepted.add(key)
             if pool := self._pools.get(backend):  # what the disk has needs no worker
-                pool.hurry(key)
+                pool.promote(key)
         (entry, stored), joined = await self._flights.run(
             key, lambda: self._fly(key, grammar, backend, allow_unenforced)
         )

@@ -23,7 +23,7 @@ from grammar_service.grammar.value import Grammar
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "lockstep-artifact-2"
+FORMAT = "lockstep-artifact-3"
 """Of the files. Another layout of their bytes is another number."""
 
 SUFFIX = ".artifact"

@@ -17,7 +17,7 @@ from grammar_service.backends.backend import Backend, Compiled
 from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.proof import LOADER_STACK_BYTES
 from grammar_service.compile.worker import NICENESS
-from grammar_service.completion.plan import ClosingPlan
+from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded
 from grammar_service.grammar.value import Grammar
@@ -45,7 +45,7 @@ class CompileLoader:
 
     async def load(
         self, backend: Backend, grammar: Grammar, artifact: Artifact, vocabulary: Vocabulary
-    ) -> tuple[Compiled, ClosingPlan]:
+    ) -> tuple[Compiled, CompletionPlan]:
         """Return the compiled form, and what is known of its end. Raises LimitExceeded, InternalError."""
         loop = asyncio.get_running_loop()
         try:
@@ -71,9 +71,9 @@ class CompileLoader:
 
 def _load(
     backend: Backend, grammar: Grammar, artifact: Artifact, vocabulary: Vocabulary
-) -> tuple[Compiled, ClosingPlan]:
+) -> tuple[Compiled, CompletionPlan]:
     try:
-        return backend.load(grammar, artifact.data), ClosingPlan.from_wire(artifact.plan, TokenTexts.of(vocabulary))
+        return backend.load(grammar, artifact.data), CompletionPlan.from_wire(artifact.plan, TokenTexts.of(vocabulary))
     finally:
         if len(artifact.data) > LARGE_BYTES and hasattr(_LIBC, "malloc_trim"):
             _LIBC.malloc_trim(0)  # some milliseconds, without the GIL

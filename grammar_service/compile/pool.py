@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grammar_service.compile.artifact import Artifact
-from grammar_service.compile.process import CompileProcess, obituary
-from grammar_service.compile.turns import Turns
+from grammar_service.compile.process import CompileProcess, exit_error
+from grammar_service.compile.queue import CompileQueue
 from grammar_service.compile.worker import IDLE
 from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded, from_wire
@@ -59,7 +59,7 @@ class CompilePool:
         self._queue = queue
         self._command = command
         self._closed = False
-        self._turns = Turns(workers)
+        self._turns = CompileQueue(workers)
         self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(workers)]
         self._all: set[CompileProcess] = set()
         self._reaping: set[asyncio.Task[int]] = set()
@@ -77,7 +77,7 @@ class CompilePool:
             async with asyncio.timeout(START_TIMEOUT_S):
                 reply = await worker.exchange(self._first_head(worker), self._vocabulary.tokenizer_json)
         except (EOFError, TimeoutError) as error:
-            logger.error("a compile worker of %s did not start: %s", self._backend, worker.last_words())
+            logger.error("a compile worker of %s did not start: %s", self._backend, worker.stderr_tail())
             await self._discard(worker)
             raise InternalError(f"a compile worker of {self._backend} did not start") from error
         except asyncio.CancelledError:
@@ -110,7 +110,7 @@ class CompilePool:
     ) -> Artifact:
         """Compile in a free worker. A caller that is cancelled takes its worker's process with it.
 
-        What is `accepted` already goes before the others, and no queue is too long for it; `hurry(name)` makes it so.
+        What is `accepted` already goes before the others, and no queue is too long for it; `promote(name)` makes it so.
         Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, queue), InternalError (crash).
         """
         if self._turns.waiting >= self._queue and not accepted:
@@ -121,9 +121,9 @@ class CompilePool:
         finally:
             self._turns.give_back()
 
-    def hurry(self, name: str) -> None:
+    def promote(self, name: str) -> None:
         """Whatever waits under `name` is accepted now."""
-        self._turns.hurry(name)
+        self._turns.promote(name)
 
     async def _compile(self, grammar: Grammar, allow_unenforced: bool) -> Artifact:
         task, worker = await self._living()
@@ -134,7 +134,7 @@ class CompilePool:
             async with asyncio.timeout(self._limits.timeout_s):
                 reply = await worker.exchange(head, grammar.text.encode())
                 data = await worker.take_artifact(reply.get("artifact_bytes", 0))
-            if words := worker.last_words():
+            if words := worker.stderr_tail():
                 logger.debug("a compile worker of %s wrote: %s", self._backend, words)
             healthy = True
         except TimeoutError:
@@ -145,9 +145,9 @@ class CompilePool:
             ) from None
         except EOFError:
             self.crashed += 1
-            code, words = await worker.end(), worker.last_words()
+            code, words = await worker.end(), worker.stderr_tail()
             logger.error("a compile worker of %s ended with %d on %r: %s", self._backend, code, grammar, words)
-            raise obituary(self._backend, code, words, self._limits.memory_mb) from None
+            raise exit_error(self._backend, code, words, self._limits.memory_mb) from None
         finally:
             if healthy:
                 self._spare.append(task)
@@ -174,7 +174,7 @@ class CompilePool:
             if not worker.gone:
                 return task, worker
             self.crashed += 1
-            logger.error("an idle compile worker of %s ended: %s", self._backend, worker.last_words())
+            logger.error("an idle compile worker of %s ended: %s", self._backend, worker.stderr_tail())
             self._reap(worker)
             self._spare.append(self._launch())
 

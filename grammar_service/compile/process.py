@@ -34,20 +34,20 @@ _OUT_OF_MEMORY = ("memory allocation of", "bad_alloc", "MemoryError", "Cannot al
 class CompileProcess:
     """Made by `start`. The caller ends it with `kill` or `end`, once."""
 
-    def __init__(self, process: asyncio.subprocess.Process, artifact_fd: int, words_fd: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, artifact_fd: int, stderr_fd: int) -> None:
         self._process = process
         self._artifact_fd = artifact_fd
-        self._words_fd = words_fd
+        self._words_fd = stderr_fd
         self.loads_torch = False
 
     @staticmethod
     async def start(command: Sequence[str]) -> CompileProcess:
         """Start a worker; it waits for its first frame."""
         artifact_fd = os.memfd_create("lockstep-artifact", 0)
-        words_fd = os.memfd_create("lockstep-last-words")
+        stderr_fd = os.memfd_create("lockstep-last-words")
         try:
             # Appended to, so that what was read can be cut off.
-            appending = os.open(f"/proc/self/fd/{words_fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            appending = os.open(f"/proc/self/fd/{stderr_fd}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             try:
                 process = await asyncio.create_subprocess_exec(
                     *command,
@@ -61,9 +61,9 @@ class CompileProcess:
                 os.close(appending)
         except BaseException:
             os.close(artifact_fd)
-            os.close(words_fd)
+            os.close(stderr_fd)
             raise
-        return CompileProcess(process, artifact_fd, words_fd)
+        return CompileProcess(process, artifact_fd, stderr_fd)
 
     @property
     def artifact_fd(self) -> int:
@@ -109,7 +109,7 @@ class CompileProcess:
         os.ftruncate(self._artifact_fd, 0)
         return data
 
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         """Return the end of what it wrote to stderr since the last call."""
         size = os.fstat(self._words_fd).st_size
         words = os.pread(self._words_fd, _WORDS_BYTES, max(0, size - _WORDS_BYTES))
@@ -146,7 +146,7 @@ class CompileProcess:
         return f"<CompileProcess {self._process.pid} exit={self._process.returncode}>"
 
 
-def obituary(backend: str, code: int, words: str, memory_mb: int) -> GrammarServiceError:
+def exit_error(backend: str, code: int, words: str, memory_mb: int) -> GrammarServiceError:
     """Return the error of the request on which a worker died.
 
     A process that ran out of memory cannot say so in a reply: its allocator aborts, or the kernel kills it.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grammar_service.backends.backend import Backend, Matcher, MatcherFailed, Rows
-from grammar_service.completion.plan import ClosingPlan
+from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.errors import InvalidGrammar, LimitExceeded
 from grammar_service.grammar.value import Grammar
@@ -41,7 +41,7 @@ class Proof:
 
     loaded_s: float
     """Seconds that loading took."""
-    plan: ClosingPlan
+    plan: CompletionPlan
 
 
 def prove(backend: Backend, grammar: Grammar, artifact: bytes, texts: TokenTexts) -> Proof:
@@ -54,7 +54,7 @@ def prove(backend: Backend, grammar: Grammar, artifact: bytes, texts: TokenTexts
     compiled = backend.load(grammar, artifact)
     loaded_s = time.perf_counter() - begun
     failures: list[BaseException] = []
-    plans: list[ClosingPlan] = []
+    plans: list[CompletionPlan] = []
     before = threading.stack_size(WALK_STACK_BYTES)
     try:
         arguments = (compiled.matcher, grammar.text, texts, plans, failures)
@@ -74,12 +74,12 @@ def _walk_noting(
     start: Callable[[], Matcher],
     source: str,
     texts: TokenTexts,
-    plans: list[ClosingPlan],
+    plans: list[CompletionPlan],
     failures: list[BaseException],
 ) -> None:
     try:
         _walk(start(), Rows(np.zeros((1, texts.num_words), dtype=np.int32)))
-        plans.append(ClosingPlan.of(start(), source, texts))
+        plans.append(CompletionPlan.of(start(), source, texts))
     except BaseException as error:  # told to the thread that waits; a library's panic is no Exception
         failures.append(error)
 

@@ -1,0 +1,9 @@
+"""The way to an answer's end: rows near `max_tokens` are narrowed so that the answer still ends in time.
+
+- `texts`: the vocabulary as bytes, in the groups that the search tries;
+- `search`: finds tokens that complete an answer from a matcher's state;
+- `plan`: what is known of a grammar before its first token; made in a compile worker;
+- `budget`: follows one answer and narrows its rows.
+
+Depends on the matchers of `grammar_service.backends`, on no thread, socket or clock.
+"""

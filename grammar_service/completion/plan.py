@@ -1,7 +1,10 @@
-"""What is known of a grammar's answers before their first token: a short way to the end, and how short none is.
+"""What is known of a grammar's answers before their first token: a short way to the end, and a proven minimum length.
 
-Invariant: a function of the grammar and the vocabulary alone, found within a bounded amount of work, never changed and
-shared by every answer. Not here: the answers (`closing.py`).
+Invariant: a plan is a function of the grammar and the vocabulary alone. It is found within a bounded amount of work,
+never changes, and is shared by every answer to the grammar. `min_tokens` is never above the length of the shortest
+answer; when the work ends early it is only lower.
+
+Not responsible for: the answers themselves (see budget.py).
 """
 
 from __future__ import annotations
@@ -11,77 +14,113 @@ from dataclasses import dataclass
 from typing import Any
 
 from grammar_service.backends.backend import Matcher, MatcherFailed
-from grammar_service.completion.least import least_tokens
-from grammar_service.completion.search import Path, Search
+from grammar_service.completion.search import Path, Search, WorkSpentError
 from grammar_service.completion.texts import TokenTexts
 
 START_WORK = 2_000
-"""Units of work for the way from the start to the end."""
-LEAST_WORK = 500
-MOST_START = 512
-"""Longer ways to the end are not looked for when a grammar is compiled."""
+"""Units of work for the way from the start of an answer to its end."""
+MIN_TOKENS_WORK = 500
+MAX_START_PATH = 512
+"""Tokens. A compile worker does not look for a longer way to the end."""
 MARGIN = range(12, 65)
-_LEAST_COUNT = re.compile(r'"min(?:Length|Items|Properties)"\s*:\s*(\d{1,9})|\{(\d{1,9})')
-"""What a text says in few bytes and an answer in many: in JSON Schema, and in a pattern, EBNF or Lark."""
+_MIN_COUNT = re.compile(r'"min(?:Length|Items|Properties)"\s*:\s*(\d{1,9})|\{(\d{1,9})')
+"""A minimum count is short in the grammar and long in the answer: in JSON Schema, and in a pattern, EBNF or Lark."""
 
 
 @dataclass(frozen=True, slots=True)
-class ClosingPlan:
+class CompletionPlan:
     """What is known of a grammar before its first token. Immutable, shared by its matchers."""
 
     texts: TokenTexts
     path: Path | None
-    """A short way from the start to the end; None: not found."""
-    least: int
+    """A short way from the start of an answer to its end; None: not found."""
+    min_tokens: int
     """No answer has fewer tokens, the stop token included."""
     margin: int
-    """Tokens to spare below which rows are narrowed: one token may make the way to the end longer by less."""
-    toll: int
-    """Units of work, beyond those of a fill, for a row of one token: what the dearest that was met cost."""
+    """Spare tokens below which rows are narrowed. One token may make the way to the end longer, but by less."""
+    single_token_cost: int
+    """Extra work units for the most expensive single-token mask seen."""
 
     @staticmethod
-    def of(matcher: Matcher, source: str, texts: TokenTexts) -> ClosingPlan:
-        """Look ahead from the start of a grammar: milliseconds, at most some 200. Raises nothing that a matcher raises.
+    def of(matcher: Matcher, source: str, texts: TokenTexts) -> CompletionPlan:
+        """Look ahead from the start of an answer: milliseconds, at most about 200. Raises no error of the matcher.
 
-        For a process that compiles: it measures rows (`Matcher.num_jump_forward_bytes`) before it asks for them.
+        For a compile worker: the search asks the library for the cost of a row (`num_jump_forward_bytes`) before it
+        fills the row.
         """
-        path, least = None, 1
-        # Copies remember what was measured.
+        path, minimum = None, 1
+        # Copies of a matcher remember what was measured.
         if certain := matcher.num_jump_forward_bytes():
-            least += -(-certain // max(map(len, texts.texts)))
+            minimum += -(-certain // max(map(len, texts.texts)))
         search = Search(matcher.copy(), texts, START_WORK, measures=True)
         try:
-            path = search.find(MOST_START)
-            least = max(least, least_tokens(matcher.copy(), texts, LEAST_WORK))
+            path = search.find(MAX_START_PATH)
+            minimum = max(minimum, min_tokens(matcher.copy(), texts, MIN_TOKENS_WORK))
         except MatcherFailed:
             path = None
-        # What one token can open is a part of the grammar: eight bytes of its text for a token are on the safe side.
-        wanted = max(len(source) // 8 + _repetitions(source), 4 + len(path or ()))
-        return ClosingPlan(texts, path, least, min(max(wanted, MARGIN.start), MARGIN.stop - 1), search.toll)
+        # One token opens a part of the grammar at most. Eight bytes of grammar per answer token are a safe estimate.
+        wanted = max(len(source) // 8 + _sum_of_minimum_counts(source), 4 + len(path or ()))
+        margin = min(max(wanted, MARGIN.start), MARGIN.stop - 1)
+        return CompletionPlan(texts, path, minimum, margin, search.single_token_cost)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return it as plain JSON, without the vocabulary."""
-        return {"path": self.path, "least": self.least, "margin": self.margin, "toll": self.toll}
+        """Return the plan as plain JSON, without the vocabulary."""
+        return {
+            "path": self.path,
+            "min_tokens": self.min_tokens,
+            "margin": self.margin,
+            "single_token_cost": self.single_token_cost,
+        }
 
     @staticmethod
-    def from_wire(told: Any, texts: TokenTexts) -> ClosingPlan:
-        """Return what `to_wire` was called on. Raises ValueError for anything else."""
-        match told:
-            case {"path": list() | None as path, "least": int(least), "margin": int(margin), "toll": int(toll)} if (
-                least > 0 and margin in MARGIN and toll >= 0
-            ):
+    def from_wire(wire: Any, texts: TokenTexts) -> CompletionPlan:
+        """Return the plan that `to_wire` was called on. Raises ValueError for any other value."""
+        match wire:
+            case {
+                "path": list() | None as path,
+                "min_tokens": int(minimum),
+                "margin": int(margin),
+                "single_token_cost": int(cost),
+            } if minimum > 0 and margin in MARGIN and cost >= 0:
                 if all(type(token) is int and 0 <= token < len(texts.texts) for token in path or ()):
-                    return ClosingPlan(texts, None if path is None else tuple(path), least, margin, toll)
-        raise ValueError("what is known of the answer's end cannot be read")
+                    return CompletionPlan(texts, None if path is None else tuple(path), minimum, margin, cost)
+        raise ValueError("the completion plan cannot be read")
 
-    def is_far(self, left: int) -> bool:
-        """Say whether so many tokens are more than a row at the start of the answer has to look at."""
-        return self.path is not None and left - len(self.path) >= self.margin
+    def is_far(self, tokens_left: int) -> bool:
+        """Return whether a row at the start of an answer needs no look-ahead with so many tokens left."""
+        return self.path is not None and tokens_left - len(self.path) >= self.margin
 
     def __repr__(self) -> str:
-        return f"<ClosingPlan path={len(self.path or ())} least={self.least} margin={self.margin}>"
+        return f"<CompletionPlan path={len(self.path or ())} min_tokens={self.min_tokens} margin={self.margin}>"
 
 
-def _repetitions(source: str) -> int:
-    """Return how many repetitions a grammar's text asks for at least, all together."""
-    return sum(int(in_schema or in_pattern) for in_schema, in_pattern in _LEAST_COUNT.findall(source))
+def min_tokens(matcher: Matcher, texts: TokenTexts, work: int) -> int:
+    """Return a proven lower bound on the tokens of an answer, the stop token included; 1 says nothing.
+
+    Breadth first over every legal token, as far as `work` units go. States behind the same text count as one state.
+    """
+    search = Search(matcher, texts, work, measures=True)
+    layer: dict[bytes, Path] = {b"": ()}
+    seen: set[bytes] = {b""}
+    length = 1
+    try:
+        while layer:
+            next_layer: dict[bytes, Path] = {}
+            for text, path in layer.items():
+                for token in search.legal_after(path):
+                    if token in texts.stop_ids:
+                        return length
+                    longer = text + texts.texts[token]
+                    if longer not in seen:
+                        seen.add(longer)
+                        next_layer[longer] = (*path, token)
+            layer = next_layer
+            length += 1
+    except (WorkSpentError, MatcherFailed):
+        return length
+    return length
+
+
+def _sum_of_minimum_counts(source: str) -> int:
+    """Return the sum of the minimum repetition counts that a grammar's text names."""
+    return sum(int(in_schema or in_pattern) for in_schema, in_pattern in _MIN_COUNT.findall(source))

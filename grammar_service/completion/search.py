@@ -1,66 +1,80 @@
-"""The search for an answer's end: from a matcher's state, few tokens that complete it, the stop token included.
+"""The search for an answer's end: from a matcher's state, few tokens that complete the answer, the stop token included.
 
-Invariant: what is found depends on the state and the bounds alone, never on time: work is counted in steps of the
-matcher. What is not found may exist. A `Path` is legal token by token, under the masks that the engine samples with.
-Every method leaves the matcher where it was; one that fails (MatcherFailed) is of no use any more.
+Invariant: the result depends on the matcher's state and the bounds alone, never on time. Work is counted in steps of the
+matcher. The search is incomplete: None does not prove that there is no end. Each token of a `Path` is legal under the
+masks that the engine samples with. Every method leaves the matcher where it was; a matcher that raised MatcherFailed is
+unusable.
 
-How: depth first, what closes most comes first (`TokenTexts.structure`); then each decision of the best path is taken
-otherwise once, and the rest found again, while there is work left (limited discrepancies, Harvey and Ginsberg 1995).
-The text of a path is then spelled anew in the fewest tokens.
+How it works:
+
+    descend: take the first choice of every row (`choices_of`: tokens that close brackets come first) until a stop token
+    repeat while work is left: take one decision of the best path differently, then descend again
+    spell the text of the path anew in the fewest tokens that the masks allow
+
+The second line is limited discrepancy search (Harvey and Ginsberg 1995).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from grammar_service.backends.backend import Matcher, Rows, chain_filler_of
-from grammar_service.completion.choices import choices_of
 from grammar_service.completion.texts import TokenTexts
-from grammar_service.grammar.mask_rows import Words, count_tokens, has_token, token_ids
+from grammar_service.grammar.mask_rows import Words, count_tokens, has_token, has_tokens, token_ids
 
 T = TypeVar("T")
 Path = tuple[int, ...]
 """Tokens to the end; the last one is a stop token."""
 
-_PATIENCE = 3
-"""So often the first choice is taken when the choices are the same."""
-_WORDLIKE = 4
-"""Bytes of a token that may well follow itself; a shorter one is a digit or a mark."""
+_MAX_EQUAL_ROWS = 3
+"""After so many equal lists of choices in a row, the descent takes the second choice, then the third."""
+_WORDLIKE_BYTES = 4
+"""A token of at least so many bytes may follow itself; a shorter one is a digit or a mark."""
 _SHALLOW = 48
-"""The first try goes so deep; a grammar that can go on for ever is left by then."""
-_HALVES = 2
-"""Tokens that are tried as the second half of something."""
-_ACCEPT, _FILL = 1, 8
-"""Units of work; measured, a fill takes five to ten times as long as an accept."""
-_BYTES_A_UNIT = 32
-"""Of text that can only go one way: where a library tokenizes all of it for a row, 100 KB take 25 ms."""
+"""Tokens of the first, shallow descent. A grammar that can go on for ever is given up at this depth."""
+_MAX_HALVES = 2
+"""Tokens that are tried as the second half of an escape or of a character."""
+_ACCEPT_WORK, _FILL_WORK = 1, 8
+"""Units of work. A fill takes five to ten times as long as an accept (measured)."""
+_BYTES_PER_UNIT = 32
+"""Bytes of certain text per unit of work. A library that tokenizes all of it for a row needs 25 ms for 100 KB."""
+
+_TEXT_TOKENS = 4096
+"""A row with more legal tokens, or with more than a quarter of a small vocabulary, is free text: most tokens mean the
+same there."""
+_FEW_TOKENS = 256
+"""A row with at most so many legal tokens is a name, or a value out of a list: the tokens are compared one by one."""
+_MAX_CHOICES = 4
+_MAX_REMEMBERED_ROWS = 1024
+"""Rows whose choices are remembered: 16 KiB each with 128k tokens."""
 
 
 class WorkSpentError(Exception):
-    """The bound on the work is reached."""
+    """The search has spent all of its work units."""
 
 
 class Search:
     """Looks ahead with a matcher of its own.
 
     Args:
-        matcher: a copy, to be moved.
-        texts: of its vocabulary.
-        work: units that may be spent in all.
-        toll: units that a row of one token costs beyond those of any row.
-        measures: what such a row costs is asked for before it is filled, and `toll` becomes the most that was met.
+        matcher: a copy, which the search moves.
+        texts: of the matcher's vocabulary.
+        work: units that the search may spend in all.
+        single_token_cost: extra units for a row with a single legal token.
+        measures: ask the matcher for the cost of each row before the fill. `single_token_cost` then becomes the most
+            expensive one that was met.
     """
 
     def __init__(
-        self, matcher: Matcher, texts: TokenTexts, work: int, *, toll: int = 0, measures: bool = False
+        self, matcher: Matcher, texts: TokenTexts, work: int, *, single_token_cost: int = 0, measures: bool = False
     ) -> None:
         self.matcher = matcher
         self.work = work
-        self.toll = toll
+        self.single_token_cost = single_token_cost
         self._measures = measures
         self._texts = texts
         self._filler = chain_filler_of(matcher)
@@ -68,38 +82,38 @@ class Search:
         self._rows = Rows(self._words[None])
 
     def mask(self) -> Words:
-        """Return the row of the present state; valid until the next call of any method."""
-        units = self.matcher.num_jump_forward_bytes() // _BYTES_A_UNIT if self._measures else 0
-        self.toll = max(self.toll, units)
-        self._spend(_FILL + units)
+        """Return the mask row of the present state, int32 [W]; valid until the next call of any method."""
+        units = self.matcher.num_jump_forward_bytes() // _BYTES_PER_UNIT if self._measures else 0
+        self.single_token_cost = max(self.single_token_cost, units)
+        self._spend(_FILL_WORK + units)
         self.matcher.fill(self._rows, 0)
-        if not self._measures and self.toll and count_tokens(self._words) == 1:
-            self._spend(self.toll)
+        if not self._measures and self.single_token_cost and count_tokens(self._words) == 1:
+            self._spend(self.single_token_cost)
         return self._words
 
-    def find(self, most: int, *, any_will_do: bool = False) -> Path | None:
-        """Return a path of at most `most` tokens or None: with `any_will_do` the first one met, else a short one."""
+    def find(self, limit: int, *, any_will_do: bool = False) -> Path | None:
+        """Return a path of at most `limit` tokens or None: with `any_will_do` the first one met, else a short one."""
         best: Path | None = None
         with contextlib.suppress(WorkSpentError):
             for depth in (_SHALLOW, 4 * _SHALLOW, 16 * _SHALLOW):
-                best = self._within(min(depth, 2 * most + 8), most, any_will_do)
-                if best is not None or depth >= 2 * most + 8:
+                best = self._within(min(depth, 2 * limit + 8), limit, any_will_do)
+                if best is not None or depth >= 2 * limit + 8:
                     break
         return best
 
-    def along(self, text: bytes, most: int) -> Path | None:
-        """Return a path of at most `most` tokens that spells `text` under the masks and then stops, or None."""
+    def along(self, text: bytes, limit: int) -> Path | None:
+        """Return a path of at most `limit` tokens that spells `text` under the masks and then stops, or None."""
         taken: list[int] = []
         try:
             spelled = self._texts.spell(text)
-            while spelled is not None and len(taken) < most:
+            while spelled is not None and len(taken) < limit:
                 words = self.mask()
                 if not spelled:
                     stop = self._stop(words)
                     return None if stop is None else (*taken, stop)
                 token = spelled[0]
                 if not has_token(words, token):
-                    # A text that can only go one way has its own spelling in some libraries' masks.
+                    # Some libraries' masks allow only their own spelling of a text that can go one way alone.
                     left = self._texts.text(spelled)
                     legal = [
                         t for t in (token_ids(words, 16) or ()) if left.startswith(self._texts.texts[t] or b"\xff")
@@ -117,7 +131,7 @@ class Search:
             self._back(len(taken))
 
     def fits(self, tokens: Path) -> bool:
-        """Say whether the matcher takes `tokens` to the end."""
+        """Return whether the matcher accepts all of `tokens`."""
         taken = 0
         try:
             taken = self._accept_plain(tokens)
@@ -129,30 +143,31 @@ class Search:
         finally:
             self._back(taken)
 
-    def carry(self, token: int, path: Path, most: int) -> Path | None:
-        """Return a path from here, just behind `token`, given one from before it: its text, or what is left of it.
+    def carry(self, token: int, path: Path, limit: int) -> Path | None:
+        """Return a path from the present state, just behind `token`, derived from a `path` that began before `token`.
 
-        None when those do not fit or are longer than `most`. Tokens are legal for the matcher, not always in a mask.
+        The new path spells the text of the old one, less the part that `token` has written. None when no such path is
+        legal within `limit` tokens. The tokens are legal for the matcher, but not each is in a mask.
         """
         texts = self._texts
         text, new = texts.text(path[:-1]), texts.texts[token]
         for cut in sorted(set(_cuts(new, text)), reverse=True):
             left = texts.spell(text[cut:])
             rest = path if cut == 0 else None if left is None else (*left, path[-1])
-            if rest is not None and len(rest) <= most and self.fits(rest):
+            if rest is not None and len(rest) <= limit and self.fits(rest):
                 return rest
         return None
 
-    def after(self, token: int, path: Path, most: int) -> Path | None:
-        """Return what `carry` finds behind `token`."""
-        return self._behind(token, lambda: self.carry(token, path, most))
+    def after(self, token: int, path: Path, limit: int) -> Path | None:
+        """Return the result of `carry` behind `token`."""
+        return self._behind(token, lambda: self.carry(token, path, limit))
 
-    def after_next(self, token: int, path: Path, most: int) -> Path | None:
-        """Return what `carry` finds one token later: `token` is half of something, an escape or a character."""
+    def after_next(self, token: int, path: Path, limit: int) -> Path | None:
+        """Return the result of `carry` one token later, for a `token` that is half of an escape or of a character."""
 
         def ask() -> Path | None:
-            for choice in choices_of(self.mask(), self._texts)[:_HALVES]:
-                rest = self.after(choice, path, most - 1)
+            for choice in choices_of(self.mask(), self._texts)[:_MAX_HALVES]:
+                rest = self.after(choice, path, limit - 1)
                 if rest is not None:
                     return (choice, *rest)
             return None
@@ -160,11 +175,11 @@ class Search:
         return self._behind(token, ask)
 
     def leads(self, token: int, path: Path) -> bool:
-        """Say whether `path` leads to the end behind `token`."""
+        """Return whether `path` leads to the end behind `token`."""
         return bool(self._behind(token, lambda: self.fits(path)))
 
     def legal_after(self, path: Path) -> list[int]:
-        """Return every token that may follow `path`; a long list costs more work than there is."""
+        """Return every token that may follow `path`. A long list spends all of the work and raises WorkSpentError."""
         taken = 0
         try:
             for token in path:
@@ -177,44 +192,45 @@ class Search:
         finally:
             self._back(taken)
 
-    def find_after(self, token: int, most: int, work: int) -> Path | None:
-        """Return a path of at most `most` tokens behind `token`, with at most `work` of the work left."""
-        kept = max(0, self.work - work - _ACCEPT)
-        self.work -= kept
+    def find_after(self, token: int, limit: int, work: int) -> Path | None:
+        """Return a path of at most `limit` tokens behind `token`, found with at most `work` of the remaining units."""
+        reserved = max(0, self.work - work - _ACCEPT_WORK)
+        self.work -= reserved
         try:
-            return self._behind(token, lambda: self.find(most, any_will_do=True))
+            return self._behind(token, lambda: self.find(limit, any_will_do=True))
         finally:
-            self.work += kept
+            self.work += reserved
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _within(self, depth: int, most: int, any_will_do: bool) -> Path | None:
-        """Look for a path that is no longer than `depth` before it is spelled anew."""
+    def _within(self, depth: int, limit: int, any_will_do: bool) -> Path | None:
+        """Return a path of at most `limit` tokens that had at most `depth` tokens before it was spelled anew."""
         best: Path | None = None
         ended, trail, decisions = self._descend((), depth)
         if ended:
-            best = self._better(trail, None, most)
+            best = self._better(trail, None, limit)
         tried = 0
         with contextlib.suppress(WorkSpentError):
             while tried < len(decisions) and not (any_will_do and best):
                 at, choices = decisions[tried]
                 tried += 1
                 for choice in choices:
-                    # Once an end is known, only what is shorter is of interest.
+                    # Once an end is known, only a shorter path is of interest.
                     shorter = len(trail) - 1 if ended else depth
                     reached, other, more = self._descend((*trail[:at], choice), shorter)
                     if reached:
-                        best, trail, ended = self._better(other, best, most), other, True
+                        best, trail, ended = self._better(other, best, limit), other, True
                         if any_will_do and best:
                             return best
-                        # Go on with the decisions of this path that lie behind this one.
+                        # Continue with the decisions of the new path that come after this one.
                         decisions = [*decisions[:tried], *(d for d in more if d[0] > at)]
         return best
 
     def _descend(self, start: Path, depth: int) -> tuple[bool, Path, list[tuple[int, Path]]]:
-        """Take `start`, then the first choice each time; return whether it ends, the tokens, where there were others.
+        """Accept `start`, then the first choice of each row.
 
-        Where the same choices come again and again, the first one leads nowhere: then it is the others' turn.
+        Returns whether the descent reached a stop token, its tokens, and its decisions: (position, the choices that
+        were not taken). Where the same choices repeat, the first one leads nowhere, and the next ones are tried.
         """
         taken: list[int] = []
         before: list[int] = []
@@ -233,8 +249,13 @@ class Search:
                 choices = choices_of(words, self._texts)
                 again = again + 1 if choices == before else 0
                 before = choices
-                turn = max(0, again - _PATIENCE) % max(1, len(choices))
-                if choices and taken and choices[turn] == taken[-1] and len(self._texts.texts[taken[-1]]) < _WORDLIKE:
+                turn = max(0, again - _MAX_EQUAL_ROWS) % max(1, len(choices))
+                if (
+                    choices
+                    and taken
+                    and choices[turn] == taken[-1]
+                    and len(self._texts.texts[taken[-1]]) < _WORDLIKE_BYTES
+                ):
                     turn = (turn + 1) % len(choices)
                 if len(choices) > 1:
                     decisions.append((len(taken), tuple(choices[:turn] + choices[turn + 1 :])))
@@ -245,9 +266,9 @@ class Search:
         finally:
             self._back(len(taken))
 
-    def _better(self, trail: Path, best: Path | None, most: int) -> Path | None:
-        """Return the better of a trail, spelled in fewer tokens where that is legal, and `best`."""
-        limit = min(most, len(best) - 1 if best else most)
+    def _better(self, trail: Path, best: Path | None, limit: int) -> Path | None:
+        """Return the shorter of `best` and a trail, which is spelled in fewer tokens where that is legal."""
+        limit = min(limit, len(best) - 1 if best else limit)
         with contextlib.suppress(WorkSpentError):
             spelled = self.along(self._texts.text(trail[:-1]), min(limit, len(trail)))
             if spelled is not None:
@@ -255,7 +276,7 @@ class Search:
         return trail if len(trail) <= limit else best
 
     def _behind(self, token: int, ask: Callable[[], T]) -> T | None:
-        """Return what `ask` says with the matcher behind `token`; None where it is illegal."""
+        """Return the result of `ask` with the matcher behind `token`; None where the token is illegal."""
         if not self._accept(token):
             return None
         try:
@@ -267,16 +288,16 @@ class Search:
         return next((stop for stop in self._texts.stop_ids if has_token(words, stop)), None)
 
     def _accept(self, token: int) -> bool:
-        self._spend(_ACCEPT)
+        self._spend(_ACCEPT_WORK)
         return self.matcher.accept(token)
 
     def _accept_plain(self, tokens: Path) -> int:
-        """Move over all but the last, up to the first illegal one, in one call if there is one; return how many."""
+        """Accept all but the last token in one native call, up to the first illegal one; return how many were accepted."""
         plain = tokens[:-1]
         if self._filler is None or len(plain) > self.work or not self._filler.all_plain(plain):
             return 0
         taken = self._filler.accept(self.matcher, plain)
-        self._spend(_ACCEPT * taken)  # as one by one
+        self._spend(_ACCEPT_WORK * taken)  # the same work as one by one
         return taken
 
     def _back(self, count: int) -> None:
@@ -293,9 +314,73 @@ class Search:
 
 
 def _cuts(new: bytes, text: bytes) -> Iterator[int]:
-    """How much of `text` a token may stand for: all that it begins with, what its end begins with, nothing."""
+    """Yield how many bytes of `text` a token with the bytes `new` may have written.
+
+    None, one, the common prefix, and the longest prefix of `text` that ends `new`.
+    """
     common = 0
     while common < min(len(new), len(text)) and new[common] == text[common]:
         common += 1
     yield from (0, min(1, len(text)), common)
     yield next((n for n in range(min(len(new), len(text)), 0, -1) if new.endswith(text[:n])), 0)
+
+
+def is_text(words: Words, number: int | None = None) -> bool:
+    """Return whether a row has so many legal tokens that it is free text.
+
+    Args:
+        words: the row, int32 [W].
+        number: its number of legal tokens, where the caller knows it.
+    """
+    number = count_tokens(words) if number is None else number
+    return number > _TEXT_TOKENS or 4 * number > 32 * len(words)
+
+
+def choices_of(words: Words, texts: TokenTexts) -> list[int]:
+    """Return the tokens of a row that a search tries, the best first; at least one where any token is legal.
+
+    A function of the row and the vocabulary alone. A search meets the same rows again and again, so the last ones are
+    remembered: the list is shared, and the caller must not change it.
+    """
+    row = words.tobytes()
+    found = texts.choices.get(row)
+    if found is None:
+        if len(texts.choices) >= _MAX_REMEMBERED_ROWS:
+            texts.choices.clear()
+        found = texts.choices[row] = _choices(words, texts)
+    return found
+
+
+def _choices(words: Words, texts: TokenTexts) -> list[int]:
+    number = count_tokens(words)
+    legal = has_tokens(words, texts.structure)
+    out: list[int] = []
+    if is_text(words, number):
+        # Within free text brackets are text, too; only a quotation mark is sure to end something.
+        out += texts.structure[legal & texts.quoted][:2].tolist()
+        out += texts.words[has_tokens(words, texts.words)][:1].tolist()
+        out += texts.punctuation[has_tokens(words, texts.punctuation)][:4].tolist()
+        return list(dict.fromkeys(out)) or token_ids(words, texts.num_words * 32)[:_MAX_CHOICES]
+    found = texts.structure[legal]
+    cheap = int((texts.cost[legal] <= 0.3).sum())
+    out += found[: min(cheap, _MAX_CHOICES)].tolist()
+    if number <= _FEW_TOKENS:
+        out += _names(token_ids(words, _FEW_TOKENS), texts.texts)
+    else:
+        out += texts.words[has_tokens(words, texts.words)][:1].tolist()
+        out += texts.punctuation[has_tokens(words, texts.punctuation)][:2].tolist()
+    out += found[cheap : cheap + 2].tolist()
+    return list(dict.fromkeys(out)) or token_ids(words, texts.num_words * 32)[:_MAX_CHOICES]
+
+
+def _names(legal: Sequence[int], texts: Sequence[bytes]) -> list[int]:
+    """Return tokens that continue in different ways, each the longest of its kind, and the shortest token of all."""
+    longest = sorted((t for t in legal if texts[t] and not texts[t].isspace()), key=lambda t: (-len(texts[t]), t))
+    out = longest[:1]
+    for token in longest:
+        if all(texts[token][0] != texts[other][0] for other in out):
+            out.append(token)
+    for token in (*longest[1:], *longest[-1:]):
+        if len(out) < _MAX_CHOICES and not any(texts[other].startswith(texts[token]) for other in out):
+            out.append(token)
+    return list(dict.fromkeys([*out[:_MAX_CHOICES], *longest[-1:]]))

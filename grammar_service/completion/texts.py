@@ -1,7 +1,9 @@
-"""The tokens of a vocabulary in groups, for the search of an answer's end: which close things, which are only words.
+"""The tokens of a vocabulary in groups, for the search for an answer's end: closing brackets, words, punctuation.
 
-Invariant: a token without text (special, stop, padding) is in no group and is never chosen for its text. Made once per
-vocabulary. Not here: the bytes of a token (grammar/token_bytes.py), grammars.
+Invariant: a token without text (special, stop, padding) is in no group, so the search never chooses it for its text.
+Made once per vocabulary.
+
+Not responsible for: the bytes of a token (see grammar/token_bytes.py), the search (see search.py).
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from grammar_service.grammar.vocabulary import Vocabulary
 _STRUCTURE = re.compile(rb'(?:[\[\]{}",:0-9]|null|true|false)+')
 _NO_WORD = re.compile(rb'[\x00-\x1f"\\\\]')
 _PUNCTUATED = re.compile(rb"[{}\[\],:<>]")
-_CLOSING, _OPENING = b"}]", b"{["
-_WORD = 10
+_CLOSING_BYTES, _OPENING_BYTES = b"}]", b"{["
+_LONG_WORD = 10
 """Letters of a word that is long enough to fill a string."""
 
 
@@ -31,28 +33,28 @@ class TokenTexts:
     """Bytes of every token, and groups of tokens in the order in which a search tries them."""
 
     texts: tuple[bytes, ...]
-    """By id; empty for a token that is no text."""
+    """By token id; empty for a token without text."""
     stop_ids: tuple[int, ...]
     num_words: int
     structure: Ids
-    """JSON punctuation and short values, what closes most comes first."""
+    """Tokens of JSON punctuation and short values; those that close most brackets come first."""
     quoted: NDArray[np.bool_]
-    """Of `structure`: begins with a quotation mark."""
+    """Bool, aligned with `structure`: the token begins with a quotation mark."""
     cost: NDArray[np.float64]
-    """Of `structure`: below 0 closes more than it opens."""
+    """Float, aligned with `structure`: below 0 the token closes more than it opens."""
     words: Ids
-    """ASCII letters only, the long and common ones first."""
+    """Tokens of ASCII letters alone, the long and common ones first."""
     punctuation: Ids
-    """Single bytes that often end something."""
+    """Tokens of a single byte that often ends something."""
     classes: tuple[Words, ...]
-    """Bit rows of tokens that mean the same within free text: words, digits, punctuation, white space."""
+    """Rows, int32 [W], of tokens that are interchangeable in free text: words, digits, punctuation, white space."""
     tokens: TokenBytes = field(repr=False)
     choices: dict[bytes, list[int]] = field(default_factory=dict, repr=False)
-    """Row -> what a search tries there (`closing_choices`)."""
+    """Row -> the tokens that a search tries there (`search.choices_of`)."""
 
     @staticmethod
     def of(vocabulary: Vocabulary) -> TokenTexts:
-        """Return the texts of a vocabulary; the last one is kept, and any thread may ask."""
+        """Return the texts of a vocabulary. Any thread; the last vocabulary is cached."""
         with _LOCK:
             if vocabulary.digest not in _LAST:
                 _LAST.clear()
@@ -60,7 +62,7 @@ class TokenTexts:
             return _LAST[vocabulary.digest]
 
     def text(self, tokens: Sequence[int]) -> bytes:
-        """Return the bytes of some tokens."""
+        """Return the concatenated bytes of `tokens`."""
         return self.tokens.text(tokens)
 
     def spell(self, text: bytes) -> tuple[int, ...] | None:
@@ -68,7 +70,7 @@ class TokenTexts:
         return self.tokens.spell(text)
 
     def is_half(self, token: int) -> bool:
-        """Say whether a token's text begins or ends within a character, or ends within an escape."""
+        """Return whether a token's text begins or ends within a character, or ends within an escape."""
         text = self.texts[token]
         return (len(text) - len(text.rstrip(b"\\"))) % 2 == 1 or not _whole(text)
 
@@ -87,8 +89,8 @@ def _texts(vocabulary: Vocabulary) -> TokenTexts:
     ranked = sorted((_cost(text), -len(text), i) for i, text in enumerate(texts) if _STRUCTURE.fullmatch(text))
     structure = np.array([i for _, _, i in ranked], dtype=np.int64)
     letters = [i for i, text in enumerate(texts) if text.isalpha() and text.isascii() and len(text) <= MAX_TOKEN_BYTES]
-    # Low ids are common words.
-    letters.sort(key=lambda i: (-min(len(texts[i]), _WORD), i))
+    # Common words have low ids.
+    letters.sort(key=lambda i: (-min(len(texts[i]), _LONG_WORD), i))
     punctuation = [ids[c] for c in (bytes([b]) for b in b"\n<>)]}.;|/*-+=!`'_ \"\\") if c in ids]
     return TokenTexts(
         texts,
@@ -105,8 +107,8 @@ def _texts(vocabulary: Vocabulary) -> TokenTexts:
 
 
 def _cost(text: bytes) -> float:
-    """Say how far from the end `text` leaves an answer, roughly: what it opens less what it closes."""
-    opened = sum(text.count(c) for c in _OPENING) - sum(text.count(c) for c in _CLOSING)
+    """Return roughly how far from the end `text` leaves an answer: the brackets that it opens less those it closes."""
+    opened = sum(text.count(c) for c in _OPENING_BYTES) - sum(text.count(c) for c in _CLOSING_BYTES)
     return opened + 0.6 * text.count(b",") + 0.3 * text.count(b":") + 0.2 * (text.count(b'"') % 2)
 
 
@@ -125,7 +127,7 @@ def _classes(texts: Sequence[bytes], num_words: int) -> tuple[Words, ...]:
 
 
 def _whole(text: bytes) -> bool:
-    """Say whether `text` neither begins nor ends within a character."""
+    """Return whether `text` neither begins nor ends within a character."""
     if text.isascii():
         return True
     try:

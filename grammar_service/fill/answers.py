@@ -14,10 +14,10 @@ from dataclasses import replace
 from grammar_service.backends.backend import Rows
 from grammar_service.fill.channel import Channel
 from grammar_service.fill.counters import Counters
-from grammar_service.fill.lanes import Lanes
 from grammar_service.fill.mask_row_cache import MaskRowCache, Standing
 from grammar_service.fill.matchers import Answer, SlotTable
 from grammar_service.fill.tasks import FillTask
+from grammar_service.fill.work_queues import WorkQueues
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind
 
@@ -34,7 +34,7 @@ class Answers:
     """
 
     def __init__(
-        self, channel: Channel, table: SlotTable, standing: list[MaskRowCache], books: Counters, lanes: Lanes
+        self, channel: Channel, table: SlotTable, standing: list[MaskRowCache], books: Counters, lanes: WorkQueues
     ) -> None:
         layout = channel.layout
         self._channel, self._table, self._standing, self._books, self._lanes = channel, table, standing, books, lanes

@@ -18,10 +18,10 @@ from typing import NamedTuple
 from grammar_service.backends.backend import Chain, ChainFiller, Filled, MatcherFailed
 from grammar_service.fill.channel import Channel
 from grammar_service.fill.counters import Counters
-from grammar_service.fill.lanes import Work
 from grammar_service.fill.mask_row_cache import MaskRowCache, Noted
 from grammar_service.fill.matchers import Health, Slot, SlotTable, roll_back
 from grammar_service.fill.tasks import Batch, Change, FillTask, goes_together
+from grammar_service.fill.work_queues import Work
 from shared_mem.chains import SLOW, ChainArrays
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind
@@ -200,7 +200,7 @@ class Batches:
         keep = start
         while keep < end and keep < len(tokens) and tokens[keep] == committed[keep - start]:
             keep += 1
-        if slot.closing is not None and not slot.closing.is_quiet(keep, end + count):
+        if slot.closing is not None and not slot.closing.is_far(keep, end + count):
             return -1
         new = [*committed[keep - start :], *drafts[:first]]
         if not filler.all_plain(new) or not filler.all_plain(drafts[first:]):

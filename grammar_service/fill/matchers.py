@@ -4,7 +4,7 @@ Invariant: a matcher has accepted exactly `tokens`, of which the first `certain`
 of the last step. A row is filled only in the state that its record describes; when that state cannot be reached the
 answer is DEFER or ERROR, never a guess. Handling a record twice gives the same answer.
 
-Near the answer's most tokens the rows are narrowed by what `Closing` found (closing.py).
+Near the answer's most tokens the rows are narrowed by what `CompletionBudget` found (closing.py).
 
 Pure over the `Matcher` protocol and a view of rows: no sockets, no sequence numbers, no threads of its own. One
 thread uses a slot at a time.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from grammar_service.backends.backend import ChainFiller, Matcher, MatcherFailed, Rows, chain_filler_of
-from grammar_service.completion.budget import Closing
+from grammar_service.completion.budget import CompletionBudget
 from grammar_service.grammar.mask_rows import Classifier
 from shared_mem.grammar_end import Record
 from shared_mem.layout import LED, RowKind, Stage
@@ -60,7 +60,7 @@ class Slot:
     matcher: Matcher
     tokens: list[int]
     certain: int
-    closing: Closing | None = None
+    closing: CompletionBudget | None = None
     """Stands where the matcher stands. None: rows are never narrowed."""
     health: Health = Health.GOOD
     problem: str = ""
@@ -80,7 +80,7 @@ class Slot:
         gen: int,
         fresh: Callable[[], Matcher],
         committed: Sequence[int],
-        closes: Callable[[Matcher], Closing] | None = None,
+        closes: Callable[[Matcher], CompletionBudget] | None = None,
     ) -> Slot:
         """Return a slot whose matcher has moved over `committed`; `closes` makes what narrows its rows.
 
@@ -100,7 +100,7 @@ class Slot:
             return False
         self.tokens.append(token)
         if self.closing is not None:
-            self.closing.push(self.matcher, self.tokens)
+            self.closing.advance(self.matcher, self.tokens)
         return True
 
     def fill(self, rows: Rows, index: int, classifier: Classifier) -> tuple[RowKind, int, int]:
@@ -110,11 +110,11 @@ class Slot:
         if self.closing is None:
             return *classifier.classify(words), -1
         at = len(self.tokens)
-        narrowed = self.closing.narrowed(at)
+        narrowed = self.closing.narrowed_row(at)
         if narrowed is not None:
             words[: len(narrowed)] = narrowed
         kind, forced = classifier.classify(words)
-        need = self.closing.led(at)
+        need = self.closing.steered_tokens_left(at)
         if need < 0 or kind not in (RowKind.ALL, RowKind.APPLY, RowKind.FORCED):
             return kind, forced, -1
         return (RowKind.APPLY if kind is RowKind.FORCED else kind), LED, need
@@ -123,7 +123,7 @@ class Slot:
         """Return at most `limit` tokens that are likely to follow because nothing else may; the matcher stays."""
         if self.matcher.terminated:
             return ()
-        way = None if self.closing is None else self.closing.only(len(self.tokens))
+        way = None if self.closing is None else self.closing.only_path(len(self.tokens))
         # The stop at the way's end needs no draft: a step adds a token of its own.
         return self.matcher.jump_forward_tokens(limit) if way is None else way[:-1][:limit]
 
@@ -225,7 +225,7 @@ class SlotTable:
                 if row:
                     token = record.drafts[row - 1]
                     # The target cannot draw what its row does not offer, so no row behind it will be looked at.
-                    if slot.closing is not None and slot.closing.refuses(len(slot.tokens), token):
+                    if slot.closing is not None and slot.closing.forbids(len(slot.tokens), token):
                         break
                     if not slot.accept(token):
                         break
@@ -268,7 +268,7 @@ class SlotTable:
             anew = Slot.bind(slot.gen, slot.fresh, slot.tokens[: slot.certain])
             # The marks along the tokens that stay are still true.
             if slot.closing is not None:
-                slot.closing.cut(slot.certain)
+                slot.closing.truncate(slot.certain)
         except (MatcherRejected, MatcherFailed) as error:
             _fail(slot, str(error))
             return
@@ -286,7 +286,7 @@ def roll_back(slot: Slot, length: int) -> None:
         slot.matcher.rollback(extra)
         del slot.tokens[length:]
         if slot.closing is not None:
-            slot.closing.cut(length)
+            slot.closing.truncate(length)
 
 
 def _fail(slot: Slot, problem: str) -> None:

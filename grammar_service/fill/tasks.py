@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grammar_service.backends.backend import ChainFiller
-from grammar_service.fill.lanes import Work
 from grammar_service.fill.matchers import Answer
+from grammar_service.fill.work_queues import Work
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind, Stage
 

@@ -24,10 +24,10 @@ from grammar_service.fill.answers import Answers
 from grammar_service.fill.batch import LEAST, Batches
 from grammar_service.fill.channel import Channel
 from grammar_service.fill.counters import Counters
-from grammar_service.fill.lanes import Lanes, Work
 from grammar_service.fill.mask_row_cache import MaskRowCache
 from grammar_service.fill.matchers import Slot, SlotTable
 from grammar_service.fill.tasks import Batch, Change, FillTask
+from grammar_service.fill.work_queues import Work, WorkQueues
 from grammar_service.grammar.mask_rows import Classifier
 from grammar_service.metrics import WorkerCounts
 from service_runtime.cores import usable_cores
@@ -73,7 +73,7 @@ class Worker:
         self._table = SlotTable(Classifier(layout.vocab_size))
         self._spin_ns = int(spin_s * 1e9)
         self._deadline_ns = int(row_deadline_ms * 1e6)
-        self._lanes = Lanes(threads + 1, self)
+        self._lanes = WorkQueues(threads + 1, self)
         self._patience_ns = self._most_patience_ns = 0
         """`time.monotonic_ns()` until which pieces of work have their time to themselves, and may at most have it."""
         self._inbox: collections.deque[Change] = collections.deque()
@@ -129,7 +129,7 @@ class Worker:
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start, gauges, and fill times of the last records in microseconds."""
-        return {**self._table.stats(), **self._books.stats(), "reliefs": self._lanes.reliefs}
+        return {**self._table.stats(), **self._books.stats(), "leader_handoffs": self._lanes.leader_handoffs}
 
     def rows_by_kind(self) -> dict[str, int]:
         """Return how many rows were answered with each kind."""
@@ -153,7 +153,7 @@ class Worker:
             fill_sum_ns=fill_sum_ns,
         )
 
-    # -- what the lanes call: `lanes.Crew` ---------------------------------------------------------------------------
+    # -- what the lanes call: `work_queues.WorkDelegate` --------
 
     def wait(self) -> int:
         """Wait for a sequence; both ends of it are signs of life."""

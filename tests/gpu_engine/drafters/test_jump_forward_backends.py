@@ -19,8 +19,8 @@ from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from grammar_service.backends.backend import Backend, Compiled, Rows
 from grammar_service.backends.registry import NAMES, load_backend
-from grammar_service.completion.budget import Closing
-from grammar_service.completion.plan import ClosingPlan
+from grammar_service.completion.budget import CompletionBudget
+from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.fill.matchers import Slot
 from grammar_service.fill.worker import Worker
@@ -83,7 +83,7 @@ class LibraryGrammar:
     segment: Segment
     backend: Backend
     vocabulary: Vocabulary
-    compiled: dict[str, tuple[Compiled, ClosingPlan]]
+    compiled: dict[str, tuple[Compiled, CompletionPlan]]
     engine: GrammarEvents = field(init=False)
     worker: Worker = field(init=False)
     filled: dict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=lambda: defaultdict(list))
@@ -96,9 +96,9 @@ class LibraryGrammar:
             kind, whitespace, text = source.split(" ", 2)
             grammar = parse(Kind[kind], text, Whitespace[whitespace])
             loaded = self.backend.load(grammar, self.backend.compile(grammar))
-            self.compiled[source] = loaded, ClosingPlan.of(loaded.matcher(), text, TokenTexts.of(self.vocabulary))
+            self.compiled[source] = loaded, CompletionPlan.of(loaded.matcher(), text, TokenTexts.of(self.vocabulary))
         loaded, plan = self.compiled[source]
-        closes = partial(Closing, plan, request.sampling.max_tokens)
+        closes = partial(CompletionBudget, plan, request.sampling.max_tokens)
         bound = Slot.bind(slot_gen, loaded.matcher, committed, closes)
         self.worker.bind(slot, NotedSlot.of(bound, self.filled[slot]))
         self.engine.grammar_opened(slot, slot_gen, compile_ms=1.0, cache_hit=True, backend=1)
@@ -114,7 +114,7 @@ class Sidecars:
         tokenizer = (Path(model.name) / "tokenizer.json").read_bytes()
         self.vocabulary = Vocabulary.load(tokenizer, model.vocab_size, (EOS,))
         self.backend, self.model = load_backend(name, self.vocabulary), model
-        self.compiled: dict[str, tuple[Compiled, ClosingPlan]] = {}
+        self.compiled: dict[str, tuple[Compiled, CompletionPlan]] = {}
 
     @contextmanager
     def engine(self, settings: EngineConfig) -> Iterator[tuple[Engine, Worker]]:

@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.quality.random_schemas import random_schema
 from grammar_service.backends.backend import Compiled, Matcher, Rows
-from grammar_service.completion.budget import Closing
-from grammar_service.completion.plan import ClosingPlan
+from grammar_service.completion.budget import CompletionBudget
+from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.fill.matchers import Slot, SlotTable
 from grammar_service.grammar.mask_rows import Classifier, token_ids
@@ -57,8 +57,8 @@ def compiled_of(library: Library, name: str) -> tuple[Compiled, str]:
     return library.compiled(kind, text), text
 
 
-def plan_of(compiled: Compiled, source: str, vocabulary: Vocabulary) -> ClosingPlan:
-    return ClosingPlan.of(compiled.matcher(), source, TokenTexts.of(vocabulary))
+def plan_of(compiled: Compiled, source: str, vocabulary: Vocabulary) -> CompletionPlan:
+    return CompletionPlan.of(compiled.matcher(), source, TokenTexts.of(vocabulary))
 
 
 def drawn(seed: int, position: int, words: Any) -> int:
@@ -74,9 +74,9 @@ def drawn(seed: int, position: int, words: Any) -> int:
 class Walk:
     """An engine's side of one slot: commits what it draws, drafts well or badly, and notes every row that it used."""
 
-    def __init__(self, compiled: Compiled, plan: ClosingPlan, limit: int, seed: int) -> None:
+    def __init__(self, compiled: Compiled, plan: CompletionPlan, limit: int, seed: int) -> None:
         self.compiled, self.limit, self.seed = compiled, limit, seed
-        self.closes = partial(Closing, plan, limit)
+        self.closes = partial(CompletionBudget, plan, limit)
         self.classifier = Classifier(PADDED)
         self.rows = Rows(np.zeros((8, plan.texts.num_words), dtype=np.int32))
         self.tokens: list[int] = []
@@ -163,7 +163,7 @@ def test_what_is_proven_is_not_above_what_was_found(library: Library, vocabulary
     compiled, source = compiled_of(library, name)
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
-    assert 2 <= plan.least <= len(plan.path)
+    assert 2 <= plan.min_tokens <= len(plan.path)
     assert compiled_takes(compiled, list(plan.path))
 
 
@@ -171,18 +171,26 @@ def test_what_is_proven_is_not_above_what_was_found(library: Library, vocabulary
 def test_a_plan_comes_back_from_the_wire(library: Library, vocabulary: Vocabulary, name: str) -> None:
     compiled, source = compiled_of(library, name)
     plan = plan_of(compiled, source, vocabulary)
-    assert ClosingPlan.from_wire(json.loads(json.dumps(plan.to_wire())), plan.texts) == plan
+    assert CompletionPlan.from_wire(json.loads(json.dumps(plan.to_wire())), plan.texts) == plan
 
 
 @pytest.mark.parametrize(
-    "change", [{"path": [PADDED]}, {"path": [True]}, {"path": "ab"}, {"least": 0}, {"margin": 1000}, {"toll": -1}]
+    "change",
+    [
+        {"path": [PADDED]},
+        {"path": [True]},
+        {"path": "ab"},
+        {"min_tokens": 0},
+        {"margin": 1000},
+        {"single_token_cost": -1},
+    ],
 )
 def test_a_plan_that_cannot_be_one_is_refused(vocabulary: Vocabulary, change: dict[str, Any]) -> None:
     texts = TokenTexts.of(vocabulary)
-    plain = {"path": [5], "least": 1, "margin": 12, "toll": 0}
-    assert ClosingPlan.from_wire(plain, texts).path == (5,)
+    plain = {"path": [5], "min_tokens": 1, "margin": 12, "single_token_cost": 0}
+    assert CompletionPlan.from_wire(plain, texts).path == (5,)
     with pytest.raises(ValueError, match="cannot be read"):
-        ClosingPlan.from_wire(plain | change, texts)
+        CompletionPlan.from_wire(plain | change, texts)
 
 
 class Counted:
@@ -218,12 +226,12 @@ def test_where_a_row_is_dear_few_are_looked_at(libraries: Callable[[str], Librar
     source = json.dumps(["ab" * 10_000])
     compiled = library.compiled(Kind.CHOICE, source)
     fills = [0]
-    plan = ClosingPlan.of(Counted(compiled.matcher(), fills), source, TokenTexts.of(vocabulary))
-    assert (plan.path, plan.toll) == (None, 625)
+    plan = CompletionPlan.of(Counted(compiled.matcher(), fills), source, TokenTexts.of(vocabulary))
+    assert (plan.path, plan.single_token_cost) == (None, 625)
     assert fills[0] < 8
-    assert len(spell("ab" * 10_000)) > plan.least > 1000, "what is certain has to be written"
+    assert len(spell("ab" * 10_000)) > plan.min_tokens > 1000, "what is certain has to be written"
     fills[0] = 0
-    Closing(plan, 50, Counted(compiled.matcher(), fills))
+    CompletionBudget(plan, 50, Counted(compiled.matcher(), fills))
     assert fills[0] < 8
 
 
@@ -232,40 +240,44 @@ def test_the_least_number_of_tokens_is_exact_where_every_answer_can_be_looked_at
 ) -> None:
     compiled = library.compiled(Kind.CHOICE, json.dumps(["zq", "zqzq"]))
     plan = plan_of(compiled, "zq", vocabulary)
-    assert plan.least == len(plan.path or ()) == len(spell("zq")) + 1
+    assert plan.min_tokens == len(plan.path or ()) == len(spell("zq")) + 1
 
 
 def test_far_from_the_limit_rows_are_the_grammars_own(library: Library, vocabulary: Vocabulary) -> None:
     compiled, source = compiled_of(library, "required")
     plan = plan_of(compiled, source, vocabulary)
     matcher = compiled.matcher()
-    closing = Closing(plan, 4000, matcher)
+    closing = CompletionBudget(plan, 4000, matcher)
     tokens: list[int] = []
     for token in spell('{"n":"someone","a":4'):
-        assert closing.narrowed(len(tokens)) is None
-        assert closing.led(len(tokens)) == -1
+        assert closing.narrowed_row(len(tokens)) is None
+        assert closing.steered_tokens_left(len(tokens)) == -1
         assert matcher.accept(token)
         tokens.append(token)
-        closing.push(matcher, tokens)
+        closing.advance(matcher, tokens)
 
 
 def test_where_it_is_quiet_nothing_is_looked_at_and_nothing_narrowed(library: Library, vocabulary: Vocabulary) -> None:
     compiled, text = compiled_of(library, "required")
     matcher = compiled.matcher()
-    closing, rng, tokens = Closing(plan_of(compiled, text, vocabulary), 120, matcher), random.Random(1), list[int]()
+    closing, rng, tokens = (
+        CompletionBudget(plan_of(compiled, text, vocabulary), 120, matcher),
+        random.Random(1),
+        list[int](),
+    )
     quiet = loud = 0
     while not matcher.terminated and len(tokens) < 119:
         at = len(tokens)
-        said, marks = closing.is_quiet(at, at + 1), repr(closing)
+        said, marks = closing.is_far(at, at + 1), repr(closing)
         legal = library.legal(matcher)
-        if (narrowed := closing.narrowed(at)) is not None:
+        if (narrowed := closing.narrowed_row(at)) is not None:
             legal = set(token_ids(narrowed, PADDED))
         tokens.append(rng.choice(sorted(legal)))
         matcher.accept(tokens[-1])
         if said:
             assert narrowed is None
-            assert closing.led(at) == -1
-        closing.push(matcher, tokens)
+            assert closing.steered_tokens_left(at) == -1
+        closing.advance(matcher, tokens)
         if said:
             assert repr(closing) == marks
         quiet, loud = quiet + said, loud + (not said)
@@ -277,7 +289,7 @@ def test_with_nothing_to_spare_hardly_more_than_the_path_is_offered(library: Lib
     compiled, source = compiled_of(library, "lengths")
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
-    slot = Slot.bind(1, compiled.matcher, [], partial(Closing, plan, len(plan.path)))
+    slot = Slot.bind(1, compiled.matcher, [], partial(CompletionBudget, plan, len(plan.path)))
     rows = Rows(np.zeros((1, plan.texts.num_words), dtype=np.int32))
     for token in plan.path[1:-1]:
         slot.accept(plan.path[len(slot.tokens)])
@@ -293,7 +305,7 @@ def test_a_draft_that_leaves_no_room_is_walked_no_further(library: Library, voca
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
     table = SlotTable(Classifier(PADDED))
-    table.bind(0, Slot.bind(1, compiled.matcher, [], partial(Closing, plan, len(plan.path))))
+    table.bind(0, Slot.bind(1, compiled.matcher, [], partial(CompletionBudget, plan, len(plan.path))))
     rows = Rows(np.zeros((2, plan.texts.num_words), dtype=np.int32))
     head = plan.path[:3]
     other = next(t for t in spell("abc") if t != plan.path[3])
@@ -305,7 +317,7 @@ def test_a_draft_that_leaves_no_room_is_walked_no_further(library: Library, voca
 def test_a_limit_that_nothing_fits_narrows_nothing(library: Library, vocabulary: Vocabulary) -> None:
     compiled, source = compiled_of(library, "pattern")
     plan = plan_of(compiled, source, vocabulary)
-    walk = Walk(compiled, plan, plan.least - 1, seed=1).run()
+    walk = Walk(compiled, plan, plan.min_tokens - 1, seed=1).run()
     assert not walk.complete
     assert all(forced != LED for _, forced, _, _ in walk.used)
 
@@ -314,7 +326,7 @@ def judge(text: str, schema: Any) -> None:
     jsonschema.validate(json.loads(text), schema)
 
 
-def spelled(plan: ClosingPlan, tokens: list[int]) -> str:
+def spelled(plan: CompletionPlan, tokens: list[int]) -> str:
     return plan.texts.text(tokens).decode()
 
 
@@ -328,14 +340,14 @@ def test_where_one_way_to_the_end_is_left_it_is_proposed(library: Library, vocab
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
     table = SlotTable(Classifier(PADDED))
-    table.bind(0, Slot.bind(1, compiled.matcher, (), partial(Closing, plan, len(plan.path))))
+    table.bind(0, Slot.bind(1, compiled.matcher, (), partial(CompletionBudget, plan, len(plan.path))))
     rows = Rows(np.zeros((8, plan.texts.num_words), dtype=np.int32))
     slot, whole = table.slots[0], 0
     assert slot.closing is not None
     for said in range(len(plan.path)):
         slot.resting = 0  # a proposal that took long is followed by rests
         proposed = table.answer(Record(0, 1, 0, plan.path[:said], (), Stage.PROPOSE, 0b111), rows, 0).forced
-        way = slot.closing.only(said)
+        way = slot.closing.only_path(said)
         assert way in (None, (), plan.path[said:])
         if way is not None:
             # Where more than one token keeps the end in reach nothing is.

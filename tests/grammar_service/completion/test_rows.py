@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from grammar_service.backends.backend import Compiled, Matcher, Rows
-from grammar_service.completion.budget import Closing
-from grammar_service.completion.choices import choices_of, is_text
-from grammar_service.completion.plan import ClosingPlan
+from grammar_service.completion.budget import CompletionBudget
+from grammar_service.completion.plan import CompletionPlan
+from grammar_service.completion.search import choices_of, is_text
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.grammar.mask_rows import Words, has_token, token_ids
 from grammar_service.grammar.value import Kind
@@ -45,8 +45,8 @@ class Answer:
     def __init__(self, compiled: Compiled, source: str, vocabulary: Vocabulary, limit: int) -> None:
         self.fills = [0]
         self.matcher: Any = Counted(compiled.matcher(), self.fills)
-        self.plan = ClosingPlan.of(compiled.matcher(), source, TokenTexts.of(vocabulary))
-        self.closing = Closing(self.plan, limit, self.matcher)
+        self.plan = CompletionPlan.of(compiled.matcher(), source, TokenTexts.of(vocabulary))
+        self.closing = CompletionBudget(self.plan, limit, self.matcher)
         self.tokens: list[int] = []
 
     def say(self, text: str) -> list[int]:
@@ -56,7 +56,7 @@ class Answer:
         assert self.matcher.accept(token), token
         self.tokens.append(token)
         before = self.fills[0]
-        self.closing.push(self.matcher, self.tokens)
+        self.closing.advance(self.matcher, self.tokens)
         return self.fills[0] - before
 
     def whole_row(self) -> Words:
@@ -68,7 +68,7 @@ class Answer:
         return words
 
     def row(self) -> Words | None:
-        return self.closing.narrowed(len(self.tokens))
+        return self.closing.narrowed_row(len(self.tokens))
 
 
 def answer(library: Library, vocabulary: Vocabulary, schema: Any, limit: int) -> Answer:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from grammar_service.backends.backend import Compiled, Matcher, chain_filler_of
-from grammar_service.completion.budget import Closing
-from grammar_service.completion.plan import ClosingPlan
+from grammar_service.completion.budget import CompletionBudget
+from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.fill.batch import Batches
 from grammar_service.fill.counters import Counters
@@ -150,7 +150,7 @@ def test_a_batch_gives_what_slot_by_slot_gives(library: Library, sides: tuple[Si
     texts = TokenTexts.of(library.vocabulary)
     grammars = [library.compiled(kind, source, Whitespace.BOUNDED) for kind, source in GRAMMARS]
     plans = [
-        ClosingPlan.of(compiled.matcher(), parse(kind, source, Whitespace.BOUNDED).text, texts)
+        CompletionPlan.of(compiled.matcher(), parse(kind, source, Whitespace.BOUNDED).text, texts)
         for compiled, (kind, source) in zip(grammars, GRAMMARS, strict=True)
     ]
     using: dict[int, Compiled] = {}
@@ -164,7 +164,7 @@ def test_a_batch_gives_what_slot_by_slot_gives(library: Library, sides: tuple[Si
     def bind(lane: Lane) -> None:
         number = rng.randrange(len(grammars))
         using[lane.slot] = grammars[number]
-        closes = partial(Closing, plans[number], rng.choice((24, 400))) if rng.random() < 0.8 else None
+        closes = partial(CompletionBudget, plans[number], rng.choice((24, 400))) if rng.random() < 0.8 else None
         for side in sides:
             side.worker.bind(lane.slot, Slot.bind(lane.gen, grammars[number].matcher, (), closes))
 

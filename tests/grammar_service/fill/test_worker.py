@@ -155,7 +155,7 @@ def test_a_slow_slot_holds_nobody_even_with_one_thread(engine: EngineEnd, start:
         worker.release(1, 1)
         worker.bind(2, Slot.bind(1, fresh, [1]))
         assert ask(engine, 2, 1, [2], [])[0] == RowKind.APPLY
-        assert worker.stats()["reliefs"] == 1
+        assert worker.stats()["leader_handoffs"] == 1
     finally:
         gate.set()
     assert whole(engine, seq, 0).kinds[0, 0] == RowKind.APPLY

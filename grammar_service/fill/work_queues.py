@@ -38,8 +38,8 @@ class Work(Protocol):
         """Say whether `other`, the last that waits in the lane, need not be done before this."""
 
 
-class Crew(Protocol):
-    """Whose work it is. The leading thread calls `wait` and `handle`; `late` is called with `Lanes.lock` held."""
+class WorkDelegate(Protocol):
+    """Whose work it is. The leading thread calls `wait` and `handle`; `late` is called with `WorkQueues.lock` held."""
 
     def wait(self) -> int:
         """Wait for work, a bounded time; return what `handle` is told."""
@@ -69,16 +69,16 @@ class Crew(Protocol):
         """A piece of work in several lanes does not end. Return what to do in its place, or () if it will end."""
 
 
-class Lanes:
+class WorkQueues:
     """`threads` daemon threads, at least two of which make a stuck leader harmless."""
 
-    def __init__(self, threads: int, crew: Crew) -> None:
+    def __init__(self, threads: int, crew: WorkDelegate) -> None:
         self.lock = threading.Lock()
-        """Guards everything below, and what `Crew` guards by it."""
+        """Guards everything below, and what `WorkDelegate` guards by it."""
         self._crew = crew
         self._todo: collections.deque[Work] = collections.deque()
         self._busy: dict[int, collections.deque[Work]] = {}
-        """Lanes that a thread works in: first what it does, then what waits behind that."""
+        """WorkQueues that a thread works in: first what it does, then what waits behind that."""
         self._hands: dict[Work, threading.Thread] = {}
         """Work in hand -> who does it, while nobody was told that it is late."""
         self._abandoned: set[Work] = set()
@@ -93,7 +93,7 @@ class Lanes:
         self._begun_s: dict[Work, float] = {}
         """Work in hand -> `time.monotonic()` when it was found overdue."""
         self._stopping = threading.Event()
-        self.reliefs = 0
+        self.leader_handoffs = 0
         self.error: BaseException | None = None
         """Why the threads ended, when they ended by themselves."""
         self._threads = [self._thread(i) for i in range(threads)]
@@ -242,7 +242,7 @@ class Lanes:
             with self.lock:
                 if not self._idle:
                     self._leader = me
-                    self.reliefs += 1
+                    self.leader_handoffs += 1
                     self._crew.relieved()
                     for work in self._overdue():
                         self._crew.late(work)
@@ -262,4 +262,6 @@ class Lanes:
             self._left = set(self._todo)
 
     def __repr__(self) -> str:
-        return f"<Lanes threads={len(self._threads)} busy={len(self._busy)} reliefs={self.reliefs}>"
+        return (
+            f"<WorkQueues threads={len(self._threads)} busy={len(self._busy)} leader_handoffs={self.leader_handoffs}>"
+        )

@@ -1,4 +1,4 @@
-"""Lanes with a crew that does as it is told: who works, who is relieved, who is told that it is late."""
+"""WorkQueues with a crew that does as it is told: who works, who is relieved, who is told that it is late."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from grammar_service.fill.lanes import LOOK_AGAIN_S, Lanes
+from grammar_service.fill.work_queues import LOOK_AGAIN_S, WorkQueues
 
 PATIENCE_S = 20.0
 """Used up by a failing test alone, on however busy a machine."""
@@ -35,7 +35,7 @@ class FakeCrew:
     """A leader is overdue as soon as it is away from `wait`, once `patient` is over."""
 
     def __init__(self) -> None:
-        self.lanes: Lanes
+        self.lanes: WorkQueues
         self.came: collections.deque[list[Piece]] = collections.deque()
         self.told: list[Piece] = []
         self.instead: list[Piece] = []
@@ -85,7 +85,7 @@ class FakeCrew:
 @pytest.fixture
 def crew() -> Iterator[FakeCrew]:
     crew = FakeCrew()
-    crew.lanes = Lanes(2, crew)  # type: ignore[arg-type]
+    crew.lanes = WorkQueues(2, crew)  # type: ignore[arg-type]
     crew.lanes.start()
     yield crew
     assert crew.lanes.stop(PATIENCE_S)
@@ -113,7 +113,7 @@ def test_a_leader_that_is_stuck_is_relieved_and_stands_by_behind_it(crew: FakeCr
     crew.patient = False
     crew.came.append([stuck, *others])
     try:
-        _until(lambda: crew.lanes.reliefs >= 1 and all(piece.begun.is_set() for piece in others))
+        _until(lambda: crew.lanes.leader_handoffs >= 1 and all(piece.begun.is_set() for piece in others))
         assert crew.told[0] is stuck
     finally:
         stuck.gate.set()
@@ -150,7 +150,7 @@ def test_what_was_not_begun_is_not_told_while_it_has_time(crew: FakeCrew) -> Non
     crew.came.append([*stuck, *others])
     try:
         # Two threads, both stuck: what waits behind them is not begun, whoever was relieved.
-        _until(lambda: stuck[1].begun.is_set() and crew.lanes.reliefs >= 1)
+        _until(lambda: stuck[1].begun.is_set() and crew.lanes.leader_handoffs >= 1)
         assert others[0] not in crew.told
     finally:
         for piece in stuck:
@@ -242,14 +242,14 @@ class Reading(FakeCrew):
 
 def test_who_stands_by_leaves_the_interpreter_to_a_leader_that_reads() -> None:
     crew = Reading()
-    crew.lanes = Lanes(3, crew)  # type: ignore[arg-type]
+    crew.lanes = WorkQueues(3, crew)  # type: ignore[arg-type]
     crew.lanes.start()
     try:
         assert crew.reads.wait(PATIENCE_S)
         since_s, looks = time.monotonic(), crew.looks
         _until(lambda: time.monotonic() > since_s + 20 * LOOK_AGAIN_S)
         assert crew.looks - looks <= (time.monotonic() - since_s) / LOOK_AGAIN_S + 1
-        assert crew.lanes.reliefs == 0
+        assert crew.lanes.leader_handoffs == 0
     finally:
         crew.gate.set()
         assert crew.lanes.stop(PATIENCE_S)

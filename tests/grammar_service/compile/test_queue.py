@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from grammar_service.compile.turns import Turns
+from grammar_service.compile.queue import CompileQueue
 
 
-def taker(turns: Turns, name: str, order: list[str], *, accepted: bool = False) -> asyncio.Task[None]:
+def taker(turns: CompileQueue, name: str, order: list[str], *, accepted: bool = False) -> asyncio.Task[None]:
     async def take() -> None:
         await turns.take(accepted=accepted)
         order.append(name)
@@ -23,7 +23,7 @@ async def settled() -> None:
 
 
 async def test_the_accepted_go_first_and_each_line_keeps_its_order() -> None:
-    turns, order = Turns(2), list[str]()
+    turns, order = CompileQueue(2), list[str]()
     await turns.take()
     await turns.take()
     tasks = [taker(turns, name, order, accepted=name.startswith("a")) for name in ("o1", "a1", "o2", "a2")]
@@ -35,12 +35,12 @@ async def test_the_accepted_go_first_and_each_line_keeps_its_order() -> None:
         assert order == seen
     turns.give_back()
     turns.give_back()
-    assert repr(turns) == "<Turns free=2 accepted=0 others=0>"
+    assert repr(turns) == "<CompileQueue free=2 accepted=0 others=0>"
     await asyncio.gather(*tasks)
 
 
 async def test_one_that_waits_may_be_hurried() -> None:
-    turns, order = Turns(1), list[str]()
+    turns, order = CompileQueue(1), list[str]()
     await turns.take()
 
     async def take(name: str) -> None:
@@ -49,8 +49,8 @@ async def test_one_that_waits_may_be_hurried() -> None:
 
     tasks = [asyncio.create_task(take(name)) for name in ("first", "second", "third")]
     await settled()
-    turns.hurry("second")
-    turns.hurry("nobody")
+    turns.promote("second")
+    turns.promote("nobody")
     assert turns.waiting == 2
     tasks.append(taker(turns, "accepted", order, accepted=True))
     await settled()
@@ -60,23 +60,23 @@ async def test_one_that_waits_may_be_hurried() -> None:
         assert order[-1] == seen
     await asyncio.gather(*tasks)
     turns.give_back()
-    assert repr(turns) == "<Turns free=1 accepted=0 others=0>"
+    assert repr(turns) == "<CompileQueue free=1 accepted=0 others=0>"
 
 
 async def test_a_hurried_one_may_be_cancelled() -> None:
-    turns = Turns(1)
+    turns = CompileQueue(1)
     await turns.take()
     task = asyncio.create_task(turns.take("one"))
     await settled()
-    turns.hurry("one")
+    turns.promote("one")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert repr(turns) == "<Turns free=0 accepted=0 others=0>"
+    assert repr(turns) == "<CompileQueue free=0 accepted=0 others=0>"
 
 
 async def test_one_that_leaves_the_line_takes_nothing() -> None:
-    turns, order = Turns(1), list[str]()
+    turns, order = CompileQueue(1), list[str]()
     await turns.take()
     first, second = (taker(turns, name, order) for name in ("first", "second"))
     await settled()
@@ -87,12 +87,12 @@ async def test_one_that_leaves_the_line_takes_nothing() -> None:
     assert order == ["second"]
     assert first.cancelled()
     turns.give_back()
-    assert repr(turns) == "<Turns free=1 accepted=0 others=0>"
+    assert repr(turns) == "<CompileQueue free=1 accepted=0 others=0>"
     await second
 
 
 async def test_one_that_is_cancelled_with_its_turn_passes_it_on() -> None:
-    turns, order = Turns(1), list[str]()
+    turns, order = CompileQueue(1), list[str]()
     await turns.take()
     first, second = taker(turns, "first", order, accepted=True), taker(turns, "second", order)
     await settled()
@@ -103,5 +103,5 @@ async def test_one_that_is_cancelled_with_its_turn_passes_it_on() -> None:
     await settled()
     assert order == ["second"]
     turns.give_back()
-    assert repr(turns) == "<Turns free=1 accepted=0 others=0>"
+    assert repr(turns) == "<CompileQueue free=1 accepted=0 others=0>"
     await second

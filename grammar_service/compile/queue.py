@@ -20,7 +20,7 @@ class _Place:
     """Done when it is theirs."""
 
 
-class Turns:
+class CompileQueue:
     """`places` of them may be taken at once."""
 
     def __init__(self, places: int) -> None:
@@ -34,7 +34,7 @@ class Turns:
         return len(self._others)
 
     async def take(self, name: str = "", *, accepted: bool = False) -> None:
-        """Wait for a place. Whoever has taken one gives it back. `name`: for `hurry`."""
+        """Wait for a place. Whoever has taken one gives it back. `name`: for `promote`."""
         if self._free:
             self._free -= 1
             return
@@ -49,7 +49,7 @@ class Turns:
                 self.give_back()  # it was ours in the moment of the cancellation
             raise
 
-    def hurry(self, name: str) -> None:
+    def promote(self, name: str) -> None:
         """Whoever waits under `name` is accepted now."""
         for place in [place for place in self._others if place.name == name]:
             self._others.remove(place)
@@ -66,4 +66,4 @@ class Turns:
         self._free += 1
 
     def __repr__(self) -> str:
-        return f"<Turns free={self._free} accepted={len(self._accepted)} others={len(self._others)}>"
+        return f"<CompileQueue free={self._free} accepted={len(self._accepted)} others={len(self._others)}>"
