@@ -164,13 +164,13 @@ class FakeEngine:
         self.outages.append("lost")
         self.binding = set(binding)
 
-    def grammar_pardoned(self) -> None:
+    def forgive_grammar_end(self) -> None:
         self.outages.append("pardoned")
 
     def grammar_silent(self) -> None:
         self.outages.append("silent")
 
-    def grammar_heard(self) -> None:
+    def grammar_alive(self) -> None:
         self.outages.append("heard")
 
     def grammar_restored(self) -> None:

@@ -106,7 +106,7 @@ class GrammarEvents(Protocol):
     def grammar_silent(self) -> None:
         """The sidecar shows no life: guided slots pause and keep their KV and matchers; heard or lost comes next."""
 
-    def grammar_heard(self) -> None:
+    def grammar_alive(self) -> None:
         """The sidecar lives after all: guided slots go on where they stand."""
 
     def grammar_restored(self) -> None:
@@ -129,7 +129,7 @@ class ServedEngine(EngineCore, GrammarEvents, Protocol):
     def start(self) -> None:
         """Start the thread and warm up; blocks until warm."""
 
-    def grammar_pardoned(self) -> None:
+    def forgive_grammar_end(self) -> None:
         """The sidecar that was lost last had been ended from outside: no guided sequence is to blame. Any thread."""
 
     @property

@@ -1,11 +1,19 @@
-"""Which guided sequence may be the one that grammar processes die of.
+"""Attributes crashes of the grammar process to guided sequences: a count, and a quarantine.
 
-A grammar that crashes or hangs its process does so again in the next one, where the same matcher is made of the same
-tokens; so every end of a process counts against those whom it owed an answer then, until they get a token. One
-invariant: a sequence that gets a token between two ends is never found out. Of several that got none nobody knows whose
-fault it is, so suspects are tried one at a time; who comes meanwhile is not held up. A hang for which the engine kills
-it counts, and so does its memory; an end from outside is taken back. Pure: reads the scheduler's states, writes the
-notes on a sequence. Not here: opening and ending (guides.py).
+A grammar that crashes or hangs its process does so again in the next process, where the same matcher is built from the
+same tokens. So each guided sequence has a crash count: grammar processes that ended while the sequence waited for mask
+rows or for its matcher, since its last token.
+
+    crash_count 2    quarantine: the sequence is opened again when no other quarantined sequence is on trial, and it
+                     gets no more drafts
+    crash_count 3    the sequence ends with INTERNAL; at 6 only, where another one without a token waited, too
+
+A token sets the count to 0, so a sequence that gets a token between two ends is never blamed. Sequences outside the
+quarantine are not delayed. In the quarantine the sequence with the fewest trials comes first, so that none starves the
+others. An end that was caused from outside (SIGKILL, SIGTERM) is forgiven.
+
+Pure: it reads grammar states and writes the counters of `SequenceState`. Not responsible for: opening and ending
+sequences (see grammar_slots.py).
 """
 
 from __future__ import annotations
@@ -15,67 +23,68 @@ from collections.abc import Iterable
 from gpu_engine.core.running import RunningSequence
 from gpu_engine.core.scheduler import GrammarState
 
-SUSPECT = 2
-"""So many ends in a row without a token make a suspect."""
-FOUND = 3
-"""So many end the sequence, if it alone can have been at fault."""
-FOUND_IN_COMPANY = 6
-"""So many end it anyhow: those who come meanwhile, and have none yet, cannot hide it for ever."""
+QUARANTINE_AT = 2
+BLAME_AT = 3
+BLAME_IN_COMPANY_AT = 6
+"""Several sequences waited and none of them had a token: at this count the cause need not be known for certain."""
+NO_DRAFTS_AT = 2
+"""A matcher that was open at this many ends is bound without drafts: the library may crash over a draft."""
 
 
-def gained(sequence: RunningSequence) -> None:
-    """It got a token: whatever came before was not its doing."""
-    sequence.payload.strikes, sequence.payload.gained = 0, True
+def token_received(sequence: RunningSequence) -> None:
+    """Set the crash count back: the grammar process served this sequence."""
+    sequence.payload.crash_count = 0
 
 
-def died(owed: Iterable[RunningSequence], decoding: Iterable[RunningSequence]) -> RunningSequence | None:
-    """Count the end of a process; return the one that is found out.
+def process_ended(waiting: Iterable[RunningSequence], with_matcher: Iterable[RunningSequence]) -> list[RunningSequence]:
+    """Count the end of a grammar process; return the sequences that are to end for it.
 
     Args:
-        owed: it owed these an answer: rows, or a matcher.
-        decoding: their matchers stood; some of them may have been owed rows.
+        waiting: sequences that waited for mask rows or for their matcher.
+        with_matcher: sequences whose matcher was open; some of these may be in `waiting`, too.
     """
-    sequences, stood = list(owed), list(decoding)
-    without = [sequence for sequence in sequences if not sequence.payload.gained]
-    # Where only matchers were being made for those without a token, it may have died of who was decoding beside them.
-    alone = len(without) == 1 and (without[0] in stood or not stood)
-    for sequence in sequences:
-        notes = sequence.payload
-        notes.strikes, notes.gained, notes.had = notes.strikes + 1, False, notes.gained
-    for sequence in stood:
-        sequence.payload.ends += 1
-    most = max(without, key=lambda sequence: sequence.payload.strikes, default=None)
-    enough = FOUND if alone else FOUND_IN_COMPANY
-    return most if most is not None and most.payload.strikes >= enough else None
+    for sequence in with_matcher:
+        sequence.payload.ends_while_open += 1
+    suspects = []
+    for sequence in waiting:
+        sequence.payload.crash_count += 1
+        if is_quarantined(sequence):
+            suspects.append(sequence)
+    blame_at = BLAME_AT if len(suspects) == 1 else BLAME_IN_COMPANY_AT
+    return [sequence for sequence in suspects if sequence.payload.crash_count >= blame_at]
 
 
-def pardon(owed: Iterable[RunningSequence], decoding: Iterable[RunningSequence]) -> None:
-    """Take the last end back: it was not the doing of any of them."""
-    for sequence in owed:
-        notes = sequence.payload
-        notes.strikes, notes.gained = max(notes.strikes - 1, 0), notes.gained or notes.had
-    for sequence in decoding:
-        sequence.payload.ends -= 1
+def forgive(waiting: Iterable[RunningSequence], with_matcher: Iterable[RunningSequence]) -> None:
+    """Undo `process_ended` with the same sequences: the process was ended from outside."""
+    for sequence in with_matcher:
+        sequence.payload.ends_while_open -= 1
+    for sequence in waiting:
+        sequence.payload.crash_count = max(sequence.payload.crash_count - 1, 0)
 
 
-def drafts(sequence: RunningSequence) -> bool:
-    """Whether it may still draft. A library may crash over a draft, or over what is forced, which no answer needs."""
-    return sequence.payload.ends < SUSPECT
+def may_draft(sequence: RunningSequence) -> bool:
+    """Return whether the sequence may have drafts, which a library may crash over and no answer needs."""
+    return sequence.payload.crash_count < QUARANTINE_AT and sequence.payload.ends_while_open < NO_DRAFTS_AT
 
 
-def turn(sequence: RunningSequence) -> int:
-    """A key that sorts those who may be opened: who was tried least often comes first, so that nobody bars the way."""
-    return sequence.payload.tried
+def is_quarantined(sequence: RunningSequence) -> bool:
+    """Return whether the sequence may be opened only while no other quarantined sequence is on trial."""
+    return sequence.payload.crash_count >= QUARANTINE_AT
 
 
-def opened(sequence: RunningSequence) -> None:
-    """It is asked to be opened."""
-    sequence.payload.tried += sequence.payload.strikes >= SUSPECT
+def trial_order(sequence: RunningSequence) -> int:
+    """Return a sort key for sequences that wait to be opened: the fewest trials first."""
+    return sequence.payload.trials
+
+
+def trial_started(sequence: RunningSequence) -> None:
+    """Count a trial if the sequence, which is being opened, is in quarantine."""
+    sequence.payload.trials += is_quarantined(sequence)
 
 
 def must_wait(sequence: RunningSequence, running: Iterable[RunningSequence]) -> bool:
-    """Whether another suspect is being tried: it has been asked to be opened, and has neither a token nor an end."""
-    return sequence.payload.strikes >= SUSPECT and any(
-        other is not sequence and other.payload.strikes >= SUSPECT and other.grammar_state is not GrammarState.LOST
+    """Return whether another quarantined sequence is on trial: it is opening or open, and has no token yet."""
+    return is_quarantined(sequence) and any(
+        other is not sequence and is_quarantined(other) and other.grammar_state is not GrammarState.LOST
         for other in running
     )

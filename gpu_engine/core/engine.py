@@ -1,7 +1,9 @@
-"""The engine as other threads see it: messages in, counters out. The work is loop.py's, on a thread of its own.
+"""The engine as other threads see it: they leave messages and read counters; the engine's thread does the work.
 
-One invariant: a public method returns at once and touches no sequence; it leaves a message for the engine thread. Not
-here: gRPC and tokenisation (asyncio side), and everything that a turn of the loop does.
+Invariant: a public method of `Engine` returns at once and touches no sequence; it leaves a message in the inbox, which
+the engine thread drains before each iteration (see loop.py).
+
+Not responsible for: gRPC and tokenisation (see front/), what one iteration does (see loop.py).
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from shared_mem.channel import EngineEnd
 log = logging.getLogger(__name__)
 
 _IDLE_S = 0.1
-"""An idle engine wakes this often to say that it lives."""
+"""An idle engine wakes this often to send its heartbeat."""
 _DEFERRED_POLL_S = 0.001
-"""With nothing else to do, deferred slots are looked at this often."""
+"""An idle engine polls deferred sequences this often."""
 
 
 class Engine:
-    """Owns the model's thread. Every method but `start` and `close` may be called from any thread."""
+    """Owns the engine's thread. Every method may be called from any thread; `start` and `close` block."""
 
     def __init__(
         self,
@@ -51,14 +53,14 @@ class Engine:
         self._start_error: BaseException | None = None
         self._failure: Exception | None = None
         self._watchers: list[Callable[[Exception], None]] = []
-        """Both under `live_lock`."""
+        """`_failure` and `_watchers` are guarded by the loop's `live_lock`."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _run(self) -> None:
         try:
             self._loop.executor.enter()
             self._loop.executor.warm_up()
-        except BaseException as error:  # `start` raises it on its caller's thread
+        except BaseException as error:  # `start` raises it on the thread of its caller
             self._start_error = error
             return
         finally:
@@ -69,9 +71,9 @@ class Engine:
                 self._drain_inbox(wait=not busy)
                 busy = self._loop.run_iteration()
             except Exception:
-                log.exception("a turn of the engine failed; every sequence ends")
+                log.exception("an iteration of the engine failed; every sequence ends")
                 self._end_every(error=InternalError("the engine failed in a step; see its log"))
-                self._loop.allocator.clear_index()  # whatever the step has written to the pages
+                self._loop.allocator.clear_index()  # the step may have written anything to the pages
                 busy = False
                 if self._device_is_lost():
                     break
@@ -85,7 +87,7 @@ class Engine:
             self._close_executor()
 
     def _device_is_lost(self) -> bool:
-        """Ask the device whether it can still run anything; tell who watches, and close the door, when it cannot."""
+        """Probe the device. When it cannot run anything, refuse new requests and call the watchers."""
         try:
             self._loop.executor.probe()
         except Exception as error:
@@ -99,7 +101,7 @@ class Engine:
         return False
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """Have `failed` called once, on the engine's thread, when the device is lost; at once when it is already."""
+        """Have `failed` called once when the device is lost: on the engine's thread, or at once if it is lost already."""
         with self._loop.live_lock:
             failure = self._failure
             if failure is None:
@@ -113,11 +115,11 @@ class Engine:
         except Exception:
             if self._failure is None:
                 raise
-            # Every call says what the first one said; the process ends soon, and the driver with it.
+            # Every call on a lost device fails the same way; the process ends soon, and frees what it holds.
             log.warning("a lost device could not be closed", exc_info=True)
 
     def _end_every(self, *, finish: FinishReason | None = None, error: LockstepError | None = None) -> None:
-        """End every sequence, even if something fails at one of them: each is off the list before it is told."""
+        """End every sequence, even if ending one of them fails: each leaves `sequences` before its last event."""
         while self._loop.sequences:
             try:
                 self._loop.end_every(finish=finish, error=error)
@@ -125,7 +127,7 @@ class Engine:
                 log.exception("a sequence did not end cleanly")
 
     def _drain_inbox(self, *, wait: bool) -> None:
-        """Handle the inbox; with nothing to do, wait for its first message."""
+        """Handle every message of the inbox; with `wait`, first wait a moment for one."""
         if self._channel is not None:
             self._channel.heartbeat()
         try:
@@ -137,7 +139,7 @@ class Engine:
             return
 
     def start(self) -> None:
-        """Start the thread and let it warm up; blocks until a request can be served. Raises what that raises."""
+        """Start the thread; block until it is warm and a request can be served. Raises what the warm-up raises."""
         self._thread.start()
         self._started.wait()
         if self._start_error is not None:
@@ -146,8 +148,8 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a sequence.
 
-        Raises LimitExceeded when the line is full, ShuttingDown when the engine closes, InvalidRequest when the device
-        cannot hold its stops and bans.
+        Raises LimitExceeded when the waiting queue is full, ShuttingDown when the engine closes, InternalError when the
+        device is lost, InvalidRequest when the device cannot hold the request's stop and banned tokens.
         """
         loop, config = self._loop, self.config
         loop.executor.slot_writer.check(request)
@@ -162,7 +164,8 @@ class Engine:
             sequence: RunningSequence = RunningSequence(
                 SequenceState(request), len(request.prompt_ids), request.grammar is not None
             )
-            self._inbox.put(lambda: loop.admit(sequence))  # under the lock: what is admitted is heard before the close
+            # Under the lock: a sequence that is counted is in the inbox before `close` sets the flag.
+            self._inbox.put(lambda: loop.admit(sequence))
 
     def abort(self, request_id: str) -> bool:
         """End every sequence of the request with ABORTED; False when none was running."""
@@ -171,7 +174,7 @@ class Engine:
         return found
 
     def drop(self, request: Request) -> None:
-        """Free everything the sequence holds, with no more events. Not an error when it has ended."""
+        """Release everything the sequence holds, without an event. Not an error when it has ended."""
         self._inbox.put(lambda: self._loop.drop(request))
 
     def grammar_opened(
@@ -184,7 +187,7 @@ class Engine:
         backend: int,
         warnings: tuple[str, ...] = (),
     ) -> None:
-        """The slot's matcher stands at its committed tokens."""
+        """Let the slot's sequence decode: its matcher is at its committed tokens."""
         self._inbox.put(
             lambda: self._loop.grammar_slots.opened(slot, slot_gen, compile_ms, cache_hit, backend, warnings)
         )
@@ -194,29 +197,32 @@ class Engine:
         self._inbox.put(lambda: self._loop.grammar_failed(slot, slot_gen, error))
 
     def grammar_lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
-        """The sidecar is gone: guided slots pause and keep their pages. `binding`: whose matchers it was making."""
+        """Pause guided sequences, which keep slots and pages: the grammar process is gone.
+
+        `binding`: (slot, slot_gen) of the matchers that it was building.
+        """
         self._inbox.put(lambda: self._loop.grammar_lost(binding))
 
-    def grammar_pardoned(self) -> None:
-        """The sidecar that was lost last had been ended from outside: no guided sequence is to blame."""
-        self._inbox.put(self._loop.grammar_slots.pardoned)
+    def forgive_grammar_end(self) -> None:
+        """Blame no sequence for the last end of the grammar process: it was ended from outside."""
+        self._inbox.put(self._loop.grammar_slots.forgive)
 
     def grammar_silent(self) -> None:
-        """The sidecar shows no life: guided slots leave the batch until it does, or is lost."""
-        self._inbox.put(self._loop.grammar_slots.silent)
+        """Take guided sequences out of the batch: the grammar process shows no life."""
+        self._inbox.put(self._loop.grammar_slots.process_silent)
 
-    def grammar_heard(self) -> None:
-        """It lives, and has lost nothing: they go on where they stand."""
-        self._inbox.put(self._loop.grammar_slots.heard)
+    def grammar_alive(self) -> None:
+        """Let guided sequences go on: the grammar process shows life again, and has kept every matcher."""
+        self._inbox.put(self._loop.grammar_slots.process_alive)
 
     def grammar_restored(self) -> None:
-        """A sidecar is attached again: every guided slot is opened at its committed tokens."""
-        self._inbox.put(self._loop.grammar_slots.restored)
+        """Open every guided sequence at its committed tokens: a grammar process is attached again."""
+        self._inbox.put(self._loop.grammar_slots.process_restored)
 
     def stats(self) -> EngineStats:
-        """Return a copy of the counters with the gauges of now."""
+        """Return a copy of the counters, with the current gauges."""
         counted = self._loop.stats
-        # Counters are copied in one go: the engine thread may be adding a key.
+        # `copy` is atomic: the engine thread may be adding a key.
         stats = dataclasses.replace(counted, finished=counted.finished.copy(), failed=counted.failed.copy())
         stats.running = len(self._loop.scheduler.running)
         stats.waiting = max(self._loop.live - stats.running, 0)
@@ -226,11 +232,11 @@ class Engine:
 
     @property
     def grammar_progress(self) -> int:
-        """Counts up whenever a sidecar was of use to a guided sequence."""
+        """Counts up whenever a grammar process gave rows to a guided sequence, or a crash was attributed."""
         return self._loop.grammar_slots.progress
 
     def check_integrity(self) -> None:
-        """Assert that no slot or page is lost or held by more than it should be; meant for an idle engine."""
+        """Assert that every slot and page is owned as the sequences say; for tests, on an idle engine."""
         self._loop.scheduler.check_integrity()
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -1,8 +1,11 @@
-"""Where each guided slot stands with the grammar process: opened, waiting for late rows, paused, opened again.
+"""State of every guided slot towards the grammar process: opening, open, deferred, paused, opened again.
 
-A slot that has no rows leaves the batch and keeps its pages; whatever it waits for, nobody else does. One invariant: a
-slot decodes only while its matcher stands and nothing of its last answer is still to come. Only the engine thread calls
-in here. Not here: who is in the batch (scheduler.py), connections and processes (grammar_link.py, sidecar.py).
+A guided sequence without its mask rows leaves the decode batch and keeps its slot and pages; no other sequence waits
+for it. Invariant: a guided sequence decodes only while its matcher is open and no row of its last answer is still to
+come. The engine thread alone calls in here.
+
+Not responsible for: the decode batch (see scheduler.py), which sequence is blamed for a crash (see
+crash_attribution.py), connections and processes (see sidecar/).
 """
 
 from __future__ import annotations
@@ -15,29 +18,29 @@ from typing import Protocol
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, LockstepError
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.stats import EngineStats
-from gpu_engine.core import crash_attribution as suspects
+from gpu_engine.core import crash_attribution
 from gpu_engine.core.running import RunningSequence, SequenceState, SlotWriter
 from gpu_engine.core.scheduler import GrammarState, Scheduler
 from gpu_engine.step.sync import Sync
 
 log = logging.getLogger(__name__)
 
-_REFUSALS = 4
-"""Answers in a row that only defer, and are whole: the matcher lost the thread and is bound again."""
+_MAX_EMPTY_ANSWERS = 4
+"""After this many answers in a row that arrived in time and only defer, the matcher is rebuilt."""
 
 
-class Ending(Protocol):
+class EndSequence(Protocol):
     """Ends a sequence."""
 
     def __call__(self, sequence: RunningSequence, *, error: LockstepError) -> None:
-        """Free everything it holds and tell its client."""
+        """Release everything the sequence holds and send `error` to its client."""
 
 
 class GrammarSlots:
     """The guided slots of one engine."""
 
     stall_s: float = 10.0
-    """A slot without any row for so long ends with UNAVAILABLE, however often it was opened again."""
+    """A sequence whose open matcher gives no row for this long ends with UNAVAILABLE."""
 
     def __init__(
         self,
@@ -46,118 +49,131 @@ class GrammarSlots:
         slot_writer: SlotWriter,
         sync: Sync,
         stats: EngineStats,
-        flies: Callable[[RunningSequence], bool],
-        end: Ending,
+        in_step: Callable[[RunningSequence], bool],
+        end: EndSequence,
     ) -> None:
-        """Args: `flies` says whether a step of the seat is launched and not collected."""
+        """Args: `in_step` returns whether a step with the sequence is launched and not yet collected."""
         self._port, self._scheduler, self._slot_writer, self._sync = port, scheduler, slot_writer, sync
-        self._stats, self._in_step, self._end = stats, flies, end
-        self._up = True
+        self._stats, self._in_step, self._end = stats, in_step, end
+        self._attached = True
         self._silent = False
-        self._awaited: list[RunningSequence] = []
-        self._bound: list[RunningSequence] = []
-        self._found: RunningSequence | None = None
+        # Of the last end of a grammar process, until the next one is attached:
+        self._waiting: list[RunningSequence] = []
+        self._with_matcher: list[RunningSequence] = []
+        self._blamed: list[RunningSequence] = []
         self.progress = 0
-        """Counts up when a grammar process is of use: it gives a sequence rows, or its end tells whose fault it is."""
+        """Counts up whenever a sequence gets rows, and when the cause of a crash is found."""
 
-    # -- one slot ----------------------------------------------------------------------------------------------------
+    # -- one sequence ------------------------------------------------------------------------------------------------
 
     def open(self, sequence: RunningSequence) -> None:
-        """Ask for a matcher that stands behind the tokens emitted so far; without a sidecar, or its turn, it waits."""
-        now = self._up and not suspects.must_wait(sequence, self._scheduler.running)
+        """Request a matcher at the committed tokens. Without a process, or in quarantine, the sequence waits for it."""
+        state = sequence.payload
+        now = self._attached and not crash_attribution.must_wait(sequence, self._scheduler.running)
         sequence.grammar_state = GrammarState.OPENING if now else GrammarState.LOST
-        sequence.deferred, sequence.payload.refusals, sequence.payload.deferred_s = False, 0, 0.0
+        sequence.deferred, state.empty_answers, state.deferred_since_s = False, 0, 0.0
         self._sync.forget(sequence.slot)
         if now and self._port is not None:
-            suspects.opened(sequence)
-            self._slot_writer.bind(sequence, drafts=suspects.drafts(sequence))
-            sequence.payload.bound = (sequence.slot, sequence.slot_gen)
-            self._port.open(sequence.slot, sequence.slot_gen, sequence.payload.request, tuple(sequence.payload.answer))
+            crash_attribution.trial_started(sequence)
+            self._slot_writer.bind(sequence, drafts=crash_attribution.may_draft(sequence))
+            state.bound = (sequence.slot, sequence.slot_gen)
+            self._port.open(sequence.slot, sequence.slot_gen, state.request, tuple(state.answer))
 
     def close(self, sequence: RunningSequence) -> None:
-        """Have the seat's matcher dropped, if one was asked for."""
+        """Release the sequence's matcher, if one was requested."""
         if sequence.payload.bound is not None and self._port is not None:
             self._port.close(*sequence.payload.bound)
         sequence.payload.bound = None
 
-    def defer(self, sequence: RunningSequence, seq: int, *, moved: bool) -> None:
-        """A slot without its rows leaves the batch until they are there, so that it holds up nobody."""
-        notes = sequence.payload
-        notes.request.telemetry.deferred_rows += 1
+    def defer(self, sequence: RunningSequence, seq: int, *, advanced: bool) -> None:
+        """Take a sequence whose step lacked rows out of the batch until the rows arrive.
+
+        Args:
+            seq: sequence number of the post that asked for the rows.
+            advanced: the step emitted tokens, with the rows that had arrived.
+        """
+        state = sequence.payload
+        state.request.telemetry.deferred_rows += 1
         self._stats.deferred_rows += 1
-        if moved:
-            self._gained(sequence)
+        if advanced:
+            self._token_received(sequence)
         if sequence.grammar_state not in (GrammarState.OPEN, GrammarState.SILENT):
-            return  # the step asked a matcher that is gone: no row of it will come
-        notes.deferred_s = time.monotonic() if moved else notes.deferred_s or time.monotonic()
-        notes.deferred_seq, notes.moved = seq, moved
-        sequence.deferred = not moved
+            return  # the step asked a matcher that is gone: none of its rows will arrive
+        state.deferred_since_s = time.monotonic() if advanced else state.deferred_since_s or time.monotonic()
+        state.deferred_seq, state.advanced = seq, advanced
+        sequence.deferred = not advanced
         if self._in_step(sequence):
-            return  # the step in flight tells
-        came = self._late(sequence)
-        notes.refusals += came == 0 and not moved
-        if notes.refusals >= _REFUSALS:
-            self._open_again(sequence)
+            return  # the outcome of the step in flight decides
+        num_rows = self._take_late_rows(sequence)
+        state.empty_answers += num_rows == 0 and not advanced
+        if state.empty_answers >= _MAX_EMPTY_ANSWERS:
+            self._reopen(sequence)
 
-    def _open_again(self, sequence: RunningSequence) -> None:
-        """The matcher lost the thread: have it made anew, at the committed tokens. The slot has waited all along."""
-        since_s = sequence.payload.deferred_s
+    def _reopen(self, sequence: RunningSequence) -> None:
+        """Have the matcher rebuilt at the committed tokens; the time since the first deferral keeps counting."""
+        since_s = sequence.payload.deferred_since_s
         self.open(sequence)
-        sequence.payload.deferred_s = since_s
+        sequence.payload.deferred_since_s = since_s
 
-    def served(self, sequence: RunningSequence) -> None:
-        """All rows that the seat's step needed were there."""
-        self._gained(sequence)
-        sequence.payload.refusals, sequence.payload.deferred_s, sequence.deferred = 0, 0.0, False
+    def rows_arrived(self, sequence: RunningSequence) -> None:
+        """Note that the sequence's step had all the rows that it needed."""
+        self._token_received(sequence)
+        sequence.payload.empty_answers, sequence.payload.deferred_since_s, sequence.deferred = 0, 0.0, False
 
-    def _gained(self, sequence: RunningSequence) -> None:
-        suspects.gained(sequence)
+    def _token_received(self, sequence: RunningSequence) -> None:
+        crash_attribution.token_received(sequence)
         self.progress += 1
 
-    def look(self) -> None:
-        """Let slots whose late rows have come back into the batch, and open the next suspect; end who waits in vain."""
+    def poll(self) -> None:
+        """Bring deferred sequences whose rows have arrived back, open the next trial, end sequences that stalled."""
         running = self._scheduler.running
-        waiting = [sequence for sequence in running if sequence.grammar_state is GrammarState.LOST] if self._up else []
-        for sequence in sorted(waiting, key=suspects.turn):
-            if not suspects.must_wait(sequence, running):
-                self.open(sequence)
+        if self._attached:
+            lost = [sequence for sequence in running if sequence.grammar_state is GrammarState.LOST]
+            for sequence in sorted(lost, key=crash_attribution.trial_order):
+                if not crash_attribution.must_wait(sequence, running):
+                    self.open(sequence)
         for sequence in running:
-            since_s = sequence.payload.deferred_s
-            if sequence.grammar_state is GrammarState.OPEN and since_s and time.monotonic() > since_s + self.stall_s:
-                self._end(
-                    sequence, error=GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s")
-                )
-            elif (
-                sequence.deferred
-                and not self._in_step(sequence)
-                and self._late(sequence) is None
-                and self._is_unread(sequence)
-            ):
-                # Its tokens went with the record: repeated steps would find a gap until the matcher is made anew.
-                self._open_again(sequence)
+            if self._is_stalled(sequence):
+                error = GrammarUnavailable(f"the grammar process gave no rows for {self.stall_s:g} s")
+                self._end(sequence, error=error)
+            elif not sequence.deferred or self._in_step(sequence):
+                continue
+            elif self._take_late_rows(sequence) is None and self._is_unread(sequence):
+                # The record was overwritten, and its tokens with it: the matcher would answer every repeated step
+                # with a gap until it is rebuilt.
+                self._reopen(sequence)
+
+    def _is_stalled(self, sequence: RunningSequence) -> bool:
+        since_s = sequence.payload.deferred_since_s
+        is_open = sequence.grammar_state is GrammarState.OPEN
+        return is_open and since_s > 0 and time.monotonic() > since_s + self.stall_s
 
     def _is_unread(self, sequence: RunningSequence) -> bool:
-        """What a parked slot waits for will never come; a silent process may be asked again when it is heard."""
-        return not self._silent and self._sync.unread(sequence.payload.deferred_seq, sequence.slot, sequence.slot_gen)
+        """Return whether the missing rows will never arrive, because the record was overwritten before it was read.
 
-    def _late(self, sequence: RunningSequence) -> int | None:
-        """Look for the rows that a slot waits for; it is parked until all of them are there, or will never be."""
-        notes = sequence.payload
-        came = self._sync.late(notes.deferred_seq, sequence.slot, sequence.slot_gen, moved=notes.moved)
-        sequence.deferred = came is None
-        return came
+        False while the process is silent: it may still read the record.
+        """
+        state = sequence.payload
+        return not self._silent and self._sync.unread(state.deferred_seq, sequence.slot, sequence.slot_gen)
+
+    def _take_late_rows(self, sequence: RunningSequence) -> int | None:
+        """Return how many missing rows arrived, or None while the answer is not complete: then it stays deferred."""
+        state = sequence.payload
+        num_rows = self._sync.late(state.deferred_seq, sequence.slot, sequence.slot_gen, moved=state.advanced)
+        sequence.deferred = num_rows is None
+        return num_rows
 
     @property
     def any_deferred(self) -> bool:
-        """Some slot waits for rows that came too late."""
+        """A deferred sequence has to be polled."""
         return any(sequence.deferred for sequence in self._scheduler.running)
 
-    # -- news of the grammar process ---------------------------------------------------------------------------------
+    # -- events of the grammar process -------------------------------------------------------------------------------
 
     def opened(
         self, slot: int, slot_gen: int, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]
     ) -> None:
-        """The slot's matcher stands; news of an owner that is gone is ignored."""
+        """Let the sequence decode: its matcher is at its committed tokens. An event for an earlier owner is ignored."""
         sequence = self._scheduler.sequence(slot, slot_gen)
         if sequence is None or sequence.grammar_state is not GrammarState.OPENING:
             return
@@ -166,68 +182,67 @@ class GrammarSlots:
         telemetry.compile_ms, telemetry.compile_cache_hit = compile_ms, cache_hit
         telemetry.backend, telemetry.warnings = backend, warnings
 
-    def silent(self) -> None:
-        """It shows no life: slots that decode leave the batch. Their matchers may be as good as ever."""
+    def process_silent(self) -> None:
+        """Take sequences with an open matcher out of the batch: the process shows no life. Matchers are kept."""
         self._silent = True
         for sequence in self._scheduler.running:
             if sequence.grammar_state is GrammarState.OPEN:
                 sequence.grammar_state = GrammarState.SILENT
 
-    def heard(self) -> None:
-        """It lives: they go on where they stand, and nothing is opened again."""
+    def process_alive(self) -> None:
+        """Let the sequences go on with their matchers: the process shows life again."""
         self._silent = False
         for sequence in self._scheduler.running:
             if sequence.grammar_state is GrammarState.SILENT:
                 sequence.grammar_state = GrammarState.OPEN
-                sequence.payload.deferred_s = sequence.payload.deferred_s and time.monotonic()
+                state = sequence.payload
+                state.deferred_since_s = state.deferred_since_s and time.monotonic()
 
-    def lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
-        """It is gone: guided slots leave the batch and keep their pages. `binding`: whose matchers it was making.
+    def process_lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
+        """Pause guided sequences: the process has ended, and their matchers with it. They keep slots and pages.
 
-        No step may be in flight: what it still waited for counts.
+        No step may be in flight: rows that it still waited for count. `binding`: the (slot, slot_gen) whose matchers
+        the process was building.
         """
-        self._up = self._silent = False
+        self._attached = self._silent = False
         guided = [sequence for sequence in self._scheduler.running if sequence.guided]
-        self._awaited = [
-            sequence for sequence in guided if self._served(sequence) or (sequence.slot, sequence.slot_gen) in binding
-        ]
-        self._bound = [
+        self._with_matcher = [
             sequence for sequence in guided if sequence.grammar_state in (GrammarState.OPEN, GrammarState.SILENT)
         ]
-        self._found = suspects.died(self._awaited, self._bound)
+        awaiting_rows = [sequence for sequence in self._with_matcher if sequence.payload.deferred_since_s > 0]
+        self._waiting = [
+            sequence
+            for sequence in guided
+            if sequence in awaiting_rows or (sequence.slot, sequence.slot_gen) in binding
+        ]
+        self._blamed = crash_attribution.process_ended(self._waiting, self._with_matcher)
         for sequence in guided:
             sequence.grammar_state, sequence.deferred = GrammarState.LOST, False
 
-    def pardoned(self) -> None:
-        """Somebody outside ended it: none of the guided sequences is to blame."""
-        suspects.pardon(self._awaited, self._bound)
-        self._awaited, self._bound, self._found = [], [], None
+    def forgive(self) -> None:
+        """Undo the counts of the last end: the process was ended from outside."""
+        crash_attribution.forgive(self._waiting, self._with_matcher)
+        self._waiting, self._with_matcher, self._blamed = [], [], []
 
-    @staticmethod
-    def _served(sequence: RunningSequence) -> bool:
-        """Its matcher was asked for rows that never came. A grammar at fault always is; of others few, by chance."""
-        return sequence.grammar_state in (GrammarState.OPEN, GrammarState.SILENT) and sequence.payload.deferred_s > 0
-
-    def _end_found(self, sequence: RunningSequence) -> None:
-        problem = (
-            f"the grammar process died {sequence.payload.strikes} times over this request, without a token in between"
-        )
-        log.error("%s; the request ends", problem, extra={"request_id": sequence.payload.request.request_id})
-        self._end(
-            sequence, error=InternalError(f"{problem}; its grammar, or the library behind it, seems to be the cause")
-        )
-
-    def restored(self) -> None:
-        """Open every guided slot again, at its committed tokens; suspects one by one."""
-        self._up, self._silent = True, False
-        found, self._found, self._awaited, self._bound = self._found, None, [], []
-        if found is not None and found.slot >= 0 and found in self._scheduler.running:
-            self.progress += 1
-            self._end_found(found)
-        for sequence in sorted(self._scheduler.running, key=suspects.turn):
+    def process_restored(self) -> None:
+        """End the sequences that are blamed for the last end; open every other guided one at its committed tokens."""
+        self._attached, self._silent = True, False
+        blamed, self._blamed, self._waiting, self._with_matcher = self._blamed, [], [], []
+        for sequence in blamed:
+            if sequence.slot >= 0 and sequence in self._scheduler.running:
+                self.progress += 1
+                self._end_blamed(sequence)
+        for sequence in sorted(self._scheduler.running, key=crash_attribution.trial_order):
             if sequence.guided:
                 self.open(sequence)
 
+    def _end_blamed(self, sequence: RunningSequence) -> None:
+        count, request = sequence.payload.crash_count, sequence.payload.request
+        problem = f"the grammar process died {count} times over this request, without a token in between"
+        log.error("%s; the request ends", problem, extra={"request_id": request.request_id})
+        cause = "its grammar, or the library behind it, seems to be the cause"
+        self._end(sequence, error=InternalError(f"{problem}; {cause}"))
+
     def __repr__(self) -> str:
-        state = "silent" if self._silent else "up" if self._up else "lost"
-        return f"<Guides {state} slots={sum(sequence.guided for sequence in self._scheduler.running)}>"
+        state = "silent" if self._silent else "attached" if self._attached else "lost"
+        return f"<GrammarSlots {state} guided={sum(sequence.guided for sequence in self._scheduler.running)}>"

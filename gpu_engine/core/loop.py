@@ -1,7 +1,10 @@
-"""The engine's thread: plan, prefill, step, tell. `run_iteration` is the table of contents; everything else hangs off it.
+"""The loop of the engine's thread: plan, prefill, launch a step, process the outputs of an earlier one.
 
-One invariant: only the engine thread calls in here; other threads go through `engine.Engine`, which leaves messages.
-Not here: gRPC, tokenisation, compilation of grammars, and the program that a step runs (step.py).
+`EngineLoop.run_iteration` is the outline; every other method is a part of it, or the effect of a message from another
+thread. Invariant: the engine thread alone calls in here; other threads use `engine.Engine`, which leaves messages.
+
+Not responsible for: gRPC and tokenisation (see front/), compiling grammars (see sidecar/), the program that a step runs
+(see step/).
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def _tokens_of(sequence: RunningSequence) -> list[int]:
 
 
 class EngineLoop:
-    """Scheduler, buffers and program of one engine, and the sequences in them."""
+    """Scheduler, executor and grammar slots of one engine, and the sequences that they hold."""
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class EngineLoop:
             model.max_model_len,
             config.max_inflight_steps,
         )
-        # Every step in flight may write R tokens behind the last that the host knows.
+        # Every step in flight may write R tokens beyond the last one that the host knows.
         ahead = R * (max_inflight_steps + 1)
         num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(-ahead // config.page_size)
         self.allocator = PageAllocator(num_pages, config.page_size)
@@ -73,15 +76,15 @@ class EngineLoop:
         self.sequences: dict[Request, RunningSequence] = {}
         self.stats = EngineStats(num_slots=S, num_pages=num_pages)
         self.live = 0
-        """Submitted and not ended; the queue bound. Under the lock: submitters count up, the engine thread down."""
+        """Sequences submitted and not ended, for the bound of the queue. Guarded by `live_lock`."""
         self.live_lock = threading.Lock()
         self.grammar_slots = GrammarSlots(
             grammar, self.scheduler, self._slot_writer, self._sync, self.stats, self._in_step, self.end
         )
 
     def run_iteration(self) -> bool:
-        """Plan, prefill some chunks, run one step, tell what came of it; False when there was nothing to do."""
-        self.grammar_slots.look()
+        """Plan, prefill some chunks, launch one step, process an earlier one; False when there was nothing to do."""
+        self.grammar_slots.poll()
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
             self._slot_lost(sequence)
@@ -106,7 +109,7 @@ class EngineLoop:
             self.grammar_slots.open(sequence)
 
     def _slot_lost(self, sequence: RunningSequence) -> None:
-        """The scheduler took the slot back: its matcher goes too."""
+        """Release the matcher of a sequence that was preempted."""
         self.stats.preemptions += 1
         self.grammar_slots.close(sequence)
 
@@ -118,12 +121,15 @@ class EngineLoop:
             if chunk.end == chunk.sequence.prefill_end:
                 self.scheduler.index_pages(chunk.sequence)
             telemetry = chunk.sequence.payload.request.telemetry
-            if not telemetry.first_token_s:  # else it was preempted and prefills its answer, too
+            if not telemetry.first_token_s:  # else it was preempted, and its answer is prefilled, too
                 telemetry.prefilled_s = now_s
             self.stats.prefill_tokens += chunk.end - chunk.start
 
     def _process_outputs(self, ticket: Ticket) -> None:
-        """Read a step's results; send the events; end who is done. Who left the seat since the launch is not meant."""
+        """Read a step's outputs, send token events, end finished sequences.
+
+        Sequences that lost their slot after the launch are skipped.
+        """
         collected = self._runner.collect(ticket)
         guided = any(lane.sequence.guided for lane in ticket.lanes)
         num_rows = ticket.num_rows * len(ticket.lanes)
@@ -137,9 +143,9 @@ class EngineLoop:
                 continue
             self._count(sequence, outcome, collected.waited_ms)
             if outcome.deferred:
-                self.grammar_slots.defer(sequence, collected.seq, moved=bool(outcome.token_ids))
+                self.grammar_slots.defer(sequence, collected.seq, advanced=bool(outcome.token_ids))
             elif sequence.guided:
-                self.grammar_slots.served(sequence)
+                self.grammar_slots.rows_arrived(sequence)
             if outcome.finish is not None:
                 self.end(sequence, outcome, finish=outcome.finish)
             elif outcome.token_ids:
@@ -150,9 +156,8 @@ class EngineLoop:
         telemetry, stats, count = sequence.payload.request.telemetry, self.stats, len(outcome.token_ids)
         sequence.payload.answer.extend(outcome.token_ids)
         sequence.length += count
-        sequence.prefilled = (
-            sequence.length - 1
-        )  # the keys of every token but the last stand, rejected drafts are overwritten
+        # The pages hold the keys of every token but the last; those of rejected drafts are overwritten.
+        sequence.prefilled = sequence.length - 1
         telemetry.steps += 1
         telemetry.mask_wait_ms += waited_ms if sequence.guided else 0.0
         stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted, sequence.payload.num_jump_forward)
@@ -166,7 +171,7 @@ class EngineLoop:
                 stats.token_gap_seconds.observe(now_s - telemetry.last_token_s)
             else:
                 telemetry.first_token_s, telemetry.cached_tokens = now_s, sequence.num_cached_tokens
-                if sequence.num_cached_tokens:  # else a prompt of one token has no prefill, and this no time
+                if sequence.num_cached_tokens:  # a prompt of one token has no prefill, and no time of it
                     telemetry.prefilled_s = telemetry.prefilled_s or telemetry.scheduled_s
             telemetry.last_token_s = now_s
         if outcome.finish is FinishReason.GRAMMAR_ERROR:
@@ -174,7 +179,7 @@ class EngineLoop:
             stats.matcher_errors += outcome.blocked == RowKind.ERROR
 
     def _in_step(self, sequence: RunningSequence) -> bool:
-        """A step of this seat is launched and not collected."""
+        """Return whether a step with the sequence in its slot is launched and not collected."""
         return any(lane.sequence is sequence and lane.holds for ticket in self._in_flight for lane in ticket.lanes)
 
     def end(
@@ -186,7 +191,7 @@ class EngineLoop:
         error: LockstepError | None = None,
         silent: bool = False,
     ) -> None:
-        """Free everything the sequence holds, then send its last event."""
+        """Release everything the sequence holds, then send its last event; `silent` sends none."""
         request = sequence.payload.request
         del self.sequences[request]
         with self.live_lock:
@@ -200,15 +205,15 @@ class EngineLoop:
         if not silent:
             ids, logprobs = (outcome.token_ids, outcome.logprobs) if outcome else ((), ())
             if finish is FinishReason.GRAMMAR_CLOSED and ids[-1] in request.sampling.stop_token_ids:
-                finish = FinishReason.STOP  # the client's own stop says nothing about the grammar
+                finish = FinishReason.STOP  # a stop token of the client: the grammar may be incomplete
             matched = ids[-1] if finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and ids else None
             request.sink(TokenEvent(request.index, ids, logprobs, finish, matched, error))
-        self.grammar_slots.close(sequence)  # last: a port that fails must not keep the end from the client
+        self.grammar_slots.close(sequence)  # last: the client gets its last event even if the port fails
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def admit(self, sequence: RunningSequence) -> None:
-        """Put a submitted sequence in line."""
+        """Put a submitted sequence into the waiting queue."""
         self.sequences[sequence.payload.request] = sequence
         self.scheduler.add(sequence)
 
@@ -219,24 +224,27 @@ class EngineLoop:
                 self.end(sequence, finish=FinishReason.ABORTED)
 
     def end_every(self, *, finish: FinishReason | None = None, error: LockstepError | None = None) -> None:
-        """End every sequence there is."""
+        """End every sequence, running or waiting."""
         for sequence in list(self.sequences.values()):
             self.end(sequence, finish=finish, error=error)
 
     def drop(self, request: Request) -> None:
-        """Free everything the sequence holds, with no more events."""
+        """Release everything the request's sequence holds, without an event."""
         sequence = self.sequences.get(request)
         if sequence is not None:
             self.end(sequence, silent=True)
 
     def grammar_lost(self, binding: Collection[tuple[int, int]]) -> None:
-        """Tell what is in flight, which the abort word drains, and pause guided slots; see `GrammarSlots.lost`."""
+        """Process the steps in flight, which the abort word drains, then pause guided sequences.
+
+        `binding`: see `GrammarSlots.process_lost`.
+        """
         while self._in_flight:
             self._process_outputs(self._in_flight.popleft())
-        self.grammar_slots.lost(binding)
+        self.grammar_slots.process_lost(binding)
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
-        """End the slot's sequence; news of an owner that is gone is ignored."""
+        """End the sequence in the slot with `error`; an event for an earlier owner of the slot is ignored."""
         sequence = self.scheduler.sequence(slot, slot_gen)
         if sequence is not None:
             self.end(sequence, error=error)

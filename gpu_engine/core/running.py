@@ -23,23 +23,19 @@ class SequenceState:
     answer: list[int] = field(default_factory=list)
     """Tokens emitted so far."""
     deferred_seq: int = 0
-    """The post that was not answered in time; meaningful while the sequence is parked."""
-    moved: bool = False
-    """It went on with the rows of that post which were there: the late ones belong to a state that it has left."""
-    deferred_s: float = 0.0
-    """`time.monotonic()` of the first deferral in a row; 0: the last row came."""
-    refusals: int = 0
-    """Answers in a row that said DEFER though they came in time."""
-    strikes: int = 0
-    """Grammar processes that ended while they owed it an answer, since it last got a token."""
-    gained: bool = False
-    """It got a token since the last of them, or since it came."""
-    had: bool = False
-    """`gained` before the last of them."""
-    tried: int = 0
-    """Times that it was opened as a suspect."""
-    ends: int = 0
-    """Grammar processes that ended while its matcher stood. This and the four before: suspects.py writes them."""
+    """Sequence number of the post whose rows are missing; meaningful while the sequence is deferred."""
+    advanced: bool = False
+    """The sequence used the rows of that post that had arrived: the missing ones are for an earlier matcher state."""
+    deferred_since_s: float = 0.0
+    """`time.monotonic()` of the first of the deferrals in a row; 0.0: the last step had all of its rows."""
+    empty_answers: int = 0
+    """Answers in a row that arrived in time and deferred every row."""
+    crash_count: int = 0
+    """Grammar processes that ended while the sequence waited for rows or a matcher, since its last token."""
+    ends_while_open: int = 0
+    """Grammar processes that ended while the sequence had an open matcher, tokens or not."""
+    trials: int = 0
+    """Times that the sequence was opened in quarantine (see crash_attribution.py, also for the two counts before)."""
     bound: tuple[int, int] | None = None
     """(slot, slot_gen) that the sidecar was asked to open; to be closed."""
     num_jump_forward: int = 0

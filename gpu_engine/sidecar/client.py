@@ -153,10 +153,10 @@ class GrammarClient:
         self._abort_word.set_abort()
         self._engine.grammar_silent()
 
-    def link_heard(self) -> None:
+    def link_alive(self) -> None:
         """Let guided slots go on."""
         self._abort_word.clear_abort()
-        self._engine.grammar_heard()
+        self._engine.grammar_alive()
 
     def link_lost(self) -> None:
         """Pause guided slots; when no grammar process comes back in time, end them."""

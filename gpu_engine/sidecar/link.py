@@ -61,9 +61,9 @@ class LinkEvents(Protocol):
     """Whom the link tells, on the event loop."""
 
     def link_silent(self) -> None:
-        """The attached grammar process shows no life. `link_heard` or `link_lost` comes next."""
+        """The attached grammar process shows no life. `link_alive` or `link_lost` comes next."""
 
-    def link_heard(self) -> None:
+    def link_alive(self) -> None:
         """It shows life again; it has lost nothing."""
 
     def link_lost(self) -> None:
@@ -230,7 +230,7 @@ class GrammarLink:
 
     def _heard(self) -> None:
         log.debug("the grammar process is heard again after %.2f s", self.silences.end())
-        self._events.link_heard()
+        self._events.link_alive()
 
     async def _attach(self) -> socket.socket:
         retry_s, since_s = FIRST_RETRY_S, time.monotonic()

@@ -116,7 +116,7 @@ class GrammarProcess:
         self._attached = True
         if self.sidecar:
             self.sidecar.progress = lambda: engine.grammar_progress
-            self.sidecar.pardon = engine.grammar_pardoned
+            self.sidecar.forgive = engine.forgive_grammar_end
         stack.push_async_callback(end_task, self._background.create_task(self._link.run(), name="grammar link"))
         if self._must_spin:
             watch = warn_of_sleepers(lambda: self.client.guided_by, self.channel)

@@ -108,7 +108,7 @@ class Sidecar:
         self._give_up = give_up
         self.progress: Callable[[], int] = lambda: 0
         """Counts up while the child is of use to requests; whoever attaches an engine says how."""
-        self.pardon: Callable[[], None] = lambda: None
+        self.forgive: Callable[[], None] = lambda: None
         """Called when the child was ended from outside, before the next one is started."""
         self._process: ChildProcess | None = None
         self._failures: deque[float] = deque()
@@ -163,7 +163,7 @@ class Sidecar:
                 ended = _describe(code := await self._run_once())
                 # One that served nobody owed nobody an answer: what is to be taken back is of the end before.
                 if code in _FROM_OUTSIDE and not self._ordered and self._of_use_s < math.inf:
-                    self.pardon()
+                    self.forgive()
                     retry_s = FIRST_RETRY_S  # who ends one that serves wants the next; it still counts as a failure
             except OSError as error:  # no memory or no process ids left, for now
                 ended = str(error)

@@ -312,7 +312,7 @@ class ToyGrammar:
                 engine._inbox.put(heard.set)
                 assert heard.wait(PATIENCE_S)
                 if self.pardons:
-                    engine.grammar_pardoned()
+                    engine.forgive_grammar_end()
                 self.start_sidecar()
                 channel.clear_abort()
                 engine.grammar_restored()

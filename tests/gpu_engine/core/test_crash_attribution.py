@@ -1,128 +1,124 @@
-"""Whom the ends of grammar processes are counted against, and who is opened when."""
+"""Crash counts of guided sequences: which sequence ends, which is quarantined, which is opened when."""
 
 from __future__ import annotations
 
-from gpu_engine.core import crash_attribution as suspects
+from gpu_engine.core import crash_attribution
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import GrammarState
 from tests.gpu_engine.harness import ask, tokens
 
 
 def sequences(count: int) -> list[RunningSequence]:
-    return [
-        RunningSequence(SequenceState(ask(tokens(9, i), grammar="20").request), 9, guided=True, slot=i)
-        for i in range(count)
-    ]
+    requests = [ask(tokens(9, i), grammar="20").request for i in range(count)]
+    return [RunningSequence(SequenceState(requests[i]), 9, guided=True, slot=i) for i in range(count)]
 
 
-def died(owed: list[RunningSequence]) -> RunningSequence | None:
-    """All of them decoded."""
-    return suspects.died(owed, owed)
+def process_ended(waiting: list[RunningSequence]) -> list[RunningSequence]:
+    """End a process while all of `waiting` decode."""
+    return crash_attribution.process_ended(waiting, waiting)
 
 
-def test_three_ends_without_a_token_between_find_a_sequence_out() -> None:
+def test_three_ends_without_a_token_in_between_blame_a_sequence() -> None:
     (sequence,) = sequences(1)
-    suspects.gained(sequence)
-    assert [died([sequence]) for _ in range(3)] == [None, None, sequence]
+    crash_attribution.token_received(sequence)
+    assert [process_ended([sequence]) for _ in range(3)] == [[], [], [sequence]]
 
 
-def test_a_token_between_two_ends_clears_a_sequence() -> None:
+def test_a_sequence_that_gets_a_token_between_two_ends_is_never_blamed() -> None:
     (sequence,) = sequences(1)
     for _ in range(20):
-        assert died([sequence]) is None
-        assert died([sequence]) is None
-        suspects.gained(sequence)
+        assert process_ended([sequence]) == []
+        assert process_ended([sequence]) == []
+        crash_attribution.token_received(sequence)
 
 
-def test_an_end_counts_against_nobody_who_was_not_served() -> None:
+def test_an_end_does_not_count_against_a_sequence_that_waited_for_nothing() -> None:
     one, other = sequences(2)
     for _ in range(2):
-        died([one])
-    assert other.payload.strikes == 0
-    assert died([one]) is one
+        process_ended([one])
+    assert other.payload.crash_count == 0
+    assert process_ended([one]) == [one]
 
 
-def test_of_several_without_a_token_nobody_is_found_out_at_once() -> None:
-    one, other = sequences(2)
-    assert [died([one, other]) for _ in range(5)] == [None] * 5
-    # Alone it is.
-    assert died([other]) is other
-
-
-def test_company_that_got_a_token_hides_nobody() -> None:
+def test_a_neighbour_that_gets_tokens_neither_hides_a_sequence_nor_is_blamed() -> None:
     one, other = sequences(2)
     for _ in range(2):
-        suspects.gained(other)
-        assert died([one, other]) is None
-    suspects.gained(other)
-    assert died([other, one]) is one
+        crash_attribution.token_received(other)
+        assert process_ended([one, other]) == []
+    crash_attribution.token_received(other)
+    assert process_ended([other, one]) == [one]
 
 
-def test_newcomers_do_not_hide_one_for_ever() -> None:
-    sequence, *newcomers = sequences(7)
-    assert [died([newcomer, sequence]) for newcomer in newcomers] == [None] * 5 + [sequence]
+def test_a_sequence_whose_matcher_was_being_built_counts_as_waiting() -> None:
+    (sequence,) = sequences(1)
+    assert [crash_attribution.process_ended([sequence], []) for _ in range(3)] == [[], [], [sequence]]
 
 
-def test_suspects_are_opened_one_at_a_time_and_others_at_any_time() -> None:
-    one, other, free = sequences(3)
+def test_quarantined_sequences_are_opened_one_at_a_time_and_others_at_any_time() -> None:
+    one, other, arrival = everyone = sequences(3)
     for _ in range(2):
-        died([one, other])
-    for sequence in (one, other, free):
+        process_ended([one, other])
+    for sequence in everyone:
         sequence.grammar_state = GrammarState.LOST
-    everybody = [one, other, free]
-    assert [suspects.must_wait(sequence, everybody) for sequence in everybody] == [False, False, False]
+    assert [crash_attribution.must_wait(sequence, everyone) for sequence in everyone] == [False, False, False]
     one.grammar_state = GrammarState.OPENING
-    suspects.opened(one)
-    assert [suspects.must_wait(sequence, everybody) for sequence in everybody] == [False, True, False]
-    # Not in its turn for ever: when the process ends before it could be tried, the other one is first.
-    assert sorted([one, other], key=suspects.turn) == [other, one]
+    crash_attribution.trial_started(one)
+    assert [crash_attribution.must_wait(sequence, everyone) for sequence in everyone] == [False, True, False]
+    # When the process ends before the trial has a result, the sequence with fewer trials comes first.
+    assert sorted([one, other], key=crash_attribution.trial_order) == [other, one]
     one.grammar_state = GrammarState.OPEN
-    assert suspects.must_wait(other, everybody)
-    suspects.gained(one)
-    assert not suspects.must_wait(other, everybody)
+    assert crash_attribution.must_wait(other, everyone)
+    crash_attribution.token_received(one)
+    assert not crash_attribution.must_wait(other, everyone)
+    assert not crash_attribution.must_wait(arrival, everyone)
 
 
-def test_an_end_that_is_taken_back_counts_against_nobody() -> None:
+def test_of_several_waiting_sequences_only_those_whose_trial_fails_are_blamed() -> None:
+    deadly, innocent = everyone = sequences(2)
+    for _ in range(2):
+        assert process_ended(everyone) == []
+    assert process_ended([deadly]) == [deadly]
+    crash_attribution.token_received(innocent)
+    assert [process_ended([innocent]) for _ in range(2)] == [[], []]
+
+
+def test_a_sequence_is_not_blamed_while_another_one_without_a_token_waits_too() -> None:
+    quarantined, other = sequences(2)
+    process_ended([quarantined])
+    process_ended([quarantined, other])
+    assert process_ended([quarantined, other]) == []
+    assert process_ended([quarantined]) == [quarantined]
+
+
+def test_arrivals_do_not_hide_a_sequence_for_ever() -> None:
+    sequence, *arrivals = sequences(6)
+    waiting = [[sequence, *arrivals[max(i - 1, 0) : i + 1]] for i in range(6)]
+    assert [process_ended(group) for group in waiting] == [[]] * 5 + [[sequence]]
+
+
+def test_an_end_that_is_forgiven_counts_against_no_sequence() -> None:
     (sequence,) = sequences(1)
     for _ in range(20):
-        died([sequence])
-        suspects.pardon([sequence], [sequence])
-    assert [died([sequence]) for _ in range(3)] == [None, None, sequence]
+        process_ended([sequence])
+        crash_attribution.forgive([sequence], [sequence])
+    assert [process_ended([sequence]) for _ in range(3)] == [[], [], [sequence]]
 
 
-def test_a_pardon_gives_back_that_it_had_a_token() -> None:
-    one, other = sequences(2)
-    suspects.gained(other)
-    died([other])
-    suspects.pardon([other], [other])
-    # So of two it is the other one that had none.
-    died([one, other])
-    suspects.gained(other)
-    died([one, other])
-    suspects.gained(other)
-    assert died([one, other]) is one
-
-
-def test_one_whose_matcher_was_being_made_is_in_the_company_of_those_who_decode() -> None:
-    slow, noisy = sequences(2)
-    found = []
-    for _ in range(6):
-        suspects.gained(noisy)
-        found.append(suspects.died([slow], [noisy]))
-    assert found == [None] * 5 + [slow]
-
-
-def test_one_whose_matcher_was_being_made_with_nobody_beside_it_is_found_out() -> None:
+def test_a_sequence_in_quarantine_does_not_draft() -> None:
     (sequence,) = sequences(1)
-    assert [suspects.died([sequence], []) for _ in range(3)] == [None, None, sequence]
+    crash_attribution.process_ended([sequence], [])
+    assert crash_attribution.may_draft(sequence)
+    crash_attribution.process_ended([sequence], [])
+    assert not crash_attribution.may_draft(sequence)
 
 
-def test_who_was_there_at_two_ends_drafts_no_more_and_a_pardoned_end_is_none() -> None:
+def test_a_sequence_with_a_matcher_at_two_ends_does_not_draft_though_it_got_tokens() -> None:
     here, elsewhere = sequences(2)
-    suspects.died([], [here])
-    suspects.pardon([], [here])
-    suspects.died([], [here])
-    assert suspects.drafts(here)
-    suspects.died([], [here])
-    assert not suspects.drafts(here)
-    assert suspects.drafts(elsewhere)
+    crash_attribution.process_ended([], [here])
+    crash_attribution.forgive([], [here])
+    crash_attribution.process_ended([], [here])
+    crash_attribution.token_received(here)
+    assert crash_attribution.may_draft(here)
+    crash_attribution.process_ended([], [here])
+    assert not crash_attribution.may_draft(here)
+    assert crash_attribution.may_draft(elsewhere)

@@ -51,11 +51,11 @@ def test_a_step_of_the_process_before_is_not_waited_for() -> None:
     assert sequence.decoding
 
     # A step of it is in flight; the process is lost and the next one there before the step is told.
-    grammar_slots.lost()
-    grammar_slots.restored()
-    grammar_slots.defer(sequence, 7, moved=False)
+    grammar_slots.process_lost()
+    grammar_slots.process_restored()
+    grammar_slots.defer(sequence, 7, advanced=False)
     grammar_slots.opened(sequence.slot, sequence.slot_gen, 1.0, False, 2, ())
-    grammar_slots.look()
+    grammar_slots.poll()
     assert sequence.grammar_state is GrammarState.OPEN
     assert sequence.decoding
-    assert not sequence.payload.deferred_s
+    assert not sequence.payload.deferred_since_s

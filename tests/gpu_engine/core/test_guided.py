@@ -321,7 +321,7 @@ def test_a_sidecar_that_is_silent_for_a_while_loses_nothing(
         assert not all(answer.over for answer in answers)
         posts = grammar.sidecar.end.stats()["records"]
         engine._channel.clear_abort()
-        engine.grammar_heard()
+        engine.grammar_alive()
         go_on.set()
         assert [answer.wait().tokens for answer in answers] == expected
         assert len(grammar.opened) == 5

@@ -151,7 +151,7 @@ async def test_after_too_many_failures_it_is_given_up_for_a_time(
 async def test_an_end_from_outside_is_told_apart_from_a_crash_and_from_our_own_kill(ending: str, pardoned: int) -> None:
     pardons: list[int] = []
     sidecar = Sidecar(SLEEPS, lambda reason: None)
-    sidecar.pardon = lambda: pardons.append(sidecar.starts)
+    sidecar.forgive = lambda: pardons.append(sidecar.starts)
     task = asyncio.create_task(sidecar.run())
     await eventually(lambda: sidecar.pid)
     assert sidecar.pid is not None
