@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from kernels.cuda.row_state import DeviceRows
 
 MAX_LOGPROBS = 20
-RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_LED = 0, 1, 2, 3
-"""Values of `AcceptResult.finish_B`; STOP_LED is a stop token at a row whose `forced` is LED."""
-LED = -2
+RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED = 0, 1, 2, 3
+"""Values of `AcceptResult.finish_B`; STOP_STEERED is a stop token at a row whose `forced` is STEERED."""
+STEERED = -2
 """In `StepTensors.forced_BR` of a row that is not FORCED: the grammar process is leading the answer to its end."""
 
 _FORCED = 2
@@ -102,7 +102,7 @@ class AcceptResult:
     emitted_BR: torch.Tensor  # int32
     num_emitted_B: torch.Tensor  # int32
     num_accepted_B: torch.Tensor  # int32, drafts among the emitted
-    finish_B: torch.Tensor  # int32: RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_LED
+    finish_B: torch.Tensor  # int32: RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED
     blocked_B: torch.Tensor  # int32, kind of the row at which nothing could be emitted, else 0
     logprob_BR: torch.Tensor  # float32
     top_ids_BRN: torch.Tensor  # int32

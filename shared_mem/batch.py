@@ -32,7 +32,6 @@ def _fields(batch: int, rows: int) -> Iterator[tuple[str, type[np.generic], tupl
     yield "tokens", np.int32, (batch, 2 * rows)
     yield "kinds", np.uint8, (batch, rows)
     yield "forced", np.int32, (batch, rows)
-    yield "need", np.int32, (batch, rows)
     yield "awaited", np.uint64, (1,)
 
 
@@ -71,8 +70,6 @@ class BatchArrays:
     """[B, R] out: RowKind."""
     forced: Int32Array
     """[B, R] out: the one legal token, or -1."""
-    need: Int32Array
-    """[B, R] out: least number of tokens that complete the answer, or -1 when not known."""
     awaited: npt.NDArray[np.uint64]
     """[1] out: the sequence that the answers belong to."""
 
@@ -113,7 +110,6 @@ class BatchArrays:
             slot_gens=at(self.slot_gens),
             kinds=at(self.kinds),
             forced=at(self.forced),
-            need=at(self.need),
             awaited=at(self.awaited),
             batch=batch,
         )

@@ -40,7 +40,7 @@ class _Args(ctypes.Structure):
         ("view", POINTER(native.View)),
         *((name, c_void_p) for name in ("rows", "masks", "special_at", "special_keep", "special_stops")),
         *((name, c_void_p) for name in ("slots", "slot_gens", "first", "n_draft", "accepting", "states", "drafts")),
-        *((name, c_void_p) for name in ("kinds", "forced", "need", "tallies")),
+        *((name, c_void_p) for name in ("kinds", "forced", "tallies")),
         ("seq", c_uint64),
         ("mark", c_uint64),
         ("row_stride", c_uint32),
@@ -82,8 +82,6 @@ class ChainArrays:
     """[most, R] out."""
     forced: Int32Array
     """[most, R] out."""
-    need: Int32Array
-    """[most, R] out."""
 
     def __init__(self, layout: Layout, most: int) -> None:
         rows = layout.num_rows
@@ -91,7 +89,7 @@ class ChainArrays:
         self.rows = np.zeros((most * rows, layout.words), dtype=np.int32)
         """[most * R, W] in, by the library: row `first` of chain i at i * R, and so on."""
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("slots", "slot_gens", "first", "n_draft"), (most,))
-        shapes |= dict.fromkeys(("drafts", "forced", "need"), (most, rows))
+        shapes |= dict.fromkeys(("drafts", "forced"), (most, rows))
         for name, shape in shapes.items():
             setattr(self, name, np.zeros(shape, dtype=np.int32))
         self.accepting, self.states = np.zeros((2, most), dtype=np.uint8)

@@ -36,8 +36,6 @@ class AwaitResult(NamedTuple):
     """[B, R] RowKind."""
     forced: Int32Array
     """[B, R] the one legal token of a FORCED row, else -1."""
-    need: Int32Array
-    """[B, R] least number of tokens that complete the answer from there; -1: not known."""
     num_missing: int
     """Lanes that were deferred because no answer of theirs was there."""
     waited_ns: int
@@ -207,8 +205,7 @@ class EngineEnd:
         self._missing += missing
         self._waited_ns += waited_ns
         self._longest_ns = max(self._longest_ns, waited_ns)
-        outputs = arrays.kinds[:lanes], arrays.forced[:lanes], arrays.need[:lanes]
-        return AwaitResult(*outputs, missing, waited_ns, args.late)
+        return AwaitResult(arrays.kinds[:lanes], arrays.forced[:lanes], missing, waited_ns, args.late)
 
     def host_calls(
         self, batch: int, *, timeout_s: float, stage: int = Stage.VERIFY, memory: ByteArray | None = None

@@ -57,11 +57,8 @@ class GrammarEnd:
         self._records_pointer = ctypes.addressof(self._records_args)
         self._kinds = np.zeros((slots, rows), dtype=np.uint8)
         self._forced = np.zeros((slots, rows), dtype=np.int32)
-        self._need = np.zeros((slots, rows), dtype=np.int32)
         self._publish_args = [
-            native.PublishArgs(
-                ctypes.pointer(self._view), at(self._kinds[s]), at(self._forced[s]), at(self._need[s]), 0, s, 0, 0
-            )
+            native.PublishArgs(ctypes.pointer(self._view), at(self._kinds[s]), at(self._forced[s]), 0, s, 0, 0)
             for s in range(slots)
         ]
         self._working = np.zeros(1, dtype=np.uint64)
@@ -132,7 +129,6 @@ class GrammarEnd:
         slot_gen: int,
         kinds: Sequence[int],
         forced: Sequence[int] | None = None,
-        need: Sequence[int] | None = None,
         *,
         late: bool = False,
     ) -> bool:
@@ -143,8 +139,7 @@ class GrammarEnd:
             slot: 0 <= slot < num_slots.
             slot_gen: of the record.
             kinds: at most R RowKinds; the rows after them become DEFER.
-            forced: as long as `kinds`; tokens of the FORCED rows, elsewhere LED or -1. None: all -1.
-            need: as long as `kinds`; least number of tokens that complete the answer, -1 not known. None: all -1.
+            forced: as long as `kinds`; tokens of the FORCED rows, elsewhere STEERED or -1. None: all -1.
             late: rows that are DEFER here may still come, by `add_rows`, until a call of that says that none will.
 
         Returns:
@@ -161,16 +156,13 @@ class GrammarEnd:
         self._kinds[slot, :n] = kinds
         self._kinds[slot, n:] = RowKind.DEFER
         _fill(self._forced[slot], forced, n)
-        _fill(self._need[slot], need, n)
         args = self._publish_args[slot]
         args.seq, args.slot_gen, args.late = seq, slot_gen, late
         stale: int = native.publish(ctypes.addressof(args))
         self._published[stale, slot] += 1
         return not stale
 
-    def add_rows(
-        self, seq: int, slot: int, kinds: Sequence[int], forced: Sequence[int], need: Sequence[int], *, late: bool
-    ) -> bool:
+    def add_rows(self, seq: int, slot: int, kinds: Sequence[int], forced: Sequence[int], *, late: bool) -> bool:
         """Add rows to a late answer, after their mask rows are written. One thread per slot at a time.
 
         A row that was published stays as it was; DEFER adds nothing. Arguments as those of `publish`; `late` False: no
@@ -180,7 +172,6 @@ class GrammarEnd:
         self._kinds[slot, :n] = kinds
         self._kinds[slot, n:] = RowKind.DEFER
         self._forced[slot, :n] = forced
-        self._need[slot, :n] = need
         args = self._publish_args[slot]
         args.seq, args.late = seq, late
         return not native.add_rows(ctypes.addressof(args))
@@ -240,6 +231,6 @@ def _fill(target: Int32Array, values: Sequence[int] | None, n: int) -> None:
         target[:] = -1
         return
     if len(values) != n:
-        raise InvalidField("forced, need", f"{len(values)} values for {n} rows")
+        raise InvalidField("forced", f"{len(values)} values for {n} rows")
     target[:n] = values
     target[n:] = -1

@@ -24,14 +24,11 @@ writes each 128-byte line (the writer is named below), so no line is ever conten
                  | i32 tokens[2R - 1]                 n_commit committed, then n_draft drafts, without a gap
 
     ANS    [num_slots], ans_stride apart                                                  grammar
-           u64 seq | u32 slot_gen | u8 kind[R] (padded to 4) | i32 forced[R] | i32 need[R] (padded to 8) | u64 late
+           u64 seq | u32 slot_gen | u8 kind[R] (padded to 4) | i32 forced[R] (padded to 8) | u64 late
                  late = seq: published with rows missing; each turns once from DEFER, and late to 0 behind the last
 
     MASK   [2][num_slots][R], row_stride apart; buffer = seq & 1                          grammar
            W little-endian words, bit v % 32 of word v / 32: token v is legal; the rest of the stride is not defined
-
-    OUT    [num_recs][num_slots], out_stride apart                                        engine step
-           u64 seq | u32 slot_gen | u8 n | u8 kind | u16 0 | i32 tokens[R]
 
 R = num_rows: one more than the most drafts of a step. Row j is the mask of the token that follows drafts[:j].
 `commit_pos` is the number of answer tokens that were committed before the tokens of the record. Handling a record
@@ -48,7 +45,7 @@ from dataclasses import dataclass
 
 from shared_mem.errors import InvalidField, LayoutError, VersionSkew
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 """Changes with every change of the bytes above, or of what they mean; both processes must have the same."""
 
 MAX_ROWS = 16
@@ -63,7 +60,7 @@ PAGE = 4096
 
 _MAGIC = b"LOCKSTEP"
 _PREFIX = struct.Struct("<8sII")
-_FIELDS = struct.Struct("<QQIIII12Q")
+_FIELDS = struct.Struct("<QQIIII10Q")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _PREFIX.size + _FIELDS.size + _CRC.size
 """Bytes of `Layout.pack_header`."""
@@ -86,9 +83,9 @@ class RowKind(enum.IntEnum):
     """The matcher refused a committed token, or failed: the request ends."""
 
 
-LED = -2
-"""In place of a forced token, at a row that is not FORCED: this row, or one before it, was narrowed so that the answer
-ends within its most tokens."""
+STEERED = -2
+"""In place of a forced token, at a row that is not FORCED: budgeted completion narrowed this row or an earlier one, so
+that the answer ends within `max_tokens`."""
 
 
 class Stage(enum.IntEnum):
@@ -184,24 +181,14 @@ class Layout:
         return 12 + _align(self.num_rows, 4)
 
     @property
-    def ans_need_offset(self) -> int:
-        """`need` inside an answer."""
-        return self.ans_forced_offset + 4 * self.num_rows
-
-    @property
     def ans_late_offset(self) -> int:
         """`late` inside an answer."""
-        return _align(self.ans_need_offset + 4 * self.num_rows, 8)
+        return _align(self.ans_forced_offset + 4 * self.num_rows, 8)
 
     @property
     def ans_stride(self) -> int:
         """Distance between answers; whole lines, so that sidecar threads with different slots share none."""
         return _align(self.ans_late_offset + 8, LINE)
-
-    @property
-    def out_stride(self) -> int:
-        """Distance between the outputs of one ring entry."""
-        return _align(16 + 4 * self.num_rows, 16)
 
     @property
     def words_offset(self) -> int:
@@ -229,14 +216,9 @@ class Layout:
         return self.num_slots * self.num_rows * self.row_stride
 
     @property
-    def out_offset(self) -> int:
-        """Output of slot 0 in ring entry 0."""
-        return _align(self.mask_offset + 2 * self.mask_buffer_bytes, PAGE)
-
-    @property
     def total_bytes(self) -> int:
         """Size of the segment; whole pages."""
-        return _align(self.out_offset + self.num_recs * self.num_slots * self.out_stride, PAGE)
+        return _align(self.mask_offset + 2 * self.mask_buffer_bytes, PAGE)
 
     def word_offset(self, word: Word) -> int:
         """Return the offset of one word."""
@@ -265,12 +247,10 @@ class Layout:
             self.rec_stride,
             self.rec_entry_stride,
             self.ans_stride,
-            self.out_stride,
             self.words_offset,
             self.rec_offset,
             self.ans_offset,
             self.mask_offset,
-            self.out_offset,
             self.mask_buffer_bytes,
         )
 

@@ -17,7 +17,7 @@ import numpy as np
 from shared_mem.errors import NativeMissing
 from shared_mem.layout import Layout
 
-ABI = 5
+ABI = 6
 
 DEFAULT_SPIN_NS = 20_000
 """Spin so long before parking: longer than a futex round trip on an idle machine, shorter than a scheduler tick."""
@@ -46,7 +46,6 @@ class View(ctypes.Structure):
         ("rec_stride", c_uint32),
         ("ans_stride", c_uint32),
         ("ans_forced", c_uint32),
-        ("ans_need", c_uint32),
         ("ans_late", c_uint32),
     ]
 
@@ -65,7 +64,6 @@ class View(ctypes.Structure):
             layout.rec_stride,
             layout.ans_stride,
             layout.ans_forced_offset,
-            layout.ans_need_offset,
             layout.ans_late_offset,
         )
 
@@ -114,7 +112,6 @@ class AwaitArgs(ctypes.Structure):
         ("slot_gens", c_void_p),
         ("kinds", c_void_p),
         ("forced", c_void_p),
-        ("need", c_void_p),
         ("awaited", c_void_p),
         ("batch", c_int32),
         ("missing", c_int32),
@@ -165,7 +162,6 @@ class PublishArgs(ctypes.Structure):
         ("view", POINTER(View)),
         ("kinds", c_void_p),
         ("forced", c_void_p),
-        ("need", c_void_p),
         ("seq", c_uint64),
         ("slot", c_int32),
         ("slot_gen", c_int32),

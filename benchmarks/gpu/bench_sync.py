@@ -82,7 +82,7 @@ class Bench:
         self.gens, self.pos, self.n = ints(B), ints(B), ints(B)
         self.need_rows, self.tokens = torch.full((B,), -1, dtype=torch.int32, device="cuda"), ints(B, 2 * R)
         self.kinds = torch.zeros(B, R, dtype=torch.uint8, device="cuda")
-        self.forced, self.need = ints(B, R), ints(B, R)
+        self.forced = ints(B, R)
 
     def capture(self, body: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, int]:
         """Return a graph of `pairs` times the body, and how many nodes it has."""
@@ -120,7 +120,7 @@ class Bench:
         """Post and wait as kernels."""
         flags.post(self.slots, self.gens, self.pos, self.n, self.n, self.need_rows, self.tokens, 0)
         self.work((1, 1), 1, self.args.work_ns)
-        flags.wait(self.slots, self.gens, self.kinds, self.forced, self.need, rows_wanted=0xFFFF, timeout_ns=2 * 10**9)
+        flags.wait(self.slots, self.gens, self.kinds, self.forced, rows_wanted=0xFFFF, timeout_ns=2 * 10**9)
         self._check(flags.counter[1:2], flags)
 
     def host_callback(self, flags: DeviceFlags, host: HostArrays, *, low_latency: bool) -> None:

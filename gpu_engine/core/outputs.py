@@ -12,7 +12,7 @@ import torch
 
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.request import FinishReason, Logprobs
-from kernels.accept import STOP_LED, STOP_LENGTH, STOP_TOKEN, AcceptResult
+from kernels.accept import STOP_LENGTH, STOP_STEERED, STOP_TOKEN, AcceptResult
 from shared_mem.layout import RowKind
 
 
@@ -77,9 +77,9 @@ def _finish(finish: int, blocked: int, guided: bool) -> FinishReason | None:
     if blocked in (RowKind.DEAD_END, RowKind.ERROR):
         # Without a grammar the bans alone left nothing to draw.
         return FinishReason.GRAMMAR_ERROR if guided else FinishReason.LENGTH
-    if finish == STOP_LED and guided:
+    if finish == STOP_STEERED and guided:
         return FinishReason.GRAMMAR_CLOSED
-    if finish in (STOP_TOKEN, STOP_LED):
+    if finish in (STOP_TOKEN, STOP_STEERED):
         # What an unguided lane finds in `forced` is the past of its slot.
         return FinishReason.STOP
     if finish == STOP_LENGTH:

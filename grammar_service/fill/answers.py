@@ -52,7 +52,7 @@ class Answers:
         answer = self._fill(question, record._replace(need_rows=wanted))
         for row, kind in enumerate(answer.kinds):
             if kind != RowKind.DEFER or not reused >> row & 1:
-                question.stands(row, kind, answer.forced[row], answer.need[row])
+                question.stands(row, kind, answer.forced[row])
         with self._lanes.lock:
             self._finish(question)
         took = time.perf_counter_ns() - begun
@@ -91,7 +91,7 @@ class Answers:
             found = standing.find(path) if record.need_rows >> here & 1 else None
             if found is not None:
                 target[first + here] = self._rows[found.half].words[first + found.row]
-                question.stands(here, found.kind, found.forced, found.need)
+                question.stands(here, found.kind, found.forced)
                 standing.put(path, replace(found, half=half, row=here))
                 bits |= 1 << here
                 self._books.reused_rows += 1
@@ -101,9 +101,9 @@ class Answers:
         standing, half = self._standing[question.lane], question.seq & 1
         standing.clear(half, 0 if question.proposes else record.need_rows)
 
-        def told(row: int, kind: RowKind, forced: int, need: int) -> bool:
-            question.stands(row, kind, forced, need)
-            standing.put(record.drafts[:row], Standing(half, row, kind, forced, need))
+        def told(row: int, kind: RowKind, forced: int) -> bool:
+            question.stands(row, kind, forced)
+            standing.put(record.drafts[:row], Standing(half, row, kind, forced))
             self._books.filled_rows += 1
             self._books.refilled_rows += standing.fill(record.drafts[:row])
             if question.late:
@@ -121,7 +121,7 @@ class Answers:
             about = {"request_id": slot.request_id if slot else ""}
             logger.exception("slot %d: record %r", record.slot, record, extra=about)
             count = len(record.drafts) + 1
-            return Answer([RowKind.ERROR] * count, [-1] * count, [-1] * count)
+            return Answer([RowKind.ERROR] * count, [-1] * count)
 
     def __repr__(self) -> str:
         return f"<Answers of {len(self._standing)} slots>"

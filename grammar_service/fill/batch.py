@@ -119,7 +119,7 @@ class Batches:
         batch.late = True
         for record in batch.records:
             none = [-1] * (len(record.drafts) + 1)
-            told = record.slot, record.slot_gen, [int(RowKind.DEFER)] * len(none), none, none
+            told = record.slot, record.slot_gen, [int(RowKind.DEFER)] * len(none), none
             self._books.late_answers += self._channel.publish(batch.seq, *told, late=True)
 
     def abandon(self, batch: Batch) -> list[Work]:
@@ -265,7 +265,7 @@ class Batches:
         """Keep the books of a batch whose rows are in place, and add rows to answers that went out without."""
         count, half, rest = len(plains), batch.seq & 1, []
         states = arrays.states[:count].tolist()
-        answers = (array[:count].tolist() for array in (arrays.kinds, arrays.forced, arrays.need))
+        answers = (array[:count].tolist() for array in (arrays.kinds, arrays.forced))
         for plain, stands, state, *answer in zip(plains, filled.num_accepted, states, *answers, strict=True):
             record, slot, standing, first = plain
             if stands < 0:

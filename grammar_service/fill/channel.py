@@ -38,16 +38,13 @@ class Channel(Protocol):
         slot_gen: int,
         kinds: Sequence[int],
         forced: Sequence[int],
-        need: Sequence[int],
         *,
         late: bool = False,
     ) -> bool:
         """Publish a slot's answer; `late`: more rows may come."""
         ...
 
-    def add_rows(
-        self, seq: int, slot: int, kinds: Sequence[int], forced: Sequence[int], need: Sequence[int], *, late: bool
-    ) -> bool:
+    def add_rows(self, seq: int, slot: int, kinds: Sequence[int], forced: Sequence[int], *, late: bool) -> bool:
         """Add rows to a late answer; `late` False: no more will come."""
         ...
 

@@ -27,7 +27,6 @@ class Standing:
     row: int
     kind: int
     forced: int
-    need: int
 
 
 class Noted(NamedTuple):
@@ -39,7 +38,6 @@ class Noted(NamedTuple):
     """The first row that was wanted; all behind it were."""
     kinds: list[int]
     forced: list[int]
-    need: list[int]
 
 
 class MaskRowCache:
@@ -77,7 +75,7 @@ class MaskRowCache:
         for row in range(noted.first, len(noted.drafts) + 1):
             if noted.kinds[row] != RowKind.DEFER:
                 self._filled.add(noted.drafts[:row])
-                at = Standing(noted.half, row, noted.kinds[row], noted.forced[row], noted.need[row])
+                at = Standing(noted.half, row, noted.kinds[row], noted.forced[row])
                 self.put(noted.drafts[:row], at)
 
     def follow(self, record: Record) -> None:

@@ -23,7 +23,7 @@ from grammar_service.backends.backend import ChainFiller, Matcher, MatcherFailed
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.grammar.mask_rows import Classifier
 from shared_mem.grammar_end import Record
-from shared_mem.layout import LED, RowKind, Stage
+from shared_mem.layout import STEERED, RowKind, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,10 @@ text may cost a library as much as a row, at every step, while nobody has to hav
 
 
 class Answer(NamedTuple):
-    """Per row 0..len(drafts): kind; forced token, LED or -1; tokens to the answer's end, -1 where it is not led."""
+    """Per row 0..len(drafts): kind; forced token, STEERED or -1."""
 
     kinds: list[int]
     forced: list[int]
-    need: list[int]
 
 
 class Health(enum.Enum):
@@ -103,21 +102,20 @@ class Slot:
             self.closing.advance(self.matcher, self.tokens)
         return True
 
-    def fill(self, rows: Rows, index: int, classifier: Classifier) -> tuple[RowKind, int, int]:
-        """Fill row `index` for the present state; return kind, forced and need as in `Answer`."""
+    def fill(self, rows: Rows, index: int, classifier: Classifier) -> tuple[RowKind, int]:
+        """Fill row `index` for the present state; return kind and forced as in `Answer`."""
         self.matcher.fill(rows, index)
         words = rows.words[index]
         if self.closing is None:
-            return *classifier.classify(words), -1
+            return classifier.classify(words)
         at = len(self.tokens)
         narrowed = self.closing.narrowed_row(at)
         if narrowed is not None:
             words[: len(narrowed)] = narrowed
         kind, forced = classifier.classify(words)
-        need = self.closing.steered_tokens_left(at)
-        if need < 0 or kind not in (RowKind.ALL, RowKind.APPLY, RowKind.FORCED):
-            return kind, forced, -1
-        return (RowKind.APPLY if kind is RowKind.FORCED else kind), LED, need
+        if self.closing.steered_tokens_left(at) < 0 or kind not in (RowKind.ALL, RowKind.APPLY, RowKind.FORCED):
+            return kind, forced
+        return (RowKind.APPLY if kind is RowKind.FORCED else kind), STEERED
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """Return at most `limit` tokens that are likely to follow because nothing else may; the matcher stays."""
@@ -167,11 +165,11 @@ class SlotTable:
         self.slots.pop(slot, None)
 
     def answer(
-        self, record: Record, rows: Rows, first: int, told: Callable[[int, RowKind, int, int], bool] = lambda *row: True
+        self, record: Record, rows: Rows, first: int, told: Callable[[int, RowKind, int], bool] = lambda *row: True
     ) -> Answer:
         """Move the slot's matcher as the record says and fill rows `first`, `first + 1`, ... in place.
 
-        Rows are written only where the kind is APPLY or FORCED. `told` hears of every row (number, kind, forced, need)
+        Rows are written only where the kind is APPLY or FORCED. `told` hears of every row (number, kind, forced)
         as soon as it stands, and may end the walk with False. Never raises for anything that a record can say.
         """
         count = len(record.drafts) + 1
@@ -214,7 +212,7 @@ class SlotTable:
         return True
 
     def _walk(
-        self, slot: Slot, record: Record, rows: Rows, first: int, told: Callable[[int, RowKind, int, int], bool]
+        self, slot: Slot, record: Record, rows: Rows, first: int, told: Callable[[int, RowKind, int], bool]
     ) -> Answer:
         """Fill row 0, accept draft 0, fill row 1, ... until a draft is illegal or ends the answer."""
         count = len(record.drafts) + 1
@@ -232,9 +230,9 @@ class SlotTable:
                 if slot.matcher.terminated:
                     break
                 if record.need_rows >> row & 1:
-                    kind, forced, need = slot.fill(rows, first + row, self.classifier)
-                    answer.kinds[row], answer.forced[row], answer.need[row] = kind, forced, need
-                    if not told(row, kind, forced, need):
+                    kind, forced = slot.fill(rows, first + row, self.classifier)
+                    answer.kinds[row], answer.forced[row] = kind, forced
+                    if not told(row, kind, forced):
                         break
         except MatcherFailed as error:
             if row == 0:
@@ -242,7 +240,7 @@ class SlotTable:
                 return _same(RowKind.ERROR, count)
             # Only a draft led here. The rows so far stand; the matcher is made anew from what is certain.
             answer.kinds[row:] = [RowKind.DEFER] * (count - row)
-            answer.forced[row:] = answer.need[row:] = [-1] * (count - row)
+            answer.forced[row:] = [-1] * (count - row)
             self.rebuild(slot)
         return answer
 
@@ -250,7 +248,7 @@ class SlotTable:
         """Return what is forced behind the committed tokens, where the matcher stays. Nothing is filled."""
         if slot.resting:
             slot.resting -= 1
-            return Answer([], [], [])
+            return Answer([], [])
         begun_ns = time.thread_time_ns()
         try:
             tokens = slot.forced(limit)
@@ -259,7 +257,7 @@ class SlotTable:
             tokens = ()
             self.rebuild(slot)
         slot.resting = min(_MOST_REST, (time.thread_time_ns() - begun_ns) // _DEAR_NS * _REST)
-        return Answer([RowKind.FORCED] * len(tokens), list(tokens), [-1] * len(tokens))
+        return Answer([RowKind.FORCED] * len(tokens), list(tokens))
 
     def rebuild(self, slot: Slot) -> None:
         """Make the matcher anew from what is certain; a slot whose tokens it refuses has failed."""
@@ -297,4 +295,4 @@ def _fail(slot: Slot, problem: str) -> None:
 
 
 def _same(kind: RowKind, count: int) -> Answer:
-    return Answer([kind] * count, [-1] * count, [-1] * count)
+    return Answer([kind] * count, [-1] * count)

@@ -25,7 +25,7 @@ class FillTask:
         count = len(record.drafts) + 1
         self.seq, self.record, self.lane = seq, record, record.slot
         self.lanes: tuple[int, ...] = (record.slot,)
-        self.answer = Answer([RowKind.DEFER] * count, [-1] * count, [-1] * count)
+        self.answer = Answer([RowKind.DEFER] * count, [-1] * count)
         """Rows that stand. Written by the thread that fills; another one may read it: a kind is set last."""
         self.late = False
         """An answer was published, and not all of it. Guarded by the lanes' lock."""
@@ -50,9 +50,9 @@ class FillTask:
     def _moves(self) -> tuple[int, int, tuple[int, ...]]:
         return self.record.slot_gen, self.record.commit_pos, self.record.committed
 
-    def stands(self, row: int, kind: int, forced: int, need: int) -> None:
+    def stands(self, row: int, kind: int, forced: int) -> None:
         """Note a row that is written."""
-        self.answer.forced[row], self.answer.need[row] = forced, need
+        self.answer.forced[row] = forced
         self.answer.kinds[row] = kind
 
     def __repr__(self) -> str:

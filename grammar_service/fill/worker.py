@@ -212,8 +212,8 @@ class Worker:
             work.late = True
             self._books.late_answers += 1
             # The kinds first: what a kind stands for was written before it.
-            kinds, (_, forced, need) = list(work.answer.kinds), work.answer
-            self._channel.publish(work.seq, work.lane, work.record.slot_gen, kinds, forced, need, late=True)
+            kinds, (_, forced) = list(work.answer.kinds), work.answer
+            self._channel.publish(work.seq, work.lane, work.record.slot_gen, kinds, forced, late=True)
 
     # -- one sequence -------------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Worker:
         if self._channel.permissive:
             for record in records:
                 kinds = [int(RowKind.ALL)] * (len(record.drafts) + 1)
-                self._channel.publish(seq, record.slot, record.slot_gen, kinds, [-1] * len(kinds), [-1] * len(kinds))
+                self._channel.publish(seq, record.slot, record.slot_gen, kinds, [-1] * len(kinds))
             return
         shares = sum(1 + len(record.drafts) // 2 for record in records)
         patience = min(_MOST_PATIENCE, 1 + shares // _PATIENCE)

@@ -14,7 +14,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 enum { WORDS, REC, ANS, MASK, REC_ENTRY_STRIDE, NUM_SLOTS, NUM_ROWS, NUM_RECS, REC_HEAD_BYTES, REC_STRIDE, ANS_STRIDE,
-       ANS_FORCED, ANS_NEED, MASK_BUFFER_BYTES, ROW_STRIDE };
+       ANS_FORCED, MASK_BUFFER_BYTES, ROW_STRIDE };
 enum { REQ_SEQ = 0, ABORT = 128 };              // words
 enum { LAST, CURRENT, WAITED_NS, MISSING, DRAFTS_WAITED_NS, COUNTED_TO_NS }; // counter, device memory
 enum { KIND_ALL, KIND_APPLY, KIND_FORCED, KIND_DEFER };
@@ -104,7 +104,7 @@ static __device__ void copy_row(const i64 *cfg, u64 seq, int slot, int row, u8 *
 // grid (batch, rows): one thread decides for its row, the block fetches it. rows_wanted: bit j set, row j is looked at.
 // Lanes wait side by side, so time that another one has counted is not counted again.
 extern "C" __global__ void lockstep_wait(const i64 *cfg, u64 *counter, const int *slots, const int *slot_gens, u8 *kinds,
-                                         int *forced, int *need, u8 *mask, u32 rows_wanted, u64 timeout_ns,
+                                         int *forced, u8 *mask, u32 rows_wanted, u64 timeout_ns,
                                          u32 draft) {
     __shared__ u32 verdict;
     int i = blockIdx.x, row = blockIdx.y, rows = (int)cfg[NUM_ROWS], at = i * rows + row, slot = slots[i];
@@ -113,7 +113,7 @@ extern "C" __global__ void lockstep_wait(const i64 *cfg, u64 *counter, const int
     bool first = row + 1 == __ffs(rows_wanted); // one thread counts for its lane
     if (threadIdx.x == 0) {
         u32 kind = slot < 0 ? KIND_ALL : KIND_DEFER;
-        int token = -1, least = -1;
+        int token = -1;
         if (slot >= 0 && seq != 0) {
             const u8 *answer = (const u8 *)cfg[ANS] + (u64)slot * cfg[ANS_STRIDE];
             const u8 *abort_word = (const u8 *)cfg[WORDS] + ABORT;
@@ -129,7 +129,6 @@ extern "C" __global__ void lockstep_wait(const i64 *cfg, u64 *counter, const int
                 kind = get8(answer + 12 + row);
                 fence(); // a row of a late answer comes with its kind
                 token = (int)get32(answer + cfg[ANS_FORCED] + 4 * row);
-                least = (int)get32(answer + cfg[ANS_NEED] + 4 * row);
             } else if (first)
                 atomicAdd(&counter[MISSING], 1ull);
             if (first) {
@@ -141,7 +140,6 @@ extern "C" __global__ void lockstep_wait(const i64 *cfg, u64 *counter, const int
         }
         kinds[at] = (u8)kind;
         forced[at] = token;
-        need[at] = least;
         verdict = kind;
     }
     __syncthreads();

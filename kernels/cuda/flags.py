@@ -34,12 +34,11 @@ class SegmentNumbers:
     rec_stride: int
     ans_stride: int
     ans_forced: int
-    ans_need: int
     mask_buffer_bytes: int
     row_stride: int
 
     def on_device(self) -> torch.Tensor:
-        """Return the numbers as the kernels read them: int64 [15] on the current device."""
+        """Return the numbers as the kernels read them: int64 [14] on the current device."""
         return torch.tensor([getattr(self, f.name) for f in fields(self)], dtype=torch.int64, device="cuda")
 
 
@@ -57,7 +56,7 @@ class DeviceFlags:
         )
         """Rows of the last waits and fetches, [S, R, W']."""
         self._post: Kernel = kernel(_SOURCE, "lockstep_post", [POINTER] * 9 + [INT] * 2)
-        self._wait: Kernel = kernel(_SOURCE, "lockstep_wait", [POINTER] * 8 + [UINT, ULONG, UINT])
+        self._wait: Kernel = kernel(_SOURCE, "lockstep_wait", [POINTER] * 7 + [UINT, ULONG, UINT])
         self._fetch: Kernel = kernel(_SOURCE, "lockstep_fetch", [POINTER] * 5 + [UINT])
 
     def post(
@@ -84,7 +83,6 @@ class DeviceFlags:
         slot_gens_B: torch.Tensor,
         kinds_BR: torch.Tensor,
         forced_BR: torch.Tensor,
-        need_BR: torch.Tensor,
         *,
         rows_wanted: int,
         timeout_ns: int,
@@ -97,8 +95,8 @@ class DeviceFlags:
         B, R = kinds_BR.shape
         assert self.numbers.num_rows == R
         assert kinds_BR.dtype == torch.uint8
-        assert all(t.dtype == torch.int32 for t in (slots_B, slot_gens_B, forced_BR, need_BR))
-        tensors = (self.cfg, self.counter, slots_B, slot_gens_B, kinds_BR, forced_BR, need_BR, self.mask_SRW)
+        assert all(t.dtype == torch.int32 for t in (slots_B, slot_gens_B, forced_BR))
+        tensors = (self.cfg, self.counter, slots_B, slot_gens_B, kinds_BR, forced_BR, self.mask_SRW)
         self._wait((B, R), 256, *[t.data_ptr() for t in tensors], rows_wanted, timeout_ns, int(draft))
 
     def fetch(self, seq: torch.Tensor, slots_B: torch.Tensor, kinds_BR: torch.Tensor, *, rows_wanted: int) -> None:

@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels.cuda.rows import DEFER, FORCED, SEEN, filters, pick
 
 DEAD_END = tl.constexpr(4)
-LED = tl.constexpr(-2)
+STEERED = tl.constexpr(-2)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def walk_kernel(
     tl.store(length + s, n + count)
     tl.store(num_emitted + b, count)
     tl.store(num_accepted + b, tl.sum((gives & match).to(tl.int32), axis=0))
-    led = tl.load(forced + lane, mask=live, other=-1) == LED
+    led = tl.load(forced + lane, mask=live, other=-1) == STEERED
     how = tl.sum(tl.where(gives, tl.where(stop, tl.where(led, 3, 1), tl.where(full, 2, 0)), 0), axis=0)
     tl.store(finish + b, how)
     kind = tl.where(kind >= DEFER, kind, DEAD_END)

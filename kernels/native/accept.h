@@ -11,10 +11,10 @@
 #include "simd.h"
 
 enum { KIND_ALL, KIND_APPLY, KIND_FORCED, KIND_DEFER, KIND_DEAD_END, KIND_ERROR };
-enum { RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_LED };
+enum { RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED };
 
 /* In place of a forced token, at a row that is not FORCED: the grammar process is leading the answer to its end. */
-enum { LED = -2 };
+enum { STEERED = -2 };
 
 #define MAX_TOP 20
 /* -log(-log(1 - 2^-24)): no Gumbel draw below is larger, so a block that cannot win even with it needs no noise. */
@@ -44,7 +44,7 @@ struct accept_args {
     int32_t *emitted;          /* [B][row_stride] */
     int32_t *num_emitted;      /* [B] */
     int32_t *num_accepted;     /* [B] drafts among them */
-    int32_t *finish;           /* [B] RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_LED */
+    int32_t *finish;           /* [B] RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED */
     int32_t *blocked;          /* [B] kind of the row that emitted nothing, else 0 */
     float *logprob;            /* [B][row_stride] */
     int32_t *top_ids;          /* [B][row_stride][MAX_TOP] */
@@ -311,7 +311,7 @@ INLINE void accept_slot(const struct accept_args *a, int64_t b, int bf16) {
         emitted++;
         int match = j < a->num_drafts[b] && a->drafts[out] == token;
         accepted += match;
-        int stop = a->forced[out] == LED ? STOP_LED : STOP_TOKEN;
+        int stop = a->forced[out] == STEERED ? STOP_STEERED : STOP_TOKEN;
         finish = is_stop(rule, token) ? stop : n >= a->max_length[s] ? STOP_LENGTH : RUN_ON;
         if (!match)
             break;

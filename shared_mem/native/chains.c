@@ -88,10 +88,9 @@ void ls_publish_chains(const struct ls_chains_args *a) {
     for (int32_t i = 0; i < a->count; i++) {
         const uint32_t slot = (uint32_t)a->slots[i];
         uint8_t *kinds = a->kinds + (uint64_t)i * R;
-        int32_t *forced = a->forced + (uint64_t)i * R, *need = a->need + (uint64_t)i * R;
+        int32_t *forced = a->forced + (uint64_t)i * R;
         memset(kinds, KIND_DEFER, R);
         memset(forced, 0xff, R * sizeof *forced);
-        memset(need, 0xff, R * sizeof *need);
         if (a->states[i] == LS_CHAIN_SLOW) continue;
         const uint32_t stand = settle(a, i, kinds, forced);
         if (!stand) {
@@ -112,7 +111,6 @@ void ls_publish_chains(const struct ls_chains_args *a) {
             .view = a->view,
             .kinds = kinds,
             .forced = forced,
-            .need = need,
             .seq = a->seq,
             .slot = (int32_t)slot,
             .slot_gen = a->slot_gens[i],

@@ -31,7 +31,6 @@ struct ls_chains_args {
     const int32_t *drafts;    /* [count][R]: behind row `first`; each is a token of the vocabulary */
     uint8_t *kinds;           /* [count][R], out; R kinds, DEFER where nothing is known */
     int32_t *forced;          /* [count][R], out */
-    int32_t *need;            /* [count][R], out; -1 */
     int64_t *tallies;         /* [num_slots][LS_KINDS] counts rows 0..n_draft of every chain that is answered */
     uint64_t seq;
     uint64_t mark; /* where a row begins with these 64 bits, the library has not written it */

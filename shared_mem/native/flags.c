@@ -179,7 +179,7 @@ static void defer_lane(struct ls_await_args *a, int32_t i) {
     int64_t row = (int64_t)i * a->view->num_rows;
     for (uint32_t r = 0; r < a->view->num_rows; r++) {
         a->kinds[row + r] = LS_KIND_DEFER;
-        a->forced[row + r] = a->need[row + r] = -1;
+        a->forced[row + r] = -1;
     }
     a->missing++;
 }
@@ -193,7 +193,7 @@ static int take_answer(struct ls_await_args *a, uint64_t seq, int32_t i) {
     if (a->slots[i] < 0) {
         for (uint32_t r = 0; r < v->num_rows; r++) {
             a->kinds[row + r] = LS_KIND_ALL;
-            a->forced[row + r] = a->need[row + r] = -1;
+            a->forced[row + r] = -1;
         }
         return 1;
     }
@@ -213,7 +213,6 @@ static int take_answer(struct ls_await_args *a, uint64_t seq, int32_t i) {
     for (uint32_t r = 0; r < v->num_rows; r++) {
         a->kinds[row + r] = atomic_load_explicit(at8(answer, ANS_KIND + r), memory_order_acquire);
         a->forced[row + r] = (int32_t)get32(answer, v->ans_forced + 4 * r);
-        a->need[row + r] = (int32_t)get32(answer, v->ans_need + 4 * r);
     }
     return 1;
 }
@@ -382,7 +381,6 @@ int32_t ls_put_answer(const struct ls_publish_args *a) {
     for (uint32_t r = 0; r < v->num_rows; r++) {
         atomic_store_explicit(at8(answer, ANS_KIND + r), a->kinds[r], memory_order_relaxed);
         put32(answer, v->ans_forced + 4 * r, (uint32_t)a->forced[r]);
-        put32(answer, v->ans_need + 4 * r, (uint32_t)a->need[r]);
     }
     atomic_store_explicit(at64(answer, 0), a->seq, memory_order_release);
     return 0;
@@ -409,7 +407,6 @@ int32_t ls_add_rows(const struct ls_publish_args *a) {
         word8 *kind = at8(answer, ANS_KIND + r);
         if (a->kinds[r] == LS_KIND_DEFER || atomic_load_explicit(kind, memory_order_relaxed) != LS_KIND_DEFER) continue;
         put32(answer, v->ans_forced + 4 * r, (uint32_t)a->forced[r]);
-        put32(answer, v->ans_need + 4 * r, (uint32_t)a->need[r]);
         atomic_store_explicit(kind, a->kinds[r], memory_order_release);
     }
     if (!a->late) atomic_store_explicit(at64(answer, v->ans_late), 0, memory_order_release);

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Grows with every change of a struct or function here; native.py refuses another number. */
-#define LS_ABI 5
+#define LS_ABI 6
 
 #define LS_EXPORT __attribute__((visibility("default")))
 
@@ -52,7 +52,6 @@ struct ls_view {
     uint32_t rec_stride;
     uint32_t ans_stride;
     uint32_t ans_forced;
-    uint32_t ans_need;
     uint32_t ans_late;
 };
 
@@ -86,7 +85,6 @@ struct ls_await_args {
     const int32_t *slot_gens;
     uint8_t *kinds;  /* [batch][num_rows], out */
     int32_t *forced; /* [batch][num_rows], out */
-    int32_t *need;   /* [batch][num_rows], out */
     uint64_t *awaited; /* [1], out: the sequence these answers belong to; a device that fetches rows needs its parity */
     int32_t batch;
     int32_t missing;      /* out: lanes that were deferred here */
@@ -116,7 +114,6 @@ struct ls_publish_args {
     const struct ls_view *view;
     const uint8_t *kinds;  /* [num_rows], like the next ones */
     const int32_t *forced;
-    const int32_t *need;
     uint64_t seq;
     int32_t slot;
     int32_t slot_gen;

@@ -146,7 +146,7 @@ class ToySidecar:
 
     def _give(self) -> None:
         for seq, slot, kinds, forced in self._late:
-            self.end.add_rows(seq, slot, kinds, forced, [-1] * len(kinds), late=False)
+            self.end.add_rows(seq, slot, kinds, forced, late=False)
         self._late.clear()
 
     def run(self) -> None:

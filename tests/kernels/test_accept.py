@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kernels.accept import (
-    LED,
     RUN_ON,
-    STOP_LED,
+    STEERED,
     STOP_LENGTH,
+    STOP_STEERED,
     STOP_TOKEN,
     AcceptResult,
     StepTensors,
@@ -112,10 +112,10 @@ def test_a_stop_token_at_a_led_row_says_so() -> None:
     one = torch.zeros(50, dtype=torch.bool)
     one[8] = True
     kinds, masks = [ALL, APPLY, ALL], {1: one}
-    led = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={1: LED}, stop=(8,))
-    before = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={0: LED}, stop=(8,))
+    led = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={1: STEERED}, stop=(8,))
+    before = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={0: STEERED}, stop=(8,))
     result, _, _ = run([led, before], torch.cat([logits, logits]), 3, 3)
-    assert result.finish_B.tolist() == [STOP_LED, STOP_TOKEN]
+    assert result.finish_B.tolist() == [STOP_STEERED, STOP_TOKEN]
     assert result.num_emitted_B.tolist() == [2, 2]
 
 

@@ -30,7 +30,7 @@ def expected(seq: int, slot: int, rows: int) -> Record:
 def answer(end: GrammarEnd, seq: int, record: Record) -> None:
     rows, value = end.layout.num_rows, seq & WORD
     end.mask_rows(seq)[record.slot] = value
-    end.publish(seq, record.slot, record.slot_gen, [RowKind.APPLY] * rows, [value] * rows, [value] * rows)
+    end.publish(seq, record.slot, record.slot_gen, [RowKind.APPLY] * rows, [value] * rows)
 
 
 def serve(end: GrammarEnd, connection: socket.socket, spin_ns: int) -> None:

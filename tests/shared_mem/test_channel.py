@@ -80,7 +80,7 @@ def test_answers_arrive_as_published(ends: Ends) -> None:
     engine, grammar = ends
     seq = engine.post([2, -1, 1], [5, 0, 6], [0, 0, 0], [0, 0, 0], [2, 0, 0], np.zeros((3, 6), dtype=np.int32))
     grammar.mask_rows(seq)[2] = 7
-    assert grammar.publish(seq, 2, 5, [RowKind.APPLY, RowKind.FORCED, RowKind.ALL], [-1, 42, -1], [9, 8, 7])
+    assert grammar.publish(seq, 2, 5, [RowKind.APPLY, RowKind.FORCED, RowKind.ALL], [-1, 42, -1])
     assert grammar.publish(seq, 1, 6, [RowKind.DEAD_END])
     result = engine.await_rows(seq, [2, -1, 1], [5, 0, 6])
     assert result.kinds.tolist() == [
@@ -89,7 +89,6 @@ def test_answers_arrive_as_published(ends: Ends) -> None:
         [RowKind.DEAD_END, RowKind.DEFER, RowKind.DEFER],
     ]
     assert result.forced.tolist() == [[-1, 42, -1], [-1, -1, -1], [-1, -1, -1]]
-    assert result.need.tolist() == [[9, 8, 7], [-1, -1, -1], [-1, -1, -1]]
     assert (result.num_missing, result.waited_ns) == (0, 0)
     assert (engine.mask_rows(seq)[2] == 7).all()
 
@@ -312,23 +311,23 @@ def test_abort_ends_a_running_await_and_the_next_ones(
 def test_rows_of_a_late_answer_come_one_by_one(ends: Ends) -> None:
     engine, grammar = ends
     seq = engine.post([1], [4], [0], [1], [2], [[9, 8, 7]])
-    assert grammar.publish(seq, 1, 4, [RowKind.APPLY], [-1], [5], late=True)
+    assert grammar.publish(seq, 1, 4, [RowKind.APPLY], [-1], late=True)
     result = engine.await_rows(seq, [1], [4], timeout_s=LONG_S)
     assert (result.num_missing, result.num_late) == (0, 1)
     assert result.kinds[0].tolist() == [RowKind.APPLY, RowKind.DEFER, RowKind.DEFER]
     # What is there stays as it was, and DEFER adds nothing.
-    assert grammar.add_rows(seq, 1, [RowKind.ERROR, RowKind.FORCED, RowKind.DEFER], [3, 6, 3], [3, 2, 3], late=True)
+    assert grammar.add_rows(seq, 1, [RowKind.ERROR, RowKind.FORCED, RowKind.DEFER], [3, 6, 3], late=True)
     result = engine.await_rows(seq, [1], [4], timeout_s=LONG_S)
     assert result.num_late == 1
     assert result.kinds[0].tolist() == [RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]
-    assert (result.forced[0].tolist(), result.need[0].tolist()) == ([-1, 6, -1], [5, 2, -1])
-    assert grammar.add_rows(seq, 1, [RowKind.DEFER] * 2 + [RowKind.ALL], [-1] * 3, [-1] * 3, late=False)
+    assert result.forced[0].tolist() == [-1, 6, -1]
+    assert grammar.add_rows(seq, 1, [RowKind.DEFER] * 2 + [RowKind.ALL], [-1] * 3, late=False)
     result = engine.await_rows(seq, [1], [4], timeout_s=LONG_S)
     assert result.num_late == 0
     assert result.kinds[0].tolist() == [RowKind.APPLY, RowKind.FORCED, RowKind.ALL]
     newer = engine.post([1], [4], [1], [0], [0], [[0]])
     assert grammar.publish(newer, 1, 4, [RowKind.ALL])
-    assert not grammar.add_rows(seq, 1, [RowKind.ALL] * 3, [-1] * 3, [-1] * 3, late=True)
+    assert not grammar.add_rows(seq, 1, [RowKind.ALL] * 3, [-1] * 3, late=True)
     assert engine.await_rows(newer, [1], [4], timeout_s=LONG_S).num_late == 0
 
 
@@ -414,7 +413,7 @@ def test_host_calls_need_no_python(ends: Ends) -> None:
         assert grammar.records(expected_seq) == [Record(3, 9, 0, (77,), (), 0)]
         run_wait(wait.user_data)
         assert arrays.kinds[0].tolist() == [RowKind.DEFER] * 3
-        grammar.publish(expected_seq, 3, 9, [RowKind.FORCED] * 3, [5] * 3, [6] * 3)
+        grammar.publish(expected_seq, 3, 9, [RowKind.FORCED] * 3, [5] * 3)
         run_wait(wait.user_data)
         assert arrays.kinds[0].tolist() == [RowKind.FORCED] * 3
         assert arrays.forced[0].tolist() == [5] * 3
@@ -433,7 +432,7 @@ def test_arrays_may_live_in_memory_of_the_caller(ends: Ends) -> None:
     arrays.tokens[:] = 8
     arrays.n_commit[:] = 1
     assert [r.committed for r in grammar.records(engine.post_batch(arrays))] == [(8,), (8,)]
-    assert np.shares_memory(memory, arrays.need)
+    assert np.shares_memory(memory, arrays.kinds)
     with pytest.raises(InvalidField, match=r"^memory:"):
         BatchArrays(2, 3, memory[:-1])
     with pytest.raises(InvalidField, match=r"^batch:"):

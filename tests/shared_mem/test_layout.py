@@ -32,7 +32,6 @@ def test_regions_follow_each_other_without_overlap(layout: Layout) -> None:
         (layout.rec_offset, layout.num_recs * layout.rec_entry_stride),
         (layout.ans_offset, layout.num_slots * layout.ans_stride),
         (layout.mask_offset, 2 * layout.mask_buffer_bytes),
-        (layout.out_offset, layout.num_recs * layout.num_slots * layout.out_stride),
         (layout.total_bytes, 0),
     ]
     for (start, size), (after, _) in itertools.pairwise(ends):
@@ -50,10 +49,10 @@ def test_strides_hold_their_content_and_are_aligned(layout: Layout) -> None:
     assert layout.rec_stride >= 24 + 4 * (2 * rows - 1)
     assert layout.rec_head_bytes >= 16 + 2 * layout.num_slots
     assert layout.ans_stride % 128 == 0
-    assert layout.ans_stride >= 12 + rows + 8 * rows
+    assert layout.ans_stride >= 12 + rows + 4 * rows + 8
     assert layout.ans_forced_offset % 4 == 0
     last_row = layout.row_offset(1, layout.num_slots - 1, rows - 1)
-    assert last_row + layout.row_stride <= layout.out_offset
+    assert last_row + layout.row_stride <= layout.total_bytes
 
 
 def test_every_word_is_alone_on_its_lines() -> None:
@@ -135,12 +134,12 @@ def test_c_writes_records_where_the_picture_says(segment: Segment, layout: Layou
 
 def test_c_writes_answers_where_the_picture_says(segment: Segment, layout: Layout) -> None:
     end = GrammarEnd(segment)
-    assert end.publish(5, 2, 4, [RowKind.APPLY, RowKind.FORCED], [-1, 77], [3, 2])
+    assert end.publish(5, 2, 4, [RowKind.APPLY, RowKind.FORCED], [-1, 77])
     at = layout.answer_offset(2)
     memory = segment.memory.tobytes()
     assert struct.unpack_from("<QI3B", memory, at) == (5, 4, RowKind.APPLY, RowKind.FORCED, RowKind.DEFER)
     assert struct.unpack_from("<3i", memory, at + layout.ans_forced_offset) == (-1, 77, -1)
-    assert struct.unpack_from("<3i", memory, at + layout.ans_need_offset) == (3, 2, -1)
+    assert struct.unpack_from("<Q", memory, at + layout.ans_late_offset) == (0,)
     assert struct.unpack_from("<Q", memory, layout.word_offset(Word.DOORBELL)) == (1,)
 
 

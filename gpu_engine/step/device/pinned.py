@@ -50,8 +50,8 @@ class PinnedSegment:
         return segment_numbers(self.segment.layout, self.device_address)
 
     def _self_test(self) -> None:
-        """Write from the host, read on the device, in the output ring that nobody uses yet."""
-        at = self.segment.layout.out_offset
+        """Write from the host, read on the device, in the mask rows, before the first post."""
+        at = self.segment.layout.mask_offset
         memory = torch.from_numpy(self.segment.memory)[at : at + 256]
         pattern = torch.arange(256, dtype=torch.uint8)
         kept = memory.clone()
@@ -85,7 +85,6 @@ def segment_numbers(layout: Layout, address: int) -> SegmentNumbers:
         rec_stride=layout.rec_stride,
         ans_stride=layout.ans_stride,
         ans_forced=layout.ans_forced_offset,
-        ans_need=layout.ans_need_offset,
         mask_buffer_bytes=layout.mask_buffer_bytes,
         row_stride=layout.row_stride,
     )

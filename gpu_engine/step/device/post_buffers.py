@@ -38,8 +38,6 @@ class PostBuffers:
     """uint8 [B, R], out."""
     forced: torch.Tensor
     """int32 [B, R], out."""
-    need: torch.Tensor
-    """int32 [B, R], out."""
     awaited: torch.Tensor
     """int64 [1], out: the sequence of the answers."""
 

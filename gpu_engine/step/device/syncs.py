@@ -58,7 +58,6 @@ class FlagKernels(RowFetcher, Protocol):
         slot_gens_B: torch.Tensor,
         kinds_BR: torch.Tensor,
         forced_BR: torch.Tensor,
-        need_BR: torch.Tensor,
         *,
         rows_wanted: int,
         timeout_ns: int,
@@ -185,7 +184,7 @@ class DeviceFlagSync(StreamSync):
         self.stream.kernel(self._wait, box, rows_wanted, timeout_ns)
 
     def _wait(self, box: PostBuffers, rows_wanted: int, timeout_ns: int) -> None:
-        lanes, outputs = (box.slots, box.slot_gens), (box.kinds, box.forced, box.need)
+        lanes, outputs = (box.slots, box.slot_gens), (box.kinds, box.forced)
         self._flags.wait(*lanes, *outputs, rows_wanted=rows_wanted, timeout_ns=timeout_ns)
 
 

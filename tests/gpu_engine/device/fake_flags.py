@@ -53,7 +53,6 @@ class FakeFlags:
         slot_gens_B: torch.Tensor,
         kinds_BR: torch.Tensor,
         forced_BR: torch.Tensor,
-        need_BR: torch.Tensor,
         *,
         rows_wanted: int,
         timeout_ns: int,
@@ -67,7 +66,6 @@ class FakeFlags:
             if rows_wanted >> row & 1:
                 kinds_BR[:, row] = torch.from_numpy(answer.kinds[:, row])
                 forced_BR[:, row] = torch.from_numpy(answer.forced[:, row])
-                need_BR[:, row] = torch.from_numpy(answer.need[:, row])
         self._copy(seq, slots_B, kinds_BR, rows_wanted)
 
     @opaque

@@ -55,7 +55,7 @@ class Pair:
 
     def _wait(self) -> None:
         box = self.box
-        outputs = (box.slots, box.slot_gens, box.kinds, box.forced, box.need)
+        outputs = (box.slots, box.slot_gens, box.kinds, box.forced)
         self.flags.wait(*outputs, rows_wanted=3, timeout_ns=TIMEOUT_NS)
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ from grammar_service.grammar.mask_rows import Classifier, token_ids
 from grammar_service.grammar.value import Kind
 from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.grammar_end import Record
-from shared_mem.layout import LED, RowKind, Stage
+from shared_mem.layout import STEERED, RowKind, Stage
 from tests.grammar_service.conftest import Library
 from tests.grammar_service.toy import PADDED, STOPS, spell
 
@@ -95,13 +95,13 @@ class Walk:
             answer = table.answer(record, self.rows, 0)
             posted = len(self.tokens)
             for row in range(len(proposed) + 1):
-                kind, forced, need = answer.kinds[row], answer.forced[row], answer.need[row]
+                kind, forced = answer.kinds[row], answer.forced[row]
                 assert kind in (RowKind.ALL, RowKind.APPLY, RowKind.FORCED), (kind, table.slots[0].problem)
                 words = self.rows.words[row]
-                self.used.append((kind, forced, need, words.tobytes()))
+                self.used.append((kind, forced, words.tobytes()))
                 token = drawn(self.seed, len(self.tokens), words)
                 self.tokens.append(token)
-                self.complete, self.led = token in STOPS, forced == LED
+                self.complete, self.led = token in STOPS, forced == STEERED
                 if self.complete or len(self.tokens) == self.limit or proposed[row : row + 1] != [token]:
                     break
         return self
@@ -137,7 +137,7 @@ def test_rows_are_the_same_with_drafts_and_after_a_rebind(library: Library, voca
     plan = plan_of(compiled, source, vocabulary)
     limit = len(plan.path or ()) + 4
     alone = Walk(compiled, plan, limit, seed=limit).run()
-    assert any(forced == LED for _, forced, _, _ in alone.used)
+    assert any(forced == STEERED for _, forced, _ in alone.used)
     for drafts, rebind_at in ((7, -1), (3, limit // 2), (0, limit - 4)):
         other = Walk(compiled, plan, limit, seed=limit).run(drafts, rebind_at, alone.tokens)
         assert other.tokens == alone.tokens
@@ -293,8 +293,10 @@ def test_with_nothing_to_spare_hardly_more_than_the_path_is_offered(library: Lib
     rows = Rows(np.zeros((1, plan.texts.num_words), dtype=np.int32))
     for token in plan.path[1:-1]:
         slot.accept(plan.path[len(slot.tokens)])
-        kind, forced, need = slot.fill(rows, 0, Classifier(PADDED))
-        assert (kind, forced, need) == (RowKind.APPLY, LED, len(plan.path) - len(slot.tokens))
+        kind, forced = slot.fill(rows, 0, Classifier(PADDED))
+        assert (kind, forced) == (RowKind.APPLY, STEERED)
+        assert slot.closing is not None
+        assert slot.closing.steered_tokens_left(len(slot.tokens)) == len(plan.path) - len(slot.tokens)
         offered = token_ids(rows.words[0], PADDED)
         assert token in offered
         assert len(offered) < 4
@@ -319,7 +321,7 @@ def test_a_limit_that_nothing_fits_narrows_nothing(library: Library, vocabulary:
     plan = plan_of(compiled, source, vocabulary)
     walk = Walk(compiled, plan, plan.min_tokens - 1, seed=1).run()
     assert not walk.complete
-    assert all(forced != LED for _, forced, _, _ in walk.used)
+    assert all(forced != STEERED for _, forced, _ in walk.used)
 
 
 def judge(text: str, schema: Any) -> None:

@@ -209,13 +209,13 @@ def _ask(engine: EngineEnd, lanes: list[Lane], records: list[tuple[int, int, int
     assert result.num_missing == 0
     out = []
     for i, lane in enumerate(lanes):
-        kinds, forced, need = (array[i].tolist() for array in (result.kinds, result.forced, result.need))
+        kinds, forced = (array[i].tolist() for array in (result.kinds, result.forced))
         words = engine.mask_rows(seq)[lane.slot, :, : -(-PADDED // 32)]
         rows = [
             tokens_in(np.ascontiguousarray(words[row])) if kind in (RowKind.APPLY, RowKind.FORCED) else set()
             for row, kind in enumerate(kinds)
         ]
-        out.append((kinds, forced, need, rows))
+        out.append((kinds, forced, rows))
     return out
 
 

@@ -15,7 +15,7 @@ def record(at: int, committed: tuple[int, ...] = (), drafts: tuple[int, ...] = (
 
 def put(standing: MaskRowCache, half: int, *path: int) -> Standing:
     """Write the row behind `path` where a record's row of that number goes."""
-    made = Standing(half, len(path), kind=1, forced=-1, need=-1)
+    made = Standing(half, len(path), kind=1, forced=-1)
     standing.clear(half, 1 << len(path))
     standing.put(path, made)
     return made

@@ -63,7 +63,7 @@ def test_a_chain_of_true_drafts_fills_every_row() -> None:
     answer = table.ask(0, [], [1, 2, 3])
     assert answer.kinds == [RowKind.APPLY, RowKind.APPLY, RowKind.APPLY, RowKind.FORCED]
     assert answer.forced == [-1, -1, -1, 4]
-    assert answer.need == [-1] * 4
+    assert answer.forced == [-1] * 4
     assert [table.legal(row) for row in range(4)] == [{1, 2}, {2, 6}, {3, 5}, {4}]
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kernels.accept import (
-    LED,
     RUN_ON,
-    STOP_LED,
+    STEERED,
     STOP_LENGTH,
+    STOP_STEERED,
     STOP_TOKEN,
     AcceptResult,
     SlotParams,
@@ -141,10 +141,10 @@ def test_a_stop_token_at_a_led_row_says_so(device: torch.device) -> None:
     one = torch.zeros(50, dtype=torch.bool)
     one[8] = True
     kinds, masks = [ALL, APPLY, ALL], {1: one}
-    led = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={1: LED}, stop=(8,))
-    before = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={0: LED}, stop=(8,))
+    led = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={1: STEERED}, stop=(8,))
+    before = Case([1, 2], 2, drafts=[7, 8], kinds=kinds, masks=masks, forced={0: STEERED}, stop=(8,))
     result, _, _, _ = run([led, before], logits, 3, 3, device)
-    assert result.finish_B.tolist() == [STOP_LED, STOP_TOKEN]
+    assert result.finish_B.tolist() == [STOP_STEERED, STOP_TOKEN]
 
 
 def test_stop_token_and_length_end_the_walk_inside_a_draft_block(device: torch.device) -> None:
