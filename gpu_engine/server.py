@@ -1,21 +1,18 @@
-"""The engine process: everything built in the right order, served, and closed in the opposite one.
+"""The engine process: nine numbered stages start it, and one exit stack closes it in the opposite order.
 
-    sidecar starts | port bound | model loaded -> segment -> grammar client -> engine -> gRPC (health NOT_SERVING) ->
-    engine warm, grammar process attached -> health SERVING ... drain -> gRPC -> engine -> grammar client -> sidecar ->
-    segment
+The invariant: a part is closed after every part that uses it. A request never meets a half-built server: it waits until
+the engine is warm.
 
-The invariant: what is closed has no user left. A request never sees a half-built server, because it waits until the
-engine is warm. Not here: the command line.
+Not responsible for: the command line (cli/), or what any part does.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -28,12 +25,15 @@ from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.own_thread import in_own_thread
 from gpu_engine.api.ports import GrammarPort, Model, ServedEngine
+from gpu_engine.api.stats import EngineStats
 from gpu_engine.front.listening import HealthServicer, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.ops.core_split import CoreSplit
+from gpu_engine.ops.installation import installed_version, overwritten_kernels
 from gpu_engine.ops.metrics_engine import EngineCollector
 from gpu_engine.ops.metrics_http import BothProcesses, MetricsServer
 from gpu_engine.ops.metrics_requests import RequestWatch
+from gpu_engine.ops.placement import resolve_placement
 from gpu_engine.ops.tracing import open_tracing
 from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.sidecar.supervisor import Sidecar
@@ -46,46 +46,69 @@ log = logging.getLogger(__name__)
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
 GUIDED = f"{SERVICE}/guided"
-"""Name under which health speaks of guided requests alone: NOT_SERVING while they are refused."""
+"""Name in the health service for guided requests alone: NOT_SERVING while they are refused."""
 STOP_GRACE_S = 2.0
 CLOSE_TIMEOUT_S = 10.0
 
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
 Result = TypeVar("Result")
 Progress = Callable[[str, float], None]
-"""Told (what is being done, share done in [0, 1]), on the loading thread."""
+"""Called on the loading thread with the stage of loading and the share of it that is done, in [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The two pieces that tests replace: the model and the engine."""
+    """The parts that tests replace: the model, the engine, and the number of CUDA devices."""
 
     load_model: Callable[[EngineConfig, Progress | None], Model]
     build_engine: Callable[[EngineConfig, Any, EngineEnd | None, GrammarPort | None], ServedEngine]
+    num_cuda_devices: Callable[[], int] = lambda: 0
 
 
 def real_parts() -> Parts:
-    """Return the parts that need torch; imported here, so that clients and tests start without it."""
+    """Return the parts that need torch; imported here, so that clients and tests start without it.
+
+    Raises ServerError if another distribution has overwritten a package of ours.
+    """
+    if (problem := overwritten_kernels()) is not None:
+        raise ServerError(problem)
+    import torch
     from transformers.utils import logging as transformers_logging
 
     from gpu_engine.core.engine import Engine
     from gpu_engine.model.loader import load_model
+    from gpu_engine.step.stream import load_kernels_eagerly
 
-    transformers_logging.disable_progress_bar()  # `progress` is told of the loading
-    return Parts(load_model, Engine)
+    def num_cuda_devices() -> int:
+        load_kernels_eagerly()  # CUDA reads this when it is initialised, which counting devices may do
+        return torch.cuda.device_count()
+
+    transformers_logging.disable_progress_bar()  # `progress` shows the loading instead
+    return Parts(load_model, Engine, num_cuda_devices)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Server:
     """A server that is ready for requests."""
 
     address: str
-    """What a client connects to: "host:port" or "unix:/path"."""
+    """Address for clients: "host:port" or "unix:/path"."""
     model: Model
     servicer: EngineServicer
     engine: ServedEngine
     sidecar: Sidecar | None
+    """The supervisor of the grammar process; None with grammar=connect and grammar=none."""
     metrics_address: str | None = None
-    """"host:port" of /metrics, where there is one."""
+    """"host:port" of /metrics; None without `metrics_listen`."""
+
+    def stats(self) -> EngineStats:
+        """Return the engine's counters and gauges, at most one step old. Any thread."""
+        return self.engine.stats()
+
+    def __repr__(self) -> str:
+        return f"<Server {self.address} {self.model.name} on {self.engine.config.device} {self.sidecar!r}>"
 
 
 @asynccontextmanager
@@ -97,14 +120,14 @@ async def open_server(
 ) -> AsyncIterator[Server]:
     """Run a server for the time of the `async with` block; leaving it drains. Raises ServerError when it cannot start.
 
-    The block's task is cancelled when the grammar process turns out to be of another release, or the engine lost its
-    device; ServerError says so.
+    The block's task is cancelled when the grammar process turns out to be of another release, or when the engine has
+    lost its device; the block then ends with a ServerError that says which.
     """
     try:
         async with AsyncExitStack() as stack:
             yield await _start(stack, engine_config, server_config, progress, parts or real_parts())
     except BaseExceptionGroup as group:
-        # The task group wraps whatever passes through it, even when it is one error of the block.
+        # The task group wraps every error that passes through it, even a single one of the block.
         error = _only_error(group)
         if isinstance(error, VersionSkew):
             raise ServerError(str(error)) from error
@@ -125,75 +148,120 @@ async def _start(
     progress: Progress | None,
     parts: Parts,
 ) -> Server:
-    cores = usable_cores()
-    if server_config.grammar != "none":
-        engine_config = replace(engine_config, sync=resolved_sync(engine_config, server_config, cores))
-    split = _split_cores(stack, engine_config, cores)
+    # 1. Settings that depend on this machine; the threads of this process leave the model's cores to the model.
+    engine_config = _resolve(engine_config, server_config, parts)
+    split = _split_cores(stack, engine_config)
+
+    # 2. Addresses are bound before the model is loaded, so that a taken one is reported at once.
     listeners = bind(server_config)
-    server, health_servicer = listeners.server, listeners.health
     stack.push_async_callback(listeners.stop)
     metrics = BothProcesses()
-    scrapes = MetricsServer(server_config.metrics_listen, metrics) if server_config.metrics_listen else None
-    if scrapes:
-        stack.push_async_callback(asyncio.to_thread, scrapes.close)
+    scrapes = _serve_metrics(stack, server_config, metrics)
+
+    # 3. The grammar process starts while the model is loaded.
     background = await stack.enter_async_context(asyncio.TaskGroup())
     grammar: GrammarProcess | None = None
     if server_config.grammar != "none":
-        # The flags of a device wake nobody.
-        spins = engine_config.sync == "device_flag"
-        grammar = GrammarProcess(server_config, background, stack, must_spin=spins, compile_idle=split is not None)
-    model = await in_own_thread(_at_large(split, lambda: parts.load_model(engine_config, progress)))
+        # A device that sets flags cannot wake a process that sleeps.
+        must_spin = engine_config.sync == "device_flag"
+        compile_idle = split is not None
+        grammar = GrammarProcess(server_config, background, stack, must_spin=must_spin, compile_idle=compile_idle)
+
+    # 4. The model.
+    model = await in_own_thread(_on_every_core(split, lambda: parts.load_model(engine_config, progress)))
     _prepare_tokenizer(model)
-    limits = Limits.of(engine_config, server_config, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
+
+    # 5. The shared segment and the grammar client, then the engine on both.
     if grammar:
         grammar.share(stack, engine_config, model)
     channel, client = (grammar.channel, grammar.client) if grammar else (None, None)
-    engine = await in_own_thread(_at_large(split, lambda: parts.build_engine(engine_config, model, channel, client)))
+    engine = await in_own_thread(
+        _on_every_core(split, lambda: parts.build_engine(engine_config, model, channel, client))
+    )
     if grammar:
         grammar.attach(stack, engine)
         metrics.attach(grammar)
-    about = {"version": _version(), "model": model.name, "dtype": model.dtype_name, "device": engine_config.device}
-    metrics.registry.register(EngineCollector(engine.stats, drafter=engine_config.drafter, about=about))
-    tracing = open_tracing(os.environ)
-    if tracing:
-        stack.push_async_callback(asyncio.to_thread, tracing.close)
-    watch = RequestWatch(metrics.registry, tracing.requests(model.name) if tracing else None)
-    servicer = EngineServicer(engine, model, limits, client, version=_version(), watch=watch)
-    engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
-    reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    # 6. The services on the public port.
+    watch = _watch_requests(stack, metrics, engine, model)
+    limits = Limits.of(engine_config, server_config, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
+    servicer = EngineServicer(engine, model, limits, client, version=installed_version(), watch=watch)
+    engine_pb2_grpc.add_EngineServicer_to_server(servicer, listeners.server)
+    reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], listeners.server)
+
+    # 7. The ports answer; health says NOT_SERVING until stage 9.
+    await _set_health(listeners.health, NOT_SERVING)
     await listeners.start()
+
+    # 8. The engine warms up, and the grammar process compiles its first grammar.
     stack.push_async_callback(asyncio.to_thread, engine.close, CLOSE_TIMEOUT_S)
-    await in_own_thread(_at_large(split, engine.start))
+    await in_own_thread(_on_every_core(split, engine.start))
     if grammar:
         await grammar.first_attachment()
-    stack.push_async_callback(end_task, background.create_task(_watch(engine, health_servicer), name="engine watch"))
+
+    # 9. Requests are served, and health follows the engine and the grammar process.
+    _run_until_close(stack, background, _end_on_failure(engine, listeners.health), "engine watch")
     if grammar:
-
-        async def tell_guided(serves: bool) -> None:
-            status = health_pb2.HealthCheckResponse.SERVING if serves else health_pb2.HealthCheckResponse.NOT_SERVING
-            await health_servicer.set(GUIDED, status)
-
-        watch_guided = background.create_task(grammar.tell(tell_guided), name="guided health")
-        stack.push_async_callback(end_task, watch_guided)
+        _run_until_close(stack, background, _report_guided(grammar, listeners.health), "guided health")
     servicer.warm()
-    await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
-    stack.push_async_callback(_drain, server, servicer, health_servicer, server_config.drain_timeout_s)
+    await _set_health(listeners.health, SERVING)
+    stack.push_async_callback(_drain, listeners.server, servicer, listeners.health, server_config.drain_timeout_s)
     metrics_address = scrapes.address if scrapes else None
     return Server(listeners.address, model, servicer, engine, grammar.sidecar if grammar else None, metrics_address)
 
 
-def _split_cores(stack: AsyncExitStack, config: EngineConfig, usable: int) -> CoreSplit | None:
-    split = CoreSplit.of(config, frozenset(os.sched_getaffinity(0)), usable)
+def _resolve(engine_config: EngineConfig, server_config: ServerConfig, parts: Parts) -> EngineConfig:
+    """Return the settings with every "auto" that depends on the machine resolved."""
+    cores = usable_cores()
+    cuda_devices = parts.num_cuda_devices() if engine_config.device == "auto" else 0
+    engine_config = resolve_placement(engine_config, server_config, cuda_devices=cuda_devices, cores=cores)
+    if server_config.grammar != "none":
+        engine_config = replace(engine_config, sync=resolved_sync(engine_config, server_config, cores))
+    return engine_config
+
+
+def _split_cores(stack: AsyncExitStack, config: EngineConfig) -> CoreSplit | None:
+    split = CoreSplit.of(config, frozenset(os.sched_getaffinity(0)), usable_cores())
     if split is None or not split.confine():
         return None
     stack.callback(split.release)
     return split
 
 
-def _at_large(split: CoreSplit | None, function: Callable[[], Result]) -> Callable[[], Result]:
-    """Return `function`, for a thread of its own that runs the model or starts who does."""
-    return function if split is None else lambda: split.at_large(function)
+def _on_every_core(split: CoreSplit | None, function: Callable[[], Result]) -> Callable[[], Result]:
+    """Return `function`, to be run by a thread that may use every core, and so may the threads that it starts."""
+    return function if split is None else lambda: split.on_every_core(function)
+
+
+def _serve_metrics(stack: AsyncExitStack, config: ServerConfig, metrics: BothProcesses) -> MetricsServer | None:
+    if not config.metrics_listen:
+        return None
+    scrapes = MetricsServer(config.metrics_listen, metrics)
+    stack.push_async_callback(asyncio.to_thread, scrapes.close)
+    return scrapes
+
+
+def _watch_requests(stack: AsyncExitStack, metrics: BothProcesses, engine: ServedEngine, model: Model) -> RequestWatch:
+    """Register the engine's metrics; return what counts, logs and traces every Generate call."""
+    config = engine.config
+    about = {
+        "version": installed_version(),
+        "model": model.name,
+        "dtype": model.dtype_name,
+        "device": config.device,
+    }
+    metrics.registry.register(EngineCollector(engine.stats, drafter=config.drafter, about=about))
+    tracing = open_tracing(os.environ)
+    if tracing is None:
+        return RequestWatch(metrics.registry)
+    stack.push_async_callback(asyncio.to_thread, tracing.close)
+    return RequestWatch(metrics.registry, tracing.requests(model.name))
+
+
+def _run_until_close(
+    stack: AsyncExitStack, background: asyncio.TaskGroup, coroutine: Coroutine[Any, Any, None], name: str
+) -> None:
+    stack.push_async_callback(end_task, background.create_task(coroutine, name=name))
 
 
 async def serve(
@@ -203,13 +271,13 @@ async def serve(
     on_ready: Callable[[Server], None],
     parts: Parts | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then drain and return. Until it is ready SIGTERM ends the process at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain and return.
 
-    SIGINT then waits for the thread that loads the model.
+    Until the server is ready, SIGTERM ends the process at once, and SIGINT waits for the thread that loads the model.
     """
     async with open_server(engine_config, server_config, progress, parts) as server:
         stop = asyncio.Event()
-        # A terminal that is closed sends SIGHUP; `nohup` has it ignored, and it stays so.
+        # A terminal that is closed sends SIGHUP. `nohup` makes the process ignore it, and that is kept.
         hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
         for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -223,40 +291,42 @@ async def _set_health(servicer: HealthServicer, status: health_pb2.HealthCheckRe
         await servicer.set(service, status)
 
 
-async def _watch(engine: ServedEngine, health_servicer: HealthServicer) -> None:
-    """Wait for the engine's failure; then nobody is to come any more, and the server ends. Raises ServerError."""
+async def _end_on_failure(engine: ServedEngine, health_servicer: HealthServicer) -> None:
+    """Wait for the engine's failure; then report NOT_SERVING and end the server. Raises ServerError."""
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[Exception] = loop.create_future()
 
-    def tell(error: Exception) -> None:
+    def set_failed(error: Exception) -> None:
         if not failed.done():
             failed.set_result(error)
 
-    def hear(error: Exception) -> None:
-        loop.call_soon_threadsafe(tell, error)
+    def report_failure(error: Exception) -> None:  # on the engine's thread
+        loop.call_soon_threadsafe(set_failed, error)
 
-    engine.watch(hear)
+    engine.watch(report_failure)
     error = await failed
-    await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+    await _set_health(health_servicer, NOT_SERVING)
     raise ServerError(f"the engine lost its device: {error}") from error
+
+
+async def _report_guided(grammar: GrammarProcess, health_servicer: HealthServicer) -> None:
+    """Report under the name GUIDED whether guided requests are served. Runs until it is cancelled."""
+
+    async def report(serves: bool) -> None:
+        await health_servicer.set(GUIDED, SERVING if serves else NOT_SERVING)
+
+    await grammar.tell(report)
 
 
 async def _drain(
     server: grpc.aio.Server, servicer: EngineServicer, health_servicer: HealthServicer, timeout_s: float
 ) -> None:
-    await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+    await _set_health(health_servicer, NOT_SERVING)
     await servicer.drain(timeout_s)
     await server.stop(STOP_GRACE_S)
 
 
 def _prepare_tokenizer(model: Model) -> None:
-    # A tokenizer.json may carry these for training; here they would cut prompts without a word.
+    # A tokenizer.json may carry these for training; here they would cut prompts without an error.
     model.tokenizer.backend_tokenizer.no_truncation()
     model.tokenizer.backend_tokenizer.no_padding()
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("lockstep-engine")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -1,1 +1,5 @@
-"""Device code: leaves that import nothing of ours. It imports nothing: transformers looks for a hub `kernels`."""
+"""Lockstep's device code: leaves that import no other package of ours.
+
+This file imports nothing: transformers looks for Hugging Face's package of the same name. The first words here tell the
+two packages apart (gpu_engine/ops/installation.py).
+"""

@@ -39,12 +39,13 @@ class EngineConfig:
     """A directory in Hugging Face's format, a GGUF file, or "embedded"."""
     dtype: str = "auto"
     """"auto" (bfloat16 where the device multiplies it natively, else float32), "bfloat16", "float32"."""
-    device: str = "cpu"
-    """"cpu", "cuda", "cuda:N"."""
+    device: str = "auto"
+    """"auto" (the first CUDA device if torch sees one, else the CPU), "cpu", "cuda" or "cuda:N"."""
     fuse: bool = True
     """Run the parts of a model that are recognised, and give the same numbers, as fused kernels and joined products."""
     num_threads: int = 0
-    """Threads of the forward on a CPU; 0: the cores this process may use."""
+    """Threads of the model's forward on a CPU. 0: as many as there are usable cores; with four cores or more and a
+    grammar process, one core in eight (at least one, at most three) stays free for it."""
     split_cores: bool = True
     """With one to three cores more than the model has threads: all else of the engine, with a grammar process that it
     starts, keeps to those, and that compiles when nobody else wants them (its compile_priority)."""
@@ -107,9 +108,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         dtypes = ("auto", "bfloat16", "float32")
         _require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32")
-        known = re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device) is not None
-        _require(known, "device", f"{self.device!r} is not cpu, cuda or cuda:N")
-        syncs = ("auto", "inline") if self.device == "cpu" else ("auto", "host_callback", "device_flag")
+        known = re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device) is not None
+        _require(known, "device", f"{self.device!r} is not auto, cpu, cuda or cuda:N")
+        on_cpu, on_gpu = ("auto", "inline"), ("auto", "host_callback", "device_flag")
+        syncs = {"auto": tuple(dict.fromkeys(on_cpu + on_gpu)), "cpu": on_cpu}.get(self.device, on_gpu)
         _require(self.sync in syncs, "sync", f"{self.sync!r} on {self.device} is not one of {', '.join(syncs)}")
         _require(self.num_threads >= 0, "num_threads", "must not be negative")
         _require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
@@ -144,14 +146,20 @@ class EngineConfig:
         )
 
     @property
+    def on_cpu(self) -> bool:
+        """True: the model runs on the CPU. Raises ValueError while `device` is "auto" (see ops/placement.py)."""
+        _require(self.device != "auto", "device", "auto must be resolved before it is used")
+        return self.device == "cpu"
+
+    @property
     def max_inflight_steps(self) -> int:
         """Steps in flight when the next is launched: 1 with overlap, else 0."""
-        return int(self.device != "cpu" if self.overlap is None else self.overlap)
+        return int(not self.on_cpu if self.overlap is None else self.overlap)
 
     @property
     def prefill_shapes(self) -> PrefillShapes:
         """What one prefill may hold. On a CPU one sequence: there tokens cost the same together and alone."""
-        lanes, usual = (1, 256) if self.device == "cpu" else (min(LANES, self.max_batch_size), 512)
+        lanes, usual = (1, 256) if self.on_cpu else (min(LANES, self.max_batch_size), 512)
         chunk = self.prefill_chunk or usual
         return PrefillShapes(chunk, lanes, min(chunk, self.max_model_len))
 
@@ -168,7 +176,7 @@ class EngineConfig:
     @property
     def most_step_rows(self) -> int:
         """`step_rows`, with 0 resolved for the device."""
-        return self.step_rows or (24 if self.device == "cpu" else 256)
+        return self.step_rows or (24 if self.on_cpu else 256)
 
     @property
     def num_rows(self) -> int:

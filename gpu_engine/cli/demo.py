@@ -80,7 +80,7 @@ async def run_demo(engine_config: EngineConfig, server_config: ServerConfig) -> 
         progress = stack.enter_context(loading_progress())
         async with open_server(engine_config, server_config, progress) as server, Client(server.address) as client:
             stack.close()
-            print(f"model:  {server.model.name} ({server.model.dtype_name}, {engine_config.device})")
+            print(f"model:  {server.model.name} ({server.model.dtype_name}, {server.engine.config.device})")
             print(
                 f"server: {server.address}, grammar process {server.sidecar.pid if server.sidecar else 'connected'}\n"
             )

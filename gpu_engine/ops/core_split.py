@@ -1,12 +1,14 @@
-"""Cores for a step and cores for the rest: on a small machine what serves the step keeps out of its way.
+"""Cores for the model's threads and cores for everything else, on a machine with few cores to spare.
 
-A step holds a core for tens of milliseconds. The kernel wakes whoever handles a request, compiles or fills a row where
-it ran before, in the middle of a step as likely as not, though another core is idle (docs/log.md). So where there are
-few cores and one at least is not the model's, all else of the engine, with the grammar process that it starts, is held
-to those that are left; the model's threads may run anywhere, since others may be in their way, too.
+A step keeps a core busy for tens of milliseconds. The kernel may wake a thread that handles a request, compiles a
+grammar or fills a row on a core that runs a step, even though another core is idle (docs/log.md). So where one to three
+cores are not the model's, every other thread of the engine, and the grammar process that the engine starts, is confined
+to those cores. The model's threads may run on every core, because other processes may keep the model's own cores busy.
 
-Invariant: what was confined is free again when the split ends, and a thread that somebody gave other cores keeps those.
-Linux only. Not here: how many threads the model has, and who starts them.
+The invariant: a confined thread may use every core again once the split ends, and a thread whose cores were set by other
+code keeps them. Linux only.
+
+Not responsible for: the number of the model's threads (placement.py), or starting them (server.py).
 """
 
 from __future__ import annotations
@@ -23,49 +25,53 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-MOST_SPARE = 3
-"""Where more cores are left, whoever wakes up finds an idle one."""
+MAX_SPARE = 3
+"""With more spare cores, a woken thread finds an idle core without help."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoreSplit:
-    """Numbers of cores, as the kernel has them."""
+    """Two sets of core numbers, as the kernel counts them."""
 
     every: frozenset[int]
-    """What this process may use."""
+    """The cores that this process may use."""
     rest: frozenset[int]
-    """What is left of that by the model's threads."""
+    """The cores of those that are not the model's."""
 
     @staticmethod
     def of(config: EngineConfig, cores: frozenset[int], usable: int) -> CoreSplit | None:
-        """Return how to split `cores`; None where that is not wanted or no use.
+        """Return how to split `cores`; None if that is not wanted or would not help.
 
         Args:
-            config: says how many threads the model has; on a GPU one thread launches its work. `sync` is resolved.
-            cores: of the process's CPU set.
-            usable: how many of them a quota allows; behind a quota any of them may be idle.
+            config: gives the number of the model's threads; on a GPU one thread launches its work. `device` and `sync`
+                are resolved.
+            cores: the process's CPU set.
+            usable: the number of them that a CPU quota allows; behind a quota any core may be idle.
         """
-        threads = 1 if config.device != "cpu" else config.num_threads or usable
+        threads = config.num_threads or usable if config.on_cpu else 1
         spare = len(cores) - threads
-        # Behind flags of a device the grammar process fills a core by itself.
+        # With device flags the grammar process polls, and fills a core by itself.
         least = 2 if config.sync == "device_flag" else 1
-        if not config.split_cores or usable < len(cores) or not least <= spare <= MOST_SPARE:
+        if not config.split_cores or usable < len(cores) or not least <= spare <= MAX_SPARE:
             return None
         return CoreSplit(cores, frozenset(sorted(cores)[-spare:]))
 
     def confine(self) -> bool:
-        """Hold this process's threads, and whatever they start, to `rest`. False: it is not allowed here."""
+        """Confine this process's threads, and the threads and processes they start, to `rest`.
+
+        False: the kernel does not allow it here, and nothing has changed.
+        """
         if _move(self.every, self.rest):
             return True
         self.release()
         return False
 
     def release(self) -> None:
-        """Take `confine` back."""
+        """Let the threads that `confine` moved use every core again."""
         _move(self.rest, self.every)
 
-    def at_large(self, function: Callable[[], Result]) -> Result:
-        """Return `function()`, during which this thread, and for good each thread that it starts, may run anywhere."""
+    def on_every_core(self, function: Callable[[], Result]) -> Result:
+        """Return `function()`. Meanwhile this thread may use every core; each thread that it starts may for good."""
         os.sched_setaffinity(0, self.every)
         try:
             return function()
@@ -74,15 +80,15 @@ class CoreSplit:
 
 
 def _move(before: frozenset[int], after: frozenset[int]) -> bool:
-    """Move every thread of this process that may run on `before`, and on nothing else."""
-    for _ in range(2):  # once more for those that were started by one that had not been moved
+    """Move every thread of this process whose cores are exactly `before` to `after`."""
+    for _ in range(2):  # a second time for threads that were started by a thread not moved yet
         for thread in map(int, os.listdir("/proc/self/task")):
             try:
                 if os.sched_getaffinity(thread) == before:
                     os.sched_setaffinity(thread, after)
             except ProcessLookupError:
-                continue  # it has ended
+                continue  # the thread has ended
             except OSError as error:  # not allowed, or the process's CPU set has changed
-                log.warning("split_cores: threads cannot be held to cores here: %s", error)
+                log.warning("split_cores: the kernel does not let this process set the cores of its threads: %s", error)
                 return False
     return True

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _ASKED_FOR = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")
 _PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
+_LARGEST_INTEGER = 2**63 - 1
+"""Of an attribute; the exporter fails on a larger one."""
 _SERVERS_FAULT = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 """Statuses that the conventions call an error of a server; the others are the caller's."""
 
@@ -116,9 +118,12 @@ class RequestTracer:
                 "gen_ai.request.temperature": checked.temperature,
                 "gen_ai.request.top_p": checked.top_p,
                 "gen_ai.request.top_k": checked.top_k,
-                "gen_ai.request.seed": checked.seed,
+                # 64 bits without a sign, which OpenTelemetry's integers (64 bits with a sign) cannot hold.
+                "lockstep.seed": str(checked.seed),
                 "gen_ai.output.type": "json" if checked.grammar and "JSON" in checked.grammar.kind.name else "text",
             }
+            if checked.seed <= _LARGEST_INTEGER:
+                attributes["gen_ai.request.seed"] = checked.seed
             if checked.max_tokens is not None:
                 attributes["gen_ai.request.max_tokens"] = checked.max_tokens
             if checked.grammar:

@@ -50,7 +50,7 @@ def server() -> Iterator[RunningServer]:
 
 def test_beside_a_model_of_one_thread_the_grammar_process_keeps_to_another_core(server: RunningServer) -> None:
     every = frozenset(server.process.cpu_affinity() or ()) | os.sched_getaffinity(0)
-    split = CoreSplit.of(EngineConfig(num_threads=1), every, usable_cores())
+    split = CoreSplit.of(EngineConfig(device="cpu", num_threads=1), every, usable_cores())
     if split is None:
         pytest.skip("needs two to four cores and no quota")
     (sidecar,) = [one for one in server.process.children() if "grammar_service" in one.cmdline()]

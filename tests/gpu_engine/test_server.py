@@ -84,7 +84,7 @@ async def test_the_model_has_cores_of_its_own_while_it_serves(tmp_path: Path) ->
         return Placed(config, says("yes"))
 
     every = sorted(os.sched_getaffinity(0))
-    engine_config = EngineConfig(max_model_len=256, num_threads=max(1, len(every) - 1))
+    engine_config = EngineConfig(device="cpu", max_model_len=256, num_threads=max(1, len(every) - 1))
     if CoreSplit.of(engine_config, frozenset(every), usable_cores()) is None:
         pytest.skip("needs two cores and no quota")
     async with open_server(engine_config, config(tmp_path), parts=Parts(load, build)):

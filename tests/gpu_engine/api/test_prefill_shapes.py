@@ -36,7 +36,7 @@ def test_what_fits_has_a_shape_that_is_one_of_a_few(budget: int, lanes: int, lon
 
 
 def test_a_cpu_prefills_one_sequence_at_a_time_and_a_gpu_several() -> None:
-    assert EngineConfig().prefill_shapes.of(2, 1) is None
+    assert EngineConfig(device="cpu").prefill_shapes.of(2, 1) is None
     assert EngineConfig(device="cuda").prefill_shapes.of(8, 32) == (8, 32)
     assert EngineConfig(device="cuda", max_batch_size=2).prefill_shapes.of(3, 1) is None
     assert max(EngineConfig(device="cuda", max_model_len=64).prefill_shapes.every) == (16, 32)

@@ -167,7 +167,7 @@ def test_wrong_usage_is_told(arguments: list[str], message: str, capsys: pytest.
         (["--listen", "nonsense"], "listen: 'nonsense' is neither host:port nor unix:/path"),
         (["--listen", ""], "listen: '' is neither"),
         (["--health-listen", "unix:"], "health_listen: 'unix:' is neither"),
-        (["--device", "cuda:first"], "device: 'cuda:first' is not cpu, cuda or cuda:N"),
+        (["--device", "cuda:first"], "device: 'cuda:first' is not auto, cpu, cuda or cuda:N"),
         (["--num-threads", "-1"], "num_threads: must not be negative"),
         (["--log-level", "chatty"], "log_level: 'chatty' is not one of debug, info, warning, error"),
     ],

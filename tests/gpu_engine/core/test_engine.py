@@ -266,6 +266,6 @@ def test_telemetry_counts_steps_and_drafts(llama: LoadedModel) -> None:
 
 
 def test_reprs_name_what_a_human_looks_for(llama: LoadedModel) -> None:
-    engine = Engine(EngineConfig(max_batch_size=2, max_model_len=256, num_threads=1), llama)
+    engine = Engine(EngineConfig(device="cpu", max_batch_size=2, max_model_len=256, num_threads=1), llama)
     assert "llama float32 cpu" in repr(engine)
     assert "seated=0/2 waiting=0" in repr(engine)

@@ -227,5 +227,5 @@ def test_numbers_of_drafts_and_rows(fields: dict[str, object], numbers: tuple[in
 
 
 def test_more_than_a_record_holds_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"forced_draft_tokens: must be in \[0, 15\]"):
+    with pytest.raises(ValueError, match=r"jump_forward_tokens: must be in \[0, 15\]"):
         EngineConfig(jump_forward_tokens=16)

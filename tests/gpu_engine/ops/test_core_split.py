@@ -1,4 +1,4 @@
-"""Who keeps to which cores, in this process's kernel."""
+"""Which threads may use which cores, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="n
 @pytest.mark.parametrize(
     ("config", "cores", "usable", "rest"),
     [
-        (EngineConfig(num_threads=1), {0, 1}, 2, {1}),
-        (EngineConfig(num_threads=1), {4, 9}, 2, {9}),
-        (EngineConfig(num_threads=2), {0, 1, 2, 3}, 4, {2, 3}),
-        (EngineConfig(num_threads=1), {0, 1, 2, 3}, 4, {1, 2, 3}),
+        (EngineConfig(device="cpu", num_threads=1), {0, 1}, 2, {1}),
+        (EngineConfig(device="cpu", num_threads=1), {4, 9}, 2, {9}),
+        (EngineConfig(device="cpu", num_threads=2), {0, 1, 2, 3}, 4, {2, 3}),
+        (EngineConfig(device="cpu", num_threads=1), {0, 1, 2, 3}, 4, {1, 2, 3}),
         (EngineConfig(device="cuda"), {0, 1, 2}, 3, {1, 2}),
         (EngineConfig(device="cuda", sync="device_flag"), {0, 1, 2}, 3, {1, 2}),
         # A process that spins would have the only core that is left.
         (EngineConfig(device="cuda", sync="device_flag"), {0, 1}, 2, None),
         # The model has every core, or more threads than there are.
-        (EngineConfig(), {0, 1}, 2, None),
-        (EngineConfig(num_threads=2), {0, 1}, 2, None),
-        (EngineConfig(num_threads=3), {0, 1}, 2, None),
-        (EngineConfig(num_threads=1), {0}, 1, None),
+        (EngineConfig(device="cpu"), {0, 1}, 2, None),
+        (EngineConfig(device="cpu", num_threads=2), {0, 1}, 2, None),
+        (EngineConfig(device="cpu", num_threads=3), {0, 1}, 2, None),
+        (EngineConfig(device="cpu", num_threads=1), {0}, 1, None),
         # Enough others are idle.
-        (EngineConfig(num_threads=1), set(range(5)), 5, None),
+        (EngineConfig(device="cpu", num_threads=1), set(range(5)), 5, None),
         (EngineConfig(device="cuda"), set(range(16)), 16, None),
-        (EngineConfig(num_threads=1), {0, 1, 2}, 2, None),
-        (EngineConfig(num_threads=1, split_cores=False), {0, 1}, 2, None),
+        (EngineConfig(device="cpu", num_threads=1), {0, 1, 2}, 2, None),
+        (EngineConfig(device="cpu", num_threads=1, split_cores=False), {0, 1}, 2, None),
     ],
 )
 def test_what_is_split(config: EngineConfig, cores: set[int], usable: int, rest: set[int] | None) -> None:
@@ -90,10 +90,10 @@ assert old[0] == cores[-1:], "a thread that was there"
 assert seen(mine) == cores[-1:], "a thread that comes"
 child = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
 assert subprocess.check_output(child, text=True).strip() == str(cores[-1:]), "a child"
-assert split.at_large(lambda: (mine(), seen(mine))) == (cores, cores), "the model's thread and those that it starts"
+assert split.on_every_core(lambda: (mine(), seen(mine))) == (cores, cores), "the model's thread and those that it starts"
 assert mine() == cores[-1:]
 try:
-    split.at_large(lambda: 1 / 0)
+    split.on_every_core(lambda: 1 / 0)
 except ZeroDivisionError:
     pass
 else:

@@ -96,6 +96,7 @@ async def test_a_call_is_a_span_of_its_caller_with_its_parts_below(tmp_path: Pat
     assert seen["gen_ai.operation.name"] == "chat"
     assert seen["gen_ai.response.id"] == "r-1"
     assert (seen["gen_ai.request.max_tokens"], seen["gen_ai.request.seed"]) == (20, 5)
+    assert seen["lockstep.seed"] == "5"
     assert (seen["gen_ai.output.type"], seen["lockstep.grammar.kind"]) == ("json", "json_schema")
     assert seen["gen_ai.response.finish_reasons"] == ("stop",)
     assert (seen["gen_ai.usage.input_tokens"], seen["gen_ai.usage.output_tokens"]) == (23, 7)
@@ -107,6 +108,14 @@ async def test_a_call_is_a_span_of_its_caller_with_its_parts_below(tmp_path: Pat
     assert (parts[3].attributes or {})["lockstep.accepted_draft_tokens"] == 2
     (first,) = parts[3].events
     assert (first.timestamp - (parts[3].start_time or 0)) / 1e9 == pytest.approx(1, abs=1e-5)
+
+
+async def test_a_seed_of_64_bits_is_exported_whole(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    ask = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(seed=2**64 - 1))
+    *_, whole = await called(tmp_path, spans, ask)
+    seen = dict(whole.attributes or {})
+    assert seen["lockstep.seed"] == str(2**64 - 1)
+    assert not [name for name, value in seen.items() if isinstance(value, int) and value >= 2**63]
 
 
 async def test_a_refused_call_says_why_and_is_not_the_servers_error(

@@ -1,0 +1,44 @@
+"""What this installation is: its version, and whether another distribution has overwritten a part of it.
+
+Not responsible for: whether the optional dependencies are there (each importer says what is missing).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+DISTRIBUTION = "lockstep-engine"
+"""Name on PyPI; the command is `lockstep`."""
+
+KERNELS_MARK = "Lockstep's device code"
+"""Part of the docstring of our `kernels/__init__.py`."""
+
+
+def installed_version() -> str:
+    """Return the version of this distribution, or "not installed" for a checkout on the path."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def overwritten_kernels(find: Callable[[str], ModuleSpec | None] = importlib.util.find_spec) -> str | None:
+    """Return what is wrong with the package `kernels` and how to put it right, in one line; None if it is ours.
+
+    Hugging Face's distribution `kernels` installs a package of the same name over ours, and pip does not say so.
+    `find` looks a package up without importing it.
+    """
+    spec = find("kernels")
+    place = spec.origin if spec else None
+    text = Path(place).read_text(encoding="utf-8", errors="replace") if place else ""
+    if KERNELS_MARK in text:
+        return None
+    return (
+        f"kernels: {place or 'no file'} is not {DISTRIBUTION}'s package of that name; Hugging Face's `kernels` replaces it. "
+        f"Give the server an environment of its own: pipx install {DISTRIBUTION}, uv tool install {DISTRIBUTION}, or the "
+        "container image"
+    )

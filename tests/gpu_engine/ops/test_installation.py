@@ -1,0 +1,39 @@
+"""What the server says of its own installation."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.ops.installation import DISTRIBUTION, overwritten_kernels
+
+
+def test_our_own_kernels_package_is_recognised() -> None:
+    assert overwritten_kernels() is None
+
+
+@pytest.mark.parametrize("files", [["__init__.py", "accept.py"], []])
+def test_a_kernels_package_of_another_distribution_is_named_with_the_remedy(tmp_path: Path, files: list[str]) -> None:
+    package = tmp_path / "kernels"
+    package.mkdir()
+    for name in files:
+        (package / name).write_text("from kernels.hub import get_kernel\n")
+
+    def find(name: str) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(tmp_path)])
+
+    problem = overwritten_kernels(find)
+    assert problem is not None
+    assert "\n" not in problem
+    assert f"pipx install {DISTRIBUTION}" in problem
+    assert (str(package / "__init__.py") if files else "no file") in problem
+
+
+def test_looking_for_the_package_does_not_import_it(tmp_path: Path) -> None:
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')\n")
+    assert overwritten_kernels(lambda name: importlib.util.spec_from_file_location(name, package / "__init__.py"))

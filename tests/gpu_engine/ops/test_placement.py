@@ -1,0 +1,64 @@
+"""The device and the number of threads, resolved for a machine."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.ops.core_split import CoreSplit
+from gpu_engine.ops.placement import resolve_placement
+
+NO_GRAMMAR = ServerConfig(grammar="none")
+
+
+def resolved(
+    cuda_devices: int = 0, cores: int = 2, server: ServerConfig | None = None, **fields: object
+) -> EngineConfig:
+    config = EngineConfig(**fields)  # type: ignore[arg-type]
+    return resolve_placement(config, server or ServerConfig(), cuda_devices=cuda_devices, cores=cores)
+
+
+def test_the_default_device_is_a_gpu_where_torch_sees_one() -> None:
+    assert resolved(cuda_devices=1).device == "cuda"
+    assert resolved(cuda_devices=0).device == "cpu"
+    assert resolved(cuda_devices=1, device="cpu").device == "cpu"
+    assert resolved(cuda_devices=2, device="cuda:1").device == "cuda:1"
+
+
+def test_one_log_line_says_which_device_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    resolved(cuda_devices=1)
+    resolved(cuda_devices=0)
+    resolved(device="cpu", num_threads=1)
+    assert [line.getMessage() for line in caplog.records] == [
+        "device: cuda (torch sees 1 CUDA device)",
+        "device: cpu (torch sees no CUDA devices), 2 threads on 2 usable cores",
+        "device: cpu (as set), 1 threads on 2 usable cores",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 7), (15, 14), (16, 14), (24, 21), (64, 61)]
+)
+def test_with_four_cores_and_more_the_default_leaves_some_to_the_grammar_process(cores: int, threads: int) -> None:
+    assert resolved(cores=cores).num_threads == threads
+    assert resolved(cores=cores, num_threads=cores).num_threads == cores, "set by hand"
+    assert resolved(cores=cores, server=NO_GRAMMAR).num_threads == cores
+
+
+@pytest.mark.parametrize("cores", [4, 8, 64])
+def test_the_default_confines_the_grammar_process_to_the_cores_left_free(cores: int) -> None:
+    config = resolved(cores=cores)
+    split = CoreSplit.of(config, frozenset(range(cores)), cores)
+    assert split is not None
+    assert len(split.rest) == cores - config.num_threads
+
+
+def test_a_setting_that_depends_on_the_device_is_not_read_before_it_is_resolved() -> None:
+    with pytest.raises(ValueError, match="device: auto must be resolved"):
+        _ = EngineConfig().max_inflight_steps
+    assert resolved(cuda_devices=1).max_inflight_steps == 1
+    with pytest.raises(ValueError, match="sync: 'device_flag' on cpu"):
+        resolved(cuda_devices=0, sync="device_flag")
