@@ -165,13 +165,13 @@ class FakeEngine:
         self.binding = set(binding)
 
     def forgive_grammar_end(self) -> None:
-        self.outages.append("pardoned")
+        self.outages.append("forgiven")
 
     def grammar_silent(self) -> None:
         self.outages.append("silent")
 
     def grammar_alive(self) -> None:
-        self.outages.append("heard")
+        self.outages.append("alive")
 
     def grammar_restored(self) -> None:
         self.outages.append("restored")

@@ -14,7 +14,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.ports import Model
 from gpu_engine.api.request import Request
 from gpu_engine.api.stats import EngineStats
-from gpu_engine.front.sequence_output import Delta, SequenceOutput
+from gpu_engine.front.text_output import Delta, SequenceOutput
 from protos.engine.v1 import engine_pb2 as pb
 
 

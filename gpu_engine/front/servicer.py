@@ -1,10 +1,12 @@
-"""`lockstep.engine.v1.Engine` on grpc.aio: Generate, Abort, Compile, GetModelInfo, GetStats.
+"""The service `lockstep.engine.v1.Engine` on grpc.aio: Generate, Abort, Compile, GetModelInfo, GetStats.
 
-The invariant: whatever ends a Generate call (answer, error, cancel, deadline, lost connection), its `finally` gives
-back all that it held: every sequence in the engine, the compile ticket, the request id. Errors are raised from the tree
-of `errors` and become a status in one place, `_Refusals`. A slow client holds nobody up: its events wait in its Inbox,
-merged into one response per sequence when it reads, so the backlog is bounded by the answer itself. Not here: checks,
-tokens, lifecycle.
+Invariant: however a Generate call ends (answer, error, cancel, deadline, lost connection), its `finally` releases all
+that the call holds: its sequences in the engine, its compile ticket, its request id. Errors of the tree in api/errors.py
+become a gRPC status in one place, `_ErrorToStatus`. A slow client delays no other: its events wait in its Inbox and are
+merged into one response per sequence when it reads.
+
+Not responsible for: checking fields (see validation.py), tokenisation (see prompt.py), starting and stopping the server
+(see server.py).
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from gpu_engine.api.ports import EngineCore, GrammarAccess, GrammarStats, Model
 from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
 from gpu_engine.front.grammar_handles import GrammarHandles
 from gpu_engine.front.mailbox import Inbox, Mailbox
+from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.prompt import build_requests, is_large
 from gpu_engine.front.responses import delta_response, model_info, stats_response
-from gpu_engine.front.sequence_output import SequenceOutput
+from gpu_engine.front.text_output import SequenceOutput
 from gpu_engine.front.validation import check, given_id
 from gpu_engine.ops.access import CallRecord
 from gpu_engine.ops.metrics_requests import RequestWatch
@@ -41,14 +44,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class _Call:
-    """A Generate call that runs."""
+    """A running Generate call."""
 
     record: CallRecord
     inbox: Inbox = field(default_factory=Inbox)
     outputs: list[SequenceOutput] = field(default_factory=list)
     """Empty until the sequences are submitted."""
     aborted: bool = False
-    """Abort came before that."""
+    """The request was aborted before its sequences were submitted."""
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -63,8 +66,14 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         *,
         version: str,
         watch: RequestWatch | None = None,
+        pacer: StreamPacer | None = None,
     ) -> None:
-        """Args: `watch` sees every Generate call; None: one of its own."""
+        """Args: see below.
+
+        grammar: access to the grammar process; None on a server without one.
+        watch: records every Generate call; None: with metrics that are not exported.
+        pacer: spaces the responses of a stream; None: bounded by `limits.stream_pace_s`.
+        """
         self._engine = engine
         self._model = model
         self._limits = limits
@@ -73,6 +82,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self._watch = watch or RequestWatch(CollectorRegistry())
         self._handles = GrammarHandles(limits.grammar_handles_bytes)
         self._mailbox = Mailbox(asyncio.get_running_loop())
+        self._pacer = pacer or StreamPacer(limits.stream_pace_s)
         self._calls: dict[str, _Call] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -84,18 +94,21 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def Generate(  # type: ignore[override]  # the stub knows generators only
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        """Stream one answer. Written with `context.write` and not as a generator: then its `finally` runs at once."""
+        """Stream one answer.
+
+        Written with `context.write` and not as a generator, so that its `finally` runs as soon as the call ends.
+        """
         with self._watch.call(tuple(context.invocation_metadata() or ())) as record:
-            async with _Refusals(context, self._failed, record):
+            async with _ErrorToStatus(context, self._failed, record):
                 await self._generate(request, context, record)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """End a running request by its id."""
+        """End a running request, by its id."""
         return pb.AbortResponse(aborted=self.abort(request.request_id))
 
     async def Compile(self, request: pb.CompileRequest, context: Context) -> pb.CompileResponse:
         """Compile a grammar ahead of time and give it an id."""
-        async with _Refusals(context, self._failed, CallRecord()):
+        async with _ErrorToStatus(context, self._failed, CallRecord()):
             if self._draining:
                 raise ShuttingDown("the server is shutting down")
             return await self._handles.compile(request, self._grammar.compile if self._grammar else None)
@@ -107,7 +120,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return model_info(self._model, self._engine.config, self._limits, backends, self._version)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
-        """Read all counters."""
+        """Return the counters of the engine and the gauges of the grammar process."""
         grammar = await self._grammar.stats() if self._grammar else GrammarStats()
         response = stats_response(self._engine.stats(), finished=self._finished, failed=self._failed)
         response.grammar_starts = grammar.starts
@@ -117,7 +130,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return response
 
     def abort(self, request_id: str) -> bool:
-        """End the request's sequences with ABORTED; False when it does not run."""
+        """End the request's sequences with ABORTED; return False when there is no such running request."""
         call = self._calls.get(request_id)
         if call is None:
             return False
@@ -128,11 +141,11 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return any(not output.ended for output in call.outputs)
 
     def warm(self) -> None:
-        """The engine runs: requests that came early go on."""
+        """Let requests through, also those that arrived before the engine was warm."""
         self._warm.set()
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, give the running ones `timeout_s` to end, then abort them."""
+        """Refuse new requests, wait up to `timeout_s` for the running ones, then abort these."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -169,7 +182,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         if self._grammar is None:
             raise GrammarNotConfigured("grammar: this server runs without a grammar process (its setting grammar=none)")
 
-        # A wrong grammar ends the request now, not when its turn comes.
+        # An invalid grammar ends the request at once, not when a slot is free.
         self._grammar.prepare(request_id, grammar, inbox.fail)
 
     async def _build(self, checked: Checked, inbox: Inbox, arrived_s: float) -> list[Request]:
@@ -200,15 +213,16 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                     self._engine.drop(output.request)
                 if response := delta_response(output, delta, omit_token_ids=omit_token_ids):
                     await context.write(response)
+                    self._pacer.response_sent()
                 if delta.error:
                     raise delta.error
                 if delta.finish:
                     running -= 1
                     self._finished[delta.finish.name] += 1
                     call.record.finished(output.request, delta.finish, output.completion_tokens, output.finished_s)
-            if running and len(self._calls) > 1:
-                # Many small responses would take the cores from the model; what comes meanwhile is merged.
-                await asyncio.sleep(self._limits.stream_pace_s * (len(self._calls) - 1))
+            if running:
+                # Events that arrive meanwhile are merged into one response; the end of a sequence ends the pause.
+                await call.inbox.pause(self._pacer.pause_s(len(self._calls)))
 
     def _release(self, checked: Checked, call: _Call) -> None:
         for output in call.outputs:
@@ -225,8 +239,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return f"<EngineServicer calls={len(self._calls)} draining={self._draining}>"
 
 
-class _Refusals:
-    """The one place where an error becomes a gRPC status."""
+class _ErrorToStatus:
+    """Turns an error into the gRPC status of its call."""
 
     def __init__(self, context: Context, failed: Counter[str], record: CallRecord) -> None:
         self._context = context
@@ -238,9 +252,9 @@ class _Refusals:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None or not isinstance(error, Exception):
-            return  # done, or cancelled: the client is gone and there is nobody to tell
+            return  # the call succeeded, or was cancelled and has no client any more
         if self._context.cancelled() or self._context.done():
-            log.debug("the client went away while an answer was written: %r", error)
+            log.debug("the client left while an answer was written: %r", error)
             return
         if not isinstance(error, LockstepError):
             log.error("a request failed by a defect", exc_info=error)

@@ -16,6 +16,7 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import GrammarUnavailable, InvalidRequest, LimitExceeded
 from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
 from gpu_engine.cli.client import Client
+from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.servicer import EngineServicer
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
@@ -33,12 +34,18 @@ class Setup:
 
 @asynccontextmanager
 async def serving(
-    tmp_path: Path, script: Script | None = None, *, with_grammar: bool = True, **engine_fields: int
+    tmp_path: Path,
+    script: Script | None = None,
+    *,
+    with_grammar: bool = True,
+    pacer: StreamPacer | None = None,
+    **engine_fields: int,
 ) -> AsyncIterator[Setup]:
     engine = FakeEngine(EngineConfig(max_model_len=256, **engine_fields), script)  # type: ignore[arg-type]
     model, grammar = FakeModel(), FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
     limits = Limits.of(engine.config, ServerConfig(max_n=4, max_prompt_bytes=10_000), vocab_size=320, max_model_len=256)
-    servicer = EngineServicer(engine, model, limits, grammar if with_grammar else None, version="1.2")
+    access = grammar if with_grammar else None
+    servicer = EngineServicer(engine, model, limits, access, version="1.2", pacer=pacer)
     servicer.warm()
     server = grpc.aio.server()
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
@@ -80,6 +87,40 @@ async def test_an_answer_streams_and_ends_with_usage_and_telemetry(tmp_path: Pat
     assert last.telemetry.seed == 5
     assert last.telemetry.total_ms > 0
     assert not any(r.finish_reason or r.HasField("usage") for r in responses[:-1])
+
+
+class LongPauses(StreamPacer):
+    """Pauses a stream for longer than any test waits."""
+
+    def pause_s(self, streams: int) -> float:
+        return 60.0
+
+
+async def test_the_end_of_an_answer_interrupts_the_pause_between_two_responses(tmp_path: Path) -> None:
+    async with serving(tmp_path, pacer=LongPauses(60.0)) as s, asyncio.timeout(20):
+        responses = s.client.generate(ask(), timeout_s=20)
+        first = asyncio.create_task(anext(responses))
+        await eventually(lambda: s.engine.submitted)
+        (request,) = s.engine.submitted
+        s.engine.emit(request, TokenEvent(0, (104,)))
+        assert (await first).text == "h"
+        # The second event is merged with the last one.
+        s.engine.emit(request, TokenEvent(0, (105,)))
+        s.engine.emit(request, TokenEvent(0, (EOS,), finish=FinishReason.STOP, matched_token_id=EOS))
+        assert [(response.text, list(response.token_ids)) async for response in responses] == [("i", [105, EOS])]
+
+
+async def test_an_error_interrupts_the_pause_between_two_responses(tmp_path: Path) -> None:
+    async with serving(tmp_path, pacer=LongPauses(60.0)) as s, asyncio.timeout(20):
+        responses = s.client.generate(ask(), timeout_s=20)
+        first = asyncio.create_task(anext(responses))
+        await eventually(lambda: s.engine.submitted)
+        (request,) = s.engine.submitted
+        s.engine.emit(request, TokenEvent(0, (104,)))
+        await first
+        s.engine.emit(request, TokenEvent(0, error=GrammarUnavailable("gone")))
+        with pytest.raises(grpc.aio.AioRpcError, match="gone"):
+            await anext(responses)
 
 
 async def test_every_sequence_ends_once_with_its_own_index(tmp_path: Path) -> None:

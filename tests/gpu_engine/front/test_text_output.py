@@ -13,9 +13,14 @@ from tokenizers import decoders, models
 
 from gpu_engine.api.errors import GrammarUnavailable
 from gpu_engine.api.request import FinishReason, Logprobs, Request, SamplingParams, TokenEvent
-from gpu_engine.front.detokenizer import MAX_HELD_TOKENS, Detokenizer
-from gpu_engine.front.sequence_output import Delta, SequenceOutput
-from gpu_engine.front.stop_strings import StopMatch, StopScanner
+from gpu_engine.front.text_output import (
+    MAX_HELD_TOKENS,
+    Delta,
+    Detokenizer,
+    SequenceOutput,
+    StopMatch,
+    StopScanner,
+)
 from tests.fakes import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -590,7 +590,7 @@ async def test_a_process_that_is_silent_for_a_moment_loses_nothing(tmp_path: Pat
         await eventually(lambda: s.engine.outages)
         assert (s.engine.outages, s.channel.words) == (["silent"], ["abort"])
         s.channel.age_ns = 0
-        await eventually(lambda: s.engine.outages == ["silent", "heard"])
+        await eventually(lambda: s.engine.outages == ["silent", "alive"])
         assert s.channel.words == ["abort", "run"]
         assert len(s.process.bound) == s.link.attached == 1
         assert s.stuck == []
@@ -603,7 +603,7 @@ async def test_silences_in_a_row_are_counted_and_told_once(tmp_path: Path, caplo
             s.channel.age_ns = 99_000_000
             await eventually(lambda: s.engine.outages.count("silent") == count)  # noqa: B023 - ends before it changes
             s.channel.age_ns = 0
-            await eventually(lambda: s.engine.outages.count("heard") == count)  # noqa: B023
+            await eventually(lambda: s.engine.outages.count("alive") == count)  # noqa: B023
         await eventually(lambda: "was silent for" in caplog.text)
         assert s.link.silences.count == 3
     assert caplog.text.count("silent") == 1

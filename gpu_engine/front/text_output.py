@@ -1,0 +1,230 @@
+"""From token events to deltas for the client: detokenisation, stop strings, and the state of one sequence's output.
+
+Invariant: text, token ids, finish reason and usage depend only on the tokens of a sequence, never on how many of them
+one step brought. `SequenceOutput` therefore handles one token at a time, with two parts:
+
+    Detokenizer    token ids to text; text that it returns never changes, and a character is never split
+    StopScanner    finds stop strings in text that arrives in pieces
+
+Not responsible for: protobuf messages (see responses.py), gRPC (see servicer.py), waiting for events (see mailbox.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gpu_engine.api.errors import LockstepError
+from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
+
+Decode = Callable[[Sequence[int]], str]
+"""Maps token ids to text, without clean-up; special tokens are dropped or not, as the request asks."""
+
+REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 6
+"""Prompt tokens that are decoded in front of the answer's first token, so that its leading space is kept."""
+MAX_HELD_TOKENS = 64
+"""A run of this many tokens without one complete character is not UTF-8 text; its text is returned as it is."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new since the last delta. `text` may lag behind `token_ids`."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    matched_token_id: int | None = None
+    matched_stop: str | None = None
+    error: LockstepError | None = None
+    """The engine failed the sequence; the tokens before the failure are valid."""
+
+    @property
+    def ended(self) -> bool:
+        """This is the last delta of the sequence."""
+        return self.finish is not None or self.error is not None
+
+
+class SequenceOutput:
+    """Turns the events of one request into deltas. Used by one task at a time."""
+
+    def __init__(self, request: Request, decode: Decode, *, with_text: bool = True) -> None:
+        """Args: with `with_text` False the deltas have no text; tokens are decoded for stop strings alone."""
+        sampling = request.sampling
+        self.request = request
+        self.completion_tokens = 0
+        self.ended = False
+        self.finished_s = 0.0
+        """`time.monotonic()` of the end; 0.0 before it."""
+        self._with_text = with_text
+        self._min_tokens = sampling.min_tokens
+        self._keep_stop = sampling.include_stop_str_in_output
+        self._detokenizer = Detokenizer(decode, request.prompt_ids) if with_text or sampling.stop else None
+        self._scanner = StopScanner(sampling.stop, keep_match=self._keep_stop)
+
+    def take(self, events: Sequence[TokenEvent]) -> Delta:
+        """Merge all events that arrived into one delta. Events after the end are ignored."""
+        delta = Delta()
+        text: list[str] = []
+        for event in events:
+            if not self.ended:
+                self._take_one(event, delta, text)
+        delta.text = "".join(text) if self._with_text else ""
+        return delta
+
+    def _take_one(self, event: TokenEvent, delta: Delta, text: list[str]) -> None:
+        stopped = event.finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED)
+        stop_token_last = stopped and event.matched_token_id is not None
+        for i, token_id in enumerate(event.token_ids):
+            delta.token_ids.append(token_id)
+            if event.logprobs:
+                delta.logprobs.append(event.logprobs[i])
+            self.completion_tokens += 1
+            hidden = stop_token_last and i == len(event.token_ids) - 1 and not self._keep_stop
+            if not hidden and self._detokenizer and self._scan(self._detokenizer.push(token_id), delta, text):
+                return  # tokens behind a stop string do not count, though the same step brought them
+        if event.finish is None and event.error is None:
+            return
+        if self._detokenizer and self._scan(self._detokenizer.flush(), delta, text):
+            return
+        text.append(self._scanner.flush())
+        delta.finish, delta.matched_token_id, delta.error = event.finish, event.matched_token_id, event.error
+        self._end()
+
+    def _scan(self, piece: str, delta: Delta, text: list[str]) -> bool:
+        """Append what may be sent of `piece`; return whether a stop string ended the sequence."""
+        if self.completion_tokens < self._min_tokens:
+            text.append(piece)
+            return False
+        result = self._scanner.push(piece)
+        if isinstance(result, StopMatch):
+            text.append(result.text)
+            delta.finish, delta.matched_stop = FinishReason.STOP, result.stop
+            self._end()
+            return True
+        text.append(result)
+        return False
+
+    def _end(self) -> None:
+        self.ended = True
+        self.finished_s = time.monotonic()
+
+    def __repr__(self) -> str:
+        state = "ended" if self.ended else "running"
+        return f"<SequenceOutput {self.request.key} {state} tokens={self.completion_tokens} {self._scanner!r}>"
+
+
+class Detokenizer:
+    """Decodes the tokens of one sequence.
+
+    Invariant: the concatenation of all deltas equals the text of all tokens. Text that the next token may still change
+    (an incomplete UTF-8 sequence) is held back until then, or until `flush`.
+
+    A window of the last tokens is decoded again with each new one, because with every decoder but the byte-level one
+    the text of a token depends on its left neighbour (the prefix-offset method of Hugging Face's
+    text-generation-inference).
+    """
+
+    def __init__(self, decode: Decode, prompt_tail: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._ids = list(prompt_tail[-CONTEXT_TOKENS:])
+        """The window: context tokens, whose text was returned, then tokens whose text is held back in part or whole."""
+        self._context = len(self._ids)
+        """Number of context tokens."""
+        self._returned = self._complete(self._decode(self._ids)) if self._ids else 0
+        """Characters of the window's text that were returned."""
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that can no longer change, often empty in the middle of a character."""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._context <= MAX_HELD_TOKENS:
+            end = max(self._complete(text), self._returned)
+            delta, self._returned = text[self._returned : end], end
+            return delta
+        delta = text[self._returned :]
+        if len(self._ids) - self._context > 0 and text:
+            self._slide(text)
+        return delta
+
+    def flush(self) -> str:
+        """Return the text that is held back, replacement characters included. Call once, after the last token."""
+        text = self._decode(self._ids)
+        delta, self._returned = text[self._returned :], len(text)
+        return delta
+
+    def _slide(self, text: str) -> None:
+        # The new window keeps one complete stretch as the left neighbour of the next tokens. That stretch must not be
+        # empty text (special tokens that were dropped), or the next token would begin a text and lose its space.
+        tail = self._ids[self._context :]
+        tail_text = self._decode(tail)
+        if tail_text.strip():
+            self._ids, self._context, self._returned = tail, len(tail), len(tail_text)
+        else:
+            self._context, self._returned = len(self._ids), len(text)
+
+    @staticmethod
+    def _complete(text: str) -> int:
+        """Return the number of characters in front of the incomplete end."""
+        return len(text.rstrip(REPLACEMENT))
+
+    def __repr__(self) -> str:
+        return f"<Detokenizer window={len(self._ids)} held={len(self._ids) - self._context}>"
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string that was found."""
+
+    text: str
+    """Text to send before the end."""
+    stop: str
+
+
+class StopScanner:
+    """Scans for `stops` (non-empty strings). Of two matches in one piece the earlier start wins, then the longer one.
+
+    Invariant: text that was returned contains no stop string, and does not end with the beginning of one that the next
+    piece could complete. Fed one token's text at a time, the place of a match does not depend on the grouping of tokens.
+    """
+
+    def __init__(self, stops: tuple[str, ...], *, keep_match: bool) -> None:
+        self._stops = tuple(sorted(stops, key=len, reverse=True))
+        self._keep_match = keep_match
+        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._longest_beginning = max((len(stop) for stop in stops), default=1) - 1
+        self._held = ""
+
+    def push(self, text: str) -> str | StopMatch:
+        """Add text; return the text that may be sent, or the match."""
+        if not self._stops:
+            return text
+        text = self._held + text
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            # min() returns the first of equals: the longest, by the order of self._stops.
+            at, stop = min(found, key=lambda match: match[0])
+            self._held = ""
+            return StopMatch(text[: at + len(stop)] if self._keep_match else text[:at], stop)
+        end = self._beginning(text)
+        self._held = text[end:]
+        return text[:end]
+
+    def flush(self) -> str:
+        """Return the text that is held back: no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _beginning(self, text: str) -> int:
+        """Return where the longest suffix starts that a stop string begins with; len(text) when there is none."""
+        for at in range(max(0, len(text) - self._longest_beginning), len(text)):
+            if text[at] in self._first_chars:
+                suffix = text[at:]
+                if any(stop.startswith(suffix) for stop in self._stops):
+                    return at
+        return len(text)
+
+    def __repr__(self) -> str:
+        return f"<StopScanner stops={len(self._stops)} held={len(self._held)}>"
