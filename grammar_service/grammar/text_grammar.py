@@ -30,6 +30,7 @@ _LARK_ATTRIBUTES = re.compile(r"^[ \t]*[?!]?(\w+)\s*\[([^\]\n]*)\]\s*:", re.MULT
 _GBNF_RULE = re.compile(r"([\w-]+)\s*::=")
 _GBNF_ATTRIBUTES = re.compile(r"([\w-]+)\s*\[[^\]\n]*\]\s*::=")
 _GBNF_QUIET_BUT_CLASSES = re.compile(r'"(?:\\.|[^"\\\n])*"|\#[^\n]*')
+_GBNF_ESCAPE = re.compile(r"\\x([0-9A-Fa-f]{2})|\\.")
 _XGRAMMAR_TOKENS = re.compile(r"\b(Token|ExcludeToken|AnyTokens?|TagDispatch|TokenTagDispatch|TokenDispatch)\s*\(")
 
 
@@ -108,6 +109,15 @@ def check_gbnf(gbnf: str) -> None:
         if found[1] in seen:
             raise InvalidGrammar(f"source: line {_line(loud, found)}: rule {found[1]!r} is defined twice")
         seen.add(found[1])
+
+
+def with_fixed_escapes(gbnf: str) -> str:
+    r"""Return a GBNF grammar with `\u00HH` for each `\xHH`, because xgrammar reads more than two digits after `\x`."""
+    return _QUIET.sub(lambda part: part[0] if part[0][0] in "/#" else _GBNF_ESCAPE.sub(_four_digits, part[0]), gbnf)
+
+
+def _four_digits(escape: re.Match[str]) -> str:
+    return f"\\u00{escape[1]}" if escape[1] else escape[0]
 
 
 def alternatives(written: str) -> int:

@@ -78,8 +78,8 @@ def test_the_page_is_what_the_libraries_do(verdicts: dict[str, list[Verdict]], r
         pytest.skip(f"the page is of {', '.join(NAMES)}; installed are {', '.join(verdicts)}")
     versions = {name: installed_version(name) for name in verdicts}
     if any(f"{name} {version}" not in committed for name, version in versions.items()):
-        pytest.skip(f"the page is of other versions than {versions}; run python -m grammar_service.enforced --write")
-    assert page(verdicts, versions) == committed, "run python -m grammar_service.enforced --write"
+        pytest.skip(f"the page is of other versions than {versions}; run python -m tools.enforced --write")
+    assert page(verdicts, versions) == committed, "run python -m tools.enforced --write"
 
 
 def test_a_page_shows_what_was_let_by() -> None:

@@ -1,4 +1,4 @@
-"""`python -m grammar_service.enforced`: asks the installed backends what they enforce; prints or writes the page."""
+"""`python -m tools.enforced`: asks the installed backends what they enforce; prints or writes the page."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "enforced.md"
 
 EPILOG = """
 examples:
-  python -m grammar_service.enforced            what the libraries of this environment enforce, as Markdown
-  python -m grammar_service.enforced --write    the same into docs/enforced.md (needs every backend)
+  python -m tools.enforced            what the libraries of this environment enforce, as Markdown
+  python -m tools.enforced --write    the same into docs/enforced.md (needs every backend)
 
 The exit status is 1 when a backend accepted an invalid text without a word.
 """
@@ -25,7 +25,7 @@ The exit status is 1 when a backend accepted an invalid text without a word.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m grammar_service.enforced",
+        prog="python -m tools.enforced",
         description="Tries each keyword of JSON Schema on the installed backends: enforced, refused, or stricter?",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

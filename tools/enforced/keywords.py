@@ -30,6 +30,9 @@ ANY_VALUE: tuple[Case, ...] = (
     case("const", "", {"const": "a"}, ["a"], ["b", 1]),
     case("const", "an object", {"const": {"a": [1, "x"]}}, [{"a": [1, "x"]}], [{"a": [1, "y"]}, {}]),
     case("const", "a value that type excludes", {"type": "string", "const": 1}, [], [1, "a"]),
+    case("enum", "a control character", {"enum": ["a\x07b", "c"]}, ["a\x07b", "c"], ["ab", "a"]),
+    case("const", "a NUL", {"const": "a\0b"}, ["a\0b"], ["ab", "a"]),
+    case("const", "a NUL inside an array", {"const": ["a\0b"]}, [["a\0b"]], [["ab"]]),
     case("const", "a quote, a backslash, a tab", {"const": 'q"\\\t'}, ['q"\\\t'], ["q"]),
 )
 

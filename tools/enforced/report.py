@@ -12,7 +12,7 @@ from tools.enforced.measure import KEYWORDS, Outcome, Verdict
 
 _HEAD = """# What each backend enforces
 
-Made by `python -m grammar_service.enforced --write`, which asks the libraries; a test fails when this page and their
+Made by `python -m tools.enforced --write`, which asks the libraries; a test fails when this page and their
 behaviour differ. Versions: {versions}.
 
 Every case has texts that satisfy its schema and texts that break it. None that breaks it is accepted in silence.
@@ -38,8 +38,9 @@ any, inside JSON and never around it.
 
 ## Formats
 
-The last two columns: texts of the right form whose value cannot be, and that are accepted all the same; `format` is an
-annotation in draft 2020-12, and a grammar knows no calendar. Texts of another form are rejected.
+The last two columns show texts of the right form that a strict validator rejects and the backend accepts. Texts of
+another form are rejected. Dates follow the calendar. The second 60 is accepted only in the last minute of a UTC day, and
+only with offsets of whole hours or of 30 or 45 minutes past the hour.
 
 {formats}
 """

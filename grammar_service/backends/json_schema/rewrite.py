@@ -7,7 +7,7 @@ what one of them ignores is its own module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grammar_service.backends.json_schema.ecma_pattern import NotPortable
@@ -50,6 +50,44 @@ def rewrite(schema: Any, path: str, portable: Callable[[str], str]) -> list[Unen
             node.clear()
             node.update(items)
     return found
+
+
+def take_out_unwritable_values(schema: Any, path: str, unwritable: Sequence[tuple[int, int]]) -> list[Unenforced]:
+    """Take out of `const` and `enum` the values with a string that a library cannot write. Return what was taken out.
+
+    Names of members are not looked at: the library that needs this can write any name. `unwritable`: as in `Dialect`.
+    """
+    found: list[Unenforced] = []
+
+    def problem(value: Any) -> str | None:
+        char = next(
+            (c for text in _strings(value) for c in text if any(first <= ord(c) <= last for first, last in unwritable)),
+            None,
+        )
+        return char and f"holds the character U+{ord(char):04X}, which this backend does not write in a string"
+
+    for where, node in list(subschemas(schema, path)):
+        if "const" in node and (why := problem(node["const"])):
+            found.append(Unenforced(where, "const", why))
+            del node["const"]
+        values = node.get("enum")
+        if isinstance(values, list):
+            problems = [problem(value) for value in values]
+            found += [Unenforced(where, f"enum/{i}", why) for i, why in enumerate(problems) if why]
+            kept = [value for value, why in zip(values, problems, strict=True) if not why]
+            if kept or not values:
+                node["enum"] = kept
+            else:
+                del node["enum"]
+    return found
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for child in value if isinstance(value, list) else value.values():
+            yield from _strings(child)
 
 
 def _drop_idle(node: Schema) -> None:

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.backends.json_schema import unenforced
 from grammar_service.backends.llguidance.chains import LlguidanceFiller
-from grammar_service.backends.llguidance.notation import has_schemas, notation, parts, readable
+from grammar_service.backends.llguidance.notation import has_schemas, misspelled, notation, parts, readable
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
 from grammar_service.grammar.text_grammar import alternatives
 from grammar_service.grammar.value import Grammar, Kind
@@ -67,7 +67,8 @@ class LlguidanceBackend:
                     raise LimitExceeded(f"llguidance: {refused}")
                 raise InvalidGrammar(f"llguidance: {refused}")
         found += parts(messages, grammar)
-        return unenforced.pack(unenforced.settle(self.name, found, allow_unenforced), text.encode())
+        warnings = unenforced.settle(self.name, found, allow_unenforced) + misspelled(grammar)
+        return unenforced.pack(warnings, text.encode())
 
     def load(self, grammar: Grammar, artifact: bytes) -> LlguidanceCompiled:
         """Return the compiled form. Costs what the compilation cost (milliseconds), without the GIL."""

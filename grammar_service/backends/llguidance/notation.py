@@ -15,8 +15,10 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from grammar_service.backends.json_schema.ecma_pattern import portable
-from grammar_service.backends.json_schema.rewrite import rewrite
+from grammar_service.backends.json_schema.date_patterns import FORMATS, exact_pattern
+from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable, portable_regex
+from grammar_service.backends.json_schema.misspelled import misspelled_keywords
+from grammar_service.backends.json_schema.rewrite import rewrite, take_out_unwritable_values
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import subschemas
 from grammar_service.errors import InvalidGrammar
@@ -44,6 +46,9 @@ _ESCAPES = 'nrbtf\\"'
 r"""Without u: where any character may be written as \uXXXX, `{"\u0061": 1}` is an additional property although `a` is
 declared with another schema."""
 
+STRING_DIALECT = Dialect(unwritable=((0, 7), (11, 11), (14, 31), (127, 127)))
+r"""Patterns of JSON strings. A string can hold these control characters only as \uXXXX, which _ESCAPES excludes."""
+
 _PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 _TIMES = re.compile(r" \(\d+ times\)$")
 _KEYS = re.compile(r"Unimplemented keys: (\[.*?\])$")
@@ -60,7 +65,9 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
         schema = {} if schema is True else schema
         if "x-guidance" in schema:
             raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: options of the library are not the request's to set")
-        found.extend(rewrite(schema, path, portable))
+        found.extend(take_out_unwritable_values(schema, path, STRING_DIALECT.unwritable))
+        found.extend(rewrite(schema, path, lambda pattern: portable(pattern, STRING_DIALECT)))
+        _write_exact_formats(schema)
         options = {**_WHITESPACE[whitespace], "json_allowed_escapes": _ESCAPES, "lenient": lenient}
         return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
@@ -72,7 +79,9 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
             choices = " | ".join(map(lark_literal, json.loads(grammar.text)))
             return f"start: CHOICE\nCHOICE: {choices}", found
         case Kind.REGEX:
-            lark = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
+            lark = json.loads(LLMatcher.grammar_from_regex(portable_regex(grammar.text, Dialect())))["grammars"][0][
+                "lark_grammar"
+            ]
             return str(lark), found
         case Kind.EBNF:
             return _lark_of_gbnf(grammar.text), found
@@ -83,6 +92,27 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
         case Kind.STRUCTURAL_TAG:
             tag = StructuralTag.parse(grammar.text)
             return tag.to_lark(schema_text), found
+
+
+def misspelled(grammar: Grammar) -> tuple[str, ...]:
+    """Return a warning for each keyword in the grammar's schemas that is probably misspelled."""
+    return tuple(line for path, schema in _schemas(grammar) for line in misspelled_keywords(schema, path))
+
+
+def _write_exact_formats(schema: Any) -> None:
+    """Replace the formats of dates and times, which the library reads too leniently, by exact patterns."""
+    for _, node in list(subschemas(schema)):
+        name = node.get("format")
+        if not isinstance(name, str) or name not in FORMATS:
+            continue
+        exact = exact_pattern(name, lower_case=True)
+        if "pattern" not in node:
+            node["pattern"] = exact
+        elif isinstance(node.setdefault("allOf", []), list):
+            node["allOf"] = [*node["allOf"], {"pattern": exact}]
+        else:
+            continue
+        del node["format"]
 
 
 def _lark_of_gbnf(gbnf: str) -> str:

@@ -20,15 +20,17 @@ import xgrammar
 
 from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.backends.json_schema import unenforced
+from grammar_service.backends.json_schema.ecma_pattern import portable_regex
+from grammar_service.backends.json_schema.misspelled import misspelled_keywords
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.xgrammar.chains import XgrammarFiller
 from grammar_service.backends.xgrammar.rules import corrected, wanted_count
-from grammar_service.backends.xgrammar.schema import problems, tag_problems
+from grammar_service.backends.xgrammar.schema import REGEX_DIALECT, problems, tag_problems
 from grammar_service.backends.xgrammar.spelling import Spelling
 from grammar_service.backends.xgrammar.stderr_capture import captured_stderr
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar.structural_tag import formats, modern
-from grammar_service.grammar.text_grammar import check_gbnf, gbnf_literal
+from grammar_service.grammar.text_grammar import check_gbnf, gbnf_literal, with_fixed_escapes
 from grammar_service.grammar.token_bytes import decoder_types
 from grammar_service.grammar.value import Grammar, Kind
 from grammar_service.grammar.vocabulary import Vocabulary
@@ -57,12 +59,12 @@ class XgrammarBackend:
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Compile within this process; see `Backend.compile`. Redirects the process's stderr meanwhile."""
         # First what is known to be ignored, at no cost; what the library itself says comes after its work.
-        prepared, found = _prepared(grammar)
+        prepared, found, misspelled = _prepared(grammar)
         unenforced.settle(self.name, found, allow_unenforced)
         compiled, said = _listened(lambda: self._compile(prepared))
         warnings = unenforced.settle(self.name, [*found, *said], allow_unenforced)
         try:
-            return unenforced.pack(warnings, compiled.serialize_json().encode())
+            return unenforced.pack((*warnings, *misspelled), compiled.serialize_json().encode())
         except RuntimeError as error:
             raise _refusal(error) from None
 
@@ -88,7 +90,7 @@ class XgrammarBackend:
                 return compiler.compile_regex(grammar.text)
             case Kind.EBNF:
                 check_gbnf(grammar.text)
-                return compiler.compile_grammar(grammar.text)
+                return compiler.compile_grammar(with_fixed_escapes(grammar.text))
             case Kind.CHOICE:
                 choices = json.loads(grammar.text)
                 return compiler.compile_grammar("root ::= " + " | ".join(gbnf_literal(choice) for choice in choices))
@@ -99,23 +101,31 @@ class XgrammarBackend:
                 raise NotSupported("Lark grammars need the backend llguidance; this is xgrammar")
 
 
-def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced]]:
-    """Return the grammar as the library is to read it, and what it would ignore."""
+def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
+    """Return the grammar as the library must read it, the parts that it would ignore, and likely misspellings."""
     if grammar.kind in (Kind.JSON_SCHEMA, Kind.JSON_OBJECT):
         schema = json.loads(grammar.text)
+        misspelled = misspelled_keywords(schema, "")
         found = problems(schema)
-        return replace(grammar, text=json.dumps(schema, ensure_ascii=False)), found
+        return replace(grammar, text=json.dumps(schema, ensure_ascii=False)), found, misspelled
+    if grammar.kind is Kind.REGEX:
+        return replace(grammar, text=portable_regex(grammar.text, REGEX_DIALECT)), [], []
     if grammar.kind is not Kind.STRUCTURAL_TAG:
-        return grammar, []
-    document, found = modern(json.loads(grammar.text)), []
+        return grammar, [], []
+    document, found, misspelled = modern(json.loads(grammar.text)), [], []
     for path, node in formats(document["format"], "/format"):
+        if node.get("type") == "regex" and isinstance(node.get("pattern"), str):
+            node["pattern"] = portable_regex(node["pattern"], REGEX_DIALECT)
         if "json_schema" in node:
+            misspelled += misspelled_keywords(node["json_schema"], f"{path}/json_schema")
             found += problems(node["json_schema"], f"{path}/json_schema") + tag_problems(node, path)
             if node.get("style", "json") == "json":
                 node["max_whitespace_cnt"] = wanted_count(grammar.whitespace)
         if node.get("type") == "grammar":
-            check_gbnf(str(node.get("grammar")))
-    return replace(grammar, text=json.dumps(document, ensure_ascii=False)), found
+            node["grammar"] = str(node.get("grammar"))
+            check_gbnf(node["grammar"])
+            node["grammar"] = with_fixed_escapes(node["grammar"])
+    return replace(grammar, text=json.dumps(document, ensure_ascii=False)), found, misspelled
 
 
 def _listened(action: Callable[[], _T]) -> tuple[_T, list[Unenforced]]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from grammar_service.backends.json_schema.ecma_pattern import portable
+from grammar_service.backends.json_schema.date_patterns import FORMATS, exact_pattern
+from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable
 from grammar_service.backends.json_schema.rewrite import rewrite
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, subschemas
@@ -38,10 +39,13 @@ _FORMATS = frozenset(
 )
 """Formats that are enforced; any other is taken as any string."""
 
-UNWRITABLE = [(0, 31), (34, 34), (92, 92)]
-"""A pattern is held against the JSON text, in which these are two characters or more."""
+STRING_DIALECT = Dialect(unwritable=((0, 31), (34, 34), (92, 92)), categories=False)
+"""Patterns of JSON strings. The library matches them against the JSON text, which writes these characters as escapes."""
 
-_ANYTHING = portable("[^]*", UNWRITABLE)
+REGEX_DIALECT = Dialect(categories=False, ignore_case=False)
+"""Regular expressions of whole answers."""
+
+_ANYTHING = portable("[^]*", STRING_DIALECT)
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 
@@ -91,12 +95,28 @@ def problems(schema: Any, path: str = "") -> list[Unenforced]:
         problem = _problem(node)
         if problem:
             found.append(Unenforced(where, *problem))
+        found += _write_exact_format(node, where)
     return found
+
+
+def _write_exact_format(node: Schema, where: str) -> list[Unenforced]:
+    """Replace a format of dates or times, which the library reads too leniently, by an exact pattern.
+
+    A pattern beside it is lost (`_strings` has reported it), and so are lengths. Return what of them is not enforced.
+    """
+    types = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
+    name = node.get("format")
+    if name not in FORMATS or "string" not in types:
+        return []
+    node["pattern"] = exact_pattern(name, lower_case=False)
+    del node["format"]
+    lost = [keyword for keyword in ("minLength", "maxLength") if node.pop(keyword, None) is not None]
+    return [Unenforced(where, keyword, "is not enforced beside format") for keyword in lost]
 
 
 def _anchored(pattern: str) -> str:
     """Return the pattern in portable notation, as one of the whole string: that is how the library reads it."""
-    text = portable(pattern, UNWRITABLE)
+    text = portable(pattern, STRING_DIALECT)
     flag = text[:4] if text.startswith("(?i)") else ""
     body = text.removeprefix(flag)
     if "|" in body or body.strip("^$") == "":

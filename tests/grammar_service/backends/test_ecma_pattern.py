@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from grammar_service.backends.json_schema.ecma_pattern import NotPortable, portable
+from grammar_service.backends.json_schema.ecma_pattern import Dialect, NotPortable, portable
 
+STRINGS_OF_JSON = Dialect(unwritable=((0, 7), (11, 11), (14, 31)))
 STRINGS = ["", "a", "b", "A", "Z", "1", "_", "-", "]", "[", "^", "&", "~", ".", "\\", '"', "/", "{", "}", "$", "|"]
 STRINGS += ["\n", "\r", "\t", "\x08", "\x0c", " ", "\u00a0", "\u0085", "\u2028", "\ufeff", "\u00e9", "\u0663"]
 STRINGS += ["ab", "aa", "aaa", "abab", "a]", "a-b", "\U0001f600", "a{", "a\nb"]
@@ -50,9 +51,9 @@ STRINGS += ["ab", "aa", "aaa", "abab", "a]", "a-b", "\U0001f600", "a{", "a\nb"]
 def test_means_the_same(pattern: str, same: str | None) -> None:
     if same is None:
         with pytest.raises(NotPortable, match="no character"):
-            portable(pattern)
+            portable(pattern, STRINGS_OF_JSON)
         return
-    ours = re.compile(portable(pattern).replace("$", r"\Z"))
+    ours = re.compile(portable(pattern, STRINGS_OF_JSON).replace("$", r"\Z"))
     assert [s for s in STRINGS if ours.search(s)] == [s for s in STRINGS if re.search(same, s)]
 
 
@@ -84,18 +85,18 @@ def test_means_the_same(pattern: str, same: str | None) -> None:
 )
 def test_what_is_not_portable_is_named(pattern: str, named: str | None) -> None:
     if named is None:
-        assert portable(pattern) == r"[\x2d0-9z]"
+        assert portable(pattern, STRINGS_OF_JSON) == r"[\u002d0-9z]"
         return
     with pytest.raises(NotPortable, match=named):
-        portable(pattern)
+        portable(pattern, STRINGS_OF_JSON)
 
 
 def test_categories_stay_and_lose_what_cannot_be_written() -> None:
-    assert portable(r"\p{Lu}") == r"[[\p{Lu}]&&[^\x00-\x07\x0b\x0e-\x1f]]"
-    assert portable(r"[^\P{gc=L}a]") == r"[[^\P{L}a]&&[^\x00-\x07\x0b\x0e-\x1f]]"
+    assert portable(r"\p{Lu}", STRINGS_OF_JSON) == r"[[\p{Lu}]&&[^\u0000-\u0007\u000b\u000e-\u001f]]"
+    assert portable(r"[^\P{gc=L}a]", STRINGS_OF_JSON) == r"[[^\P{L}a]&&[^\u0000-\u0007\u000b\u000e-\u001f]]"
 
 
 def test_characters_that_a_library_cannot_write_are_left_out() -> None:
-    assert portable("[!-#]", [(34, 34)]) == r"[\x21\x23]"
+    assert portable("[!-#]", Dialect(unwritable=((34, 34),))) == r"[\u0021\u0023]"
     with pytest.raises(NotPortable, match=r"U\+0022"):
-        portable('a"', [(34, 34)])
+        portable('a"', Dialect(unwritable=((34, 34),)))

@@ -1,0 +1,112 @@
+"""`Stream` over CUDA: torch's current stream, its events and its graphs.
+
+One invariant: all graphs of one stream share a memory pool, so their replays follow each other on that stream. Not
+responsible for: what is enqueued (see ../program.py), which graphs exist (see graphs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from kernels.cuda.host_launch import launch_host_function
+
+
+class CudaGraph:
+    """A captured graph. Every graph of one stream shares its memory pool, so replays must follow each other there."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def replay(self) -> None:
+        """Launch on the current stream."""
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Destroy the executable."""
+        self._graph.reset()
+
+    @contextmanager
+    def captured(self, stream: torch.cuda.Stream, pool: Any) -> Iterator[CudaGraph]:
+        """Capture what this thread enqueues on `stream`; other threads may go on calling CUDA."""
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            yield self
+
+
+class CudaEvent:
+    """A torch event without timing."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+
+    def mark(self) -> None:
+        """Record on the current stream."""
+        self._event.record()
+
+    def reached(self) -> bool:
+        """Query; raises torch's error when the context is broken."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Synchronise with the event; torch releases the GIL for it."""
+        self._event.synchronize()
+
+
+class CudaStream:
+    """A CUDA stream of its own. `activate` makes it torch's current stream on the thread that will enqueue.
+
+    Args:
+        device: CUDA device.
+        low_latency_host: dispatch host functions by spinning, where the driver can (CUDA 13.2).
+    """
+
+    runs_at_once = False
+
+    def __init__(self, device: torch.device | str = "cuda", *, low_latency_host: bool = False) -> None:
+        self.device = torch.device(device)
+        self.low_latency_host = low_latency_host
+        self._stream = torch.cuda.Stream(self.device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def activate(self) -> None:
+        """Make this the current stream, and its device the current device, of the calling thread.
+
+        Waits for the device first: what other streams have written is there for this one.
+        """
+        torch.cuda.set_device(self._stream.device)
+        torch.cuda.synchronize()
+        torch.cuda.set_stream(self._stream)
+
+    def kernel(self, function: Callable[..., None], *args: object) -> None:
+        """Call `function`, which launches on the current stream."""
+        function(*args)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue one asynchronous copy."""
+        target.copy_(source, non_blocking=True)
+
+    def host(self, function: int, user_data: int) -> None:
+        """Enqueue a host function; a graph keeps both numbers for its life."""
+        launch_host_function(function, user_data, low_latency=self.low_latency_host)
+
+    def event(self) -> CudaEvent:
+        """Return a new event."""
+        return CudaEvent()
+
+    def capture(self) -> AbstractContextManager[CudaGraph]:
+        """Capture on this stream, into the pool that all its graphs share."""
+        return CudaGraph().captured(self._stream, self._pool)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Allocate page-locked memory."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def synchronize(self) -> None:
+        """Wait for this stream."""
+        self._stream.synchronize()
+
+    def __repr__(self) -> str:
+        return f"CudaStream({self.device}, {self._stream.cuda_stream:#x})"
