@@ -82,6 +82,11 @@ class EngineEnd:
 
     def batch_arrays(self, batch: int, memory: ByteArray | None = None) -> BatchArrays:
         """Return arrays of B lanes, bound to this end; see `BatchArrays`."""
+        # A device may have posted since this end was made. A native post on another thread advances the counter before
+        # the word, so a word that was read first never takes the counter back.
+        newest = self.last_seq
+        if newest > self._counter.last:
+            self._counter.last = newest
         arrays = BatchArrays(batch, self.layout.num_rows, memory)
         arrays.post_args.view = arrays.await_args.view = ctypes.pointer(self._view)
         arrays.post_args.counter = ctypes.pointer(self._counter)
@@ -277,8 +282,8 @@ class EngineEnd:
 
     @property
     def last_seq(self) -> int:
-        """Newest posted sequence."""
-        return self._counter.last
+        """Newest sequence in the segment, posted by this end or by a device."""
+        return int(native.load64(self._word(Word.REQ_SEQ)))
 
     def stats(self) -> dict[str, int]:
         """Return counters since the start; times in nanoseconds."""

@@ -116,7 +116,8 @@ class StreamSync(abc.ABC):
         """Enqueue a short wait, and what puts the tokens where drafters find them; `num_drafts_S`, too."""
         if batch.any_guided:
             box = self._box(batch.num_lanes)
-            rows = (1 << self.channel.layout.num_rows) - 1
+            # The post asks for at most so many tokens: the next step has `max_rows` rows, and one is not a draft's.
+            rows = (1 << (batch.max_rows - 1)) - 1
             self._receive(box, int(Stage.PROPOSE), rows, self._draft_timeout_ns)
             self.stream.kernel(self._take_jump_forward, batch, box)
 

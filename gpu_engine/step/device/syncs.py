@@ -19,7 +19,9 @@ from gpu_engine.step.device.post_buffers import HostPostBuffers, PostBuffers
 from gpu_engine.step.row_work import RowWork, TritonRows
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.stream_sync import StreamSync
+from kernels.cuda.flags import DeviceFlags, refusal
 from shared_mem.channel import EngineEnd
+from shared_mem.errors import InvalidField
 from shared_mem.layout import Stage
 from shared_mem.segment import Segment
 
@@ -38,6 +40,8 @@ class FlagKernels(RowFetcher, Protocol):
 
     counter: torch.Tensor
     """int64: last sequence, the one to wait for, nanoseconds waited, lanes not answered in time; then its own."""
+    refused: torch.Tensor
+    """int64 [1], host memory: 0, or the lane and the reason of an invalid post; see `kernels.cuda.flags.refusal`."""
 
     def post(
         self,
@@ -61,8 +65,9 @@ class FlagKernels(RowFetcher, Protocol):
         *,
         rows_wanted: int,
         timeout_ns: int,
+        fetches: bool = True,
     ) -> None:
-        """Wait for the last post's answers and fetch APPLY rows into `mask_SRW`."""
+        """Wait for the last post's answers; copy APPLY rows into `mask_SRW`, unless none is expected."""
 
 
 def segment_rows(segment: Segment) -> torch.Tensor:
@@ -164,7 +169,10 @@ class DeviceFlagSync(StreamSync):
     """Waiting is counted on the device; `report` has it."""
 
     def check(self, num_lanes: int) -> None:
-        """Nothing is checked by the post kernel."""
+        """Raise InvalidField when the last post was refused: a defect of the step. Does not wait for the device."""
+        refused = refusal(self._flags.refused)
+        if refused is not None:
+            raise InvalidField("record", f"lane {refused[0]} was refused with status {refused[1]}")
 
     def _box(self, num_lanes: int) -> PostBuffers:
         if num_lanes not in self._boxes:
@@ -181,11 +189,11 @@ class DeviceFlagSync(StreamSync):
         self._flags.post(*inputs, stage)
 
     def _receive(self, box: PostBuffers, stage: int, rows_wanted: int, timeout_ns: int) -> None:
-        self.stream.kernel(self._wait, box, rows_wanted, timeout_ns)
+        self.stream.kernel(self._wait, box, rows_wanted, timeout_ns, stage != Stage.PROPOSE)
 
-    def _wait(self, box: PostBuffers, rows_wanted: int, timeout_ns: int) -> None:
+    def _wait(self, box: PostBuffers, rows_wanted: int, timeout_ns: int, fetches: bool) -> None:
         lanes, outputs = (box.slots, box.slot_gens), (box.kinds, box.forced)
-        self._flags.wait(*lanes, *outputs, rows_wanted=rows_wanted, timeout_ns=timeout_ns)
+        self._flags.wait(*lanes, *outputs, rows_wanted=rows_wanted, timeout_ns=timeout_ns, fetches=fetches)
 
 
 def cuda_sync(
@@ -202,8 +210,6 @@ def cuda_sync(
     `pinned` is the registered segment of `channel`; it stays registered until the last graph over the sync is gone.
     Compiles kernels, so it comes before any capture.
     """
-    from kernels.cuda.flags import DeviceFlags
-
     # The device counts on from where the segment is.
     flags = DeviceFlags(pinned.numbers(), channel.last_seq)
     # The fetch and the wait put rows into the store, where `keep` finds them.

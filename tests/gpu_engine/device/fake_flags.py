@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from kernels.cuda.flags import COUNTER_WORDS
 from shared_mem.channel import EngineEnd
-from shared_mem.layout import RowKind
+from shared_mem.errors import InvalidField
+from shared_mem.layout import RowKind, Stage
 from tests.gpu_engine.device.recorded_stream import opaque
 
 
@@ -18,7 +20,8 @@ class FakeFlags:
         self._channel = channel
         self._arrays = channel.batch_arrays(layout.num_slots * 2)
         self.mask_SRW = torch.zeros(layout.num_slots, layout.num_rows, layout.row_stride // 4, dtype=torch.int32)
-        self.counter = torch.zeros(6, dtype=torch.int64)
+        self.counter = torch.zeros(COUNTER_WORDS, dtype=torch.int64)
+        self.refused = torch.zeros(1, dtype=torch.int64)
 
     @opaque
     def post(
@@ -43,7 +46,13 @@ class FakeFlags:
             (a.tokens, tokens_BT),
         ):
             target[:B] = source.numpy()
-        self.counter[1] = self._channel.post_batch(a, B, stage)
+        if stage == Stage.VERIFY:
+            self.refused.zero_()
+        try:
+            self.counter[1] = self._channel.post_batch(a, B, stage)
+        except InvalidField:
+            self.counter[1] = 0
+            self.refused.fill_(a.post_args.bad_lane << 8 | -a.post_args.status)
         self.counter[0] = self._channel.last_seq
 
     @opaque
@@ -56,6 +65,7 @@ class FakeFlags:
         *,
         rows_wanted: int,
         timeout_ns: int,
+        fetches: bool = True,
     ) -> None:
         a, B, seq = self._arrays, len(slots_B), int(self.counter[1])
         a.slots[:B], a.slot_gens[:B] = slots_B.numpy(), slot_gens_B.numpy()

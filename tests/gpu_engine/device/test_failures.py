@@ -192,8 +192,9 @@ def test_a_stopped_slot_asks_for_nothing() -> None:
         assert (outputs.seq, t.channel.last_seq) == (0, 0)
 
 
-def test_a_refused_record_is_told() -> None:
-    with toys("host_callback", row_timeout_ms=SHORT_MS) as t:
+@pytest.mark.parametrize("mode", ["host_callback", "device_flag"])
+def test_a_refused_record_raises_and_names_its_lane(mode: str) -> None:
+    with toys(mode, row_timeout_ms=SHORT_MS) as t:
         t.graphs.capture(t.channel)
         t.sit(0)
         t.stream.kernel(t.step.slot.length_S[:1].fill_, 500)  # more untold tokens than a record holds
