@@ -1,0 +1,133 @@
+"""Writes docs/configuration.md from the settings of both processes: `python -m tools.configuration --write`.
+
+The invariant: every name, default and meaning on the page comes from the config dataclasses, and a test compares the
+page with `page()`.
+
+Not responsible for: how settings are read (service_runtime/settings.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from grammar_service.config import ENVIRONMENT_PREFIX, GrammarConfig
+from service_runtime.settings import ENV_PREFIX, Setting, flag_of, settings_of, variable_of
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/configuration.md"
+
+_SECTIONS: tuple[tuple[str, type[Any], str], ...] = (
+    ("Engine process: the model and its batches", EngineConfig, ENV_PREFIX),
+    ("Engine process: addresses, access, and the grammar process", ServerConfig, ENV_PREFIX),
+    ("Grammar process", GrammarConfig, ENVIRONMENT_PREFIX),
+)
+
+_HEAD = f"""\
+# Configuration
+
+`python -m tools.configuration --write` makes this page from the settings in the code, and a test compares the two.
+
+Every setting has one name, and four places can give its value. The first place that gives one wins:
+
+1. the command line flag, such as `--max-batch-size 8`
+2. the environment variable, such as `LOCKSTEP_MAX_BATCH_SIZE=8`
+3. the TOML file named by `--config` or `LOCKSTEP_CONFIG`, in which the key is the setting's name
+4. the default
+
+```toml
+# lockstep.toml, for `lockstep serve --config lockstep.toml`
+model = "/models/Qwen3-0.6B"
+max_batch_size = 8
+listen = "0.0.0.0:50051"
+```
+
+An unknown flag or TOML key is an error. An unknown environment variable has no effect. `true`, `yes`, `on` and `1` mean
+true, and `false`, `no`, `off` and `0` mean false.
+
+Where the table names an old name, the flag, the variable and the key of that name still work in this version, with a
+warning.
+
+The engine starts its grammar process by default (`grammar = "spawn"`), and hands its environment to it. So the
+variables of the last table also configure a grammar process that the engine starts, except for those settings that the
+engine passes as flags: `dir`, `backend`, `compile_timeout_s`, `compile_memory_mb`, `cache_dir`, the log settings and,
+where the engine decides on them, `spin_us` and `compile_priority`. A grammar process that runs by itself
+(`python -m grammar_service --dir DIR`) reads its own flags, its own variables and a TOML file of its own
+(`--config` or `{ENVIRONMENT_PREFIX}CONFIG`). That file may hold its settings at the top or in a table `[grammar]`.
+"""
+
+_TAIL = """\
+
+## Variables that are not settings
+
+| variable | read by | meaning |
+|---|---|---|
+| `LOCKSTEP_CACHE` | engine | directory of the converted embedded model; default `~/.cache/lockstep` |
+| `LOCKSTEP_SERVER` | `generate`, `compile`, `info`, `health` | the server's address; default `127.0.0.1:50051` |
+| `OTEL_*` | engine | OpenTelemetry's own variables; see [operations](operations.md#traces) |
+
+The variables of `docker compose` are in [operations](operations.md#docker-compose).
+"""
+
+_EXAMPLES = """
+examples:
+  python -m tools.configuration            print the page
+  python -m tools.configuration --write    write it to docs/configuration.md
+"""
+
+
+def table(settings: list[Setting], prefix: str) -> str:
+    """Return the Markdown table of one config class."""
+    lines = ["| setting | flag | variable | default | meaning |", "|---|---|---|---|---|"]
+    for setting in settings:
+        cells = (
+            f"`{setting.name}`",
+            f"`{flag_of(setting.name)}`",
+            f"`{variable_of(setting.name, prefix)}`",
+            _default(setting.default),
+            _meaning(setting),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Return the whole of docs/configuration.md."""
+    sections = [f"\n## {title}\n\n{table(settings_of(kind), prefix)}" for title, kind, prefix in _SECTIONS]
+    return _HEAD + "".join(sections) + _TAIL
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value}`" if value != "" else "empty"
+
+
+def _meaning(setting: Setting) -> str:
+    text = " ".join(setting.help.split()).replace("|", "\\|")
+    old = ", ".join(f"`{name}`" for name in setting.old_names)
+    return f"{text} Old name: {old}." if old else text
+
+
+def main() -> int:
+    """Print the page, or write it with `--write`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.configuration",
+        description="Make docs/configuration.md from the settings of both processes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--write", action="store_true", help="write the page instead of printing it")
+    if parser.parse_args().write:
+        PAGE.write_text(page())
+    else:
+        sys.stdout.write(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
