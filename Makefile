@@ -1,6 +1,6 @@
 # The project's habits in a few commands. `make help` lists them.
 #
-# Everything runs in $(VENV). pip takes packages from wherever it is configured to; see the README for CPU-only torch.
+# Everything runs in $(VENV). pip takes packages from wherever it is configured to; see README.md for the CPU build of torch.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -57,7 +57,7 @@ compose-test: $(VENV)/.dev ## Build the container images; compose them, kill the
 	GRAMMAR_BACKEND=xgrammar docker compose build grammar
 	$(PY) -m pytest -m docker tests/compose $(ARGS)
 
-bench: $(VENV)/.dev ## Measure the README's figures on this machine
+bench: $(VENV)/.dev ## Measure tokens per second against other systems
 	$(PY) -m benchmarks $(ARGS)
 
 bench-acceptance: $(VENV)/.dev ## Measure tokens a step by drafter; ARGS="--data FILE.jsonl --variants ..."
