@@ -1,0 +1,34 @@
+"""One small server for all tests of the pages: a random model with a byte tokenizer, and a real grammar process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.server import EngineServer, ServerOptions
+from tests.gpu_engine import tiny
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the address of a server with the default drafter and both grammar libraries where they are installed."""
+    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("tiny"), rounds=True)
+    path = Path(folder) / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}))
+    options = ServerOptions(
+        model=str(folder),
+        dtype="float32",
+        num_threads=1,
+        max_batch_size=8,
+        extra=("--max-model-len", "256", "--stream-pace-ms", "0"),
+    )
+    with EngineServer(options) as engine:
+        yield engine.address

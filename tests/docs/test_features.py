@@ -1,0 +1,106 @@
+"""docs/features.md says which features work together; this runs its pairs and its refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import json_format
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from protos.engine.v1 import engine_pb2 as pb
+from protos.engine.v1 import engine_pb2_grpc
+from tests.docs.pages import ROOT, rows
+
+PAGE = ROOT / "docs/features.md"
+
+
+def code(cell: str) -> str:
+    """Return the text of a cell that is one code span."""
+    assert (cell[0], cell[-1]) == ("`", "`"), cell
+    return cell[1:-1]
+
+
+def feature_fields() -> dict[str, dict[str, Any]]:
+    return {name: json.loads(code(cell)) for name, cell in rows(PAGE, "Request features")}
+
+
+def pairs() -> dict[tuple[str, str], bool]:
+    """Return whether the page says that each pair of features works."""
+    names = list(feature_fields())
+    found = {}
+    for row in rows(PAGE, "Pairs of request features"):
+        for column, cell in zip(names[1:], row[1:], strict=True):
+            if cell:
+                assert cell in ("yes", "no")
+                found[row[0], column] = cell == "yes"
+    return found
+
+
+def merged(*parts: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def ask(stub: engine_pb2_grpc.EngineStub, fields: dict[str, Any]) -> list[pb.GenerateResponse] | grpc.RpcError:
+    request = json_format.ParseDict(fields, pb.GenerateRequest())
+    try:
+        return list(stub.Generate(request, timeout=60))
+    except grpc.RpcError as error:
+        return error
+
+
+def test_every_pair_has_one_cell() -> None:
+    assert list(pairs()) == list(itertools.combinations(feature_fields(), 2))
+
+
+def test_every_pair_does_what_its_cell_says(server: str) -> None:
+    features = feature_fields()
+
+    def failure(pair: tuple[str, str], works: bool) -> str | None:
+        prompt = {} if "chat" in pair else {"text": "abcabcabc"}
+        limit = {"sampling": {"maxTokens": 24}}
+        answer = ask(stub, merged(prompt, limit, *(features[name] for name in pair)))
+        if not works:
+            refused = isinstance(answer, grpc.RpcError) and answer.code() == grpc.StatusCode.INVALID_ARGUMENT
+            return None if refused else f"{pair}: not refused"
+        if isinstance(answer, grpc.RpcError):
+            return f"{pair}: {answer.code().name}: {answer.details()}"
+        ended = {response.index for response in answer if response.finish_reason}
+        failed = {response.finish_reason for response in answer} & {pb.FINISH_REASON_GRAMMAR_ERROR}
+        return f"{pair}: {ended}, {failed}" if failed or ended != set(range(2 if "n" in pair else 1)) else None
+
+    with grpc.insecure_channel(server) as channel, ThreadPoolExecutor(8) as pool:
+        stub = engine_pb2_grpc.EngineStub(channel)
+        assert [problem for problem in pool.map(failure, pairs(), pairs().values()) if problem] == []
+
+
+@pytest.mark.parametrize("row", rows(PAGE, "Refused requests"), ids=lambda row: row[0])
+def test_a_refused_request_names_its_field(server: str, row: list[str]) -> None:
+    _, fields, status, begins = row
+    with grpc.insecure_channel(server) as channel:
+        answer = ask(engine_pb2_grpc.EngineStub(channel), json.loads(code(fields)))
+    assert isinstance(answer, grpc.RpcError)
+    assert answer.code().name == code(status)
+    assert str(answer.details()).startswith(code(begins))
+
+
+@pytest.mark.parametrize("row", rows(PAGE, "Refused settings"), ids=lambda row: row[0])
+def test_refused_settings_name_one_of_them(row: list[str]) -> None:
+    _, settings, begins = row
+    values = tomllib.loads("\n".join(re.findall(r"`([^`]+)`", settings)))
+    engine = {field.name for field in fields(EngineConfig)}
+    kind: type[Any] = EngineConfig if set(values) <= engine else ServerConfig
+    with pytest.raises(ValueError, match=rf"^{code(begins)}: "):
+        kind(**values)
