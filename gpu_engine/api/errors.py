@@ -1,16 +1,18 @@
-"""The engine's errors, and the one place where they become gRPC status codes.
+"""The engine's errors, and their gRPC status codes.
 
     LockstepError
-    |- InvalidRequest        INVALID_ARGUMENT      the caller's fault; names the field and the limit
-    |- LimitExceeded         RESOURCE_EXHAUSTED    a stated bound (queue, compile time, grammar bytes) is reached
-    |- GrammarUnavailable    UNAVAILABLE           the sidecar is gone, or was lost in mid-answer; try again
-    |- UnknownGrammar        NOT_FOUND             a grammar_id that this server does not know (any more)
-    |- GrammarNotConfigured  FAILED_PRECONDITION   a grammar on a server that has no sidecar
-    |- NotSupported          UNIMPLEMENTED         known, but not by this server
+    |- InvalidRequest        INVALID_ARGUMENT      the caller's fault; the message names the field and the limit
+    |- LimitExceeded         RESOURCE_EXHAUSTED    a stated limit (queue, compile time, grammar bytes) is reached
+    |- GrammarUnavailable    UNAVAILABLE           the grammar process is lost or starting; try again
+    |- UnknownGrammar        NOT_FOUND             a grammar_id that this server does not know, or has forgotten
+    |- GrammarNotConfigured  FAILED_PRECONDITION   a grammar on a server without a grammar process
+    |- NotSupported          UNIMPLEMENTED         this server does not support it
     |- ShuttingDown          UNAVAILABLE           the server is closing
-    `- InternalError         INTERNAL              a defect of ours
+    `- InternalError         INTERNAL              a defect of Lockstep
 
-Handlers raise these; only `status_of` knows gRPC. Not here: endings of a sequence (`FinishReason`), which are results.
+The invariant: handlers raise these errors, and `status_of` alone maps them to gRPC.
+
+Not responsible for: the end of a sequence, which is a result (`FinishReason` in request.py).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class InvalidRequest(LockstepError):
 
 
 class LimitExceeded(LockstepError):
-    """A stated bound is reached; the message names the bound and its setting."""
+    """A stated limit is reached; the message names the limit and its setting."""
 
 
 class GrammarUnavailable(LockstepError):
@@ -39,11 +41,11 @@ class GrammarUnavailable(LockstepError):
 
 
 class UnknownGrammar(LockstepError):
-    """No grammar with this id is kept: compile it again."""
+    """No grammar has this id; the client compiles it again."""
 
 
 class GrammarNotConfigured(LockstepError):
-    """The request carries a grammar and this server runs without a grammar process."""
+    """The request has a grammar, and this server runs without a grammar process."""
 
 
 class NotSupported(LockstepError):
@@ -55,7 +57,7 @@ class ShuttingDown(LockstepError):
 
 
 class InternalError(LockstepError):
-    """A defect of ours; the log has the details."""
+    """A defect of Lockstep; the log has the details."""
 
 
 _STATUS: dict[type[LockstepError], grpc.StatusCode] = {
@@ -71,5 +73,5 @@ _STATUS: dict[type[LockstepError], grpc.StatusCode] = {
 
 
 def status_of(error: BaseException) -> grpc.StatusCode:
-    """Return the gRPC status of `error`; anything outside the tree is INTERNAL."""
+    """Return the gRPC status of `error`; an error outside the tree is INTERNAL."""
     return next((code for kind, code in _STATUS.items() if isinstance(error, kind)), grpc.StatusCode.INTERNAL)

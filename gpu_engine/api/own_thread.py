@@ -1,10 +1,13 @@
-"""Work for the event loop on a thread of its own, which ends with the work.
+"""Run a function for the event loop on a thread of its own, which ends with the function.
 
-Not `asyncio.to_thread`: its threads stay. The OpenMP runtime under torch keeps a pool of workers for every living
-thread that ever ran a parallel loop, and when the pools together have more threads than the machine has cores it lets
-workers sleep instead of spin between loops. A step has hundreds of loops: one idle second pool made it 1.8 times as
-slow (docs/log.md). One invariant: after the start, the engine's thread is the only one with a pool. Not here: work
-without torch.
+The threads of `asyncio.to_thread` stay alive. The OpenMP runtime under torch keeps a pool of workers for every living
+thread that ever ran a parallel loop. When the pools together have more threads than the machine has cores, idle workers
+sleep between loops instead of polling. A step has hundreds of loops: one idle second pool made it 1.8 times as slow
+(docs/log.md).
+
+The invariant: after the start, the engine's thread is the only one with a pool.
+
+Not responsible for: functions that do not use torch (`asyncio.to_thread` is enough for them).
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ Result = TypeVar("Result")
 
 
 async def in_own_thread(function: Callable[[], Result]) -> Result:
-    """Return `function()`, or raise what it raises. When this is cancelled the function runs on to its end."""
+    """Return `function()`, or raise its error. If the caller is cancelled, the function still runs to its end."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
-    def settle(result: Result | None, error: BaseException | None) -> None:
+    def set_outcome(result: Result | None, error: BaseException | None) -> None:
         if done.cancelled():
             return
         if error is not None:
@@ -33,9 +36,9 @@ async def in_own_thread(function: Callable[[], Result]) -> Result:
     def run() -> None:
         try:
             result, error = function(), None
-        except BaseException as raised:  # handed over whole: the caller decides
+        except BaseException as raised:  # including SystemExit: it is raised again in the caller
             result, error = None, raised
-        loop.call_soon_threadsafe(settle, result, error)
+        loop.call_soon_threadsafe(set_outcome, result, error)
 
     threading.Thread(target=run, name="own-thread").start()
     return await done

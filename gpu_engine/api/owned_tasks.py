@@ -1,6 +1,8 @@
-"""A set of background tasks with one owner: none is lost, no error goes unseen, all end with the owner.
+"""A set of background tasks with one owner: errors are logged, and every task ends with the owner.
 
-The invariant: a task is in the set exactly while it runs. Not here: waiting for results (await the task itself).
+The invariant: a task is in the set exactly while it runs.
+
+Not responsible for: waiting for a result (await the task).
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ class OwnedTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Start `work`. An error outside the engine's tree is logged; one inside it is for whoever awaits the task."""
+        """Start `work`. A LockstepError is left to the code that awaits the task; any other error is logged, too."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def background(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start `work` for its effect alone; as `spawn`."""
+        """Start `work` without a result; errors as in `spawn`."""
         _ = self.spawn(work, name)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
@@ -40,7 +42,7 @@ class OwnedTasks:
             log.error("%s failed", task.get_name(), exc_info=error)
 
     async def aclose(self) -> None:
-        """Cancel what still runs and wait for its end."""
+        """Cancel the tasks that still run, and wait for their end."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

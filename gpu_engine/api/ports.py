@@ -1,7 +1,9 @@
-"""The seams between the asyncio side and the engine: what each side promises the other, as protocols.
+"""The seams between the rooms of the engine, as protocols, and the values that cross them.
 
-The engine runs on a thread of its own and the servicer on the event loop; every method here says on which it may be
-called. Tests put small fakes behind these protocols. Not here: any behaviour.
+The engine runs on a thread of its own, the servicer and the grammar client on the event loop. Every protocol says on
+which of them its methods may be called. Tests put small fakes behind these protocols.
+
+Not responsible for: any behaviour.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """What the front needs of a Hugging Face fast tokenizer."""
+    """A Hugging Face fast tokenizer, as far as the front uses it."""
 
     @property
     def backend_tokenizer(self) -> Any:
@@ -34,7 +36,7 @@ class Tokenizer(Protocol):
 
 
 class Model(Protocol):
-    """What the front needs of a loaded model."""
+    """A loaded model, as far as the front uses it."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -42,7 +44,7 @@ class Model(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits, padding included."""
+        """Number of columns of the logits, padding included."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -50,7 +52,7 @@ class Model(Protocol):
 
     @property
     def model_type(self) -> str:
-        """As in the model's configuration: "llama", ..."""
+        """The type in the model's configuration, such as "llama"."""
 
     @property
     def dtype_name(self) -> str:
@@ -58,86 +60,88 @@ class Model(Protocol):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, shared ones once."""
+        """Number of parameters, with shared ones counted once."""
 
     @property
     def name(self) -> str:
-        """Path or name the model was loaded from."""
+        """Path or name that the model was loaded from."""
 
     @property
     def max_model_len(self) -> int:
-        """Prompt plus answer in tokens."""
+        """Longest prompt and answer together, in tokens."""
 
 
 class EngineCore(Protocol):
-    """What the servicer calls. Every method but `start` and `close` is thread-safe and returns at once."""
+    """The engine, as far as the servicer uses it. Every method is thread-safe and returns at once."""
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine was built from."""
+        """The configuration of the engine."""
 
     def submit(self, request: Request) -> None:
-        """Queue one sequence; raises LimitExceeded when the queue is full and ShuttingDown when closing."""
+        """Queue one sequence. Raises LimitExceeded when the queue is full, and ShuttingDown while the engine closes."""
 
     def abort(self, request_id: str) -> bool:
-        """End every sequence of the request with ABORTED; False when none is running."""
+        """End every sequence of the request with ABORTED; False if none is waiting or running."""
 
     def drop(self, request: Request) -> None:
-        """Free everything the sequence holds, with no more events. Not an error when it has ended."""
+        """Free the slot and pages of the sequence, with no more events. No error if it has ended."""
 
     def stats(self) -> EngineStats:
-        """Read the counters."""
+        """Return the counters and gauges, at most one step old."""
 
 
 class GrammarEvents(Protocol):
-    """What the grammar client tells the engine. Thread-safe; a stale (slot, slot_gen) is ignored."""
+    """Events of the grammar client for the engine. Thread-safe; a stale (slot, slot_gen) is ignored."""
 
     def grammar_opened(
         self, slot: int, slot_gen: int, *, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]
     ) -> None:
-        """The slot's matcher stands at its committed tokens."""
+        """The slot's matcher has accepted its committed tokens."""
 
     def grammar_failed(self, slot: int, slot_gen: int, error: LockstepError) -> None:
         """End the slot's request with `error`."""
 
     def grammar_lost(self, binding: Collection[tuple[int, int]]) -> None:
-        """The sidecar is gone: guided slots pause and keep their KV. `binding`: it had a Bind of these in hand."""
+        """The grammar process ended: guided slots pause and keep their KV pages. `binding`: the slots, with their
+        slot_gen, that it was binding at that moment."""
 
     def grammar_silent(self) -> None:
-        """The sidecar shows no life: guided slots pause and keep their KV and matchers; heard or lost comes next."""
+        """No heartbeat arrives: guided slots pause, with their KV pages and matchers. Next: grammar_alive or
+        grammar_lost."""
 
     def grammar_alive(self) -> None:
-        """The sidecar lives after all: guided slots go on where they stand."""
+        """Heartbeats arrive again: guided slots continue from their committed tokens."""
 
     def grammar_restored(self) -> None:
-        """A sidecar is attached again: the engine opens every guided slot again with its committed tokens."""
+        """A grammar process is attached again: the engine opens every guided slot with its committed tokens."""
 
 
 class GrammarPort(Protocol):
-    """What the engine calls, on its own thread. Returns at once."""
+    """The grammar client, as far as the engine uses it. Called on the engine's thread; returns at once."""
 
     def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
-        """Give the slot a matcher moved over `committed`; answered by grammar_opened or grammar_failed."""
+        """Make a matcher for the slot and have it accept `committed`; answered by grammar_opened or grammar_failed."""
 
     def close(self, slot: int, slot_gen: int) -> None:
         """Drop the slot's matcher."""
 
 
 class ServedEngine(EngineCore, GrammarEvents, Protocol):
-    """What the server builds, starts and closes."""
+    """The engine, as the server builds, starts and closes it."""
 
     def start(self) -> None:
-        """Start the thread and warm up; blocks until warm."""
+        """Start the engine's thread and warm it up; blocks until that is done."""
 
     def forgive_grammar_end(self) -> None:
-        """The sidecar that was lost last had been ended from outside: no guided sequence is to blame. Any thread."""
+        """The last grammar process was ended from outside: its end is not counted against any request. Any thread."""
 
     @property
     def grammar_progress(self) -> int:
-        """Counts up whenever a sidecar was of use to a guided sequence. Any thread."""
+        """A number that grows whenever a grammar process serves a guided sequence. Any thread."""
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """Have `failed` called once, on the engine's thread, when the engine can serve nothing any more."""
+        """Call `failed` once, on the engine's thread, when the engine cannot serve any request any more."""
 
     def close(self, timeout_s: float) -> None:
         """End running requests with ABORTED and stop the thread; blocks for at most `timeout_s`."""
@@ -145,7 +149,7 @@ class ServedEngine(EngineCore, GrammarEvents, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar that is, or was, in the grammar process's cache."""
+    """The result of one compilation in the grammar process, whose cache may have evicted the grammar since."""
 
     grammar_id: str
     backend: int
@@ -153,20 +157,20 @@ class Compiled:
     compile_ms: float
     warnings: tuple[str, ...]
     memory_bytes: int = 0
-    """What it holds in the grammar process, an estimate."""
+    """Its memory in the grammar process, estimated."""
     min_tokens: int = 0
-    """No answer has fewer, the end-of-sequence token included; 0: not known."""
+    """Lower bound of an answer's tokens, the end-of-sequence token included; 0: not known."""
     closing_tokens: int = 0
-    """An answer has so many, and there may be shorter ones; 0: none was found."""
+    """Tokens of one complete answer; there may be shorter ones. 0: none was found."""
     attached: int = 0
-    """The grammar process that has it, if none was attached since: `GrammarLink.attached` of then."""
+    """`GrammarLink.attached` at that time: it is in the current grammar process only if the two are equal."""
     ready_s: float = 0.0
-    """`time.monotonic()` when it was known here."""
+    """`time.monotonic()` when the engine received the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarStats:
-    """Gauges of the grammar process; zeros while it does not answer."""
+    """Gauges of the grammar process; 0 while it does not answer."""
 
     starts: int = 0
     ready: bool = False
@@ -175,23 +179,24 @@ class GrammarStats:
 
 
 class GrammarAccess(Protocol):
-    """What the servicer needs of the grammar client. On the event loop."""
+    """The grammar client, as far as the servicer uses it. Called on the event loop."""
 
     @property
     def backends(self) -> tuple[int, ...]:
-        """Installed backends, the default first."""
+        """Values of the Backend enum of the installed libraries, the default first."""
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
-        """Start compiling for this request; `failed` gets the error that the client is to see. Raises LimitExceeded."""
+        """Start compiling for this request; `failed` is called with the client's error. Raises LimitExceeded."""
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Release what `prepare` holds for the request, which has ended."""
 
     def compiled_s(self, request_id: str) -> float:
-        """Return `time.monotonic()` when the request's grammar was compiled; 0.0: it is not. Before `forget`."""
+        """Return the `time.monotonic()` at which the request's grammar was compiled; 0.0: not yet. Call before
+        `forget`."""
 
     async def compile(self, spec: GrammarSpec) -> Compiled:
-        """Compile for nobody's slot. Raises LockstepError."""
+        """Compile ahead of any request. Raises LockstepError."""
 
     async def stats(self) -> GrammarStats:
-        """Ask the grammar process; never raises."""
+        """Ask the grammar process for its gauges; never raises."""

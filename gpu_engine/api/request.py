@@ -1,8 +1,9 @@
-"""One sequence to generate: what was asked, what comes back, and how the two threads talk about it.
+"""One sequence to generate: its parameters, its events, and its times.
 
-A `Request` is validated and tokenised before it exists; nothing after this module checks user input again. `n`
-sequences of one RPC are n Requests with one `request_id` and different `index`. Not here: protobuf (servicer) and
-scheduling state.
+The invariant: a `Request` is validated and tokenised before it is made, and no later module checks user input again.
+The `n` sequences of one RPC are n Requests with the same `request_id` and different `index`.
+
+Not responsible for: protobuf (front/servicer.py), or the state of a running sequence (core/running.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gpu_engine.api.errors import LockstepError
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended; the values are those of the proto enum."""
+    """Why a sequence ended; the values equal those of the proto enum."""
 
     STOP = 1
     LENGTH = 2
@@ -27,7 +28,7 @@ class FinishReason(enum.Enum):
 
 
 class GrammarKind(enum.Enum):
-    """Kinds of grammar; the values are those of `lockstep.grammar.v1.Kind`."""
+    """Kinds of grammar; the values equal those of `lockstep.grammar.v1.Kind`."""
 
     JSON_OBJECT = 1
     JSON_SCHEMA = 2
@@ -40,7 +41,7 @@ class GrammarKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A grammar as the client gave it; equal specs share one compilation."""
+    """A grammar as the client sent it; equal specs share one compilation."""
 
     kind: GrammarKind
     source: str
@@ -48,33 +49,33 @@ class GrammarSpec:
     whitespace: int = 0
     """A value of the Whitespace enum (equal in both protos)."""
     backend: int = 0
-    """A value of the Backend enum (equal in both protos); 0 is the sidecar's default."""
+    """A value of the Backend enum (equal in both protos); 0 is the grammar process's default."""
     allow_unenforced: bool = False
-    """Parts that cannot be enforced become warnings."""
+    """Parts of the grammar that cannot be enforced become warnings instead of an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling and stopping, every default already applied. `temperature == 0` is greedy."""
+    """Sampling and stopping, with every default applied. `temperature == 0` is greedy."""
 
     max_tokens: int
     seed: int
-    """64 bits; with the absolute position it keys the sampling noise."""
+    """64 bits without a sign; with the absolute position it keys the sampling noise."""
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 means all."""
+    """0: every token."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """The client's; the model's own end-of-sequence ids are the engine's unless `ignore_eos`."""
+    """Of the client; the engine adds the model's end-of-sequence ids unless `ignore_eos`."""
     bad_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences of length >= 2 that must not appear; single tokens are in `bad_token_ids`."""
+    """Token sequences of length >= 2 that must not be generated; single tokens are in `bad_token_ids`."""
     ignore_eos: bool = False
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
@@ -83,7 +84,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """At one position, of the model's own distribution: natural logarithms."""
+    """Log probabilities at one position, natural logarithms of the model's own distribution."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -91,14 +92,16 @@ class Logprobs:
 
 @dataclass(slots=True)
 class Telemetry:
-    """Where the time of a sequence went. Times are `time.monotonic()` seconds; the engine thread alone writes it."""
+    """Times and counts of one sequence. Times are `time.monotonic()` seconds. Only the engine's thread writes it."""
 
     arrived_s: float = field(default_factory=time.monotonic)
     scheduled_s: float = 0.0
     cached_tokens: int = 0
-    """What was there when it was last seated before its first token, and was not prefilled."""
+    """Prompt tokens that were not prefilled, because their KV pages were cached when the sequence last got a slot
+    before its first token."""
     prefilled_s: float = 0.0
-    """The last chunk of the prompt was launched; where all of it was there, the time of its seat."""
+    """When the last chunk of the prompt was launched, or when the sequence got its slot if the whole prompt was
+    cached."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     finished_s: float = 0.0
@@ -115,12 +118,12 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one step did to one sequence. Exactly one event of a sequence has `finish` or `error` set: its last."""
+    """The result of one step for one sequence. Its last event, and no other, has `finish` or `error`."""
 
     index: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
-    """One entry a token when asked for, else empty."""
+    """One entry per token if the request asked for them, else empty."""
     finish: FinishReason | None = None
     matched_token_id: int | None = None
     error: LockstepError | None = None
@@ -128,7 +131,7 @@ class TokenEvent:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. Identity is the object; `key` names it to humans and to Abort."""
+    """One sequence. Two requests are equal only if they are the same object; `key` names it in logs."""
 
     request_id: str
     index: int
@@ -136,17 +139,17 @@ class Request:
     """At least one token; len(prompt_ids) + 1 <= max_model_len."""
     sampling: SamplingParams
     sink: Callable[[TokenEvent], None]
-    """Called on the engine thread, once per step with news; must not block or raise."""
+    """Called on the engine's thread with each event; must not block or raise."""
     grammar: GrammarSpec | None = None
     num_draft_tokens: int = 0
-    """Drafts per step for this sequence; the server's K is the most."""
+    """Drafts per step for this sequence, at most the server's K."""
     jump_forward_tokens: int | None = None
-    """The same for what the grammar forces; the server's F is the most. None: as many as `num_draft_tokens`."""
+    """Jump-forward tokens per step for this sequence, at most the server's F. None: as many as `num_draft_tokens`."""
     telemetry: Telemetry = field(default_factory=Telemetry)
 
     @property
     def max_jump_forward(self) -> int:
-        """Drafts per step that the grammar may force; none for a request without speculation."""
+        """The most jump-forward tokens per step; 0 for a request without speculation."""
         own = self.num_draft_tokens
         return own if self.jump_forward_tokens is None or not own else self.jump_forward_tokens
 
@@ -156,5 +159,5 @@ class Request:
         return f"{self.request_id}/{self.index}"
 
     def __repr__(self) -> str:
-        grammar_state = self.grammar.kind.name if self.grammar else "free"
+        grammar_state = self.grammar.kind.name if self.grammar else "unconstrained"
         return f"<Request {self.key} prompt={len(self.prompt_ids)} {grammar_state} draft={self.num_draft_tokens}>"

@@ -1,7 +1,8 @@
-"""What an engine counts, as one readable value. Writer: the engine thread; a reader gets a copy, a step old at most.
+"""The engine's counters and gauges, as one value. The engine's thread writes it; a reader's copy is at most a step old.
 
-The invariant: counting costs a step a few additions: no lock, and nothing is allocated. Not here: what it looks like to
-Prometheus (`metrics_engine.py`).
+The invariant: a step counts with a few additions, without a lock and without allocation.
+
+Not responsible for: the Prometheus metrics made of it (ops/metrics_engine.py).
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ TOKENS_BOUNDS = tuple(float(count) for count in range(17))
 
 
 class Histogram:
-    """Counts per bucket, with one writing thread. A reader may be one observation behind, and sees no count twice."""
+    """Counts per bucket, with one writing thread. A reader may miss the last observation, and sees none twice."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        """Args: `bounds` are the upper ends of the buckets, included, in rising order; above the last is one more."""
+        """Args: `bounds` are the inclusive upper ends of the buckets, rising; one more bucket has no upper end."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
-        """Not cumulated."""
+        """Per bucket, not cumulative."""
         self.total = 0.0
-        """Sum of what was observed."""
+        """Sum of the observed values."""
 
     def observe(self, value: float) -> None:
         """Count `value`."""
@@ -40,7 +41,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, and gauges of now."""
+    """Counters since the start, and gauges. Times in the names' units."""
 
     num_slots: int = 0
     num_pages: int = 0
@@ -48,42 +49,42 @@ class EngineStats:
     running: int = 0
     pages_used: int = 0
     pages_cached: int = 0
-    """In use by nobody; who begins with their tokens finds them."""
+    """Pages without an owner, reusable by prefix match."""
     steps: int = 0
     step_rows: int = 0
-    """Rows verified, padding included."""
+    """Rows that decode steps verified, padding included."""
     step_ms: float = 0.0
-    """Time in decode steps."""
+    """Time spent in decode steps."""
     generated_tokens: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
-    """Not prefilled: their keys and values were there, from another sequence or before a preemption."""
+    """Prompt tokens that were not prefilled: their KV pages were cached, by another sequence or before a preemption."""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     jump_forward_tokens: int = 0
-    """Of the drafts: what the grammar forces."""
+    """Drafts that the grammar forced."""
     accepted_jump_forward_tokens: int = 0
     mask_wait_ms: float = 0.0
     deferred_rows: int = 0
     preemptions: int = 0
     dead_ends: int = 0
-    """Sequences that had no legal token left."""
+    """Sequences that ended because no token was legal."""
     matcher_errors: int = 0
-    """Sequences whose matcher refused a committed token, or failed."""
+    """Sequences that ended because their matcher rejected a committed token, or failed."""
     finished: Counter[str] = field(default_factory=Counter)
     """By FinishReason name."""
     failed: Counter[str] = field(default_factory=Counter)
     """By gRPC status name."""
     step_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS_S))
     mask_wait_seconds: Histogram = field(default_factory=lambda: Histogram(MASK_WAIT_BOUNDS_S))
-    """Of steps with a guided sequence."""
+    """Of steps with a guided sequence alone."""
     token_gap_seconds: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))
-    """From one step that brought tokens to a sequence to the next."""
+    """Time between two steps in a row that gave a sequence tokens."""
     tokens_per_step: Histogram = field(default_factory=lambda: Histogram(TOKENS_BOUNDS))
-    """Tokens that a step brought to a sequence: accepted drafts and one of the target's own; 0: deferred."""
+    """Tokens that a step gave a sequence: its accepted drafts and the target's own token; 0: its rows were deferred."""
 
     def count_step(self, num_rows: int, step_ms: float, waited_ms: float, *, guided: bool) -> None:
-        """Count a step that was collected; `guided` says that some sequence of it has a grammar."""
+        """Count one collected step; `guided`: at least one sequence of it has a grammar."""
         self.steps += 1
         self.step_rows += num_rows
         self.step_ms += step_ms
@@ -93,7 +94,7 @@ class EngineStats:
             self.mask_wait_seconds.observe(waited_ms / 1e3)
 
     def count_tokens(self, num_tokens: int, num_drafts: int, num_accepted: int, num_jump_forward: int = 0) -> None:
-        """Count what a step brought to one sequence; the first `num_jump_forward` of its drafts were forced."""
+        """Count one step of one sequence; its first `num_jump_forward` drafts were jump-forward tokens."""
         self.tokens_per_step.observe(num_tokens)
         self.generated_tokens += num_tokens
         if num_tokens:

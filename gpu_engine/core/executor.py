@@ -97,7 +97,7 @@ def _cpu_executor(
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
         num_drafts=config.num_drafts,
-        step_rows=config.most_step_rows,
+        step_rows=config.max_step_rows,
     )
     sync: InlineSync | NoSync = NoSync()
     if channel is not None:
@@ -179,7 +179,7 @@ def device_executor(
     rows = SlotRows.allocate(S + 1, V, masks_SRW, slot.done_S, max_rules=MAX_RULES)
     ring = OutputRing(stream, lane, None if sync is None else sync.report)
     buckets, guided = lane_buckets(S), sync is not None
-    step_rows = StepRows(config.num_drafts + 1, R, config.most_step_rows)
+    step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows)
     pages = model.allocate_pages(num_pages, config.page_size, token_major=True)
     drafter = build_device_drafter(config, model, stream, meets, num_pages)
     step = DeviceStep(

@@ -64,7 +64,7 @@ class EngineLoop:
             prefill_chunk=shapes.budget,
             lookahead=ahead,
             shapes=shapes,
-            tokens_of=_tokens_of if config.keeps_prefixes else None,
+            tokens_of=_tokens_of if config.caches_prefixes else None,
         )
         self.executor = build_executor(config, model, channel, num_pages, max_inflight_steps)
         self._slot_writer, self._sync, self._runner = (

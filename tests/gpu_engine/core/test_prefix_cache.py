@@ -119,9 +119,9 @@ def test_pages_that_are_kept_are_given_up_for_who_needs_them(llama: LoadedModel)
 
 def test_a_network_that_drafts_sees_every_prompt(llama: LoadedModel, draft_models: dict[str, str]) -> None:
     settings = with_drafts(3, draft_model=draft_models["same"])
-    assert not settings.keeps_prefixes
-    assert with_drafts(0).keeps_prefixes
-    assert config(drafter="grammar").keeps_prefixes
+    assert not settings.caches_prefixes
+    assert with_drafts(0).caches_prefixes
+    assert config(drafter="grammar").caches_prefixes
     with free_engine(llama, settings) as engine:
         answer_each(engine, turns())
         stats = engine.stats()

@@ -30,5 +30,5 @@ def test_the_embedded_model_alone_has_one() -> None:
         EngineConfig(drafter="eagle3", model="/models/other")
     with pytest.raises(ValueError, match="draft_model: drafter=model needs one"):
         EngineConfig(drafter="model")
-    with pytest.raises(ValueError, match="draft_model: goes with drafter=model and drafter=eagle3"):
+    with pytest.raises(ValueError, match="draft_model: is for drafter=model and drafter=eagle3 alone"):
         EngineConfig(draft_model="/heads/mine")
