@@ -315,7 +315,7 @@ async def _report_guided(grammar: GrammarProcess, health_servicer: HealthService
     async def report(serves: bool) -> None:
         await health_servicer.set(GUIDED, SERVING if serves else NOT_SERVING)
 
-    await grammar.report(report)
+    await grammar.tell(report)
 
 
 async def _drain(

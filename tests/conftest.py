@@ -1,6 +1,7 @@
-"""What every test of the house shares: markers that skip with a reason where their need is not met.
+"""What all tests share: markers that skip a test with a reason, and the distribution of tests over workers.
 
-Fakes are in `tests/fakes.py`. Not here: fixtures of one folder, which stand beside their tests.
+Invariant: the tests of one file run in one worker, and so do the tests of one folder of `ONE_WORKER`.
+Not responsible for: fixtures of one folder (see its conftest.py), fakes (see fakes.py).
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ from pathlib import Path
 import pytest
 
 if not Path("/dev/nvidiactl").exists():
-    # Triton decides at its first import, whoever causes it, whether kernels run in its interpreter, on a CPU.
+    # Triton reads this at its first import: without a GPU, kernels run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Torch reads this at its first import. With one thread a worker does not wait for cores that other workers use.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ONE_WORKER = ("tests/e2e", "tests/compose")
+"""Folders whose files share a server or a set of containers."""
 
 
 @cache
@@ -68,11 +76,18 @@ _NEEDS: dict[str, Callable[[], str | None]] = {
     "model": _missing_model,
     "node": _missing_node,
 }
-"""Marker -> what this machine lacks for it, or None."""
+"""Marker -> the requirement that this machine does not meet, or None."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _worker_group(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    return next((folder for folder in ONE_WORKER if file.startswith(f"{folder}/")), file)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group(_worker_group(item.nodeid)))
         for marker, missing in _NEEDS.items():
             if item.get_closest_marker(marker) is not None and (reason := missing()) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))

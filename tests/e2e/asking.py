@@ -1,4 +1,7 @@
-"""Short ways to ask a running server and to put an answer together. Not here: checks."""
+"""Sends requests to a running server and joins the responses of each sequence.
+
+Not responsible for: checks of an answer (see the tests).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ ANSWER_TIMEOUT_S = 120.0
 
 @dataclass(slots=True)
 class Answer:
-    """One sequence, whole."""
+    """All responses of one sequence, joined."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -50,7 +53,7 @@ async def answer(client: Client, request: pb.GenerateRequest) -> Answer:
 
 
 async def idle_stats(client: Client, timeout_s: float = 30.0) -> pb.GetStatsResponse:
-    """Return the counters once nothing is held any more, or as they are after `timeout_s`."""
+    """Return the counters when no resource is held and the grammar process is ready, or after `timeout_s`."""
     stats = await client.stats()
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,4 +1,8 @@
-"""A real server with the real model and a real grammar process, one per test module."""
+"""One server for all end-to-end tests: the embedded model, a grammar process, gRPC.
+
+Invariant: a test leaves the server idle, with a grammar process that is ready; counters are compared with their values
+at the beginning of the test.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,23 @@ from benchmarks.harness.server import EngineServer, ServerOptions
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """Where it listens, and the processes behind it."""
+    """The address of the server, and its processes."""
 
     address: str
     process: psutil.Process
 
     def grammar_process(self) -> psutil.Process:
-        """Return the grammar process of now."""
+        """Return the grammar process that runs now."""
         found = [child for child in self.process.children() if "grammar_service" in child.cmdline()]
         assert len(found) == 1, found
         return found[0]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
-    options = ServerOptions(dtype="auto", max_batch_size=8, extra=("--max-model-len", "512", "--max-queue-size", "64"))
+    """One thread: other tests use the other core, and no end-to-end test measures speed."""
+    extra = ("--max-model-len", "512", "--max-queue-size", "64", "--grammar-silence-s", "4")
+    options = ServerOptions(dtype="auto", num_threads=1, max_batch_size=8, extra=extra)
     before = {child.pid for child in psutil.Process().children()}
     with EngineServer(options) as engine:
         (process,) = [child for child in psutil.Process().children() if child.pid not in before]

@@ -1,4 +1,4 @@
-"""Answers that are led to their end, through both processes and with the real model."""
+"""Budgeted completion through both processes and with the real model: answers that end within max_tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import answer, chat
 from tests.e2e.conftest import RunningServer
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = pytest.mark.model
 
 SCHEMA = {
     "type": "object",
@@ -37,7 +37,7 @@ def request(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_a_long_answer_is_closed_at_its_limit_with_the_same_tokens_at_any_k(
+async def test_a_long_answer_is_completed_at_its_limit_with_the_same_tokens_for_any_number_of_drafts(
     server: RunningServer, backend: pb.Backend
 ) -> None:
     async with Client(server.address) as client:
@@ -51,6 +51,7 @@ async def test_a_long_answer_is_closed_at_its_limit_with_the_same_tokens_at_any_
     assert drafted.last.finish_reason == plain.last.finish_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_random_schemas_at_random_limits(server: RunningServer, backend: pb.Backend) -> None:
     luck = random.Random(5)
@@ -70,7 +71,7 @@ async def test_random_schemas_at_random_limits(server: RunningServer, backend: p
     assert closed
 
 
-async def test_a_limit_below_every_answer_is_refused_at_once(server: RunningServer) -> None:
+async def test_a_limit_below_the_shortest_answer_is_rejected_at_once(server: RunningServer) -> None:
     async with Client(server.address) as client:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await answer(client, request(SCHEMA, pb.BACKEND_LLGUIDANCE, 1, 0))

@@ -1,4 +1,4 @@
-"""Engines that are killed under a grammar process of its own: it drops what they held, and serves the next one."""
+"""Engines that are killed while connected: the grammar process drops their matchers and mapping, and serves the next."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def sidecar(directory: Path, root: Path) -> Iterator[psutil.Process]:
     assert child.returncode == 0
 
 
-def test_a_killed_engine_leaves_nothing_and_the_next_one_is_served(root: Path, tmp_path: Path) -> None:
+def test_a_killed_engine_leaves_nothing_behind_and_the_next_one_is_served(root: Path, tmp_path: Path) -> None:
     directory = tmp_path / "g"
     with sidecar(directory, root) as process, grpc.insecure_channel(f"unix:{directory}/grammar.sock") as channel:
         stub = grammar_pb2_grpc.GrammarStub(channel)
@@ -98,6 +98,6 @@ def test_a_killed_engine_leaves_nothing_and_the_next_one_is_served(root: Path, t
             assert (stats.matchers, stats.cached_grammars) == (0, 1)
             descriptors.append(process.num_fds())
             threads.append(process.num_threads())
-        # The first engine made the compile workers; from then on nothing is added, but what a thread pool keeps.
+        # The first engine started the compile workers; later engines add at most one idle thread of a pool.
         assert descriptors[2] <= descriptors[1] + 1
         assert threads[2] <= threads[1] + 1

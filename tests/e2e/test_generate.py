@@ -1,4 +1,4 @@
-"""What a client sees of a whole server: the embedded model, a grammar process, gRPC."""
+"""Whole servers as a client sees them: the embedded model, a grammar process, gRPC."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import Answer, answer, answers, chat, idle_stats
 from tests.e2e.conftest import RunningServer
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = pytest.mark.model
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -79,14 +79,16 @@ async def test_a_streamed_guided_answer_fits_its_schema(
     ],
     ids=["choice", "regex", "ebnf", "lark", "compact"],
 )
-async def test_every_kind_of_grammar_holds_the_answer(server: RunningServer, grammar: pb.Grammar, pattern: str) -> None:
+async def test_every_kind_of_grammar_constrains_the_answer(
+    server: RunningServer, grammar: pb.Grammar, pattern: str
+) -> None:
     async with Client(server.address) as client:
         got = await answer(client, chat("Answer.", grammar=grammar, sampling=sampling(temperature=2.0)))
     assert got.last.finish_reason == pb.FINISH_REASON_STOP
     assert re.fullmatch(pattern, got.text)
 
 
-@pytest.mark.parametrize("grammar", [None, guided(json_schema=json.dumps(SCHEMA))], ids=["free", "guided"])
+@pytest.mark.parametrize("grammar", [None, guided(json_schema=json.dumps(SCHEMA))], ids=["unguided", "guided"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_speculation_changes_no_token(
     server: RunningServer, grammar: pb.Grammar | None, temperature: float
@@ -99,7 +101,7 @@ async def test_speculation_changes_no_token(
     assert plain.last.telemetry.draft_tokens == 0
 
 
-async def test_a_stop_string_cuts_at_one_place_whatever_the_drafts(server: RunningServer) -> None:
+async def test_a_stop_string_cuts_at_the_same_place_with_and_without_drafts(server: RunningServer) -> None:
     request = pb.GenerateRequest(
         text="1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5,", sampling=sampling(temperature=0.0, stop=["8,"], max_tokens=40)
     )
@@ -113,7 +115,7 @@ async def test_a_stop_string_cuts_at_one_place_whatever_the_drafts(server: Runni
     assert 0 < plain.last.usage.cached_tokens < plain.last.usage.prompt_tokens
 
 
-async def test_one_of_many_sequences_can_be_made_again_from_its_seed(server: RunningServer) -> None:
+async def test_the_seed_of_one_of_n_sequences_reproduces_it(server: RunningServer) -> None:
     async with Client(server.address) as client:
         request = pb.GenerateRequest(text="Once upon a time", sampling=sampling(n=3, max_tokens=16))
         all_of_them = await answers(client, request)
@@ -154,13 +156,14 @@ async def test_abort_ends_the_stream(server: RunningServer) -> None:
             text="Count:", request_id="mine", sampling=sampling(ignore_eos=True, max_tokens=400, temperature=1.0)
         )
         task = asyncio.create_task(answer(client, request))
-        while not await client.abort("mine"):  # noqa: ASYNC110 - until the request is there
+        while not await client.abort("mine"):  # noqa: ASYNC110 - until the server knows the request
             await asyncio.sleep(0.02)
         got: Answer = await task
     assert got.last.finish_reason == pb.FINISH_REASON_ABORTED
 
 
-async def test_guided_answers_survive_the_death_of_the_grammar_process(server: RunningServer) -> None:
+@pytest.mark.slow
+async def test_a_guided_answer_survives_the_death_of_the_grammar_process(server: RunningServer) -> None:
     request = chat(PROMPT, grammar=guided(json_schema=json.dumps(SCHEMA)), sampling=sampling(temperature=0.0))
     async with Client(server.address) as client:
         undisturbed = await answer(client, request)
@@ -190,7 +193,7 @@ async def test_the_model_describes_itself(server: RunningServer) -> None:
     assert set(info.backends) == {pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR}
 
 
-async def test_the_command_line_talks_to_it(server: RunningServer, root: Path, tmp_path: Path) -> None:
+async def test_the_generate_command_prints_a_valid_answer(server: RunningServer, root: Path, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(SCHEMA))
     command = [
@@ -205,6 +208,7 @@ async def test_the_command_line_talks_to_it(server: RunningServer, root: Path, t
     assert "tokens/s" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_demo_shows_a_valid_answer(root: Path) -> None:
     command = [sys.executable, "-m", "gpu_engine", "demo"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=False)

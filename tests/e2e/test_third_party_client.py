@@ -1,6 +1,6 @@
-"""A client in another language, from the .proto file alone: what it sees of guided streaming and of a refused schema.
+"""A client in another language, made from the .proto file alone: guided streaming, and a schema that is rejected.
 
-The client is `tests/clients/node/generate.js`. Not here: our own Python stubs.
+The client is `tests/clients/node/generate.js`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import jsonschema
 import pytest
 
-from benchmarks.harness.server import EngineServer, ServerOptions
+from tests.e2e.conftest import RunningServer
 
 pytestmark = [pytest.mark.model, pytest.mark.node, pytest.mark.slow]
 
@@ -33,7 +32,7 @@ SCHEMA = {
 
 @dataclass(frozen=True, slots=True)
 class NodeClient:
-    """The installed client and the server that it talks to."""
+    """The installed client and the address of the server."""
 
     folder: Path
     root: Path
@@ -62,7 +61,7 @@ def _node_path() -> str:
 
 @pytest.fixture(scope="module")
 def client_folder(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The client with its packages, in a folder of its own: nothing is installed in the checkout."""
+    """The client with its packages in a temporary folder; nothing is installed in the checkout."""
     folder = tmp_path_factory.mktemp("node") / "client"
     shutil.copytree(root / "tests/clients/node", folder, ignore=shutil.ignore_patterns("node_modules"))
     command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=1", "--fetch-timeout=30000"]
@@ -72,10 +71,9 @@ def client_folder(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def client(root: Path, client_folder: Path) -> Iterator[NodeClient]:
-    with EngineServer(ServerOptions(dtype="auto", max_batch_size=4)) as server:
-        yield NodeClient(client_folder, root, server.address)
+@pytest.fixture
+def client(root: Path, client_folder: Path, server: RunningServer) -> NodeClient:
+    return NodeClient(client_folder, root, server.address)
 
 
 def test_node_client_streams_an_answer_that_validates(client: NodeClient) -> None:
@@ -89,7 +87,7 @@ def test_node_client_streams_an_answer_that_validates(client: NodeClient) -> Non
     jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(whole["text"]))
 
 
-def test_node_client_sees_which_schema_is_refused(client: NodeClient) -> None:
+def test_node_client_sees_which_schema_is_rejected(client: NodeClient) -> None:
     done = client.generate({"type": "no-such-type"}, "Anything.")
     assert done.returncode == 1
     assert done.stderr.startswith("INVALID_ARGUMENT: ")
