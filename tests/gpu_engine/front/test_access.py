@@ -432,7 +432,7 @@ def test_a_token_does_not_cross_a_network_in_clear_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--tls-cert", "c"), "--tls-cert and --tls-key go together"),
+        (("--tls-cert", "c"), "--tls-cert and --tls-key need each other"),
         (("--tls-ca", "/no/such"), "--tls-ca: cannot read /no/such"),
         (("--tls-ca", __file__), "--tls-ca: .* holds no certificates in PEM"),
         (("--tls-cert", __file__, "--tls-key", __file__), "--tls-cert, --tls-key: .* must be a certificate"),
