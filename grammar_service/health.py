@@ -1,6 +1,8 @@
-"""Asks a running sidecar for its health, once: what a container's health check runs.
+"""Asks a running grammar process for its health, once. A container's health check runs this.
 
-The invariant: it loads nothing but gRPC, since it is started every few seconds. Not here: the answer (`server.py`).
+Invariant: imports nothing of the project, because a container starts it every few seconds.
+
+Not responsible for: the answer (see server.py).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ TIMEOUT_S = 5.0
 
 
 def check(socket: Path, timeout_s: float = TIMEOUT_S) -> str:
-    """Return "SERVING", "NOT_SERVING", or why there is no answer."""
+    """Return "SERVING" or "NOT_SERVING"; without an answer, the gRPC error."""
     with grpc.insecure_channel(f"unix:{socket}") as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

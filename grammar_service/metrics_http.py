@@ -1,7 +1,8 @@
-"""The sidecar's own HTTP listener for Prometheus, on a thread of its own.
+"""The grammar process's own HTTP listener for Prometheus, on a thread of its own.
 
-Invariant: it only reads. There is neither TLS nor a password on it: bind it where only the scraper comes. Not here:
-what is counted (`metrics`).
+Invariant: it only reads. It has neither TLS nor a password, so it must listen where only the scraper can connect.
+
+Not responsible for: the metrics (see metrics.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 
 class CannotListen(Exception):
-    """The address is taken, or not this machine's; the message names the setting."""
+    """The address is in use or does not belong to this machine. The message names the setting."""
 
 
 class MetricsListener:
@@ -26,7 +27,7 @@ class MetricsListener:
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
-        """Free the port; may take half a second. Idempotent."""
+        """Close the port. Blocks for up to half a second. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

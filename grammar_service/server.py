@@ -1,8 +1,10 @@
-"""The sidecar's two sockets: gRPC for the control plane, and one that takes the engine's segment.
+"""The grammar process's two sockets: gRPC for the control plane, and one that receives the engine's segment.
 
-Invariant: one engine at a time. Its open segment socket is its life: when that hangs up, matchers and mapping go,
-compiled grammars stay, and the next engine is awaited. A worker that cannot be stopped ends the process, since its
-memory cannot be taken away from it safely.
+Invariant: one engine at a time, for as long as its segment socket is open. When the socket closes, the matchers and the
+mapping are dropped, compiled grammars stay, and the process waits for the next engine. A worker that cannot be stopped
+ends the process, because its memory cannot be unmapped safely.
+
+Not responsible for: the RPCs (see servicer.py), mask rows (see fill/worker.py).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _SERVICE = grammar_pb2.DESCRIPTOR.services_by_name["Grammar"].full_name
 
 
 def run(config: GrammarConfig) -> None:
-    """Run a sidecar in this thread until SIGTERM or SIGINT. Raises CannotListen that names the setting."""
+    """Run a grammar process in this thread until SIGTERM or SIGINT. Raises CannotListen, which names the setting."""
     directory = Path(config.dir)
     paths = directory / GRPC_SOCKET_NAME, directory / SOCKET_NAME
     try:
@@ -53,7 +55,7 @@ def run(config: GrammarConfig) -> None:
         raise CannotListen(str(error).replace(error.field, "dir", 1)) from error
     except OSError as error:
         raise CannotListen(f"dir: {directory}: {error.strerror or error}") from error
-    # Only a socket file that nobody listens on can stand here: the other one's listener would have refused.
+    # The file is left over: had another process listened here, `listen` above would have failed.
     paths[0].unlink(missing_ok=True)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -72,7 +74,7 @@ async def _serve(config: GrammarConfig, path: Path, listener: socket.socket) -> 
     servicer = GrammarServicer(config)
     scrapes = MetricsListener(config.metrics_listen, servicer.metrics.registry) if config.metrics_listen else None
     server, alive = await _start_grpc(path, servicer)
-    # What the default backend imports may take seconds; Configure waits for it, health and the sockets do not.
+    # Importing the default backend may take seconds. Configure waits for it; the sockets and the health check do not.
     importing = asyncio.create_task(asyncio.to_thread(import_library, config.backend), name="import-backend")
     engines = asyncio.create_task(_serve_engines(listener, servicer, config), name="engines")
     stopped = asyncio.create_task(stop.wait(), name="stop")
@@ -105,7 +107,7 @@ async def _start_grpc(path: Path, servicer: GrammarServicer) -> tuple[grpc.aio.S
     health_pb2_grpc.add_HealthServicer_to_server(alive, server)
     for service in ("", _SERVICE):
         await alive.set(service, health_pb2.HealthCheckResponse.SERVING)
-    # The socket gets its mode from the umask of this moment.
+    # gRPC creates the socket file with the mode that the umask allows now.
     umask = os.umask(0o177)
     try:
         server.add_insecure_port(f"unix:{path}")
@@ -124,11 +126,11 @@ async def _serve_engines(listener: socket.socket, servicer: GrammarServicer, con
             try:
                 segment = await asyncio.to_thread(recv_segment, connection)
             except (SharedMemoryError, OSError) as error:
-                logger.error("no segment: %s", error)
+                logger.error("an engine connected and sent no valid segment: %s", error)
                 continue
             with segment:
                 await _serve_engine(connection, segment, servicer, config)
-            # The worker and its lanes know each other; until they are found the dead engine's memory stays mapped.
+            # The worker and its queues refer to each other, so the segment stays mapped until the collector finds them.
             del segment
             gc.collect()
 
@@ -146,17 +148,17 @@ async def _serve_engine(
     )
     worker.start()
     servicer.attach(worker, layout)
-    logger.info("engine attached: %r", layout)
+    logger.info("an engine has connected: %r", layout)
     try:
         await _hang_up(connection, worker)
     finally:
         servicer.detach()
         if not await asyncio.shield(asyncio.to_thread(worker.stop)):
-            logger.critical("a mask computation hangs; ending the process")
+            logger.critical("a mask computation hangs; the process ends")
             os._exit(EXIT_HUNG)
     if worker.error is not None:
         raise worker.error
-    logger.info("engine of generation %d is gone", layout.generation)
+    logger.info("the engine of generation %d has disconnected", layout.generation)
 
 
 async def _hang_up(connection: socket.socket, worker: Worker) -> None:
@@ -176,4 +178,4 @@ async def _hang_up(connection: socket.socket, worker: Worker) -> None:
 async def _closed(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):
         while await loop.sock_recv(connection, 64):
-            logger.warning("the engine wrote to its segment socket; nothing is expected there")
+            logger.warning("the engine wrote to its segment socket, which carries nothing after the segment")

@@ -1,7 +1,9 @@
-"""The Grammar service: protobuf in, protobuf out, errors to status codes. The logic is in `compiler` and `worker`.
+"""The Grammar service: protobuf messages in and out, and errors as status codes.
 
-Invariant: a Bind is acknowledged only when its matcher stands in the worker's queue, so a record posted after the
-acknowledgement meets it.
+Invariant: a Bind is acknowledged only after its matcher is in the worker's inbox. So a record that is posted after the
+acknowledgement meets the new matcher.
+
+Not responsible for: compilation (see compile/compiler.py), mask rows (see fill/worker.py).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from grammar_service.errors import (
     NotConfigured,
     NotSupported,
 )
-from grammar_service.fill.matchers import MatcherRejected, Slot
+from grammar_service.fill.matchers import MatcherRejected, SlotMatcher
 from grammar_service.fill.worker import Worker
 from grammar_service.grammar.value import Kind, Whitespace
 from grammar_service.grammar.vocabulary import Vocabulary
@@ -43,10 +45,10 @@ logger = logging.getLogger(__name__)
 _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE}
 _BACKEND_NAMES = {number: name for name, number in _BACKENDS.items()} | {pb.BACKEND_AUTO: AUTO}
 ATTACH_WAIT_S = 2.0
-"""The engine may call as soon as its segment was acknowledged; the worker then stands a moment later."""
+"""Bound on the wait for a worker: the engine may call before its segment, just received, has one."""
 
 _MANY_TOKENS = 64
-"""More committed tokens than this are replayed off the event loop; so are those near the answer's most tokens."""
+"""More committed tokens than this are replayed off the event loop, and so are tokens near `max_tokens`."""
 
 
 @asynccontextmanager
@@ -60,7 +62,7 @@ async def _statuses(context: Any) -> AsyncIterator[None]:
 
 
 class GrammarServicer(pb_grpc.GrammarServicer):
-    """State of one sidecar: at most one vocabulary with its compiler, at most one attached engine with its worker."""
+    """State of a grammar process: at most one vocabulary with its compiler, at most one engine with its worker."""
 
     def __init__(self, config: GrammarConfig) -> None:
         self._config = config
@@ -73,13 +75,13 @@ class GrammarServicer(pb_grpc.GrammarServicer):
         self.metrics = GrammarMetrics(lambda: self._compiler.stats() if self._compiler else {})
 
     def attach(self, worker: Worker, layout: Layout) -> None:
-        """An engine's segment is mapped and its worker runs."""
+        """Serve an engine whose segment is mapped and whose worker runs."""
         self._worker, self._layout = worker, layout
         self.metrics.attach(worker)
         self._attachment.set()
 
     def detach(self) -> None:
-        """The engine is gone. Compiled grammars stay for the next one."""
+        """Forget the worker of an engine that has disconnected. Compiled grammars stay for the next engine."""
         self._worker = self._layout = None
         self.metrics.detach()
         self._attachment.clear()
@@ -164,12 +166,13 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             worker = await self._attached(request.slot)
             tokens = list(request.committed_tokens)
             try:
-                closes = partial(CompletionBudget, entry.plan, request.max_tokens) if request.max_tokens else None
-                arguments = (request.slot_gen, entry.compiled.matcher, tokens, closes)
-                if len(tokens) > _MANY_TOKENS or (closes and not entry.plan.is_far(request.max_tokens - len(tokens))):
-                    state = await asyncio.to_thread(Slot.bind, *arguments)
+                limit = request.max_tokens
+                new_budget = partial(CompletionBudget, entry.plan, limit) if limit else None
+                arguments = (request.slot_gen, entry.compiled.matcher, tokens, new_budget)
+                if len(tokens) > _MANY_TOKENS or (limit and not entry.plan.is_far(limit - len(tokens))):
+                    state = await asyncio.to_thread(SlotMatcher.bind, *arguments)
                 else:
-                    state = Slot.bind(*arguments)
+                    state = SlotMatcher.bind(*arguments)
             except MatcherRejected as error:
                 raise InvalidField(f"committed_tokens[{error.index}]", str(error)) from None
             except MatcherFailed as error:

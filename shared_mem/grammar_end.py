@@ -77,6 +77,10 @@ class GrammarEnd:
         seq: int = native.wait_req(self._view, last_seq, int(timeout_s * 1e9), spin_ns, self._working_address)
         return seq
 
+    def newest_seq(self) -> int:
+        """Return the newest posted sequence without waiting. Any thread."""
+        return int(native.load64(self._word(Word.REQ_SEQ)))
+
     def overdue(self, limit_ns: int, timeout_s: float) -> bool:
         """Wait until the thread that waits for records has been away from `wait` for `limit_ns`; False: not in time.
 

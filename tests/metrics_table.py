@@ -15,7 +15,8 @@ from gpu_engine.api.stats import EngineStats
 from gpu_engine.ops.metrics_engine import EngineCollector
 from gpu_engine.ops.metrics_http import about_grammar
 from gpu_engine.ops.metrics_requests import RequestWatch
-from grammar_service.metrics import GrammarMetrics, WorkerCounts
+from grammar_service.fill.counters import WorkerCounts
+from grammar_service.metrics import GrammarMetrics
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/metrics.md"
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grammar_service.backends.backend import Compiled
-from grammar_service.fill.matchers import Slot
+from grammar_service.fill.matchers import SlotMatcher
 from grammar_service.fill.worker import Worker
 from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.layout import Layout, RowKind
@@ -42,7 +42,7 @@ class SharedRows:
         `direct` holds the row before each token, and the one after the last.
         """
         self._gen += 1
-        self._worker.bind(0, Slot.bind(self._gen, compiled.matcher, ()))
+        self._worker.bind(0, SlotMatcher.bind(self._gen, compiled.matcher, ()))
         words = direct[0].size
         at, rows, differing = 0, 0, 0
         step: Sequence[int] = ()

@@ -28,7 +28,7 @@ from grammar_service.backends.registry import NAMES, load_backend
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
-from grammar_service.fill.matchers import Slot
+from grammar_service.fill.matchers import SlotMatcher
 from grammar_service.fill.worker import Worker
 from grammar_service.grammar.value import Grammar, Kind, Whitespace
 from grammar_service.grammar.vocabulary import Vocabulary
@@ -144,10 +144,10 @@ def _measure(
         engine, times, cpu, deferred = EngineEnd(segment), [], [], 0
         worker = Worker(GrammarEnd(segment), threads=args.threads, row_deadline_ms=args.row_deadline_ms)
         if args.alone:
-            worker.least_batch = batch + 1
+            worker.min_batch = batch + 1
         worker.start()
         for slot in range(batch):
-            worker.bind(slot, Slot.bind(1, compiled.matcher, (), partial(CompletionBudget, plan, MAX_TOKENS)))
+            worker.bind(slot, SlotMatcher.bind(1, compiled.matcher, (), partial(CompletionBudget, plan, MAX_TOKENS)))
         arrays = engine.batch_arrays(batch)
         arrays.slots[:], arrays.slot_gens[:] = range(batch), 1
         known, ends = [0] * batch, [0] * batch

@@ -1,4 +1,7 @@
-"""What the worker needs of the step plane: `shared_mem.channel.GrammarEnd` is one. A seam; no behaviour here."""
+"""What a worker needs of the step plane, as a protocol; `shared_mem.grammar_end.GrammarEnd` implements it.
+
+Invariant: no behaviour here, so that tests can pass a fake.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,26 @@ from shared_mem.layout import Layout
 
 
 class Channel(Protocol):
-    """What the worker needs of `shared_mem.channel.GrammarEnd`."""
+    """The grammar process's end of a mapped segment."""
 
     layout: Layout
     start_seq: int
+    """The sequence before the first one that belongs to this process."""
 
     def wait(self, last_seq: int, timeout_s: float, spin_ns: int) -> int:
-        """Return the newest sequence; `last_seq` when nothing came in time."""
+        """Return the newest posted sequence; `last_seq` when the engine posted none in time."""
+        ...
+
+    def newest_seq(self) -> int:
+        """Return the newest posted sequence without waiting. Any thread."""
         ...
 
     def records(self, seq: int) -> Sequence[Record]:
-        """Return the records of `seq`. Raises RingOverrun."""
+        """Return the records of `seq`. The thread that waits calls it. Raises RingOverrun."""
         ...
 
     def mask_rows(self, seq: int) -> NDArray[np.int32]:
-        """Return the rows to write, int32 [num_slots, R, row_stride / 4]."""
+        """Return the mask rows of `seq` to write, int32 [num_slots, R, row_stride / 4]."""
         ...
 
     def publish(
@@ -41,36 +49,36 @@ class Channel(Protocol):
         *,
         late: bool = False,
     ) -> bool:
-        """Publish a slot's answer; `late`: more rows may come."""
+        """Publish a slot's answer; `late`: more rows may come. False: a newer answer is there."""
         ...
 
     def add_rows(self, seq: int, slot: int, kinds: Sequence[int], forced: Sequence[int], *, late: bool) -> bool:
-        """Add rows to a late answer; `late` False: no more will come."""
+        """Add rows to a late answer; `late` False: no more rows will come. False: another answer is there."""
         ...
 
     def chains(self, most: int, tallies: NDArray[np.int64]) -> ChainArrays:
-        """Return arrays for `most` slots that are answered together."""
+        """Return arrays for the rows of at most `most` slots that are answered together."""
         ...
 
     def publish_chains(
         self, seq: int, arrays: ChainArrays, count: int, special: SpecialWords, *, publishes: bool = True
     ) -> None:
-        """Put their rows in place and publish their answers."""
+        """Copy the rows of the first `count` chains into place and publish their answers."""
         ...
 
     def overdue(self, limit_ns: int, timeout_s: float) -> bool:
-        """Wait until whoever waits for records has been away for `limit_ns`; False after `timeout_s`."""
+        """Wait until the leading thread has been away from `wait` for `limit_ns`; False after `timeout_s`."""
         ...
 
     def take_over(self, ahead_ns: int = 0) -> None:
-        """Count that time from now on, or from `ahead_ns` later."""
+        """Restart the clock that `overdue` reads, now or `ahead_ns` later."""
         ...
 
     def heartbeat(self) -> None:
-        """Show life."""
+        """Write a sign of life for the engine."""
         ...
 
     @property
     def permissive(self) -> bool:
-        """Answer ALL to everything."""
+        """The engine asks for ALL in every row (it warms up or captures)."""
         ...

@@ -1,13 +1,18 @@
-"""The slots' matchers, and the walk: one record in, one answer per row out.
+"""The matcher of each slot, and how a record moves it: one record in, one answer for each row out.
 
-Invariant: a matcher has accepted exactly `tokens`, of which the first `certain` are committed and the rest are drafts
-of the last step. A row is filled only in the state that its record describes; when that state cannot be reached the
-answer is DEFER or ERROR, never a guess. Handling a record twice gives the same answer.
+Invariant: a matcher has accepted exactly `tokens`. The first `num_committed` of them are committed, the others are drafts
+of the last step. A row is filled only in the state that its record describes. When the matcher cannot reach that state,
+the answer is DEFER or ERROR, never a guess. The same record twice gives the same answer twice.
 
-Near the answer's most tokens the rows are narrowed by what `CompletionBudget` found (closing.py).
+    answer(record):
+        roll back to the longest common prefix of the accepted tokens and the record's committed tokens
+        accept the rest of the committed tokens           illegal: ERROR, the request ends
+        for each row: fill it, accept the next draft      illegal draft: the rows behind it stay DEFER
 
-Pure over the `Matcher` protocol and a view of rows: no sockets, no sequence numbers, no threads of its own. One
-thread uses a slot at a time.
+Near `max_tokens` the rows are narrowed (completion/budget.py). Pure over the `Matcher` protocol and a view of rows: no
+sockets, no sequence numbers, no threads. One thread at a time uses a slot.
+
+Not responsible for: when answers are published (see worker.py).
 """
 
 from __future__ import annotations
@@ -27,103 +32,116 @@ from shared_mem.layout import STEERED, RowKind, Stage
 
 logger = logging.getLogger(__name__)
 
-_DEAR_NS, _REST, _MOST_REST = 500_000, 8, 255
-"""For every half of a millisecond that a proposal takes, so many of the slot's next ones are left out: a long forced
-text may cost a library as much as a row, at every step, while nobody has to have it."""
+SLOW_PROPOSAL_NS, SKIPPED_PROPOSALS, MAX_SKIPPED_PROPOSALS = 500_000, 8, 255
+"""For each SLOW_PROPOSAL_NS that a proposal took, the slot's next SKIPPED_PROPOSALS are skipped. A long jump-forward text
+may cost a library as much as a row at every step, and a step does not need it."""
 
 
 class Answer(NamedTuple):
-    """Per row 0..len(drafts): kind; forced token, STEERED or -1."""
+    """The answer to a record, for rows 0 to len(drafts)."""
 
     kinds: list[int]
+    """RowKind of each row."""
     forced: list[int]
+    """The only legal token of a FORCED row, STEERED for a steered row, else -1."""
 
 
 class Health(enum.Enum):
-    """How a slot's matcher is."""
+    """State of a slot's matcher."""
 
     GOOD = enum.auto()
     GAP = enum.auto()
-    """A record spoke of tokens that never came; it needs a new Bind."""
+    """A record assumed tokens that never arrived; the slot needs a new Bind."""
     FAILED = enum.auto()
-    """It refused a committed token, or its library failed on one; its request is over."""
+    """The matcher rejected a committed token, or its library failed on one; the request ends."""
 
 
 @dataclass(slots=True)
-class Slot:
+class SlotMatcher:
     """The matcher of one owner of one slot."""
 
-    gen: int
-    fresh: Callable[[], Matcher]
-    """Makes a matcher at the start of the answer, for a rebuild."""
+    slot_gen: int
+    new_matcher: Callable[[], Matcher]
+    """Returns a matcher at the start of the answer, for a rebuild."""
     matcher: Matcher
     tokens: list[int]
-    certain: int
-    closing: CompletionBudget | None = None
-    """Stands where the matcher stands. None: rows are never narrowed."""
+    """The tokens that the matcher has accepted."""
+    num_committed: int
+    budget: CompletionBudget | None = None
+    """At the matcher's position. None: rows are never narrowed."""
     health: Health = Health.GOOD
     problem: str = ""
     request_id: str = ""
-    """For the logs."""
-    cost_ns: int = 0
-    """What the last record of this slot took; the worker serves cheap slots first."""
-    resting: int = 0
-    """Proposals to leave out."""
-    timed: int = 0
-    """Records until it may be timed by itself again, which it was in a batch that took longer than it should."""
+    """For log lines."""
+    last_fill_ns: int = 0
+    """Time of the slot's last record; slots that took less come first. 0: not known."""
+    proposals_to_skip: int = 0
+    records_until_timing: int = 0
+    """Records until the slot may be taken out of a batch again to be timed by itself."""
     filler: ChainFiller | None = None
-    """Fills its rows together with other slots'; None: nothing does."""
+    """Fills rows of this slot together with rows of other slots. None: the backend has no such call."""
 
     @staticmethod
     def bind(
-        gen: int,
-        fresh: Callable[[], Matcher],
+        slot_gen: int,
+        new_matcher: Callable[[], Matcher],
         committed: Sequence[int],
-        closes: Callable[[Matcher], CompletionBudget] | None = None,
-    ) -> Slot:
-        """Return a slot whose matcher has moved over `committed`; `closes` makes what narrows its rows.
+        new_budget: Callable[[Matcher], CompletionBudget] | None = None,
+    ) -> SlotMatcher:
+        """Return a slot's matcher that has accepted `committed`.
 
-        Raises MatcherRejected when a token does not fit.
+        `new_budget` returns the completion budget of a matcher at the start of the answer. Raises MatcherRejected when a
+        token is illegal.
         """
-        matcher = fresh()
-        slot = Slot(gen, fresh, matcher, [], 0, closes(matcher) if closes else None, filler=chain_filler_of(matcher))
+        matcher = new_matcher()
+        budget = new_budget(matcher) if new_budget else None
+        slot = SlotMatcher(slot_gen, new_matcher, matcher, [], 0, budget, filler=chain_filler_of(matcher))
         for i, token in enumerate(committed):
             if not slot.accept(token):
                 raise MatcherRejected(i, token)
-        slot.certain = len(committed)
+        slot.num_committed = len(committed)
         return slot
 
     def accept(self, token: int) -> bool:
-        """Move over `token`; False: it is illegal, and nothing has moved."""
+        """Advance over `token`. False: it is illegal, and nothing has moved."""
         if not self.matcher.accept(token):
             return False
         self.tokens.append(token)
-        if self.closing is not None:
-            self.closing.advance(self.matcher, self.tokens)
+        if self.budget is not None:
+            self.budget.advance(self.matcher, self.tokens)
         return True
 
+    def rollback(self, length: int) -> None:
+        """Take back all tokens behind the first `length`. Raises MatcherFailed, and then nothing has moved."""
+        extra = len(self.tokens) - length
+        if extra > 0:
+            self.matcher.rollback(extra)
+            del self.tokens[length:]
+            if self.budget is not None:
+                self.budget.truncate(length)
+
     def fill(self, rows: Rows, index: int, classifier: Classifier) -> tuple[RowKind, int]:
-        """Fill row `index` for the present state; return kind and forced as in `Answer`."""
+        """Fill row `index` for the present state. Returns kind and forced token as in `Answer`. Raises MatcherFailed."""
         self.matcher.fill(rows, index)
         words = rows.words[index]
-        if self.closing is None:
+        if self.budget is None:
             return classifier.classify(words)
         at = len(self.tokens)
-        narrowed = self.closing.narrowed_row(at)
+        narrowed = self.budget.narrowed_row(at)
         if narrowed is not None:
             words[: len(narrowed)] = narrowed
         kind, forced = classifier.classify(words)
-        if self.closing.steered_tokens_left(at) < 0 or kind not in (RowKind.ALL, RowKind.APPLY, RowKind.FORCED):
+        if self.budget.steered_tokens_left(at) < 0 or kind not in (RowKind.ALL, RowKind.APPLY, RowKind.FORCED):
             return kind, forced
         return (RowKind.APPLY if kind is RowKind.FORCED else kind), STEERED
 
-    def forced(self, limit: int) -> tuple[int, ...]:
-        """Return at most `limit` tokens that are likely to follow because nothing else may; the matcher stays."""
+    def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
+        """Return at most `limit` tokens that probably follow, because no other text may; the matcher stays in place."""
         if self.matcher.terminated:
             return ()
-        way = None if self.closing is None else self.closing.only_path(len(self.tokens))
-        # The stop at the way's end needs no draft: a step adds a token of its own.
-        return self.matcher.jump_forward_tokens(limit) if way is None else way[:-1][:limit]
+        path = None if self.budget is None else self.budget.only_path(len(self.tokens))
+        # The stop token at the end of the path needs no draft: a step adds one token of its own.
+        return self.matcher.jump_forward_tokens(limit) if path is None else path[:-1][:limit]
 
 
 class MatcherRejected(Exception):
@@ -135,57 +153,64 @@ class MatcherRejected(Exception):
         self.token = token
 
 
+def _ignore_row(row: int, kind: RowKind, forced: int) -> bool:
+    return True
+
+
 @dataclass(slots=True)
-class SlotTable:
-    """Every slot's matcher. Slots are independent: threads with different slots may call `answer` at the same time."""
+class MatcherTable:
+    """The matchers of all slots. Slots are independent: threads with different slots may call `answer` at once."""
 
     classifier: Classifier
-    slots: dict[int, Slot] = field(default_factory=dict)
+    slots: dict[int, SlotMatcher] = field(default_factory=dict)
     released: dict[int, int] = field(default_factory=dict)
-    """slot -> newest gen whose matcher was dropped: its late records are answered without one."""
+    """Slot -> newest slot_gen that was released. Late records of such an owner are answered without a matcher."""
     gaps: int = 0
     rebuilds: int = 0
 
-    def bind(self, slot: int, state: Slot) -> None:
-        """Install a matcher. One of an older owner, or of the same, is replaced; an older `state` is dropped."""
+    def bind(self, slot: int, state: SlotMatcher) -> None:
+        """Install a matcher in place of one of the same or an older owner. A `state` of an older owner is dropped."""
         current = self.slots.get(slot)
-        newest = max(current.gen if current else -1, self.released.get(slot, -1))
-        if state.gen >= newest:
+        newest = max(current.slot_gen if current else -1, self.released.get(slot, -1))
+        if state.slot_gen >= newest:
             self.slots[slot] = state
 
-    def release(self, slot: int, gen: int) -> None:
-        """Drop the matcher of (slot, gen), if it is there."""
+    def release(self, slot: int, slot_gen: int) -> None:
+        """Drop the matcher of (slot, slot_gen), if it is there."""
         current = self.slots.get(slot)
-        if current is not None and current.gen <= gen:
+        if current is not None and current.slot_gen <= slot_gen:
             del self.slots[slot]
-        self.released[slot] = max(gen, self.released.get(slot, -1))
+        self.released[slot] = max(slot_gen, self.released.get(slot, -1))
 
     def drop(self, slot: int) -> None:
         """Drop a slot's matcher as if it had never been bound: its records are deferred until the next bind."""
         self.slots.pop(slot, None)
 
     def answer(
-        self, record: Record, rows: Rows, first: int, told: Callable[[int, RowKind, int], bool] = lambda *row: True
+        self, record: Record, rows: Rows, first: int, on_row: Callable[[int, RowKind, int], bool] = _ignore_row
     ) -> Answer:
-        """Move the slot's matcher as the record says and fill rows `first`, `first + 1`, ... in place.
+        """Move the slot's matcher as the record says, and fill rows `first`, `first + 1`, ... in place.
 
-        Rows are written only where the kind is APPLY or FORCED. `told` hears of every row (number, kind, forced)
-        as soon as it stands, and may end the walk with False. Never raises for anything that a record can say.
+        Args:
+            record: to be answered; no content of it raises.
+            rows: int32 rows to write; a row is defined only where its kind is APPLY or FORCED.
+            first: index of the record's row 0 in `rows`.
+            on_row: called with (row, kind, forced) as soon as a row is written; False ends the walk.
         """
         count = len(record.drafts) + 1
         slot = self.slots.get(record.slot)
-        if slot is None or slot.gen != record.slot_gen:
-            newest = max(slot.gen if slot else -1, self.released.get(record.slot, -1))
+        if slot is None or slot.slot_gen != record.slot_gen:
+            newest = max(slot.slot_gen if slot else -1, self.released.get(record.slot, -1))
             return _same(RowKind.ALL if record.slot_gen <= newest else RowKind.DEFER, count)
         if slot.health is Health.FAILED:
             return _same(RowKind.ERROR, count)
-        if record.commit_pos > slot.certain:
+        if record.commit_pos > slot.num_committed:
             slot.health = Health.GAP
-            slot.problem = f"record at {record.commit_pos}, matcher at {slot.certain}"
+            slot.problem = f"record at {record.commit_pos}, matcher at {slot.num_committed}"
             self.gaps += 1
             return _same(RowKind.DEFER, count)
         try:
-            if not self._move(slot, record):
+            if not self._commit(slot, record):
                 return _same(RowKind.ERROR, count)
         except MatcherFailed as error:
             _fail(slot, str(error))
@@ -193,26 +218,26 @@ class SlotTable:
         slot.health = Health.GOOD
         if record.stage == Stage.PROPOSE:
             return self._propose(slot, record.need_rows.bit_count())
-        return self._walk(slot, record, rows, first, told)
+        return self._fill_rows(slot, record, rows, first, on_row)
 
-    def _move(self, slot: Slot, record: Record) -> bool:
-        """Bring the matcher to just after the committed tokens. False: one is illegal, and the slot has failed."""
+    def _commit(self, slot: SlotMatcher, record: Record) -> bool:
+        """Bring the matcher to just behind the committed tokens. False: one is illegal, and the slot has failed."""
         start, committed = record.commit_pos, record.committed
-        certain = start + len(committed)
-        keep = start
-        while keep < certain and keep < len(slot.tokens) and slot.tokens[keep] == committed[keep - start]:
-            keep += 1
-        roll_back(slot, keep)
-        slot.certain = keep
-        for token in committed[keep - start :]:
+        end = start + len(committed)
+        common = start
+        while common < end and common < len(slot.tokens) and slot.tokens[common] == committed[common - start]:
+            common += 1
+        slot.rollback(common)
+        slot.num_committed = common
+        for token in committed[common - start :]:
             if not slot.accept(token):
-                _fail(slot, f"token {token} at {slot.certain} does not fit the grammar")
+                _fail(slot, f"token {token} at {slot.num_committed} does not fit the grammar")
                 return False
-            slot.certain += 1
+            slot.num_committed += 1
         return True
 
-    def _walk(
-        self, slot: Slot, record: Record, rows: Rows, first: int, told: Callable[[int, RowKind, int], bool]
+    def _fill_rows(
+        self, slot: SlotMatcher, record: Record, rows: Rows, first: int, on_row: Callable[[int, RowKind, int], bool]
     ) -> Answer:
         """Fill row 0, accept draft 0, fill row 1, ... until a draft is illegal or ends the answer."""
         count = len(record.drafts) + 1
@@ -222,8 +247,8 @@ class SlotTable:
             for row in range(count):
                 if row:
                     token = record.drafts[row - 1]
-                    # The target cannot draw what its row does not offer, so no row behind it will be looked at.
-                    if slot.closing is not None and slot.closing.forbids(len(slot.tokens), token):
+                    # The target cannot sample a token that a narrowed row lacks, so the rows behind it are not needed.
+                    if slot.budget is not None and slot.budget.forbids(len(slot.tokens), token):
                         break
                     if not slot.accept(token):
                         break
@@ -232,64 +257,55 @@ class SlotTable:
                 if record.need_rows >> row & 1:
                     kind, forced = slot.fill(rows, first + row, self.classifier)
                     answer.kinds[row], answer.forced[row] = kind, forced
-                    if not told(row, kind, forced):
+                    if not on_row(row, kind, forced):
                         break
         except MatcherFailed as error:
             if row == 0:
                 _fail(slot, str(error))
                 return _same(RowKind.ERROR, count)
-            # Only a draft led here. The rows so far stand; the matcher is made anew from what is certain.
+            # A draft led to this state. The rows so far are valid; the matcher is rebuilt from the committed tokens.
             answer.kinds[row:] = [RowKind.DEFER] * (count - row)
             answer.forced[row:] = [-1] * (count - row)
             self.rebuild(slot)
         return answer
 
-    def _propose(self, slot: Slot, limit: int) -> Answer:
-        """Return what is forced behind the committed tokens, where the matcher stays. Nothing is filled."""
-        if slot.resting:
-            slot.resting -= 1
+    def _propose(self, slot: SlotMatcher, limit: int) -> Answer:
+        """Return at most `limit` jump-forward tokens behind the committed tokens. Fills no row."""
+        if slot.proposals_to_skip:
+            slot.proposals_to_skip -= 1
             return Answer([], [])
         begun_ns = time.thread_time_ns()
         try:
-            tokens = slot.forced(limit)
+            tokens = slot.jump_forward_tokens(limit)
         except MatcherFailed:
-            # Nobody asked for a row yet: a matcher made anew may give it.
+            # No row depends on this call, and a rebuilt matcher may still fill the next one.
             tokens = ()
             self.rebuild(slot)
-        slot.resting = min(_MOST_REST, (time.thread_time_ns() - begun_ns) // _DEAR_NS * _REST)
+        took_ns = time.thread_time_ns() - begun_ns
+        slot.proposals_to_skip = min(MAX_SKIPPED_PROPOSALS, took_ns // SLOW_PROPOSAL_NS * SKIPPED_PROPOSALS)
         return Answer([RowKind.FORCED] * len(tokens), list(tokens))
 
-    def rebuild(self, slot: Slot) -> None:
-        """Make the matcher anew from what is certain; a slot whose tokens it refuses has failed."""
+    def rebuild(self, slot: SlotMatcher) -> None:
+        """Rebuild the matcher from the committed tokens. If the new matcher rejects one, the slot has failed."""
         self.rebuilds += 1
         try:
-            anew = Slot.bind(slot.gen, slot.fresh, slot.tokens[: slot.certain])
-            # The marks along the tokens that stay are still true.
-            if slot.closing is not None:
-                slot.closing.truncate(slot.certain)
+            rebuilt = SlotMatcher.bind(slot.slot_gen, slot.new_matcher, slot.tokens[: slot.num_committed])
+            # The look-aheads along the committed tokens are still valid.
+            if slot.budget is not None:
+                slot.budget.truncate(slot.num_committed)
         except (MatcherRejected, MatcherFailed) as error:
             _fail(slot, str(error))
             return
-        slot.matcher, slot.tokens = anew.matcher, anew.tokens
+        slot.matcher, slot.tokens = rebuilt.matcher, rebuilt.tokens
 
     def stats(self) -> dict[str, int]:
         """Return gauges and counters."""
         return {"matchers": len(self.slots), "gaps": self.gaps, "rebuilds": self.rebuilds}
 
 
-def roll_back(slot: Slot, length: int) -> None:
-    """Take back every token behind `length`. Raises MatcherFailed, and then nothing has moved."""
-    extra = len(slot.tokens) - length
-    if extra > 0:
-        slot.matcher.rollback(extra)
-        del slot.tokens[length:]
-        if slot.closing is not None:
-            slot.closing.truncate(length)
-
-
-def _fail(slot: Slot, problem: str) -> None:
-    # The step plane has no room for words: what the client sees is that the matcher failed, the reason stands here.
-    logger.warning("a matcher failed, and its request ends: %s", problem, extra={"request_id": slot.request_id})
+def _fail(slot: SlotMatcher, problem: str) -> None:
+    # The step plane has no room for a message: the client learns that the matcher failed, and the log has the reason.
+    logger.warning("a matcher failed and its request ends: %s", problem, extra={"request_id": slot.request_id})
     slot.health = Health.FAILED
     slot.problem = problem
 

@@ -1,7 +1,8 @@
-"""Records on their way to answers: one by itself, with what stands of it so far, or several of one sequence.
+"""Tasks of the work queues: a record by itself with its answer so far, several records of one sequence, a change.
 
-Invariant: a row that is said to stand is written. Not here: who fills rows, and when they are published (worker); which
-rows earlier answers have (standing_rows).
+Invariant: a row whose kind is set in a `FillTask` is completely written to the mask memory.
+
+Not responsible for: who fills rows (see answers.py and batch.py), and when answers are published (see worker.py).
 """
 
 from __future__ import annotations
@@ -11,62 +12,73 @@ from typing import Any
 
 from grammar_service.backends.backend import ChainFiller
 from grammar_service.fill.matchers import Answer
-from grammar_service.fill.work_queues import Work
+from grammar_service.fill.work_queues import Task
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind, Stage
 
 
 class FillTask:
-    """A record, its answer so far, and its place in the lane of its slot."""
+    """One record, its answer so far, and its place in the queue of its slot.
 
-    __slots__ = ("_ask", "answer", "lane", "lanes", "late", "record", "seq")
+    Args:
+        seq: sequence of the record.
+        record: to be answered.
+        fill: answers the task.
+    """
 
-    def __init__(self, seq: int, record: Record, ask: Callable[[FillTask], None]) -> None:
+    __slots__ = ("_fill", "answer", "late", "record", "seq", "slot", "slots")
+
+    def __init__(self, seq: int, record: Record, fill: Callable[[FillTask], None]) -> None:
         count = len(record.drafts) + 1
-        self.seq, self.record, self.lane = seq, record, record.slot
-        self.lanes: tuple[int, ...] = (record.slot,)
+        self.seq, self.record, self.slot = seq, record, record.slot
+        self.slots: tuple[int, ...] = (record.slot,)
         self.answer = Answer([RowKind.DEFER] * count, [-1] * count)
-        """Rows that stand. Written by the thread that fills; another one may read it: a kind is set last."""
+        """Rows so far. The thread that fills writes it and sets a row's kind last, because other threads read it."""
         self.late = False
-        """An answer was published, and not all of it. Guarded by the lanes' lock."""
-        self._ask = ask
+        """An incomplete answer was published. Guarded by the queues' lock."""
+        self._fill = fill
 
     def __call__(self) -> tuple[()]:
-        """Have it answered."""
-        self._ask(self)
+        """Answer the record."""
+        self._fill(self)
         return ()
 
     def replaces(self, other: Any) -> bool:
-        """Say whether `other` asks for the same rows, or what would have led to them, under an older sequence."""
-        if not isinstance(other, FillTask) or (self.proposes and not other.proposes):
+        """Return whether an older task of the slot need not be done before this one.
+
+        True for a proposal, whose tokens this record commits again, and for a record that commits the same tokens.
+        """
+        if not isinstance(other, FillTask):
             return False
-        return other._moves() == self._moves()
+        if other.proposes:
+            return True
+        return not self.proposes and other._moves() == self._moves()
 
     @property
     def proposes(self) -> bool:
-        """It asks for no row, but for what the grammar forces."""
+        """The record asks for jump-forward tokens and for no row."""
         return self.record.stage == Stage.PROPOSE
 
     def _moves(self) -> tuple[int, int, tuple[int, ...]]:
         return self.record.slot_gen, self.record.commit_pos, self.record.committed
 
-    def stands(self, row: int, kind: int, forced: int) -> None:
-        """Note a row that is written."""
+    def set_row(self, row: int, kind: int, forced: int) -> None:
+        """Set the answer of a row that is written."""
         self.answer.forced[row] = forced
         self.answer.kinds[row] = kind
 
     def __repr__(self) -> str:
         kinds = " ".join(RowKind(kind).name for kind in self.answer.kinds)
-        return f"<Question {self.seq} of slot {self.lane}{' late' if self.late else ''}: {kinds}>"
+        return f"<FillTask {self.seq} of slot {self.slot}{' late' if self.late else ''}: {kinds}>"
 
 
-class Change:
-    """A bind or a release: work that nobody waits for."""
+class ChangeTask:
+    """The bind or release of a slot's matcher. It has no answer."""
 
-    __slots__ = ("_change", "lanes")
+    __slots__ = ("_change", "slots")
 
-    def __init__(self, lane: int, change: Callable[[], None]) -> None:
-        self.lanes: tuple[int, ...] = (lane,)
+    def __init__(self, slot: int, change: Callable[[], None]) -> None:
+        self.slots: tuple[int, ...] = (slot,)
         self._change = change
 
     def __call__(self) -> tuple[()]:
@@ -75,37 +87,42 @@ class Change:
         return ()
 
     def replaces(self, other: Any) -> bool:
-        """Everything before it is done."""
+        """Return False: earlier records belong to the earlier matcher."""
         return False
 
 
-class Batch:
-    """Records of one sequence, of different slots. Holds the lanes of all of them at once."""
+class BatchTask:
+    """Records of one sequence and of different slots, which it holds all at once."""
 
-    __slots__ = ("_answer", "abandoned", "lanes", "late", "owed", "records", "seq", "settled")
+    __slots__ = ("_fill", "abandoned", "late", "late_after_publishing", "publishing", "records", "seq", "slots")
 
-    def __init__(self, seq: int, records: list[Record], answer: Callable[[Batch], list[FillTask]]) -> None:
+    def __init__(self, seq: int, records: list[Record], fill: Callable[[BatchTask], list[FillTask]]) -> None:
         self.seq, self.records = seq, records
-        self.lanes: tuple[int, ...] = tuple(record.slot for record in records)
-        self.late = self.abandoned = self.settled = self.owed = False
-        """Answers were published without rows; its lanes were taken from it; a part of it is being published; it is to
-        be told late behind that. All guarded by the lanes' lock."""
-        self._answer = answer
+        self.slots: tuple[int, ...] = tuple(record.slot for record in records)
+        self.late = False
+        """Answers without rows were published. This and the flags below are guarded by the queues' lock."""
+        self.abandoned = False
+        """The slots were taken away from the thread that works on the batch."""
+        self.publishing = False
+        """A part of the answers is being published."""
+        self.late_after_publishing = False
+        """The rest of the answers became late in the meantime."""
+        self._fill = fill
 
-    def __call__(self) -> Sequence[Work]:
-        """Have it answered; what is left is to be answered one by one."""
-        return self._answer(self)
+    def __call__(self) -> Sequence[Task]:
+        """Answer the records; return a task for each record that the batch cannot answer."""
+        return self._fill(self)
 
     def replaces(self, other: Any) -> bool:
-        """It waits behind nothing."""
+        """Return False: a batch never waits in the queue of a slot."""
         return False
 
     def __repr__(self) -> str:
-        return f"<Batch {self.seq} of {len(self.records)} slots{' late' if self.late else ''}>"
+        return f"<BatchTask {self.seq} of {len(self.records)} slots{' late' if self.late else ''}>"
 
 
-def goes_together(filler: ChainFiller | None, record: Record) -> bool:
-    """Say whether a backend answers such a record together with others."""
+def is_batchable(filler: ChainFiller | None, record: Record) -> bool:
+    """Return whether a backend answers such a record in one call with others."""
     if filler is None or record.stage == Stage.PROPOSE:
         return False
     return filler.follows_drafts or not record.drafts or record.need_rows == 1 << len(record.drafts)

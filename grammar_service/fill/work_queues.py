@@ -1,10 +1,13 @@
-"""Threads that share one worker's job: one leads, the others stand by, and a leader that is stuck is relieved.
+"""Threads that share one worker's tasks: one thread leads, the others stand by and take the lead over when it is slow.
 
-The leader waits for records and does their work itself, so a step that is quick costs no hand-over. When it has been
-away from `wait` for too long, whoever stands by takes the lead: it tells what is late and goes on with the rest, while
-the thread that is stuck finishes its lane and then helps or stands by. Invariant: one thread leads, and it waits only
-when no other one has work in hand that might still become late; one thread works in a lane at a time, in the order of
-`put`; a slow lane holds one thread and nothing else. Not here: what the work is (worker).
+The leader waits for records and does their tasks itself, so a quick step costs no hand-over between threads. When the
+leader has been away from `wait` for too long, a thread that stands by takes the lead: it reports the late tasks and goes
+on with the others, while the slow thread finishes its task and then helps or stands by.
+
+Invariant: one thread leads, and it waits for records only when no other thread has a task in hand that may still become
+late. One thread at a time works on a slot, in the order of `put`. A slow slot holds one thread and no other slot.
+
+Not responsible for: what the tasks do (see worker.py).
 """
 
 from __future__ import annotations
@@ -19,83 +22,84 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 STAND_BY_S = 0.05
-"""A thread that stands by looks this often whether it shall end."""
-LOOK_AGAIN_S = 0.0005
-"""After a leader that is over its time and has no work in hand: it reads, or waits for the interpreter."""
+"""Interval at which a thread that stands by checks whether it must end."""
+RETRY_S = 0.0005
+"""Pause of a thread that finds the leader overdue without a task in hand: the leader reads, or waits for the GIL."""
 
 
-class Work(Protocol):
-    """A piece of work in a lane, or in several at once."""
+class Task(Protocol):
+    """A task of one slot, or of several slots at once."""
 
     @property
-    def lanes(self) -> tuple[int, ...]:
-        """Which; they are its own from its beginning to its end."""
+    def slots(self) -> tuple[int, ...]:
+        """Its slots. No other task works on them from its beginning to its end."""
 
-    def __call__(self) -> Sequence[Work]:
-        """Do it; must not raise. Return what is left of a piece in several lanes, of one lane each."""
+    def __call__(self) -> Sequence[Task]:
+        """Do the task; must not raise. Returns the rest of a task of several slots, as tasks of one slot each."""
 
-    def replaces(self, other: Work) -> bool:
-        """Say whether `other`, the last that waits in the lane, need not be done before this."""
+    def replaces(self, other: Task) -> bool:
+        """Return whether `other`, the last task in the slot's queue, need not be done before this one."""
 
 
 class WorkDelegate(Protocol):
-    """Whose work it is. The leading thread calls `wait` and `handle`; `late` is called with `WorkQueues.lock` held."""
+    """The owner of the tasks. The leading thread calls `wait` and `handle`; `late` is called under the queues' lock."""
 
     def wait(self) -> int:
-        """Wait for work, a bounded time; return what `handle` is told."""
+        """Wait for records, a bounded time. Returns the argument of `handle`."""
 
-    def handle(self, news: int) -> None:
-        """Put the work that came. Quick: the leader is not relieved in here."""
+    def handle(self, newest: int) -> None:
+        """Put the tasks that arrived. Must be quick: another thread cannot take the lead meanwhile."""
 
     def overdue(self, timeout_s: float) -> bool:
-        """Wait at most so long for the leader to be away from `wait` for too long."""
+        """Wait at most `timeout_s` for the leader to be away from `wait` for too long."""
 
-    def relieved(self) -> None:
-        """The lead has changed hands; count the time anew."""
+    def leader_changed(self) -> None:
+        """Restart the time of the leader."""
 
-    def begins(self, work: Work) -> None:
-        """The leader begins this piece of work; time runs for it alone, within reason."""
+    def begins(self, task: Task) -> None:
+        """Restart the time of the leader, which begins this task, within the limits of the sequence."""
 
-    def keeps_waiting(self) -> bool:
-        """Say whether work that was not begun is not late yet, however long its neighbours took."""
+    def has_time_left(self) -> bool:
+        """Return whether tasks that have not begun are on time, however long the tasks before them took."""
 
-    def late(self, work: Work) -> None:
-        """This piece of work was not done in time."""
+    def late(self, task: Task) -> None:
+        """Report a task that was not done in time."""
 
-    def parted(self, work: Work, lanes: Sequence[int]) -> Sequence[Work]:
-        """Take lanes out of a piece of work in several lanes, and return what that leaves, of one lane each."""
+    def part(self, task: Task, slots: Sequence[int]) -> Sequence[Task]:
+        """Take `slots` out of a task of several slots; return them as tasks of one slot each."""
 
-    def abandon(self, work: Work) -> Sequence[Work]:
-        """A piece of work in several lanes does not end. Return what to do in its place, or () if it will end."""
+    def abandon(self, task: Task) -> Sequence[Task]:
+        """Return the tasks that replace a task of several slots that hangs; () if it is about to end after all."""
 
 
 class WorkQueues:
-    """`threads` daemon threads, at least two of which make a stuck leader harmless."""
+    """`threads` daemon threads and the queues of the slots. Two threads are the least that makes a slow slot harmless."""
 
-    def __init__(self, threads: int, crew: WorkDelegate) -> None:
+    def __init__(self, threads: int, delegate: WorkDelegate) -> None:
         self.lock = threading.Lock()
-        """Guards everything below, and what `WorkDelegate` guards by it."""
-        self._crew = crew
-        self._todo: collections.deque[Work] = collections.deque()
-        self._busy: dict[int, collections.deque[Work]] = {}
-        """WorkQueues that a thread works in: first what it does, then what waits behind that."""
-        self._hands: dict[Work, threading.Thread] = {}
-        """Work in hand -> who does it, while nobody was told that it is late."""
-        self._abandoned: set[Work] = set()
-        """In hand, and no longer in any lane."""
-        self._left: set[Work] = set()
-        """What the last relief found not begun: held up by a neighbour, and perhaps quick."""
+        """Guards everything below, and what the delegate guards by it."""
+        self._delegate = delegate
+        self._todo: collections.deque[Task] = collections.deque()
+        """Tasks that have not begun, in order."""
+        self._busy: dict[int, collections.deque[Task]] = {}
+        """Slot -> its task in hand, then the tasks that wait behind it. Slots without a task in hand are absent."""
+        self._in_hand: dict[Task, threading.Thread] = {}
+        """Task in hand -> its thread, while the task is not known to be late."""
+        self._abandoned: set[Task] = set()
+        """Tasks in hand that lost their slots."""
+        self._passed_over: set[Task] = set()
+        """Tasks that the last change of leaders found not begun. A slow neighbour held them up; they may be quick."""
         self._idle = True
-        """The leader waits for records or reads them; it has no work in hand, and is not relieved."""
+        """The leader waits for records or reads them. It has no task in hand, and no other thread takes the lead."""
         self._leader: threading.Thread
         self._watch = threading.Lock()
-        """Held by the one that looks at the leader; the others queue here."""
-        self._begun_s: dict[Work, float] = {}
-        """Work in hand -> `time.monotonic()` when it was found overdue."""
+        """Held by the thread that watches the leader; the others queue here."""
+        self._overdue_since_s: dict[Task, float] = {}
+        """Task in hand -> `time.monotonic()` when it was found overdue."""
         self._stopping = threading.Event()
         self.leader_handoffs = 0
         self.error: BaseException | None = None
-        """Why the threads ended, when they ended by themselves."""
+        """Why the threads ended, if `stop` was not the reason."""
         self._threads = [self._thread(i) for i in range(threads)]
 
     def _thread(self, number: int) -> threading.Thread:
@@ -108,158 +112,158 @@ class WorkQueues:
             thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """End each thread after what it is doing. False when one did not end in time."""
+        """End each thread after the task in its hand. False: a thread did not end in time."""
         self._stopping.set()
-        give_up = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(max(0.0, give_up - time.monotonic()))
+                thread.join(max(0.0, deadline - time.monotonic()))
         return not self.alive
 
     @property
     def alive(self) -> bool:
-        """Some thread runs."""
+        """Whether any thread runs."""
         return any(thread.is_alive() for thread in self._threads)
 
-    def put(self, work: Work) -> None:
-        """Have `work` done after what is in its lane. The leader alone puts."""
+    def put(self, task: Task) -> None:
+        """Append a task, which is done after the earlier tasks of its slots. Only the leader puts tasks."""
         with self.lock:
-            self._todo.append(work)
+            self._todo.append(task)
 
     def stuck_s(self) -> float:
-        """Return how long the slowest piece of work is overdue; 0: none is."""
-        begun_s = list(self._begun_s.values())
-        return time.monotonic() - min(begun_s) if begun_s else 0.0
+        """Return how long the slowest task in hand is overdue, in seconds; 0: none is."""
+        since_s = list(self._overdue_since_s.values())
+        return time.monotonic() - min(since_s) if since_s else 0.0
 
-    def give_up(self, after_s: float) -> None:
-        """Free the lanes of work in several lanes that is overdue for so long: one of them holds the others."""
-        if not self._begun_s:
+    def abandon_stuck(self, after_s: float) -> None:
+        """Release the slots of tasks of several slots that are overdue for `after_s`: one slot holds up the others."""
+        if not self._overdue_since_s:
             return
         with self.lock:
             until_s = time.monotonic() - after_s
-            for work, begun_s in self._begun_s.items():
-                if len(work.lanes) == 1 or begun_s > until_s or work in self._abandoned:
+            for task, since_s in self._overdue_since_s.items():
+                if len(task.slots) == 1 or since_s > until_s or task in self._abandoned:
                     continue
-                if instead := self._crew.abandon(work):
-                    self._abandoned.add(work)
-                    self._free(work, instead)
-                    # What made it slow will hold a thread for itself.
+                if replacements := self._delegate.abandon(task):
+                    self._abandoned.add(task)
+                    self._release(task, replacements)
+                    # The slow slot will hold a thread of its own.
                     self._threads.append(self._thread(len(self._threads)))
                     self._threads[-1].start()
 
-    def _free(self, work: Work, left: Sequence[Work]) -> None:
-        """Give the lanes of a piece of work free: what is left of it comes next, then what waits behind it."""
-        waiting: list[Work] = []
-        for lane in work.lanes:
-            behind = self._busy.pop(lane)
-            behind.popleft()
-            waiting += behind
-        self._todo.extendleft(reversed([*left, *waiting]))
+    def _release(self, task: Task, rest: Sequence[Task]) -> None:
+        """Release the slots of a task. The rest of the task comes next, then the tasks that waited behind it."""
+        waiting: list[Task] = []
+        for slot in task.slots:
+            queue = self._busy.pop(slot)
+            queue.popleft()
+            waiting += queue
+        self._todo.extendleft(reversed([*rest, *waiting]))
 
-    def superseded(self, lane: int) -> bool:
-        """Return whether something waits behind the work of a lane."""
-        return len(self._busy[lane]) > 1
+    def superseded(self, slot: int) -> bool:
+        """Return whether a newer task waits behind the slot's task in hand."""
+        return len(self._busy[slot]) > 1
 
     def _run(self) -> None:
         me = threading.current_thread()
         try:
             while not self._stopping.is_set():
-                if (work := self._next(me)) is not None:
-                    if not self._do(work):
+                if (task := self._next(me)) is not None:
+                    if not self._do(task):
                         return
                 elif self._leader is me:
-                    self._crew.handle(self._crew.wait())
+                    self._delegate.handle(self._delegate.wait())
                 else:
                     self._stand_by(me)
         except BaseException as error:
             self.error = error
             self._stopping.set()
-            logger.exception("the grammar worker ended")
+            logger.exception("the threads that fill mask rows ended")
 
-    def _next(self, me: threading.Thread) -> Work | None:
-        """Begin a piece of work. None: there is none; a leader is idle from here, or leads no more."""
+    def _next(self, me: threading.Thread) -> Task | None:
+        """Take a task in hand. None: there is none, and a leader is idle from here or has passed the lead on."""
         with self.lock:
             leads = self._leader is me
             while self._todo:
-                work = self._todo.popleft()
-                if held := [lane for lane in work.lanes if lane in self._busy]:
-                    alone = len(work.lanes) == 1
-                    for part in (work,) if alone else self._crew.parted(work, held):
+                task = self._todo.popleft()
+                if held := [slot for slot in task.slots if slot in self._busy]:
+                    single = len(task.slots) == 1
+                    for part in (task,) if single else self._delegate.part(task, held):
                         self._wait_behind(part)
-                    if alone or not work.lanes:
+                    if single or not task.slots:
                         continue
-                for lane in work.lanes:
-                    self._busy[lane] = collections.deque((work,))
-                self._hands[work] = me
+                for slot in task.slots:
+                    self._busy[slot] = collections.deque((task,))
+                self._in_hand[task] = me
                 if leads:
                     self._idle = False
-                    self._crew.begins(work)
-                return work
-            if leads and self._hands:
-                # Only a leader is watched: one who helps goes on as that, and `me` stands by.
-                self._leader = next(iter(self._hands.values()))
-                self._crew.relieved()
+                    self._delegate.begins(task)
+                return task
+            if leads and self._in_hand:
+                # Only the leader is watched, so a thread with a task in hand has to lead; this thread stands by.
+                self._leader = next(iter(self._in_hand.values()))
+                self._delegate.leader_changed()
             elif leads:
                 self._idle = True
             return None
 
-    def _wait_behind(self, work: Work) -> None:
-        # Its lane is stuck, or it would be free: whoever waits for this is told now.
-        waiting = self._busy[work.lanes[0]]
-        if len(waiting) > 1 and work.replaces(waiting[-1]):
+    def _wait_behind(self, task: Task) -> None:
+        # The slot's task in hand is slow, or the slot would be free: this task is reported late now.
+        waiting = self._busy[task.slots[0]]
+        if len(waiting) > 1 and task.replaces(waiting[-1]):
             waiting.pop()
-        waiting.append(work)
-        self._crew.late(work)
+        waiting.append(task)
+        self._delegate.late(task)
 
-    def _do(self, work: Work) -> bool:
-        """Do it, and what waits behind it. False: another thread has taken this one's place."""
+    def _do(self, task: Task) -> bool:
+        """Do a task and the tasks that wait behind it. False: another thread has replaced this one."""
         while True:
-            left = work()
+            rest = task()
             with self.lock:
-                self._hands.pop(work, None)
-                self._begun_s.pop(work, None)
-                if work in self._abandoned:
-                    self._abandoned.discard(work)
+                self._in_hand.pop(task, None)
+                self._overdue_since_s.pop(task, None)
+                if task in self._abandoned:
+                    self._abandoned.discard(task)
                     return False
-                if left or len(work.lanes) > 1:
-                    self._free(work, left)
+                if rest or len(task.slots) > 1:
+                    self._release(task, rest)
                     return True
-                waiting = self._busy[work.lanes[0]]
+                waiting = self._busy[task.slots[0]]
                 waiting.popleft()
                 if not waiting:
-                    del self._busy[work.lanes[0]]
+                    del self._busy[task.slots[0]]
                     return True
-                # Whoever waits for it was told when it came in here: it is overdue as it begins.
-                work = waiting[0]
-                self._begun_s[work] = time.monotonic()
+                # The next task was reported late when it came to this queue, so it is overdue from its beginning.
+                task = waiting[0]
+                self._overdue_since_s[task] = time.monotonic()
 
     def _stand_by(self, me: threading.Thread) -> None:
         if not self._watch.acquire(timeout=STAND_BY_S):
             return
         try:
-            if not self._crew.overdue(STAND_BY_S) or self._stopping.is_set():
+            if not self._delegate.overdue(STAND_BY_S) or self._stopping.is_set():
                 return
             with self.lock:
                 if not self._idle:
                     self._leader = me
                     self.leader_handoffs += 1
-                    self._crew.relieved()
-                    for work in self._overdue():
-                        self._crew.late(work)
+                    self._delegate.leader_changed()
+                    for task in self._overdue():
+                        self._delegate.late(task)
                     return
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(RETRY_S)
         finally:
             self._watch.release()
 
-    def _overdue(self) -> Iterator[Work]:
-        """What was begun and did not end; of what was not begun, what another relief has found so before."""
-        self._hands.clear()
+    def _overdue(self) -> Iterator[Task]:
+        """Yield the tasks in hand, and the tasks that have not begun since an earlier change of leaders."""
+        self._in_hand.clear()
         for waiting in self._busy.values():
-            self._begun_s.setdefault(waiting[0], time.monotonic())
+            self._overdue_since_s.setdefault(waiting[0], time.monotonic())
             yield from waiting
-        if not self._crew.keeps_waiting():
-            yield from (work for work in self._todo if work in self._left)
-            self._left = set(self._todo)
+        if not self._delegate.has_time_left():
+            yield from (task for task in self._todo if task in self._passed_over)
+            self._passed_over = set(self._todo)
 
     def __repr__(self) -> str:
         return (

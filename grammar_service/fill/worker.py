@@ -1,16 +1,16 @@
-"""Answers the step plane: wait for a record, move matchers, fill rows, publish. What is plain goes in batches
-(batch.py), the rest slot by slot (answers.py).
+"""Answers one engine's step plane: waits for records, moves matchers, fills rows, publishes answers.
 
-One thread does all of that as long as it is quick. When a piece of work takes longer than `row_deadline_ms` (a batch
-has more, by its slots), another one takes over: it publishes what stands of every answer that is not whole, DEFER for
-the rest, and goes on with the other slots; the rows that come later are added to the answer that is out, and serve the
-record that asks for them again. That the pieces before it were many makes no answer late, within `_PATIENCE`.
+One thread does all of this as long as it is quick. When a task takes longer than `row_deadline_ms` (a batch has more, by
+its slots), another thread takes the lead: it publishes each incomplete answer with DEFER for the missing rows, and
+continues with the other slots. The slow thread adds its rows to the published answer. Queueing behind earlier tasks does
+not count toward the deadline, within `_TASKS_PER_DEADLINE`.
 
-Invariant: one thread at a time touches a bound matcher and the rows of its slot. Binds and releases pass through a
-queue that is emptied between seeing a sequence and reading its records; so whoever posts after a Bind was acknowledged
-meets that matcher. The sign of life comes from the thread that leads: when every thread hangs, it stops.
+Invariant: one thread at a time touches a bound matcher and the rows of its slot. Binds and releases pass through a queue
+that the leader empties after it sees a sequence and before it reads the records; so a record that is posted after the
+acknowledgement of a Bind meets the new matcher. The leader alone writes signs of life, so they stop when all threads hang.
 
-Not here: who leads (lanes), the walk itself (matchers), sockets and compiling (server, compiler).
+Not responsible for: which thread leads (see work_queues.py), the moves of a matcher (see matchers.py), sockets (see
+server.py) and compilation (see compile/).
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from __future__ import annotations
 import collections
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from grammar_service.fill.answers import Answers
-from grammar_service.fill.batch import LEAST, Batches
+from grammar_service.fill.answers import RecordAnswerer
+from grammar_service.fill.batch import MIN_RECORDS, BatchAnswerer
 from grammar_service.fill.channel import Channel
-from grammar_service.fill.counters import Counters
-from grammar_service.fill.mask_row_cache import MaskRowCache
-from grammar_service.fill.matchers import Slot, SlotTable
-from grammar_service.fill.tasks import Batch, Change, FillTask
-from grammar_service.fill.work_queues import Work, WorkQueues
+from grammar_service.fill.counters import Counters, WorkerCounts
+from grammar_service.fill.matchers import MatcherTable, SlotMatcher
+from grammar_service.fill.tasks import BatchTask, ChangeTask, FillTask
+from grammar_service.fill.work_queues import Task, WorkQueues
 from grammar_service.grammar.mask_rows import Classifier
-from grammar_service.metrics import WorkerCounts
 from service_runtime.cores import usable_cores
 from shared_mem.errors import RingOverrun
 from shared_mem.grammar_end import Record
@@ -39,15 +37,15 @@ from shared_mem.native import DEFAULT_SPIN_NS
 logger = logging.getLogger(__name__)
 
 HANG_S = 15.0
-"""A row that takes longer hangs: the engine has ended its request, and its thread and slot are lost to others."""
+"""A row that takes longer hangs: the engine has ended its request, and its thread and slot are lost."""
 WAIT_S = 0.01
-"""One wait at most; both ends of it are signs of life."""
-GIVE_UP_S = 0.1
-"""A batch that is overdue for so long is left to its thread; its slots get new matchers and are answered one by one."""
+"""Bound of one wait for records. Both ends of a wait are signs of life."""
+ABANDON_S = 0.1
+"""A batch that is overdue for so long loses its slots: they get new matchers and are answered one by one."""
 
-_PATIENCE, _MOST_PATIENCE = 8, 16
-"""So many records of a sequence may take one deadline more, in a batch or one after the other; two drafts count as one
-record. Never more than so many deadlines."""
+_TASKS_PER_DEADLINE, _MAX_DEADLINES = 8, 16
+"""A sequence has one deadline, one more for each _TASKS_PER_DEADLINE records (two drafts count as one record), and at
+most _MAX_DEADLINES."""
 
 
 class Worker:
@@ -55,13 +53,14 @@ class Worker:
 
     Args:
         channel: the grammar process's end of the mapped segment.
-        threads: so many may hang in slow rows before the last one, which leads, does too; and those of the libraries.
-        spin_s: how long a wait spins before it sleeps, while a matcher is bound.
-        row_deadline_ms: an answer that is not whole so long after it was begun is published as it is.
+        threads: slow rows that may hold a thread each before the last thread, which leads, is slow too; also the size
+            of the libraries' thread pools.
+        spin_s: time that a wait spins before it sleeps, while any matcher is bound.
+        row_deadline_ms: an answer that is incomplete so long after its task began is published as it is.
     """
 
     hang_s: float = HANG_S
-    least_batch: int = LEAST
+    min_batch: int = MIN_RECORDS
     """Fewer records of a sequence are answered one by one."""
 
     def __init__(
@@ -70,150 +69,149 @@ class Worker:
         layout = channel.layout
         self._channel = channel
         self._num_slots = layout.num_slots
-        self._table = SlotTable(Classifier(layout.vocab_size))
+        self._table = MatcherTable(Classifier(layout.vocab_size))
         self._spin_ns = int(spin_s * 1e9)
         self._deadline_ns = int(row_deadline_ms * 1e6)
-        self._lanes = WorkQueues(threads + 1, self)
-        self._patience_ns = self._most_patience_ns = 0
-        """`time.monotonic_ns()` until which pieces of work have their time to themselves, and may at most have it."""
-        self._inbox: collections.deque[Change] = collections.deque()
+        self._queues = WorkQueues(threads + 1, self)
+        self._on_time_until_ns = self._on_time_limit_ns = 0
+        """`time.monotonic_ns()` until which tasks of the sequence are on time, and the most that it may become."""
+        self._inbox: collections.deque[ChangeTask] = collections.deque()
         self._last = channel.start_seq
-        self._standing = [MaskRowCache() for _ in range(self._num_slots)]
-        """Of each slot. Touched by whoever has the slot's lane."""
-        self._books = Counters(self._num_slots)
-        parts = channel, self._table, self._standing, self._books
-        self._answers = Answers(*parts, self._lanes)
-        limits = min(threads, usable_cores()), self._deadline_ns * _MOST_PATIENCE // 4
-        self._batches = Batches(*parts, self._lanes.lock, self._answers.answer, *limits)
+        """The last sequence that was read."""
+        self._counters = Counters(self._num_slots)
+        self._answerer = RecordAnswerer(channel, self._table, self._counters, self._queues)
+        self._batches = BatchAnswerer(
+            channel,
+            self._table,
+            self._counters,
+            self._queues.lock,
+            self._answerer.answer,
+            min(threads, usable_cores()),
+            self._deadline_ns * _MAX_DEADLINES // 4,
+        )
 
     def start(self) -> None:
         """Start the threads. Once."""
-        self._lanes.start()
+        self._queues.start()
 
     def stop(self, timeout_s: float = 2.0) -> bool:
-        """End the threads and drop every matcher; False when one did not end in time (a library hangs)."""
-        ended = self._lanes.stop(timeout_s)
+        """End the threads and drop every matcher. False: a thread did not end in time, because a library hangs."""
+        ended = self._queues.stop(timeout_s)
         if ended:
             self._table.slots.clear()
         return ended
 
-    def bind(self, slot: int, state: Slot) -> None:
-        """Hand a matcher over; from the next record on it answers for its slot. Any thread."""
-        self._change(slot, lambda: self._table.bind(slot, state))
+    def bind(self, slot: int, state: SlotMatcher) -> None:
+        """Install a matcher, which answers its slot from the next record on. Any thread."""
+        self._inbox.append(ChangeTask(slot, lambda: self._table.bind(slot, state)))
 
-    def release(self, slot: int, gen: int) -> None:
-        """Have the matcher of (slot, gen) dropped. Any thread."""
-        self._change(slot, lambda: self._table.release(slot, gen))
+    def release(self, slot: int, slot_gen: int) -> None:
+        """Drop the matcher of (slot, slot_gen). Any thread."""
+        self._inbox.append(ChangeTask(slot, lambda: self._table.release(slot, slot_gen)))
 
     def drop_all(self) -> None:
-        """Have every matcher dropped: the vocabulary is another one now. Any thread."""
+        """Drop every matcher, because the vocabulary has changed. Any thread."""
         for slot in range(self._num_slots):
-            self._change(slot, lambda slot=slot: self._table.drop(slot))  # type: ignore[misc]
-
-    def _change(self, slot: int, change: Callable[[], None]) -> None:
-        def apply() -> None:
-            change()
-            self._standing[slot] = MaskRowCache()
-
-        self._inbox.append(Change(slot, apply))
+            self._inbox.append(ChangeTask(slot, lambda slot=slot: self._table.drop(slot)))  # type: ignore[misc]
 
     @property
     def error(self) -> BaseException | None:
-        """Why the threads ended, when they ended by themselves."""
-        return self._lanes.error
+        """Why the threads ended, if `stop` was not the reason."""
+        return self._queues.error
 
     @property
     def alive(self) -> bool:
-        """It answers."""
-        return self._lanes.alive and self.error is None
+        """Whether the worker answers records."""
+        return self._queues.alive and self.error is None
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start, gauges, and fill times of the last records in microseconds."""
-        return {**self._table.stats(), **self._books.stats(), "leader_handoffs": self._lanes.leader_handoffs}
+        """Return counters since the start, gauges, and percentiles of the last fill times in microseconds."""
+        return {**self._table.stats(), **self._counters.stats(), "leader_handoffs": self._queues.leader_handoffs}
 
     def rows_by_kind(self) -> dict[str, int]:
-        """Return how many rows were answered with each kind."""
-        return self._books.rows_by_kind()
+        """Return the number of answered rows of each kind."""
+        return self._counters.rows_by_kind()
 
     def counts(self) -> WorkerCounts:
-        """Return counters since the start, for metrics. Any thread."""
+        """Return a snapshot of the counters, for metrics. Any thread."""
         table = self._table.stats()
-        books = self._books
-        fill_counts, fill_sum_ns = books.fill_times.totals()
+        counters = self._counters
+        fill_counts, fill_sum_ns = counters.fill_times.totals()
         return WorkerCounts(
             records=sum(fill_counts),
-            overruns=books.overruns,
-            filled_rows=books.filled_rows,
-            refilled_rows=books.refilled_rows,
+            overruns=counters.overruns,
+            filled_rows=counters.filled_rows,
             gaps=table["gaps"],
             rebuilds=table["rebuilds"],
             matchers=table["matchers"],
-            rows_by_kind=books.rows_by_kind(),
+            rows_by_kind=counters.rows_by_kind(),
             fill_counts=fill_counts,
             fill_sum_ns=fill_sum_ns,
         )
 
-    # -- what the lanes call: `work_queues.WorkDelegate` --------
+    # -- what the queues call: `work_queues.WorkDelegate` -------------------------------------------------------------
 
     def wait(self) -> int:
-        """Wait for a sequence; both ends of it are signs of life."""
-        # Where nobody is guided nobody waits: the core is left to others, and a bind is seen at the end of a wait.
+        """Wait for a sequence and return the newest. Both ends of the wait are signs of life."""
+        # Without a constrained request the wait sleeps early and leaves its core to other threads.
         spin_ns = self._spin_ns if self._table.slots else min(self._spin_ns, DEFAULT_SPIN_NS)
         return self._channel.wait(self._last, WAIT_S, spin_ns)
 
-    def handle(self, news: int) -> None:
-        """Put what came: changes first, then the records of every sequence up to `news`.
+    def handle(self, newest: int) -> None:
+        """Put the tasks that arrived: changes first, then the records of every sequence up to `newest`.
 
-        Raises RuntimeError when a mask computation hangs: only the end of the process frees what it holds.
+        Raises RuntimeError when a mask computation hangs: its memory and thread are freed by the end of the process
+        alone.
         """
-        if (stuck_s := self._lanes.stuck_s()) > self.hang_s:
+        if (stuck_s := self._queues.stuck_s()) > self.hang_s:
             raise RuntimeError(f"a mask computation runs for {stuck_s:.0f} s")
-        self._lanes.give_up(GIVE_UP_S)
+        self._queues.abandon_stuck(ABANDON_S)
         while self._inbox:
-            self._lanes.put(self._inbox.popleft())
-        for seq in range(self._last + 1, news + 1):
+            self._queues.put(self._inbox.popleft())
+        for seq in range(self._last + 1, newest + 1):
             self._read(seq)
-        self._last = news
+        self._last = newest
 
     def overdue(self, timeout_s: float) -> bool:
-        """Wait for the leader to be over the deadline."""
+        """Wait for the leader to exceed the deadline."""
         return self._channel.overdue(self._deadline_ns, timeout_s)
 
-    def relieved(self) -> None:
-        """Another thread leads."""
+    def leader_changed(self) -> None:
+        """Restart the deadline."""
         self._channel.take_over()
 
-    def begins(self, work: Work) -> None:
-        """Count the time anew."""
+    def begins(self, task: Task) -> None:
+        """Restart the deadline; a batch gets twice its expected time in addition."""
         ahead_ns = 0
-        if isinstance(work, Batch):
-            self._patience_ns = min(self._patience_ns + 2 * self._batches.known_ns(work), self._most_patience_ns)
-            ahead_ns = max(0, self._patience_ns - time.monotonic_ns())
-        if self.keeps_waiting():
+        if isinstance(task, BatchTask):
+            until_ns = self._on_time_until_ns + 2 * self._batches.expected_ns(task)
+            self._on_time_until_ns = min(until_ns, self._on_time_limit_ns)
+            ahead_ns = max(0, self._on_time_until_ns - time.monotonic_ns())
+        if self.has_time_left():
             self._channel.take_over(ahead_ns)
 
-    def keeps_waiting(self) -> bool:
-        """Say whether what was not begun has time left."""
-        return time.monotonic_ns() < self._patience_ns
+    def has_time_left(self) -> bool:
+        """Return whether tasks of the sequence that have not begun are still on time."""
+        return time.monotonic_ns() < self._on_time_until_ns
 
-    def parted(self, work: Work, lanes: Sequence[int]) -> Sequence[Work]:
-        """Take lanes that are busy out of a batch."""
-        return self._batches.parted(work, lanes) if isinstance(work, Batch) else (work,)
+    def part(self, task: Task, slots: Sequence[int]) -> Sequence[Task]:
+        """Take slots with a task in hand out of a batch."""
+        return self._batches.part(task, slots) if isinstance(task, BatchTask) else (task,)
 
-    def abandon(self, work: Work) -> Sequence[Work]:
+    def abandon(self, task: Task) -> Sequence[Task]:
         """Leave a batch that hangs to its thread."""
-        return self._batches.abandon(work) if isinstance(work, Batch) else ()
+        return self._batches.abandon(task) if isinstance(task, BatchTask) else ()
 
-    def late(self, work: Work) -> None:
-        """Publish what stands of an answer. Under the lanes' lock."""
-        if isinstance(work, Batch):
-            self._batches.tell_late(work)
-        elif isinstance(work, FillTask) and not work.late:
-            work.late = True
-            self._books.late_answers += 1
-            # The kinds first: what a kind stands for was written before it.
-            kinds, (_, forced) = list(work.answer.kinds), work.answer
-            self._channel.publish(work.seq, work.lane, work.record.slot_gen, kinds, forced, late=True)
+    def late(self, task: Task) -> None:
+        """Publish an incomplete answer. Under the queues' lock."""
+        if isinstance(task, BatchTask):
+            self._batches.publish_late(task)
+        elif isinstance(task, FillTask) and not task.late:
+            task.late = True
+            self._counters.late_answers += 1
+            # The kinds are read first, because the thread that fills writes a row's kind last.
+            kinds, forced = list(task.answer.kinds), task.answer.forced
+            self._channel.publish(task.seq, task.slot, task.record.slot_gen, kinds, forced, late=True)
 
     # -- one sequence -------------------------------------------------------------------------------------------------
 
@@ -221,29 +219,29 @@ class Worker:
         try:
             records = self._channel.records(seq)
         except RingOverrun:
-            # The engine has gone on without this step; the gap shows in the next record of each slot.
-            self._books.overruns += 1
+            # The engine has overwritten this step; the next record of each slot shows the gap.
+            self._counters.overruns += 1
             return
         if self._channel.permissive:
             for record in records:
                 kinds = [int(RowKind.ALL)] * (len(record.drafts) + 1)
                 self._channel.publish(seq, record.slot, record.slot_gen, kinds, [-1] * len(kinds))
             return
-        shares = sum(1 + len(record.drafts) // 2 for record in records)
-        patience = min(_MOST_PATIENCE, 1 + shares // _PATIENCE)
+        num_tasks = sum(1 + len(record.drafts) // 2 for record in records)
+        deadlines = min(_MAX_DEADLINES, 1 + num_tasks // _TASKS_PER_DEADLINE)
         now_ns = time.monotonic_ns()
-        self._patience_ns = now_ns + self._deadline_ns * patience
-        self._most_patience_ns = now_ns + self._deadline_ns * _MOST_PATIENCE
-        batches, rest = self._batches.split(seq, records, self.least_batch)
+        self._on_time_until_ns = now_ns + self._deadline_ns * deadlines
+        self._on_time_limit_ns = now_ns + self._deadline_ns * _MAX_DEADLINES
+        batches, rest = self._batches.split(seq, records, self.min_batch)
         for batch in batches:
-            self._lanes.put(batch)
-        for record in sorted(rest, key=self._cost) if len(rest) > 1 else rest:
-            self._lanes.put(FillTask(seq, record, self._answers.answer))
+            self._queues.put(batch)
+        for record in sorted(rest, key=self._last_fill_ns) if len(rest) > 1 else rest:
+            self._queues.put(FillTask(seq, record, self._answerer.answer))
 
-    def _cost(self, record: Record) -> int:
+    def _last_fill_ns(self, record: Record) -> int:
         slot = self._table.slots.get(record.slot)
-        return slot.cost_ns if slot else 0
+        return slot.last_fill_ns if slot else 0
 
     def __repr__(self) -> str:
         state = "alive" if self.alive else "not running"
-        return f"<Worker {state} matchers={len(self._table.slots)} records={self._books.records}>"
+        return f"<Worker {state} matchers={len(self._table.slots)} records={self._counters.records}>"

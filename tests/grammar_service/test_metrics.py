@@ -8,7 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from grammar_service.errors import GrammarServiceError, InternalError, InvalidGrammar, LimitExceeded, NotSupported
-from grammar_service.metrics import FILL_BOUNDS_S, FillTimes, GrammarMetrics, WorkerCounts
+from grammar_service.fill.counters import FILL_BOUNDS_S, FillTimes, WorkerCounts
+from grammar_service.metrics import GrammarMetrics
 from grammar_service.metrics_http import CannotListen, MetricsListener
 
 

@@ -18,7 +18,7 @@ from grammar_service.backends.backend import Compiled, Matcher, Rows
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
-from grammar_service.fill.matchers import Slot, SlotTable
+from grammar_service.fill.matchers import MatcherTable, SlotMatcher
 from grammar_service.grammar.mask_rows import Classifier, token_ids
 from grammar_service.grammar.value import Kind
 from grammar_service.grammar.vocabulary import Vocabulary
@@ -106,9 +106,9 @@ class Walk:
                     break
         return self
 
-    def bound(self) -> SlotTable:
-        table = SlotTable(self.classifier)
-        table.bind(0, Slot.bind(1, self.compiled.matcher, self.tokens, self.closes))
+    def bound(self) -> MatcherTable:
+        table = MatcherTable(self.classifier)
+        table.bind(0, SlotMatcher.bind(1, self.compiled.matcher, self.tokens, self.closes))
         return table
 
     def propose(self, luck: random.Random, most: int, known: list[int]) -> list[int]:
@@ -289,14 +289,14 @@ def test_with_nothing_to_spare_hardly_more_than_the_path_is_offered(library: Lib
     compiled, source = compiled_of(library, "lengths")
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
-    slot = Slot.bind(1, compiled.matcher, [], partial(CompletionBudget, plan, len(plan.path)))
+    slot = SlotMatcher.bind(1, compiled.matcher, [], partial(CompletionBudget, plan, len(plan.path)))
     rows = Rows(np.zeros((1, plan.texts.num_words), dtype=np.int32))
     for token in plan.path[1:-1]:
         slot.accept(plan.path[len(slot.tokens)])
         kind, forced = slot.fill(rows, 0, Classifier(PADDED))
         assert (kind, forced) == (RowKind.APPLY, STEERED)
-        assert slot.closing is not None
-        assert slot.closing.steered_tokens_left(len(slot.tokens)) == len(plan.path) - len(slot.tokens)
+        assert slot.budget is not None
+        assert slot.budget.steered_tokens_left(len(slot.tokens)) == len(plan.path) - len(slot.tokens)
         offered = token_ids(rows.words[0], PADDED)
         assert token in offered
         assert len(offered) < 4
@@ -306,8 +306,8 @@ def test_a_draft_that_leaves_no_room_is_walked_no_further(library: Library, voca
     compiled, source = compiled_of(library, "lengths")
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
-    table = SlotTable(Classifier(PADDED))
-    table.bind(0, Slot.bind(1, compiled.matcher, [], partial(CompletionBudget, plan, len(plan.path))))
+    table = MatcherTable(Classifier(PADDED))
+    table.bind(0, SlotMatcher.bind(1, compiled.matcher, [], partial(CompletionBudget, plan, len(plan.path))))
     rows = Rows(np.zeros((2, plan.texts.num_words), dtype=np.int32))
     head = plan.path[:3]
     other = next(t for t in spell("abc") if t != plan.path[3])
@@ -341,15 +341,15 @@ def test_where_one_way_to_the_end_is_left_it_is_proposed(library: Library, vocab
     compiled, source = compiled_of(library, "required")
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
-    table = SlotTable(Classifier(PADDED))
-    table.bind(0, Slot.bind(1, compiled.matcher, (), partial(CompletionBudget, plan, len(plan.path))))
+    table = MatcherTable(Classifier(PADDED))
+    table.bind(0, SlotMatcher.bind(1, compiled.matcher, (), partial(CompletionBudget, plan, len(plan.path))))
     rows = Rows(np.zeros((8, plan.texts.num_words), dtype=np.int32))
     slot, whole = table.slots[0], 0
-    assert slot.closing is not None
+    assert slot.budget is not None
     for said in range(len(plan.path)):
         slot.resting = 0  # a proposal that took long is followed by rests
         proposed = table.answer(Record(0, 1, 0, plan.path[:said], (), Stage.PROPOSE, 0b111), rows, 0).forced
-        way = slot.closing.only_path(said)
+        way = slot.budget.only_path(said)
         assert way in (None, (), plan.path[said:])
         if way is not None:
             # Where more than one token keeps the end in reach nothing is.

@@ -46,7 +46,7 @@ class Answer:
         self.fills = [0]
         self.matcher: Any = Counted(compiled.matcher(), self.fills)
         self.plan = CompletionPlan.of(compiled.matcher(), source, TokenTexts.of(vocabulary))
-        self.closing = CompletionBudget(self.plan, limit, self.matcher)
+        self.budget = CompletionBudget(self.plan, limit, self.matcher)
         self.tokens: list[int] = []
 
     def say(self, text: str) -> list[int]:
@@ -56,7 +56,7 @@ class Answer:
         assert self.matcher.accept(token), token
         self.tokens.append(token)
         before = self.fills[0]
-        self.closing.advance(self.matcher, self.tokens)
+        self.budget.advance(self.matcher, self.tokens)
         return self.fills[0] - before
 
     def whole_row(self) -> Words:
@@ -68,7 +68,7 @@ class Answer:
         return words
 
     def row(self) -> Words | None:
-        return self.closing.narrowed_row(len(self.tokens))
+        return self.budget.narrowed_row(len(self.tokens))
 
 
 def answer(library: Library, vocabulary: Vocabulary, schema: Any, limit: int) -> Answer:

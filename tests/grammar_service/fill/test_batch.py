@@ -16,11 +16,10 @@ from grammar_service.backends.backend import Compiled, Matcher, chain_filler_of
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
-from grammar_service.fill.batch import Batches
+from grammar_service.fill.batch import BatchAnswerer
 from grammar_service.fill.counters import Counters
-from grammar_service.fill.mask_row_cache import MaskRowCache
-from grammar_service.fill.matchers import Slot, SlotTable
-from grammar_service.fill.tasks import goes_together
+from grammar_service.fill.matchers import MatcherTable, SlotMatcher
+from grammar_service.fill.tasks import is_batchable
 from grammar_service.fill.worker import Worker
 from grammar_service.grammar.mask_rows import Classifier
 from grammar_service.grammar.value import Kind, Whitespace, parse
@@ -54,7 +53,7 @@ class Side:
         self.engine = EngineEnd(segment)
         end = GrammarEnd(Segment.attach(os.dup(segment.fileno())))
         self.worker = Worker(end, threads=2, row_deadline_ms=NEVER_LATE_MS)
-        self.worker.least_batch = 2 if batches else SLOTS + 1
+        self.worker.min_batch = 2 if batches else SLOTS + 1
         self.worker.start()
 
 
@@ -166,7 +165,7 @@ def test_a_batch_gives_what_slot_by_slot_gives(library: Library, sides: tuple[Si
         using[lane.slot] = grammars[number]
         closes = partial(CompletionBudget, plans[number], rng.choice((24, 400))) if rng.random() < 0.8 else None
         for side in sides:
-            side.worker.bind(lane.slot, Slot.bind(lane.gen, grammars[number].matcher, (), closes))
+            side.worker.bind(lane.slot, SlotMatcher.bind(lane.gen, grammars[number].matcher, (), closes))
 
     def walk(lane: Lane, tokens: list[int], count: int) -> list[int]:
         matcher: Matcher = using[lane.slot].matcher()
@@ -188,12 +187,12 @@ def test_a_batch_gives_what_slot_by_slot_gives(library: Library, sides: tuple[Si
             told = f"step {step} {lane.slot=} {lane.gen=} {committed=} {drafts=}"
             assert one == other, told
             seen.update(one[0])
-            lane.take(one[0], one[3])
+            lane.take(one[0], one[2])
     batched, alone = (side.worker.stats() for side in sides)
     assert alone["batched_records"] == 0
     assert batched["batched_records"] > STEPS
     assert {RowKind.APPLY, RowKind.FORCED, RowKind.DEFER, RowKind.ERROR} <= seen
-    for name in ("filled_rows", "refilled_rows", "reused_rows", "records", "late_answers"):
+    for name in ("filled_rows", "records", "late_answers"):
         assert batched[name] == alone[name], name
     assert sides[0].worker.rows_by_kind() == sides[1].worker.rows_by_kind()
 
@@ -224,13 +223,13 @@ def test_drafts_go_alone_where_a_chain_of_them_does_not_pay() -> None:
     filler.follows_drafts = False
     longer = Record(0, 1, 0, (), (5, 6), Stage.VERIFY, 0b111)
     single = longer._replace(need_rows=0b100, stage=1)
-    assert not goes_together(filler, longer)
-    assert goes_together(filler, single)
-    assert goes_together(filler, longer._replace(drafts=(), need_rows=1))
+    assert not is_batchable(filler, longer)
+    assert is_batchable(filler, single)
+    assert is_batchable(filler, longer._replace(drafts=(), need_rows=1))
     filler.follows_drafts = True
-    assert goes_together(filler, longer)
-    assert not goes_together(filler, longer._replace(stage=Stage.PROPOSE))
-    assert not goes_together(None, longer)
+    assert is_batchable(filler, longer)
+    assert not is_batchable(filler, longer._replace(stage=Stage.PROPOSE))
+    assert not is_batchable(None, longer)
 
 
 @pytest.mark.parametrize(
@@ -239,14 +238,13 @@ def test_drafts_go_alone_where_a_chain_of_them_does_not_pay() -> None:
 def test_a_batch_is_no_longer_than_its_time(cost_ms: float, most: float, sizes: list[int]) -> None:
     count, layout = sum(sizes), Layout(num_slots=40, num_rows=3, vocab_size=VOCAB)
     with Segment.create(layout) as segment:
-        table = SlotTable(Classifier(VOCAB))
+        table = MatcherTable(Classifier(VOCAB))
         for number in range(count):
-            slot = Slot.bind(1, lambda: ToyMatcher([(1, 2)]), ())
-            slot.filler, slot.cost_ns = ToyFiller(), int(cost_ms * 1e6)
+            slot = SlotMatcher.bind(1, lambda: ToyMatcher([(1, 2)]), ())
+            slot.filler, slot.last_fill_ns = ToyFiller(), int(cost_ms * 1e6)
             table.bind(number, slot)
-        standing = [MaskRowCache() for _ in range(count)]
         limits = 2, int(most * 1e6)
-        made = Batches(GrammarEnd(segment), table, standing, Counters(count), Lock(), lambda question: None, *limits)
+        made = BatchAnswerer(GrammarEnd(segment), table, Counters(count), Lock(), lambda task: None, *limits)
         batches, rest = made.split(1, [Record(number, 1, 0, (), (), Stage.VERIFY, 1) for number in range(count)])
     assert [len(batch.records) for batch in batches] == sizes
     assert not rest

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grammar_service.backends.backend import Chain, Filled, MatcherFailed, Rows
-from grammar_service.fill.matchers import Slot
+from grammar_service.fill.matchers import SlotMatcher
 from grammar_service.fill.worker import Worker
 from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd
 from shared_mem.layout import Layout, RowKind
@@ -71,7 +71,7 @@ def whole(engine: EngineEnd, seq: int, slots: list[int]) -> list[list[int]]:
 def test_many_quick_slots_are_not_late_because_they_are_many(segment: Segment, worker: Worker) -> None:
     engine, filler = EngineEnd(segment), ToyFiller()
     for slot in range(MANY):
-        worker.bind(slot, Slot.bind(1, lambda: Member(filler), []))
+        worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), []))
     step(engine, MANY, 0, [1], [2])
     # A machine that takes its cores away now and then makes some of these late, and not all.
     for at in range(500):
@@ -82,7 +82,7 @@ def test_many_quick_slots_are_not_late_because_they_are_many(segment: Segment, w
             break
         if at % 2:
             for slot in range(MANY):
-                worker.bind(slot, Slot.bind(1, lambda: Member(filler), [1]))
+                worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), [1]))
     else:
         pytest.fail("every step was late")
     assert filler.fills
@@ -97,7 +97,7 @@ def test_what_hangs_in_a_batch_holds_the_others_for_a_moment_only(segment: Segme
 
     for slot in range(8):
         breaks = {"breaks": hangs} if slot == 3 else {}
-        worker.bind(slot, Slot.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
+        worker.bind(slot, SlotMatcher.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
     others = [slot for slot in range(8) if slot != 3]
     seq, _ = step(engine, 8, 0, [1], [])
     assert {tuple(row) for row in whole(engine, seq, list(range(8)))} == {(RowKind.APPLY, RowKind.DEFER, RowKind.DEFER)}
@@ -143,7 +143,7 @@ def test_a_thread_that_comes_back_moves_nobody_elses_matcher(segment: Segment, w
         return matcher
 
     for slot in range(8):
-        worker.bind(slot, Slot.bind(1, partial(made, slot), []))
+        worker.bind(slot, SlotMatcher.bind(1, partial(made, slot), []))
     slots = list(range(8))
     whole(engine, step(engine, 8, 0, [1], [])[0], slots)
     try:
@@ -173,7 +173,7 @@ def test_a_librarys_own_error_in_a_batch_ends_one_request_at_most(
 
     engine, filler = EngineEnd(segment), Broken()
     for slot in range(8):
-        worker.bind(slot, Slot.bind(1, lambda: Member(filler), []))
+        worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), []))
     whole(engine, step(engine, 8, 0, [1], [])[0], list(range(8)))
     seq, _ = step(engine, 8, 1, [2], [3])
     assert whole(engine, seq, list(range(8))) == [[RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]] * 8
@@ -194,7 +194,7 @@ def test_a_batch_that_hangs_ends_the_worker(segment: Segment) -> None:
     try:
         for slot in range(8):
             breaks = {"breaks": hangs} if slot == 3 else {}
-            worker.bind(slot, Slot.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
+            worker.bind(slot, SlotMatcher.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
         whole(engine, step(engine, 8, 0, [1], [])[0], list(range(8)))
         step(engine, 8, 1, [2], [])
         _until(lambda: not worker.alive)
@@ -216,7 +216,7 @@ def test_a_matcher_that_fails_in_a_batch_ends_its_own_request_alone(
 
     for slot in range(8):
         breaks = {"breaks": fails} if slot == 3 else {}
-        worker.bind(slot, Slot.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
+        worker.bind(slot, SlotMatcher.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
     whole(engine, step(engine, 8, 0, [1], [])[0], list(range(8)))
     seq, _ = step(engine, 8, 1, [2], [3])
     kinds = whole(engine, seq, list(range(8)))

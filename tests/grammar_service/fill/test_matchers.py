@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grammar_service.backends.backend import Rows
-from grammar_service.fill.matchers import Answer, Health, MatcherRejected, Slot, SlotTable
+from grammar_service.fill.matchers import Answer, Health, MatcherRejected, MatcherTable, SlotMatcher
 from grammar_service.grammar.mask_rows import Classifier
 from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind, Stage
@@ -26,10 +26,10 @@ class Table:
     """One slot of a table, with rows to look at."""
 
     def __init__(self, *, fail_at: Sequence[int] = (), gen: int = 1, committed: Sequence[int] = ()) -> None:
-        self.table = SlotTable(Classifier(VOCAB))
+        self.table = MatcherTable(Classifier(VOCAB))
         self.made: list[ToyMatcher] = []
         self.fail_at = fail_at
-        self.table.bind(0, Slot.bind(gen, self.fresh, committed))
+        self.table.bind(0, SlotMatcher.bind(gen, self.fresh, committed))
         self.rows = Rows(np.full((2 * ROWS, 4), 0x5A5A5A5A, dtype=np.int32))
 
     def fresh(self) -> ToyMatcher:
@@ -37,7 +37,7 @@ class Table:
         return self.made[-1]
 
     @property
-    def slot(self) -> Slot:
+    def slot(self) -> SlotMatcher:
         return self.table.slots[0]
 
     def ask(
@@ -63,7 +63,6 @@ def test_a_chain_of_true_drafts_fills_every_row() -> None:
     answer = table.ask(0, [], [1, 2, 3])
     assert answer.kinds == [RowKind.APPLY, RowKind.APPLY, RowKind.APPLY, RowKind.FORCED]
     assert answer.forced == [-1, -1, -1, 4]
-    assert answer.forced == [-1] * 4
     assert [table.legal(row) for row in range(4)] == [{1, 2}, {2, 6}, {3, 5}, {4}]
 
 
@@ -103,7 +102,7 @@ def test_accepted_drafts_stay_and_rejected_ones_are_rolled_back() -> None:
     assert answer.forced == [STOP]
     assert table.made[0].rollbacks == [1]
     assert table.slot.tokens == [1, 2, 5]
-    assert table.slot.certain == 3
+    assert table.slot.num_committed == 3
 
 
 def test_the_matcher_never_stands_beyond_the_committed_tokens_before_row_0() -> None:
@@ -135,7 +134,7 @@ def test_a_gap_is_deferred_and_waits_for_a_new_bind() -> None:
     assert table.ask(1, [2], [3]).kinds == [RowKind.DEFER] * 2
     assert table.slot.health is Health.GAP
     assert table.table.gaps == 1
-    table.table.bind(0, Slot.bind(1, table.fresh, [1]))
+    table.table.bind(0, SlotMatcher.bind(1, table.fresh, [1]))
     assert table.ask(1, [2], [3]).kinds == [RowKind.APPLY, RowKind.FORCED]
 
 
@@ -197,10 +196,10 @@ def test_a_late_release_spares_the_next_owner() -> None:
 
 def test_a_late_bind_does_not_bring_an_older_owner_back() -> None:
     table = Table(gen=5)
-    table.table.bind(0, Slot.bind(4, table.fresh, []))
-    assert table.slot.gen == 5
+    table.table.bind(0, SlotMatcher.bind(4, table.fresh, []))
+    assert table.slot.slot_gen == 5
     table.table.release(0, 5)
-    table.table.bind(0, Slot.bind(4, table.fresh, []))
+    table.table.bind(0, SlotMatcher.bind(4, table.fresh, []))
     assert 0 not in table.table.slots
 
 
@@ -218,7 +217,7 @@ def test_bind_moves_over_committed_tokens() -> None:
 
 def test_bind_names_the_token_that_does_not_fit() -> None:
     with pytest.raises(MatcherRejected, match="token 9 at 2") as caught:
-        Slot.bind(1, lambda: ToyMatcher(TEXTS), [1, 2, 9])
+        SlotMatcher.bind(1, lambda: ToyMatcher(TEXTS), [1, 2, 9])
     assert (caught.value.index, caught.value.token) == (2, 9)
 
 
@@ -251,8 +250,8 @@ def test_a_row_says_its_kind(legal: set[int], kind: RowKind, token: int) -> None
 )
 def test_any_history_gives_the_rows_of_a_matcher_made_from_scratch(seed: int, texts: set[tuple[int, ...]]) -> None:
     draw = random.Random(seed)
-    table = SlotTable(Classifier(VOCAB))
-    table.bind(0, Slot.bind(1, lambda: ToyMatcher(texts), ()))
+    table = MatcherTable(Classifier(VOCAB))
+    table.bind(0, SlotMatcher.bind(1, lambda: ToyMatcher(texts), ()))
     rows = Rows(np.zeros((ROWS, 3), dtype=np.int32))
     done: list[int] = []
     fresh: list[int] = []
@@ -347,7 +346,7 @@ class DearMatcher(ToyMatcher):
 
 def test_a_matcher_that_works_long_for_a_proposal_is_asked_less() -> None:
     table = Table()
-    table.table.bind(0, Slot.bind(1, lambda: DearMatcher(TEXTS), []))
+    table.table.bind(0, SlotMatcher.bind(1, lambda: DearMatcher(TEXTS), []))
     answers = [proposed(table, 0, [1, 6]) for _ in range(40)]
     assert answers[0] == [7, 8, STOP]
     assert answers[1:33] == [[]] * 32

@@ -1,4 +1,4 @@
-"""WorkQueues with a crew that does as it is told: who works, who is relieved, who is told that it is late."""
+"""WorkQueues with a fake delegate: which thread works, when the lead changes, which tasks are reported late."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from grammar_service.fill.work_queues import LOOK_AGAIN_S, WorkQueues
+from grammar_service.fill.work_queues import RETRY_S, WorkQueues
 
 PATIENCE_S = 20.0
 """Used up by a failing test alone, on however busy a machine."""
 
 
-class Piece:
-    """Work that ends when it is let."""
+class FakeTask:
+    """A task that ends when its gate opens."""
 
-    def __init__(self, *lanes: int) -> None:
-        self.lanes, self.left = lanes, list[Piece]()
+    def __init__(self, *slots: int) -> None:
+        self.slots, self.rest = slots, list[FakeTask]()
         self.begun, self.gate = threading.Event(), threading.Event()
 
-    def __call__(self) -> list[Piece]:
+    def __call__(self) -> list[FakeTask]:
         self.begun.set()
         assert self.gate.wait(10 * PATIENCE_S)
-        return self.left
+        return self.rest
 
     def replaces(self, other: object) -> bool:
         return False
 
 
-class FakeCrew:
-    """A leader is overdue as soon as it is away from `wait`, once `patient` is over."""
+class FakeDelegate:
+    """Calls a leader overdue as soon as it is away from `wait`, unless `patient` is set."""
 
     def __init__(self) -> None:
-        self.lanes: WorkQueues
-        self.came: collections.deque[list[Piece]] = collections.deque()
-        self.told: list[Piece] = []
-        self.instead: list[Piece] = []
+        self.queues: WorkQueues
+        self.arrived: collections.deque[list[FakeTask]] = collections.deque()
+        self.reported_late: list[FakeTask] = []
+        self.replacements: list[FakeTask] = []
         self.patient = True
-        self.waits = False
-        self.began: list[Piece] = []
+        self.time_left = False
+        self.began: list[FakeTask] = []
         self._away = False
 
     def wait(self) -> int:
@@ -50,188 +50,188 @@ class FakeCrew:
         self._away = True
         return 0
 
-    def handle(self, news: int) -> None:
-        while self.came:
-            for piece in self.came.popleft():
-                self.lanes.put(piece)
+    def handle(self, newest: int) -> None:
+        while self.arrived:
+            for task in self.arrived.popleft():
+                self.queues.put(task)
 
     def overdue(self, timeout_s: float) -> bool:
         time.sleep(0.001)
         return self._away and not self.patient
 
-    def relieved(self) -> None:
+    def leader_changed(self) -> None:
         self._away = True
 
-    def begins(self, work: Piece) -> None:
-        self.began.append(work)
+    def begins(self, task: FakeTask) -> None:
+        self.began.append(task)
 
-    def keeps_waiting(self) -> bool:
-        return self.waits
+    def has_time_left(self) -> bool:
+        return self.time_left
 
-    def parted(self, work: Piece, lanes: list[int]) -> list[Piece]:
-        work.lanes = tuple(lane for lane in work.lanes if lane not in lanes)
-        parts = [Piece(lane) for lane in lanes]
+    def part(self, task: FakeTask, slots: list[int]) -> list[FakeTask]:
+        task.slots = tuple(slot for slot in task.slots if slot not in slots)
+        parts = [FakeTask(slot) for slot in slots]
         for part in parts:
             part.gate.set()
         return parts
 
-    def abandon(self, work: Piece) -> list[Piece]:
-        return self.instead
+    def abandon(self, task: FakeTask) -> list[FakeTask]:
+        return self.replacements
 
-    def late(self, work: Piece) -> None:
-        self.told.append(work)
+    def late(self, task: FakeTask) -> None:
+        self.reported_late.append(task)
 
 
 @pytest.fixture
-def crew() -> Iterator[FakeCrew]:
-    crew = FakeCrew()
-    crew.lanes = WorkQueues(2, crew)  # type: ignore[arg-type]
-    crew.lanes.start()
-    yield crew
-    assert crew.lanes.stop(PATIENCE_S)
+def delegate() -> Iterator[FakeDelegate]:
+    delegate = FakeDelegate()
+    delegate.queues = WorkQueues(2, delegate)  # type: ignore[arg-type]
+    delegate.queues.start()
+    yield delegate
+    assert delegate.queues.stop(PATIENCE_S)
 
 
-def test_work_that_is_slow_is_told_whoever_does_it(crew: FakeCrew) -> None:
-    first, second = Piece(0), Piece(1)
-    crew.came.append([first, second])
+def test_a_slow_task_is_reported_late_whichever_thread_does_it(delegate: FakeDelegate) -> None:
+    first, second = FakeTask(0), FakeTask(1)
+    delegate.arrived.append([first, second])
     try:
         assert first.begun.wait(PATIENCE_S)
         # The other thread helps.
         assert second.begun.wait(PATIENCE_S)
-        crew.patient = False
+        delegate.patient = False
         first.gate.set()
-        _until(lambda: second in crew.told)
+        _until(lambda: second in delegate.reported_late)
     finally:
         first.gate.set()
         second.gate.set()
 
 
-def test_a_leader_that_is_stuck_is_relieved_and_stands_by_behind_it(crew: FakeCrew) -> None:
-    stuck, others = Piece(0), [Piece(lane) for lane in range(1, 4)]
-    for piece in others:
-        piece.gate.set()
-    crew.patient = False
-    crew.came.append([stuck, *others])
+def test_another_thread_takes_the_lead_from_a_stuck_leader(delegate: FakeDelegate) -> None:
+    stuck, others = FakeTask(0), [FakeTask(slot) for slot in range(1, 4)]
+    for task in others:
+        task.gate.set()
+    delegate.patient = False
+    delegate.arrived.append([stuck, *others])
     try:
-        _until(lambda: crew.lanes.leader_handoffs >= 1 and all(piece.begun.is_set() for piece in others))
-        assert crew.told[0] is stuck
+        _until(lambda: delegate.queues.leader_handoffs >= 1 and all(task.begun.is_set() for task in others))
+        assert delegate.reported_late[0] is stuck
     finally:
         stuck.gate.set()
-    behind = Piece(0)
+    behind = FakeTask(0)
     behind.gate.set()
-    crew.came.append([behind])
+    delegate.arrived.append([behind])
     assert behind.begun.wait(PATIENCE_S)
 
 
-def test_time_runs_for_what_waited_behind_slow_work_too(crew: FakeCrew) -> None:
-    slow, behind, neighbour = Piece(0), Piece(0), Piece(1)
+def test_a_task_that_waited_behind_a_slow_one_is_overdue_from_its_beginning(delegate: FakeDelegate) -> None:
+    slow, behind, neighbour = FakeTask(0), FakeTask(0), FakeTask(1)
     neighbour.gate.set()
-    crew.patient = False
-    crew.came.append([slow])
+    delegate.patient = False
+    delegate.arrived.append([slow])
     try:
-        _until(lambda: slow in crew.told)
-        crew.came.append([behind, neighbour])
+        _until(lambda: slow in delegate.reported_late)
+        delegate.arrived.append([behind, neighbour])
         assert neighbour.begun.wait(PATIENCE_S)
-        crew.patient = True  # nobody is relieved from here
-        assert crew.lanes.stuck_s() > 0
+        delegate.patient = True  # the lead does not change from here
+        assert delegate.queues.stuck_s() > 0
         slow.gate.set()
         assert behind.begun.wait(PATIENCE_S)
-        assert crew.lanes.stuck_s() > 0
+        assert delegate.queues.stuck_s() > 0
     finally:
         slow.gate.set()
         behind.gate.set()
-    _until(lambda: crew.lanes.stuck_s() == 0)
+    _until(lambda: delegate.queues.stuck_s() == 0)
 
 
-def test_what_was_not_begun_is_not_told_while_it_has_time(crew: FakeCrew) -> None:
-    stuck, others = [Piece(0), Piece(1)], [Piece(2)]
+def test_a_task_that_has_not_begun_is_not_late_while_it_has_time_left(delegate: FakeDelegate) -> None:
+    stuck, others = [FakeTask(0), FakeTask(1)], [FakeTask(2)]
     others[0].gate.set()
-    crew.patient, crew.waits = False, True
-    crew.came.append([*stuck, *others])
+    delegate.patient, delegate.time_left = False, True
+    delegate.arrived.append([*stuck, *others])
     try:
-        # Two threads, both stuck: what waits behind them is not begun, whoever was relieved.
-        _until(lambda: stuck[1].begun.is_set() and crew.lanes.leader_handoffs >= 1)
-        assert others[0] not in crew.told
+        # Both threads are stuck, so the third task does not begin whichever thread leads.
+        _until(lambda: stuck[1].begun.is_set() and delegate.queues.leader_handoffs >= 1)
+        assert others[0] not in delegate.reported_late
     finally:
-        for piece in stuck:
-            piece.gate.set()
+        for task in stuck:
+            task.gate.set()
     assert others[0].begun.wait(PATIENCE_S)
-    assert others[0] not in crew.told
+    assert others[0] not in delegate.reported_late
 
 
-def test_a_leader_counts_time_for_each_piece(crew: FakeCrew) -> None:
-    pieces = [Piece(lane) for lane in range(5)]
-    for piece in pieces:
-        piece.gate.set()
-    crew.came.append(pieces)
-    _until(lambda: crew.began == pieces)
+def test_the_time_of_a_leader_restarts_with_each_task(delegate: FakeDelegate) -> None:
+    tasks = [FakeTask(slot) for slot in range(5)]
+    for task in tasks:
+        task.gate.set()
+    delegate.arrived.append(tasks)
+    _until(lambda: delegate.began == tasks)
 
 
-def test_work_in_several_lanes_gives_them_free_together_and_leaves_what_it_could_not_do(crew: FakeCrew) -> None:
-    together, left, behind = Piece(0, 1, 2), Piece(1), Piece(1)
-    together.left = [left]
-    left.gate.set()
+def test_a_task_of_several_slots_releases_them_together_and_its_rest_comes_next(delegate: FakeDelegate) -> None:
+    together, rest, behind = FakeTask(0, 1, 2), FakeTask(1), FakeTask(1)
+    together.rest = [rest]
+    rest.gate.set()
     behind.gate.set()
-    crew.came.append([together])
+    delegate.arrived.append([together])
     try:
         assert together.begun.wait(PATIENCE_S)
-        crew.patient = False
-        _until(lambda: together in crew.told)
-        crew.came.append([behind])
-        _until(lambda: behind in crew.told)
+        delegate.patient = False
+        _until(lambda: together in delegate.reported_late)
+        delegate.arrived.append([behind])
+        _until(lambda: behind in delegate.reported_late)
         assert not behind.begun.is_set()
     finally:
         together.gate.set()
-    assert left.begun.wait(PATIENCE_S)
+    assert rest.begun.wait(PATIENCE_S)
     assert behind.begun.wait(PATIENCE_S)
 
 
-def test_work_in_several_lanes_leaves_out_those_that_are_held(crew: FakeCrew) -> None:
-    stuck, together = Piece(1), Piece(0, 1, 2)
+def test_a_task_of_several_slots_leaves_out_slots_with_a_task_in_hand(delegate: FakeDelegate) -> None:
+    stuck, together = FakeTask(1), FakeTask(0, 1, 2)
     together.gate.set()
-    crew.patient = False
-    crew.came.append([stuck])
+    delegate.patient = False
+    delegate.arrived.append([stuck])
     try:
-        _until(lambda: stuck in crew.told)
-        crew.came.append([together])
+        _until(lambda: stuck in delegate.reported_late)
+        delegate.arrived.append([together])
         assert together.begun.wait(PATIENCE_S)
-        assert together.lanes == (0, 2)
-        # Its part in the lane that is held waits there, and is told.
-        _until(lambda: [piece.lanes for piece in crew.told].count((1,)) >= 2)
+        assert together.slots == (0, 2)
+        # The part of the busy slot waits in its queue and is reported late.
+        _until(lambda: [task.slots for task in delegate.reported_late].count((1,)) >= 2)
     finally:
         stuck.gate.set()
 
 
-def test_work_in_several_lanes_that_does_not_end_gives_them_up(crew: FakeCrew) -> None:
-    stuck, instead = Piece(0, 1), [Piece(0), Piece(1)]
-    for piece in instead:
-        piece.gate.set()
-    crew.instead, crew.patient = instead, False
-    crew.came.append([stuck])
+def test_a_task_of_several_slots_that_hangs_loses_them(delegate: FakeDelegate) -> None:
+    stuck, replacements = FakeTask(0, 1), [FakeTask(0), FakeTask(1)]
+    for task in replacements:
+        task.gate.set()
+    delegate.replacements, delegate.patient = replacements, False
+    delegate.arrived.append([stuck])
     try:
-        _until(lambda: stuck in crew.told)
-        crew.lanes.give_up(0.0)
-        assert all(piece.begun.wait(PATIENCE_S) for piece in instead)
-        assert crew.lanes.stuck_s() > 0
-        # Its thread is lost for now; another one has come.
-        one = Piece(5)
-        crew.came.append([one])
+        _until(lambda: stuck in delegate.reported_late)
+        delegate.queues.abandon_stuck(0.0)
+        assert all(task.begun.wait(PATIENCE_S) for task in replacements)
+        assert delegate.queues.stuck_s() > 0
+        # The hanging thread is replaced by a new one.
+        one = FakeTask(5)
+        delegate.arrived.append([one])
         assert one.begun.wait(PATIENCE_S)
         one.gate.set()
     finally:
         stuck.gate.set()
-    _until(lambda: crew.lanes.stuck_s() == 0)
+    _until(lambda: delegate.queues.stuck_s() == 0)
 
 
-class Reading(FakeCrew):
-    """Reads until it is let, and is over its time all the while."""
+class ReadingDelegate(FakeDelegate):
+    """Its `handle` blocks until the gate opens, and the leader is overdue meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
         self.looks = 0
         self.reads, self.gate = threading.Event(), threading.Event()
 
-    def handle(self, news: int) -> None:
+    def handle(self, newest: int) -> None:
         self.reads.set()
         assert self.gate.wait(10 * PATIENCE_S)
 
@@ -240,19 +240,19 @@ class Reading(FakeCrew):
         return True
 
 
-def test_who_stands_by_leaves_the_interpreter_to_a_leader_that_reads() -> None:
-    crew = Reading()
-    crew.lanes = WorkQueues(3, crew)  # type: ignore[arg-type]
-    crew.lanes.start()
+def test_a_thread_that_stands_by_leaves_the_interpreter_to_a_leader_that_reads() -> None:
+    delegate = ReadingDelegate()
+    delegate.queues = WorkQueues(3, delegate)  # type: ignore[arg-type]
+    delegate.queues.start()
     try:
-        assert crew.reads.wait(PATIENCE_S)
-        since_s, looks = time.monotonic(), crew.looks
-        _until(lambda: time.monotonic() > since_s + 20 * LOOK_AGAIN_S)
-        assert crew.looks - looks <= (time.monotonic() - since_s) / LOOK_AGAIN_S + 1
-        assert crew.lanes.leader_handoffs == 0
+        assert delegate.reads.wait(PATIENCE_S)
+        since_s, looks = time.monotonic(), delegate.looks
+        _until(lambda: time.monotonic() > since_s + 20 * RETRY_S)
+        assert delegate.looks - looks <= (time.monotonic() - since_s) / RETRY_S + 1
+        assert delegate.queues.leader_handoffs == 0
     finally:
-        crew.gate.set()
-        assert crew.lanes.stop(PATIENCE_S)
+        delegate.gate.set()
+        assert delegate.queues.stop(PATIENCE_S)
 
 
 def _until(condition: Callable[[], bool]) -> None:

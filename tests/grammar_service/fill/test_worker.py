@@ -1,4 +1,4 @@
-"""The worker thread behind a real segment, in one process: what an engine sees of it."""
+"""A worker behind a real segment in one process, as an engine sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from grammar_service.backends.backend import Rows
-from grammar_service.fill.matchers import Slot
+from grammar_service.fill.matchers import SlotMatcher
 from grammar_service.fill.worker import Worker
 from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd
 from shared_mem.layout import Layout, RowKind, Stage
@@ -23,7 +23,7 @@ LAYOUT = Layout(num_slots=3, num_rows=3, vocab_size=VOCAB, num_recs=4)
 
 StartWorker = Callable[..., Worker]
 PATIENCE_S = 120.0
-"""Used up by a failing test alone, on however busy a machine."""
+"""Bound on waits that only a failing test reaches."""
 
 
 def fresh() -> ToyMatcher:
@@ -31,7 +31,7 @@ def fresh() -> ToyMatcher:
 
 
 class SlowMatcher(ToyMatcher):
-    """Fills only when it is let."""
+    """Fills when the gate opens."""
 
     def __init__(self, gate: threading.Event) -> None:
         super().__init__(TEXTS)
@@ -43,7 +43,7 @@ class SlowMatcher(ToyMatcher):
 
 
 class BrokenMatcher(ToyMatcher):
-    """Has a defect that no matcher should have."""
+    """Raises an exception that is no MatcherFailed."""
 
     def fill(self, rows: Rows, index: int) -> None:
         raise ZeroDivisionError
@@ -76,7 +76,7 @@ def start(segment: Segment) -> Iterator[StartWorker]:
 
 
 def whole(engine: EngineEnd, seq: int, slot: int, gen: int = 1) -> AwaitResult:
-    """Return the answer once no row is to come any more."""
+    """Return the answer once it is complete."""
     _until(lambda: not engine.await_rows(seq, [slot], [gen], timeout_s=PATIENCE_S).num_late)
     return engine.await_rows(seq, [slot], [gen], timeout_s=0)
 
@@ -88,10 +88,10 @@ def ask(engine: EngineEnd, slot: int, at: int, committed: list[int], drafts: lis
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("spin_s", [0.0, 0.001])
-def test_rows_come_through_shared_memory(engine: EngineEnd, start: StartWorker, threads: int, spin_s: float) -> None:
+def test_rows_arrive_in_shared_memory(engine: EngineEnd, start: StartWorker, threads: int, spin_s: float) -> None:
     worker = start(threads=threads, spin_s=spin_s)
-    worker.bind(0, Slot.bind(1, fresh, []))
-    worker.bind(2, Slot.bind(4, fresh, [1]))
+    worker.bind(0, SlotMatcher.bind(1, fresh, []))
+    worker.bind(2, SlotMatcher.bind(4, fresh, [1]))
     seq = engine.post([0, 2], [1, 4], [0, 1], [1, 1], [2, 0], [[1, 2, 3], [2, 0, 0]])
     result = engine.await_rows(seq, [0, 2], [1, 4], timeout_s=PATIENCE_S)
     assert result.kinds.tolist() == [
@@ -104,10 +104,10 @@ def test_rows_come_through_shared_memory(engine: EngineEnd, start: StartWorker, 
     assert tokens_in(rows[2, 0]) == {3, 5}
 
 
-def test_a_bind_is_in_force_for_whatever_is_posted_after_it(engine: EngineEnd, start: StartWorker) -> None:
+def test_a_record_after_a_bind_meets_the_new_matcher(engine: EngineEnd, start: StartWorker) -> None:
     worker = start()
     for gen in range(1, 60):
-        worker.bind(1, Slot.bind(gen, fresh, []))
+        worker.bind(1, SlotMatcher.bind(gen, fresh, []))
         assert ask(engine, 1, 0, [1], [], gen)[0] == RowKind.APPLY
         worker.release(1, gen)
     assert ask(engine, 1, 0, [1], [], 59)[0] == RowKind.ALL
@@ -115,19 +115,19 @@ def test_a_bind_is_in_force_for_whatever_is_posted_after_it(engine: EngineEnd, s
 
 def test_dropping_everything_defers_until_the_next_bind(engine: EngineEnd, start: StartWorker) -> None:
     worker = start()
-    worker.bind(0, Slot.bind(3, fresh, []))
+    worker.bind(0, SlotMatcher.bind(3, fresh, []))
     assert ask(engine, 0, 0, [1], [], 3)[0] == RowKind.APPLY
     worker.drop_all()
     assert ask(engine, 0, 1, [2], [], 3)[0] == RowKind.DEFER
-    worker.bind(0, Slot.bind(3, fresh, [1]))
+    worker.bind(0, SlotMatcher.bind(3, fresh, [1]))
     assert ask(engine, 0, 1, [2], [], 3)[0] == RowKind.APPLY
 
 
 def test_a_slow_slot_does_not_hold_the_others(engine: EngineEnd, start: StartWorker) -> None:
     gate = threading.Event()
     worker = start(threads=2)
-    worker.bind(0, Slot.bind(1, lambda: SlowMatcher(gate), []))
-    worker.bind(1, Slot.bind(1, fresh, []))
+    worker.bind(0, SlotMatcher.bind(1, lambda: SlowMatcher(gate), []))
+    worker.bind(1, SlotMatcher.bind(1, fresh, []))
     seq = 0
     try:
         for step in range(3):
@@ -137,23 +137,23 @@ def test_a_slow_slot_does_not_hold_the_others(engine: EngineEnd, start: StartWor
             assert engine.await_rows(seq, [0], [1], timeout_s=0.001).kinds[0, 0] == RowKind.DEFER
     finally:
         gate.set()
-    # Its records were kept in order: the last one is answered, and nothing is missing.
+    # The records were handled in order, so the last one is answered without a gap.
     result = whole(engine, seq, 0)
     assert result.kinds[0, 0] == RowKind.FORCED
     assert result.forced[0, 0] == 4
 
 
-def test_a_slow_slot_holds_nobody_even_with_one_thread(engine: EngineEnd, start: StartWorker) -> None:
+def test_a_slow_slot_does_not_hold_the_others_even_with_one_thread(engine: EngineEnd, start: StartWorker) -> None:
     gate = threading.Event()
     worker = start(threads=1)
-    worker.bind(0, Slot.bind(1, lambda: SlowMatcher(gate), []))
-    worker.bind(1, Slot.bind(1, fresh, []))
+    worker.bind(0, SlotMatcher.bind(1, lambda: SlowMatcher(gate), []))
+    worker.bind(1, SlotMatcher.bind(1, fresh, []))
     try:
         seq = engine.post([0], [1], [0], [1], [0], [[1]])
         _until(lambda: worker.stats()["late_answers"] == 1)
         assert ask(engine, 1, 0, [1], [2])[:2] == [RowKind.APPLY] * 2
         worker.release(1, 1)
-        worker.bind(2, Slot.bind(1, fresh, [1]))
+        worker.bind(2, SlotMatcher.bind(1, fresh, [1]))
         assert ask(engine, 2, 1, [2], [])[0] == RowKind.APPLY
         assert worker.stats()["leader_handoffs"] == 1
     finally:
@@ -162,7 +162,7 @@ def test_a_slow_slot_holds_nobody_even_with_one_thread(engine: EngineEnd, start:
 
 
 class OneSlowRow(ToyMatcher):
-    """Fills the row behind `at` tokens only when it is let, and notes every row that it fills."""
+    """Fills the row behind `at` tokens when the gate opens, and records every row that it fills."""
 
     def __init__(self, at: int) -> None:
         super().__init__(TEXTS)
@@ -176,10 +176,10 @@ class OneSlowRow(ToyMatcher):
         super().fill(rows, index)
 
 
-def test_a_late_row_goes_out_as_defer_and_is_added_when_it_is_there(engine: EngineEnd, start: StartWorker) -> None:
+def test_a_late_row_is_published_as_defer_and_added_when_it_is_filled(engine: EngineEnd, start: StartWorker) -> None:
     slow = OneSlowRow(at=2)
     worker = start(threads=1)
-    worker.bind(0, Slot.bind(1, lambda: slow, []))
+    worker.bind(0, SlotMatcher.bind(1, lambda: slow, []))
     seq = engine.post([0], [1], [0], [1], [2], [[1, 2, 3]])
     try:
         first = engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S)
@@ -192,100 +192,15 @@ def test_a_late_row_goes_out_as_defer_and_is_added_when_it_is_there(engine: Engi
     assert then.kinds[0].tolist() == [RowKind.APPLY, RowKind.APPLY, RowKind.FORCED]
     assert then.forced[0].tolist() == [-1, -1, 4]
     assert tokens_in(engine.mask_rows(seq)[0, 1, :3]) == {3, 5}
-    # The late row had to be asked for in a batch that had gone on.
+    # Both rows were added to the answer that was already published.
     assert worker.stats()["late_rows"] == 2
 
 
-@pytest.mark.parametrize("between", [0, 1])
-@pytest.mark.parametrize(
-    ("committed", "drafts", "kinds"),
-    [
-        ([], [2, 3], [RowKind.APPLY, RowKind.APPLY, RowKind.FORCED]),
-        ([2], [3], [RowKind.APPLY, RowKind.FORCED]),
-        ([2], [5, 9], [RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]),
-        ([6], [7], [RowKind.FORCED, RowKind.FORCED]),
-    ],
-    ids=["asked again", "moved on", "moved on to other drafts", "moved elsewhere"],
-)
-def test_no_row_is_filled_twice(
-    engine: EngineEnd, start: StartWorker, between: int, committed: list[int], drafts: list[int], kinds: list[RowKind]
-) -> None:
-    slow = OneSlowRow(at=2)
-    worker = start(threads=1)
-    worker.bind(0, Slot.bind(1, lambda: slow, []))
-    seq = engine.post([0], [1], [0], [1], [2], [[1, 2, 3]])
-    assert engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S).kinds[0, 1] == RowKind.DEFER
-    slow.gate.set()
-    whole(engine, seq, 0)
-    for _ in range(between):  # so that the repeated request goes to the other half of the mask memory, or to the same
-        ask(engine, 1, 0, [], [])
-    seq = engine.post([0], [1], [1], [len(committed)], [len(drafts)], [[*committed, *drafts]])
-    result = whole(engine, seq, 0)
-    assert result.kinds[0, : len(kinds)].tolist() == kinds
-    for row in range(len(kinds)):
-        if result.kinds[0, row] != RowKind.DEFER:
-            said = (1, *committed, *drafts[:row])
-            assert tokens_in(engine.mask_rows(seq)[0, row, :3]) == legal_after(said), row
-    assert len(slow.filled) == len(set(slow.filled)) == worker.stats()["filled_rows"]
-    shared = {(1,), (1, 2), (1, 2, 3)} & {(1, *committed, *drafts[:row]) for row in range(len(kinds))}
-    assert worker.stats()["reused_rows"] == len(shared)
-
-
-def post_drafts(engine: EngineEnd, at: int, committed: list[int], drafts: list[int], rows: int, stage: int) -> int:
-    """Post as a step does: a draft asks for the one row behind it, a verification for those that are missing."""
-    arrays = engine.batch_arrays(1)
-    arrays.slots[0], arrays.slot_gens[0], arrays.commit_pos[0] = 0, 1, at
-    arrays.n_commit[0], arrays.n_draft[0], arrays.need_rows[0] = len(committed), len(drafts), rows
-    arrays.tokens[0, : len(committed) + len(drafts)] = [*committed, *drafts]
-    return engine.post_batch(arrays, 1, stage)
-
-
-@pytest.mark.parametrize("late", [None, 0, 1])
-def test_rows_of_drafts_are_not_filled_again_to_verify(engine: EngineEnd, start: StartWorker, late: int | None) -> None:
-    """Nor one that came too late for its draft, though other drafts have asked since."""
-    slow = OneSlowRow(at=9 if late is None else 1 + late)
-    worker = start(threads=1)
-    worker.bind(0, Slot.bind(1, lambda: slow, []))
-    drafts = [2, 3]
-    for k, committed in ((0, [1]), (1, [])):
-        seq = post_drafts(engine, 1 - len(committed), committed, drafts[:k], 1 << k, Stage.DRAFT + k)
-        kind = engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S).kinds[0, k]
-        assert kind == (RowKind.DEFER if k == late else RowKind.APPLY)
-        if k == late:
-            slow.gate.set()
-            whole(engine, seq, 0)
-    missing = 0b100 | (0 if late is None else 1 << late)
-    seq = post_drafts(engine, 1, [], drafts, missing, Stage.VERIFY)
-    result = whole(engine, seq, 0)
-    for row in range(3):
-        wanted = missing >> row & 1
-        assert (result.kinds[0, row] != RowKind.DEFER) == bool(wanted)
-        if wanted:
-            assert tokens_in(engine.mask_rows(seq)[0, row, :3]) == legal_after((1, *drafts[:row]))
-    stats = worker.stats()
-    assert slow.filled == [(1,), (1, 2), (1, 2, 3)]
-    assert (stats["filled_rows"], stats["refilled_rows"]) == (3, 0)
-    assert stats["reused_rows"] == (late is not None)
-
-
-def test_a_row_that_is_filled_again_is_counted(engine: EngineEnd, start: StartWorker) -> None:
-    worker, matcher = start(), fresh()
-    worker.bind(0, Slot.bind(1, lambda: matcher, []))
-    # Others are written where it stood, in both halves.
-    for drafts in ([2, 3], [6, 7], [6, 7], [2, 3]):
-        committed = [1] if not matcher.fills else []
-        post = post_drafts(engine, 1 - len(committed), committed, drafts, 0b100, Stage.VERIFY)
-        assert whole(engine, post, 0).kinds[0, 2] == RowKind.FORCED
-        ask(engine, 1, 0, [], [])
-    assert (worker.stats()["filled_rows"], worker.stats()["refilled_rows"]) == (3, 1)
-    assert worker.counts().refilled_rows == 1
-
-
-def test_rows_stand_behind_their_own_tokens_whatever_is_asked(engine: EngineEnd, start: StartWorker) -> None:
-    """Drafts, commits, repeats and proposals at random: each row is that of a matcher of its own."""
+def test_each_row_belongs_to_its_tokens_after_any_records(engine: EngineEnd, start: StartWorker) -> None:
+    """Drafts, commits, repeats and proposals at random: each row equals the row of a separate matcher."""
     dice, worker = random.Random(5), start()
     for gen in range(1, 40):
-        worker.bind(0, Slot.bind(gen, fresh, []))
+        worker.bind(0, SlotMatcher.bind(gen, fresh, []))
         said: list[int] = []
         for _ in range(12):
             text = next(iter(dice.sample([text for text in TEXTS if list(text[: len(said)]) == said], 1)))
@@ -308,7 +223,6 @@ def test_rows_stand_behind_their_own_tokens_whatever_is_asked(engine: EngineEnd,
                     assert kinds[row] in (RowKind.APPLY, RowKind.FORCED)
                     legal = legal_after((*said, *drafts[:row]))
                     assert tokens_in(engine.mask_rows(seq)[0, row, :3]) == legal
-    assert worker.stats()["reused_rows"] > 50
 
 
 def legal_after(said: tuple[int, ...]) -> set[int]:
@@ -317,35 +231,25 @@ def legal_after(said: tuple[int, ...]) -> set[int]:
     return matcher.legal()
 
 
-def test_rows_of_another_owner_are_not_used_again(engine: EngineEnd, start: StartWorker) -> None:
-    worker = start()
-    for gen in (1, 2):
-        matcher = fresh()
-        worker.bind(0, Slot.bind(gen, lambda matcher=matcher: matcher, []))  # type: ignore[misc]
-        assert ask(engine, 0, 0, [1], [2], gen)[:2] == [RowKind.APPLY] * 2
-        assert matcher.fills == 2
-    assert worker.stats()["reused_rows"] == 0
-
-
 def test_a_newer_record_ends_the_walk_of_the_older(engine: EngineEnd, start: StartWorker) -> None:
     slow = OneSlowRow(at=1)
     worker = start(threads=1)
-    worker.bind(0, Slot.bind(1, lambda: slow, []))
+    worker.bind(0, SlotMatcher.bind(1, lambda: slow, []))
     seq = engine.post([0], [1], [0], [1], [2], [[1, 2, 3]])
     assert engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S).num_late == 1
     again = engine.post([0], [1], [1], [0], [1], [[6]])
     assert engine.await_rows(again, [0], [1], timeout_s=PATIENCE_S).num_late == 1
     slow.gate.set()
     assert whole(engine, again, 0).kinds[0, :2].tolist() == [RowKind.APPLY, RowKind.FORCED]
-    assert slow.filled == [(1,), (1, 6)]
+    assert slow.filled == [(1,), (1,), (1, 6)]
 
 
 def test_a_defect_ends_one_request_only(
     engine: EngineEnd, start: StartWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = start()
-    worker.bind(0, Slot.bind(1, lambda: BrokenMatcher(TEXTS), []))
-    worker.bind(1, Slot.bind(1, fresh, []))
+    worker.bind(0, SlotMatcher.bind(1, lambda: BrokenMatcher(TEXTS), []))
+    worker.bind(1, SlotMatcher.bind(1, fresh, []))
     assert ask(engine, 0, 0, [1], [2])[:2] == [RowKind.ERROR] * 2
     assert ask(engine, 1, 0, [1], [])[0] == RowKind.APPLY
     assert worker.alive
@@ -362,7 +266,7 @@ def test_a_permissive_engine_gets_all(engine: EngineEnd, start: StartWorker) -> 
 
 def test_records_that_were_overwritten_show_as_a_gap(segment: Segment, engine: EngineEnd, start: StartWorker) -> None:
     worker = Worker(GrammarEnd(Segment.attach(os.dup(segment.fileno()))))
-    worker.bind(0, Slot.bind(1, fresh, []))
+    worker.bind(0, SlotMatcher.bind(1, fresh, []))
     for at, token in enumerate([1, 2, 3, 4]):
         engine.post([0], [1], [at], [1], [0], [[token]])
     engine.post([0], [1], [4], [1], [0], [[9]])
@@ -383,7 +287,7 @@ def test_a_row_that_hangs_ends_the_worker(
     worker.hang_s = 0.1
     worker.start()
     try:
-        worker.bind(0, Slot.bind(1, lambda: SlowMatcher(gate), []))
+        worker.bind(0, SlotMatcher.bind(1, lambda: SlowMatcher(gate), []))
         engine.post([0], [1], [0], [1], [0], [[1]])
         _until(lambda: not worker.alive)
         assert "a mask computation runs for" in str(worker.error)
@@ -393,11 +297,11 @@ def test_a_row_that_hangs_ends_the_worker(
     assert worker.stop(PATIENCE_S)
 
 
-def test_its_sign_of_life_is_its_own(engine: EngineEnd, start: StartWorker) -> None:
+def test_signs_of_life_stop_when_every_thread_hangs(engine: EngineEnd, start: StartWorker) -> None:
     gate = threading.Event()
     worker = start(threads=1)
-    worker.bind(0, Slot.bind(1, lambda: SlowMatcher(gate), []))
-    worker.bind(1, Slot.bind(1, lambda: SlowMatcher(gate), []))
+    worker.bind(0, SlotMatcher.bind(1, lambda: SlowMatcher(gate), []))
+    worker.bind(1, SlotMatcher.bind(1, lambda: SlowMatcher(gate), []))
     worker.hang_s = 10 * PATIENCE_S
     _shows_life(engine)
     try:
@@ -414,7 +318,7 @@ def test_its_sign_of_life_is_its_own(engine: EngineEnd, start: StartWorker) -> N
 
 def test_stats_count_rows_by_kind(engine: EngineEnd, start: StartWorker) -> None:
     worker = start()
-    worker.bind(0, Slot.bind(1, fresh, []))
+    worker.bind(0, SlotMatcher.bind(1, fresh, []))
     ask(engine, 0, 0, [1], [2, 3])
     _until(lambda: worker.stats()["records"] == 1)
     assert worker.rows_by_kind() == {"ALL": 0, "APPLY": 2, "FORCED": 1, "DEFER": 0, "DEAD_END": 0, "ERROR": 0}
@@ -422,7 +326,7 @@ def test_stats_count_rows_by_kind(engine: EngineEnd, start: StartWorker) -> None
     assert worker.stats()["fill_p99_us"] >= worker.stats()["fill_p50_us"] > 0
 
 
-def test_it_stops_while_nobody_posts(start: StartWorker) -> None:
+def test_it_stops_while_the_engine_posts_nothing(start: StartWorker) -> None:
     worker = start()
     assert worker.stop()
     assert not worker.alive
@@ -430,9 +334,9 @@ def test_it_stops_while_nobody_posts(start: StartWorker) -> None:
 
 
 def _shows_life(engine: EngineEnd) -> None:
-    """Wait for a heartbeat from now on."""
+    """Wait for a heartbeat after this call."""
     since_ns = time.monotonic_ns()
-    # The clock first: an age that is read later is only greater.
+    # The clock is read first, because a later age is only greater.
     _until(lambda: time.monotonic_ns() - since_ns > (engine.heartbeat_age_ns() or 0) > 0)
 
 
@@ -444,7 +348,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 def propose(engine: EngineEnd, slot: int, at: int, committed: list[int], gen: int = 1) -> int:
-    """Post a question for as many tokens as there are rows."""
+    """Post a proposal for as many tokens as there are rows."""
     arrays = engine.batch_arrays(1)
     arrays.slots[0], arrays.slot_gens[0], arrays.commit_pos[0] = slot, gen, at
     arrays.n_commit[0], arrays.n_draft[0], arrays.need_rows[0] = len(committed), 0, 7
@@ -452,9 +356,9 @@ def propose(engine: EngineEnd, slot: int, at: int, committed: list[int], gen: in
     return engine.post_batch(arrays, 1, Stage.PROPOSE)
 
 
-def test_forced_tokens_come_through_shared_memory(engine: EngineEnd, start: StartWorker) -> None:
+def test_jump_forward_tokens_arrive_in_shared_memory(engine: EngineEnd, start: StartWorker) -> None:
     worker = start()
-    worker.bind(0, Slot.bind(1, fresh, []))
+    worker.bind(0, SlotMatcher.bind(1, fresh, []))
     seq = propose(engine, 0, 0, [1, 6])
     result = engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S)
     assert (result.kinds[0].tolist(), result.forced[0].tolist()) == ([RowKind.FORCED] * 3, [7, 8, 9])
@@ -465,27 +369,30 @@ def test_forced_tokens_come_through_shared_memory(engine: EngineEnd, start: Star
     assert sum(worker.rows_by_kind().values()) == 0
 
 
-def test_a_proposal_disturbs_no_row_that_is_there(engine: EngineEnd, start: StartWorker) -> None:
+def test_a_proposal_leaves_published_rows_unchanged(engine: EngineEnd, start: StartWorker) -> None:
     worker, matcher = start(), fresh()
-    worker.bind(0, Slot.bind(1, lambda: matcher, []))
-    assert ask(engine, 0, 0, [1], [2, 3])[:2] == [RowKind.APPLY] * 2
+    worker.bind(0, SlotMatcher.bind(1, lambda: matcher, []))
+    verified = engine.post([0], [1], [0], [1], [1], [[1, 2, 0]])
+    assert whole(engine, verified, 0).kinds[0, :2].tolist() == [RowKind.APPLY] * 2
     seq = propose(engine, 0, 1, [2])
     assert engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S).num_missing == 0
-    # The same tokens again; both rows stand since the first record.
+    assert [tokens_in(row) for row in engine.mask_rows(verified)[0, :2, :3]] == [{2, 6}, {3, 5}]
+    # The next record commits the same tokens as the proposal.
     seq = engine.post([0], [1], [1], [1], [1], [[2, 3, 0]])
     assert whole(engine, seq, 0).kinds[0, :2].tolist() == [RowKind.APPLY, RowKind.FORCED]
     assert [tokens_in(row) for row in engine.mask_rows(seq)[0, :2, :3]] == [{3, 5}, {4}]
-    assert matcher.fills == worker.stats()["filled_rows"] == 3
-    assert worker.stats()["reused_rows"] == 2
+    assert matcher.fills == worker.stats()["filled_rows"] == 4
 
 
-def test_a_proposal_that_waits_is_given_up_for_the_rows_behind_it(engine: EngineEnd, start: StartWorker) -> None:
+def test_a_proposal_behind_a_slow_row_is_dropped_when_a_newer_record_of_its_slot_arrives(
+    engine: EngineEnd, start: StartWorker
+) -> None:
     slow = OneSlowRow(at=1)
     worker = start(threads=1)
-    worker.bind(0, Slot.bind(1, lambda: slow, []))
+    worker.bind(0, SlotMatcher.bind(1, lambda: slow, []))
     seq = engine.post([0], [1], [0], [1], [0], [[1]])
     assert engine.await_rows(seq, [0], [1], timeout_s=PATIENCE_S).kinds[0, 0] == RowKind.DEFER
-    # Behind the row that hangs: told at once that there is nothing, and not asked for when the row has come.
+    # Behind the slow row, the proposal gets an empty answer at once; when the row is filled, it is not computed.
     late = propose(engine, 0, 1, [2])
     assert engine.await_rows(late, [0], [1], timeout_s=PATIENCE_S).kinds[0].tolist() == [RowKind.DEFER] * 3
     seq = engine.post([0], [1], [1], [1], [0], [[2]])
@@ -493,3 +400,43 @@ def test_a_proposal_that_waits_is_given_up_for_the_rows_behind_it(engine: Engine
     slow.gate.set()
     assert whole(engine, seq, 0).kinds[0, 0] == RowKind.APPLY
     assert worker.stats()["proposed_tokens"] == 0
+
+
+class ProposingMatcher(ToyMatcher):
+    """Counts the calls for jump-forward tokens; each waits for the gate."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__(TEXTS)
+        self.gate, self.proposals, self.begun = gate, 0, threading.Event()
+
+    def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
+        self.proposals += 1
+        self.begun.set()
+        assert self.gate.wait(10 * PATIENCE_S)
+        return super().jump_forward_tokens(limit)
+
+
+def test_a_queued_proposal_is_dropped_when_a_newer_record_arrives(engine: EngineEnd, start: StartWorker) -> None:
+    """The rows of the newer record must not wait for proposals that the engine waits for no longer."""
+    gate = threading.Event()
+    worker = start(threads=1)
+    matchers = [ProposingMatcher(gate) for _ in range(3)]
+    for slot, matcher in enumerate(matchers):
+        worker.bind(slot, SlotMatcher.bind(1, lambda matcher=matcher: matcher, []))  # type: ignore[misc]
+    try:
+        # The first two proposals hold both threads. The third one stays in the queue.
+        arrays = engine.batch_arrays(3)
+        arrays.slots[:], arrays.slot_gens[:], arrays.commit_pos[:] = range(3), 1, 0
+        arrays.n_commit[:], arrays.n_draft[:], arrays.need_rows[:], arrays.tokens[:, 0] = 1, 0, 7, 1
+        stale = engine.post_batch(arrays, 3, Stage.PROPOSE)
+        _until(lambda: sum(matcher.begun.is_set() for matcher in matchers) == 2)
+        (queued,) = (slot for slot, matcher in enumerate(matchers) if not matcher.begun.is_set())
+        seq = engine.post([queued], [1], [0], [1], [0], [[1]])
+    finally:
+        gate.set()
+    assert whole(engine, seq, queued).kinds[0, 0] == RowKind.APPLY
+    assert matchers[queued].proposals == 0
+    assert worker.stats()["dropped_proposals"] == 1
+    # The other two proposals were answered, so that no wait of the engine lasts until its deadline.
+    others = [slot for slot in range(3) if slot != queued]
+    assert engine.await_rows(stale, others, [1, 1], timeout_s=PATIENCE_S).num_missing == 0
