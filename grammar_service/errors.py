@@ -1,4 +1,4 @@
-"""The sidecar's errors, and the one place where they become gRPC status codes.
+"""The errors of the grammar process. Each one has the gRPC status with which the servicer answers.
 
     GrammarServiceError
     |- InvalidGrammar    INVALID_ARGUMENT      the grammar is wrong
@@ -6,9 +6,9 @@
     |- InvalidField      INVALID_ARGUMENT      another field of the request is wrong; names the field
     |- LimitExceeded     RESOURCE_EXHAUSTED    a stated bound on bytes, memory or time; names the setting and its value
     |- NotConfigured     FAILED_PRECONDITION   Configure has not been called
-    |- UnknownGrammar    NOT_FOUND             the grammar left the cache: compile it again
+    |- UnknownGrammar    NOT_FOUND             the grammar is no longer cached: compile it again
     |- NotSupported      UNIMPLEMENTED         the backend is not installed, or does not know this kind of grammar
-    `- InternalError     INTERNAL              a defect of ours, or a compile worker that crashed
+    `- InternalError     INTERNAL              a defect of this process, or a compile worker that crashed
 
 The tree knows the names of the status codes and does not import grpc, because compile workers use it and never load
 grpc.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 
 class GrammarServiceError(Exception):
-    """Base of every error that the engine may see. `str(error)` is the message; `status` the name of the gRPC code."""
+    """The base of every error that the engine may see. `str(error)` is its message, `status` the name of its gRPC code."""
 
     status = "INTERNAL"
 
@@ -30,7 +30,7 @@ class InvalidGrammar(GrammarServiceError):
 
 
 class NotEnforced(InvalidGrammar):
-    """The grammar is right, and this backend would ignore parts of it. The message names each."""
+    """The grammar is valid, but this backend would ignore parts of it. The message names each part."""
 
 
 class InvalidField(GrammarServiceError):
@@ -44,13 +44,13 @@ class InvalidField(GrammarServiceError):
 
 
 class LimitExceeded(GrammarServiceError):
-    """A stated bound is reached; the message names the setting and its value."""
+    """A limit is reached. The message names the setting and its value."""
 
     status = "RESOURCE_EXHAUSTED"
 
 
 class NotConfigured(GrammarServiceError):
-    """There is no tokenizer yet."""
+    """Configure has not been called, so there is no tokenizer yet."""
 
     status = "FAILED_PRECONDITION"
 
@@ -62,13 +62,13 @@ class UnknownGrammar(GrammarServiceError):
 
 
 class NotSupported(GrammarServiceError):
-    """Known, but not by this backend, or the backend is not installed."""
+    """The backend does not support the request, or it is not installed."""
 
     status = "UNIMPLEMENTED"
 
 
 class InternalError(GrammarServiceError):
-    """A defect of ours; the log has the details."""
+    """A defect of this process. The log has the details."""
 
 
 _BY_NAME: dict[str, type[GrammarServiceError]] = {
@@ -77,7 +77,7 @@ _BY_NAME: dict[str, type[GrammarServiceError]] = {
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """Return (class name, message) of an error of a compile worker; anything outside the tree is an InternalError."""
+    """Return (class name, message) for an error of a compile worker. Any other exception becomes an InternalError."""
     if type(error).__name__ in _BY_NAME and isinstance(error, GrammarServiceError):
         return type(error).__name__, str(error)
     return InternalError.__name__, f"{type(error).__name__}: {error}"

@@ -1,8 +1,9 @@
-"""Structural tags: free text in which a trigger opens a guided region.
+"""Structural tags: free text in which a trigger begins a constrained region.
 
-Invariant: a parsed tag has at least one region, and every region's `begin` starts with a trigger. Two spellings are
-read, today's (`format` of type `triggered_tags`) and the older one (`structures` and `triggers`). The other formats
-that xgrammar knows are its own, and stay JSON (see its backend). Regions named by tokens are refused everywhere.
+A tag has two notations: `format` of type `triggered_tags`, and the older `structures` with `triggers`. Other types of
+format exist in xgrammar alone (see its backend). Regions that are named by tokens are refused everywhere.
+Invariant: a parsed tag has at least one region, and every region's `begin` starts with a trigger.
+Not responsible for: the schemas inside the regions (see backends/).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from grammar_service.errors import InvalidGrammar, NotSupported
 from grammar_service.grammar.text_grammar import lark_literal
 
 TOKEN_FORMATS = frozenset({"token", "exclude_token", "any_tokens", "token_triggered_tags", "token_dispatch"})
-"""Formats that name tokens."""
+"""Types of format that name tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One guided region."""
+    """One constrained region."""
 
     trigger: str
     begin: str
@@ -34,30 +35,32 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """Free text with guided regions, any number of each."""
+    """Free text with constrained regions. Each region may occur any number of times."""
 
     regions: tuple[Region, ...]
 
     @staticmethod
     def parse(text: str) -> StructuralTag:
-        """Read a structural tag that every backend can do.
+        """Parse a structural tag of triggered JSON regions, which every backend supports.
 
-        Raises InvalidGrammar with the place, NotSupported for a format or option beyond triggered JSON regions.
+        Raises InvalidGrammar with the place, and NotSupported for any other format or option.
         """
         document = modern(json.loads(text))
         form = document["format"]
         if form.get("type") != "triggered_tags":
-            raise NotSupported(f"structural tag: /format/type: only 'triggered_tags' here, not {form.get('type')!r}")
+            raise NotSupported(
+                f"structural tag: /format/type: this backend supports only 'triggered_tags', not {form.get('type')!r}"
+            )
         for option in ("at_least_one", "stop_after_first", "excludes"):
             if form.get(option):
-                raise NotSupported(f"structural tag: /format/{option}: not with this backend")
+                raise NotSupported(f"structural tag: /format/{option}: this backend does not support it")
         triggers, tags = _strings(form, "triggers"), form.get("tags")
         if not isinstance(tags, list) or not tags:
             raise InvalidGrammar("structural tag: /format/tags: must be a non-empty array")
         return StructuralTag(tuple(_region(tag, f"/format/tags/{i}", triggers) for i, tag in enumerate(tags)))
 
     def to_lark(self, schema_text: Callable[[Any, str], str]) -> str:
-        """Return the rules in Lark; `schema_text` turns a schema and its path into what follows `%json`."""
+        """Return the rules in Lark. `schema_text(schema, path)` is the text after `%json`."""
         numbers = range(len(self.regions))
         lines = [f"start: ({' | '.join(f'region_{i}' for i in numbers)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/"]
         for i, region in enumerate(self.regions):
@@ -70,7 +73,7 @@ class StructuralTag:
 
 
 def modern(document: Any) -> dict[str, Any]:
-    """Return the document in today's spelling, checked for formats that name tokens. Raises InvalidGrammar."""
+    """Return the document in the newer notation. Raises InvalidGrammar, also for formats that name tokens."""
     if "structures" in document and "format" not in document:
         structures = document["structures"]
         if not isinstance(structures, list) or not all(isinstance(s, dict) for s in structures):
@@ -96,7 +99,7 @@ def modern(document: Any) -> dict[str, Any]:
 
 
 def formats(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (JSON path, object) of every format object at and below `node`; schemas are not entered."""
+    """Yield (JSON path, object) for every format object at and below `node`, but not inside schemas."""
     if isinstance(node, list):
         for i, child in enumerate(node):
             yield from formats(child, f"{path}/{i}")
@@ -114,11 +117,11 @@ def _region(tag: Any, path: str, triggers: list[str]) -> Region:
     if not isinstance(begin, str) or not begin:
         raise InvalidGrammar(f"structural tag: {path}/begin: must be a non-empty string")
     if not isinstance(end, str):
-        raise NotSupported(f"structural tag: {path}/end: must be one string with this backend")
+        raise NotSupported(f"structural tag: {path}/end: this backend needs one string")
     if not isinstance(content, dict) or content.get("type") != "json_schema":
-        raise NotSupported(f"structural tag: {path}/content/type: only 'json_schema' with this backend")
+        raise NotSupported(f"structural tag: {path}/content/type: this backend supports only 'json_schema'")
     if content.get("style", "json") != "json":
-        raise NotSupported(f"structural tag: {path}/content/style: only 'json' with this backend")
+        raise NotSupported(f"structural tag: {path}/content/style: this backend supports only 'json'")
     schema = content.get("json_schema")
     if schema is not True and not isinstance(schema, dict):
         raise InvalidGrammar(f"structural tag: {path}/content/json_schema: must be an object or true")

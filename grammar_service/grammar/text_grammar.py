@@ -1,8 +1,9 @@
-"""Grammars that users write by hand: GBNF and Lark, and what they may not say.
+"""Checks and rewriting of GBNF and Lark grammars, the kinds that users write by hand.
 
-Invariant: a grammar that passes describes text only. Token ids, special tokens and references to other grammars are
-the server's business: a user who can name them can switch roles in a conversation. Reads literals, patterns and
-comments apart from the rest, so that the same characters inside a quoted text stay allowed.
+Invariant: a grammar that passes the checks describes text only. It cannot name token ids or special tokens, because a
+user who names those can switch the roles of a conversation. Literals, patterns and comments are told apart from the
+rest, so the same characters inside a quoted text are allowed.
+Not responsible for: parsing a grammar (the libraries do), its limits (see limits.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _XGRAMMAR_TOKENS = re.compile(r"\b(Token|ExcludeToken|AnyTokens?|TagDispatch|Tok
 
 
 def refuse_token_references(lark: str) -> None:
-    """Raise InvalidGrammar when a Lark grammar names tokens (`<|x|>`, `<[5]>`) or sets options of the library."""
+    """Raise InvalidGrammar if a Lark grammar names tokens (`<|x|>`, `<[5]>`) or sets options of the library."""
     loud = _LARK_QUIET.sub(_blank, lark)
     found = _LARK_TOKEN.search(loud)
     if found:
@@ -44,13 +45,14 @@ def refuse_token_references(lark: str) -> None:
         )
     options = _LARK_OPTIONS.search(loud)
     if options:
-        raise InvalidGrammar(f"source: line {_line(loud, options)}: %llguidance options are not the request's to set")
+        raise InvalidGrammar(f"source: line {_line(loud, options)}: a request may not set %llguidance options")
 
 
 def ignored_attributes(lark: str) -> list[tuple[str, str]]:
-    """Return (attribute, why) of rule attributes in a Lark grammar that nobody here acts on, as in `a[capture]: "x"`.
+    """Return (attribute, why) for each rule attribute in a Lark grammar that has no effect, as in `a[capture]: "x"`.
 
-    Raises InvalidGrammar for those that end a rule by tokens: what was accepted could not be taken back then.
+    Raises InvalidGrammar for attributes that end a rule after a number of tokens or at a stop string: a matcher with
+    such a rule cannot roll back.
     """
     loud = _LARK_QUIET.sub(_blank, lark)
     out = []
@@ -58,14 +60,16 @@ def ignored_attributes(lark: str) -> list[tuple[str, str]]:
         for name in re.findall(r"[a-z_]+", re.sub(r"=[^,]*", "", found[2])):
             where = f"line {_line(loud, found)}: rule {found[1]!r}"
             if name in ("max_tokens", "stop", "stop_capture"):
-                raise InvalidGrammar(f"source: {where}: {name} is not possible: drafts could not be taken back")
+                raise InvalidGrammar(
+                    f"source: {where}: {name} is not possible, because drafts could not be rolled back"
+                )
             if name in ("temperature", "capture"):
                 out.append((name, f"{where}: has no effect here"))
     return out
 
 
 def embedded_schemas(lark: str) -> Iterator[tuple[str, Any, tuple[int, int]]]:
-    """Yield (path, schema, place) of each `%json` in a Lark grammar; text that is not JSON is left to the library."""
+    """Yield (path, schema, (begin, end)) of each `%json` in a Lark grammar. Invalid JSON is left to the library."""
     loud = _LARK_QUIET.sub(_blank, lark)
     end = 0
     for i, found in enumerate(re.finditer(r"%json\s*", loud)):
@@ -80,7 +84,7 @@ def embedded_schemas(lark: str) -> Iterator[tuple[str, Any, tuple[int, int]]]:
 
 
 def with_schemas(lark: str, schema_text: Callable[[Any, str], str]) -> str:
-    """Return a Lark grammar with `schema_text(schema, path)` in the place of each schema."""
+    """Return a Lark grammar in which `schema_text(schema, path)` replaces each schema."""
     out, at = [], 0
     for path, schema, (begin, end) in embedded_schemas(lark):
         out += [lark[at:begin], schema_text(schema, path)]
@@ -89,10 +93,10 @@ def with_schemas(lark: str, schema_text: Callable[[Any, str], str]) -> str:
 
 
 def check_gbnf(gbnf: str) -> None:
-    """Raise InvalidGrammar for what a library would misread in a GBNF grammar, with its line.
+    """Raise InvalidGrammar, with the line, for parts of a GBNF grammar that a library would misread.
 
-    xgrammar's token functions, as in `Token(5)`; rule attributes, which it ignores; a rule that is defined twice, of
-    which llguidance's converter takes the last.
+    These are xgrammar's token functions, as in `Token(5)`; rule attributes, which xgrammar ignores; and a rule that is
+    defined twice, of which llguidance's converter takes the last definition.
     """
     loud = _QUIET.sub(_blank, gbnf)
     found = _XGRAMMAR_TOKENS.search(loud)
@@ -100,7 +104,7 @@ def check_gbnf(gbnf: str) -> None:
         raise InvalidGrammar(
             f"source: line {_line(loud, found)}: {found[1]}() names tokens; only text may be described"
         )
-    # Not over quiet text: an attribute looks like a class.
+    # Searched with the classes left in, because an attribute looks like a class.
     found = _GBNF_ATTRIBUTES.search(_GBNF_QUIET_BUT_CLASSES.sub(_blank, gbnf))
     if found:
         raise InvalidGrammar(f"source: line {_line(gbnf, found)}: rule {found[1]!r}: attributes have no effect here")
@@ -120,9 +124,9 @@ def _four_digits(escape: re.Match[str]) -> str:
     return f"\\u00{escape[1]}" if escape[1] else escape[0]
 
 
-def alternatives(written: str) -> int:
-    """Return how many alternatives a GBNF or Lark grammar has beyond the first of each rule."""
-    return _QUIET.sub(_blank, written).count("|")
+def count_alternatives(grammar: str) -> int:
+    """Return how many alternatives a GBNF or Lark grammar has, not counting the first of each rule."""
+    return _QUIET.sub(_blank, grammar).count("|")
 
 
 def lark_literal(text: str) -> str:
@@ -131,7 +135,7 @@ def lark_literal(text: str) -> str:
 
 
 def gbnf_literal(text: str) -> str:
-    """Return `text` as a quoted GBNF literal; control characters are escaped by code point."""
+    """Return `text` as a quoted GBNF literal, with control characters as escapes."""
     quoted = "".join("\\" + c if c in '"\\' else c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in text)
     return f'"{quoted}"'
 

@@ -1,8 +1,8 @@
-"""What a grammar is before a backend sees it: kind, text, white space; and the checks that hold for every backend.
+"""A grammar before a backend sees it: its kind, its text, its white space, and the checks that hold for every backend.
 
-Invariant: `parse(...)` returns a source that is well formed as far as can be told without a tokenizer (JSON is JSON, a
-choice list is a list of strings), in one canonical text, so equal grammars have equal keys. Not here: what a backend
-enforces (its own module), special tokens (`vocabulary`).
+Invariant: the text of a Grammar is well formed as far as this is known without a library (JSON is JSON, a choice list is
+a list of strings), and canonical, so equal grammars have equal keys.
+Not responsible for: what a backend enforces (see backends/), the names of special tokens (see vocabulary.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from grammar_service.errors import InvalidGrammar, LimitExceeded
 
 MAX_WHITESPACE = 8
-"""Characters in a row under Whitespace.BOUNDED."""
+"""The most white space characters in a row under Whitespace.BOUNDED."""
 
 MAX_JSON_DEPTH = 128
-"""Levels of a schema, choice list or structural tag: the most that a server may allow."""
+"""The most levels of a schema, choice list or structural tag that a server may allow."""
 
 
 class Kind(enum.IntEnum):
@@ -52,9 +52,9 @@ class Grammar:
 
     kind: Kind
     text: str
-    """JSON kinds and choices: compact JSON with the keys in the user's order (it is the order of properties)."""
+    """JSON kinds and choices: compact JSON. Keys keep the user's order, which is the order of properties."""
     whitespace: Whitespace
-    """COMPACT for the kinds that it does not concern, so that they share one compilation."""
+    """COMPACT for the kinds without JSON, so that they share one compilation."""
 
     def key(self, backend: str) -> str:
         """Return the id of this grammar under `backend`: a digest, equal for equal grammars."""
@@ -66,18 +66,19 @@ class Grammar:
 
 
 def parse(kind: Kind, source: str, whitespace: Whitespace, max_depth: int = MAX_JSON_DEPTH) -> Grammar:
-    """Check and canonicalise a grammar as it came over the wire.
+    """Check a grammar as it came over the wire and return it in canonical form.
 
-    Raises InvalidGrammar: text that is not JSON where it must be (with line and column), a schema that is neither an
-    object nor a boolean, an empty choice list or regex. Raises LimitExceeded for JSON nested deeper than `max_depth`.
+    Raises InvalidGrammar for text that is not JSON where it must be (with line and column), a schema that is neither an
+    object nor a boolean, and an empty choice list or regex. Raises LimitExceeded for JSON nested deeper than
+    `max_depth` levels.
     """
     if kind not in JSON_KINDS:
         whitespace = Whitespace.COMPACT
     if kind is Kind.JSON_OBJECT:
         if source:
-            raise InvalidGrammar("source: must be empty for a JSON object; use a JSON Schema to say more")
+            raise InvalidGrammar("source: must be empty for a JSON object; use a JSON Schema for constraints")
         return Grammar(Kind.JSON_SCHEMA, '{"type":"object"}', whitespace)
-    # A blank is a regular expression like any other letter.
+    # A blank is a valid regular expression.
     if not (source if kind is Kind.REGEX else source.strip()):
         raise InvalidGrammar(f"source: is empty; {_WANTED[kind]} is required")
     if kind is Kind.JSON_SCHEMA:
@@ -138,7 +139,7 @@ def _load(source: str, what: str, max_depth: int) -> Any:
         if len(out) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise InvalidGrammar(f"{what}: the key {twice!r} stands twice in one object")
+            raise InvalidGrammar(f"{what}: the key {twice!r} occurs twice in one object")
         return out
 
     try:
@@ -171,9 +172,9 @@ def _compact(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidGrammar("source: holds a lone surrogate (\\ud800-\\udfff), which is not a character") from None
+        raise InvalidGrammar("source: contains a lone surrogate (\\ud800-\\udfff), which is not a character") from None
     except ValueError:
-        raise InvalidGrammar("source: holds a number beyond the range of a double") from None
+        raise InvalidGrammar("source: contains a number beyond the range of a double") from None
     return text
 
 

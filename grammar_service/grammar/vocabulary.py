@@ -1,7 +1,7 @@
-"""The engine's tokenizer as the backends need it: bytes of tokenizer.json, size, stop and special tokens.
+"""The engine's tokenizer as the backends need it: the bytes of tokenizer.json, its size, stop and special tokens.
 
-Invariant: `stop_ids` are sorted, distinct and inside the vocabulary; a special token is never part of an answer's text.
-It reads tokenizer.json with `json` alone: no transformers, no tokenizers.
+Invariant: `stop_ids` are sorted, distinct and inside the vocabulary. A special token is never part of an answer's text.
+Not responsible for: the bytes of each token (see token_bytes.py).
 """
 
 from __future__ import annotations
@@ -17,32 +17,29 @@ from grammar_service.grammar.value import Grammar, Kind
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What Configure carried, checked. Equal digests are equal vocabularies."""
+    """The checked content of Configure. Vocabularies with equal digests are equal."""
 
     tokenizer_json: bytes = field(repr=False)
     size: int
-    """Columns of the logits, padding included."""
+    """The number of columns of the logits, padding included."""
     stop_ids: tuple[int, ...]
     digest: str
     special: dict[int, str] = field(repr=False)
-    """Tokens that the tokenizer marks as special: id -> text. Stop tokens are in it only if they are marked."""
+    """Token id -> text of the tokens that the tokenizer marks as special. A stop token may or may not be marked."""
 
     @property
     def num_words(self) -> int:
-        """32-bit words of a mask row."""
+        """The number of 32-bit words in a mask row."""
         return (self.size + 31) // 32
 
     @staticmethod
     def load(tokenizer_json: bytes, size: int, stop_ids: tuple[int, ...]) -> Vocabulary:
-        """Check the content of Configure.
-
-        Raises InvalidField naming tokenizer_json, vocab_size or stop_token_ids.
-        """
+        """Check the content of Configure. Raises InvalidField for tokenizer_json, vocab_size or stop_token_ids."""
         document = _document(tokenizer_json)
         if size < 1:
             raise InvalidField("vocab_size", "must be at least 1")
         if not stop_ids:
-            raise InvalidField("stop_token_ids", "at least one is required, or no answer could end")
+            raise InvalidField("stop_token_ids", "at least one is required, because otherwise no answer could end")
         for token in stop_ids:
             if token >= size:
                 raise InvalidField("stop_token_ids", f"{token} is outside the vocabulary of {size}")
@@ -57,10 +54,10 @@ class Vocabulary:
         return Vocabulary(tokenizer_json, size, stops, digest.hexdigest(), special)
 
     def refuse_special(self, grammar: Grammar) -> None:
-        """Raise InvalidGrammar when an EBNF or Lark grammar names a special token by its text.
+        """Raise InvalidGrammar if an EBNF or Lark grammar contains the text of a special token.
 
-        Such a name is a switch of roles in the hands of a user. Other kinds describe text, and the masks never let a
-        special token stand for text, so there the same characters are harmless.
+        Such a token could switch the roles of a conversation. In other kinds of grammar the same characters are
+        harmless, because no mask ever allows a special token as text.
         """
         if grammar.kind not in (Kind.EBNF, Kind.LARK):
             return

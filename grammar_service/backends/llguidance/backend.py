@@ -1,7 +1,9 @@
-"""The llguidance backend: masks are computed on the fly, so compiling is cheap and an artifact is grammar text.
+"""The llguidance backend: the library computes masks on the fly, so an artifact is grammar text.
 
-Invariant: nothing here loads torch or transformers. The matcher keeps stop tokens to itself (the library counts a stop
-token as a step in one state and not in another, and knows one at a time), so accept and rollback are exact.
+Invariant: nothing here loads torch or transformers. The matcher handles stop tokens itself and does not pass them to the
+library, which knows only one stop token and counts it as a step in some states only. So accept and rollback are exact.
+Not responsible for: translating a grammar into the library's notation (see notation.py), many rows in one call (see
+chains.py).
 """
 
 from __future__ import annotations
@@ -16,21 +18,21 @@ from grammar_service.backends.json_schema import unenforced
 from grammar_service.backends.llguidance.chains import LlguidanceFiller
 from grammar_service.backends.llguidance.notation import has_schemas, misspelled, notation, parts, readable
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
-from grammar_service.grammar.text_grammar import alternatives
+from grammar_service.grammar.text_grammar import count_alternatives
 from grammar_service.grammar.value import Grammar, Kind
 from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.chains import SpecialWords
 
 MAX_ROW_ITEMS = 20_000
-"""Alternatives that may be open at one place; the library's own 2,000 is less than a schema of 600 properties needs.
-The first row of 10,000 takes 40 ms and of 20,000 some 200, later ones under 10."""
+"""The most alternatives that may be open at one place. The library's own limit of 2,000 is too low for a schema of 600
+properties. The first row of 10,000 alternatives takes 40 ms and of 20,000 about 200 ms; later rows take less than 10 ms."""
 
 _LIMIT_WORDS = ("too big", "too large", "too complex", "fuel", "limit")
-"""The library names its own limits in words only."""
+"""Words by which an error of the library is recognised as one of its limits."""
 
 
 class LlguidanceBackend:
-    """llguidance with one vocabulary. The tokenizer inside is shared by all grammars."""
+    """llguidance with one vocabulary. All grammars share the library's tokenizer."""
 
     name = "llguidance"
 
@@ -49,7 +51,7 @@ class LlguidanceBackend:
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Return the grammar in the library's own notation, checked against its limits."""
-        if grammar.kind in (Kind.EBNF, Kind.LARK) and (count := alternatives(grammar.text)) > MAX_ROW_ITEMS:
+        if grammar.kind in (Kind.EBNF, Kind.LARK) and (count := count_alternatives(grammar.text)) > MAX_ROW_ITEMS:
             raise LimitExceeded(f"llguidance: {count} alternatives; at most {MAX_ROW_ITEMS} may be open in one place")
         text, found = notation(grammar, lenient=False)
         failed, messages = self._messages(text)
@@ -60,7 +62,7 @@ class LlguidanceBackend:
                 text, found = notation(grammar, lenient=True)
                 failed, messages = self._messages(text)
             if failed or not messages:
-                # The lenient notation may fail on something else; what the strict one named stays the reason.
+                # The lenient notation may fail for another reason. The error reports what the strict one named.
                 named = [part for part in parts([refused], grammar) if part.keyword]
                 unenforced.settle(self.name, named, allow_unenforced)
                 if any(word in refused for word in _LIMIT_WORDS):
@@ -71,7 +73,7 @@ class LlguidanceBackend:
         return unenforced.pack(warnings, text.encode())
 
     def load(self, grammar: Grammar, artifact: bytes) -> LlguidanceCompiled:
-        """Return the compiled form. Costs what the compilation cost (milliseconds), without the GIL."""
+        """Return the compiled form. Takes as long as the compilation (milliseconds) and releases the GIL."""
         warnings, text = unenforced.unpack(artifact)
         pristine = LLMatcher(self._tokenizer, text.decode(), log_level=0, limits=self._limits)
         if pristine.is_error():
@@ -80,10 +82,10 @@ class LlguidanceBackend:
         return LlguidanceCompiled(pristine, len(text), self._vocabulary, special, self._filler, warnings)
 
     def _messages(self, text: str) -> tuple[bool, list[str]]:
-        """Return whether the library refuses `text`, and what it says about it."""
+        """Return whether the library refuses `text`, and its messages."""
         failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._tokenizer, limits=self._limits)
         if not failed:
-            # Validation stops short of building the lexer; the matcher's own limits show only here.
+            # Validation does not build the lexer, so the limits of the lexer show only in a matcher.
             matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
             if matcher.is_error():
                 return True, [matcher.get_error()]
@@ -91,10 +93,10 @@ class LlguidanceBackend:
 
 
 def _without_special_names(vocabulary: Vocabulary) -> str:
-    """Return tokenizer.json with names of the special tokens that no text holds.
+    """Return tokenizer.json with names of the special tokens that occur in no text.
 
-    A text that can go one way only is spelled by the library in its canonical tokens. Where it holds the name of a
-    special token that would be the special token, which no mask allows, and the answer would be at a dead end.
+    Where only one text can follow, the library allows only the canonical tokens of that text. If the text contained the
+    name of a special token, its canonical token would be the special token, which no mask allows: a dead end.
     """
     document = json.loads(vocabulary.tokenizer_json)
     names = {text: f"\0{token}\0" for token, text in vocabulary.special.items()}
@@ -113,7 +115,7 @@ def _without_special_names(vocabulary: Vocabulary) -> str:
 
 
 class _SpecialBits:
-    """The words of a row that hold bits of special tokens or of padding, and what may stay of them."""
+    """The words of a row that contain bits of special tokens or of padding, and the bits of them that may remain."""
 
     def __init__(self, vocabulary: Vocabulary, *, stops_too: bool) -> None:
         allowed = np.zeros(vocabulary.num_words * 32, dtype=bool)
@@ -125,7 +127,7 @@ class _SpecialBits:
         self.keep = keep[self.where]
 
     def special_words(self, but_stops: _SpecialBits) -> SpecialWords:
-        """Return the same for `LlguidanceFiller`; `but_stops` differs in stop tokens alone."""
+        """Return the words for `LlguidanceFiller`. `but_stops` is the same set with stop tokens allowed."""
         keep = self.keep.view(np.uint32)
         also = np.full_like(keep, 0xFFFFFFFF)
         also[np.searchsorted(self.where, but_stops.where)] = but_stops.keep.view(np.uint32)
@@ -133,7 +135,7 @@ class _SpecialBits:
 
 
 class LlguidanceCompiled:
-    """A matcher that never moves, to be copied."""
+    """A matcher in the initial state, from which all matchers are copied."""
 
     def __init__(
         self,
@@ -150,15 +152,15 @@ class LlguidanceCompiled:
         self._filler = filler
         self.warnings = warnings
         self.memory_bytes = (64 << 10) + 40 * text_bytes
-        """Estimate: the lexer's tables grow with use; 40 bytes a character of the text was seen on large schemas."""
+        """An estimate: the lexer's tables grow with use, to about 40 bytes for each character of a large schema."""
 
     def matcher(self) -> LlguidanceMatcher:
-        """Return a copy at the start of an answer; the copy costs microseconds."""
+        """Return a copy of the initial state. Takes microseconds."""
         return LlguidanceMatcher(self._pristine.deep_copy(), self._vocabulary, *self._special, self._filler)
 
 
 class LlguidanceMatcher:
-    """One answer. Stop tokens live here, text tokens in the library."""
+    """The state of one answer: this object knows whether it has ended, the library holds the rest."""
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class LlguidanceMatcher:
         filler: LlguidanceFiller,
     ) -> None:
         self.inner = inner
-        """For `filler`."""
+        """The library's matcher, which the chain filler uses too."""
         self.filler = filler
         self._vocabulary = vocabulary
         self._stops = frozenset(vocabulary.stop_ids)
@@ -181,13 +183,13 @@ class LlguidanceMatcher:
         self.terminated = False
 
     def accept(self, token: int) -> bool:
-        """Move over `token`; see `Matcher.accept`."""
+        """Advance over `token`; see `Matcher.accept`."""
         if self.terminated:
             return False
         if token in self._stops:
             self.terminated = self.inner.is_accepting()
             return self.terminated
-        # Out of range would be an error of the whole matcher.
+        # A token out of range would put the library's matcher into its error state.
         if not 0 <= token < self._vocab_size or token in self._special:
             return False
         if self.inner.try_consume_tokens([token]) == 1:
@@ -204,7 +206,7 @@ class LlguidanceMatcher:
             raise MatcherFailed(self.inner.get_error())
 
     def copy(self) -> LlguidanceMatcher:
-        """Return a copy; it costs microseconds."""
+        """Return a copy. Takes microseconds."""
         twin = LlguidanceMatcher(
             self.inner.deep_copy(), self._vocabulary, self._never, self._never_but_stops, self.filler
         )
@@ -212,7 +214,7 @@ class LlguidanceMatcher:
         return twin
 
     def fill(self, rows: Rows, index: int) -> None:
-        """Compute the row in place; see `Matcher.fill`."""
+        """Write the row in place; see `Matcher.fill`."""
         self.inner.unsafe_compute_mask_ptr(rows.address(index), self._row_bytes)
         self._check()
         special = self._never_but_stops if self.inner.is_accepting() else self._never
@@ -220,17 +222,17 @@ class LlguidanceMatcher:
         words[special.where] &= special.keep
 
     def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
-        """Ask the library; see `Matcher.jump_forward_tokens`. Its masks offer nothing else where it spells a forced text."""
+        """Return the library's own tokens; see `Matcher.jump_forward_tokens`. Its masks allow no others there."""
         found = self.inner.compute_ff_tokens()[:limit]
         self._check()
         return tuple(found)
 
     def num_jump_forward_bytes(self) -> int:
-        """Return the length of the text that the library will tokenize for the next row."""
+        """Return the length of the text that the library must tokenize for the next row."""
         return len(self.inner.compute_ff_bytes())
 
     def _check(self) -> None:
-        # In the error state the library's mask allows the stop token alone, which would pass for a finished answer.
+        # In the error state the library's mask allows only the stop token, which would look like a finished answer.
         if self.inner.is_error():
             raise MatcherFailed(self.inner.get_error())
 

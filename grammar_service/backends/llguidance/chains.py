@@ -1,8 +1,8 @@
-"""Rows of many llguidance matchers in one call: the library's own thread pool goes along every chain of drafts.
+"""Fills the rows of many llguidance matchers in one call, on the library's own thread pool.
 
-Invariant: behind a call every matcher stands where it stood, since the library takes the drafts back; one that it has
-failed on is reported and never asked again. Rows are the library's own: stop tokens and other special ones are sorted
-out by whoever reads them. Not here: one matcher by itself (llguidance.py).
+Invariant: after a call every matcher is in the state that it had before, because the library rolls the drafts back. A
+matcher that fails is reported. Rows are written as the library computes them: the caller applies `special` to them.
+Not responsible for: the rows of a single matcher (see backend.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared_mem.chains import SpecialWords
 
 
 class LlguidanceFiller:
-    """See `backends.ChainFiller`."""
+    """The chain filler of all llguidance matchers over one vocabulary; see `ChainFiller`."""
 
     follows_drafts = True
 
@@ -29,27 +29,27 @@ class LlguidanceFiller:
         self._size = vocabulary.size
         self._never = frozenset(vocabulary.special) | frozenset(vocabulary.stop_ids)
         self._idle: list[LLExecutor] = []
-        """Those that no thread uses now; each has threads of its own, which a call that hangs keeps."""
+        """Executors that no call uses now. Each has its own threads, so a call that hangs does not block the next one."""
 
     def all_plain(self, tokens: Sequence[int]) -> bool:
-        """Look at each token: one out of range would be an error of the whole matcher."""
+        """Check each token: a token out of range would put the library's matcher into its error state."""
         never, size = self._never, self._size
         return all(0 <= token < size and token not in never for token in tokens)
 
     def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
-        """Move over all of them in one call."""
+        """Advance over all tokens in one call of the library."""
         inner = matcher.inner
-        taken: int = inner.try_consume_tokens(tokens)
-        if taken < len(tokens) and inner.is_error():
+        accepted: int = inner.try_consume_tokens(tokens)
+        if accepted < len(tokens) and inner.is_error():
             raise MatcherFailed(inner.get_error())
-        return taken
+        return accepted
 
     def fill(self, chains: Sequence[Chain], rows: NDArray[np.int32], threads: int) -> Filled:
-        """Fill chains with drafts and rows without, each in one call of the library."""
+        """Fill all single rows in one call of the library, and all chains with drafts in another."""
         try:
             executor = self._idle.pop()
         except IndexError:
-            executor = LLExecutor(threads)  # late: a backend in a compile worker needs no threads
+            executor = LLExecutor(threads)  # made on demand, because compile workers never fill chains
         place = rows.ctypes.data, rows.strides[0], len(rows)
         if single := [(chain.matcher.inner, chain.row) for chain in chains if not chain.drafts]:
             executor.unsafe_compute_mask_ptr(single, *place)

@@ -1,8 +1,9 @@
-"""A grammar in llguidance's own notation, and what the library says about it in words with places.
+"""A grammar in llguidance's own notation, and the library's messages about it with places added.
 
-Invariant: only this module writes options of the library; a request can set none. The lenient notation is for those who
-allow what is not enforced, and for finding out what that is: the strict one ends at the first keyword. Imports the
-library for its converter of regular expressions alone; limits and matchers are `llguidance`.
+In the strict notation the library fails at the first keyword that it does not enforce. In the lenient notation it
+ignores such keywords and names them all; it serves requests that allow unenforced parts, and error messages.
+Invariant: only this module writes options of the library. A request can set none.
+Not responsible for: limits and matchers (see backend.py). The library is imported only for its two converters.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ _WHITESPACE: dict[Whitespace, dict[str, Any]] = {
 }
 
 _ESCAPES = 'nrbtf\\"'
-r"""Without u: where any character may be written as \uXXXX, `{"\u0061": 1}` is an additional property although `a` is
-declared with another schema."""
+r"""The escapes in JSON strings. With `u`, `{"\u0061": 1}` would be an additional property although `a` is declared."""
 
 STRING_DIALECT = Dialect(unwritable=((0, 7), (11, 11), (14, 31), (127, 127)))
 r"""Patterns of JSON strings. A string can hold these control characters only as \uXXXX, which _ESCAPES excludes."""
@@ -56,15 +56,15 @@ _FORMAT = re.compile(r"Unknown format: (.*)$")
 
 
 def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]:
-    """Return the library's text, and what was taken out of it because it would be misread."""
+    """Return the grammar as text for the library, and the parts that were taken out because it would misread them."""
     found: list[Unenforced] = []
-    # A schema inside a Lark grammar is part of a text that says itself where white space is.
+    # White space is not a field of Lark grammars: schemas inside them always have bounded white space.
     whitespace = Whitespace.BOUNDED if grammar.kind is Kind.LARK else grammar.whitespace
 
     def schema_text(schema: Any, path: str) -> str:
         schema = {} if schema is True else schema
         if "x-guidance" in schema:
-            raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: options of the library are not the request's to set")
+            raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: a request may not set options of the library")
         found.extend(take_out_unwritable_values(schema, path, STRING_DIALECT.unwritable))
         found.extend(rewrite(schema, path, lambda pattern: portable(pattern, STRING_DIALECT)))
         _write_exact_formats(schema)
@@ -75,7 +75,7 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
         case Kind.JSON_SCHEMA | Kind.JSON_OBJECT:
             return "start: %json " + schema_text(json.loads(grammar.text), ""), found
         case Kind.CHOICE:
-            # As one terminal: alternatives of a rule are parser items, of which a row may have 2,000.
+            # One terminal: alternatives of a rule would be parser items, whose number is limited.
             choices = " | ".join(map(lark_literal, json.loads(grammar.text)))
             return f"start: CHOICE\nCHOICE: {choices}", found
         case Kind.REGEX:
@@ -132,14 +132,14 @@ def has_schemas(grammar: Grammar) -> bool:
 
 
 def readable(message: str, kind: Kind) -> str:
-    """Return the library's message without the places and lines of text that the user did not write."""
+    """Return the library's message without places in text that the user did not write."""
     if kind is Kind.LARK:
         return message.strip()
     return _PLACE.sub("", message.splitlines()[0] if kind is not Kind.REGEX else message.split("\n   1 |")[0]).strip()
 
 
 def parts(messages: Sequence[str], grammar: Grammar) -> list[Unenforced]:
-    """Return what the library says it ignores, at every place where it may be meant; it names none."""
+    """Return the parts that the library's messages name. They have no places, so every possible place is returned."""
     return [part for message in messages for part in _part(_TIMES.sub("", message), grammar)]
 
 

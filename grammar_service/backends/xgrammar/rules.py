@@ -1,10 +1,11 @@
-r"""The rules that xgrammar 0.2.8 makes of JSON, corrected before they are compiled.
+r"""Corrects the rules that xgrammar 0.2.8 generates for JSON, before they are compiled.
 
-Invariant: a correction takes texts away and never adds one that is not JSON. Four defects: any character may be
-written as \uXXXX, so `{"\u0061": 1}` is an additional property even where `a` is declared with another schema; a string
-whose length is bounded takes control characters as they are, which is no JSON; white space cannot be turned off
-everywhere; and objects with propertyNames or patternProperties take twice the white space they should. It works on the
-text of the rules, and leaves what stands in quotes or brackets alone. What a schema may say is `xgrammar_schema`.
+Four defects are corrected. Any character may be written as \uXXXX, so `{"\u0061": 1}` is an additional property even if
+`a` is declared. A string with a bounded length accepts raw control characters, which is not JSON. White space cannot be
+turned off everywhere. Objects with propertyNames or patternProperties accept twice the white space.
+Invariant: a correction only removes texts from the language. It works on the text of the rules and does not change
+quoted texts and classes.
+Not responsible for: keywords that the library ignores (see schema.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from grammar_service.grammar.value import MAX_WHITESPACE, Whitespace
 
 _ESCAPE = re.compile(r"^(basic_escape\w* ::= ).*$", re.MULTILINE)
 _ESCAPES = r"(([" + r"\"\\bfnrt" + "]))"
-"""Without \\uXXXX and \\/: every character has one spelling, so a declared name cannot be spelled another way."""
+"""Without \\uXXXX and \\/: each character has one spelling, so a declared name cannot be spelled another way."""
 
 _LENGTH = re.compile(r'^(\w+_characters(?:_\d+)? ::= \(\()\[\^\\"\\\\\\r\\n\](\)\))$', re.MULTILINE)
 _CHARACTER = r"[^\0-\x1f\"\\]"
-"""One of a string whose length is counted, as in a string without a length."""
+"""A character of a string with a bounded length, as it is in strings without one."""
 
 _SPACE = rf"whitespace\w*\{{0, {MAX_WHITESPACE}\}} "
 _QUOTED_OR_SPACE = re.compile(rf'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|{_SPACE}')
@@ -28,7 +29,7 @@ _NEXT_MEMBER = re.compile(rf'^(\w+ ::= \(\((?:{_SPACE})?"," ){_SPACE}(\w+)\)\)$'
 
 
 def corrected(rules: str, whitespace: Whitespace) -> str:
-    """Return rules that were made with `wanted_count(whitespace)`, with the defects above taken out."""
+    """Return `rules`, which were generated with `wanted_count(whitespace)`, without the defects above."""
     rules = _ESCAPE.sub(lambda found: found[1] + _ESCAPES, rules)
     rules = _LENGTH.sub(lambda found: found[1] + _CHARACTER + found[2], rules)
     if whitespace is Whitespace.BOUNDED:
@@ -40,5 +41,5 @@ def corrected(rules: str, whitespace: Whitespace) -> str:
 
 
 def wanted_count(whitespace: Whitespace) -> int | None:
-    """Return the library's `max_whitespace_cnt`; compact is made from bounded, because it takes no 0."""
+    """Return the library's `max_whitespace_cnt`. It cannot be 0, so compact rules are made from bounded ones."""
     return None if whitespace is Whitespace.ANY else MAX_WHITESPACE

@@ -1,9 +1,8 @@
-"""What xgrammar 0.2.8 does not enforce in a JSON Schema, and does not say so either.
+"""The parts of a JSON Schema that xgrammar 0.2.8 does not enforce and does not warn about.
 
-Invariant: a schema that passes means to xgrammar at most what it means to JSON Schema (answers may be fewer, never
-others). Found by giving the library each keyword with values that break it; the tests repeat that. What the library
-warns about (overlapping oneOf, several allOf branches, pattern with minLength, ...) is caught from its warnings, not
-here.
+They were found by giving the library each keyword with values that violate it; the tests repeat that.
+Invariant: xgrammar accepts, for a schema without problems, only texts that JSON Schema accepts; it may accept fewer.
+Not responsible for: parts that the library itself warns about, such as overlapping oneOf branches (see backend.py).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _IGNORED = {
     "$dynamicRef": "is not followed",
     "$recursiveRef": "is not followed",
 }
-"""Keywords without effect, whatever stands beside them."""
+"""Keywords that never have an effect."""
 
 _FORMATS = frozenset(
     {
@@ -37,7 +36,7 @@ _FORMATS = frozenset(
         *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
     }
 )
-"""Formats that are enforced; any other is taken as any string."""
+"""Formats that are enforced. With any other format the library accepts any string."""
 
 STRING_DIALECT = Dialect(unwritable=((0, 31), (34, 34), (92, 92)), categories=False)
 """Patterns of JSON strings. The library matches them against the JSON text, which writes these characters as escapes."""
@@ -64,11 +63,11 @@ _OF_TYPE = {
     "minProperties": "object",
     "maxProperties": "object",
 }
-"""Keywords that have an effect only beside a `type`."""
+"""Keyword -> the type without which it has no effect."""
 
 _IMPLY_OBJECT = ("properties", "required", "patternProperties", "additionalProperties", "propertyNames")
 _IMPLY_ARRAY = ("items", "prefixItems")
-"""Keywords that the library takes for a type: the schema becomes stricter than it says."""
+"""Keywords from which the library infers a type, so that the schema becomes stricter."""
 
 _ASSERTIONS = frozenset(
     {
@@ -89,7 +88,7 @@ _ASSERTIONS = frozenset(
 
 
 def problems(schema: Any, path: str = "") -> list[Unenforced]:
-    """Return what xgrammar would not enforce in a schema that stands at `path`, and rewrite its patterns in place."""
+    """Return the parts of the schema at `path` that xgrammar would not enforce. Rewrites patterns and formats in place."""
     found = rewrite(schema, path, _anchored)
     for where, node in subschemas(schema, path):
         problem = _problem(node)
@@ -115,7 +114,7 @@ def _write_exact_format(node: Schema, where: str) -> list[Unenforced]:
 
 
 def _anchored(pattern: str) -> str:
-    """Return the pattern in portable notation, as one of the whole string: that is how the library reads it."""
+    """Return the pattern in portable notation as a pattern of the whole string, as which the library reads it."""
     text = portable(pattern, STRING_DIALECT)
     flag = text[:4] if text.startswith("(?i)") else ""
     body = text.removeprefix(flag)
@@ -127,12 +126,12 @@ def _anchored(pattern: str) -> str:
 
 
 def tag_problems(form: Schema, path: str) -> list[Unenforced]:
-    """Return what of a structural tag's JSON region at `path` is enforced only in part."""
+    """Return the parts of a structural tag's JSON region at `path` that are not fully enforced."""
     found = []
     if form.get("any_order"):
-        found.append(Unenforced(path, "any_order", "neither required nor repeated names are then looked at"))
+        found.append(Unenforced(path, "any_order", "is enforced without required and repeated names"))
     if form.get("style", "json") != "json":
-        found.append(Unenforced(path, "style", "what is enforced of a schema is known for 'json' alone"))
+        found.append(Unenforced(path, "style", "is checked only for 'json'"))
     return found
 
 
@@ -154,7 +153,7 @@ def _problem(node: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _alone(node: dict[str, Any]) -> tuple[str, str] | None:
-    """Keywords that replace the rest of the schema instead of adding to it."""
+    """Find keywords that the library reads instead of the rest of the schema."""
     for keyword in ("$ref", "const", "enum", "anyOf", "oneOf", "allOf"):
         if keyword not in node:
             continue
@@ -174,7 +173,7 @@ def _alone(node: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _values(node: dict[str, Any]) -> tuple[str, str] | None:
-    """`type` is not held against the values of enum and const."""
+    """Find values of enum and const that `type` excludes; the library accepts them."""
     if "type" not in node:
         return None
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
@@ -195,7 +194,7 @@ def _has_type(value: Any, name: Any) -> bool:
 
 
 def _typed(node: dict[str, Any]) -> tuple[str, str] | None:
-    """Without a type, bounds are ignored; a list of no types is read as if it were not there."""
+    """Find bounds without a type and empty lists of types; the library ignores both."""
     if "type" in node:
         return ("type", "is an empty list, which is not enforced") if node["type"] == [] else None
     implied = {"array" for k in _IMPLY_ARRAY if k in node} | {"object" for k in _IMPLY_OBJECT if k in node}
@@ -225,7 +224,7 @@ def _objects(node: dict[str, Any]) -> tuple[str, str] | None:
                 return keyword, 'is not enforced without "type"'
     plain = all(json.dumps(name) == f'"{name}"' for name in known)
     if not plain and node.get("additionalProperties") is not False:
-        return "properties", "has a name beyond plain ASCII, which is not kept apart from additional ones"
+        return "properties", "has a name beyond plain ASCII, which is not told apart from additional ones"
     for i, name in enumerate(node["required"] if isinstance(node.get("required"), list) else ()):
         if not isinstance(name, str) or name not in known:
             return f"required/{i}", f"{name!r} is not enforced, since it is not in properties"

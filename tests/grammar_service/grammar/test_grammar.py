@@ -34,7 +34,7 @@ from tests.grammar_service.toy import PADDED, SPECIAL, STOPS, tokenizer_json
         (Kind.JSON_SCHEMA, '{"minimum":NaN}', "NaN is not JSON"),
         (Kind.JSON_SCHEMA, '{"minimum":1e999}', "beyond the range"),
         (Kind.JSON_SCHEMA, '{"const":"\\ud800"}', "lone surrogate"),
-        (Kind.JSON_SCHEMA, '{"type":"string","type":"integer"}', "the key 'type' stands twice"),
+        (Kind.JSON_SCHEMA, '{"type":"string","type":"integer"}', "the key 'type' occurs twice"),
         (Kind.JSON_OBJECT, "{}", "must be empty"),
         (Kind.CHOICE, "[]", "the list is empty"),
         (Kind.CHOICE, '"a"', "must be a JSON array of strings, not a string"),
