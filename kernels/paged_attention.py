@@ -7,11 +7,13 @@ B sequences, P query positions, Hq query heads, Hkv KV heads, D head size, T tok
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 
+from kernels.kv_pages import KVPages
 from kernels.library import address, native
+
+__all__ = ["AttentionArgs", "KVPages", "paged_attention"]
 
 _LONGS = (
     "q_stride_b",
@@ -36,44 +38,6 @@ class AttentionArgs(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class KVPages:
-    """One layer's cache, in the model's dtype.
-
-    On a CPU the keys are channel-major, so that a vector holds neighbouring tokens; on a GPU they are token-major like
-    the values, so that a token's key is one run of bytes.
-    """
-
-    k: torch.Tensor
-    """[num_pages, Hkv, D, T], or [num_pages, Hkv, T, D] when `token_major`."""
-    v: torch.Tensor
-    """[num_pages, Hkv, T, D]."""
-    token_major: bool = False
-    """How `k` is laid out."""
-
-    @property
-    def k_NHTD(self) -> torch.Tensor:
-        """The keys token by token, a view."""
-        return self.k if self.token_major else self.k.transpose(2, 3)
-
-    @classmethod
-    def allocate(
-        cls,
-        num_pages: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        token_major: bool | None = None,
-    ) -> KVPages:
-        """Return zeroed pages, in the layout of the device unless it is named."""
-        v = torch.zeros(num_pages, num_kv_heads, page_size, head_dim, dtype=dtype, device=device)
-        if device.type != "cpu" if token_major is None else token_major:
-            return cls(torch.zeros_like(v), v, token_major=True)
-        return cls(torch.zeros(num_pages, num_kv_heads, head_dim, page_size, dtype=dtype, device=device), v)
 
 
 def paged_attention(

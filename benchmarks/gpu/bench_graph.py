@@ -22,12 +22,12 @@ import torch
 
 from benchmarks.gpu.server import CountedGraph, CountingStream
 from benchmarks.gpu.sync_peer import attached
+from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.device.graphs import LaneInput, StepGraphs, StepRows
 from gpu_engine.step.device.pinned import PinnedSegment
 from gpu_engine.step.device.ring import OutputRing
 from gpu_engine.step.device.syncs import cuda_sync
-from gpu_engine.step.stream import load_kernels_eagerly
 from gpu_engine.step.stream_sync import StreamSync
 from kernels.cuda.nvrtc import ULONG, Kernel, kernel
 from shared_mem.channel import EngineEnd

@@ -205,7 +205,6 @@ def attention(B: int, P: int, context: int, **options: object) -> tuple[list[Cal
 
 def small_cases() -> Iterator[Case]:
     """What stands around the model in a step."""
-    from kernels.cuda.bitmask import apply_bitmask
     from kernels.cuda.ngram import propose_ngram
     from kernels.cuda.posting import KeptRows, PostTensors, keep_rows, pack_post
     from kernels.cuda.step_inputs import load_step
@@ -226,13 +225,11 @@ def small_cases() -> Iterator[Case]:
         posted, ids, table_BN = ints(B), torch.zeros(B, P, dtype=torch.int64, device=DEVICE), ints(B, 512)
         history, length = step.history_SL, ints(B) + 2048
         history.copy_(torch.randint(0, 1000, history.shape, device=DEVICE))
-        logits, status = torch.zeros(B * P, VOCAB, dtype=torch.bfloat16, device=DEVICE), out.kinds_BR.clone()
         drafts, num = ints(B, P), ints(B)
         done = torch.zeros(B, dtype=torch.bool, device=DEVICE)
         inputs = (slots, history, length, drafts, num, done, table_BN, ids, ints(B, P), ints(B, P), ints(B))
         post = (slots, flags, flags, gens, drafts, num, history, length, length, posted, kept, out)
         keep = (slots, flags, flags, out, counter, masks, kept, step.kinds_BR, step.forced_BR)
-        rest = (slots, step.kinds_BR, step.forced_BR, kept.mask_SRW, status)
         lookup = (slots, history, length, limit, step.params.max_length_S, drafts, num)
         row_bytes = B * P * words * 4
 
@@ -242,7 +239,6 @@ def small_cases() -> Iterator[Case]:
         yield Case(f"load_step {B}x{P}", call(load_step, *inputs, ints(B, 512)))
         yield Case(f"pack_post {B}x{P}", call(pack_post, *post))
         yield Case(f"keep_rows {B}x{P}, all over the bus", call(keep_rows, *keep), row_bytes)
-        yield Case(f"apply_bitmask {B}x{P}", call(apply_bitmask, logits, *rest, num_rows=P), row_bytes)
         yield Case(f"ngram {B}, history 2048", call(propose_ngram, *lookup, ngram_max=4, ngram_min=2))
 
 

@@ -15,8 +15,8 @@ from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import DraftNet, ModelNet
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.model.linear import pack_linears, thin_linears
+from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel, load_model
-from gpu_engine.model.probe import ModelNotSupported
 from gpu_engine.step.device_program import DeviceDrafter, NgramKernel, NoDrafts
 from gpu_engine.step.program import Drafter
 from gpu_engine.step.stream import Stream

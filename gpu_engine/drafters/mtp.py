@@ -17,7 +17,7 @@ from gpu_engine.drafters.nets import Hidden
 from gpu_engine.drafters.pairs import PairNet
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
-from gpu_engine.model.probe import ModelNotSupported
+from gpu_engine.model.loaded_model import ModelNotSupported
 from kernels.paged_attention import KVPages
 
 

@@ -7,90 +7,26 @@ what is generated with it.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
 from gpu_engine.model import attention
-from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.embedded import Progress, ensure_embedded
-from gpu_engine.model.fuse import Fused, FusedModelDiffers, fuse_parts, settle
+from gpu_engine.model.fusion import FusedModelDiffers, fuse_parts, verified
+from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.model.linear import pack_linears, thin_linears
-from gpu_engine.model.probe import ModelNotSupported, probe
-from gpu_engine.step.stream import load_kernels_eagerly
-from kernels.paged_attention import KVPages
+from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
+from gpu_engine.model.probe import probe
 from service_runtime.cores import usable_cores
 
+__all__ = ["LoadedModel", "ModelNotSupported", "load_model", "prepare", "resolve_dtype"]
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class LoadedModel:
-    """A model ready to run. Owned by the engine thread once that runs; the tokenizer is read by everybody."""
-
-    name: str
-    net: Any
-    """The transformers model, in eval mode."""
-    tokenizer: PreTrainedTokenizerFast
-    vocab_size: int
-    """Columns of the logits, padding included."""
-    eos_token_ids: tuple[int, ...]
-    model_type: str
-    dtype: torch.dtype
-    device: torch.device
-    num_parameters: int
-    max_model_len: int
-    """The smaller of what was asked for and what the model was made for."""
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    fused: Fused = field(default_factory=Fused)
-    """What of it runs as fused kernels."""
-
-    @property
-    def dtype_name(self) -> str:
-        """ "bfloat16" or "float32"."""
-        return str(self.dtype).removeprefix("torch.")
-
-    def allocate_pages(self, num_pages: int, page_size: int, *, token_major: bool | None = None) -> list[KVPages]:
-        """Return the KV cache, one entry a layer; in the layout of the device unless it is named."""
-        shape = (num_pages, self.num_kv_heads, self.head_dim, page_size)
-        kind = (self.dtype, self.device, token_major)
-        return [KVPages.allocate(*shape, *kind) for _ in range(self.num_layers)]
-
-    def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
-        """Run the target over B sequences of P positions; return logits [B * P, V]. Padding rows are garbage."""
-        if self.fused.walk:
-            return self.fused.walk.logits(ids_BP, ctx)
-        positions = ctx.positions_BP.clamp(min=0).long()
-        wanted = {"output_hidden_states": True} if ctx.hidden else {}
-        out = self.net(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx, **wanted)
-        _keep_hidden(ctx, out)
-        logits: torch.Tensor = out.logits
-        return logits.view(-1, logits.shape[-1])
-
-    def prefill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
-        """Fill the cache; no logits are computed."""
-        if self.fused.walk:
-            self.fused.walk.fill(ids_BP, ctx)
-            return
-        positions = ctx.positions_BP.clamp(min=0).long()
-        wanted = {"output_hidden_states": True} if ctx.hidden else {}
-        decoder = self.net.get_decoder()
-        _keep_hidden(ctx, decoder(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx, **wanted))
-
-    def __repr__(self) -> str:
-        return f"<LoadedModel {self.name} {self.model_type} {self.dtype_name} {self.device} V={self.vocab_size}>"
-
-
-def _keep_hidden(ctx: AttentionContext, out: Any) -> None:
-    for layer in ctx.hidden or {}:
-        states_BPH = out.hidden_states[layer]
-        cast(dict[int, torch.Tensor | None], ctx.hidden)[layer] = states_BPH.reshape(-1, states_BPH.shape[-1])
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -177,7 +113,7 @@ def prepare(config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast) 
     elif config.fuse:
         thin_linears(net)
     if config.fuse:
-        model.fused = settle(net, model.fused, seen.record, seen.logits_NV, seen.again(model), dtype, seen.noise)
+        model.fused = verified(net, model.fused, seen.record, seen.logits_NV, seen.again(model), dtype, seen.noise)
     return model
 
 

@@ -8,22 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext, LayerAttention
+from gpu_engine.model.fused_forward import FusedForward
+from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.recording import Recording, distance, recording
-from gpu_engine.model.walk import Walk
-
-if TYPE_CHECKING:
-    from gpu_engine.model.loader import LoadedModel
-
-
-class ModelNotSupported(ValueError):
-    """The model cannot be served: wrong kind of attention, no fast tokenizer, or a shape the kernels do not take."""
-
 
 _TOKENS = 24
 _PAGE_SIZE = 32
@@ -45,13 +38,13 @@ class Probe:
     """Relative distance of those logits from the ones over the model's own attention: what rounding in another order
     does to this model in its dtype, through all of its layers."""
 
-    def again(self, model: LoadedModel) -> Callable[[Walk | None], torch.Tensor]:
-        """Return a function that computes the same tokens' logits by a walk, or by the model's own forward."""
+    def again(self, model: LoadedModel) -> Callable[[FusedForward | None], torch.Tensor]:
+        """Return a function that computes the same tokens' logits by a fused, or by the model's own forward."""
 
         @torch.inference_mode()
-        def run(walk: Walk | None) -> torch.Tensor:
+        def run(fused: FusedForward | None) -> torch.Tensor:
             ctx = _context(model)
-            return walk.logits(self.ids_BP, ctx) if walk else model.logits(self.ids_BP, ctx)
+            return fused.logits(self.ids_BP, ctx) if fused else model.logits(self.ids_BP, ctx)
 
         return run
 

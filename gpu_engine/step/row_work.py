@@ -160,10 +160,10 @@ class TritonRows:
 
     def __init__(self, source_NSRW: torch.Tensor) -> None:
         from kernels.cuda import posting as kernels
+        from kernels.cuda.advance import advance
         from kernels.cuda.jump_forward import take_jump_forward
-        from kernels.cuda.settling import settle
 
-        self._kernels, self._settle, self._take_jump_forward = kernels, settle, take_jump_forward
+        self._kernels, self._settle, self._take_jump_forward = kernels, advance, take_jump_forward
         self._source_NSRW = source_NSRW
 
     def pack(self, batch: StepBatch, store: RowStore, box: PostBuffers, k: int) -> None:

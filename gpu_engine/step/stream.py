@@ -6,7 +6,6 @@ One invariant: nothing here waits for the device but `synchronize` and `Event.wa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -64,18 +63,6 @@ class Stream(Protocol):
 
     def synchronize(self) -> None:
         """Block until everything enqueued has run. Raises when the device failed."""
-
-
-def load_kernels_eagerly() -> None:
-    """Make CUDA load a module's kernels at once. Call before CUDA is initialised.
-
-    A kernel that is loaded lazily, at its first launch, may wait for the device, while a wait of ours runs there, which
-    waits for a process that is told by the launch. Raises RuntimeError when it is too late for the setting.
-    """
-    if os.environ.get("CUDA_MODULE_LOADING") != "EAGER":
-        if torch.cuda.is_initialized():
-            raise RuntimeError("CUDA_MODULE_LOADING=EAGER must be set before CUDA is initialised in this process")
-        os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 
 class CudaGraph:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 import triton
 
-from kernels.accept import MAX_LOGPROBS, StepTensors
+from kernels.cuda.acceptance import acceptance_kernel, draft_kernel
 from kernels.cuda.filters import filter_kernel
 from kernels.cuda.logprobs import logprobs_kernel
 from kernels.cuda.row_state import RowScratch, SlotRows
 from kernels.cuda.rows import row_kernel
-from kernels.cuda.walk import draft_kernel, walk_kernel
+from kernels.step_tensors import MAX_LOGPROBS, StepTensors
 
 _FILTER_TILE_ROWS = 256
 _LOGPROB_TILE = 8192
@@ -33,7 +33,7 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
     p, r, tiles = step.params, step.result, -(-V // scratch.block)
     _rows(logits_NV, step, None, num_rows=num_rows, first_row=0, draft=False)
     partial_stride = scratch.best_NC.shape[1]
-    walk_kernel[(B,)](
+    acceptance_kernel[(B,)](
         *(step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR, step.history_SL),
         *(step.length_S,),
         *(p.max_length_S, p.temperature_S, p.top_p_S, p.min_p_S, p.top_k_S, rows.rules_SX, rows.seen_SV),

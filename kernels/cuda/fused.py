@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused import Activation, NormKind, RMSNorm, check_rotate
+from kernels.fused_arguments import Activation, NormKind, RMSNorm, check_rotate
 
 ROUND_FIRST = tl.constexpr(NormKind.ROUND_THEN_SCALE.value)
 ONE_PLUS = tl.constexpr(NormKind.ONE_PLUS_SCALE.value)

@@ -14,7 +14,7 @@ import triton
 
 from kernels.cuda.decode_attention import combine_kernel, decode_kernel
 from kernels.cuda.prefill_attention import prefill_kernel, store_kernel
-from kernels.paged_attention import KVPages
+from kernels.kv_pages import KVPages
 
 MAX_DECODE_QUERIES = 16
 _LOG2_E = 1.4426950408889634

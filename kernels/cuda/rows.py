@@ -2,7 +2,7 @@
 
 Row j of a lane assumes that drafts[:j] were accepted, so all rows are computed at once. One invariant: what a program
 writes depends on its slot, row and tile alone, and the tile size is fixed by the workspace, never by the batch. The
-best columns of the tiles meet in `pick`. Not here: filters (filters.py), what is accepted (walk.py).
+best columns of the tiles meet in `pick`. Not here: filters (filters.py), what is accepted (acceptance.py).
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels import row_kinds
+from kernels.cuda import row_state
 from kernels.cuda.noise import gumbel_at, gumbel_tile
 
-APPLY = tl.constexpr(1)
-FORCED = tl.constexpr(2)
-DEFER = tl.constexpr(3)
-SEEN = tl.constexpr(1 << 30)
+ALL = tl.constexpr(row_kinds.ALL)
+APPLY = tl.constexpr(row_kinds.APPLY)
+FORCED = tl.constexpr(row_kinds.FORCED)
+DEFER = tl.constexpr(row_kinds.DEFER)
+DEAD_END = tl.constexpr(row_kinds.DEAD_END)
+STEERED = tl.constexpr(row_kinds.STEERED)
+SEEN = tl.constexpr(row_state.SEEN)
 NO_COLUMN = tl.constexpr(0x7FFFFFFF)
 
 

@@ -16,7 +16,7 @@ enum { RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED };
 /* In place of a forced token, at a row that is not FORCED: the grammar process is leading the answer to its end. */
 enum { STEERED = -2 };
 
-#define MAX_TOP 20
+#define MAX_LOGPROBS 20
 /* -log(-log(1 - 2^-24)): no Gumbel draw below is larger, so a block that cannot win even with it needs no noise. */
 #define GUMBEL_MAX 16.6356f
 
@@ -47,8 +47,8 @@ struct accept_args {
     int32_t *finish;           /* [B] RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED */
     int32_t *blocked;          /* [B] kind of the row that emitted nothing, else 0 */
     float *logprob;            /* [B][row_stride] */
-    int32_t *top_ids;          /* [B][row_stride][MAX_TOP] */
-    float *top_logprobs;       /* [B][row_stride][MAX_TOP] */
+    int32_t *top_ids;          /* [B][row_stride][MAX_LOGPROBS] */
+    float *top_logprobs;       /* [B][row_stride][MAX_LOGPROBS] */
     /* Scratch, B entries of padded V. */
     float *scratch;            /* [B][scratch_stride] */
     int32_t *counts;           /* [B][scratch_stride], all zero between calls */
@@ -265,8 +265,8 @@ INLINE void report_logprobs(const struct accept_args *a, int64_t row, int64_t ou
     load_masked(a, row, KIND_ALL, 0, 0, x, bf16);
     float peak = peak_of(x, a->scratch_stride);
     float lse = peak + logf(total_mass(x, a->scratch_stride, peak, -INFINITY));
-    int32_t *ids = a->top_ids + out * MAX_TOP;
-    float *values = a->top_logprobs + out * MAX_TOP;
+    int32_t *ids = a->top_ids + out * MAX_LOGPROBS;
+    float *values = a->top_logprobs + out * MAX_LOGPROBS;
     int32_t held = 0;
     a->logprob[out] = x[token] - lse;
     for (int32_t i = 0; i < a->vocab_size && top > 0; i++) {

@@ -10,10 +10,6 @@
 
 #include <string.h>
 
-enum { KIND_ALL = 0, KIND_APPLY = 1, KIND_FORCED = 2, KIND_DEFER = 3, KIND_DEAD_END = 4 };
-
-_Static_assert((int)KIND_ALL == (int)LS_KIND_ALL && (int)KIND_DEFER == (int)LS_KIND_DEFER, "kinds are those of the layout");
-
 static uint32_t *row_of(const struct ls_chains_args *a, int32_t i, uint32_t r) {
     return a->rows + ((uint64_t)i * a->view->num_rows + r) * a->words;
 }
@@ -52,14 +48,14 @@ static int is_full(const struct ls_chains_args *a, const uint32_t *row) {
 static uint8_t kind_of(const struct ls_chains_args *a, const uint32_t *row, int32_t *forced) {
     uint32_t w = 0;
     while (w < a->words && !row[w]) w++;
-    if (w == a->words) return KIND_DEAD_END;
+    if (w == a->words) return LS_KIND_DEAD_END;
     /* A vocabulary of one token: its row is a single bit, and that comes first. */
     const uint32_t only = row[w];
-    if (only & (only - 1)) return w == 0 && is_full(a, row) ? KIND_ALL : KIND_APPLY;
+    if (only & (only - 1)) return w == 0 && is_full(a, row) ? LS_KIND_ALL : LS_KIND_APPLY;
     for (uint32_t v = w + 1; v < a->words; v++)
-        if (row[v]) return KIND_APPLY;
+        if (row[v]) return LS_KIND_APPLY;
     *forced = (int32_t)(w * 32) + __builtin_ctz(only);
-    return KIND_FORCED;
+    return LS_KIND_FORCED;
 }
 
 /* Number of rows that stand, or 0: the chain cannot be told here. */
@@ -89,19 +85,19 @@ void ls_publish_chains(const struct ls_chains_args *a) {
         const uint32_t slot = (uint32_t)a->slots[i];
         uint8_t *kinds = a->kinds + (uint64_t)i * R;
         int32_t *forced = a->forced + (uint64_t)i * R;
-        memset(kinds, KIND_DEFER, R);
+        memset(kinds, LS_KIND_DEFER, R);
         memset(forced, 0xff, R * sizeof *forced);
         if (a->states[i] == LS_CHAIN_SLOW) continue;
         const uint32_t stand = settle(a, i, kinds, forced);
         if (!stand) {
-            memset(kinds, KIND_DEFER, R);
+            memset(kinds, LS_KIND_DEFER, R);
             a->states[i] = LS_CHAIN_SLOW;
             continue;
         }
         uint8_t *place = a->masks + ((uint64_t)slot * R + (uint32_t)a->first[i]) * a->row_stride;
         for (uint32_t r = 0; r < stand; r++) {
             const uint8_t kind = kinds[(uint32_t)a->first[i] + r];
-            if (kind == KIND_APPLY || kind == KIND_FORCED)
+            if (kind == LS_KIND_APPLY || kind == LS_KIND_FORCED)
                 memcpy(place + (uint64_t)r * a->row_stride, row_of(a, i, r), a->words * sizeof(uint32_t));
         }
         for (int32_t r = 0; r <= a->n_draft[i]; r++) a->tallies[slot * LS_KINDS + kinds[r]]++;

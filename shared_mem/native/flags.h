@@ -26,7 +26,8 @@ enum {
     LS_DOORBELL = 896,
 };
 
-enum { LS_KIND_ALL = 0, LS_KIND_DEFER = 3, LS_KINDS = 6 };
+/* RowKind of layout.py. */
+enum { LS_KIND_ALL, LS_KIND_APPLY, LS_KIND_FORCED, LS_KIND_DEFER, LS_KIND_DEAD_END, LS_KIND_ERROR, LS_KINDS };
 
 /* ls_post_args.status and ls_records_args.status */
 enum {

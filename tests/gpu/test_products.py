@@ -33,7 +33,7 @@ def logits(model: LoadedModel, count: int, start: int) -> torch.Tensor:
 
 def test_products_of_few_rows_are_ours(model: LoadedModel) -> None:
     assert isinstance(model.net.get_output_embeddings(), SkinnyLinear)
-    assert model.fused.walk is not None
+    assert model.fused.forward is not None
 
 
 def test_a_token_has_the_same_logits_with_any_drafts_beside_it(model: LoadedModel) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels.accept import SlotParams, gumbel_noise
-
-ALL, APPLY, FORCED, DEFER, DEAD_END = 0, 1, 2, 3, 4
+from kernels.row_kinds import ALL, APPLY, DEFER, FORCED
 
 
 @dataclass

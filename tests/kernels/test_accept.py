@@ -19,7 +19,8 @@ from kernels.accept import (
     gumbel_noise,
     pack_rules,
 )
-from tests.kernels.accept_cases import ALL, APPLY, DEAD_END, DEFER, Case, expected, random_cases, tensors
+from kernels.row_kinds import ALL, APPLY, DEAD_END, DEFER
+from tests.kernels.accept_cases import Case, expected, random_cases, tensors
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> list[int]:

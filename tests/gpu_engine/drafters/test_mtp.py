@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedTokenize
 
 from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import Hidden
+from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel, load_model
-from gpu_engine.model.probe import ModelNotSupported
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.prefill import Chunks
 from kernels.paged_attention import KVPages

@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.accept import AcceptResult, SlotParams, StepTensors
-from kernels.cuda import accept, bitmask, fused, ngram, noise, paged_attention, posting, settling, skinny, step_inputs
-from kernels.cuda import forced as jump_forward_token_ids
+from kernels.cuda import accept, advance, fused, ngram, noise, paged_attention, posting, skinny, step_inputs
+from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
 from kernels.fused import Activation, NormKind, RMSNorm
 from kernels.paged_attention import KVPages
@@ -92,8 +92,6 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
         accept.accept(logits, step, num_rows=R)
         accept.draw_drafts(logits, step, 0)
         accept.draw_drafts(small, step, R - 1, d2t_V=d2t)
-    bitmask.apply_bitmask(logits, slots, kinds, forced, rows.masks_SRW, flags(B, R), num_rows=R)
-    bitmask.apply_bitmask(small, slots, kinds, forced, rows.masks_SRW, flags(B, R), num_rows=R, d2t_V=d2t)
 
     for dtype in (torch.int32, torch.int64):
         inputs = (slots, history, length, ints(S, R), ints(S), rows.done_S, ints(S, N))
@@ -120,8 +118,8 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
         )
     posting.pack_post(*told, k=posting.PROPOSE, limits=limits)
     taken = (out.slots_B, out.need_rows_B, out.kinds_BR, out.forced_BR, length, history, ints(S, R), ints(S), ints(B))
-    jump_forward_token_ids.take_jump_forward(slots, result.num_emitted_B, *taken, vocab_size=V)
-    settling.settle(slots, *results[:1], *results[2:4], guided, kept.cached_SR)
+    take_jump_forward(slots, result.num_emitted_B, *taken, vocab_size=V)
+    advance.advance(slots, *results[:1], *results[2:4], guided, kept.cached_SR)
 
 
 def compile_attention(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: torch.dtype) -> None:

@@ -22,18 +22,8 @@ from kernels.accept import (
 from kernels.cuda.accept import accept, draw_drafts
 from kernels.cuda.noise import noise_kernel
 from kernels.cuda.row_state import SEEN, DeviceRows, RowScratch, SlotRows
-from tests.kernels.accept_cases import (
-    ALL,
-    APPLY,
-    DEAD_END,
-    DEFER,
-    FORCED,
-    Case,
-    expected,
-    random_cases,
-    reference_token,
-    tensors,
-)
+from kernels.row_kinds import ALL, APPLY, DEAD_END, DEFER, FORCED
+from tests.kernels.accept_cases import Case, expected, random_cases, reference_token, tensors
 
 
 def on(params: SlotParams, device: torch.device) -> SlotParams:

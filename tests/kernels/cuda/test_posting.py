@@ -14,9 +14,9 @@ from gpu_engine.step.device.post_buffers import PostBuffers
 from gpu_engine.step.mask_rows import RowStore
 from gpu_engine.step.row_work import TorchRows
 from gpu_engine.step.sync import InlineSync
+from kernels.cuda.advance import advance
 from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.posting import PROPOSE, VERIFY, KeptRows, PostTensors, keep_rows, pack_post
-from kernels.cuda.settling import settle
 from shared_mem.batch import BatchArrays
 from shared_mem.layout import Layout, RowKind
 
@@ -199,7 +199,7 @@ def test_settling_forgets_the_rows_of_who_moved_on(device: torch.device) -> None
 
     kept = torch.ones(4, R, dtype=torch.bool, device=device)
     drafting = torch.ones(5, dtype=torch.bool, device=device)
-    settle(ints(3, 1, 0, 2, -1), ints(2, 0, 1, 1, 1), ints(0, 0, 1, 0, 0), ints(0, 3, 0, 4, 0), drafting, kept)
+    advance(ints(3, 1, 0, 2, -1), ints(2, 0, 1, 1, 1), ints(0, 0, 1, 0, 0), ints(0, 3, 0, 4, 0), drafting, kept)
     assert drafting.tolist() == [True, False, False, False, False]
     assert kept.any(dim=1).tolist() == [False, True, False, False]
 

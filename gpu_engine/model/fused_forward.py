@@ -21,7 +21,7 @@ from gpu_engine.model.recording import Recording
 from kernels.fused import RMSNorm, add_rms_norm, rms_norm
 
 
-class NoWalk(Exception):
+class NotALoop(Exception):
     """The model's forward is not a plain loop over fused layers; the message says why."""
 
 
@@ -54,7 +54,7 @@ class RotaryCall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Walk:
+class FusedForward:
     """The whole forward."""
 
     embedding: nn.Module
@@ -112,7 +112,7 @@ class Walk:
         return x, delta
 
     def __repr__(self) -> str:
-        return f"<Walk over {len(self.layers)} layers>"
+        return f"<FusedForward of {len(self.layers)} layers>"
 
 
 def _normed(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | None) -> torch.Tensor:
@@ -125,23 +125,23 @@ def _normed(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | N
 _SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
-def walk_of(net: Any, record: Recording) -> Walk:
-    """Return the walk of a model whose parts were replaced by fused ones; raise NoWalk. Its numbers are not checked."""
+def fused_forward_of(net: Any, record: Recording) -> FusedForward:
+    """Return the walk of a model whose parts were replaced by fused ones; raise NotALoop. Its numbers are not checked."""
     decoder = net.get_decoder()
     embedding, head = net.get_input_embeddings(), net.get_output_embeddings()
     stacks = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
     norms = [child for child in decoder.children() if isinstance(child, FusedNorm)]
     if len(stacks) != 1 or len(norms) != 1:
-        raise NoWalk(f"{len(stacks)} stacks of layers and {len(norms)} norms")
+        raise NotALoop(f"{len(stacks)} stacks of layers and {len(norms)} norms")
     known = {embedding, head, stacks[0], norms[0]}
     if strangers := [
         name for name, child in decoder.named_children() if child not in known and any(child.parameters())
     ]:
-        raise NoWalk(f"the decoder has more: {strangers}")
+        raise NotALoop(f"the decoder has more: {strangers}")
     rotary: list[RotaryCall] = []
     layers = tuple(_layer_of(layer, record, rotary, decoder) for layer in stacks[0])
     softcap = getattr(net.config.get_text_config(), "final_logit_softcapping", None) or 0.0
-    return Walk(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, isinstance(head, PackedLinear))
+    return FusedForward(embedding, tuple(rotary), layers, norms[0].norm, head, softcap, isinstance(head, PackedLinear))
 
 
 def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> Layer:
@@ -155,7 +155,7 @@ def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], dec
         if not isinstance(child, FusedAttention | FusedGated | FusedNorm) and next(child.parameters(), None) is not None
     ]
     if len(attentions) != 1 or len(blocks) != 1 or strangers or not set(norms) <= set(_SANDWICH):
-        raise NoWalk(f"a layer of {sorted(children)}")
+        raise NotALoop(f"a layer of {sorted(children)}")
     names: tuple[str | None, ...] = _SANDWICH
     if _SANDWICH[2] not in norms:
         # Without a norm of its own the block takes the one behind attention; with none in front, all stand behind.
@@ -165,7 +165,7 @@ def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], dec
             else (None, *_SANDWICH[1:2], None, _SANDWICH[3])
         )
     if set(norms) != {name for name in names if name}:
-        raise NoWalk(f"a layer with the norms {sorted(norms)}")
+        raise NotALoop(f"a layer with the norms {sorted(norms)}")
     return Layer(
         attentions[0].attend,
         blocks[0].of_rows,
@@ -179,7 +179,7 @@ def _angles_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], de
     try:
         given = record.only(layer).kwargs["position_embeddings"]
     except (KeyError, ValueError) as error:
-        raise NoWalk(f"a layer without angles: {error}") from error
+        raise NotALoop(f"a layer without angles: {error}") from error
     for module in decoder.children():
         for call in record.calls.get(module, []):
             if call.output is not given:
@@ -190,4 +190,4 @@ def _angles_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], de
                     return at
             rotary.append(RotaryCall(module, rest, kwargs))
             return len(rotary) - 1
-    raise NoWalk("a layer's angles come from elsewhere")
+    raise NotALoop("a layer's angles come from elsewhere")

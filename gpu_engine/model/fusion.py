@@ -1,23 +1,29 @@
-"""Finds the modules of a decoder that fused ones can stand in for, by their parts, and proves each by its numbers.
+"""Replaces parts of a loaded model by fused ones, in place, and finds out whether its forward is one loop over them.
 
-One invariant: a module is replaced only when the replacement, given what the module was given in a recorded forward,
-gives what the module gave; everything else stays as it is. Not here: the order of the layers (walk.py).
+Invariant: no fused part runs before it was compared, at load, with the module that it replaces: it must give the same
+output for the recorded input. A part that differs stays as it was, and the log names it.
+Not responsible for: kernels (kernels/fused.py), the parts (fused_layers.py), the loop (fused_forward.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from gpu_engine.model.attention import LayerAttention
+from gpu_engine.model.fused_forward import FusedForward, NotALoop, fused_forward_of
 from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm
 from gpu_engine.model.linear import joined
 from gpu_engine.model.recording import Call, Recording, distance
-from kernels.fused import Activation, NormKind, RMSNorm
+from kernels.fused_arguments import Activation, NormKind, RMSNorm
+
+log = logging.getLogger(__name__)
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -128,3 +134,99 @@ def _closest(candidates: Iterable[_M], call: Call, bound: float) -> _M:
     if best is None or least > bound:
         raise NotRecognised(f"its fused form is {least:.1e} away from it")
     return best
+
+
+_MOST = 8e-2
+"""Largest distance of logits that rounding in a 16-bit type may explain."""
+
+
+class FusedModelDiffers(RuntimeError):
+    """The parts agree with the model's own and the whole does not: the model must be loaded again, unfused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What was replaced."""
+
+    norms: int = 0
+    blocks: int = 0
+    attentions: int = 0
+    forward: FusedForward | None = None
+    """None where the model's own forward runs, over the parts."""
+    left: tuple[str, ...] = ()
+    """Why something stayed as it was, a line for each reason."""
+
+    def __repr__(self) -> str:
+        parts = f"{self.attentions} attentions, {self.blocks} blocks, {self.norms} norms"
+        return f"<Fused {parts}, {'one loop' if self.forward else 'no loop'}, {len(self.left)} reasons>"
+
+
+def fuse_parts(net: Any, record: Recording, asked: Mapping[int, LayerAttention], dtype: torch.dtype) -> Fused:
+    """Replace what is recognised in `net`; `record` is of a forward over our attention, which asked for `asked`.
+
+    What is replaced leaves the record too, so that its weights are released: memory holds one layer twice at most.
+    """
+    bounds, counts, left = Bounds.of(dtype), dict.fromkeys(("norms", "blocks", "attentions"), 0), dict[str, None]()
+
+    def attempt(kind: str, parent: nn.Module, name: str, child: nn.Module, make: Callable[[], nn.Module]) -> None:
+        try:
+            fused = make()
+        except NotRecognised as why:
+            left[f"{kind}: {type(child).__name__} {why}"] = None
+            return
+        setattr(parent, name, fused)
+        counts[kind] += 1
+        for module in child.modules():
+            record.calls.pop(module, None)
+
+    for parent, name, child in _children(net):
+        parts = {part for part, _ in child.named_children()}
+        layer_idx = getattr(child, "layer_idx", None)
+        if "o_proj" in parts and isinstance(layer_idx, int) and layer_idx in asked:
+            make = functools.partial(attention_of, child, record, asked[layer_idx], layer_idx, bounds)
+            attempt("attentions", parent, name, child, make)
+        elif "down_proj" in parts:
+            attempt("blocks", parent, name, child, functools.partial(gated_of, child, record, bounds.block))
+    for parent, name, child in _children(net):
+        if hasattr(child, "weight") and (hasattr(child, "eps") or hasattr(child, "variance_epsilon")):
+            attempt("norms", parent, name, child, functools.partial(norm_of, child, record, bounds.norm))
+    return Fused(counts["norms"], counts["blocks"], counts["attentions"], left=tuple(left))
+
+
+def verified(
+    net: Any,
+    fused: Fused,
+    record: Recording,
+    want_NV: torch.Tensor,
+    run: Callable[[FusedForward | None], torch.Tensor],
+    dtype: torch.dtype,
+    noise: float = 0.0,
+) -> Fused:
+    """Return `fused` with the fused forward where it gives the logits of the model as it came; raise FusedModelDiffers.
+
+    `run` computes logits [N, V] of the recorded tokens by a fused forward, or by the model's own forward. `noise` is the
+    relative distance of two forwards of the model that are both right: deep ones in bfloat16 have more than the bound.
+    """
+    bound = Bounds.of(dtype).logits
+    if dtype != torch.float32:
+        bound = max(bound, min(2 * noise, _MOST))
+    own = distance(run(None), want_NV)
+    if own > bound:
+        raise FusedModelDiffers(f"fused parts give logits that are {own:.1e} away")
+    try:
+        forward = fused_forward_of(net, record)
+        far = distance(run(forward), want_NV)
+        if far > bound:
+            raise NotALoop(f"its logits are {far:.1e} away")
+    except (NotALoop, AssertionError, RuntimeError, TypeError, ValueError) as why:
+        result = replace(fused, left=(*fused.left, f"forward: {why}"))
+    else:
+        result = replace(fused, forward=forward)
+    for reason in result.left:
+        log.info("not fused: %s", reason)
+    return result
+
+
+def _children(net: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Every module with its parent and its name there, as they are now."""
+    return [(parent, name, child) for parent in net.modules() for name, child in parent.named_children()]

@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 @triton.jit
-def settle_kernel(
+def advance_kernel(
     lanes: tl.tensor,
     num_emitted: tl.tensor,
     finish: tl.tensor,
@@ -24,7 +24,7 @@ def settle_kernel(
     R: tl.tensor,
     ROWS: tl.constexpr,
 ) -> None:
-    """Grid (B): see `settle`."""
+    """Grid (B): see `advance`."""
     b = tl.program_id(0)
     s = tl.load(lanes + b).to(tl.int64)
     moved = tl.load(num_emitted + b) > 0
@@ -34,7 +34,7 @@ def settle_kernel(
     tl.store(kept + tl.maximum(s, 0) * R + j, tl.zeros([ROWS], tl.uint8), mask=j < tl.where(moved & (s >= 0), R, 0))
 
 
-def settle(
+def advance(
     slots_B: torch.Tensor,
     num_emitted_B: torch.Tensor,
     finish_B: torch.Tensor,
@@ -48,7 +48,7 @@ def settle(
     assert drafting_B.dtype == cached_SR.dtype == torch.bool
     assert cached_SR.is_contiguous()
     R = cached_SR.shape[1]
-    settle_kernel[(slots_B.shape[0],)](
+    advance_kernel[(slots_B.shape[0],)](
         *(*ints, drafting_B.view(torch.uint8), cached_SR.view(torch.uint8), R),
         ROWS=triton.next_power_of_2(R),
         num_warps=1,

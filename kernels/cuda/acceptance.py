@@ -10,14 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.rows import DEFER, FORCED, SEEN, filters, pick
-
-DEAD_END = tl.constexpr(4)
-STEERED = tl.constexpr(-2)
+from kernels.cuda.rows import DEAD_END, DEFER, FORCED, SEEN, STEERED, filters, pick
 
 
 @triton.jit
-def walk_kernel(
+def acceptance_kernel(
     slots: tl.tensor,
     drafts: tl.tensor,
     num_drafts: tl.tensor,

@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedConfig, 
 
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
-from gpu_engine.model.fuse import Fused, FusedModelDiffers, fuse_parts, settle
 from gpu_engine.model.fused_layers import FusedNorm
+from gpu_engine.model.fusion import Fused, FusedModelDiffers, NotRecognised, fuse_parts, norm_of, verified
 from gpu_engine.model.linear import joined
 from gpu_engine.model.loader import LoadedModel, load_model
-from gpu_engine.model.recognise import NotRecognised, norm_of
 from gpu_engine.model.recording import distance, recording
 from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import config
@@ -48,7 +47,7 @@ def test_every_family_is_fused_whole_and_keeps_its_logits(saved: Saved, family: 
     assert plain.fused == Fused()
     assert (fused.fused.norms, fused.fused.blocks, fused.fused.attentions) == (norms, 2, 2), fused.fused.left
     assert fused.fused.left == ()
-    assert fused.fused.walk is not None
+    assert fused.fused.forward is not None
     for B, P, start in ((1, 50, 0), (3, 40, 17), (2, 30, 29)):
         ids = some_ids(B, P)
         want = logits(plain, ids, start=start)
@@ -59,7 +58,7 @@ def test_every_family_is_fused_whole_and_keeps_its_logits(saved: Saved, family: 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: str, dtype: str) -> None:
     model = load_model(config(model=str(saved(family)), dtype=dtype))
-    assert model.fused.walk is not None
+    assert model.fused.forward is not None
     ids = some_ids(5, 40)
     whole = logits(model, ids, start=20)
     for sequence in (0, 4):
@@ -87,7 +86,7 @@ def test_the_inputs_of_layers_are_handed_out_when_they_are_asked_for(saved: Save
 def test_fuse_off_leaves_every_module_as_it_was(saved: Saved) -> None:
     model = load_model(config(model=str(saved("llama")), fuse=False))
     assert not [item for item in model.net.modules() if isinstance(item, FusedNorm)]
-    assert model.fused.walk is None
+    assert model.fused.forward is None
 
 
 def moe() -> PreTrainedConfig:
@@ -102,7 +101,7 @@ def granite() -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize(
-    ("family", "blocks", "reason"), [(moe, 0, "walk: a layer of "), (granite, 2, "walk: its logits are ")]
+    ("family", "blocks", "reason"), [(moe, 0, "forward: a layer of "), (granite, 2, "forward: its logits are ")]
 )
 def test_a_model_that_is_no_plain_loop_keeps_its_own_walk_over_fused_parts(
     tmp_path: Path, family: Callable[[], PreTrainedConfig], blocks: int, reason: str
@@ -110,7 +109,7 @@ def test_a_model_that_is_no_plain_loop_keeps_its_own_walk_over_fused_parts(
     tiny.save(family(), tmp_path)
     plain, fused = (load_model(config(model=str(tmp_path), fuse=fuse)) for fuse in (False, True))
     assert (fused.fused.attentions, fused.fused.blocks, fused.fused.norms) == (2, blocks, 5)
-    assert fused.fused.walk is None
+    assert fused.fused.forward is None
     assert len(fused.fused.left) == 1
     assert fused.fused.left[0].startswith(reason)
     ids = some_ids(2, 30)
@@ -144,11 +143,13 @@ def test_a_part_that_only_looks_the_same_is_left_alone_and_named(saved: Saved) -
     assert net.model.layers[1].mlp is stranger
     assert len(fused.left) == 1
     assert fused.left[0].startswith("blocks: Doubled its fused form is ")
-    settled = settle(
-        net, fused, record, want, lambda walk: net(input_ids=ids, use_cache=False).logits[0], torch.float32
+    settled = verified(
+        net, fused, record, want, lambda forward: net(input_ids=ids, use_cache=False).logits[0], torch.float32
     )
-    assert settled.walk is None
-    assert settled.left[1:] == ("walk: a layer of ['input_layernorm', 'mlp', 'post_attention_layernorm', 'self_attn']",)
+    assert settled.forward is None
+    assert settled.left[1:] == (
+        "forward: a layer of ['input_layernorm', 'mlp', 'post_attention_layernorm', 'self_attn']",
+    )
 
 
 @torch.inference_mode()
@@ -158,12 +159,12 @@ def test_a_whole_that_differs_is_refused(saved: Saved) -> None:
         want = net(input_ids=some_ids(1, 10), use_cache=False).logits[0]
     fused = fuse_parts(net, record, {}, torch.float32)
     with pytest.raises(FusedModelDiffers, match="away"):
-        settle(net, fused, record, want, lambda walk: want * 1.1, torch.float32)
+        verified(net, fused, record, want, lambda forward: want * 1.1, torch.float32)
     # Two forwards that are both right differ by as much: this model's rounding, and no wrong formula. Not in float32.
     for away, dtype, noise in ((1.1, torch.float32, 0.1), (1.06, torch.bfloat16, 0.02), (1.1, torch.bfloat16, 0.1)):
         with pytest.raises(FusedModelDiffers, match="away"):
-            settle(net, fused, record, want, lambda walk, away=away: want * away, dtype, noise)  # type: ignore[misc]
-    assert settle(net, fused, record, want, lambda walk: want * 1.06, torch.bfloat16, 0.035).norms == fused.norms
+            verified(net, fused, record, want, lambda forward, away=away: want * away, dtype, noise)  # type: ignore[misc]
+    assert verified(net, fused, record, want, lambda forward: want * 1.06, torch.bfloat16, 0.035).norms == fused.norms
 
 
 @torch.inference_mode()

@@ -1,0 +1,85 @@
+"""A model that is ready to run: the transformers model, its fused forward, and the numbers that the engine asks for.
+
+Invariant: every layer of it goes through our attention. Not responsible for: loading (loader.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.fusion import Fused
+from kernels.kv_pages import KVPages
+
+
+class ModelNotSupported(ValueError):
+    """The model cannot be served: wrong kind of attention, no fast tokenizer, or a shape the kernels do not take."""
+
+
+@dataclass(slots=True, eq=False)
+class LoadedModel:
+    """A model ready to run. Owned by the engine thread once that runs; the tokenizer is read by everybody."""
+
+    name: str
+    net: Any
+    """The transformers model, in eval mode."""
+    tokenizer: PreTrainedTokenizerFast
+    vocab_size: int
+    """Columns of the logits, padding included."""
+    eos_token_ids: tuple[int, ...]
+    model_type: str
+    dtype: torch.dtype
+    device: torch.device
+    num_parameters: int
+    max_model_len: int
+    """The smaller of what was asked for and what the model was made for."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    fused: Fused = field(default_factory=Fused)
+    """What of it runs as fused kernels."""
+
+    @property
+    def dtype_name(self) -> str:
+        """ "bfloat16" or "float32"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def allocate_pages(self, num_pages: int, page_size: int, *, token_major: bool | None = None) -> list[KVPages]:
+        """Return the KV cache, one entry a layer; in the layout of the device unless it is named."""
+        shape = (num_pages, self.num_kv_heads, self.head_dim, page_size)
+        kind = (self.dtype, self.device, token_major)
+        return [KVPages.allocate(*shape, *kind) for _ in range(self.num_layers)]
+
+    def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        """Run the target over B sequences of P positions; return logits [B * P, V]. Padding rows are garbage."""
+        if self.fused.forward:
+            return self.fused.forward.logits(ids_BP, ctx)
+        positions = ctx.positions_BP.clamp(min=0).long()
+        wanted = {"output_hidden_states": True} if ctx.hidden else {}
+        out = self.net(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx, **wanted)
+        _keep_hidden(ctx, out)
+        logits: torch.Tensor = out.logits
+        return logits.view(-1, logits.shape[-1])
+
+    def prefill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
+        """Fill the cache; no logits are computed."""
+        if self.fused.forward:
+            self.fused.forward.fill(ids_BP, ctx)
+            return
+        positions = ctx.positions_BP.clamp(min=0).long()
+        wanted = {"output_hidden_states": True} if ctx.hidden else {}
+        decoder = self.net.get_decoder()
+        _keep_hidden(ctx, decoder(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx, **wanted))
+
+    def __repr__(self) -> str:
+        return f"<LoadedModel {self.name} {self.model_type} {self.dtype_name} {self.device} V={self.vocab_size}>"
+
+
+def _keep_hidden(ctx: AttentionContext, out: Any) -> None:
+    for layer in ctx.hidden or {}:
+        states_BPH = out.hidden_states[layer]
+        cast(dict[int, torch.Tensor | None], ctx.hidden)[layer] = states_BPH.reshape(-1, states_BPH.shape[-1])

@@ -1,0 +1,21 @@
+"""The numbers that the grammar process writes for a mask row, as the kernels read them.
+
+Invariant: equal to `RowKind` and `STEERED` of shared_mem/layout.py, which this package may not import; a test compares
+them, with those in the C headers. Triton kernels take their constants from here.
+Not responsible for: what an engine does about a row (kernels/accept.py).
+"""
+
+ALL = 0
+"""Every token is legal."""
+APPLY = 1
+"""The mask row says which tokens are legal."""
+FORCED = 2
+"""One token is legal."""
+DEFER = 3
+"""The answer is late: the row emits nothing."""
+DEAD_END = 4
+"""No token is legal: the request ends."""
+ERROR = 5
+"""The matcher rejected a committed token: the request ends."""
+STEERED = -2
+"""In place of the forced token of a row that is not FORCED: budgeted completion narrows the rest of the answer."""

@@ -1,0 +1,125 @@
+"""The tensors and constants of one verification step, shared by the CPU's and the GPU's kernels.
+
+Invariant: plain data; every tensor keeps its address, and each field names its writer. Not responsible for: the
+arithmetic over it (kernels/accept.py, kernels/cuda/accept.py).
+
+Shapes: B batch entries, S slots, R rows a slot, P rows of this step (P <= R), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from kernels.cuda.row_state import DeviceRows
+
+MAX_LOGPROBS = 20
+"""Most alternatives of a token whose log-probabilities are returned."""
+RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED = 0, 1, 2, 3
+"""Values of `AcceptResult.finish_B`; STOP_STEERED is a stop token at a row whose `forced` is STEERED."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotParams:
+    """What does not change while a sequence holds its slot. Writer: the engine, when it seats a sequence. All [S]."""
+
+    prompt_length_S: torch.Tensor  # int32
+    max_length_S: torch.Tensor  # int32, prompt plus answer at most
+    min_tokens_S: torch.Tensor  # int32
+    temperature_S: torch.Tensor  # float32
+    top_p_S: torch.Tensor  # float32
+    min_p_S: torch.Tensor  # float32
+    repetition_S: torch.Tensor  # float32
+    presence_S: torch.Tensor  # float32
+    frequency_S: torch.Tensor  # float32
+    top_k_S: torch.Tensor  # int32, 0: all
+    seed_S: torch.Tensor  # int64, the bits of an unsigned 64-bit seed
+    num_logprobs_S: torch.Tensor  # int32, -1: none
+    rules_S: torch.Tensor  # int64, address of the slot's rules (see `pack_rules`), 0: none
+
+    @classmethod
+    def allocate(cls, num_slots: int, device: torch.device | str = "cpu") -> SlotParams:
+        """Return zeroed parameters. On a GPU `rules_S` is not read: kernels/cuda/row_state.py has the rules."""
+        floats = {"temperature_S", "top_p_S", "min_p_S", "repetition_S", "presence_S", "frequency_S"}
+        longs = {"seed_S", "rules_S"}
+        return cls(
+            **{
+                f.name: torch.zeros(
+                    num_slots,
+                    dtype=torch.float32 if f.name in floats else torch.int64 if f.name in longs else torch.int32,
+                    device=device,
+                )
+                for f in fields(cls)
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptResult:
+    """What a step emitted. Writer: the step. Valid until the next; [B, R] rows beyond `num_emitted_B` are stale."""
+
+    emitted_BR: torch.Tensor  # int32
+    num_emitted_B: torch.Tensor  # int32
+    num_accepted_B: torch.Tensor  # int32, drafts among the emitted
+    finish_B: torch.Tensor  # int32: RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED
+    blocked_B: torch.Tensor  # int32, kind of the row at which nothing could be emitted, else 0
+    logprob_BR: torch.Tensor  # float32
+    top_ids_BRN: torch.Tensor  # int32
+    top_logprobs_BRN: torch.Tensor  # float32
+    scratch_BV: torch.Tensor  # float32
+    counts_BV: torch.Tensor  # int32, zero between calls
+
+    @classmethod
+    def allocate(
+        cls, num_batch: int, num_rows: int, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> AcceptResult:
+        """Return buffers. On a GPU the scratch is empty: `kernels.cuda.row_state.RowScratch` is used there."""
+        B, R = num_batch, num_rows
+        V = (vocab_size + 63) // 64 * 64 if torch.device(device).type == "cpu" else 0
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+
+        return cls(
+            *(ints(B, R), ints(B), ints(B), ints(B), ints(B), floats(B, R)),
+            *(ints(B, R, MAX_LOGPROBS), floats(B, R, MAX_LOGPROBS), floats(B, V), ints(B, V)),
+        )
+
+
+def pack_rules(stop: tuple[int, ...], bad: tuple[int, ...], words: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """Return a slot's rules, int32: stop ids, ids never drawn, and id sequences that must not appear.
+
+    Stop ids end a sequence, and are not drawn before `min_tokens`. The caller keeps the tensor while the slot is held.
+    """
+    flat = [len(stop), *stop, len(bad), *bad, len(words)]
+    for word in words:
+        flat += [len(word), *word]
+    return torch.tensor(flat, dtype=torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What verification and drafting read and write besides logits: the same tensors at every step.
+
+    `slots_B`, `num_drafts_B` int32 [B]; `drafts_BR`, `forced_BR` int32 and `kinds_BR` uint8 RowKind [>= B, R]; the
+    bitmask row (slot, j) lies at mask_address + 4 * (slot * mask_strides[0] + j * mask_strides[1]) and is read only for
+    kind APPLY; `history_SL` int32 has room for R more tokens than a sequence may have; `length_S` int32.
+    """
+
+    slots_B: torch.Tensor
+    drafts_BR: torch.Tensor
+    num_drafts_B: torch.Tensor
+    kinds_BR: torch.Tensor
+    forced_BR: torch.Tensor
+    mask_address: int
+    mask_strides: tuple[int, int]
+    history_SL: torch.Tensor
+    length_S: torch.Tensor
+    params: SlotParams
+    result: AcceptResult
+    device: DeviceRows | None = None
+    """Needed on a GPU; None on a CPU."""
