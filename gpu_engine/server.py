@@ -315,7 +315,7 @@ async def _report_guided(grammar: GrammarProcess, health_servicer: HealthService
     async def report(serves: bool) -> None:
         await health_servicer.set(GUIDED, SERVING if serves else NOT_SERVING)
 
-    await grammar.tell(report)
+    await grammar.report(report)
 
 
 async def _drain(

@@ -1,25 +1,56 @@
-"""A client of the public API in a few lines, for the command line and the demo; also an example of how to write one.
+"""A client of the public API, for the command line and the demo; also an example of how to write one.
 
-The invariant: leaving `generate` early cancels the call, and with it everything that the server holds for it. Not here:
-retries and load balancing.
+The invariants: leaving `generate` early cancels the call, and the server frees what it holds for it. A bearer token
+crosses a network over TLS alone.
+
+Not responsible for: retries and load balancing.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import ssl
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import grpc
 
-from gpu_engine.cli.client_access import ANYBODY, Access
+from gpu_engine.front.auth import HEADER
+from gpu_engine.front.from_files import read_bytes
+from gpu_engine.front.listening import is_local
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 
+DEFAULT_SERVER = "127.0.0.1:50051"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The credentials of a channel to one server."""
+
+    tls: grpc.ChannelCredentials | None = None
+    token: str | None = None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of every call."""
+        return ((HEADER, f"Bearer {self.token}"),) if self.token else ()
+
+    def __repr__(self) -> str:
+        return f"<Access {'TLS' if self.tls else 'clear text'}, {'a token' if self.token else 'no token'}>"
+
+
+NO_CREDENTIALS = Access()
+"""Clear text and no token: enough for a server with neither TLS nor tokens."""
+
 
 class Client:
-    """Talks to one server at "host:port" or "unix:/path". An async context manager; made on the event loop."""
+    """A client of the server at "host:port" or "unix:/path". An async context manager; made on the event loop."""
 
-    def __init__(self, address: str, access: Access = ANYBODY) -> None:
+    def __init__(self, address: str, access: Access = NO_CREDENTIALS) -> None:
         self.address = address
         self._metadata = access.metadata
         options = [("grpc.max_receive_message_length", -1)]
@@ -42,24 +73,24 @@ class Client:
             call.cancel()
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; False when it does not run."""
+        """End a request; False if it is not running."""
         request = pb.AbortRequest(request_id=request_id)
         return (await self._stub.Abort(request, metadata=self._metadata)).aborted
 
     async def compile(self, grammar: pb.Grammar, *, timeout_s: float | None = None) -> pb.CompileResponse:
-        """Compile a grammar ahead of time; `grammar_id` of the response is for Grammar.grammar_id."""
+        """Compile a grammar ahead of time. A request may then name it by the `grammar_id` of the response."""
         return await self._stub.Compile(pb.CompileRequest(grammar=grammar), timeout=timeout_s, metadata=self._metadata)
 
     async def info(self, *, timeout_s: float = 5.0) -> pb.GetModelInfoResponse:
-        """Describe the server."""
+        """Return the model and the limits of the server."""
         return await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s, metadata=self._metadata)
 
     async def stats(self, *, timeout_s: float = 5.0) -> pb.GetStatsResponse:
-        """Read the server's counters."""
+        """Return the counters and gauges of the server."""
         return await self._stub.GetStats(pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata)
 
     async def aclose(self) -> None:
-        """Close the channel; calls that run are cancelled."""
+        """Close the channel and cancel the calls that run."""
         await self._channel.close(None)
 
     async def __aenter__(self) -> Client:
@@ -72,3 +103,65 @@ class Client:
 
     def __repr__(self) -> str:
         return f"<Client {self.address}>"
+
+
+def add_access_flags(parser: argparse.ArgumentParser) -> None:
+    """Add `--server` and the flags for TLS and tokens."""
+    group = parser.add_argument_group("server", "Its address, and the credentials that it asks for.")
+    group.add_argument(
+        "--server",
+        metavar="ADDRESS",
+        default=os.environ.get("LOCKSTEP_SERVER", DEFAULT_SERVER),
+        help=f"host:port or unix:/path (default: {DEFAULT_SERVER}; env: LOCKSTEP_SERVER)",
+    )
+    group.add_argument("--tls", action="store_true", help="use TLS, with the certificate authorities of this system")
+    group.add_argument("--tls-ca", metavar="FILE", help="use TLS, with the certificate authorities in this PEM file")
+    group.add_argument(
+        "--tls-cert", metavar="FILE", help="PEM file with a certificate of the client, if the server asks for one"
+    )
+    group.add_argument("--tls-key", metavar="FILE", help="PEM file with the private key of --tls-cert")
+    group.add_argument("--token-file", metavar="FILE", help="file whose first line is a bearer token")
+
+
+def access_of(flags: argparse.Namespace) -> Access:
+    """Return the credentials that the flags name. Raises ValueError that names the flag."""
+    if bool(flags.tls_cert) != bool(flags.tls_key):
+        raise ValueError("--tls-cert and --tls-key need each other")
+    encrypted = flags.tls or flags.tls_ca or flags.tls_cert
+    credentials = None
+    if encrypted:
+        ca, key, cert = (
+            read_bytes(flag, Path(path)) if path else None
+            for flag, path in (("--tls-ca", flags.tls_ca), ("--tls-key", flags.tls_key), ("--tls-cert", flags.tls_cert))
+        )
+        _check_pem(flags)
+        credentials = grpc.ssl_channel_credentials(ca, key, cert)
+    token = None
+    if flags.token_file:
+        if not encrypted and not is_local(flags.server):
+            raise ValueError(
+                f"--token-file: a token would cross the network to {flags.server} in clear text; add --tls"
+            )
+        lines = read_bytes("--token-file", Path(flags.token_file)).decode("ascii", "replace").split()
+        if not lines:
+            raise ValueError(f"--token-file: {flags.token_file} is empty")
+        token = lines[0]
+    return Access(credentials, token)
+
+
+def _check_pem(flags: argparse.Namespace) -> None:
+    # gRPC takes any bytes without an error, and then reports that the server cannot be reached.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if flags.tls_ca:
+        try:
+            context.load_verify_locations(flags.tls_ca)
+        except ssl.SSLError as error:
+            raise ValueError(f"--tls-ca: {flags.tls_ca} holds no certificates in PEM") from error
+    if flags.tls_cert:
+        try:
+            context.load_cert_chain(flags.tls_cert, flags.tls_key, password="")
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"--tls-cert, --tls-key: {flags.tls_cert} and {flags.tls_key} must be a certificate and its "
+                f"unencrypted key in PEM ({error.reason or error})"
+            ) from error

@@ -1,7 +1,9 @@
-"""The flags of `generate`, and the request that they make.
+"""The flags of `generate` and `compile`, and the request or grammar that they make.
 
-The invariant: a flag that was not given leaves its field unset, so the server's default holds. Values are checked by
-the server alone, which says what is wrong. Not here: sending it.
+The invariant: a flag that is not given leaves its field unset, so that the server's default applies. The server alone
+checks values, and names the wrong one.
+
+Not responsible for: sending the request (client.py).
 """
 
 from __future__ import annotations
@@ -17,45 +19,50 @@ from protos.engine.v1 import engine_pb2 as pb
 _WHITESPACE = {"compact": pb.WHITESPACE_COMPACT, "bounded": pb.WHITESPACE_BOUNDED, "any": pb.WHITESPACE_ANY}
 _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE, "auto": pb.BACKEND_AUTO}
 _FILE_KINDS = {"schema": "json_schema", "ebnf": "ebnf", "lark": "lark", "structural_tag": "structural_tag"}
+GRAMMAR_FLAGS = ("--json", "--schema", "--regex", "--choice", "--ebnf", "--lark", "--structural-tag")
+"""The flags that exclude each other."""
 _SAMPLING: list[tuple[str, type, str]] = [
-    ("max_tokens", int, "most tokens to generate"),
-    ("min_tokens", int, "no end before this many tokens"),
-    ("temperature", float, "0 is greedy"),
-    ("top_p", float, "smallest set of tokens with this probability, in (0, 1]"),
-    ("top_k", int, "the k most likely tokens; 0: all"),
-    ("min_p", float, "drop tokens below this times the most likely one's probability"),
-    ("seed", int, "equal seeds give equal answers"),
-    ("repetition_penalty", float, "> 1 discourages tokens seen before"),
-    ("presence_penalty", float, "subtracted once from tokens seen in the answer"),
-    ("frequency_penalty", float, "subtracted per occurrence in the answer"),
+    ("max_tokens", int, "most tokens of the answer"),
+    ("min_tokens", int, "fewest tokens of the answer"),
+    ("temperature", float, "0: the most likely token each time"),
+    ("top_p", float, "sample from the smallest set of tokens with this probability, in (0, 1]"),
+    ("top_k", int, "sample from the k most likely tokens; 0: from all"),
+    ("min_p", float, "drop tokens below this share of the most likely token's probability"),
+    ("seed", int, "the same seed gives the same answer"),
+    ("repetition_penalty", float, "above 1: tokens of the prompt and the answer become less likely"),
+    ("presence_penalty", float, "subtracted once from the logit of a token of the answer"),
+    ("frequency_penalty", float, "subtracted from the logit for each occurrence in the answer"),
 ]
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for prompt, grammar, sampling and speculation."""
     prompt = parser.add_argument_group(
-        "prompt", "One of --prompt and --chat; without either the prompt is read from stdin."
+        "prompt", "Either --prompt or --chat; without both, the prompt is read from stdin."
     )
-    prompt.add_argument("--prompt", metavar="TEXT", help="plain text to go on from")
-    prompt.add_argument("--chat", metavar="TEXT", help="a user's message, put into the model's chat template")
+    prompt.add_argument("--prompt", metavar="TEXT", help="text that the answer continues")
+    prompt.add_argument("--chat", metavar="TEXT", help="a user message, in the model's chat template")
     prompt.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     kind = add_grammar_flags(parser)
-    kind.add_argument("--grammar-id", metavar="ID", help="the grammar that `compile` gave this id")
-    sampling = parser.add_argument_group("sampling", "Unset: the server's default.")
+    kind.add_argument("--grammar-id", metavar="ID", help="the id of a grammar, from `lockstep compile`")
+    sampling = parser.add_argument_group("sampling", "A flag that is not given has the server's default.")
     for name, kind_of_value, text in _SAMPLING:
         flag = "--" + name.replace("_", "-")
         sampling.add_argument(flag, type=kind_of_value, metavar=kind_of_value.__name__.upper(), help=text)
     sampling.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable"
+        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be repeated"
     )
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
     sampling.add_argument(
-        "--draft-tokens", type=int, metavar="INT", help="drafts per step, forced ones too; 0: no speculation"
+        "--draft-tokens",
+        type=int,
+        metavar="INT",
+        help="drafts per step, jump-forward tokens included; 0: no speculation",
     )
 
 
 def seconds(text: str) -> float:
-    """Return the value of a flag that is a time. Raises ArgumentTypeError."""
+    """Return the value of a flag in seconds. Raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
@@ -66,28 +73,40 @@ def seconds(text: str) -> float:
 
 
 def add_grammar_flags(
-    parser: argparse.ArgumentParser, teaches: str = "What the answer must look like; none of them: free text."
+    parser: argparse.ArgumentParser, description: str = "The form of the answer; without a flag here it is free text."
 ) -> argparse._MutuallyExclusiveGroup:
-    """Add the flags of a grammar; return the group of those of which one may stand."""
-    grammar = parser.add_argument_group("grammar", teaches)
+    """Add the flags of a grammar; return the group of flags that exclude each other."""
+    grammar = parser.add_argument_group("grammar", description)
     kind = grammar.add_mutually_exclusive_group()
     kind.add_argument("--json", action="store_true", help="any JSON object")
-    kind.add_argument("--schema", metavar="FILE", help="JSON that fits this JSON Schema")
-    kind.add_argument("--regex", metavar="PATTERN", help="text that the pattern matches as a whole")
-    kind.add_argument("--choice", metavar="TEXT", action="append", help="one of these texts; repeat the flag")
-    kind.add_argument("--ebnf", metavar="FILE", help="text of this GBNF grammar (rule `root`)")
-    kind.add_argument("--lark", metavar="FILE", help="text of this Lark grammar (rule `start`)")
-    kind.add_argument("--structural-tag", metavar="FILE", help="free text with guided regions, as JSON")
-    grammar.add_argument("--whitespace", choices=sorted(_WHITESPACE), help="where white space may stand in JSON")
-    grammar.add_argument("--backend", choices=sorted(_BACKENDS), help="which matcher library")
+    kind.add_argument("--schema", metavar="FILE", help="JSON that fits the JSON Schema in this file")
+    kind.add_argument("--regex", metavar="PATTERN", help="text that this regular expression matches as a whole")
+    kind.add_argument(
+        "--choice", metavar="TEXT", action="append", help="one of these texts; give the flag once per text"
+    )
+    kind.add_argument("--ebnf", metavar="FILE", help="text of the GBNF grammar in this file (start rule `root`)")
+    kind.add_argument("--lark", metavar="FILE", help="text of the Lark grammar in this file (start rule `start`)")
+    kind.add_argument(
+        "--structural-tag", metavar="FILE", help="free text with guided regions, described by the JSON in this file"
+    )
     grammar.add_argument(
-        "--allow-unenforced", action="store_true", help="take what cannot be enforced; each part becomes a warning"
+        "--whitespace", choices=sorted(_WHITESPACE), help="white space in JSON (the server's default: bounded)"
+    )
+    grammar.add_argument(
+        "--backend",
+        choices=sorted(_BACKENDS),
+        help="grammar library; auto: the first one that enforces the whole grammar",
+    )
+    grammar.add_argument(
+        "--allow-unenforced",
+        action="store_true",
+        help="accept a grammar with parts that cannot be enforced; each becomes a warning",
     )
     return kind
 
 
 def build_request(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> pb.GenerateRequest:
-    """Make the request. Raises OSError for an unreadable file and ValueError for a value that no field holds."""
+    """Return the request. Raises OSError for an unreadable file, ValueError for a value that its field cannot hold."""
     request = pb.GenerateRequest()
     _fill_prompt(request, flags, stdin)
     for name, _, _ in _SAMPLING:
@@ -120,7 +139,7 @@ def _fill_prompt(request: pb.GenerateRequest, flags: argparse.Namespace, stdin: 
 
 
 def build_grammar(flags: argparse.Namespace) -> pb.Grammar | None:
-    """Make the grammar, or None. Raises as `build_request`."""
+    """Return the grammar, or None without one. Raises as `build_request`."""
     options: dict[str, Any] = {}
     if flags.whitespace:
         options["whitespace"] = _WHITESPACE[flags.whitespace]

@@ -1,6 +1,8 @@
-"""What a person at the terminal sees: loading progress, and the summary of an answer.
+"""Texts for a person at the terminal: loading progress, and one line on an answer or a grammar.
 
-The invariant: all of it goes to stderr; stdout carries answers alone. Not here: logging.
+The invariant: they are for stderr; stdout carries answers alone.
+
+Not responsible for: logging (service_runtime/logs.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from protos.engine.v1 import engine_pb2 as pb
 
 @contextmanager
 def loading_progress(stream: TextIO = sys.stderr) -> Iterator[Callable[[str, float], None]]:
-    """Give a callback for (stage, share done), for any thread: a bar on a terminal, else a line a stage."""
+    """Yield a callback for (stage, share done in [0, 1]), for any thread: a bar on a terminal, else a line per
+    stage."""
     if not stream.isatty():
         yield lambda stage, done: print(f"{100 * done:3.0f}% {stage}", file=stream, flush=True)
         return
@@ -29,7 +32,7 @@ def loading_progress(stream: TextIO = sys.stderr) -> Iterator[Callable[[str, flo
 
 
 def summary(response: pb.GenerateResponse) -> str:
-    """Return one line on how the last response of a sequence came about."""
+    """Return one line on a finished sequence, from its last response."""
     usage, t = response.usage, response.telemetry
     reason = pb.FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
     parts = [
@@ -42,11 +45,23 @@ def summary(response: pb.GenerateResponse) -> str:
     if t.backend:
         backend = pb.Backend.Name(t.backend).removeprefix("BACKEND_").lower()
         cached = " (cached)" if t.compile_cache_hit else ""
-        parts.append(f"{backend}: compiled in {t.compile_ms:.1f} ms{cached}, masks waited for {t.mask_wait_ms:.1f} ms")
+        parts.append(
+            f"{backend}: compiled in {t.compile_ms:.1f} ms{cached}, steps waited {t.mask_wait_ms:.1f} ms for masks"
+        )
     return " | ".join([*parts, *(f"warning: {warning}" for warning in t.warnings)])
 
 
 def tokens_per_second(response: pb.GenerateResponse) -> float:
-    """Return the decode rate of a finished sequence: tokens after the first over the time after the first."""
+    """Return the decode rate of a finished sequence: tokens after the first, over the time after the first."""
     seconds = (response.telemetry.total_ms - response.telemetry.ttft_ms) / 1e3
     return (response.usage.completion_tokens - 1) / seconds if seconds > 0 else 0.0
+
+
+def grammar_cost(response: pb.CompileResponse) -> str:
+    """Return one line on the cost of a grammar."""
+    backend = pb.Backend.Name(response.backend).removeprefix("BACKEND_").lower()
+    when = "from the cache" if response.cache_hit else f"compiled in {response.compile_ms:.1f} ms"
+    least = f"at least {response.min_tokens} tokens per answer" if response.min_tokens else "shortest answer unknown"
+    closing = response.closing_tokens
+    ends = f"completes within max_tokens of {closing} or more" if closing else "no complete answer was found"
+    return f"{backend}, {when}, {response.memory_bytes / 1024:.0f} KiB, {least}, {ends}"

@@ -187,7 +187,7 @@ class StopScanner:
     """Scans for `stops` (non-empty strings). Of two matches in one piece the earlier start wins, then the longer one.
 
     Invariant: text that was returned contains no stop string, and does not end with the beginning of one that the next
-    piece could complete. Fed one token's text at a time, the place of a match does not depend on the grouping of tokens.
+    piece could complete. Fed one token's text at a time, a match does not depend on how tokens are grouped.
     """
 
     def __init__(self, stops: tuple[str, ...], *, keep_match: bool) -> None:

@@ -1,9 +1,10 @@
-"""The engine's side of the grammar process: a matcher for every guided slot, from `open` to `close`.
+"""The engine's client of the grammar process: a matcher for every guided slot, from `open` to `close`.
 
-The invariant: every `open` is answered by exactly one of grammar_opened, grammar_failed, a newer `open` of the same
-slot, or `close`; a lost grammar process is answered by the engine, which opens every slot again. Called from two sides:
-the servicer on the event loop (`prepare`, `forget`, `stats`) and the engine on its thread (`open`, `close`, which only
-post to the loop). Not here: the connection (`grammar_link.py`) and compilations (`grammar_compile.py`).
+Invariant: every `open` is followed by exactly one of grammar_opened, grammar_failed, a newer `open` of the same slot,
+or `close`. When the grammar process is lost, the engine opens every slot again. Two threads call in here: the event loop
+(`prepare`, `forget`, `stats`, ...), and the engine's thread (`open` and `close`, which only post to the loop).
+
+Not responsible for: the connection (see link.py), compilations (see compilations.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequ
 from gpu_engine.api.owned_tasks import OwnedTasks
 from gpu_engine.api.ports import Compiled, GrammarEvents, GrammarStats
 from gpu_engine.api.request import GrammarSpec, Request
-from gpu_engine.sidecar.admission import Admission
-from gpu_engine.sidecar.compilations import GrammarCompiler, grammar_error
+from gpu_engine.sidecar.compilations import Admission, GrammarCompiler, grammar_error
 from gpu_engine.sidecar.link import GrammarLink
 from protos.grammar.v1 import grammar_pb2 as gpb
 from service_runtime.logs import REQUEST_ID
@@ -34,10 +34,10 @@ STATS_TIMEOUT_S = 1.0
 
 
 class AbortWord(Protocol):
-    """The word in the segment that ends every wait of the engine's step; an EngineEnd has it."""
+    """The word in the segment that ends every wait of the engine's step; `EngineEnd` implements this."""
 
     def set_abort(self) -> None:
-        """End all waits, now and until cleared."""
+        """End all waits, until the word is cleared."""
 
     def clear_abort(self) -> None:
         """Let steps wait again."""
@@ -52,15 +52,15 @@ class _Slot:
     max_tokens: int
     task: asyncio.Task[None] | None = None
     binding: bool = False
-    """A Bind is on its way: the matcher may exist by the time a Release is sent, so the Release waits for it."""
+    """A Bind is under way: the matcher may exist when a Release is sent, so the Release waits for it."""
     bound_in: int = 0
-    """The grammar process (`GrammarLink.attached`) that said it has the matcher; 0: none did."""
+    """Number of the grammar process (`GrammarLink.attached`) that confirmed the matcher; 0: none has."""
     in_hand: bool = False
-    """The grammar process has it, too, and not only a compilation before it: a death may be this matcher's doing."""
+    """The grammar process has the Bind, and the grammar is compiled: a crash now may be due to this matcher."""
 
 
 class GrammarClient:
-    """Made on the event loop; `attach` comes before the first call of any other method."""
+    """Made on the event loop. `attach` is called before any other method."""
 
     def __init__(self, config: ServerConfig, abort_word: AbortWord) -> None:
         self._config = config
@@ -75,19 +75,19 @@ class GrammarClient:
         self._outage: asyncio.TimerHandle | None = None
         self._was_lost = self._closed = False
         self.serves = False
-        """Guided requests are served, or wait for no longer than `grammar_wait_s`."""
+        """Guided requests are served, or wait for a process for at most `grammar_wait_s`."""
         self.admission = Admission()
-        """Says how many grammars were refused before they were sent. The compiler's to change."""
+        """Read for its count of refusals; the compiler changes it."""
 
     def attach(self, engine: GrammarEvents, link: GrammarLink) -> None:
-        """Close the circle: the engine needs this port, and this port answers to the engine."""
+        """Connect engine and client: the engine is built with this client, and the client reports to the engine."""
         self._engine = engine
         self._link = link
         self._compiler = GrammarCompiler(self._config, link, self._tasks, self.admission)
 
     @property
     def guided_by(self) -> int:
-        """Number of the attached grammar process while it has a matcher of ours, by its own word; else 0."""
+        """Number of the attached grammar process while it has confirmed a matcher of this engine; else 0."""
         now = self._link.attached if self._link.up else 0
         return now if any(state.bound_in == now for state in self._slots.values()) else 0
 
@@ -99,23 +99,23 @@ class GrammarClient:
         return self._link.backends
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
-        """Start compiling at arrival; `failed` is called when the grammar is refused. Raises LimitExceeded."""
+        """Start to compile a request's grammar; `failed` is called if that fails. Raises LimitExceeded."""
         self._compiler.prepare(request_id, spec, failed)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Leave the compilation of a request that has ended."""
         self._compiler.forget(request_id)
 
     def compiled_s(self, request_id: str) -> float:
-        """Return `time.monotonic()` when the request's grammar was compiled; 0.0: it is not."""
+        """Return `time.monotonic()` of the moment when the request's grammar was compiled; 0.0: it is not."""
         return self._compiler.compiled_s(request_id)
 
     async def compile(self, spec: GrammarSpec) -> Compiled:
-        """Compile for nobody's slot. Raises LockstepError."""
-        return await self._compiler.again(spec)
+        """Compile a grammar for no request. Raises LockstepError."""
+        return await self._compiler.compile(spec)
 
     async def stats(self) -> GrammarStats:
-        """Ask the grammar process for its gauges; zeros while it is away."""
+        """Return the gauges of the grammar process; zeros while it does not answer."""
         starts = self._link.attached
         if self._link.up:
             try:
@@ -126,7 +126,7 @@ class GrammarClient:
         return GrammarStats(starts=starts)
 
     async def metrics(self, timeout_s: float) -> bytes | None:
-        """Ask for the grammar process's metrics, in Prometheus' text format; None while it does not answer."""
+        """Return the grammar process's metrics in Prometheus' text format; None while it does not answer."""
         if not self._link.up:
             return None
         try:
@@ -139,37 +139,37 @@ class GrammarClient:
     # ---- for the engine, on its thread -----------------------------------------------------------------------------
 
     def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
-        """Give the slot a matcher that stands after `committed`; the answer is grammar_opened or grammar_failed."""
+        """Request a matcher for the slot, advanced over `committed`; grammar_opened or grammar_failed follows."""
         self._loop.call_soon_threadsafe(self._open, (slot, slot_gen), request, committed)
 
     def close(self, slot: int, slot_gen: int) -> None:
-        """Drop the slot's matcher."""
+        """Release the slot's matcher."""
         self._loop.call_soon_threadsafe(self._close, (slot, slot_gen))
 
     # ---- for the link and the supervisor, on the event loop --------------------------------------------------------
 
     def link_silent(self) -> None:
-        """Drain the step that may be waiting, and pause guided slots."""
+        """End the waits of the running step, and pause guided slots."""
         self._abort_word.set_abort()
         self._engine.grammar_silent()
 
     def link_alive(self) -> None:
-        """Let guided slots go on."""
+        """Let guided slots go on: the process shows life again."""
         self._abort_word.clear_abort()
         self._engine.grammar_alive()
 
     def link_lost(self) -> None:
-        """Pause guided slots; when no grammar process comes back in time, end them."""
+        """Pause guided slots; end them when no grammar process is attached within `grammar_wait_s`."""
         self._was_lost = True
         self._abort_word.set_abort()
         self._engine.grammar_lost([key for key, state in self._slots.items() if state.in_hand])
         for state in self._slots.values():
             if state.task:
-                state.task.cancel()  # the engine opens each again when a grammar process is back
+                state.task.cancel()  # the engine opens each slot again when a grammar process is attached
         self._outage = self._loop.call_later(self._wait_s, self._fail_guided)
 
     def link_restored(self) -> None:
-        """Let guided slots go on; the engine opens each again."""
+        """Have the engine open every guided slot again: a grammar process is attached."""
         self.serves = True
         if self._outage:
             self._outage.cancel()
@@ -179,12 +179,12 @@ class GrammarClient:
             self._engine.grammar_restored()
 
     def give_up(self, reason: str) -> None:
-        """No grammar process will come soon: end guided requests, and refuse new ones with `reason` until one comes."""
+        """End guided requests, and refuse new ones with `reason` until a grammar process is attached."""
         self._link.give_up(reason)
         self._fail_guided()
 
     async def aclose(self) -> None:
-        """End all that runs here. The link is its owner's."""
+        """Cancel all tasks of this client. The owner of the link closes the link."""
         self._closed = True
         if self._outage:
             self._outage.cancel()
@@ -197,7 +197,7 @@ class GrammarClient:
         error = GrammarUnavailable("the grammar process was lost and did not come back; try again")
         for slot, slot_gen in self._slots:
             self._engine.grammar_failed(slot, slot_gen, error)
-        # A request that still waits for a slot has none to be opened in, and would wait for ever in the next free one.
+        # A request that still waits for a slot has no matcher to fail, and would wait for ever in its next slot.
         self._compiler.fail_compiled(error)
 
     def _open(self, key: tuple[int, int], request: Request, committed: tuple[int, ...]) -> None:
@@ -216,10 +216,10 @@ class GrammarClient:
             try:
                 await self._bind(key, state, compiled, committed)
             except _EvictedError:
-                compiled = await self._compiler.again(state.spec, accepted=True)
+                compiled = await self._compiler.compile(state.spec, accepted=True)
                 await self._bind(key, state, compiled, committed)
         except _EvictedError:
-            evicted = GrammarUnavailable("the grammar process drops grammars too fast; try again")
+            evicted = GrammarUnavailable("the grammar process evicts grammars too fast; try again")
             self._engine.grammar_failed(*key, evicted)
         except LockstepError as error:
             self._engine.grammar_failed(*key, error)
@@ -253,7 +253,8 @@ class GrammarClient:
             max_tokens=state.max_tokens,
             request_id=REQUEST_ID.get(),
         )
-        state.in_hand = compiled.attached == attached  # else it only says that the grammar is not there
+        # A process that has not compiled the grammar answers NOT_FOUND, and cannot crash over the matcher.
+        state.in_hand = compiled.attached == attached
         try:
             await self._link.stub.Bind(message, timeout=BIND_TIMEOUT_S)
             state.bound_in = attached
@@ -262,11 +263,11 @@ class GrammarClient:
                 case grpc.StatusCode.NOT_FOUND:
                     raise _EvictedError from error
                 case grpc.StatusCode.INVALID_ARGUMENT:
-                    # They were chosen under this grammar's masks: that they do not fit is nobody's fault but ours.
+                    # The tokens were chosen under this grammar's masks: a refusal is a defect of this project.
                     log.error("the grammar process refused committed tokens: %s", error.details())
                     raise InternalError("the grammar process refused tokens that it had allowed") from error
                 case grpc.StatusCode.UNAVAILABLE:
-                    # No answer: the link is about to notice, and `link_lost` cancels this task while it waits here.
+                    # The link is about to notice the loss, and `link_lost` cancels this task while it waits here.
                     await self._link.attached_after(attached, self._wait_s)
             raise grammar_error(error) from error
         finally:
@@ -284,7 +285,7 @@ class GrammarClient:
         if state.task:
             await asyncio.wait([state.task])
         if not self._link.up:
-            return  # its matchers went with the process
+            return  # the matchers were lost with the process
         try:
             await self._link.stub.Release(gpb.ReleaseRequest(slot=key[0], slot_gen=key[1]), timeout=BIND_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:

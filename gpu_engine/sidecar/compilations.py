@@ -1,10 +1,13 @@
 """Compilations in the grammar process: one RPC for any number of equal grammars that arrive together.
 
-The invariant: while a compilation runs, an equal spec joins it; its result belongs to every request that holds a ticket
-for it, and when the last of them has left, the RPC is cancelled, by which the grammar process knows to stop. Finished
-ones are not kept here, because the grammar process has the cache and must see which grammars are in use. A grammar
-process that dies in the middle costs a retry on the next one. Not here: slots (`grammar_client.py`), and who is not let
-through (`grammar_admission.py`).
+Invariant: a grammar that is compiled for several requests at once is compiled by one flight (see
+service_runtime/single_flight.py). When the last request that waits for a flight has left, its RPC is cancelled, and the
+grammar process stops. Results are not kept here: the grammar process has the cache, and must see which grammars are in
+use. When a grammar process dies during a compilation, the next one is asked again.
+
+`Admission` refuses compilations that the grammar process would refuse anyway, so that a flood of them costs no RPC.
+
+Not responsible for: slots and matchers (see client.py), the connection (see link.py).
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import grpc
@@ -30,132 +34,173 @@ from gpu_engine.api.errors import (
 from gpu_engine.api.owned_tasks import OwnedTasks
 from gpu_engine.api.ports import Compiled
 from gpu_engine.api.request import GrammarSpec
-from gpu_engine.sidecar.admission import Admission
 from gpu_engine.sidecar.link import GrammarLink
 from protos.grammar.v1 import grammar_pb2 as gpb
+from service_runtime.single_flight import Flight, SingleFlight
 
 log = logging.getLogger(__name__)
 
 COMPILE_MARGIN_S = 30.0
-"""On top of the compile limit, which the grammar process enforces: time in its queue."""
+"""Time in the queue of the grammar process, on top of the compile timeout that the grammar process enforces."""
+MAX_KNOWN = 16384
+"""Grammars that are remembered as compiled, by their hash. On a collision, both are treated as known."""
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A compilation, and how many wait for it."""
+@dataclass(slots=True)
+class Admission:
+    """Counts the compilations under way, by the backend that was asked for, and refuses those above its limit.
 
-    key: tuple[GrammarSpec, bool]
-    """What, and whether its sequence was accepted before."""
-    task: asyncio.Task[Compiled]
-    waiters: int = 0
+    Invariant: a compilation that is refused here would have found the queue of the grammar process full, by the limit
+    that the process itself gave (Configure). Grammars that the process is known to have are answered at once, and need
+    no place. A sequence that holds a slot was accepted before and is never refused, but its compilation counts.
+    """
+
+    max_known: int = MAX_KNOWN
+    refused: int = 0
+    """Compilations that were not sent."""
+    _running: Counter[int] = field(default_factory=Counter)
+    _known: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    _attached: int = 0
+    """The number of the grammar process that has the known grammars."""
+
+    def enter(self, spec: GrammarSpec, attached: int, limit: int) -> bool:
+        """Admit a compilation; return whether it takes a place, and needs a call of `leave`. Raises LimitExceeded.
+
+        Args:
+            attached: the number of the grammar process (`GrammarLink.attached`).
+            limit: compilations that one backend of this process takes at once; 0: no limit.
+        """
+        if attached == self._attached and hash(spec) in self._known:
+            self._known.move_to_end(hash(spec))
+            return False
+        if 0 < limit <= self._running[spec.backend]:
+            self.refused += 1
+            raise LimitExceeded(f"grammar: compile_queue: {limit} compilations run or wait already; try again")
+        self._running[spec.backend] += 1
+        return True
+
+    def leave(self, spec: GrammarSpec) -> None:
+        """Give back the place of a compilation that has ended."""
+        self._running[spec.backend] -= 1
+
+    def compiled(self, spec: GrammarSpec, attached: int) -> None:
+        """Remember that the grammar process of this number has the grammar."""
+        if attached != self._attached:
+            self._attached = attached
+            self._known.clear()
+        self._known[hash(spec)] = None
+        self._known.move_to_end(hash(spec))
+        if len(self._known) > self.max_known:
+            self._known.popitem(last=False)
+
+    def __repr__(self) -> str:
+        return f"<Admission running={self._running.total()} known={len(self._known)} refused={self.refused}>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What a flight compiles."""
+
+    spec: GrammarSpec
+    accepted: bool
+    """The grammar's sequence holds a slot: the grammar process must not refuse it for a full queue."""
+
+    def __repr__(self) -> str:
+        return f"compile {self.spec.kind.name}"  # a source may have megabytes
+
+
+_Flight = Flight[_Key, Compiled]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ticket:
     """The compilation that a request waits for."""
 
-    running: _Running
+    flight: _Flight
     joined: bool
-    """An earlier request had started it."""
+    """An earlier request had started the flight."""
     failed: Callable[[LockstepError], None]
     """Ends the request."""
 
 
 class GrammarCompiler:
-    """Used on the event loop. Tasks belong to `tasks`, whose owner ends them."""
+    """Used on the event loop. Its tasks belong to `tasks`, whose owner ends them."""
 
     def __init__(self, config: ServerConfig, link: GrammarLink, tasks: OwnedTasks, admission: Admission) -> None:
         self._wait_s = config.grammar_wait_s
         self._timeout_s = config.compile_timeout_s + COMPILE_MARGIN_S
         self._link = link
-        self._tasks = tasks
         self._tickets: dict[str, _Ticket] = {}
-        self._running: dict[tuple[GrammarSpec, bool], _Running] = {}
+        self._flights: SingleFlight[_Key, Compiled] = SingleFlight(spawn=tasks.spawn)
         self._admission = admission
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
-        """Start or join the compilation; `failed` is called when it fails, or by `fail_compiled`.
+        """Start or join the compilation of a request's grammar.
 
-        Raises LimitExceeded when the grammar process has enough to do.
+        `failed` is called when the compilation fails, or by `fail_compiled`. Raises LimitExceeded when the grammar
+        process has no place for it.
         """
-        joined = (spec, False) in self._running or (spec, True) in self._running
-        ticket = self._tickets[request_id] = _Ticket(self._join(spec), joined, failed)
+        flight, joined = self._join(spec)
+        self._tickets[request_id] = _Ticket(flight, joined, failed)
 
         def done(task: asyncio.Task[Compiled]) -> None:
             if not task.cancelled() and isinstance(error := task.exception(), LockstepError):
                 failed(error)
 
-        ticket.running.task.add_done_callback(done)
+        flight.task.add_done_callback(done)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Leave the compilation of a request that has ended."""
         ticket = self._tickets.pop(request_id, None)
         if ticket:
-            self._leave(ticket.running)
+            self._flights.leave(ticket.flight)
 
     def compiled_s(self, request_id: str) -> float:
-        """Return `time.monotonic()` when the request's grammar was compiled; 0.0: it is not, or none was asked for."""
+        """Return `time.monotonic()` of the moment when the request's grammar was compiled; 0.0: it is not."""
         ticket = self._tickets.get(request_id)
-        task = ticket.running.task if ticket else None
+        task = ticket.flight.task if ticket else None
         failed = task is None or not task.done() or task.cancelled() or task.exception() is not None
         return 0.0 if task is None or failed else task.result().ready_s
 
     def fail_compiled(self, error: LockstepError) -> None:
-        """End every request whose grammar was compiled; the others learn of an outage from their compilation."""
+        """End every request whose grammar is compiled; the others fail with their compilation."""
         for ticket in list(self._tickets.values()):
-            if ticket.running.task.done():
+            if ticket.flight.task.done():
                 ticket.failed(error)
 
     async def result(self, request_id: str, spec: GrammarSpec) -> Compiled:
-        """Return what the request's ticket stands for; without one compile now. Raises what `failed` is told."""
+        """Return the result of the request's compilation; without one, compile now. Raises LockstepError."""
         ticket = self._tickets.get(request_id)
         if ticket is None:
-            return await self.again(spec, accepted=True)
-        ticket.running.waiters += 1
-        compiled = await self._wait(ticket.running)
+            return await self.compile(spec, accepted=True)
+        self._flights.retain(ticket.flight)
+        compiled = await self._flights.wait(ticket.flight)
         return replace(compiled, cache_hit=compiled.cache_hit or ticket.joined)
 
-    async def again(self, spec: GrammarSpec, *, accepted: bool = False) -> Compiled:
-        """Compile whatever the tickets say: the grammar process has dropped an earlier result. Raises LockstepError.
+    async def compile(self, spec: GrammarSpec, *, accepted: bool = False) -> Compiled:
+        """Compile a grammar for no request, or again after the grammar process has dropped it. Raises LockstepError.
 
-        What is `accepted`, as a slot's grammar is, is refused by no queue, here or there.
+        `accepted`: the grammar's sequence holds a slot, so no queue may refuse it, neither here nor there.
         """
-        return await self._wait(self._join(spec, accepted=accepted))
+        flight, _ = self._join(spec, accepted=accepted)
+        return await self._flights.wait(flight)
 
-    def _join(self, spec: GrammarSpec, *, accepted: bool = False) -> _Running:
-        """Start or join a compilation; whoever joins also leaves. Raises LimitExceeded, unless it is `accepted`.
+    def _join(self, spec: GrammarSpec, *, accepted: bool = False) -> tuple[_Flight, bool]:
+        """Join a flight, or start one; return it, and whether it was there. Raises LimitExceeded, unless `accepted`.
 
-        An accepted one joins none that was not: the grammar process joins them, and hears that it is accepted.
+        An accepted compilation joins no flight that the grammar process may refuse; the grammar process joins both.
         """
-        running = self._running.get((spec, True)) or self._running.get((spec, accepted))
-        if running is None:
+        key = _Key(spec, accepted=True)
+        if self._flights.get(key) is None:
+            key = _Key(spec, accepted)
+        takes_place = False
+        if self._flights.get(key) is None:
             limit = 0 if accepted else self._link.max_compilations
-            counts = self._admission.enter(spec, self._link.attached, limit)
-            task = self._tasks.spawn(self._compile(spec, accepted), f"compile {spec.kind.name}")
-            running = self._running[spec, accepted] = _Running((spec, accepted), task)
-            task.add_done_callback(lambda _: self._end(running))
-            if counts:
-                task.add_done_callback(lambda _: self._admission.leave(spec))
-        running.waiters += 1
-        return running
-
-    async def _wait(self, running: _Running) -> Compiled:
-        try:
-            # Shielded: others may wait for the same task when this waiter is cancelled.
-            return await asyncio.shield(running.task)
-        finally:
-            self._leave(running)
-
-    def _leave(self, running: _Running) -> None:
-        running.waiters -= 1
-        if not running.waiters and not running.task.done():
-            # Out of the table first: who asks now must not join a task that is being cancelled.
-            self._end(running)
-            running.task.cancel()
-
-    def _end(self, running: _Running) -> None:
-        if self._running.get(running.key) is running:
-            del self._running[running.key]
+            takes_place = self._admission.enter(spec, self._link.attached, limit)
+        flight, joined = self._flights.join(key, lambda: self._compile(spec, accepted))
+        if takes_place:
+            flight.task.add_done_callback(lambda _: self._admission.leave(spec))
+        return flight, joined
 
     async def _compile(self, spec: GrammarSpec, accepted: bool) -> Compiled:
         message = gpb.CompileRequest(
@@ -174,13 +219,13 @@ class GrammarCompiler:
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise grammar_error(error) from error
-                # The RPC breaks a moment before or after the segment socket: only another connection is worth a retry.
+                # The RPC breaks a moment before or after the segment socket: a retry needs another connection.
                 await self._link.attached_after(attached, self._wait_s)
                 continue
             except asyncio.CancelledError:
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
-                continue  # nobody has left: the channel to the last grammar process was closed under the call
+                continue  # no waiter has left: the channel to the last grammar process was closed during the call
             self._admission.compiled(spec, attached)
             return Compiled(
                 grammar_id=response.grammar_id,
@@ -196,12 +241,12 @@ class GrammarCompiler:
             )
 
     def __repr__(self) -> str:
-        return f"<GrammarCompiler tickets={len(self._tickets)} running={len(self._running)} {self._admission!r}>"
+        return f"<GrammarCompiler tickets={len(self._tickets)} {self._flights!r} {self._admission!r}>"
 
 
 def grammar_error(error: grpc.aio.AioRpcError) -> LockstepError:
-    """Return the engine's error for a status of the grammar process. The one place that knows both."""
-    # `source` is a field of the protocol between the processes; the client's own is called by its kind.
+    """Return the engine's error for a gRPC status of the grammar process."""
+    # `source` is a field of the protocol between the two processes; in the client's request it has another name.
     message = (error.details() or error.code().name).removeprefix("source: ")
     match error.code():
         case grpc.StatusCode.INVALID_ARGUMENT:

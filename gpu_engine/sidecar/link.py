@@ -1,8 +1,9 @@
-"""The connection to the grammar process: hand the segment over, configure, watch for the end, start again.
+"""The connection to the grammar process: hand the segment over, configure, watch for its end, connect again.
 
-The invariant: `up` is true only while a grammar process holds our segment and our tokenizer, and every way down is told
-once (`lost`) before the next way up (`restored`). One task runs `run` and owns the sockets. Not here: compiling and
-binding (`grammar_client.py`), the process itself (`sidecar.py`).
+Invariant: `up` is true only while a grammar process holds the engine's segment and tokenizer. Every loss is reported
+once (`link_lost`) before the next attachment (`link_restored`). One task runs `run` and owns the sockets.
+
+Not responsible for: compiling (see compilations.py), matchers (see client.py), the process itself (see supervisor.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import grpc
 
 from gpu_engine.api.errors import GrammarUnavailable
 from gpu_engine.api.owned_tasks import OwnedTasks
-from gpu_engine.sidecar.silences import Silences
 from protos.grammar.v1 import grammar_pb2 as gpb
 from protos.grammar.v1 import grammar_pb2_grpc
 from shared_mem.errors import SharedMemoryError, VersionSkew
@@ -35,21 +35,22 @@ CONFIGURE_TIMEOUT_S = 60.0
 """Building the token tables of a large vocabulary takes seconds."""
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 1.0
-RETRY_GROWTH = 1.2  # a process that is there is found within a fifth of the time that it took to come
+RETRY_GROWTH = 1.2
+"""A process is found at most a fifth of its start time after it has started."""
 START_PATIENCE_S = 120.0
-"""Longer than the slowest start: a process that is not attached by then is stuck, and is killed if it is ours."""
+"""Longer than the slowest start: a spawned process that cannot be attached for so long is stuck, and is killed."""
 RETIRE_S = 60.0
-"""Longer than the deadline of any call but a very long compilation, which is then made again."""
-LOOK_EVERY_S = 0.02
-"""The engine's heartbeats, and looks at those of the grammar process, which come every 10 ms."""
+"""Grace of an old channel. Longer than the deadline of any call but a very long compilation, which is repeated."""
+CHECK_EVERY_S = 0.02
+"""Interval of the engine's heartbeats, and of checks of the grammar process's heartbeats (one every 10 ms)."""
 SILENT_S = 0.07
-"""Without a heartbeat for so long a process may be hung: guided steps pause, which costs nothing if it is not. With the
-time between two looks it is less than 100 ms."""
+"""Without a heartbeat for this long a process may be hung: guided steps pause, which loses nothing if it is not. With
+the interval of the checks, the pause begins within 100 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSetup:
-    """What every new grammar process is told."""
+    """What every new grammar process is configured with."""
 
     tokenizer_json: bytes
     vocab_size: int
@@ -58,37 +59,37 @@ class GrammarSetup:
 
 
 class LinkEvents(Protocol):
-    """Whom the link tells, on the event loop."""
+    """Receives the events of the link, on the event loop."""
 
     def link_silent(self) -> None:
-        """The attached grammar process shows no life. `link_alive` or `link_lost` comes next."""
+        """The attached grammar process shows no life. The next event is `link_alive` or `link_lost`."""
 
     def link_alive(self) -> None:
-        """It shows life again; it has lost nothing."""
+        """The grammar process shows life again, and has kept its state."""
 
     def link_lost(self) -> None:
-        """The grammar process is gone."""
+        """The grammar process has ended, or is given up as hung."""
 
     def link_restored(self) -> None:
         """A grammar process is attached, for the first time or again."""
 
 
 class Heartbeats(Protocol):
-    """Signs of life in the segment; an EngineEnd has them."""
+    """Heartbeats in the segment; `EngineEnd` implements this."""
 
     def heartbeat(self) -> None:
-        """Show the grammar process that we live."""
+        """Write the engine's heartbeat."""
 
     def heartbeat_age_ns(self) -> int | None:
-        """Return how long ago it showed life; None when it never did."""
+        """Return the age of the grammar process's last heartbeat; None: there was none."""
 
 
 HandOver = Callable[[Path], socket.socket]
-"""Connects to the segment socket in a directory, hands the segment over, and returns the open socket. May block."""
+"""Connects to the segment socket in a directory, hands the segment over, returns the open socket. May block."""
 
 
 def segment_hand_over(segment: Segment) -> HandOver:
-    """Return the real hand-over of `segment`, which stays the caller's."""
+    """Return the hand-over of `segment`, whose owner remains the caller."""
 
     def hand_over(directory: Path) -> socket.socket:
         sock = connect(directory / SOCKET_NAME)
@@ -118,9 +119,11 @@ class GrammarLink:
         on_stuck: Callable[[], None],
         on_attached: Callable[[], None] = lambda: None,
     ) -> None:
-        """Args: after `silence_s` without a heartbeat `on_stuck` is called, to kill it, and the link counts as lost.
+        """Args: see below.
 
-        It is called, too, whenever a process could not be attached for `start_patience_s`; `on_attached` when one was.
+        silence_s: without a heartbeat for this long the process counts as hung, and the link as lost.
+        on_stuck: called for a hung process, and when none could be attached for `start_patience_s`; kills it.
+        on_attached: called whenever a process was attached.
         """
         self._heartbeats = heartbeats
         self._silence_s = silence_s
@@ -137,12 +140,13 @@ class GrammarLink:
         self.stub: grammar_pb2_grpc.GrammarAsyncStub
         self.backends: tuple[int, ...] = ()
         self.max_compilations = 0
-        """Of one backend at once, in the process that was attached last; 0: it did not say."""
+        """Compilations that one backend of the last attached process takes at once; 0: the process gave no limit."""
         self.start_patience_s = START_PATIENCE_S
         self.retire_s = RETIRE_S
         self.attached = 0
-        """How many times a grammar process was attached."""
-        self.silences = Silences()
+        """Number of attachments so far; the number of the current grammar process."""
+        self.silences = 0
+        """Number of times that an attached process was found silent."""
 
     @property
     def up(self) -> bool:
@@ -150,11 +154,11 @@ class GrammarLink:
         return self._up.is_set()
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until `up`; raises GrammarUnavailable after `timeout_s`, or at once when the link was given up."""
+        """Wait until `up`. Raises GrammarUnavailable after `timeout_s`, or at once when the process is given up."""
         await self._until(lambda: self.up, timeout_s)
 
     async def attached_after(self, attached: int, timeout_s: float) -> None:
-        """Wait until another process than the `attached`-th is up; raises as `ready`."""
+        """Wait until a process with a higher number than `attached` is up. Raises as `ready` does."""
         await self._until(lambda: self.up and self.attached > attached, timeout_s)
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
@@ -169,18 +173,18 @@ class GrammarLink:
             raise GrammarUnavailable(f"the grammar process did not answer within {timeout_s:g} s; try again") from None
 
     def give_up(self, reason: str) -> None:
-        """None will come soon: who waits, and who asks before one is attached all the same, gets GrammarUnavailable."""
+        """Fail all waiters, and later ones until a process is attached, with GrammarUnavailable."""
         self._given_up = GrammarUnavailable(reason)
         self._changed.set()
 
     async def run(self) -> None:
-        """Attach, watch, and attach again, for ever. Raises VersionSkew: no retry helps against another release."""
+        """Attach, watch, and attach again, for ever. Raises VersionSkew, which no retry resolves."""
         try:
             while True:
                 with await self._attach() as sock:
                     self._up.set()
                     self.attached += 1
-                    self._given_up = None  # one came after all
+                    self._given_up = None
                     self._changed.set()
                     self._on_attached()
                     self._events.link_restored()
@@ -195,42 +199,36 @@ class GrammarLink:
                 await self._channel.close(grace=None)
 
     async def _watch(self, sock: socket.socket) -> str:
-        """Tell of silence, and return, with the reason, when the process is dead or stuck."""
+        """Report silences; return the reason when the process has ended or hangs."""
         hang_up = asyncio.create_task(_hang_up(sock), name="segment socket")
         attached_at_s, silent = time.monotonic(), False
         try:
             while True:
                 self._heartbeats.heartbeat()
-                await asyncio.wait([hang_up], timeout=LOOK_EVERY_S)
+                await asyncio.wait([hang_up], timeout=CHECK_EVERY_S)
                 if hang_up.done():
                     return "hung up"
                 age_ns = self._heartbeats.heartbeat_age_ns()
                 silent_s = time.monotonic() - attached_at_s
-                if age_ns is not None:  # the word may still hold the last beat of the process before this one
+                if age_ns is not None:  # the word may still hold the last heartbeat of the process before this one
                     silent_s = min(age_ns * 1e-9, silent_s)
                 if silent != (silent_s > SILENT_S):
                     silent = not silent
-                    if silent:
-                        self._fell_silent(silent_s)
-                    else:
-                        self._heard()
-                if line := self.silences.line():
-                    log.info("the grammar process %s", line)
+                    self._silence_changed(silent, silent_s)
                 if silent_s > self._silence_s:
                     self._on_stuck()
                     return f"showed no life for {silent_s:.1f} s"
         finally:
             hang_up.cancel()
-            self.silences.lost()
 
-    def _fell_silent(self, silent_s: float) -> None:
-        self.silences.begin(silent_s)
-        log.debug("the grammar process is silent for %.2f s", silent_s)
-        self._events.link_silent()
-
-    def _heard(self) -> None:
-        log.debug("the grammar process is heard again after %.2f s", self.silences.end())
-        self._events.link_alive()
+    def _silence_changed(self, silent: bool, silent_s: float) -> None:
+        if silent:
+            self.silences += 1
+            log.warning("the grammar process shows no life for %.2f s; guided requests pause", silent_s)
+            self._events.link_silent()
+        else:
+            log.warning("the grammar process shows life again; guided requests go on")
+            self._events.link_alive()
 
     async def _attach(self) -> socket.socket:
         retry_s, since_s = FIRST_RETRY_S, time.monotonic()
@@ -257,7 +255,7 @@ class GrammarLink:
                 options=[
                     ("grpc.max_send_message_length", -1),
                     ("grpc.max_receive_message_length", -1),
-                    # A new channel must make a new connection, not inherit the back-off of the one to the dead process.
+                    # A new channel makes a new connection; it must not inherit the back-off of the old connection.
                     ("grpc.use_local_subchannel_pool", 1),
                 ],
             )
@@ -283,7 +281,7 @@ class GrammarLink:
         log.info("grammar process %d is configured: %s", response.pid, names)
 
     def _retire_channel(self) -> None:
-        # Not closed at once: that would cancel the calls on it, which must end with a status of their own.
+        # Not closed at once: closing cancels its calls, and each of these must end with a status of its own.
         channel, self._channel = self._channel, None
         if channel is not None:
             self._tasks.background(channel.close(grace=self.retire_s), "close the channel to the last grammar process")
@@ -293,8 +291,8 @@ class GrammarLink:
 
 
 async def _hang_up(sock: socket.socket) -> None:
-    """Return when the peer closed its end or died."""
+    """Return when the peer has closed its end, or has died."""
     sock.setblocking(False)
-    with contextlib.suppress(OSError):  # a reset is a hang-up, too
+    with contextlib.suppress(OSError):  # a reset connection is a hang-up, too
         while await asyncio.get_running_loop().sock_recv(sock, 64):
-            log.warning("the grammar process sent bytes on the segment socket, where nothing is to be said")
+            log.warning("the grammar process sent bytes on the segment socket, which carries none")

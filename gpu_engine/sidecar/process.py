@@ -1,7 +1,9 @@
-"""The way to the grammar process, put together: its supervisor, the segment, the client and the link.
+"""Assembles the engine's side of the grammar process: supervisor, segment, client and link.
 
-The invariant: it is built around the model and the engine in three calls, and what it opens is closed by the exit stack
-in the opposite order: client, link, process, segment. Not here: what any of the pieces does.
+Invariant: the parts are built in three calls around the model and the engine, and the exit stack closes them in the
+opposite order: client, link, process, segment.
+
+Not responsible for: the behaviour of the parts (see supervisor.py, client.py, link.py).
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ log = logging.getLogger(__name__)
 
 DIRECTORY_PREFIX = "lockstep-engine-"
 WARM_UP = GrammarSpec(GrammarKind.REGEX, "a")
-"""A small grammar: who has compiled it has what a first request needs."""
-TELL_EVERY_S = 0.1
+"""A small grammar: a process that has compiled it has loaded what a first request needs."""
+REPORT_EVERY_S = 0.1
 CORES_TO_SPIN = 3
-"""The engine's thread, what waits for clients, and the grammar process."""
-_LOOKS = 3
-"""So many in a row find a process asleep that sleeps between steps."""
+"""One each for the engine's thread, the event loop, and the grammar process."""
+_CHECKS = 3
+"""A process that is asleep at this many checks in a row sleeps between steps."""
 FRESH_S = 60.0
-"""A directory this young may be one that its owner has not locked yet."""
+"""A younger directory may belong to an engine that has not locked it yet."""
 
 
 class GrammarProcess:
-    """Construction starts a spawned process; `share` needs the model; `attach` needs the engine."""
+    """The constructor starts a spawned process; then `share` needs the model, and `attach` the engine."""
 
     def __init__(
         self,
@@ -55,8 +57,11 @@ class GrammarProcess:
         must_spin: bool = False,
         compile_idle: bool = False,
     ) -> None:
-        """Args: `must_spin` where steps are posted by a device, which cannot wake a process that sleeps; `compile_idle`
-        where it shares its cores with the event loop, and compilations give way to both."""
+        """Args: see below.
+
+        must_spin: the grammar process never sleeps while it waits for a step: a device posts, and cannot wake it.
+        compile_idle: the grammar process shares its cores with the event loop, and compiles when both are idle.
+        """
         self.config, self._must_spin = config, must_spin
         self.directory = _grammar_directory(config, stack)
         self.sidecar: Sidecar | None = None
@@ -76,20 +81,21 @@ class GrammarProcess:
                 cool_down_s=config.grammar_retry_s,
             )
             self._sidecar_task = background.create_task(self.sidecar.run(), name="sidecar")
-            # In front of its directory, which one that lives would make again: a start may fail before `share`.
+            # Ends the process before its directory is removed, also when the start fails before `share`: a running
+            # process would make the directory again.
             stack.push_async_callback(self._end_sidecar)
 
     def share(self, stack: AsyncExitStack, engine_config: EngineConfig, model: Model) -> None:
-        """Make the segment and the client, which the engine is built with."""
+        """Make the segment and the client; the engine is built with both."""
         layout = Layout(
             num_slots=engine_config.max_batch_size,
             num_rows=engine_config.num_rows,
             vocab_size=model.vocab_size,
-            # A grammar process that outlives engines tells their segments apart by this number.
+            # A grammar process that outlives its engine tells the segments of engines apart by this number.
             generation=time.time_ns(),
         )
         segment = stack.enter_context(Segment.create(layout))
-        stack.push_async_callback(self._end_sidecar)  # in front of the segment, too; whichever comes first ends it
+        stack.push_async_callback(self._end_sidecar)  # before the segment is closed; the first of the two calls ends it
         self.channel = EngineEnd(segment)
         self.client = GrammarClient(self.config, self.channel)
         setup = GrammarSetup(
@@ -111,12 +117,12 @@ class GrammarProcess:
         stack.push_async_callback(self.client.aclose)
 
     def attach(self, stack: AsyncExitStack, engine: ServedEngine) -> None:
-        """Start to connect."""
+        """Start to connect to the grammar process."""
         self.client.attach(engine, self._link)
         self._attached = True
         if self.sidecar:
             self.sidecar.progress = lambda: engine.grammar_progress
-            self.sidecar.forgive = engine.forgive_grammar_end
+            self.sidecar.on_outside_end = engine.forgive_grammar_end
         stack.push_async_callback(end_task, self._background.create_task(self._link.run(), name="grammar link"))
         if self._must_spin:
             watch = warn_of_sleepers(lambda: self.client.guided_by, self.channel)
@@ -125,7 +131,10 @@ class GrammarProcess:
             self._give_up(self.sidecar.gave_up)
 
     async def first_attachment(self) -> None:
-        """Wait until the grammar process is warm, in bounds: unguided requests can be served without it."""
+        """Wait until the grammar process is warm, for at most `grammar_wait_s`; log a warning when it is not.
+
+        Unguided requests can be served without it.
+        """
         try:
             async with asyncio.timeout(self.config.grammar_wait_s):
                 await self._link.ready(self.config.grammar_wait_s)
@@ -135,49 +144,49 @@ class GrammarProcess:
             hint = "" if self.sidecar else "; one serves one engine at a time: is another attached?"
             log.warning("serving before the grammar process is ready for guided requests: %s%s", why, hint)
 
-    async def tell(self, serves: Callable[[bool], Awaitable[None]]) -> None:
-        """Tell, now and at every change, whether guided requests are served. Runs for ever."""
-        told: bool | None = None
+    async def report(self, serves: Callable[[bool], Awaitable[None]]) -> None:
+        """Report, now and at every change, whether guided requests are served. Runs for ever."""
+        reported: bool | None = None
         while True:
-            if self.client.serves is not told:
-                told = self.client.serves
-                await serves(told)
-            await asyncio.sleep(TELL_EVERY_S)
+            if self.client.serves is not reported:
+                reported = self.client.serves
+                await serves(reported)
+            await asyncio.sleep(REPORT_EVERY_S)
 
     @property
     def attachments(self) -> int:
-        """How many times a grammar process was attached."""
+        """Number of times that a grammar process was attached."""
         return self._link.attached
 
     @property
     def silences(self) -> int:
-        """How often an attached one was found silent."""
-        return self._link.silences.count
+        """Number of times that an attached process was found silent."""
+        return self._link.silences
 
     @property
     def refused_early(self) -> int:
-        """How many grammars were refused before they were sent."""
+        """Number of compilations that were refused before they were sent."""
         return self.client.admission.refused
 
     @property
     def process_starts(self) -> int:
-        """How many times one was started by us."""
+        """Number of times that this engine started a process."""
         return self.sidecar.starts if self.sidecar else 0
 
     async def metrics(self, timeout_s: float) -> bytes | None:
-        """Ask for its metrics; None while it does not answer."""
+        """Return the grammar process's metrics in Prometheus' text format; None while it does not answer."""
         return await self.client.metrics(timeout_s)
 
     async def _end_sidecar(self) -> None:
         task = self._sidecar_task
         if task is None or task.done():
             return
-        if not task.cancelling():  # one that is, by its group say, ends its child by now, and is to be left to it
+        if not task.cancelling():  # a task that its group has cancelled ends its child already
             task.cancel()
         await asyncio.wait([task])
 
     def _give_up(self, reason: str) -> None:
-        if self._attached:  # else `attach` finds it in the sidecar
+        if self._attached:  # else `attach` reads `Sidecar.gave_up`
             self.client.give_up(reason)
 
     def __repr__(self) -> str:
@@ -185,10 +194,10 @@ class GrammarProcess:
 
 
 def resolved_sync(engine_config: EngineConfig, server_config: ServerConfig, cores: int) -> str:
-    """Return what "auto" stands for: flags of the device, where a grammar process of ours can spin on its own core.
+    """Return the sync mode, "auto" resolved: device flags where a spawned grammar process can spin on its own core.
 
-    A host function costs a step some 75 microseconds for each post and await, and such flags less than 20
-    (docs/log.md), but they wake nobody who sleeps.
+    A host function costs a step about 75 microseconds for each post and await, device flags less than 20 (docs/log.md);
+    but device flags cannot wake a process that sleeps.
     """
     if engine_config.sync != "auto" or engine_config.device == "cpu":
         return engine_config.sync
@@ -196,27 +205,27 @@ def resolved_sync(engine_config: EngineConfig, server_config: ServerConfig, core
 
 
 class Sleeper(Protocol):
-    """Who may sleep; an EngineEnd tells it of the grammar process."""
+    """Shows whether the grammar process sleeps; `EngineEnd` implements this."""
 
     @property
     def grammar_parked(self) -> bool:
-        """It sleeps on a futex, waiting for a step."""
+        """The grammar process sleeps on a futex, waiting for a step."""
 
 
-async def warn_of_sleepers(grammar_slots: Callable[[], int], sleeper: Sleeper, every_s: float = 0.1) -> None:
-    """Warn once for every grammar process that sleeps between guided steps, though a device posts them. Runs for ever.
+async def warn_of_sleepers(serving: Callable[[], int], sleeper: Sleeper, every_s: float = 0.1) -> None:
+    """Warn once about each grammar process that sleeps between guided steps though a device posts them. Runs for ever.
 
     Args:
-        guides: number of the grammar process that has a matcher; 0: it has none, only compiles, say, and may sleep.
-        sleeper: of that process.
-        every_s: it is looked at so often. One look is not enough: it wakes a moment after its first matcher is bound.
+        serving: returns the number of the grammar process that has a matcher; 0: none has, and it may sleep.
+        sleeper: shows whether that process sleeps.
+        every_s: interval of the checks. One check is not enough: the process wakes a moment after its first bind.
     """
     warned = asleep = 0
     while True:
         await asyncio.sleep(every_s)
-        current = grammar_slots()
+        current = serving()
         asleep = asleep + 1 if current > warned and sleeper.grammar_parked else 0
-        if asleep == _LOOKS:
+        if asleep == _CHECKS:
             warned, asleep = current, 0
             log.warning(
                 "the grammar process sleeps between steps, and with sync=device_flag nothing wakes it: a guided step "
@@ -238,9 +247,9 @@ def _grammar_directory(config: ServerConfig, stack: AsyncExitStack) -> Path:
 
 
 def private_directory(stack: AsyncExitStack, parent: Path) -> Path:
-    """Make a directory that goes with `stack`; remove those of engines that were killed before theirs did.
+    """Make a directory that `stack` removes; remove the directories of engines that were killed.
 
-    The owner holds a lock on it, which the kernel drops at its death however it dies.
+    The owner holds a lock on its directory, which the kernel releases however the owner ends.
     """
     _sweep(parent)
     path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=parent))
@@ -255,16 +264,16 @@ def _sweep(parent: Path) -> None:
     for path in parent.glob(DIRECTORY_PREFIX + "*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # gone meanwhile, no directory, or another user's
+        except OSError:  # removed meanwhile, not a directory, or another user's
             continue
         try:
             status = os.fstat(lock)
             if status.st_uid != os.getuid() or time.time() < status.st_mtime + FRESH_S:
                 continue
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            log.info("removing %s, which a killed engine left", path)
+            log.info("removing %s, left by a killed engine", path)
             shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
-            continue  # its owner lives
+            continue  # its owner is running
         finally:
             os.close(lock)

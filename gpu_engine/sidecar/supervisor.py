@@ -1,25 +1,30 @@
-"""A grammar process of our own: started, watched, started again, and never left behind.
+"""Supervises a spawned grammar process: starts it, watches it, starts it again, and never leaves one behind.
 
-The invariant: at most one child lives, and it dies with this process, even by SIGKILL (PR_SET_PDEATHSIG, set by the
-child itself before it becomes the grammar process). It runs in a session of its own, so that Ctrl-C reaches us alone
-and requests can end in order. Not here: what is said to it (`grammar_link.py`).
+Invariant: at most one child runs, and it dies with this process, even by SIGKILL (PR_SET_PDEATHSIG, which the child
+sets before it becomes the grammar process). The child runs in a session of its own, so that Ctrl-C reaches this process
+alone and requests can end in order.
+
+`Sidecar` decides when a child is started and ended; `ChildProcess` is one child.
+
+Not responsible for: the connection to the grammar process (see link.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gpu_engine.api.config import ServerConfig
-from gpu_engine.sidecar.child_process import ChildProcess
 from service_runtime.logs import level_of
 
 log = logging.getLogger(__name__)
@@ -29,20 +34,21 @@ FAILURE_WINDOW_S = 60.0
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 5.0
 HEALTHY_S = 1.0
-"""A process that was of use for so long is followed by the next one at once; its end still counts as a failure."""
+"""After the end of a process that was attached for this long, the next one starts at once; it still counts as a
+failure."""
 TERM_TIMEOUT_S = 3.0
-MEMORY_LOOK_S = 0.1
-_FROM_OUTSIDE = (0, -signal.SIGTERM, -signal.SIGKILL)
-"""Ends that no crash of a library has."""
+MEMORY_CHECK_S = 0.1
+_OUTSIDE_CODES = (0, -signal.SIGTERM, -signal.SIGKILL)
+"""Exit codes that no crash of a library has."""
 _PRIORITY = "LOCKSTEP_GRAMMAR_COMPILE_PRIORITY"
-"""Whoever sets it means it."""
+"""An explicit environment variable overrides the default."""
 PRIVATE_CACHE_BYTES = 64 << 20
-"""Of compiled grammars on disk, kept for the next grammar process of this engine."""
+"""Size of the disk cache of compiled grammars, for the next grammar process of this engine."""
 SPIN_ALWAYS_US = 1e6
 """Longer than any single wait of the grammar process."""
 
-# Runs in the child: ask the kernel for SIGKILL at the parent's death, look whether it has died before that, become the
-# grammar process. (A preexec_fn would do the same between fork and exec, where other threads' locks may be held.)
+# Runs in the child: ask the kernel for SIGKILL at the parent's death, check that the parent has not died before that,
+# become the grammar process. (A preexec_fn would run between fork and exec, where locks of other threads may be held.)
 _DIE_WITH_PARENT = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
@@ -57,7 +63,9 @@ def grammar_command(
 ) -> list[str]:
     """Return the command line of the grammar process.
 
-    Args: `must_spin`: it never sleeps while it waits for a step; `compile_idle`: it compiles when nobody else computes.
+    Args:
+        must_spin: the grammar process never sleeps while it waits for a step.
+        compile_idle: its compile workers run only on cores that are idle otherwise.
     """
     return [
         *(sys.executable, "-m", "grammar_service"),
@@ -76,13 +84,13 @@ def _cache_flags(config: ServerConfig, directory: Path) -> tuple[str, ...]:
     if config.grammar_cache_dir:
         return "--cache-dir", config.grammar_cache_dir
     if config.grammar_dir:
-        return ()  # others' directory: nothing of ours is to stay there
-    # Goes with the private directory: one that follows a killed one need not wait for compile workers.
+        return ()  # the directory belongs to the operator: no cache is left there
+    # The cache is removed with the private directory. The process after a killed one finds its grammars there.
     return "--cache-dir", str(directory / "compiled"), "--cache-dir-bytes", str(PRIVATE_CACHE_BYTES)
 
 
 class Sidecar:
-    """Runs `command` as long as `run` runs."""
+    """Keeps one process of `command` running while `run` runs."""
 
     def __init__(
         self,
@@ -95,10 +103,10 @@ class Sidecar:
     ) -> None:
         """Args: see below.
 
-        give_up: told why, each time when the process failed too often.
-        memory_mb: a process with more memory of its own is killed; 0: no limit.
-        max_failures: so many ends within FAILURE_WINDOW_S, with no `progress` between, are too many; 0: none are.
-        cool_down_s: after it failed too often, it is tried again so much later.
+        give_up: called with the reason whenever the process failed too often.
+        memory_mb: a process with more private memory (MiB) is killed; 0: no limit.
+        max_failures: this many ends within FAILURE_WINDOW_S, without `progress` in between, are too many; 0: no limit.
+        cool_down_s: pause after too many failures.
         """
         self._command = list(command)
         self._memory_mb, self._cool_down_s = memory_mb, cool_down_s
@@ -107,33 +115,34 @@ class Sidecar:
         self._ordered = False
         self._give_up = give_up
         self.progress: Callable[[], int] = lambda: 0
-        """Counts up while the child is of use to requests; whoever attaches an engine says how."""
-        self.forgive: Callable[[], None] = lambda: None
-        """Called when the child was ended from outside, before the next one is started."""
+        """Returns a count that grows while the child serves requests; set when an engine is attached."""
+        self.on_outside_end: Callable[[], None] = lambda: None
+        """Called when an attached child was ended from outside, before the next one is started."""
         self._process: ChildProcess | None = None
         self._failures: deque[float] = deque()
         self.term_timeout_s = TERM_TIMEOUT_S
         self.longest_retry_s = LONGEST_RETRY_S
         self.healthy_s = HEALTHY_S
-        self._of_use_s = math.inf
+        self._attached_s = math.inf
         self.starts = 0
         self.gave_up: str | None = None
-        """Why nobody waits for it at the moment: it failed too often, and the cool-down runs."""
+        """The reason why requests do not wait for a process: it failed too often, and the cool-down runs."""
 
     @property
     def pid(self) -> int | None:
-        """The child's process id while it runs."""
+        """Process id of the child while it runs."""
         process = self._process
         return process.pid if process and process.returncode is None else None
 
     def attached(self) -> None:
-        """Hear that the child serves. From `healthy_s` later on its end is no reason to wait before the next."""
-        self._of_use_s = time.monotonic()
+        """Note that the child is attached. If it ends `healthy_s` later or after that, the next one starts at once."""
+        self._attached_s = time.monotonic()
 
     async def run(self) -> None:
         """Start the child, and start it again whenever it ends, until cancelled.
 
-        After too many failures it is given up for a time; then one more failure gives it up again, until one has lived.
+        After too many failures it pauses for `cool_down_s`. Then a single failure causes the next pause, until a child
+        was of use.
         """
         allowed = self._max_failures
         while True:
@@ -144,7 +153,7 @@ class Sidecar:
                 "(grammar_max_failures); see the server's log"
             )
             log.error(
-                "%s. Guided requests are refused and the others go on; it is tried again in %g s (grammar_retry_s)",
+                "%s. Guided requests are refused, others go on; the next start is in %g s (grammar_retry_s)",
                 reason,
                 self._cool_down_s,
             )
@@ -155,19 +164,20 @@ class Sidecar:
             self._failures.clear()
 
     async def _run_until(self, allowed: int) -> None:
-        """Start it again and again, until it failed `allowed` times within the window and was of no use between."""
+        """Start the child repeatedly; return after `allowed` failures within the window without progress in between."""
         retry_s, progress = FIRST_RETRY_S, self.progress()
         while True:
-            started_s, self._of_use_s = time.monotonic(), math.inf
+            started_s, self._attached_s = time.monotonic(), math.inf
             try:
-                ended = _describe(code := await self._run_once())
-                # One that served nobody owed nobody an answer: what is to be taken back is of the end before.
-                if code in _FROM_OUTSIDE and not self._ordered and self._of_use_s < math.inf:
-                    self.forgive()
-                    retry_s = FIRST_RETRY_S  # who ends one that serves wants the next; it still counts as a failure
-            except OSError as error:  # no memory or no process ids left, for now
-                ended = str(error)
-            ended, self._killed_for = self._killed_for or ended, ""
+                code = await self._run_once()
+                reason = _describe(code)
+                # A child that was never attached had no answer outstanding: there is nothing to forgive.
+                if code in _OUTSIDE_CODES and not self._ordered and self._attached_s < math.inf:
+                    self.on_outside_end()
+                    retry_s = FIRST_RETRY_S
+            except OSError as error:  # too little memory, or no process ids left, for now
+                reason = str(error)
+            reason, self._killed_for = self._killed_for or reason, ""
             now_s = time.monotonic()
             if now_s - started_s > FAILURE_WINDOW_S:
                 retry_s, allowed = FIRST_RETRY_S, self._max_failures
@@ -176,20 +186,20 @@ class Sidecar:
                 retry_s, allowed = FIRST_RETRY_S, self._max_failures
             else:
                 self._failures.append(now_s)
-            # For the wait alone: one that serves nobody and ends every other second fails each time.
-            if now_s - self._of_use_s >= self.healthy_s:
+            # This shortens the wait alone: a process that serves no request and ends every other second still fails.
+            if now_s - self._attached_s >= self.healthy_s:
                 retry_s = FIRST_RETRY_S
             while self._failures and now_s - self._failures[0] > FAILURE_WINDOW_S:
                 self._failures.popleft()
             if len(self._failures) >= allowed:
-                log.error("the grammar process ended (%s)", ended)
+                log.error("the grammar process ended (%s)", reason)
                 return
-            log.error("the grammar process ended (%s); it is started again in %.2f s", ended, retry_s)
+            log.error("the grammar process ended (%s); the next one starts in %.2f s", reason, retry_s)
             await asyncio.sleep(retry_s)
             retry_s = min(retry_s * 2, self.longest_retry_s)
 
     def kill(self) -> None:
-        """End a child that does not react any more; `run` starts the next one."""
+        """Kill a child that does not react; `run` starts the next one."""
         if self._process and self._process.returncode is None:
             self._ordered = True
             self._process.send(signal.SIGKILL)
@@ -211,12 +221,12 @@ class Sidecar:
             await asyncio.wait([watch])
 
     async def _watch_memory(self, pid: int) -> None:
-        """Kill the child before it takes the memory of others; the kernel would choose its victim by size."""
+        """Kill a child that uses more memory than allowed, before the kernel kills the largest process instead."""
         while self._memory_mb:
-            await asyncio.sleep(MEMORY_LOOK_S)
+            await asyncio.sleep(MEMORY_CHECK_S)
             used_mb = private_memory_mb(pid)
             if used_mb > self._memory_mb:
-                self._killed_for = f"it had {used_mb} MiB of memory, more than grammar_memory_mb = {self._memory_mb}"
+                self._killed_for = f"it used {used_mb} MiB of memory, more than grammar_memory_mb = {self._memory_mb}"
                 self.kill()
                 return
 
@@ -235,8 +245,105 @@ class Sidecar:
         return f"<Sidecar pid={self.pid} starts={self.starts} failures={len(self._failures)}>"
 
 
+class ChildProcess:
+    """One child process, made by `start`. Used on the event loop.
+
+    uvloop's own way to start a process forks: with a model in memory that blocks the loop for 50 ms, and the step then
+    meets copied pages (docs/log.md). `subprocess.Popen` uses vfork, which copies no page tables.
+
+    Invariant: `wait`, and nothing else, reaps the child and closes its pipe; the owner calls it. Until then the process
+    id belongs to the child, so a signal reaches no other process.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], output: asyncio.StreamReader, pipe: asyncio.BaseTransport
+    ) -> None:
+        self._process, self._pipe = process, pipe
+        self.output = output
+        """The child's stdout and stderr."""
+
+    @staticmethod
+    async def start(command: Sequence[str], environment: Mapping[str, str]) -> ChildProcess:
+        """Start `command` in a session of its own, with an empty stdin. Raises OSError."""
+        process = subprocess.Popen(  # noqa: ASYNC220  # blocks the loop for less than a millisecond
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+        )
+        assert process.stdout is not None
+        output = asyncio.StreamReader()
+        connecting = asyncio.ensure_future(
+            asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), process.stdout)
+        )
+        cancelled: asyncio.CancelledError | None = None
+        while not connecting.done():
+            try:
+                await asyncio.wait([connecting])
+            except asyncio.CancelledError as error:
+                # The connection is completed first: interrupted half-way, the loop and the pipe would both close the
+                # descriptor.
+                cancelled = error
+        failed = connecting.exception()
+        if cancelled or failed:
+            process.kill()
+            process.wait()
+            if failed is None:
+                connecting.result()[0].close()
+            else:
+                with contextlib.suppress(OSError):  # the loop may have closed it when it failed
+                    process.stdout.close()
+            raise cancelled or failed  # type: ignore[misc]
+        pipe, _ = connecting.result()
+        return ChildProcess(process, output, pipe)
+
+    @property
+    def pid(self) -> int:
+        """Process id, which belongs to the child until `wait` has returned."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or minus the number of the signal that ended the child; None before `wait` has returned."""
+        return self._process.returncode
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless the child has been reaped."""
+        if self._process.returncode is None:
+            os.kill(self.pid, number)  # Popen.send_signal would reap the child
+
+    async def wait(self) -> int:
+        """Wait for the end of the child and return `returncode`. Unread bytes of `output` are lost.
+
+        After a cancellation the child may still run: call `wait` again.
+        """
+        if self._process.returncode is None:
+            try:
+                await self._ended()
+            except OSError:  # no file descriptor is left; a thread needs none
+                await asyncio.to_thread(os.waitid, os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        self._pipe.close()
+        return self._process.wait()
+
+    async def _ended(self) -> None:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            loop.add_reader(descriptor, ended.set)
+            await ended.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+    def __repr__(self) -> str:
+        return f"<ChildProcess pid={self.pid} returncode={self.returncode}>"
+
+
 def private_memory_mb(pid: int) -> int:
-    """Return the resident memory of a process in MiB, without what it maps from files and shares; 0: it is gone."""
+    """Return the resident memory of a process in MiB, without mapped files and shared memory; 0: it has ended."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             _, resident, shared, *_ = map(int, file.read().split())
@@ -246,7 +353,7 @@ def private_memory_mb(pid: int) -> int:
 
 
 async def _forward(stream: asyncio.StreamReader) -> None:
-    # By chunks and not by readline(), which raises on a line longer than its buffer.
+    # Reads chunks: readline() raises on a line that is longer than its buffer.
     rest = b""
     while chunk := await stream.read(1 << 16):
         *lines, rest = (rest + chunk).split(b"\n")
@@ -258,14 +365,14 @@ async def _forward(stream: asyncio.StreamReader) -> None:
 
 
 def _log_line(line: bytes) -> None:
-    # As the grammar process logs; anything else is the end of it, a traceback say.
+    # Lines of the grammar process's log are passed on; any other output, a traceback for example, is a warning.
     text = line.decode("utf-8", "replace")
     level = level_of(text)
     output_log.log(level or logging.WARNING, "%s", text, extra={"formatted": level is not None})
 
 
 def _python_path() -> str:
-    # The child must find grammar_service where we found gpu_engine, whatever the working directory is.
+    # The child finds grammar_service beside this gpu_engine, whatever its working directory is.
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -273,5 +380,5 @@ def _python_path() -> str:
 def _describe(code: int) -> str:
     if code >= 0:
         return f"exit status {code}"
-    names = {number.value: number.name for number in signal.Signals}  # not every real-time signal has one
+    names = {number.value: number.name for number in signal.Signals}  # not every real-time signal has a name
     return f"killed by {names.get(-code, f'signal {-code}')}"

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_engine.cli.client import Client
-from gpu_engine.cli.client_access import ANYBODY, Access
+from gpu_engine.cli.client import NO_CREDENTIALS, Access, Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.e2e.asking import Answer, answer
 
@@ -86,7 +85,7 @@ class Stack:
         """Where the engine is published on this machine."""
         return self.compose("port", "engine", "50051")
 
-    async def ask(self, request: pb.GenerateRequest, access: Access = ANYBODY) -> Answer:
+    async def ask(self, request: pb.GenerateRequest, access: Access = NO_CREDENTIALS) -> Answer:
         """Return the answer that a client on this machine gets."""
         async with Client(self.address.replace("127.0.0.1", "localhost"), access) as client:
             return await answer(client, request)

@@ -17,8 +17,7 @@ import jsonschema
 import pytest
 import trustme
 
-from gpu_engine.cli.client import Client
-from gpu_engine.cli.client_access import Access
+from gpu_engine.cli.client import Access, Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.compose.stack import UP_TIMEOUT_S, Stack, listing
 from tests.e2e.asking import ANSWER_TIMEOUT_S, Answer

@@ -1,4 +1,4 @@
-"""Training a head: prompts and answers on disk, the replay, the loss, and going on after an interruption."""
+"""Training a head: prompts and answers on disk, the replay, the loss, and resuming after an interruption."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def answer(name: str, *ids: int) -> TrainingAnswer:
 
 
 def sequence(head: Eagle3Head, seed: int) -> Sequence:
-    """A sequence that can be learned: the hidden states say which token comes, and all are in the draft vocabulary."""
+    """Return a sequence that can be learned: hidden states determine the next token, which the head can propose."""
     draw = torch.Generator().manual_seed(seed)
     ids = head.target_ids[torch.randint(VD, (16,), generator=draw)]
     code = torch.randn(V, 3 * H, generator=torch.Generator().manual_seed(0))
     return Sequence(ids, code[ids.roll(-2)] + code[ids.roll(-3)] * 0.5, answer_at=4)
 
 
-def test_prompts_are_the_same_every_time_and_their_schemas_are_schemas() -> None:
+def test_equal_arguments_give_equal_prompts_with_valid_schemas() -> None:
     prompts = list(make_prompts(60))
     assert prompts == list(make_prompts(60))
     assert prompts != list(make_prompts(60, seed=1))
@@ -47,7 +47,7 @@ def test_prompts_are_the_same_every_time_and_their_schemas_are_schemas() -> None
             assert prompt.messages[0][0] == "system"
 
 
-def test_a_prompt_comes_back_from_its_line() -> None:
+def test_a_prompt_is_read_back_from_its_line() -> None:
     for prompt in make_prompts(8):
         assert TrainingPrompt.parse(prompt.line()) == prompt
     assert (
@@ -57,54 +57,60 @@ def test_a_prompt_comes_back_from_its_line() -> None:
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", '{"name": "a", "messages": [1]}', "no json"])
-def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
+def test_an_error_names_the_wrong_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(next(make_prompts(1)).line() + "\n" + line + "\n")
     with pytest.raises(ValueError, match=r"prompts\.jsonl:2"):
         list(read_prompts(path))
 
 
-def test_an_answer_that_was_cut_off_in_writing_is_asked_again(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     assert read_answers(path) == []
     path.write_text(answer("a", 1, 2).line() + "\n" + answer("b", 3).line()[:20])
     assert read_answers(path) == [answer("a", 1, 2)]
 
 
-async def test_a_server_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/nobody.sock"
-    with (tmp_path / "answers.jsonl").open("w") as out, Progress(disable=True) as told:
+async def test_an_unreachable_server_is_a_connection_error_with_its_address(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/absent.sock"
+    with (tmp_path / "answers.jsonl").open("w") as out, Progress(disable=True) as progress:
         async with Client(address) as client:
-            with pytest.raises(ConnectionError, match=r"nobody\.sock: UNAVAILABLE"):
+            with pytest.raises(ConnectionError, match=r"absent\.sock: UNAVAILABLE"):
                 await answer_all(
-                    client, make_prompts(3), out, temperature=0.0, concurrency=2, told=told, task=told.add_task("")
+                    client,
+                    make_prompts(3),
+                    out,
+                    temperature=0.0,
+                    concurrency=2,
+                    progress=progress,
+                    task=progress.add_task(""),
                 )
 
 
-def test_a_name_is_always_on_the_same_side_of_the_split() -> None:
+def test_an_answer_stays_on_its_side_of_the_split_when_answers_are_added() -> None:
     answers = [answer(f"name {i}", 1) for i in range(200)]
-    learn, judge = split(answers, 0.2)
-    assert sorted(learn + judge) == list(range(200))
-    assert 20 < len(judge) < 60
-    fewer, judged = split(answers[:100], 0.2)
-    assert set(fewer) <= set(learn)
-    assert set(judged) <= set(judge)
+    training, held_back = split(answers, 0.2)
+    assert sorted(training + held_back) == list(range(200))
+    assert 20 < len(held_back) < 60
+    fewer, fewer_held_back = split(answers[:100], 0.2)
+    assert set(fewer) <= set(training)
+    assert set(fewer_held_back) <= set(held_back)
 
 
-def test_the_vocabulary_is_what_the_answers_use_most() -> None:
+def test_the_draft_vocabulary_is_the_most_frequent_tokens_of_the_answers() -> None:
     answers = [answer("a", 9, 9, 9, 5, 5), answer("b", 7)]
     assert draft_vocabulary(answers, 3, V).tolist() == [5, 7, 9]
     assert draft_vocabulary(answers, 5, V).tolist() == [0, 1, 5, 7, 9]
 
 
-def test_batches_hold_everything_once_in_a_seeds_order() -> None:
+def test_batches_hold_each_number_once_in_an_order_of_the_seed() -> None:
     found = list(batches(range(10), 4, seed=3))
     assert sorted(number for batch in found for number in batch) == list(range(10))
     assert [len(batch) for batch in found] == [4, 4, 2]
     assert found == list(batches(range(10), 4, seed=3)) != list(batches(range(10), 4, seed=4))
 
 
-def test_features_come_back_and_those_of_something_else_are_refused(tmp_path: Path) -> None:
+def test_features_are_read_back_and_another_fingerprint_is_refused(tmp_path: Path) -> None:
     folder = FeatureFolder(tmp_path, "this model")
     kept = Sequence(torch.tensor([1, 2, 3]), torch.randn(3, 6).bfloat16(), 1)
     folder.write(1, kept)
@@ -116,7 +122,7 @@ def test_features_come_back_and_those_of_something_else_are_refused(tmp_path: Pa
         FeatureFolder(tmp_path, "that model")
 
 
-def test_the_replay_counts_what_verification_would_accept() -> None:
+def test_the_replay_counts_the_drafts_that_verification_accepts() -> None:
     head = make_head()
     embedding = torch.randn(V, H)
     first, second = (sequence(head, seed) for seed in (1, 2))
@@ -124,12 +130,12 @@ def test_the_replay_counts_what_verification_would_accept() -> None:
     assert found.tokens == len(first.region) + len(second.region)
     assert found.steps <= found.tokens
     assert found.tried[0] == found.steps or found.tried[0] < found.steps
-    # A step yields its right drafts and one more, but for a step that the end of the answer cuts off.
+    # A step yields its right drafts and one token more, except for a step that the end of the answer cuts off.
     assert found.tokens <= found.steps + sum(found.right)
     assert replay(head, embedding, [first], 0).length == 1.0
 
 
-def test_training_makes_drafts_right(tmp_path: Path) -> None:
+def test_training_raises_the_acceptance_length(tmp_path: Path) -> None:
     head, embedding = make_head(), torch.randn(V, H, generator=torch.Generator().manual_seed(5))
     recipe = Recipe(epochs=1, batch_size=4, learning_rate=1e-2, depth=3, seed=0)
     training = Training(head, recipe, tmp_path, updates=60)
@@ -140,7 +146,7 @@ def test_training_makes_drafts_right(tmp_path: Path) -> None:
     assert replay(head, embedding, data, 3).length > before + 0.5
 
 
-def test_tokens_outside_of_the_vocabulary_cost_nothing() -> None:
+def test_tokens_outside_the_draft_vocabulary_have_no_loss() -> None:
     head = make_head()
     outside = next(i for i in range(V) if i not in set(head.target_ids.tolist()))
     strange = Sequence(torch.full((8,), outside), torch.randn(8, 3 * H), answer_at=3)
@@ -149,7 +155,7 @@ def test_tokens_outside_of_the_vocabulary_cost_nothing() -> None:
     assert not loss.requires_grad
 
 
-def test_an_interrupted_training_ends_where_the_other_does(tmp_path: Path) -> None:
+def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> None:
     embedding = torch.randn(V, H)
     data = [sequence(make_head(), seed) for seed in range(4)]
     recipe = Recipe(epochs=1, batch_size=1, learning_rate=1e-3, depth=2, seed=0)
@@ -174,7 +180,7 @@ def test_an_interrupted_training_ends_where_the_other_does(tmp_path: Path) -> No
         Training(make_head(), recipe, folder, updates=9).resume()
 
 
-def test_the_saved_head_is_one_that_the_engine_loads(tmp_path: Path) -> None:
+def test_the_engine_loads_the_saved_head(tmp_path: Path) -> None:
     training = Training(make_head(), Recipe(epochs=1, batch_size=1, learning_rate=1e-3, depth=2, seed=0), tmp_path, 1)
     training.save(torch.bfloat16)
     head = load_head(tmp_path, target_config(), torch.bfloat16)

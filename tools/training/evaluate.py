@@ -1,8 +1,8 @@
-"""How long would drafts be accepted? Answers of the target, replayed against a head.
+"""Estimates the acceptance length of a head: replays answers of the target and counts the drafts that are right.
 
-Invariant: a draft counts when it equals the token that the target gave, and a step yields the right drafts and one
-more, as verification does; so the mean is the acceptance length of greedy, unmasked drafting. Not here: masks and other
-drafters; `benchmarks/quality/acceptance.py` measures those on the engine itself.
+Invariant: a draft is right when it equals the token of the answer, and a step yields its right drafts and one token
+more, as in verification. So the mean is the acceptance length of greedy drafts without masks.
+Not responsible for: masks and other drafters (see benchmarks/quality/acceptance.py, which measures on the engine).
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from tools.training.unroll import Sequence, unroll
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What replayed answers add up to."""
+    """Counts over all replayed answers."""
 
     steps: int
     tokens: int
     right: tuple[int, ...]
-    """Right drafts by depth, of those that were tried: all earlier ones of the chain were right."""
+    """Right drafts by depth."""
     tried: tuple[int, ...]
+    """Drafts by depth whose earlier drafts in the same step were all right."""
 
     @property
     def length(self) -> float:
-        """Tokens a step, the bonus token included; 0 without a step."""
+        """Tokens per step, the bonus token included; 0 without a step."""
         return self.tokens / self.steps if self.steps else 0.0
 
     @property
     def rates(self) -> list[float]:
-        """Share of right drafts by depth."""
+        """Share of right drafts among those tried, by depth."""
         return [right / tried if tried else 0.0 for right, tried in zip(self.right, self.tried, strict=True)]
 
 
 @torch.inference_mode()
 def replay(head: Eagle3Head, embedding: torch.Tensor, sequences: Iterable[Sequence], num_drafts: int) -> Acceptance:
-    """Step through every answer with `num_drafts` drafts a step."""
+    """Replay every answer with `num_drafts` drafts per step. `embedding` is the target's, [V, H]."""
     steps = tokens = 0
     right, tried = [0] * num_drafts, [0] * num_drafts
     target_ids = head.target_ids

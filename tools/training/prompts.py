@@ -1,9 +1,10 @@
-"""Prompts to train a drafter on: schemas of many shapes, with a text to extract from or nothing but a wish.
+"""Writes prompts to train a drafter on: schemas of many shapes, with facts to extract or a request to invent some.
 
     python -m tools.training.prompts --count 3000 > prompts.jsonl
 
-Invariant: equal arguments give equal prompts. They are made up from word lists and taken from no data set, so that what
-a drafter learns here can be measured on any. Not here: answers; those are the target's own (`answers.py`).
+Invariant: equal arguments give equal prompts. Prompts are drawn from word lists and from no data set, so every data set
+can measure a drafter that was trained on them.
+Not responsible for: answers, which the target gives (see answers.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Draw = random.Random
 
 @dataclass(frozen=True, slots=True)
 class TrainingPrompt:
-    """One line of the file: chat messages, the schema that guides the answer (None: free text), and a token budget."""
+    """One line of the file: chat messages, the JSON Schema of the answer (None: free text), and max_tokens."""
 
     name: str
     messages: tuple[tuple[str, str], ...]
@@ -40,7 +41,7 @@ class TrainingPrompt:
 
     @staticmethod
     def parse(line: str) -> TrainingPrompt:
-        """Return the prompt of a line; raises ValueError that says what is wrong with it."""
+        """Return the prompt of a line. Raises ValueError with the reason."""
         try:
             fields = json.loads(line)
             schema = fields.get("schema")
@@ -96,7 +97,7 @@ _FORMATS = {"date": "date", "email": "email", "url": "uri"}
 
 
 def _leaf(draw: Draw, kind: str) -> tuple[Json, Any]:
-    """Return the schema of a field and a value of it."""
+    """Return a schema for a field of this kind, and a value that satisfies it."""
     if kind == "int":
         value = draw.choice((draw.randint(0, 20), draw.randint(1, 500), draw.randint(1000, 90000)))
         return {"type": "integer"} | ({"minimum": 0} if draw.random() < 0.3 else {}), value
@@ -131,7 +132,7 @@ def _cased(style: str, name: str) -> str:
 
 
 def _object(draw: Draw, style: str, depth: int) -> tuple[Json, Json, str]:
-    """Return a schema, a value of it, and its subject."""
+    """Return an object schema, a value that satisfies it, and the name of its subject."""
     subject = draw.choice(list(SUBJECTS))
     fields = SUBJECTS[subject]
     chosen = draw.sample(fields, min(len(fields), draw.randint(2, 7)))
@@ -150,7 +151,7 @@ def _object(draw: Draw, style: str, depth: int) -> tuple[Json, Json, str]:
         inner, inner_value, inner_subject = _object(draw, style, depth - 1)
         key = _cased(style, inner_subject.replace(" ", "_"))
         if draw.random() < 0.5:
-            several = [inner_value] + ([_like(draw, inner_value)] if draw.random() < 0.7 else [])
+            several = [inner_value] + ([_varied(draw, inner_value)] if draw.random() < 0.7 else [])
             properties[key + "s"], value[key + "s"] = {"type": "array", "items": inner}, several
         else:
             properties[key], value[key] = inner, inner_value
@@ -165,7 +166,7 @@ def _object(draw: Draw, style: str, depth: int) -> tuple[Json, Json, str]:
     return schema, value, subject
 
 
-def _like(draw: Draw, value: Json) -> Json:
+def _varied(draw: Draw, value: Json) -> Json:
     changed = {
         key: _words(draw) if isinstance(leaf, str) else leaf + 1 if type(leaf) is int else leaf
         for key, leaf in value.items()
@@ -176,16 +177,16 @@ def _like(draw: Draw, value: Json) -> Json:
 # ---- texts ---------------------------------------------------------------------------------------------------------
 
 
-def _tell(draw: Draw, value: Any, path: str) -> Iterator[str]:
-    """Yield the facts of a value, one phrase each."""
+def _facts(draw: Draw, value: Any, path: str) -> Iterator[str]:
+    """Yield the facts of a value, one sentence each."""
     words = path.replace("_", " ").replace("-", " ")
     words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in words).strip()
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _tell(draw, item, key if not path or draw.random() < 0.5 else f"{path} {key}")
+            yield from _facts(draw, item, key if not path or draw.random() < 0.5 else f"{path} {key}")
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         for item in value:
-            yield from _tell(draw, item, path.removesuffix("s"))
+            yield from _facts(draw, item, path.removesuffix("s"))
     else:
         said = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         said = {"True": "yes", "False": "no"}.get(said, said)
@@ -232,7 +233,7 @@ def make_prompts(count: int, seed: int = 0) -> Iterator[TrainingPrompt]:
             task = draw.choice(_QUESTIONS).format(subject, _words(draw), draw.choice(CITIES))
             yield TrainingPrompt(f"free-{number}", (("user", task),), None, 128)
             continue
-        facts = list(_tell(draw, value, ""))
+        facts = list(_facts(draw, value, ""))
         if draw.random() < 0.3:
             draw.shuffle(facts)
         tasks, name = (_EXTRACTIONS, "extract") if kind < 0.55 else (_INVENTIONS, "invent")
@@ -243,10 +244,10 @@ def make_prompts(count: int, seed: int = 0) -> Iterator[TrainingPrompt]:
 
 
 def main() -> int:
-    """Write prompts to stdout, one a line."""
+    """Write prompts to stdout, one per line."""
     parser = argparse.ArgumentParser(prog="python -m tools.training.prompts", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--count", type=int, default=3000, help="prompts to write (default 3000)")
+    parser.add_argument("--count", type=int, default=3000, help="number of prompts (default 3000)")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other prompts (default 0)")
     args = parser.parse_args()
     for prompt in make_prompts(args.count, args.seed):

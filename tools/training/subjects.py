@@ -1,6 +1,7 @@
 """The word lists that training prompts are made of: subjects with their fields, and names to fill them with.
 
-Invariant: plain data. Not here: what is made of it (`prompts.py`).
+Invariant: plain data.
+Not responsible for: the prompts made from it (see prompts.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One update after the other of an EAGLE3 head: where it starts, its loss, its checkpoint.
+"""Trains an EAGLE3 head: its initial weights, its loss, one update, its checkpoint.
 
-Invariant: the folder holds a head in the public format from the first save on, and a checkpoint is there whole or
-not at all. Not here: which data, and how often is reported (`train_eagle3.py`).
+Invariant: after the first save the folder holds a head in the public format and a complete checkpoint.
+Not responsible for: the choice of data, and reports (see train_eagle3.py).
 """
 
 from __future__ import annotations
@@ -25,22 +25,27 @@ from tools.training.unroll import unroll
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a head is trained."""
+    """The hyperparameters of one training."""
 
     epochs: int
     batch_size: int
     learning_rate: float
     depth: int
-    """Drafts deep; the loss of depth j counts 0.8 ** j."""
+    """Number of drafts that the loss looks ahead; draft j has the weight 0.8 ** j."""
     seed: int
     mixed: bool = True
-    """Products in bfloat16; weights, their gradients and the optimiser stay float32."""
+    """Compute products in bfloat16; weights, gradients and the optimiser state stay float32."""
 
 
 def new_head(net: Any, config: Eagle3Config, vocabulary: torch.Tensor) -> Eagle3Head:
-    """Return a head that starts as the target's last layer behind its highest fused hidden state.
+    """Return a head whose initial weights are those of the target's last layer, applied to its last fused hidden state.
 
-    Where a shape differs from the target's, that part starts at random.
+    Args:
+        net: the target, a transformers model.
+        config: of the head.
+        vocabulary: int64 [Vd], the target ids that the head can propose.
+
+    A weight whose shape differs from the target's starts at random.
     """
     head = Eagle3Head(config)
     head.choose_vocabulary(vocabulary)
@@ -57,15 +62,15 @@ def new_head(net: Any, config: Eagle3Config, vocabulary: torch.Tensor) -> Eagle3
         pairs += [(getattr(layer.mlp, name), getattr(last.mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")]
         pairs += [(layer.self_attn.o_proj, last.self_attn.o_proj)]
         for ours, theirs in pairs:
-            _take(ours.weight, theirs.weight)
+            _copy_if_equal_shape(ours.weight, theirs.weight)
         for name in ("q_proj", "k_proj", "v_proj"):
             ours, theirs = getattr(layer.self_attn, name), getattr(last.self_attn, name)
-            if _take(ours.weight[:, H:], theirs.weight):
+            if _copy_if_equal_shape(ours.weight[:, H:], theirs.weight):
                 ours.weight[:, :H].mul_(0.1)
     return head
 
 
-def _take(ours: Any, theirs: Any) -> bool:
+def _copy_if_equal_shape(ours: Any, theirs: Any) -> bool:
     if ours.shape != theirs.shape:
         return False
     ours.copy_(theirs.float())
@@ -73,7 +78,11 @@ def _take(ours: Any, theirs: Any) -> bool:
 
 
 def loss_of(head: Eagle3Head, embedding: torch.Tensor, sequence: TrainingSequence, depth: int) -> torch.Tensor:
-    """Return the cross-entropy against the target's tokens, over the depths, where the head can say them."""
+    """Return the weighted mean over depths of the cross-entropy against the answer's tokens.
+
+    Positions whose token is not in the head's vocabulary are ignored. A loss without any position is 0 and has no
+    gradient.
+    """
     to_draft = torch.full((head.config.vocab_size,), -1, device=embedding.device)
     to_draft[head.target_ids] = torch.arange(head.config.draft_vocab_size, device=embedding.device)
     total, weight = torch.zeros((), device=embedding.device), 0.0
@@ -87,7 +96,7 @@ def loss_of(head: Eagle3Head, embedding: torch.Tensor, sequence: TrainingSequenc
 
 
 class Training:
-    """A head, its optimiser and where it stands. `folder` holds head, state and history."""
+    """A head with its optimiser. `folder` holds the head, the checkpoint and the history; `updates` is the planned number."""
 
     def __init__(self, head: Eagle3Head, recipe: Recipe, folder: Path, updates: int) -> None:
         self.head, self.recipe, self.folder, self.updates = head, recipe, folder, updates
@@ -99,14 +108,14 @@ class Training:
         self.history: list[dict[str, float]] = []
 
     def _rate(self, update: int) -> float:
-        """Warm up over the first twentieth, then a cosine to a tenth."""
+        """Return the factor of the learning rate: a linear warm-up over 5% of the updates, then a cosine down to 0.1."""
         warm = max(1, self.updates // 20)
         if update < warm:
             return (update + 1) / warm
         return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (update - warm) / max(1, self.updates - warm)))
 
     def update(self, embedding: torch.Tensor, sequences: Sequence[TrainingSequence]) -> float:
-        """Take one step on a batch and return its loss."""
+        """Make one update on a batch of sequences, and return its loss."""
         total = 0.0
         for sequence in sequences:
             with torch.autocast(embedding.device.type, torch.bfloat16, enabled=self.recipe.mixed):
@@ -122,7 +131,7 @@ class Training:
         return total
 
     def save(self, dtype: torch.dtype) -> None:
-        """Write the head in `dtype` and what is needed to go on."""
+        """Write the head in `dtype`, and a checkpoint in float32."""
         state = {
             "head": self.head.state_dict(), "optimizer": self._optimizer.state_dict(),
             "schedule": self._schedule.state_dict(), "done": self.done, "updates": self.updates,
@@ -136,14 +145,14 @@ class Training:
         save_head(served.to(dtype), self.folder)
 
     def resume(self) -> bool:
-        """Go on from the last checkpoint, if there is one for as many updates; return whether."""
+        """Load the last checkpoint, if there is one; return whether. Raises ValueError for one of another plan."""
         path = self.folder / "training.pt"
         if not path.exists():
             return False
         state = torch.load(path, weights_only=True)
         if state["updates"] != self.updates:
             raise ValueError(
-                f"{path}: was begun for {state['updates']} updates, not {self.updates}; name another --out"
+                f"{path}: was begun for {state['updates']} updates, not {self.updates}; give another --out"
             )
         self.head.load_state_dict(state["head"])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -1,10 +1,11 @@
-"""A draft head over a whole answer at once, several drafts deep: what EAGLE-3 calls training-time test.
+"""Runs a draft head over a whole answer at once, several drafts deep ("training-time test" in the EAGLE-3 paper).
 
-At depth j the pair at position p is (the head's own output of depth j - 1 at p - 1, token p + 1), as it will be when
-draft j is made in service; its attention sees true pairs up to p - j and the chain's own behind them. So the logits at
+At depth j the pair at position p is (the head's own output of depth j - 1 at p - 1, token p + 1), as it is when the
+engine computes draft j. Its attention sees true pairs up to p - j, and the head's own pairs after that. So the logits at
 depth j are those of draft j after j right drafts, for every position of the answer at the same time.
 
-One invariant: nothing at depth j of base position b = p - j depends on hidden states behind b. Not here: losses.
+Invariant: no value at depth j of base position b = p - j depends on hidden states after b.
+Not responsible for: the loss (see trainer.py).
 
 Shapes: n tokens of a sequence, m positions of the answer's region, H hidden, Vd draft vocabulary.
 """
@@ -21,27 +22,27 @@ from gpu_engine.drafters.eagle3_head import Eagle3Head, rotate
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A prompt with the target's answer, and what the target computed along it."""
+    """A prompt with the target's answer, and the target's hidden states along both."""
 
     ids_n: torch.Tensor
     """int64 [n]: prompt and answer."""
     aux_nF: torch.Tensor
-    """[n, 3 Ht]: the hidden states that the head fuses."""
+    """[n, 3 Ht]: the three hidden states that the head fuses, Ht wide each."""
     answer_at: int
     """Index of the first token of the answer, at least 1."""
 
     @property
     def region(self) -> range:
-        """Positions p whose pair predicts a token of the answer, number p + 2, with token p + 1 of the answer known."""
+        """Positions p whose pair predicts token p + 2, where token p + 1 and token p + 2 belong to the answer."""
         return range(self.answer_at - 1, len(self.ids_n) - 2)
 
 
 def unroll(
     head: Eagle3Head, embedding: torch.Tensor, sequence: Sequence, depth: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield for j = 0..depth-1 the logits [m - j, Vd] and the token ids [m - j] that they are to predict.
+    """Yield for j = 0..depth-1 the logits [m - j, Vd] and the token ids [m - j] that they should predict.
 
-    Row i of depth j belongs to the i-th base position of the region; a region shorter than the depth yields fewer.
+    Row i of depth j belongs to the i-th base position of the region. A region shorter than `depth` yields fewer items.
     """
     region = sequence.region
     m, first = len(region), region.start
@@ -59,12 +60,12 @@ def unroll(
         attention.depth = j
         hidden_mH = head(embeds_nH[at], hidden_mH, positions_n[at], attention)
         yield head.logits(hidden_mH), ids_n[first + j + 2 : first + m + 2]
-        # The pair one further on takes this output.
+        # The next depth pairs this output with the next token.
         hidden_mH = hidden_mH[:-1]
 
 
 class _ChainAttention:
-    """True pairs as far as the base position, then the chain's own, one a depth."""
+    """Attention over the true pairs up to the base position, and over the head's own pairs, one per depth."""
 
     def __init__(
         self, head: Eagle3Head, embeds_nH: torch.Tensor, fused_nH: torch.Tensor, positions_n: torch.Tensor, first: int
@@ -88,7 +89,7 @@ class _ChainAttention:
         base_m1 = self._first + torch.arange(m, device=q_mhD.device)[:, None]
         behind_mn = torch.arange(scores_hmn.shape[-1], device=q_mhD.device) > base_m1
         scores = [scores_hmn.masked_fill(behind_mn, -torch.inf)]
-        # Row i of the chain's depth d holds base position i: the rows line up, and later bases fall off the end.
+        # Row i of each depth belongs to base position i, so rows of all depths line up.
         scores += [(q_hmD * k_mhD[:m].transpose(0, 1)).sum(-1, keepdim=True) for k_mhD, _ in self._chain]
         share = torch.cat(scores, dim=-1).float().softmax(-1).to(q_mhD.dtype)
         n = scores_hmn.shape[-1]

@@ -17,10 +17,9 @@ import pytest
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.request import FinishReason, Request, TokenEvent
 from gpu_engine.cli import commands as cli
-from gpu_engine.cli.compile_command import cost
 from gpu_engine.cli.demo import how_to_call
 from gpu_engine.cli.request_flags import build_request
-from gpu_engine.cli.terminal import loading_progress, summary
+from gpu_engine.cli.terminal import grammar_cost, loading_progress, summary
 from gpu_engine.server import Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import FakeEngine, FakeModel, Script, says
@@ -96,11 +95,11 @@ async def test_compile_needs_a_grammar_and_tells_a_refusal(tmp_path: Path, capsy
 
 def test_what_a_grammar_costs_is_one_line() -> None:
     response = pb.CompileResponse(backend=pb.BACKEND_XGRAMMAR, compile_ms=1.25, memory_bytes=2048, min_tokens=4)
-    line = "xgrammar, compiled in 1.2 ms, 2 KiB, no answer below 4 tokens, "
-    assert cost(response) == line + "no way to its end was found"
+    line = "xgrammar, compiled in 1.2 ms, 2 KiB, at least 4 tokens per answer, "
+    assert grammar_cost(response) == line + "no complete answer was found"
     response.closing_tokens = 6
-    assert cost(response) == line + "led to its end from max_tokens 6 on"
-    assert "compiled before" in cost(pb.CompileResponse(backend=pb.BACKEND_LLGUIDANCE, cache_hit=True))
+    assert grammar_cost(response) == line + "completes within max_tokens of 6 or more"
+    assert "from the cache" in grammar_cost(pb.CompileResponse(backend=pb.BACKEND_LLGUIDANCE, cache_hit=True))
 
 
 async def test_info_shows_model_and_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

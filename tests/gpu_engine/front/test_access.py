@@ -22,8 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.cli import commands as cli
-from gpu_engine.cli.client import Client
-from gpu_engine.cli.client_access import Access, access_of, add_access_flags
+from gpu_engine.cli.client import Access, Client, access_of, add_access_flags
 from gpu_engine.front.auth import known, parse_tokens
 from gpu_engine.front.from_files import CHECK_EVERY_S, FromFiles
 from gpu_engine.front.listening import ServerError, exposure, is_local

@@ -6,7 +6,7 @@ import pytest
 
 from gpu_engine.api.errors import LimitExceeded
 from gpu_engine.api.request import GrammarKind, GrammarSpec
-from gpu_engine.sidecar.admission import Admission
+from gpu_engine.sidecar.compilations import Admission
 
 
 def spec(number: int, backend: int = 0) -> GrammarSpec:

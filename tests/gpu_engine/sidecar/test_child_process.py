@@ -12,7 +12,7 @@ import psutil
 import pytest
 import uvloop
 
-from gpu_engine.sidecar.child_process import ChildProcess
+from gpu_engine.sidecar.supervisor import ChildProcess
 from tests.descriptors import none_left
 from tests.waiting import eventually
 

@@ -135,8 +135,8 @@ async def test_after_too_many_failures_it_is_given_up_for_a_time(
     assert reasons == [sidecar.gave_up]
     assert f"failed {MAX_FAILURES} times" in reasons[0]
     assert "(grammar_max_failures)" in reasons[0]
-    assert caplog.text.count("it is started again") == MAX_FAILURES - 1
-    assert "tried again in 0.3 s (grammar_retry_s)" in caplog.text
+    assert caplog.text.count("the next one starts") == MAX_FAILURES - 1
+    assert "the next start is in 0.3 s (grammar_retry_s)" in caplog.text
     # The first attempt after the pause decides: here it fails, then it does not.
     await eventually(lambda: len(reasons) > 1)
     assert sidecar.starts == MAX_FAILURES + 1
@@ -147,11 +147,13 @@ async def test_after_too_many_failures_it_is_given_up_for_a_time(
     await end(task)
 
 
-@pytest.mark.parametrize(("ending", "pardoned"), [("kill", 1), ("ordered", 0), ("crash", 0), ("kill unattached", 0)])
-async def test_an_end_from_outside_is_told_apart_from_a_crash_and_from_our_own_kill(ending: str, pardoned: int) -> None:
-    pardons: list[int] = []
+@pytest.mark.parametrize(("ending", "is_forgiven"), [("kill", 1), ("ordered", 0), ("crash", 0), ("kill unattached", 0)])
+async def test_an_end_from_outside_is_told_apart_from_a_crash_and_from_our_own_kill(
+    ending: str, is_forgiven: int
+) -> None:
+    forgiven: list[int] = []
     sidecar = Sidecar(SLEEPS, lambda reason: None)
-    sidecar.forgive = lambda: pardons.append(sidecar.starts)
+    sidecar.on_outside_end = lambda: forgiven.append(sidecar.starts)
     task = asyncio.create_task(sidecar.run())
     await eventually(lambda: sidecar.pid)
     assert sidecar.pid is not None
@@ -162,7 +164,7 @@ async def test_an_end_from_outside_is_told_apart_from_a_crash_and_from_our_own_k
     else:
         os.kill(sidecar.pid, signal.SIGSEGV if ending == "crash" else signal.SIGKILL)
     await eventually(lambda: sidecar.starts == 2)
-    assert pardons == [1] * pardoned
+    assert forgiven == [1] * is_forgiven
     await end(task)
 
 
@@ -203,7 +205,7 @@ async def test_after_one_that_was_of_use_the_next_is_started_at_once(caplog: pyt
         await killed(start, of_use=of_use)
     await eventually(lambda: sidecar.starts == 5)
     await end(task)
-    waits = [line.rpartition("again in ")[2] for line in caplog.messages if "it is started again" in line]
+    waits = [line.rpartition("starts in ")[2] for line in caplog.messages if "the next one starts" in line]
     assert waits == [f"{FIRST_RETRY_S * factor:.2f} s" for factor in (1, 2, 1, 2)]
 
 
@@ -217,7 +219,7 @@ async def test_one_that_served_and_was_ended_from_outside_is_followed_at_once(ca
         os.kill(sidecar.pid, number)
     await eventually(lambda: sidecar.starts == 5)
     await end(task)
-    waits = [line.rpartition("again in ")[2] for line in caplog.messages if "it is started again" in line]
+    waits = [line.rpartition("starts in ")[2] for line in caplog.messages if "the next one starts" in line]
     assert waits == [f"{FIRST_RETRY_S * factor:.2f} s" for factor in (1, 2, 1, 1)]
 
 
