@@ -1,4 +1,4 @@
-"""`python -m gpu_engine`: see `cli.py`."""
+"""`lockstep` and `python -m gpu_engine`: settings of the process, then the command line (cli/commands.py)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 
 def main() -> None:
     """Run the command line and exit with its status."""
-    # gRPC reads this when it is imported. Its fork handlers are for children that go on with gRPC; ours execs at once.
+    # gRPC reads this when it is imported. Its fork handlers are for children that use gRPC; our children exec at once.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    # Prompts are tokenised one by one; the library's thread pool would only warn when a child is started after its use.
+    # Prompts are tokenised one at a time. The library's thread pool would only warn when a child is started after its use.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # The engine's thread must get the GIL soon after each operation, whatever the event loop is doing.
+    # The engine's thread needs the GIL soon after each operation, even while the event loop is busy.
     sys.setswitchinterval(0.0005)
     from gpu_engine.cli import commands as cli
 

@@ -1,7 +1,9 @@
-"""`lockstep demo`: a whole server, one guided answer through a real client, and an independent check of it.
+"""`lockstep demo`: a whole server, one guided answer through a real client, and an independent check of the answer.
 
-The invariant: nothing is staged. The answer goes through gRPC, the grammar through the grammar process, and the verdict
-is jsonschema's; a wrong answer is exit status 1. Not here: anything that the server or a client would need.
+The invariant: the demo uses the real path. The answer crosses gRPC, the grammar process compiles the schema, and
+jsonschema checks the answer; a wrong answer is exit status 1.
+
+Not responsible for: anything that a server or a client needs.
 """
 
 from __future__ import annotations
@@ -56,18 +58,18 @@ Text: The Sydney Opera House is a concert hall in Sydney, Australia. It was desi
 Keywords: music, opera, theatre.
 JSON:
 """
-"""One example and one task: what an answer repeats of its prompt is what the n-gram drafter can guess."""
+"""One example and one task: the n-gram drafter can draft the parts of the answer that repeat the prompt."""
 
 
 async def run_demo(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Run the demo on a free port; return the exit status."""
+    """Run the demo on a free port, print to stdout, and return the exit status. Raises ServerError."""
     jsonschema = _jsonschema()
-    # The same prompt is asked twice, and what is compared is to pay for it both times.
+    # The prompt is sent twice, and the comparison is fair only if both requests prefill it.
     engine_config = dataclasses.replace(engine_config, prefix_cache=False)
     server_config = dataclasses.replace(
         server_config,
         listen="127.0.0.1:0",
-        # Its one client is in this process.
+        # The only client is in this process.
         tls_cert="",
         tls_key="",
         tls_client_ca="",
@@ -124,7 +126,7 @@ def _check(jsonschema: Any, text: str, last: pb.GenerateResponse) -> bool:
     except (json.JSONDecodeError, jsonschema.ValidationError) as error:
         print(f"check:  NOT VALID ({reason}): {error}\n", file=sys.stderr)
         return False
-    print(f"check:  valid, says jsonschema ({reason})")
+    print(f"check:  jsonschema says valid ({reason})")
     return True
 
 
@@ -141,11 +143,13 @@ def _jsonschema() -> Any:
     try:
         import jsonschema
     except ImportError as error:
-        raise ServerError("the demo checks its answer with jsonschema: pip install jsonschema") from error
+        raise ServerError(
+            "the demo checks its answer with jsonschema, which is not installed: pip install jsonschema"
+        ) from error
     return jsonschema
 
 
-_NEXT = """Go on:
+_NEXT = """Next:
   {lockstep} serve                                        a server of your own
   {lockstep} generate --chat "Describe Oslo." --json      ask it
   {lockstep} generate --help                              schemas, regexes, choices, grammars

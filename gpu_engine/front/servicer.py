@@ -157,7 +157,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
     async def _generate(self, message: pb.GenerateRequest, context: Context, record: CallRecord) -> None:
         arrived_s = time.monotonic()
-        record.named(given_id(message.request_id))
+        record.set_request_id(given_id(message.request_id))
         if self._draining:
             raise ShuttingDown("the server is shutting down")
         await self._warm.wait()

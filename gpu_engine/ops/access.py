@@ -1,7 +1,9 @@
-"""One Generate call as it is seen from outside: what its access line, its metrics and its spans are made of.
+"""The record of one Generate call, from which its access line, its metrics and its spans are made.
 
-The invariant: a record holds numbers, names and ids, never a prompt, a grammar or an answer. Filled by the servicer on
-the event loop; read once, when the call has ended. Not here: who counts (`metrics_requests.py`), spans (`tracing.py`).
+The invariant: neither the access line nor any other reader of a record passes on a prompt, a grammar text or an answer.
+The servicer fills a record on the event loop; it is read once, when the call has ended.
+
+Not responsible for: metrics (metrics_requests.py), spans (tracing.py).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ BACKENDS = {0: "", 1: "xgrammar", 2: "llguidance"}
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A sequence that came to its end."""
+    """A sequence that has ended."""
 
     request: Request
     finish: FinishReason
@@ -33,40 +35,40 @@ class Ended:
 
     @property
     def telemetry(self) -> Telemetry:
-        """Of the sequence."""
+        """Times and counts of the sequence."""
         return self.request.telemetry
 
 
 @dataclass(slots=True)
 class CallRecord:
-    """A Generate call, as far as it has come. Times are `time.monotonic()` seconds."""
+    """A Generate call, running or ended. Times are `time.monotonic()` seconds."""
 
     metadata: Sequence[tuple[str, str | bytes]] = ()
-    """Of the call, for a trace that it belongs to."""
+    """The call's gRPC metadata, which may name a parent trace."""
     arrived_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
     status: str = ""
-    """Name of the gRPC status, once it is known."""
+    """Name of the gRPC status; empty while the call runs."""
     request_id: str = ""
-    """As the client gave it, or drawn. A request that is refused has one, too, if the client gave one."""
+    """Given by the client, or drawn. A refused request has one only if the client gave a valid one."""
     checked: Checked | None = None
-    """None: it did not get so far."""
+    """None: the request is not checked yet, or was refused."""
     compiled_s: float = 0.0
-    """Its grammar was compiled, or found; 0: it has none, or did not get so far."""
+    """When its grammar was compiled or found in the cache; 0: no grammar, or not compiled yet."""
     ended: list[Ended] = field(default_factory=list)
 
-    def named(self, request_id: str) -> None:
-        """It has an id that may stand in a line: from here on lines of this task carry it."""
+    def set_request_id(self, request_id: str) -> None:
+        """Set the id. From now on, log lines of this task carry it."""
         self.request_id = request_id
         REQUEST_ID.set(request_id)
 
     def begin(self, checked: Checked) -> None:
-        """The request is within all limits."""
+        """Set the checked request, which is within all limits."""
         self.checked = checked
-        self.named(checked.request_id)
+        self.set_request_id(checked.request_id)
 
     def finished(self, request: Request, finish: FinishReason, completion_tokens: int, finished_s: float) -> None:
-        """One of its sequences has ended."""
+        """Add one sequence that has ended."""
         self.ended.append(Ended(request, finish, completion_tokens, finished_s))
 
     @property
@@ -76,16 +78,16 @@ class CallRecord:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the prompt, which n sequences share."""
+        """Tokens of the prompt, which all sequences of the call share."""
         return len(self.ended[0].request.prompt_ids) if self.ended else 0
 
     @property
     def completion_tokens(self) -> int:
-        """Of all sequences that ended."""
+        """Tokens of all sequences that have ended."""
         return sum(each.completion_tokens for each in self.ended)
 
     def access_fields(self) -> dict[str, Any]:
-        """Return what the access line says."""
+        """Return the fields of the access line."""
         fields: dict[str, Any] = {"status": self.status}
         if self.request_id:
             fields["request_id"] = self.request_id

@@ -5,8 +5,8 @@ grammar or fills a row on a core that runs a step, even though another core is i
 cores are not the model's, every other thread of the engine, and the grammar process that the engine starts, is confined
 to those cores. The model's threads may run on every core, because other processes may keep the model's own cores busy.
 
-The invariant: a confined thread may use every core again once the split ends, and a thread whose cores were set by other
-code keeps them. Linux only.
+The invariant: a confined thread may use every core again once the split ends, and a thread whose cores were set by
+other code keeps them. Linux only.
 
 Not responsible for: the number of the model's threads (placement.py), or starting them (server.py).
 """

@@ -1,7 +1,8 @@
-"""What the engine's thread counts, as Prometheus metrics, made when somebody scrapes.
+"""The counters of the engine's thread as Prometheus metrics, made at each scrape.
 
-The invariant: a scrape reads plain numbers that the engine thread left, and makes it wait for nothing. Not here: the
-numbers themselves (`stats.py`), requests (`metrics_requests.py`).
+The invariant: a scrape reads plain numbers, and never makes the engine's thread wait.
+
+Not responsible for: the numbers (api/stats.py), or the metrics of calls (metrics_requests.py).
 """
 
 from __future__ import annotations
@@ -15,34 +16,38 @@ from prometheus_client.registry import Collector
 from gpu_engine.api.stats import EngineStats, Histogram
 
 _GAUGES = (
-    ("sequences_running", "Sequences that hold a slot", "running"),
+    ("sequences_running", "Sequences with a slot", "running"),
     ("sequences_waiting", "Sequences that wait for a slot", "waiting"),
-    ("slots", "Slots in all", "num_slots"),
-    ("kv_pages_used", "Pages of the KV cache in use", "pages_used"),
-    ("kv_pages_cached", "Pages without an owner, reusable by prefix match", "pages_cached"),
-    ("kv_pages", "Pages of the KV cache in all", "num_pages"),
+    ("slots", "Number of slots", "num_slots"),
+    ("kv_pages_used", "KV pages in use", "pages_used"),
+    ("kv_pages_cached", "KV pages without an owner, reusable by prefix match", "pages_cached"),
+    ("kv_pages", "Number of KV pages", "num_pages"),
 )
 _COUNTERS = (
-    ("prompt_tokens", "Prompt tokens prefilled; the last of a prompt is part of its first step", "prefill_tokens"),
+    (
+        "prompt_tokens",
+        "Prompt tokens prefilled; the last token of a prompt is part of its first decode step",
+        "prefill_tokens",
+    ),
     (
         "prefix_cached_tokens",
-        "Tokens that were not prefilled: their keys were there, from another sequence or before a preemption",
+        "Prompt tokens that were not prefilled: their KV pages were cached, by another sequence or before a preemption",
         "cached_tokens",
     ),
     ("generation_tokens", "Tokens generated", "generated_tokens"),
     ("step_rows", "Rows that decode steps verified, padding included", "step_rows"),
-    ("deferred_rows", "Times that a sequence's rows came too late for its step", "deferred_rows"),
+    ("deferred_rows", "Times that a step deferred a sequence because its mask rows were late", "deferred_rows"),
     ("dead_ends", "Sequences that ended because no token was legal", "dead_ends"),
     ("matcher_errors", "Sequences that ended because their matcher failed", "matcher_errors"),
     ("preemptions", "Times that a sequence lost its slot to make room", "preemptions"),
 )
 _BY_DRAFTER = (
     ("draft_tokens", "Drafts verified", "draft_tokens"),
-    ("accepted_draft_tokens", "Drafts that equalled the target's own token", "accepted_draft_tokens"),
-    ("jump_forward_tokens", "Drafts verified that the grammar forced", "jump_forward_tokens"),
+    ("accepted_draft_tokens", "Drafts that were equal to the target's own token", "accepted_draft_tokens"),
+    ("jump_forward_tokens", "Jump-forward tokens verified; they are drafts, too", "jump_forward_tokens"),
     (
         "accepted_jump_forward_tokens",
-        "Drafts that the grammar forced and that equalled the target's own token",
+        "Jump-forward tokens that were equal to the target's own token",
         "accepted_jump_forward_tokens",
     ),
 )
@@ -51,15 +56,15 @@ _HISTOGRAMS = (
     ("mask_wait_seconds", "Time that a step with guided sequences waited for mask rows", "mask_wait_seconds"),
     (
         "inter_token_latency_seconds",
-        "From one step that brought tokens to a sequence to the next one that did",
+        "Time between two steps in a row that gave a sequence tokens",
         "token_gap_seconds",
     ),
-    ("tokens_per_step", "Tokens that a step brought to a sequence; 0 is a deferral", "tokens_per_step"),
+    ("tokens_per_step", "Tokens that a step gave a sequence; 0: the sequence was deferred", "tokens_per_step"),
 )
 
 
 class EngineCollector(Collector):
-    """Reads `stats` at every scrape."""
+    """Collects the families from `stats` at every scrape."""
 
     def __init__(self, stats: Callable[[], EngineStats], *, drafter: str, about: Mapping[str, str]) -> None:
         """Args: `stats` is thread-safe; `about` are the labels of `lockstep_info`."""
@@ -70,7 +75,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield every family."""
         stats = self._stats()
-        info = GaugeMetricFamily("lockstep_info", "1, with what runs here", labels=tuple(self._about))
+        info = GaugeMetricFamily("lockstep_info", "Always 1; its labels describe the server", labels=tuple(self._about))
         info.add_metric(tuple(self._about.values()), 1)
         yield info
         for name, documentation, attribute in _GAUGES:

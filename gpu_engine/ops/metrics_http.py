@@ -1,8 +1,10 @@
-"""One /metrics for both processes: the engine's own numbers, and the grammar process's, asked for over its socket.
+"""One /metrics for both processes: the engine's metrics, and those of the grammar process, read through its socket.
 
-The invariant: every sample says whose it is (label `process`: engine, sidecar), and a grammar process that is away
-costs a scrape its part and at most `SIDECAR_TIMEOUT_S`, nothing else. It only reads; there is neither TLS nor a
-password on it, so it is bound where only the scraper comes. Not here: what is counted.
+The invariants: the label `process` of every sample says which process it is from (engine, sidecar). A grammar process
+that does not answer costs a scrape at most twice `SIDECAR_TIMEOUT_S`, and only its samples are missing. The port is
+read-only and has neither TLS nor a password: bind it to an address that only the scraper reaches.
+
+Not responsible for: the metrics themselves (metrics_engine.py, metrics_requests.py).
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ SIDECAR_TIMEOUT_S = 0.2
 
 
 class GrammarSource(Protocol):
-    """The grammar client, as far as metrics go."""
+    """The grammar process, as far as metrics are concerned."""
 
     @property
     def attachments(self) -> int:
-        """How many times a grammar process was attached."""
+        """Number of times that a grammar process was attached."""
 
     @property
     def silences(self) -> int:
@@ -36,32 +38,32 @@ class GrammarSource(Protocol):
 
     @property
     def refused_early(self) -> int:
-        """How many grammars the engine refused by itself, because its queue was full."""
+        """Number of grammars that the engine refused because the queue of the grammar process was full."""
 
     @property
     def process_starts(self) -> int:
-        """How many times one was started by us; 0 for one that somebody else runs."""
+        """Number of times that the engine started one; 0 with grammar=connect."""
 
     def metrics(self, timeout_s: float) -> Coroutine[Any, Any, bytes | None]:
-        """Ask for its exposition, on the event loop; None while it is away. Never raises."""
+        """Ask for its metrics as text, on the event loop; None if it does not answer in time. Never raises."""
 
 
 class BothProcesses(Collector):
-    """The families of `registry` and those of the grammar process, merged by name. Made on the event loop."""
+    """The families of `registry` and of the grammar process, merged by name. Constructed on the event loop."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        """The engine's own; its numbers are registered here."""
+        """The engine's own metrics are registered here."""
         ProcessCollector(registry=self.registry)
         self._loop = asyncio.get_running_loop()
         self._grammar: GrammarSource | None = None
 
     def attach(self, grammar: GrammarSource) -> None:
-        """There is a grammar process to be asked."""
+        """Include the metrics of this grammar process from now on."""
         self._grammar = grammar
 
     def collect(self) -> Iterable[Metric]:
-        """Return every family once; not on the event loop."""
+        """Return every family once. Not on the event loop, which it waits for."""
         families: dict[str, Metric] = {}
         _merge(families, self.registry.collect(), "engine")
         if self._grammar is not None:
@@ -74,7 +76,9 @@ class BothProcesses(Collector):
     def _ask(self, grammar: GrammarSource) -> bytes | None:
         asking = asyncio.run_coroutine_threadsafe(grammar.metrics(SIDECAR_TIMEOUT_S), self._loop)
         try:
-            return asking.result(2 * SIDECAR_TIMEOUT_S)  # longer than the call itself: the loop may be busy
+            return asking.result(
+                2 * SIDECAR_TIMEOUT_S
+            )  # longer than the call may take, since the event loop may be busy
         except (TimeoutError, concurrent.futures.CancelledError):
             asking.cancel()
             return None
@@ -84,11 +88,11 @@ class BothProcesses(Collector):
 
 
 class CannotListen(RuntimeError):
-    """The address is taken, or not this machine's; the message names the setting."""
+    """The address is taken, or does not belong to this machine; the message names the setting."""
 
 
 class MetricsServer:
-    """Serves a collector over HTTP, on a thread of its own, from construction to `close`."""
+    """Serves a collector over HTTP on a thread of its own, from construction to `close`."""
 
     def __init__(self, listen: str, collector: Collector) -> None:
         """Args: `listen` is "host:port". Raises CannotListen."""
@@ -103,7 +107,7 @@ class MetricsServer:
         log.info("metrics on http://%s/metrics", self.address)
 
     def close(self) -> None:
-        """Free the port; may take half a second."""
+        """Close the port; may take half a second."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -113,7 +117,7 @@ class MetricsServer:
 
 
 def about_grammar(grammar: GrammarSource, *, up: bool) -> Iterable[Metric]:
-    """Yield what the engine itself knows of the grammar process."""
+    """Yield the families that the engine itself counts about the grammar process."""
     yield GaugeMetricFamily("lockstep_grammar_up", "1 while the grammar process answers", value=int(up))
     yield CounterMetricFamily(
         "lockstep_grammar_attachments", "Times that a grammar process was attached", value=grammar.attachments
@@ -125,12 +129,12 @@ def about_grammar(grammar: GrammarSource, *, up: bool) -> Iterable[Metric]:
     )
     yield CounterMetricFamily(
         "lockstep_grammar_refused_early",
-        "Grammars refused by the engine itself, because the grammar process's compile_queue was full",
+        "Grammars that the engine refused because the compile_queue of the grammar process was full",
         value=grammar.refused_early,
     )
     yield CounterMetricFamily(
         "lockstep_grammar_process_starts",
-        "Times that the engine started a grammar process; 0 where another supervisor does",
+        "Times that the engine started a grammar process; 0 with grammar=connect",
         value=grammar.process_starts,
     )
 

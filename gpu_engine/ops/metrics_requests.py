@@ -1,7 +1,9 @@
-"""What clients see of the server, counted when a call ends: status, finish reasons, latencies, lengths.
+"""Metrics of Generate calls, counted when a call ends: status, finish reasons, latencies, lengths.
 
-The invariant: every Generate call is counted once, under the status that its client got. Used on the event loop; a
-scrape reads from another thread. Not here: what the engine's thread counts (`metrics_engine.py`).
+The invariant: every call is counted once, under the status that its client received. Used on the event loop; a scrape
+reads from another thread.
+
+Not responsible for: the counters of the engine's thread (metrics_engine.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from gpu_engine.ops.access import CallRecord, Ended
 
-prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # time stamps beside every counter
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # no time stamp beside every counter
 
 LATENCY_BOUNDS_S = (
     5e-3,
@@ -44,7 +46,7 @@ LENGTH_BOUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20
 
 
 class RequestMetrics:
-    """The metrics of one server, in `registry`."""
+    """The metrics of calls to one server, registered in `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
@@ -57,24 +59,28 @@ class RequestMetrics:
             "lockstep_sequences", "Sequences that ended, by finish reason", ("finish_reason",), registry=registry
         )
         self.ttft = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to a sequence's first token", LATENCY_BOUNDS_S
+            "time_to_first_token_seconds",
+            "Time from the arrival of a request to the first token of a sequence",
+            LATENCY_BOUNDS_S,
         )
         self.latency = histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to a sequence's end", LATENCY_BOUNDS_S
+            "e2e_request_latency_seconds",
+            "Time from the arrival of a request to the end of a sequence",
+            LATENCY_BOUNDS_S,
         )
         self.queue = histogram(
-            "request_queue_seconds", "From a request's arrival until a sequence has a slot", QUEUE_BOUNDS_S
+            "request_queue_seconds", "Time from the arrival of a request until a sequence has a slot", QUEUE_BOUNDS_S
         )
         self.per_token = histogram(
             "request_time_per_output_token_seconds",
-            "A sequence's time after its first token, over its other tokens",
+            "Time of a sequence after its first token, divided by the number of its other tokens",
             PER_TOKEN_BOUNDS_S,
         )
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a sequence", LENGTH_BOUNDS)
-        self.generation_tokens = histogram("request_generation_tokens", "Tokens of an answer", LENGTH_BOUNDS)
+        self.generation_tokens = histogram("request_generation_tokens", "Tokens of a sequence's answer", LENGTH_BOUNDS)
 
     def count(self, record: CallRecord) -> None:
-        """Count a call that has ended."""
+        """Count one call, which has ended."""
         self.requests.labels(record.status).inc()
         for each in record.ended:
             self._count_sequence(each)
@@ -95,17 +101,20 @@ class RequestMetrics:
 
 
 class RequestWatch:
-    """Sees every Generate call: counts it, logs it, and hands it to whoever traces."""
+    """Counts and logs every Generate call, and passes it to the tracer."""
 
     def __init__(self, registry: CollectorRegistry, trace: Callable[[CallRecord], None] | None = None) -> None:
-        """Args: `trace` is called with every call that has ended, and must not raise."""
+        """Args: `trace` is called with each call when it has ended, and must not raise."""
         self.registry = registry
         self.metrics = RequestMetrics(registry)
         self._trace = trace
 
     @contextmanager
     def call(self, metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[CallRecord]:
-        """Watch the block, which is one call. It sets the status of an error; leaving by another way is a cancel."""
+        """Record one call, the body of the `with` block.
+
+        The body sets the status of an error. Any other exception counts as CANCELLED.
+        """
         record = CallRecord(metadata)
         try:
             yield record

@@ -1,12 +1,14 @@
-"""OpenTelemetry spans of Generate calls, where OpenTelemetry's SDK and an exporter are installed.
+"""OpenTelemetry spans of Generate calls, if OpenTelemetry's SDK and an exporter are installed.
 
-    chat MODEL (server)           the whole call, under the caller's `traceparent`
-      compile                     the grammar, while the others go on
-      queue, prefill, decode      of each sequence, one behind the other
+    chat MODEL (server)           the whole call, below the client's `traceparent`
+      compile                     the grammar, at the same time as the spans below
+      queue, prefill, decode      of each sequence, one after the other
 
-The invariant: spans are made when a call has ended, from the times that it left; a call that runs pays nothing, and
-without the packages there is nothing. Settings are OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT, ...).
-Attributes follow the semantic conventions for generative AI; prompts and answers are never among them.
+The invariant: the spans of a call are made when it has ended, from its record; tracing costs a running call nothing.
+Settings are OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT, ...). Attributes follow the semantic
+conventions for generative AI; prompts and answers are never among them.
+
+Not responsible for: the times in a record (access.py, api/request.py).
 """
 
 from __future__ import annotations
@@ -25,28 +27,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ASKED_FOR = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")
+_ENABLING = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")
 _PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 _LARGEST_INTEGER = 2**63 - 1
-"""Of an attribute; the exporter fails on a larger one."""
+"""The largest integer of an attribute; an exporter fails on a larger one."""
 _SERVERS_FAULT = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-"""Statuses that the conventions call an error of a server; the others are the caller's."""
+"""Statuses that the conventions count as errors of the server; the others are errors of the client."""
 
 
 class RequestTracer:
-    """Makes the spans of calls. Used on the event loop; exporting is the SDK's, on a thread of its own."""
+    """Makes the spans of calls. Used on the event loop; the SDK exports them on a thread of its own."""
 
     def __init__(self, tracer: Tracer, model: str) -> None:
-        """Args: `model` is named in every span."""
+        """Args: `model` is the name of the model in every span."""
         self._tracer = tracer
         self._model = model
 
     def record(self, call: CallRecord) -> None:
-        """Make the spans of a call that has ended. A failure is logged: it must not reach the call."""
+        """Make the spans of a call that has ended. A failure is logged and does not reach the call."""
         try:
             self._record(call)
         except Exception:
-            log.exception("a call could not be traced")
+            log.exception("the spans of a call could not be made")
 
     def _record(self, call: CallRecord) -> None:
         from opentelemetry.propagate import extract
@@ -118,7 +120,7 @@ class RequestTracer:
                 "gen_ai.request.temperature": checked.temperature,
                 "gen_ai.request.top_p": checked.top_p,
                 "gen_ai.request.top_k": checked.top_k,
-                # 64 bits without a sign, which OpenTelemetry's integers (64 bits with a sign) cannot hold.
+                # A seed has 64 bits without a sign; an integer of OpenTelemetry has a sign, and cannot hold every seed.
                 "lockstep.seed": str(checked.seed),
                 "gen_ai.output.type": "json" if checked.grammar and "JSON" in checked.grammar.kind.name else "text",
             }
@@ -142,35 +144,35 @@ class RequestTracer:
 
 
 class Tracing:
-    """A tracer provider from the environment, with whom spans are handed in until `close`."""
+    """A tracer provider configured by the environment; it takes spans until `close`."""
 
     def __init__(self, environ: Mapping[str, str], exporters: list[str]) -> None:
-        """Args: `exporters` are names of installed ones. Raises what an exporter raises on a wrong setting."""
+        """Args: `exporters` are names of installed exporters. Raises the exporter's error for a wrong setting."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         named = "OTEL_SERVICE_NAME" in environ or "service.name=" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-        # What is given here would win over the environment.
+        # A service name given here would override the environment's.
         self.provider = TracerProvider(resource=Resource.create({} if named else {"service.name": "lockstep"}))
         for name in exporters:
             (exporter,) = entry_points(group="opentelemetry_traces_exporter", name=name)
             self.provider.add_span_processor(BatchSpanProcessor(exporter.load()()))
 
     def requests(self, model: str) -> Callable[[CallRecord], None]:
-        """Return what makes the spans of calls to `model`."""
+        """Return the function that makes the spans of a call to `model`."""
         return RequestTracer(self.provider.get_tracer("lockstep"), model).record
 
     def close(self) -> None:
-        """Export what waits; blocks for as long as the exporter tries."""
+        """Export the spans that wait; blocks for as long as the exporter tries."""
         self.provider.shutdown()
 
 
 def open_tracing(environ: Mapping[str, str]) -> Tracing | None:
-    """Return what OpenTelemetry's variables ask for; None when they ask for nothing, or it is not installed."""
+    """Return the tracing that OpenTelemetry's variables configure; None if they enable none, or without an exporter."""
     wanted = environ.get("OTEL_TRACES_EXPORTER", "otlp")
     if (
-        not any(environ.get(name) for name in _ASKED_FOR)
+        not any(environ.get(name) for name in _ENABLING)
         or environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
         or wanted in ("", "none")
     ):
@@ -179,19 +181,19 @@ def open_tracing(environ: Mapping[str, str]) -> Tracing | None:
     names = [_PROTOCOLS.get(protocol, protocol) if name == "otlp" else name for name in wanted.split(",")]
     missing = [name for name in names if not entry_points(group="opentelemetry_traces_exporter", name=name)]
     if missing:
-        log.info("no traces: no exporter %s is installed (pip install '.[otel]')", " and ".join(missing))
+        log.info("no traces: no exporter %s is installed (pip install 'lockstep-engine[otel]')", " and ".join(missing))
         return None
     return Tracing(environ, names)
 
 
 class _Clock:
-    """From `time.monotonic()` to nanoseconds since 1970."""
+    """Converts `time.monotonic()` seconds to nanoseconds since 1970."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     def ns(self, monotonic_s: float) -> int:
-        """Return the moment."""
+        """Return the time in nanoseconds since 1970."""
         return int(monotonic_s * 1e9) + self._offset_ns
 
 

@@ -138,7 +138,7 @@ def test_a_failure_to_trace_does_not_reach_the_call(caplog: pytest.LogCaptureFix
             raise ZeroDivisionError
 
     RequestTracer(Broken(), "tiny").record(CallRecord(status="OK"))  # type: ignore[arg-type]
-    assert "a call could not be traced" in caplog.text
+    assert "the spans of a call could not be made" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,9 @@ def test_an_exporter_that_is_not_installed_is_said_once(caplog: pytest.LogCaptur
     assert open_tracing(wanted) is None
     (line,) = caplog.records
     assert line.levelno == logging.INFO
-    assert line.getMessage() == "no traces: no exporter carrier-pigeon is installed (pip install '.[otel]')"
+    assert (
+        line.getMessage() == "no traces: no exporter carrier-pigeon is installed (pip install 'lockstep-engine[otel]')"
+    )
 
 
 PROGRAM = """
