@@ -1,4 +1,4 @@
-"""The table of what is enforced: never silent, right about JSON Schema, and equal to the committed page."""
+"""The table of what is enforced: no silent acceptance, correct cases, and equality with the committed page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASSERTIONS = [
 ]
 
 OTHER_RULES = {"pattern", "dependencies", "items, an array, as in draft 7", "$ref, to another document"}
-"""Cases that the judge reads differently: Python's patterns, draft 7, a document that it would have to fetch."""
+"""Cases that the jsonschema package reads differently: patterns, draft 7, documents that it would have to fetch."""
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +38,15 @@ def test_every_assertion_of_the_draft_has_a_case() -> None:
     assert len({case.name for case in ALL}) == len(ALL)
 
 
-def _judged(case: Case) -> bool:
+def _is_validated(case: Case) -> bool:
     return case.keyword not in OTHER_RULES and case.name not in OTHER_RULES
 
 
-@pytest.mark.parametrize("case", [case for case in KEYWORDS if _judged(case)], ids=lambda case: case.name)
-def test_the_cases_are_right_about_json_schema(case: Case) -> None:
-    judge = jsonschema.Draft202012Validator(case.schema, format_checker=jsonschema.FormatChecker(["date", "email"]))
-    assert [text for text in case.valid if not judge.is_valid(json.loads(text))] == []
-    assert [text for text in case.invalid if _is_json(text) and judge.is_valid(json.loads(text))] == []
+@pytest.mark.parametrize("case", [case for case in KEYWORDS if _is_validated(case)], ids=lambda case: case.name)
+def test_the_cases_agree_with_a_json_schema_validator(case: Case) -> None:
+    validator = jsonschema.Draft202012Validator(case.schema, format_checker=jsonschema.FormatChecker(["date", "email"]))
+    assert [text for text in case.valid if not validator.is_valid(json.loads(text))] == []
+    assert [text for text in case.invalid if _is_json(text) and validator.is_valid(json.loads(text))] == []
 
 
 def _is_json(text: str) -> bool:
@@ -57,7 +57,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def test_nothing_is_let_by_in_silence(verdicts: dict[str, list[Verdict]]) -> None:
+def test_no_backend_accepts_an_invalid_text_silently(verdicts: dict[str, list[Verdict]]) -> None:
     assert verdicts
     for name, each in verdicts.items():
         assert [(name, v.case.name, v.texts) for v in each if v.outcome is Outcome.SILENT] == []
@@ -67,27 +67,27 @@ def test_a_refusal_names_its_keyword(verdicts: dict[str, list[Verdict]]) -> None
     refused = [(name, v) for name, each in verdicts.items() for v in each if v.outcome is Outcome.REFUSED]
     assert refused
     for name, verdict in refused:
-        assert f"{name} would not enforce all of it: " in verdict.said
+        assert f"{name} would not enforce all of it: " in verdict.error
     placed = ("not", "contains", "uniqueItems", "dependentRequired")
-    assert all(f": /{v.case.keyword}: " in v.said for _, v in refused if v.case.keyword in placed and v.case.use == "")
+    assert all(f": /{v.case.keyword}: " in v.error for _, v in refused if v.case.keyword in placed and v.case.use == "")
 
 
-def test_the_page_is_what_the_libraries_do(verdicts: dict[str, list[Verdict]], root: Path) -> None:
+def test_the_committed_page_agrees_with_the_libraries(verdicts: dict[str, list[Verdict]], root: Path) -> None:
     committed = (root / "docs/enforced.md").read_text(encoding="utf-8")
     if set(verdicts) != set(NAMES):
-        pytest.skip(f"the page is of {', '.join(NAMES)}; installed are {', '.join(verdicts)}")
+        pytest.skip(f"the page needs {', '.join(NAMES)}; installed are {', '.join(verdicts)}")
     versions = {name: installed_version(name) for name in verdicts}
     if any(f"{name} {version}" not in committed for name, version in versions.items()):
-        pytest.skip(f"the page is of other versions than {versions}; run python -m tools.enforced --write")
+        pytest.skip(f"the page was made with other versions than {versions}; run python -m tools.enforced --write")
     assert page(verdicts, versions) == committed, "run python -m tools.enforced --write"
 
 
-def test_a_page_shows_what_was_let_by() -> None:
+def test_the_page_shows_silent_acceptance() -> None:
     verdict = Verdict(KEYWORDS[0], Outcome.SILENT, ('"|"',))
-    assert '**lets by**: `"\\|"`' in page({"toy": [verdict]}, {"toy": "1"})
+    assert '**silently accepts**: `"\\|"`' in page({"toy": [verdict]}, {"toy": "1"})
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--help"])
     assert "examples:" in capsys.readouterr().out

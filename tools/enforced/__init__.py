@@ -1,6 +1,6 @@
-"""What each backend enforces of JSON Schema, found out by asking the installed libraries.
+"""A developer's tool that measures what each installed backend enforces of JSON Schema.
 
-Invariant: nothing here states what a backend does; a table is made of what it did with cases (`keywords`, `arrays`,
-`combinations`, `formats`), and an invalid instance that is accepted without a word is a failure, never a table entry.
-`python -m tools.enforced` prints the table; docs/enforced.md is its output, which a test holds to behaviour.
+`python -m tools.enforced` prints the table, and with `--write` it writes docs/enforced.md; a test compares that page with
+the libraries. The cases are data (`keywords`, `combinations`, `formats`).
+Invariant: every entry of the table is an observation. An invalid text that is accepted without a warning is a failure.
 """

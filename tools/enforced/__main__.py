@@ -1,4 +1,4 @@
-"""`python -m tools.enforced`: asks the installed backends what they enforce; prints or writes the page."""
+"""`python -m tools.enforced`: measures what the installed backends enforce, and prints or writes the page."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "enforced.md"
 
 EPILOG = """
 examples:
-  python -m tools.enforced            what the libraries of this environment enforce, as Markdown
-  python -m tools.enforced --write    the same into docs/enforced.md (needs every backend)
+  python -m tools.enforced            print what the libraries of this environment enforce, as Markdown
+  python -m tools.enforced --write    write it to docs/enforced.md (needs every backend)
 
-The exit status is 1 when a backend accepted an invalid text without a word.
+The exit status is 1 if a backend accepted an invalid text without a warning.
 """
 
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.enforced",
-        description="Tries each keyword of JSON Schema on the installed backends: enforced, refused, or stricter?",
+        description="Tries each keyword of JSON Schema with the installed backends: is it enforced, refused, or stricter?",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text)
     silent = [(name, v) for name, each in verdicts.items() for v in each if v.outcome is Outcome.SILENT]
     for name, verdict in silent:
-        print(f"{name} lets by: {verdict.case.name}: {verdict.texts or verdict.said}", file=sys.stderr)
+        print(f"{name} silently accepts: {verdict.case.name}: {verdict.texts or verdict.error}", file=sys.stderr)
     return int(bool(silent))
 
 

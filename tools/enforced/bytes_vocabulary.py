@@ -1,6 +1,6 @@
-"""The smallest vocabulary that can write anything: 256 bytes and a stop token.
+"""A vocabulary of the 256 bytes and a stop token.
 
-Invariant: token i is byte i, and no two tokens spell one byte, so a verdict over it is a verdict over texts.
+Invariant: token i is byte i, so each text has exactly one spelling and a result for tokens is a result for texts.
 """
 
 from __future__ import annotations

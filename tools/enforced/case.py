@@ -1,7 +1,8 @@
-"""One use of a keyword, with JSON texts that satisfy it and texts that break it.
+"""One use of a keyword, with JSON texts that satisfy the schema and texts that violate it.
 
-Invariant: `invalid` texts break the schema under draft 2020-12 whatever a validator's options are; texts that only a
-validator that asserts formats to the last detail would refuse stand in `beyond`. Not here: backends.
+Invariant: `invalid` texts violate the schema of draft 2020-12 in every validator that asserts formats. `beyond` texts
+are rejected only by a validator that checks every detail of a format.
+Not responsible for: running a case (see measure.py).
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from typing import Any
 
 
 class Raw(str):
-    """JSON text as it is, where a Python value cannot say it: repeated names, escapes, 1e0."""
+    """JSON text that no Python value expresses: repeated names, certain escapes, 1e0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A schema and what it must tell apart."""
+    """A schema and texts that it must tell apart."""
 
     keyword: str
     use: str
-    """In which use; "" for the plain one."""
+    """How the keyword is used; "" for the plain use."""
     schema: Any
     valid: tuple[str, ...]
     invalid: tuple[str, ...]
     beyond: tuple[str, ...] = ()
-    """Right in form and wrong in value (the 30th of February); a format is an annotation in draft 2020-12."""
+    """Texts of the right form with an invalid value, such as an IPv4 address with a leading zero."""
 
     @property
     def name(self) -> str:
@@ -43,7 +44,7 @@ def case(
     invalid: Sequence[Any],
     beyond: Sequence[Any] = (),
 ) -> Case:
-    """Return a case from Python values; a `Raw` is taken as JSON text."""
+    """Return a case from Python values and from JSON texts (`Raw`)."""
     return Case(keyword, use, schema, _texts(valid), _texts(invalid), _texts(beyond))
 
 

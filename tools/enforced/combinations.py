@@ -1,4 +1,4 @@
-"""Cases of the keywords for arrays, of applicators and references, and of combinations known to be weak. Pure data."""
+"""Cases for the keywords of arrays, applicators, references, and for combinations known to be weak. Data only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of `format`: texts of the form, texts that are not, and texts of the form whose value cannot be. Pure data."""
+"""Cases for `format`: valid texts, invalid texts, and texts of the right form with an invalid value. Data only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the keywords for any value, numbers, strings and objects. Pure data; see `case`."""
+"""Cases for the keywords of any value, numbers, strings and objects. Data only; see case.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What a backend does with a case: it enforces it, is stricter, refuses it, or lets an invalid text by.
+"""Measures what a backend does with a case: it enforces it, is stricter, refuses it, or accepts an invalid text.
 
-Invariant: a verdict is made of texts that a matcher accepted or rejected, byte by byte and with the stop token, with
-white space of any kind allowed, and of errors that `compile` raised. Owns the backends it has loaded.
+Invariant: a verdict depends only on the texts that a matcher accepted or rejected, byte by byte and with the stop token,
+and on the errors of `compile`. White space is of the kind `any`.
+Not responsible for: the page (see report.py).
 """
 
 from __future__ import annotations
@@ -26,35 +27,35 @@ ALL: tuple[Case, ...] = (*KEYWORDS, *FORMATS)
 
 
 class Outcome(enum.Enum):
-    """What became of a case."""
+    """The result of a case."""
 
     ENFORCED = "enforced"
     STRICTER = "stricter"
-    """No invalid text is accepted, and some valid ones are not either."""
+    """No invalid text is accepted, and some valid texts are rejected too."""
     REFUSED = "refused"
-    """By name; with `allow_unenforced` it is taken with a warning."""
+    """The error names the keyword. With `allow_unenforced` the grammar is accepted with a warning."""
     IMPOSSIBLE = "refused always"
-    """The library cannot compile it at all."""
+    """The library cannot compile the schema at all."""
     SILENT = "silent"
-    """An invalid text was accepted without a word: a defect."""
+    """An invalid text was accepted without a warning: a defect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one backend did with one case."""
+    """The behaviour of one backend in one case."""
 
     case: Case
     outcome: Outcome
     texts: tuple[str, ...] = ()
-    """The texts that made the outcome: accepted ones of SILENT, rejected ones of STRICTER."""
+    """The texts that decided: invalid texts that were accepted (SILENT), valid texts that were rejected (STRICTER)."""
     beyond: tuple[str, ...] = ()
     """Texts of the case's `beyond` that were accepted."""
-    said: str = ""
-    """The error of a refusal."""
+    error: str = ""
+    """The error message of a refusal."""
 
 
 def measure(name: str, cases: Iterable[Case] = ALL) -> list[Verdict]:
-    """Return the verdicts of one installed backend. Takes seconds. Raises NotSupported when it is not installed."""
+    """Return the verdicts for one backend. Takes seconds. Raises NotSupported if the backend is not installed."""
     backend = load_backend(name, bytes_vocabulary())
     return [_verdict(backend, case) for case in cases]
 
@@ -73,14 +74,14 @@ def _verdict(backend: Backend, case: Case) -> Verdict:
     return Verdict(case, Outcome.STRICTER if rejected else Outcome.ENFORCED, rejected, beyond)
 
 
-def _refusal(backend: Backend, case: Case, grammar: Grammar, said: str) -> Verdict:
+def _refusal(backend: Backend, case: Case, grammar: Grammar, error: str) -> Verdict:
     try:
         compiled = backend.load(grammar, backend.compile(grammar, allow_unenforced=True))
     except (InvalidGrammar, LimitExceeded):
-        return Verdict(case, Outcome.IMPOSSIBLE, said=said)
+        return Verdict(case, Outcome.IMPOSSIBLE, error=error)
     if not compiled.warnings:
-        return Verdict(case, Outcome.SILENT, said=said)
-    return Verdict(case, Outcome.REFUSED, said=said)
+        return Verdict(case, Outcome.SILENT, error=error)
+    return Verdict(case, Outcome.REFUSED, error=error)
 
 
 def _takes(compiled: Compiled, text: str) -> bool:

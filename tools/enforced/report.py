@@ -1,4 +1,4 @@
-"""The verdicts as a page: docs/enforced.md.
+"""Writes the verdicts as the page docs/enforced.md.
 
 Invariant: the page is a function of the verdicts and the versions alone, so equal behaviour gives equal bytes.
 """
@@ -12,24 +12,18 @@ from tools.enforced.measure import KEYWORDS, Outcome, Verdict
 
 _HEAD = """# What each backend enforces
 
-Made by `python -m tools.enforced --write`, which asks the libraries; a test fails when this page and their
-behaviour differ. Versions: {versions}.
+`python -m tools.enforced --write` writes this page from the behaviour of the libraries, and a test fails when they
+differ. Versions: {versions}. [grammars.md](grammars.md) describes what holds for both backends.
 
-Every case has texts that satisfy its schema and texts that break it. None that breaks it is accepted in silence.
+Every case has texts that satisfy its schema and texts that violate it. No text that violates it is accepted silently.
 
-- **yes**: the texts are told apart.
-- **stricter**: no text that breaks the schema is accepted, and some that satisfy it are not either: the example.
-- **refused**: `INVALID_ARGUMENT` names the keyword and its place. With `allow_unenforced` the grammar is taken without
-  it, and the response's warnings name it.
-- **no**: refused with `allow_unenforced` too; the library cannot read it, or no answer could satisfy it.
+- **yes**: all texts are told apart.
+- **stricter**: no text that violates the schema is accepted, and some that satisfy it are rejected, as in the example.
+- **refused**: `INVALID_ARGUMENT` names the keyword and its place. With `allow_unenforced` the grammar is accepted
+  without the keyword, and a warning in the response names it.
+- **no**: refused with `allow_unenforced` too. The library cannot read the schema, or no answer could satisfy it.
 
-The backend `auto` takes the first one that answers **yes** or **stricter** to the whole grammar.
-
-What holds for both everywhere: properties come in the order of the schema. A character has one spelling in a string:
-the short escapes for `"`, `\\` and control characters, never `\\uXXXX` and never `\\/`, or a name could hide from its
-schema; so control characters without a short escape cannot be written. Patterns are read as ECMA-262 with the flag `u`;
-the flag `(?i)` at the start is taken too. White space is compact (none), bounded (at most 8 characters in a row) or
-any, inside JSON and never around it.
+The backend `auto` chooses the first backend that enforces the whole grammar.
 
 {counts}
 ## Keywords
@@ -50,15 +44,15 @@ _WORD = {
     Outcome.STRICTER: "stricter",
     Outcome.REFUSED: "refused",
     Outcome.IMPOSSIBLE: "no",
-    Outcome.SILENT: "**lets by**",
+    Outcome.SILENT: "**silently accepts**",
 }
 
 
 def page(verdicts: Mapping[str, Sequence[Verdict]], versions: Mapping[str, str]) -> str:
-    """Return the page for the verdicts of each backend over all cases, in the order of the cases."""
+    """Return the page for the verdicts of each backend, in the order of the cases."""
     names = list(verdicts)
     keywords = [["keyword", "use", *names]]
-    formats = [["format", *names, *(f"{name} takes" for name in names)]]
+    formats = [["format", *names, *(f"{name} accepts" for name in names)]]
     for row in zip(*verdicts.values(), strict=True):
         case = row[0].case
         cells = [_cell(verdict) for verdict in row]
@@ -92,7 +86,7 @@ def _cell(verdict: Verdict) -> str:
 
 
 def _code(texts: Sequence[str]) -> str:
-    # Control characters and what looks like one would not survive a page.
+    # Control characters and characters beyond ASCII are shown as escapes.
     shown = ["".join(c if " " <= c < "\x7f" else f"\\u{ord(c):04x}" for c in text) for text in texts]
     return ", ".join("`" + (text if len(text) < 40 else text[:36] + "...") + "`" for text in map(_escaped, shown))
 

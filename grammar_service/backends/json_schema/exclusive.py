@@ -1,8 +1,8 @@
-"""Whether at most one branch of a `oneOf` can hold for any value, as far as can be told from the schemas.
+"""Proofs that at most one branch of a `oneOf` holds for any value, so that it means the same as `anyOf`.
 
-Invariant: True is a proof; False means that none was found. With the proof `oneOf` says what `anyOf` says, which both
-libraries enforce. Proofs are of types, of constants, and of required properties that the other branch closes out or
-gives another value.
+Both libraries enforce `anyOf`. A proof follows from types, from constants, or from a required property that the other
+branch excludes or gives a different value.
+Invariant: True is a proof. False means that no proof was found.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from grammar_service.backends.json_schema.walk import Schema, resolve
 _ALL = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 _OF_NAME = {"number": frozenset({"integer", "fraction"})}
 _DEPTH = 4
-"""Levels of references and properties that a proof looks through."""
+"""Levels of references and properties that a proof follows."""
 
 
 @dataclass(slots=True)
 class _Facts:
-    """What every value of a schema has; each is true of the schema or weaker."""
+    """Facts that hold for every value of a schema; they may say less than the schema does."""
 
     types: frozenset[str] = _ALL
     values: frozenset[str] | None = None
-    """Canonical JSON of the only values, when they are listed."""
+    """The canonical JSON of all possible values, if the schema lists them."""
     required: set[str] = field(default_factory=set)
     closed: frozenset[str] | None = None
-    """The only names that an object may have, when that is so."""
+    """The names that an object may have, if no others are allowed."""
     properties: dict[str, list[Any]] = field(default_factory=dict)
 
 
@@ -102,7 +102,7 @@ def _canonical(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with 1.0 as 1, which JSON Schema holds equal."""
+    """Return the value with 1 for 1.0, because the two are equal in JSON Schema."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -1,8 +1,10 @@
-"""A schema rewritten so that every library reads it alike: patterns in portable notation, keywords without effect gone.
+"""Rewrites a JSON Schema so that every library reads it alike.
 
-Invariant: after `rewrite` the schema means what it meant, but for what is reported: a pattern that cannot be rewritten
-is taken out, and a count of members that repeated names would defeat stays and is reported. It holds for every backend;
-what one of them ignores is its own module.
+Patterns are written in portable notation, keywords without effect are removed, and `oneOf` becomes `anyOf` where its
+branches exclude each other.
+Invariant: the rewritten schema has the same meaning, except for the parts that are returned: a pattern that cannot be
+rewritten is taken out, and a count of members that repeated names would bypass remains.
+Not responsible for: keywords that one library ignores (see that backend).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from grammar_service.backends.json_schema.exclusive import exclusive
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, subschemas
 
-_FORBIDS_NOTHING: dict[str, tuple[Any, ...]] = {
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
@@ -24,14 +26,17 @@ _FORBIDS_NOTHING: dict[str, tuple[Any, ...]] = {
     "dependencies": ({},),
 }
 _NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
-"""Keywords without effect where another is missing."""
+"""Keyword -> the keyword without which it has no effect."""
 
 
 def rewrite(schema: Any, path: str, portable: Callable[[str], str]) -> list[Unenforced]:
-    """Rewrite `schema`, which stands at `path`, in place. Return what of it would not be enforced."""
+    """Rewrite the schema at `path` in place. Return the parts that would not be enforced.
+
+    `portable` returns a pattern in portable notation or raises NotPortable.
+    """
     found: list[Unenforced] = []
     for where, node in list(subschemas(schema, path)):
-        _drop_idle(node)
+        _remove_without_effect(node)
         pattern = node.get("pattern")
         if isinstance(pattern, str):
             try:
@@ -45,7 +50,7 @@ def rewrite(schema: Any, path: str, portable: Callable[[str], str]) -> list[Unen
         found += _repeated(where, node)
         branches = node.get("oneOf")
         if isinstance(branches, list) and branches and "anyOf" not in node and exclusive(branches, schema):
-            # In its place: the order of a schema's keys is kept.
+            # At the same position, because the order of a schema's keys has a meaning.
             items = [("anyOf" if key == "oneOf" else key, value) for key, value in node.items()]
             node.clear()
             node.update(items)
@@ -90,9 +95,9 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(child)
 
 
-def _drop_idle(node: Schema) -> None:
-    for keyword, values in _FORBIDS_NOTHING.items():
-        # By type too: 0 equals False, and is another value to a library.
+def _remove_without_effect(node: Schema) -> None:
+    for keyword, values in _WITHOUT_EFFECT.items():
+        # The types are compared too: in Python 0 equals False, but it is another value to a library.
         if keyword in node and any(type(node[keyword]) is type(each) and node[keyword] == each for each in values):
             del node[keyword]
     for keyword, other in _NEEDS.items():
@@ -113,10 +118,10 @@ def _names(
 
 
 def _repeated(where: str, node: Schema) -> list[Unenforced]:
-    """Object members are counted as they are written; a JSON reader counts a name that stands twice as one."""
+    """Find counts of members that repeated names bypass: a JSON reader counts a repeated name once."""
     least, required = node.get("minProperties"), node.get("required")
     distinct = 1 + (len(required) if isinstance(required, list) else 0)
     closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     if isinstance(least, int | float) and least > distinct and not closed:
-        return [Unenforced(where, "minProperties", f"above {distinct} is not enforced: a name may stand twice")]
+        return [Unenforced(where, "minProperties", f"above {distinct} is not enforced, because a name may occur twice")]
     return []

@@ -1,8 +1,8 @@
-"""What a backend would not enforce, as a list: refused by name, or reported as warnings to a caller who allows it.
+"""The parts of a grammar that a backend would not enforce: an error that names them, or warnings if they are allowed.
 
-Invariant: a part that was found is never dropped: it is in the error or in the warnings, and warnings travel inside the
-artifact, so that every way to a compiled grammar (worker, cache, another process) brings them along. It finds nothing
-by itself; that is each backend's own knowledge.
+Invariant: a part that was found is in the error or in the warnings. Warnings travel inside the artifact, so a grammar
+has them however it was obtained: from a worker, from a cache, or from another process.
+Not responsible for: finding such parts (see the backends).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from grammar_service.errors import NotEnforced
 
 MAX_NAMED = 16
-"""Parts that an error or the warnings spell out; of more, the number is given."""
+"""Parts that an error or the warnings name. For the rest they give the number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unenforced:
-    """A part of a grammar that would have no effect, or less than it says."""
+    """A part of a grammar that would not have its full effect."""
 
     path: str
-    """JSON path of the schema that holds the keyword; "" for the root."""
+    """JSON path of the schema that contains the keyword; "" for the root."""
     keyword: str
     why: str
 
@@ -31,7 +31,7 @@ class Unenforced:
 
 
 def settle(backend: str, found: Sequence[Unenforced], allow_unenforced: bool) -> tuple[str, ...]:
-    """Return the warnings for what was found. Raises NotEnforced, naming each part, unless the caller allows it."""
+    """Return a warning for each part. Raises NotEnforced, which names the parts, unless `allow_unenforced` is set."""
     distinct = list(dict.fromkeys(map(str, found)))
     named = distinct[:MAX_NAMED]
     if len(distinct) > MAX_NAMED:
@@ -42,7 +42,7 @@ def settle(backend: str, found: Sequence[Unenforced], allow_unenforced: bool) ->
 
 
 def pack(warnings: tuple[str, ...], data: bytes) -> bytes:
-    """Return an artifact: the warnings and what the library made."""
+    """Return an artifact of the warnings and the library's data."""
     return json.dumps(warnings).encode() + b"\n" + data
 
 

@@ -1,8 +1,9 @@
-"""Every schema inside a JSON Schema that can be reached from its root, with its JSON path, each once.
+"""Walks over every schema inside a JSON Schema that is reachable from its root, with its JSON path, each one once.
 
-Invariant: what a backend compiles is among them: all places that take a schema, and what local references lead to. A
-definition that nothing refers to is left out, unless a reference cannot be followed here; then all are in. What stands
-in `const`, `enum`, `default` and unknown keywords is data, until a reference points there.
+Invariant: every schema that a backend compiles is visited: all places that contain a schema, and the targets of local
+references. A definition without a reference to it is skipped, unless a reference cannot be followed here; then all
+definitions are visited. The values of `const`, `enum`, `default` and unknown keywords are data, until a reference
+points there.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def subschemas(root: Any, path: str = "") -> Iterator[tuple[str, Schema]]:
-    """Yield (path, schema) for `root`, which stands at `path`, and every schema object below. Order: outer first."""
+    """Yield (path, schema) for `root`, whose path is `path`, and every schema object below it, outer schemas first."""
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [(path, root)]
-    lost = False
+    all_definitions = False
     for where, node in waiting:
         if not isinstance(node, dict) or id(node) in seen:
             continue
@@ -38,8 +39,8 @@ def subschemas(root: Any, path: str = "") -> Iterator[tuple[str, Schema]]:
             place = resolve(root, reference)
             if place is not None:
                 waiting.append((path + place[0], place[1]))
-            elif not lost:
-                lost = True
+            elif not all_definitions:
+                all_definitions = True
                 waiting += _all_definitions(root, path)
 
 
@@ -57,7 +58,7 @@ def _children(node: Schema, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def resolve(root: Any, reference: str) -> tuple[str, Any] | None:
-    """Return path and value of what a local reference points at in `root`, or None."""
+    """Return (path, value) of the target of a local reference in `root`, or None."""
     if not reference.startswith("#"):
         return None
     if not reference.startswith("#/"):

@@ -1,8 +1,9 @@
-"""The xgrammar backend: compiling is expensive (up to seconds), masks are cheap; needs torch for its tensors.
+"""The xgrammar backend: compiling is expensive (up to seconds) and masks are cheap. The library needs torch for tensors.
 
-Invariant: whatever the library says it ignores, and whatever it was seen to ignore in silence (`xgrammar_schema`), is
-an error. An artifact is the serialised compilation, whatever its size: the pool bounds it. It may have 40 times the
-bytes of the grammar in memory, since the library writes the automaton of all rules once for every rule.
+An artifact is the library's serialised compilation. In memory it may take 40 times the bytes of the grammar, because the
+library writes the automaton of all rules once for each rule; the pool of compile workers bounds its size.
+Invariant: what the library warns about, and what it was seen to ignore without a warning (see schema.py), is an error.
+Not responsible for: many rows in one call (see chains.py), tokens of a jump-forward text (see spelling.py).
 """
 
 from __future__ import annotations
@@ -50,26 +51,26 @@ class XgrammarBackend:
         self._tokenizer = xgrammar.TokenizerInfo(
             tokens, vocab_type, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.stop_ids)
         )
-        # The library refuses these by itself, and prints a line about each.
+        # The library refuses these tokens too, but prints a line about each.
         self._never = frozenset(i for i, text in enumerate(tokens) if not text) - set(vocabulary.stop_ids)
         self._spelling = Spelling(vocabulary)
         self._filler = XgrammarFiller(vocabulary, self._never, _full_row(vocabulary))
         self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
-        """Compile within this process; see `Backend.compile`. Redirects the process's stderr meanwhile."""
-        # First what is known to be ignored, at no cost; what the library itself says comes after its work.
+        """Compile in this process, with its stderr redirected; see `Backend.compile`."""
+        # Parts that are known to be ignored are refused before the expensive work.
         prepared, found, misspelled = _prepared(grammar)
         unenforced.settle(self.name, found, allow_unenforced)
-        compiled, said = _listened(lambda: self._compile(prepared))
-        warnings = unenforced.settle(self.name, [*found, *said], allow_unenforced)
+        compiled, ignored = _with_warnings(lambda: self._compile(prepared))
+        warnings = unenforced.settle(self.name, [*found, *ignored], allow_unenforced)
         try:
             return unenforced.pack((*warnings, *misspelled), compiled.serialize_json().encode())
         except RuntimeError as error:
             raise _refusal(error) from None
 
     def load(self, grammar: Grammar, artifact: bytes) -> XgrammarCompiled:
-        """Return the compiled form, without the GIL but for the copy of the text: 4 ms of 0.4 s for 40 MB."""
+        """Return the compiled form. Holds the GIL only while the text is copied: 4 ms of 0.4 s for 40 MB."""
         self._spelling.ready()
         warnings, data = unenforced.unpack(artifact)
         compiled = xgrammar.CompiledGrammar.deserialize_json(str(data, "utf-8"), self._tokenizer)
@@ -121,21 +122,23 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
             found += problems(node["json_schema"], f"{path}/json_schema") + tag_problems(node, path)
             if node.get("style", "json") == "json":
                 node["max_whitespace_cnt"] = wanted_count(grammar.whitespace)
-        if node.get("type") == "grammar":
-            node["grammar"] = str(node.get("grammar"))
+        if node.get("type") == "grammar" and isinstance(node.get("grammar"), str):
             check_gbnf(node["grammar"])
             node["grammar"] = with_fixed_escapes(node["grammar"])
     return replace(grammar, text=json.dumps(document, ensure_ascii=False)), found, misspelled
 
 
-def _listened(action: Callable[[], _T]) -> tuple[_T, list[Unenforced]]:
-    """Run a compilation; every error of the library becomes one of ours, every warning a part that is not enforced."""
+def _with_warnings(action: Callable[[], _T]) -> tuple[_T, list[Unenforced]]:
+    """Run a compilation. Return its result, and the library's warnings as parts that are not enforced.
+
+    Errors of the library become errors of the grammar process.
+    """
     try:
-        with captured_stderr() as said:
+        with captured_stderr() as lines:
             result = action()
     except (RuntimeError, ValueError, TypeError, MemoryError) as error:
         raise _refusal(error) from None
-    warnings = [_clean(line).removeprefix("Warning: ") for line in said() if "Warning" in line]
+    warnings = [_clean(line).removeprefix("Warning: ") for line in lines() if "Warning" in line]
     return result, [Unenforced("", "", warning) for warning in warnings]
 
 
@@ -150,9 +153,9 @@ def _clean(message: str) -> str:
 
 
 def _encoded_tokens(vocabulary: Vocabulary) -> tuple[list[str], xgrammar.VocabType]:
-    """Return the token texts by id, as tokenizer.json writes them, and how they are to be read.
+    """Return the token texts by id, as tokenizer.json writes them, and the encoding of their bytes.
 
-    A special token gets the empty text: the library then never lets it stand for text.
+    A special token gets the empty text, so the library never allows it as text.
     """
     document = json.loads(vocabulary.tokenizer_json)
     vocab = document["model"].get("vocab")
@@ -180,7 +183,7 @@ def _encoded_tokens(vocabulary: Vocabulary) -> tuple[list[str], xgrammar.VocabTy
 
 
 class XgrammarCompiled:
-    """A compiled grammar; shared by all its matchers."""
+    """A compiled grammar, which all its matchers share."""
 
     def __init__(
         self,
@@ -202,13 +205,13 @@ class XgrammarCompiled:
 
 
 class XgrammarMatcher:
-    """One answer."""
+    """The state of one answer."""
 
     def __init__(
         self, inner: xgrammar.GrammarMatcher, vocabulary: Vocabulary, filler: XgrammarFiller, spelling: Spelling
     ) -> None:
         self.inner = inner
-        """For `filler`."""
+        """The library's matcher, which the chain filler uses too."""
         self.filler = filler
         self._spelling = spelling
         self._vocabulary = vocabulary
@@ -220,11 +223,11 @@ class XgrammarMatcher:
 
     @property
     def terminated(self) -> bool:
-        """A stop token was accepted."""
+        """Whether a stop token was accepted."""
         return bool(self.inner.is_terminated())
 
     def accept(self, token: int) -> bool:
-        """Move over `token`; see `Matcher.accept`."""
+        """Advance over `token`; see `Matcher.accept`."""
         if not 0 <= token < self._vocab_size or token in self._never or self.inner.is_terminated():
             return False
         try:
@@ -241,12 +244,12 @@ class XgrammarMatcher:
                 raise MatcherFailed(_clean(str(error))) from None
 
     def copy(self) -> XgrammarMatcher:
-        """Return a copy; it shares the compiled grammar."""
+        """Return a copy that shares the compiled grammar."""
         return XgrammarMatcher(self.inner.fork(), self._vocabulary, self.filler, self._spelling)
 
     def fill(self, rows: Rows, index: int) -> None:
-        """Fill the row in place, through a tensor over the same memory; see `Matcher.fill`."""
-        # One tensor per row: given a matrix, the library takes its rows for contiguous whatever their stride is.
+        """Write the row in place, through a tensor over the same memory; see `Matcher.fill`."""
+        # One tensor for each row, because the library assumes that the rows of a matrix are contiguous.
         rows.handle = tensors = rows.handle or {}
         tensor = tensors.get(index)
         if tensor is None:
@@ -261,7 +264,7 @@ class XgrammarMatcher:
             rows.words[index, self._num_words - 1] &= self._all[-1]
 
     def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
-        """Spell the library's forced string; see `Matcher.jump_forward_tokens`."""
+        """Spell the library's jump-forward string; see `Matcher.jump_forward_tokens`."""
         try:
             text = self.inner.find_jump_forward_string()
             return self._spelling.certain(text, self.copy())[:limit] if text else ()
@@ -269,7 +272,7 @@ class XgrammarMatcher:
             raise MatcherFailed(_clean(str(error))) from None
 
     def num_jump_forward_bytes(self) -> int:
-        """Return 0: a row costs the same whatever comes behind it."""
+        """Return 0: the cost of a row does not depend on the text that follows."""
         return 0
 
     def __repr__(self) -> str:
