@@ -1,8 +1,9 @@
-"""Bearer tokens for the public port: who may call at all.
+"""Bearer tokens for the public port.
 
-The invariant: without a token of the file no method runs and no message is read, but the health service's, which load
-balancers ask without one. Reflection needs a token. Tokens are kept as digests and compared in constant time. Not here:
-encryption (`tls.py`); without it a token is anybody's who sees the wire.
+Invariant: without a token of the file no method runs and no message is read, except those of the health service, which
+load balancers call without one. Reflection needs a token. Tokens are stored as digests and compared in constant time.
+
+Not responsible for: encryption (see tls.py); without TLS, an observer of the network can read tokens.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ log = logging.getLogger(__name__)
 HEADER = "authorization"
 SCHEME = "bearer"
 MIN_TOKEN_CHARS = 16
-"""Shorter ones can be guessed."""
+"""Shorter tokens can be guessed."""
 _EXEMPT = f"/{health.SERVICE_NAME}/"
 
 Digests = tuple[bytes, ...]
 
 
 def token_file(path: Path) -> FromFiles[Digests]:
-    """Return the tokens of the file, followed as it changes. Raises ValueError that says the line and what is wrong."""
+    """Return the tokens of the file, read again when it changes. Raises ValueError with the line and the reason."""
     return FromFiles([path], lambda: parse_tokens(read_bytes("auth_token_file", path), path))
 
 
 def parse_tokens(content: bytes, path: Path) -> Digests:
-    """Return the digests of the tokens, one a line; empty lines and those that begin with # are none."""
+    """Return the digests of the tokens, one per line; empty lines and lines that begin with # are skipped."""
     digests = []
     for number, line in enumerate(content.splitlines(), 1):
         token = line.strip()
@@ -59,7 +60,7 @@ def parse_tokens(content: bytes, path: Path) -> Digests:
 
 
 class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stub alone
-    """Lets a call through that carries `authorization: Bearer TOKEN`; any other is UNAUTHENTICATED."""
+    """Passes calls with `authorization: Bearer TOKEN` on; every other call is UNAUTHENTICATED."""
 
     def __init__(self, tokens: FromFiles[Digests]) -> None:
         self._tokens = tokens
@@ -70,7 +71,7 @@ class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the method's handler, or one that refuses."""
+        """Return the method's handler, or a handler that refuses the call."""
         details: Any = handler_call_details
         if details.method.startswith(_EXEMPT):
             return await continuation(handler_call_details)
@@ -90,14 +91,14 @@ class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         scheme, _, token = value.partition(b" ")
         if scheme.lower() != SCHEME.encode() or not token:
             return "is not of the form `Bearer TOKEN`"
-        return None if known(token.strip(), self._tokens.get()) else "holds a token that is not known here"
+        return None if known(token.strip(), self._tokens.get()) else "holds an unknown token"
 
     def __repr__(self) -> str:
         return f"<BearerTokens {self._tokens!r} refused={self.refused}>"
 
 
 def known(token: bytes, digests: Iterable[bytes]) -> bool:
-    """Return whether the token is one of them; takes as long for a wrong one as for a right one."""
+    """Return whether `digests` has the digest of the token; takes equally long for right and wrong tokens."""
     digest, found = hashlib.sha256(token).digest(), False
     for candidate in digests:
         found |= hmac.compare_digest(candidate, digest)
@@ -108,6 +109,6 @@ def _refusal(problem: str) -> grpc.RpcMethodHandler[Any, Any]:
     async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{HEADER}: {problem}")
 
-    # On the wire every method is a pair of streams, and this kind reads nothing of the caller's before it answers.
+    # On the wire every method is a pair of streams; a handler of this kind answers before it reads a message.
     handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(refuse)
     return handler

@@ -1,7 +1,9 @@
-"""A value that is made from files, and made again when they change: certificates and tokens that are renewed in place.
+"""A value that is read from files, and read again when they change: certificates and tokens that are renewed in place.
 
-The invariant: what `get` returns is whole and was valid when it was read; files that are gone, half-written or wrong
-leave the last good value in force, and are said once per change. Not here: what the files hold.
+Invariant: `get` returns a complete value that was valid when it was read. When files are missing, incomplete or wrong,
+the last good value stays in force, and each change is logged once.
+
+Not responsible for: the contents of the files (see tls.py and auth.py).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Generic, TypeVar
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 1.0
-"""Files are looked at no more often than this, however many calls come."""
+"""Files are checked at most this often, however many calls arrive."""
 
 T = TypeVar("T")
 _Signature = tuple[tuple[int, int, int] | None, ...]
@@ -28,36 +30,36 @@ class FromFiles(Generic[T]):
     def __init__(
         self, paths: Sequence[Path], read: Callable[[], T], clock_s: Callable[[], float] = time.monotonic
     ) -> None:
-        """Read for the first time. Raises what `read` raises: ValueError for contents, with what to do about it."""
+        """Read for the first time. Raises what `read` raises: ValueError for wrong contents, with the remedy."""
         self._paths = tuple(paths)
         self._read = read
         self._clock_s = clock_s
         self._checked_s = clock_s()
-        self._signature = self._look()
+        self._signature = self._signatures()
         self._value = read()
         self.reloads = 0
-        """How often a changed file was taken over."""
+        """Number of times that changed files were read."""
 
     def get(self) -> T:
-        """Return the value of the files as they are now, give or take CHECK_EVERY_S."""
+        """Return the value of the current files; a change is seen within CHECK_EVERY_S."""
         now_s = self._clock_s()
         if now_s < self._checked_s + CHECK_EVERY_S:
             return self._value
         self._checked_s = now_s
-        # Looked at before it is read: a change in between is found by the next look.
-        signature = self._look()
+        # The signature is taken before the files are read: the next check finds a change in between.
+        signature = self._signatures()
         if signature != self._signature:
             self._signature = signature
             try:
                 self._value = self._read()
             except ValueError as error:
-                log.error("%s; what was read before stays in force", error)
+                log.error("%s; the values that were read before stay in force", error)
             else:
                 self.reloads += 1
                 log.info("read again: %s", ", ".join(map(str, self._paths)))
         return self._value
 
-    def _look(self) -> _Signature:
+    def _signatures(self) -> _Signature:
         return tuple(map(_signature, self._paths))
 
     def __repr__(self) -> str:
@@ -73,7 +75,7 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_bytes(setting: str, path: Path) -> bytes:
-    """Return the file that `setting` names. Raises ValueError that names both."""
+    """Return the contents of the file that `setting` names. Raises ValueError with the setting and the path."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -1,7 +1,8 @@
-"""The `grammar` field of a request: shape checks only.
+"""The `grammar` field of a request: checks of its shape.
 
-The invariant: a GrammarSpec names a kind that exists and a source that is not empty. Whether the source is a correct
-grammar is for the sidecar to say, with the place. Not here: anything that parses a grammar.
+Invariant: a GrammarSpec names a kind that exists and has a source that is not empty.
+
+Not responsible for: whether the source is a correct grammar (the grammar process reports that, with the position).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ _TEXT_KINDS = {
 
 
 def check_grammar(grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None = None) -> GrammarSpec:
-    """Make the spec; `known` finds the grammar that Compile named, None: on a server that compiles none.
+    """Return the spec of a `grammar` field.
 
-    Raises InvalidRequest, and for a grammar_id GrammarNotConfigured or what `known` raises.
+    `known` returns the grammar of a grammar_id; None: the server has no grammar process. Raises InvalidRequest; for a
+    grammar_id also GrammarNotConfigured, or the error that `known` raises.
     """
     if grammar.WhichOneof("spec") == "grammar_id":
         return _named(grammar, known)
@@ -48,7 +50,7 @@ def _named(grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None) -> G
         raise InvalidRequest("grammar.grammar_id", "is empty")
     for name in ("whitespace", "backend", "allow_unenforced"):
         if getattr(grammar, name):
-            raise InvalidRequest(f"grammar.{name}", "was settled when the grammar was compiled; leave it unset")
+            raise InvalidRequest(f"grammar.{name}", "was fixed when the grammar was compiled; leave it unset")
     if known is None:
         raise GrammarNotConfigured("grammar: this server runs without a grammar process (its setting grammar=none)")
     return known(grammar.grammar_id)

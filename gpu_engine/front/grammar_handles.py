@@ -1,9 +1,11 @@
 """Grammars that clients compiled ahead of time and may name by id.
 
-The invariant: an id stands for one grammar for ever. It is a digest of what the client gave, so a client that knows the
-grammar can tell the id, and the same grammar compiled again has the same one; an id is a name and no secret. What the
-grammar process has compiled may be gone at any time (it restarts, its cache is full); the grammar is kept here and
-compiled again when a request needs it. Bounded in bytes; the least recently used leaves first. Used on the event loop.
+Invariant: an id names one grammar for ever: it is a digest of the grammar and its options. So a client that knows the
+grammar can compute the id, and compiling the same grammar again gives the same id; an id is no secret. The grammar
+process may lose its compiled grammars at any time (restart, full cache); the text is kept here and compiled again when
+a request needs it. Bounded in bytes; the least recently used grammar is evicted first. Used on the event loop.
+
+Not responsible for: compiling (see sidecar/compilations.py).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from gpu_engine.front.grammar_field import check_grammar
 from protos.engine.v1 import engine_pb2 as pb
 
 OVERHEAD_BYTES = 512
-"""What an entry takes beside its text, an estimate."""
+"""Estimated size of an entry without its text."""
 
 
 def grammar_id(spec: GrammarSpec) -> str:
@@ -31,7 +33,7 @@ def grammar_id(spec: GrammarSpec) -> str:
 
 
 class GrammarHandles:
-    """The grammars that have an id. `max_bytes` bounds their texts."""
+    """The grammars with an id. `max_bytes` bounds their texts."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -41,14 +43,15 @@ class GrammarHandles:
     async def compile(
         self, request: pb.CompileRequest, compile_spec: Callable[[GrammarSpec], Awaitable[Compiled]] | None
     ) -> pb.CompileResponse:
-        """Answer a Compile call; `compile_spec` asks the grammar process, None: there is none.
+        """Answer a Compile call.
 
-        Raises what `check_grammar` and `compile_spec` raise, and GrammarNotConfigured.
+        `compile_spec` compiles in the grammar process; None: the server has none. Raises what `check_grammar` and
+        `compile_spec` raise, and GrammarNotConfigured.
         """
         if not request.HasField("grammar"):
             raise InvalidRequest("grammar", "is required")
         if request.grammar.WhichOneof("spec") == "grammar_id":
-            raise InvalidRequest("grammar.grammar_id", "is what Compile returns; give the grammar itself")
+            raise InvalidRequest("grammar.grammar_id", "is returned by Compile; give the grammar itself")
         spec = check_grammar(request.grammar)
         if compile_spec is None:
             raise GrammarNotConfigured("grammar: this server runs without a grammar process (its setting grammar=none)")
@@ -65,7 +68,7 @@ class GrammarHandles:
         )
 
     def keep(self, spec: GrammarSpec) -> str:
-        """Give a grammar its id, and make room for it."""
+        """Store a grammar and return its id; older grammars are evicted to make room."""
         name = grammar_id(spec)
         if name not in self._specs:
             self._specs[name] = spec

@@ -1,7 +1,9 @@
-"""The addresses the server listens on: the public port, and one that answers for health alone.
+"""Binds the addresses of the server: the public port, and one that answers health checks alone.
 
-The invariant: an address is bound before the model is loaded, so a port that is taken is said at once; a server is
-reached by nobody but whom TLS, tokens or the mode of a unix socket (0600) let in. Not here: the services on it.
+Invariant: an address is bound before the model is loaded, so that a port in use is reported at once. A server can be
+reached only by clients that TLS, tokens or the mode of a unix socket (0600) admit.
+
+Not responsible for: the services on the addresses (see servicer.py).
 """
 
 from __future__ import annotations
@@ -26,49 +28,49 @@ from gpu_engine.front.tls import server_credentials
 log = logging.getLogger(__name__)
 
 LARGEST_MESSAGE_BYTES = 64 << 20
-"""Above any prompt that is allowed, so that one that is too long is refused by name and not by the transport."""
-# Two servers on one port would share its requests in silence.
+"""Above any allowed prompt, so that a prompt that is too long is refused by field and limit, not by gRPC."""
+# With SO_REUSEPORT, two servers on one port would share its requests without an error.
 _OWN_PORT = ("grpc.so_reuseport", 0)
 
 
 class ServerError(RuntimeError):
-    """The server cannot start; the message says why, for the person at the terminal."""
+    """The server cannot start; the message gives the reason."""
 
 
 class HealthServicer(Protocol):
     """The asyncio implementation of the health service."""
 
     async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        """Change what `service` is reported as."""
+        """Set the reported status of `service`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Servers that are bound and not started."""
+    """Servers that are bound, and not started yet."""
 
     server: grpc.aio.Server
-    """The public one; more services may be added until it is started."""
+    """The public server; services may be added until it is started."""
     probe: grpc.aio.Server | None
-    """With `health_listen`: health in clear text and without tokens, for those who probe and can do neither."""
+    """With `health_listen`: a server for health checks in clear text and without tokens."""
     health: HealthServicer
     address: str
-    """Where the public one is: "host:port" or "unix:/path"."""
+    """Address of the public server: "host:port" or "unix:/path"."""
 
     async def start(self) -> None:
-        """Take calls."""
+        """Start to accept calls."""
         await self.server.start()
         if self.probe is not None:
             await self.probe.start()
 
     async def stop(self) -> None:
-        """Cancel what still runs. Also for servers that were never started."""
+        """Cancel running calls and stop. May be called for servers that were never started."""
         await self.server.stop(None)
         if self.probe is not None:
             await self.probe.stop(None)
 
 
 def bind(config: ServerConfig) -> Listeners:
-    """Bind the addresses; on the event loop. Raises ServerError that names the setting which makes it impossible."""
+    """Bind the addresses; called on the event loop. Raises ServerError that names the setting at fault."""
     try:
         credentials = server_credentials(config) if config.tls_cert else None
         interceptors = [BearerTokens(token_file(Path(config.auth_token_file)))] if config.auth_token_file else []
@@ -98,18 +100,18 @@ def bind(config: ServerConfig) -> Listeners:
 
 
 def exposure(config: ServerConfig) -> str | None:
-    """Return what other machines could do that should not, as a warning; None when there is nothing to say."""
+    """Return a warning when other machines can use or read this server without protection; None otherwise."""
     if is_local(config.listen):
         return None
     if not config.auth_token_file and not config.tls_client_ca:
-        return f"listen: whoever reaches {config.listen} may use this server; see auth_token_file and tls_client_ca"
+        return f"listen: any client that reaches {config.listen} may use it; see auth_token_file and tls_client_ca"
     if not config.tls_cert:
         return f"listen: tokens and answers cross the network to {config.listen} in clear text; see tls_cert"
     return None
 
 
 def is_local(address: str) -> bool:
-    """Return whether only this machine reaches the address: a unix socket, or the loopback interface."""
+    """Return whether the address is a unix socket or on the loopback interface."""
     if address.startswith("unix:"):
         return True
     host = address.removeprefix("dns:").rpartition(":")[0].strip("[]")
@@ -121,7 +123,7 @@ def is_local(address: str) -> bool:
 
 def _add_port(server: grpc.aio.Server, setting: str, address: str, credentials: grpc.ServerCredentials | None) -> int:
     _refuse_taken_path(setting, address)
-    # A unix socket gets its mode from the umask of this moment; no other thread of ours makes files yet.
+    # A unix socket gets its mode from the current umask; no other thread of this process creates files yet.
     umask = os.umask(0o177)
     try:
         return server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
@@ -132,7 +134,7 @@ def _add_port(server: grpc.aio.Server, setting: str, address: str, credentials: 
 
 
 def _refuse_taken_path(setting: str, address: str) -> None:
-    # gRPC replaces a socket file without asking; the server behind it would run on where nobody finds it.
+    # gRPC replaces an existing socket file; the server behind it would run on without an address.
     if not address.startswith("unix:"):
         return
     path = address.removeprefix("unix:").removeprefix("//")
@@ -140,8 +142,8 @@ def _refuse_taken_path(setting: str, address: str) -> None:
         try:
             probe.connect(path)
         except OSError:
-            return  # nobody listens: no file, a killed server's, or a path that gRPC will refuse by itself
+            return  # no listener: no file, a file of a killed server, or a path that gRPC will refuse itself
         pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    # One of ours: gRPC closes the port of a server that was never started when it likes.
+    # A listener of this process is accepted: gRPC closes the port of a server that was never started at any time.
     if pid != os.getpid():
         raise ServerError(f"{setting}: another process ({pid}) listens on {path}")

@@ -1,7 +1,8 @@
-"""Bytes that are no message: INVALID_ARGUMENT that names the type, not gRPC's UNKNOWN and a traceback in the log.
+"""Refuses bytes that are no protobuf message with INVALID_ARGUMENT, instead of gRPC's UNKNOWN and a logged traceback.
 
-The invariant: a method is called with a parsed message or not at all. Not here: what a message may say
-(`validation.py`).
+Invariant: a method is called with a parsed message or not at all.
+
+Not responsible for: the contents of a message (see validation.py).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from google.protobuf.message import DecodeError
 
 @dataclass(frozen=True, slots=True)
 class _Malformed:
-    """Stands for a message that could not be parsed."""
+    """Replaces a message that could not be parsed."""
 
     problem: str
 
 
 class ParsedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stub alone
-    """Refuses what does not parse; methods with one request that are coroutines, as ours are."""
+    """Refuses messages that do not parse, for methods that are coroutines with one request."""
 
     def __init__(self) -> None:
         self.refused = 0
@@ -33,7 +34,7 @@ class ParsedRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # g
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the method's handler, or the same with a look at its request first."""
+        """Return the method's handler, wrapped in a check of its request where the method takes one request."""
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler  # type: ignore[no-any-return]

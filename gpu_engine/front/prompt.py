@@ -1,7 +1,9 @@
 """From checked values to Requests: the chat template, the tokenizer, and the limits that need token counts.
 
-The invariant: a Request that leaves here fits into the context with room for one token. Synchronous and without state;
-`is_large` says when to call it off the event loop. Not here: protobuf.
+Invariant: a Request that is returned fits into the context with room for at least one new token. Synchronous and
+without state; `is_large` says when to call it off the event loop.
+
+Not responsible for: protobuf messages and the other limits (see validation.py).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from gpu_engine.api.request import Request, SamplingParams, Telemetry, TokenEven
 from gpu_engine.front.validation import check_prompt_length
 
 LARGE_PROMPT_CHARS = 8 << 10
-"""Tokenising this much takes some milliseconds: longer texts must not hold up the event loop."""
+"""Tokenising this much text takes some milliseconds: longer texts must not block the event loop."""
 
 FEW_BAD_WORDS = 8
 HEAD_CHARS_PER_TOKEN = 16
@@ -28,14 +30,14 @@ _MASK_64 = (1 << 64) - 1
 
 
 def is_large(checked: Checked) -> bool:
-    """Whether `build_requests` takes long enough to be moved to a thread."""
+    """Return whether `build_requests` takes long enough to run on another thread."""
     size = 0
     match checked.prompt:
         case str(text):
             size = len(text)
         case Chat(turns):
             size = sum(len(content) for _, content in turns)
-    # A small prompt must not stand in the threads' line behind large ones.
+    # A small prompt is built on the event loop: on the threads it could queue behind large ones.
     return size > LARGE_PROMPT_CHARS or len(checked.bad_words) > FEW_BAD_WORDS
 
 
@@ -46,7 +48,7 @@ def build_requests(
     sink: Callable[[TokenEvent], None],
     arrived_s: float,
 ) -> list[Request]:
-    """Make the n sequences of a request; they share `sink`. Raises InvalidRequest."""
+    """Return the n sequences of a request, which share `sink`. Raises InvalidRequest."""
     field, prompt_ids = _prompt_ids(checked.prompt, tokenizer, limits)
     if not prompt_ids:
         raise InvalidRequest(field, "has no tokens")
@@ -95,9 +97,9 @@ def build_requests(
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """Return the seed of sequence `index`: the request's own for 0, else splitmix64 of it (Steele, Lea, Flood 2014).
+    """Return the seed of sequence `index`: the request's seed for 0, else its splitmix64 (Steele, Lea, Flood 2014).
 
-    The answer's telemetry carries it, so that one of n sequences can be made again alone.
+    The answer's telemetry has the seed, so that one of n sequences can be generated again alone.
     """
     if index == 0:
         return seed
@@ -121,8 +123,8 @@ def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer, limits: Limits) -> tuple[s
 
 
 def _check_head(field: str, text: str, tokenizer: Tokenizer, limits: Limits) -> None:
-    # Megabytes cost seconds of a core. What is far too long is seen from its beginning, which has at most a few tokens
-    # fewer when it is followed by the rest.
+    # Tokenising megabytes takes seconds of CPU time. A prompt that is far too long is recognised by its beginning,
+    # which has at most a few tokens fewer when the rest follows it.
     head = HEAD_CHARS_PER_TOKEN * limits.max_model_len
     if len(text) > 2 * head:
         length = len(_encode(tokenizer, text[:head], add_special_tokens=False))
@@ -144,17 +146,17 @@ def _render(turns: tuple[tuple[str, str], ...], tokenizer: Tokenizer) -> str:
     try:
         return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
     except TemplateError as error:
-        raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
+        raise InvalidRequest("messages", f"the model's chat template raised an error: {error}") from error
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    # The batch call lets other threads run meanwhile; `encode` holds the interpreter's lock for seconds on a long text.
+    # The batch call releases the GIL; `encode` holds it for seconds on a long text.
     (encoding,) = tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return list(encoding.ids)
 
 
 def _bad_words(checked: Checked, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    # Most vocabularies write a word at the start of a text and after a space with different tokens: both are forbidden.
+    # Most vocabularies have different tokens for a word at the start of a text and after a space: both are forbidden.
     single, several = dict.fromkeys(checked.bad_token_ids), dict[tuple[int, ...], None]()
     for word in checked.bad_words:
         for form in (word, f" {word}"):

@@ -1,7 +1,8 @@
 """From the engine's values to protobuf messages. Pure functions.
 
-The invariant: what is unset in the proto means "not yet" or "not asked for", never zero by accident. Not here:
-decisions.
+Invariant: a field is left unset where its value is not known yet or was not asked for; it is never zero by accident.
+
+Not responsible for: any decision about a request (see servicer.py and text_output.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from protos.engine.v1 import engine_pb2 as pb
 
 
 def delta_response(output: SequenceOutput, delta: Delta, *, omit_token_ids: bool) -> pb.GenerateResponse | None:
-    """Return the message for `delta`, or None when it would tell the client nothing."""
+    """Return the message for `delta`; None when the message would have no content."""
     if not (delta.text or delta.finish or delta.logprobs or (delta.token_ids and not omit_token_ids)):
         return None
     request = output.request
@@ -69,7 +70,7 @@ def _telemetry(request: Request, finished_s: float) -> pb.Telemetry:
 def model_info(
     model: Model, config: EngineConfig, limits: Limits, backends: tuple[int, ...], version: str
 ) -> pb.GetModelInfoResponse:
-    """Describe the server."""
+    """Return the description of model, device and limits."""
     response = pb.GetModelInfoResponse(
         model=model.name,
         model_type=model.model_type,

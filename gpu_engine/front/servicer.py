@@ -2,8 +2,8 @@
 
 Invariant: however a Generate call ends (answer, error, cancel, deadline, lost connection), its `finally` releases all
 that the call holds: its sequences in the engine, its compile ticket, its request id. Errors become a gRPC status in one
-place, `_ErrorToStatus`. A slow client delays no other: its events wait in its Inbox and are merged into one response per
-sequence when it reads.
+place, `_ErrorToStatus`. A slow client delays no other: its events wait in its Inbox and are merged into one response
+per sequence when it reads.
 
 Not responsible for: checking fields (see validation.py), tokenisation (see prompt.py), starting and stopping the server
 (see server.py).

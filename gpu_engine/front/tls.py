@@ -1,8 +1,9 @@
-"""TLS for the public port: the server's certificate, and whose clients it takes.
+"""TLS for the public port: the server's certificate, and the authorities whose clients are admitted.
 
-The invariant: a server that was told to speak TLS speaks nothing else, and never starts with a certificate and a key
-that do not belong together. Renewed files are taken over at the next handshake; connections that stand keep theirs.
-Not here: who may call (`auth.py`).
+Invariant: a server that is configured for TLS speaks nothing else, and never starts with a certificate and a key that
+do not belong together. Renewed files are used from the next handshake on; open connections keep their certificate.
+
+Not responsible for: tokens (see auth.py).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from gpu_engine.front.from_files import FromFiles, read_bytes
 def server_credentials(config: ServerConfig) -> grpc.ServerCredentials:
     """Return credentials that follow the files of `tls_cert`, `tls_key` and `tls_client_ca`.
 
-    With `tls_client_ca` every client needs a certificate that one of those authorities signed. Raises ValueError that
-    names the setting whose file is missing or wrong.
+    With `tls_client_ca` every client needs a certificate that one of its authorities signed. Raises ValueError with the
+    setting whose file is missing or wrong.
     """
     files = FromFiles(
         [Path(path) for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path],
@@ -29,7 +30,7 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials:
     in_use = files.get()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        # On a thread of gRPC's, before each handshake; None keeps what is in use.
+        # Called on a thread of gRPC, before each handshake; None keeps the configuration in use.
         nonlocal in_use
         latest = files.get()
         if latest is in_use:
@@ -39,7 +40,7 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials:
 
     return grpc.dynamic_ssl_server_credentials(
         in_use,
-        changed,  # type: ignore[arg-type]  # the stub does not know of None
+        changed,  # type: ignore[arg-type]  # the stub lacks None
         require_client_authentication=bool(config.tls_client_ca),
     )
 
@@ -48,7 +49,7 @@ def _read(config: ServerConfig) -> grpc.ServerCertificateConfiguration:
     cert, key = Path(config.tls_cert), Path(config.tls_key)
     cert_pem, key_pem = read_bytes("tls_cert", cert), read_bytes("tls_key", key)
     ca_pem = read_bytes("tls_client_ca", Path(config.tls_client_ca)) if config.tls_client_ca else None
-    # gRPC would take any bytes and fail at every handshake, so OpenSSL judges them first.
+    # gRPC accepts any bytes and fails at every handshake, so OpenSSL checks them first.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password=_no_password)
@@ -59,7 +60,7 @@ def _read(config: ServerConfig) -> grpc.ServerCertificateConfiguration:
             f"tls_cert, tls_key: {cert} and {key} must be a certificate chain and its unencrypted key in PEM "
             f"({error.reason or error})"
         ) from error
-    except OSError as error:  # gone since it was read
+    except OSError as error:  # removed since it was read
         raise ValueError(f"tls_cert, tls_key: cannot read {cert} and {key}: {error.strerror}") from error
     if ca_pem is not None:
         try:

@@ -1,8 +1,10 @@
-"""From the wire to checked values: every limit that the proto states is enforced here, and nowhere after.
+"""From the wire to checked values: every limit that the proto states is enforced here, and nowhere else.
 
-The invariant: what `check` returns is within all limits, or InvalidRequest names the field and the limit. Pure: no
-tokenizer, no I/O, so it runs on the event loop (a request is a few kilobytes; a large prompt is only measured). Not
-here: tokenisation and the limits that need it (`prompt.py`).
+Invariant: the values that `check` returns are within all limits; otherwise InvalidRequest names the field and the
+limit. Pure: no tokenizer, no I/O, so it runs on the event loop (a request has a few kilobytes; a large prompt is only
+measured).
+
+Not responsible for: tokenisation and the limits that need it (see prompt.py).
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ def check(
     running: Collection[str],
     known: Callable[[str], GrammarSpec] | None = None,
 ) -> Checked:
-    """Check everything but tokens; `running` holds the request ids in use, `known` finds a grammar by its id.
+    """Check everything except limits that need the tokenizer.
 
-    Raises InvalidRequest, UnknownGrammar or NotSupported.
+    `running` has the request ids in use, `known` returns the grammar of an id. Raises InvalidRequest, UnknownGrammar or
+    NotSupported.
     """
     request_id = _request_id(request.request_id, running)
     prompt = _prompt(request, limits)
@@ -80,7 +83,7 @@ def check(
 
 
 def given_id(request_id: str) -> str:
-    """Return the id that the client gave, or "" when it gave none. Raises InvalidRequest for one that is no id."""
+    """Return the id that the client gave, "" when it gave none. Raises InvalidRequest for a malformed id."""
     size = len(request_id.encode())
     if size > MAX_REQUEST_ID_BYTES:
         raise InvalidRequest("request_id", f"has {size} bytes, at most {MAX_REQUEST_ID_BYTES} are allowed")
@@ -136,7 +139,7 @@ def _prompt_bytes(field: str, size: int, limits: Limits) -> None:
 
 
 def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
-    """Leave room for at least one token; raises InvalidRequest with both numbers."""
+    """Raise InvalidRequest, with both numbers, unless one more token fits behind a prompt of `length` tokens."""
     if length + 1 > max_model_len:
         raise InvalidRequest(
             field,
@@ -145,7 +148,7 @@ def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
 
 
 def _draft_tokens(request: pb.GenerateRequest, limits: Limits) -> tuple[int, int]:
-    """Return the most drafts of a step, and the most that the grammar may force: a number that is named is for both."""
+    """Return the most drafts of a step, and the most jump-forward tokens; a number in the request is for both."""
     if not request.speculation.HasField("num_draft_tokens"):
         return limits.num_draft_tokens, limits.jump_forward_tokens
     value = request.speculation.num_draft_tokens

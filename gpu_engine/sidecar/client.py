@@ -1,8 +1,8 @@
 """The engine's client of the grammar process: a matcher for every guided slot, from `open` to `close`.
 
 Invariant: every `open` is followed by exactly one of grammar_opened, grammar_failed, a newer `open` of the same slot,
-or `close`. When the grammar process is lost, the engine opens every slot again. Two threads call in here: the event loop
-(`prepare`, `forget`, `stats`, ...), and the engine's thread (`open` and `close`, which only post to the loop).
+or `close`. When the grammar process is lost, the engine opens every slot again. Two threads call in here: the event
+loop (`prepare`, `forget`, `stats`, ...), and the engine's thread (`open` and `close`, which only post to the loop).
 
 Not responsible for: the connection (see link.py), compilations (see compilations.py).
 """
