@@ -67,8 +67,8 @@ class EngineServicer:
     """
 
     def Generate(self, request, context):
-        """Generates text. The stream carries deltas; the last response of each sequence carries its finish reason and usage.
-        Cancelling the call frees everything that the request held.
+        """Generates text. The stream consists of deltas; the last response of each sequence has its finish reason and usage.
+        Cancelling the call releases everything that the request holds.
 
         Errors: INVALID_ARGUMENT names the field and the limit; RESOURCE_EXHAUSTED when a queue or a stated limit is full;
         UNAVAILABLE when the grammar process is gone; FAILED_PRECONDITION for a grammar on a server without a grammar process.
@@ -85,10 +85,10 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Compile(self, request, context):
-        """Compiles a grammar ahead of time and says what it costs. Generate may then name it by its id.
+        """Compiles a grammar ahead of time and returns its cost. Generate may then name it by its id.
 
-        Errors: INVALID_ARGUMENT (the grammar is wrong, or says something that no backend enforces; the message says where and
-        what), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
+        Errors: INVALID_ARGUMENT (the grammar is wrong, or has a part that no backend enforces; the message names the place and
+        the part), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
         FAILED_PRECONDITION (no grammar process).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -4,7 +4,7 @@ isort:skip_file
 The public API: clients -> engine process.
 
 Scalars whose zero is a meaningful value are `optional`: unset means "the server's default", never zero.
-Field names follow the protos that gateways already speak (vLLM, SGLang, TensorRT-LLM) where the meaning is the same.
+Field names follow the protos that gateways use already (vLLM, SGLang, TensorRT-LLM) where the meaning is the same.
 """
 
 from collections import abc as _abc
@@ -38,8 +38,8 @@ class EngineStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EngineAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.GenerateResponse]
-    """Generates text. The stream carries deltas; the last response of each sequence carries its finish reason and usage.
-    Cancelling the call frees everything that the request held.
+    """Generates text. The stream consists of deltas; the last response of each sequence has its finish reason and usage.
+    Cancelling the call releases everything that the request holds.
 
     Errors: INVALID_ARGUMENT names the field and the limit; RESOURCE_EXHAUSTED when a queue or a stated limit is full;
     UNAVAILABLE when the grammar process is gone; FAILED_PRECONDITION for a grammar on a server without a grammar process.
@@ -47,10 +47,10 @@ class EngineStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]
     """Ends a running request by its id. Its stream closes with FINISH_REASON_ABORTED."""
     Compile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.CompileRequest, _engine_pb2.CompileResponse]
-    """Compiles a grammar ahead of time and says what it costs. Generate may then name it by its id.
+    """Compiles a grammar ahead of time and returns its cost. Generate may then name it by its id.
 
-    Errors: INVALID_ARGUMENT (the grammar is wrong, or says something that no backend enforces; the message says where and
-    what), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
+    Errors: INVALID_ARGUMENT (the grammar is wrong, or has a part that no backend enforces; the message names the place and
+    the part), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
     FAILED_PRECONDITION (no grammar process).
     """
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetModelInfoRequest, _engine_pb2.GetModelInfoResponse]
@@ -64,8 +64,8 @@ class EngineAsyncStub(EngineStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_engine_pb2.GenerateRequest, _engine_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates text. The stream carries deltas; the last response of each sequence carries its finish reason and usage.
-    Cancelling the call frees everything that the request held.
+    """Generates text. The stream consists of deltas; the last response of each sequence has its finish reason and usage.
+    Cancelling the call releases everything that the request holds.
 
     Errors: INVALID_ARGUMENT names the field and the limit; RESOURCE_EXHAUSTED when a queue or a stated limit is full;
     UNAVAILABLE when the grammar process is gone; FAILED_PRECONDITION for a grammar on a server without a grammar process.
@@ -73,10 +73,10 @@ class EngineAsyncStub(EngineStub):
     Abort: _aio.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a running request by its id. Its stream closes with FINISH_REASON_ABORTED."""
     Compile: _aio.UnaryUnaryMultiCallable[_engine_pb2.CompileRequest, _engine_pb2.CompileResponse]  # type: ignore[assignment]
-    """Compiles a grammar ahead of time and says what it costs. Generate may then name it by its id.
+    """Compiles a grammar ahead of time and returns its cost. Generate may then name it by its id.
 
-    Errors: INVALID_ARGUMENT (the grammar is wrong, or says something that no backend enforces; the message says where and
-    what), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
+    Errors: INVALID_ARGUMENT (the grammar is wrong, or has a part that no backend enforces; the message names the place and
+    the part), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
     FAILED_PRECONDITION (no grammar process).
     """
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetModelInfoRequest, _engine_pb2.GetModelInfoResponse]  # type: ignore[assignment]
@@ -93,8 +93,8 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.GenerateResponse], _abc.AsyncIterator[_engine_pb2.GenerateResponse]]:
-        """Generates text. The stream carries deltas; the last response of each sequence carries its finish reason and usage.
-        Cancelling the call frees everything that the request held.
+        """Generates text. The stream consists of deltas; the last response of each sequence has its finish reason and usage.
+        Cancelling the call releases everything that the request holds.
 
         Errors: INVALID_ARGUMENT names the field and the limit; RESOURCE_EXHAUSTED when a queue or a stated limit is full;
         UNAVAILABLE when the grammar process is gone; FAILED_PRECONDITION for a grammar on a server without a grammar process.
@@ -114,10 +114,10 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.CompileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.CompileResponse, _abc.Awaitable[_engine_pb2.CompileResponse]]:
-        """Compiles a grammar ahead of time and says what it costs. Generate may then name it by its id.
+        """Compiles a grammar ahead of time and returns its cost. Generate may then name it by its id.
 
-        Errors: INVALID_ARGUMENT (the grammar is wrong, or says something that no backend enforces; the message says where and
-        what), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
+        Errors: INVALID_ARGUMENT (the grammar is wrong, or has a part that no backend enforces; the message names the place and
+        the part), RESOURCE_EXHAUSTED (a stated limit on bytes, time or memory; the message names its setting), UNAVAILABLE,
         FAILED_PRECONDITION (no grammar process).
         """
 

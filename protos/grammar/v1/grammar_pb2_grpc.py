@@ -72,7 +72,7 @@ class GrammarServicer:
     """
 
     def Configure(self, request, context):
-        """Gives the sidecar its tokenizer. The same configuration again is a no-op; a new one drops every grammar and matcher.
+        """Sets the tokenizer. Repeating the same configuration has no effect; a new one drops every grammar and matcher.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,7 +81,7 @@ class GrammarServicer:
     def Compile(self, request, context):
         """Compiles a grammar, or finds it in the cache. Equal requests share one compilation.
 
-        Errors: INVALID_ARGUMENT (the grammar is wrong; the message says where), RESOURCE_EXHAUSTED (a stated limit on bytes or
+        Errors: INVALID_ARGUMENT (the grammar is wrong; the message names the place), RESOURCE_EXHAUSTED (a stated limit on bytes or
         time; the message names its setting), FAILED_PRECONDITION (not configured), UNIMPLEMENTED (backend not installed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -89,7 +89,7 @@ class GrammarServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Bind(self, request, context):
-        """Gives a slot a fresh matcher, moved over `committed_tokens`. Replaces the matcher of an older slot_gen.
+        """Makes a new matcher for a slot, advanced over `committed_tokens`. It replaces the matcher of an older slot_gen.
 
         Errors: NOT_FOUND (unknown grammar_id: compile again), INVALID_ARGUMENT (committed_tokens do not fit the grammar).
         """
@@ -98,21 +98,21 @@ class GrammarServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Drops the matcher of (slot, slot_gen). Not an error when it is gone already.
+        """Drops the matcher of (slot, slot_gen). Not an error when there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Counters and gauges.
+        """Returns counters and gauges.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """Everything that is counted, for Prometheus.
+        """Returns all metrics, for Prometheus.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -230,7 +230,7 @@ async def test_a_token_lets_in_and_nothing_else_does(files: Files, tmp_path: Pat
         )
         assert await refused(server, "--token-file", str(tmp_path / "wrong")) == (
             grpc.StatusCode.UNAUTHENTICATED,
-            "authorization: holds a token that is not known here",
+            "authorization: holds an unknown token",
         )
 
 

@@ -78,7 +78,11 @@ def test_the_least_recently_used_leaves_first() -> None:
     [
         (pb.CompileRequest(), InvalidRequest, "grammar: is required"),
         (pb.CompileRequest(grammar=pb.Grammar()), InvalidRequest, "grammar.spec"),
-        (pb.CompileRequest(grammar=pb.Grammar(grammar_id="g-1")), InvalidRequest, "grammar.grammar_id: is what"),
+        (
+            pb.CompileRequest(grammar=pb.Grammar(grammar_id="g-1")),
+            InvalidRequest,
+            "grammar.grammar_id: is returned by Compile",
+        ),
         (pb.CompileRequest(grammar=pb.Grammar(regex="a")), GrammarNotConfigured, "grammar=none"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_chat_is_rendered_by_the_template() -> None:
 
 
 def test_what_the_template_refuses_is_invalid() -> None:
-    with pytest.raises(InvalidRequest, match="messages: the model's chat template refuses them: no"):
+    with pytest.raises(InvalidRequest, match="messages: the model's chat template raised an error: no"):
         build(chat(("user", "refuse")))
 
 
