@@ -48,7 +48,7 @@ class GrammarMetrics(Collector):
         """Args: `cache` returns the gauges `cached_grammars` and `cache_bytes`, or {} before Configure."""
         self._cache = cache
         self._state: tuple[WorkerCounts, Counted | None] = (WorkerCounts(), None)
-        """Counts of the workers that ended, and the running worker. One tuple, so that a scrape counts nothing twice."""
+        """Counts of the workers that ended, and the running worker: one tuple, so that no scrape counts twice."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         by_backend = ("kind", "backend")
@@ -70,7 +70,7 @@ class GrammarMetrics(Collector):
         )
         self.refusals = Counter(
             "lockstep_grammar_compile_refusals",
-            "Rejected grammars, by reason: invalid, unsupported, internal, backend_limit, or the setting whose limit was reached",
+            "Rejected grammars by reason: invalid, unsupported, internal, backend_limit, or the limit that was reached",
             ("kind", "reason"),
             registry=self.registry,
         )

@@ -28,7 +28,7 @@ Outcomes = collections.Counter[str]
 Attack = Callable[["Target", Outcomes], Coroutine[None, None, None]]
 """Runs until cancelled."""
 
-_BURN = "from grammar_service.compile.worker import step_back\nstep_back({nice})\nwhile True: pass"
+_BURN = "from grammar_service.compile.worker import lower_priority\nlower_priority({nice})\nwhile True: pass"
 """Code of a process that computes and touches no memory."""
 
 

@@ -15,7 +15,7 @@ from benchmarks.faults.attacks import distinct_schema
 from benchmarks.quality.maskbench import read_vocabulary
 from grammar_service.backends.registry import load_backend
 from grammar_service.compile.proof import prove
-from grammar_service.compile.worker import NICENESS, step_back
+from grammar_service.compile.worker import NICENESS, lower_priority
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.grammar.value import Grammar, Kind, Whitespace
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--nice", type=int, default=NICENESS)
     parser.add_argument("--count", type=int, default=sys.maxsize, help="end after so many (default: never)")
     args = parser.parse_args()
-    step_back(args.nice)
+    lower_priority(args.nice)
     vocabulary = read_vocabulary(args.tokenizer, ())
     backend, texts = load_backend(args.backend, vocabulary), TokenTexts.of(vocabulary)
     for number in range(args.count):

@@ -1,7 +1,9 @@
-"""What a compile worker made of a grammar: the library's bytes, and what is known of the shortest answers.
+"""The result of a compile worker: the library's serialised grammar, and the completion plan.
 
-Invariant: `pack` and `unpack` are inverse; no pickle. As bytes: the plan as one line of JSON, then the library's. Not
-here: what the bytes mean (the backends), what the plan means (closing.py).
+Invariant: `pack` and `unpack` are inverse. No pickle: the packed form is the plan as one line of JSON, then the
+library's bytes.
+
+Not responsible for: the meaning of the bytes (see backends/), of the plan (see completion/plan.py).
 """
 
 from __future__ import annotations
@@ -13,20 +15,20 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """On its way from a worker, or from the disk, to the loader. Nothing in it was checked."""
+    """On its way from a worker or the disk to the loader. Its contents are not checked."""
 
     data: bytes
     plan: Any
-    """For `CompletionPlan.from_wire`."""
+    """Argument of `CompletionPlan.from_wire`."""
     compile_ms: float = 0.0
-    """Time of the compilation itself, without waiting, proof and transport; 0: it came from the disk."""
+    """Time of the compilation alone, without queue, proof and transport; 0: the artifact came from the disk."""
 
     def pack(self) -> bytes:
-        """Return it as bytes, without the time."""
+        """Return the artifact as bytes, without the time."""
         return json.dumps(self.plan).encode() + b"\n" + self.data
 
     @staticmethod
     def unpack(packed: bytes) -> Artifact:
-        """Return what was packed. Raises ValueError for anything else."""
+        """Return the artifact that `pack` was called on. Raises ValueError for any other bytes."""
         at = packed.index(b"\n")
         return Artifact(packed[at + 1 :], json.loads(packed[:at]))

@@ -1,8 +1,9 @@
-"""From a grammar's text to its compiled form, once: checks, choice of the backend, cache, single flight.
+"""Compiles a grammar's text once: checks it, chooses a backend, looks in the caches, starts one compilation.
 
-Invariant: equal grammars share one compilation and one cache entry; what failed is not remembered, so a grammar that
-ran out of time may succeed later. Compiling happens in other processes (`compile_pool`), never here: here a result is
-only loaded (`compile_loader`). A compilation that nobody waits for any more is killed. Owned by one event loop.
+Invariant: equal grammars share one compilation and one cache entry. Failures are not cached, so a grammar that exceeded
+its time may succeed later. A compilation without a waiter is killed. Not thread-safe: one event loop owns a compiler.
+
+Not responsible for: the compilation, which runs in other processes (see pool.py); loading its result (see loader.py).
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from service_runtime.single_flight import SingleFlight
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-"""As a backend's name: the first that takes all of the grammar."""
+"""Name that selects the first backend which enforces all of the grammar."""
 
 ABANDONED_S = 0.25
 """Grace time of a compilation without a waiter: most end within it, and a killed worker costs the start of another."""
 
 MAX_CHOICES = 4096
-"""Grammars whose backend, chosen by AUTO, is remembered."""
+"""Bound on the grammars whose backend, chosen by AUTO, is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +57,21 @@ class Entry:
     backend: str
     compiled: Compiled
     compile_ms: float
-    """0 when it came from the disk."""
+    """0: the artifact came from the disk."""
     plan: CompletionPlan
-    """What is known of its shortest answer."""
+    """What is known of the grammar's answers before their first token."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is not enforced, one line a part."""
+        """What the caller should know about the grammar, one line each."""
         return self.compiled.warnings
 
 
 class Compiler:
-    """Grammars of one vocabulary. The default backend's workers start when it is `ready`, others when asked for."""
+    """Grammars of one vocabulary. `ready` starts the default backend's workers; others start with their first use."""
 
     def __init__(self, config: GrammarConfig, vocabulary: Vocabulary, command: Sequence[str] = ()) -> None:
-        """Args: `command` starts a compile worker; (): ours, at the priority of `config`."""
+        """Args: `command` starts a compile worker; (): the project's own, at the priority that `config` names."""
         self._command = command or (COMMAND_IDLE if config.compile_priority == "idle" else COMMAND)
         self._config = config
         self._vocabulary = vocabulary
@@ -78,7 +79,7 @@ class Compiler:
         self._backends: dict[str, asyncio.Task[Backend]] = {}
         self._flights: SingleFlight[str, tuple[Entry, bool]] = SingleFlight(ABANDONED_S)
         self._accepted: set[str] = set()
-        """Of those: somebody waits for it whose sequence was let in."""
+        """Keys of running compilations that an accepted sequence waits for."""
         self._loader = CompileLoader()
         self._disk = DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if config.cache_dir else None
         self._cache: OrderedDict[str, Entry] = OrderedDict()
@@ -90,9 +91,9 @@ class Compiler:
         self.limited = 0
 
     async def ready(self) -> None:
-        """Wait until the default backend has taken the vocabulary, or raise why not; then its workers start.
+        """Wait until the default backend has read the vocabulary, or raise its error; then start its workers.
 
-        Not before: they would take the cores from it, and what the disk has needs none of them.
+        The workers start later because they would take the cores from that, and grammars on disk need no worker.
         """
         await asyncio.gather(
             asyncio.shield(self._backend(self._config.backend)), self._loader.read_texts(self._vocabulary)
@@ -109,12 +110,12 @@ class Compiler:
         allow_unenforced: bool = False,
         accepted: bool = False,
     ) -> tuple[Entry, bool]:
-        """Return the cache entry of a grammar and whether it was compiled before (or is on its way already).
+        """Return the cache entry of a grammar, and whether it was cached or being compiled for an earlier call.
 
         Args:
             backend: one of NAMES, or AUTO.
-            allow_unenforced: take what cannot be enforced; the entry has a warning for each part.
-            accepted: for a sequence that was let in: it goes before the others, and is not refused for a full queue.
+            allow_unenforced: leave out parts that cannot be enforced; the entry has a warning for each.
+            accepted: for an accepted sequence: comes before the others, and is never rejected for a full queue.
 
         Raises InvalidGrammar, LimitExceeded, NotSupported, InternalError.
         """
@@ -135,7 +136,7 @@ class Compiler:
             raise
 
     def get(self, grammar_id: str) -> Entry:
-        """Return the entry that Compile named. Raises UnknownGrammar when it has left the cache."""
+        """Return the entry of a grammar id. Raises UnknownGrammar when it has left the cache."""
         entry = self._cache.get(grammar_id)
         if entry is None:
             raise UnknownGrammar(f"grammar_id: {grammar_id!r} is not in the cache; compile the grammar again")
@@ -143,7 +144,7 @@ class Compiler:
         return entry
 
     async def close(self) -> None:
-        """Kill the workers and forget everything."""
+        """Kill the workers and drop the cache."""
         await self._flights.close()
         for task in self._backends.values():
             task.cancel()
@@ -165,7 +166,7 @@ class Compiler:
         }
 
     async def _choose(self, grammar: Grammar, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
-        """Try the installed backends, the default first; strictly at first, then with what the caller allows."""
+        """Try the installed backends, the default first: all strictly, then with unenforced parts if allowed."""
         names = [self._config.backend, *(name for name in NAMES if name != self._config.backend and installed(name))]
         choice = _key(grammar, AUTO, allow_unenforced)
         known = self._cache.get(self._choices.get(choice, ""))
@@ -173,20 +174,20 @@ class Compiler:
             self.hits += 1
             self._cache.move_to_end(known.grammar_id)
             return known, True
-        refusals: list[tuple[str, GrammarServiceError]] = []
+        rejections: list[tuple[str, GrammarServiceError]] = []
         for allowed in (False, True) if allow_unenforced else (False,):
-            refusals.clear()
+            rejections.clear()
             for name in names:
                 try:
                     entry, hit = await self._one(grammar, name, allowed, accepted)
                 except GrammarServiceError as error:
-                    refusals.append((name, error))
+                    rejections.append((name, error))
                     continue
                 self._choices[choice] = entry.grammar_id
                 if len(self._choices) > MAX_CHOICES:
                     self._choices.popitem(last=False)
                 return entry, hit
-        raise _all_refused(refusals)
+        raise _rejected_by_all(rejections)
 
     async def _one(self, grammar: Grammar, backend: str, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
         key = _key(grammar, backend, allow_unenforced)
@@ -196,24 +197,28 @@ class Compiler:
             self.hits += 1
             return entry, True
         if accepted:
-            # Whether an equal one waits in the queue, is about to, or is compiled: what it joins is accepted, too.
+            # An equal compilation that this call joins, in whatever state, counts as accepted from now on.
             self._accepted.add(key)
-            if pool := self._pools.get(backend):  # what the disk has needs no worker
+            if pool := self._pools.get(backend):  # a grammar on disk needs no worker
                 pool.promote(key)
         (entry, stored), joined = await self._flights.run(
-            key, lambda: self._fly(key, grammar, backend, allow_unenforced)
+            key, lambda: self._compile_once(key, grammar, backend, allow_unenforced)
         )
         self.hits += joined or stored
         return entry, joined or stored
 
-    async def _fly(self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool) -> tuple[Entry, bool]:
-        """Return a new cache entry and whether its artifact lay on the disk."""
+    async def _compile_once(
+        self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool
+    ) -> tuple[Entry, bool]:
+        """Return a new cache entry, and whether its artifact was on disk."""
         try:
-            return await self._made(key, grammar, backend, allow_unenforced)
+            return await self._load_or_compile(key, grammar, backend, allow_unenforced)
         finally:
             self._accepted.discard(key)
 
-    async def _made(self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool) -> tuple[Entry, bool]:
+    async def _load_or_compile(
+        self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool
+    ) -> tuple[Entry, bool]:
         disk = self._disk
         name = artifact_key(grammar, backend, self._vocabulary.digest, allow_unenforced=allow_unenforced)
         data = await asyncio.to_thread(disk.get, name) if disk else None
@@ -224,7 +229,7 @@ class Compiler:
                 compiled, plan = await self._loader.load(loader, grammar, artifact, self._vocabulary)
                 return self._store(Entry(key, backend, compiled, 0.0, plan)), True
             except (ValueError, InternalError) as error:
-                logger.warning("cache_dir: %s; it is compiled again", error)
+                logger.warning("cache_dir: %s; the grammar is compiled again", error)
                 await asyncio.to_thread(disk.remove, name)
         artifact = await self._pool(backend).compile(
             grammar, allow_unenforced=allow_unenforced, name=key, accepted=key in self._accepted
@@ -267,7 +272,7 @@ class Compiler:
             task = self._backends[backend] = asyncio.create_task(
                 asyncio.to_thread(load_backend, backend, self._vocabulary), name=f"load-{backend}"
             )
-            task.add_done_callback(_seen)
+            task.add_done_callback(_retrieve_exception)
         return task
 
     def __repr__(self) -> str:
@@ -278,15 +283,15 @@ def _key(grammar: Grammar, backend: str, allow_unenforced: bool) -> str:
     return hashlib.blake2b(f"{grammar.key(backend)}{allow_unenforced:d}".encode(), digest_size=16).hexdigest()
 
 
-def _all_refused(refusals: list[tuple[str, GrammarServiceError]]) -> GrammarServiceError:
-    """Return one error with every backend's reason. A limit comes first: the same grammar may pass elsewhere."""
-    kinds = [type(error) for _, error in refusals]
+def _rejected_by_all(rejections: list[tuple[str, GrammarServiceError]]) -> GrammarServiceError:
+    """Return one error with the reason of every backend. A limit wins: the grammar may pass with a higher one."""
+    kinds = [type(error) for _, error in rejections]
     order = (LimitExceeded, NotEnforced, InvalidGrammar, NotSupported)
     kind = next((kind for kind in order if kind in kinds), InternalError)
-    reasons = (str(error) if str(error).startswith(name) else f"{name}: {error}" for name, error in refusals)
-    return kind("no backend takes the grammar. " + " | ".join(reasons))
+    reasons = (str(error) if str(error).startswith(name) else f"{name}: {error}" for name, error in rejections)
+    return kind("no backend accepts the grammar. " + " | ".join(reasons))
 
 
-def _seen(task: asyncio.Task[Backend]) -> None:
+def _retrieve_exception(task: asyncio.Task[Backend]) -> None:
     if not task.cancelled():
         task.exception()

@@ -1,10 +1,12 @@
-"""Artifacts on disk, so that a restart does not compile again what was compiled before.
+"""Artifacts on disk, so that a restarted process need not compile known grammars again.
 
-Invariant: `get` returns exactly what `put` was given under the same key, or None; a file that is cut, changed, foreign
-or of another version is never returned, and is removed. A key is a digest over everything that an artifact depends on
-(`artifact_key`), so a new version of a library or of this package finds nothing old. Files appear by rename, whole.
-No pickle: an artifact is the library's own serialised text, checked by digest and by the library. Several processes may
-share a directory. Not here: what is stored.
+Invariant: `get` returns exactly the bytes that `put` stored under the same key, or None. A file that is truncated,
+changed, foreign or of another version is removed and never returned. A key is a digest over everything that an artifact
+depends on (`artifact_key`), so another version of a library or of this package finds no old file. Files appear
+complete, by rename. No pickle: an artifact is checked by its digest and by its library. Several processes may share a
+directory.
+
+Not responsible for: the contents of an artifact (see artifact.py).
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from grammar_service.grammar.value import Grammar
 logger = logging.getLogger(__name__)
 
 FORMAT = "lockstep-artifact-3"
-"""Of the files. Another layout of their bytes is another number."""
+"""Version of the file format."""
 
 SUFFIX = ".artifact"
-LOOK_EVERY = 64
-"""So many files are written between two looks at all of them, while by our own count there is room."""
+SCAN_INTERVAL = 64
+"""Files written between two scans of the directory, while this process's own count leaves room."""
 
 _DIGEST_BYTES = 32
 _MAGIC = (FORMAT + "\n").encode()
 
 
 def artifact_key(grammar: Grammar, backend: str, vocabulary_digest: str, *, allow_unenforced: bool) -> str:
-    """Return the name of an artifact: a digest over all that it depends on."""
+    """Return the key of an artifact: a digest over everything that it depends on."""
     try:
         ours = version("lockstep-engine")
     except PackageNotFoundError:
@@ -49,21 +51,21 @@ class DiskCache:
     """A directory of artifacts, bounded in bytes. Methods block on the disk: call them off the event loop.
 
     Args:
-        directory: made, with mode 0700, when missing.
-        max_bytes: of all files together; the least recently used leave first.
+        directory: created with mode 0700 if it is missing.
+        max_bytes: of all files together; the least recently used are removed first.
 
-    Raises OSError when the directory cannot be made, or when everybody may write into it: who can place files there
-    decides what guided answers look like.
+    Raises OSError when the directory cannot be created, or when any user may write into it, and so could change the
+    masks of guided answers.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory.stat().st_mode & stat.S_IWOTH:
-            raise PermissionError(f"cache_dir: {directory} is writable for everybody")
+            raise PermissionError(f"cache_dir: {directory} is writable for every user")
         self._directory = directory
         self._max_bytes = max_bytes
         self._written = self._total = 0
-        """Files since the last look; bytes of all files by then, and of those."""
+        """Files written since the last scan; bytes of all files, as of that scan and the files since."""
         self.hits = 0
         self.damaged = 0
 
@@ -80,7 +82,7 @@ class DiskCache:
         data = _checked(key, content)
         if data is None:
             self.damaged += 1
-            logger.warning("cache_dir: %s is damaged or foreign; it is removed", path)
+            logger.warning("cache_dir: %s is damaged or foreign and is removed", path)
             self.remove(key)
             return None
         # The time of last use orders the files when room is made.
@@ -90,7 +92,7 @@ class DiskCache:
         return data
 
     def put(self, key: str, data: bytes) -> None:
-        """Store an artifact and make room for it; a full or read-only disk is logged and otherwise ignored."""
+        """Store an artifact and make room for it. Errors of the disk are logged and otherwise ignored."""
         content = _MAGIC + _digest(key, data) + data
         if len(content) > self._max_bytes:
             return
@@ -104,19 +106,19 @@ class DiskCache:
                     os.unlink(file.name)
                     raise
             self._total += len(content)
-            if self._written % LOOK_EVERY == 0 or self._total > self._max_bytes:
+            if self._written % SCAN_INTERVAL == 0 or self._total > self._max_bytes:
                 self._written, self._total = 0, self._make_room()
             self._written += 1
         except OSError as error:
             logger.warning("cache_dir: %s: %s", self._directory, error)
 
     def remove(self, key: str) -> None:
-        """Forget an artifact that turned out to be of no use."""
+        """Remove an artifact that could not be loaded."""
         with contextlib.suppress(OSError):
             self._path(key).unlink(missing_ok=True)
 
     def _make_room(self) -> int:
-        """Remove files until the rest fits; return its bytes."""
+        """Remove files until the others fit; return the bytes of those."""
         files = []
         for entry in os.scandir(self._directory):
             # Another process may remove files at the same time.
@@ -141,7 +143,7 @@ class DiskCache:
 
 
 def _digest(key: str, data: bytes) -> bytes:
-    # Over the key too: a file that was renamed is a foreign one.
+    # The digest covers the key, so a renamed file counts as foreign.
     digest = hashlib.blake2b(key.encode(), digest_size=_DIGEST_BYTES)
     digest.update(data)
     return digest.digest()

@@ -1,7 +1,9 @@
-"""Artifacts into compiled grammars, in the sidecar: on few threads, of low priority, with a deep stack.
+"""Loads artifacts into the grammar process, on few threads of low priority with a deep stack.
 
-Invariant: at most LOADERS loads run at once, so what they hold meanwhile is bounded by as many artifacts; each ran once
-in a compile worker before, on a smaller stack. No compilation happens here.
+Invariant: at most NUM_LOADERS loads run at once, which bounds their memory. Each artifact was loaded once in a compile
+worker before, on a smaller stack.
+
+Not responsible for: compilation (see pool.py).
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from grammar_service.grammar.value import Grammar
 from grammar_service.grammar.vocabulary import Vocabulary
 
 LARGE_BYTES = 4 << 20
-"""What a library builds and frees while it reads so much is given back: glibc would keep ten times as much for ever."""
-LOADERS = 2
-"""One could be held up by a large artifact for a second; the others wait behind it only when there are two of them."""
+"""After the load of a larger artifact, freed memory is returned to the system: glibc would keep ten times its size."""
+NUM_LOADERS = 2
+"""A large artifact may hold one thread for a second; the others then use the second thread."""
 
 
 class CompileLoader:
-    """Threads that load. Owned by one event loop; `close` ends them."""
+    """The loading threads. One event loop owns them; `close` ends them."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(LOADERS, thread_name_prefix="load", initializer=_be_polite)
+        self._threads = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="load", initializer=_lower_thread_priority)
         before = threading.stack_size(LOADER_STACK_BYTES)
         try:
-            # The pool starts a thread with a task, and none when one is idle: all have to be busy once.
-            gate = threading.Barrier(LOADERS)
-            for started in [self._threads.submit(gate.wait) for _ in range(LOADERS)]:
+            # The pool starts a thread only when none is idle, so all of them must be busy once.
+            gate = threading.Barrier(NUM_LOADERS)
+            for started in [self._threads.submit(gate.wait) for _ in range(NUM_LOADERS)]:
                 started.result()
         finally:
             threading.stack_size(before)
@@ -46,27 +48,29 @@ class CompileLoader:
     async def load(
         self, backend: Backend, grammar: Grammar, artifact: Artifact, vocabulary: Vocabulary
     ) -> tuple[Compiled, CompletionPlan]:
-        """Return the compiled form, and what is known of its end. Raises LimitExceeded, InternalError."""
+        """Return the compiled grammar and its completion plan. Raises LimitExceeded, InternalError."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._threads, _load, backend, grammar, artifact, vocabulary)
         except GrammarServiceError as error:
-            raise InternalError(f"{backend.name} loaded the grammar in a worker and not again: {error}") from error
+            raise InternalError(
+                f"{backend.name} loaded the grammar in a compile worker, but not in the grammar process: {error}"
+            ) from error
         except MemoryError:
-            raise LimitExceeded("the compiled grammar does not fit into the sidecar's memory") from None
-        except Exception as error:  # each library has its own
+            raise LimitExceeded("the compiled grammar does not fit into the memory of the grammar process") from None
+        except Exception as error:  # each library has its own exceptions
             raise InternalError(f"{backend.name} cannot load the grammar: {error}") from error
 
     async def read_texts(self, vocabulary: Vocabulary) -> None:
-        """Do what the first plan of a vocabulary needs here."""
+        """Prepare the token texts of a vocabulary, which the first completion plan needs."""
         await asyncio.get_running_loop().run_in_executor(self._threads, TokenTexts.of, vocabulary)
 
     def close(self) -> None:
-        """Let the threads end with what they are doing."""
+        """End the threads after their present load. Does not wait."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def __repr__(self) -> str:
-        return f"<CompileLoader {LOADERS} threads>"
+        return f"<CompileLoader {NUM_LOADERS} threads>"
 
 
 def _load(
@@ -80,10 +84,10 @@ def _load(
 
 
 _LIBC = ctypes.CDLL(None)
-"""musl's gives memory back by itself, and has no such function."""
+"""Has no `malloc_trim` with musl, which returns memory by itself."""
 
 
-def _be_polite() -> None:
-    # On Linux a thread has its own niceness. Steps must not feel a load.
+def _lower_thread_priority() -> None:
+    # On Linux each thread has its own niceness. A load must not slow down steps.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

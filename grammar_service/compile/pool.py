@@ -1,7 +1,10 @@
-"""Warm processes that compile, one grammar each at a time, killed at the end of their time.
+"""Started processes that compile one grammar at a time each, and are killed when their time is over.
 
-Invariant: a caller waits at most for a free worker and then `timeout_s`; a worker that overran is dead and replaced
-before the next caller needs it. A crash is an error of one request. Owned by one event loop.
+Invariant: a caller waits for a free worker and then at most `timeout_s`. A worker that exceeds it is killed and
+replaced before the next caller needs it. A crash is an error of one request. Not thread-safe: one event loop owns a
+pool.
+
+Not responsible for: the order of the compilations (see queue.py), a process and its pipes (see process.py).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from grammar_service.grammar.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""Bound on a worker's start; importing torch on a busy machine takes seconds."""
+"""Bound on the start of a worker: importing torch on a busy machine takes seconds."""
 
 COMMAND = (sys.executable, "-m", "grammar_service.compile.worker")
 COMMAND_IDLE = (*COMMAND, IDLE)
@@ -36,11 +39,11 @@ class CompilePool:
 
     Args:
         backend: name of the backend.
-        vocabulary: what each worker gets at its start.
-        workers: how many.
+        vocabulary: each worker receives it at its start.
+        workers: number of processes.
         limits: of one compilation.
-        queue: compilations that may wait for a worker, those of accepted sequences not counted.
-        command: what to start; speaks as `compile_worker` does.
+        queue: compilations that may wait for a worker; those of accepted sequences do not count.
+        command: of a process that speaks the protocol of worker.py.
     """
 
     def __init__(
@@ -56,10 +59,10 @@ class CompilePool:
         self._backend = backend
         self._vocabulary = vocabulary
         self._limits = limits
-        self._queue = queue
+        self._max_waiting = queue
         self._command = command
         self._closed = False
-        self._turns = CompileQueue(workers)
+        self._compile_queue = CompileQueue(workers)
         self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(workers)]
         self._all: set[CompileProcess] = set()
         self._reaping: set[asyncio.Task[int]] = set()
@@ -75,9 +78,11 @@ class CompilePool:
         self._all.add(worker)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                reply = await worker.exchange(self._first_head(worker), self._vocabulary.tokenizer_json)
+                reply = await worker.exchange(self._start_message(worker), self._vocabulary.tokenizer_json)
         except (EOFError, TimeoutError) as error:
-            logger.error("a compile worker of %s did not start: %s", self._backend, worker.stderr_tail())
+            logger.error(
+                "a compile worker of %s did not start; its last output: %s", self._backend, worker.stderr_tail()
+            )
             await self._discard(worker)
             raise InternalError(f"a compile worker of {self._backend} did not start") from error
         except asyncio.CancelledError:
@@ -90,8 +95,8 @@ class CompilePool:
         worker.loads_torch = reply["modules"]
         return worker
 
-    def _first_head(self, worker: CompileProcess) -> dict[str, Any]:
-        terms = {
+    def _start_message(self, worker: CompileProcess) -> dict[str, Any]:
+        limits = {
             "artifact_fd": worker.artifact_fd,
             "memory_mb": self._limits.memory_mb,
             "max_depth": self._limits.max_depth,
@@ -99,7 +104,7 @@ class CompilePool:
             "max_artifact_bytes": self._limits.max_artifact_bytes,
         }
         vocabulary = self._vocabulary
-        return {"backend": self._backend, "size": vocabulary.size, "stop_ids": vocabulary.stop_ids, "terms": terms}
+        return {"backend": self._backend, "size": vocabulary.size, "stop_ids": vocabulary.stop_ids, "limits": limits}
 
     async def ready(self) -> None:
         """Wait until every worker has started. Raises what their start raised."""
@@ -108,25 +113,30 @@ class CompilePool:
     async def compile(
         self, grammar: Grammar, *, allow_unenforced: bool = False, name: str = "", accepted: bool = False
     ) -> Artifact:
-        """Compile in a free worker. A caller that is cancelled takes its worker's process with it.
+        """Compile in a free worker. Cancelling the call kills the worker's process.
 
-        What is `accepted` already goes before the others, and no queue is too long for it; `promote(name)` makes it so.
+        Args:
+            grammar: to be compiled.
+            allow_unenforced: leave out parts that the backend cannot enforce.
+            name: argument of a later `promote`.
+            accepted: for an accepted sequence: comes before the others, and is never rejected for a full queue.
+
         Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, queue), InternalError (crash).
         """
-        if self._turns.waiting >= self._queue and not accepted:
-            raise LimitExceeded(f"compile_queue: {self._queue} compilations are waiting already")
-        await self._turns.take(name, accepted=accepted)
+        if self._compile_queue.num_waiting >= self._max_waiting and not accepted:
+            raise LimitExceeded(f"compile_queue: {self._max_waiting} compilations are waiting already")
+        await self._compile_queue.acquire(name, accepted=accepted)
         try:
             return await self._compile(grammar, allow_unenforced)
         finally:
-            self._turns.give_back()
+            self._compile_queue.release()
 
     def promote(self, name: str) -> None:
-        """Whatever waits under `name` is accepted now."""
-        self._turns.promote(name)
+        """Treat the waiting compilations of this name as accepted from now on."""
+        self._compile_queue.promote(name)
 
     async def _compile(self, grammar: Grammar, allow_unenforced: bool) -> Artifact:
-        task, worker = await self._living()
+        task, worker = await self._take_worker()
         head = {"kind": grammar.kind, "whitespace": grammar.whitespace, "allow_unenforced": allow_unenforced}
         begun = time.monotonic()
         healthy = False
@@ -134,8 +144,8 @@ class CompilePool:
             async with asyncio.timeout(self._limits.timeout_s):
                 reply = await worker.exchange(head, grammar.text.encode())
                 data = await worker.take_artifact(reply.get("artifact_bytes", 0))
-            if words := worker.stderr_tail():
-                logger.debug("a compile worker of %s wrote: %s", self._backend, words)
+            if output := worker.stderr_tail():
+                logger.debug("a compile worker of %s wrote: %s", self._backend, output)
             healthy = True
         except TimeoutError:
             self.killed += 1
@@ -145,9 +155,9 @@ class CompilePool:
             ) from None
         except EOFError:
             self.crashed += 1
-            code, words = await worker.end(), worker.stderr_tail()
-            logger.error("a compile worker of %s ended with %d on %r: %s", self._backend, code, grammar, words)
-            raise exit_error(self._backend, code, words, self._limits.memory_mb) from None
+            code, output = await worker.end(), worker.stderr_tail()
+            logger.error("a compile worker of %s exited with %d on %r: %s", self._backend, code, grammar, output)
+            raise exit_error(self._backend, code, output, self._limits.memory_mb) from None
         finally:
             if healthy:
                 self._spare.append(task)
@@ -159,8 +169,8 @@ class CompilePool:
             raise from_wire(reply["error"], reply["message"])
         return Artifact(data, reply["plan"], reply["compile_ms"])
 
-    async def _living(self) -> tuple[asyncio.Task[CompileProcess], CompileProcess]:
-        """Take a spare worker. One that ended while it was idle is replaced: no grammar is to blame for that."""
+    async def _take_worker(self) -> tuple[asyncio.Task[CompileProcess], CompileProcess]:
+        """Take a spare worker. A worker that exited while it was idle is replaced, and is no error of this grammar."""
         while True:
             task = self._spare.pop(self._first_started())
             try:
@@ -171,10 +181,10 @@ class CompilePool:
             except asyncio.CancelledError:
                 self._spare.append(task)
                 raise
-            if not worker.gone:
+            if not worker.has_exited:
                 return task, worker
             self.crashed += 1
-            logger.error("an idle compile worker of %s ended: %s", self._backend, worker.stderr_tail())
+            logger.error("an idle compile worker of %s exited: %s", self._backend, worker.stderr_tail())
             self._reap(worker)
             self._spare.append(self._launch())
 
@@ -202,7 +212,7 @@ class CompilePool:
         """Return counters since the start, and gauges."""
         return {
             "workers": len(self._all),
-            "waiting": self._turns.waiting,
+            "waiting": self._compile_queue.num_waiting,
             "started": self.started,
             "killed": self.killed,
             "crashed": self.crashed,

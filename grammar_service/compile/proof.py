@@ -1,9 +1,11 @@
-"""A compiled grammar tried out in the process that compiled it, before the sidecar meets it; and its end looked for.
+"""Tries a compiled grammar out in the process that compiled it, before the grammar process loads it.
 
-Invariant: what passes was loaded from its artifact, and gave its first rows, within the library's own limits and on
-stacks smaller than the sidecar's. So loading it again in the sidecar, with the same limits, ends the same way. It
-proves the way that the walk took and no other: a row that hits a limit later is an error of one request. Runs where a
-compilation runs: in a process that can be killed.
+Invariant: an artifact that passes was loaded and gave its first rows within the library's own limits, on stacks smaller
+than those of the grammar process. So loading it there with the same limits succeeds, too. The proof covers only the
+tokens that it walked over: a later row that hits a limit is an error of one request. Runs in a process that can be
+killed, and finds the completion plan while it is there.
+
+Not responsible for: the compilation (see worker.py).
 """
 
 from __future__ import annotations
@@ -22,33 +24,33 @@ from grammar_service.errors import InvalidGrammar, LimitExceeded
 from grammar_service.grammar.value import Grammar
 
 WORKER_STACK_BYTES = 256 << 20
-"""A library recurses over nested references; 1,024 of them ended a thread of 8 MiB. Only what is used is paid for."""
+"""A library recurses over nested references: 1,024 of them overflowed a stack of 8 MiB. Unused pages cost nothing."""
 
 LOADER_STACK_BYTES = 288 << 20
 WALK_STACK_BYTES = 4 << 20
-"""Rows are filled on threads of the system's size, 8 MiB as a rule."""
+"""Less than the threads that fill rows have: the system's default, usually 8 MiB."""
 
 PROOF_STEPS = 8
 PROOF_S = 0.1
-"""The walk takes no more than this beyond its first row, which is always computed."""
+"""Bounds of the walk behind its first row, which is always filled."""
 
 NO_ANSWER = "it admits no answer: no text begins one"
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What trying an artifact out gave."""
+    """The result of a proof."""
 
     loaded_s: float
-    """Seconds that loading took."""
+    """Time of the load, in seconds."""
     plan: CompletionPlan
 
 
 def prove(backend: Backend, grammar: Grammar, artifact: bytes, texts: TokenTexts) -> Proof:
-    """Load `artifact`, walk over its first rows, and look for its shortest answers.
+    """Load `artifact`, fill its first rows, and make its completion plan.
 
-    Raises InvalidGrammar when no answer begins at all, LimitExceeded when the library hits one of its limits, and what
-    `Backend.load` raises.
+    Raises InvalidGrammar when the grammar admits no answer, LimitExceeded when the library hits one of its limits, and
+    the errors of `Backend.load`.
     """
     begun = time.perf_counter()
     compiled = backend.load(grammar, artifact)
@@ -58,7 +60,7 @@ def prove(backend: Backend, grammar: Grammar, artifact: bytes, texts: TokenTexts
     before = threading.stack_size(WALK_STACK_BYTES)
     try:
         arguments = (compiled.matcher, grammar.text, texts, plans, failures)
-        walking = threading.Thread(target=_walk_noting, args=arguments, name="proof")
+        walking = threading.Thread(target=_walk_and_plan, args=arguments, name="proof")
         walking.start()
     finally:
         threading.stack_size(before)
@@ -70,7 +72,7 @@ def prove(backend: Backend, grammar: Grammar, artifact: bytes, texts: TokenTexts
     return Proof(loaded_s, plans[0])
 
 
-def _walk_noting(
+def _walk_and_plan(
     start: Callable[[], Matcher],
     source: str,
     texts: TokenTexts,
@@ -80,7 +82,7 @@ def _walk_noting(
     try:
         _walk(start(), Rows(np.zeros((1, texts.num_words), dtype=np.int32)))
         plans.append(CompletionPlan.of(start(), source, texts))
-    except BaseException as error:  # told to the thread that waits; a library's panic is no Exception
+    except BaseException as error:  # passed to the waiting thread; a panic of a Rust library is not an Exception
         failures.append(error)
 
 
@@ -90,7 +92,7 @@ def _walk(matcher: Matcher, rows: Rows) -> None:
         try:
             matcher.fill(rows, 0)
         except MatcherFailed as error:
-            # LLGuidance's word for a state without a legal token.
+            # LLGuidance reports a state without a legal token this way.
             if step == 0 and "NoExtension" in str(error):
                 raise InvalidGrammar(NO_ANSWER) from None
             raise
@@ -99,7 +101,7 @@ def _walk(matcher: Matcher, rows: Rows) -> None:
             raise InvalidGrammar(NO_ANSWER)
         if not len(legal) or time.perf_counter() > deadline:
             return
-        # The middle one: the first would be a control character, and short, wherever text is free.
+        # The middle word: in free text the first legal token would be a single control character.
         at = int(legal[len(legal) // 2])
         word = int(rows.words[0, at]) & 0xFFFFFFFF
         if not matcher.accept(at * 32 + word.bit_length() - 1) or matcher.terminated:

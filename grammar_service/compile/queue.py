@@ -1,7 +1,9 @@
-"""Who compiles next: those whose sequence was accepted already, then the others, each in the order in which they came.
+"""The queue of compilations: those of accepted sequences first, then the others, each in the order of arrival.
 
-Invariant: a place is free only while nobody waits; one that is given back goes straight to the next in line, and a
-waiter that is cancelled leaves nothing taken. Owned by one event loop. Not here: how many may wait (`compile_pool`).
+Invariant: a worker is free only while no compilation waits. A released worker goes straight to the next waiter, and a
+cancelled waiter keeps nothing. Not thread-safe: one event loop owns a queue.
+
+Not responsible for: the length limit of the queue (see pool.py).
 """
 
 from __future__ import annotations
@@ -12,56 +14,56 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    """In one of the lines."""
+class _Waiter:
+    """A compilation in the queue."""
 
     name: str
-    turn: asyncio.Future[None]
-    """Done when it is theirs."""
+    assigned: asyncio.Future[None]
+    """Done when a worker is assigned."""
 
 
 class CompileQueue:
-    """`places` of them may be taken at once."""
+    """Assigns `workers` workers to compilations."""
 
-    def __init__(self, places: int) -> None:
-        self._free = places
-        self._accepted: deque[_Place] = deque()
-        self._others: deque[_Place] = deque()
+    def __init__(self, workers: int) -> None:
+        self._free = workers
+        self._accepted: deque[_Waiter] = deque()
+        self._others: deque[_Waiter] = deque()
 
     @property
-    def waiting(self) -> int:
-        """How many wait that were not accepted before."""
+    def num_waiting(self) -> int:
+        """Number of waiting compilations that are not for an accepted sequence."""
         return len(self._others)
 
-    async def take(self, name: str = "", *, accepted: bool = False) -> None:
-        """Wait for a place. Whoever has taken one gives it back. `name`: for `promote`."""
+    async def acquire(self, name: str = "", *, accepted: bool = False) -> None:
+        """Wait for a worker; the caller must `release` it. `name` is the argument of `promote`."""
         if self._free:
             self._free -= 1
             return
-        place = _Place(name, asyncio.get_running_loop().create_future())
-        (self._accepted if accepted else self._others).append(place)
+        waiter = _Waiter(name, asyncio.get_running_loop().create_future())
+        (self._accepted if accepted else self._others).append(waiter)
         try:
-            await place.turn
+            await waiter.assigned
         except asyncio.CancelledError:
-            if place.turn.cancelled():
-                (self._accepted if place in self._accepted else self._others).remove(place)
+            if waiter.assigned.cancelled():
+                (self._accepted if waiter in self._accepted else self._others).remove(waiter)
             else:
-                self.give_back()  # it was ours in the moment of the cancellation
+                self.release()  # the worker was assigned in the moment of the cancellation
             raise
 
     def promote(self, name: str) -> None:
-        """Whoever waits under `name` is accepted now."""
-        for place in [place for place in self._others if place.name == name]:
-            self._others.remove(place)
-            self._accepted.append(place)
+        """Move the compilations of this name behind the last one of an accepted sequence."""
+        for waiter in [waiter for waiter in self._others if waiter.name == name]:
+            self._others.remove(waiter)
+            self._accepted.append(waiter)
 
-    def give_back(self) -> None:
-        """Pass a place on."""
-        for line in (self._accepted, self._others):
-            for place in line:
-                if not place.turn.done():
-                    line.remove(place)
-                    place.turn.set_result(None)
+    def release(self) -> None:
+        """Assign the caller's worker to the next waiter, or leave it free."""
+        for waiting in (self._accepted, self._others):
+            for waiter in waiting:
+                if not waiter.assigned.done():
+                    waiting.remove(waiter)
+                    waiter.assigned.set_result(None)
                     return
         self._free += 1
 

@@ -1,10 +1,13 @@
-"""The process that compiles: reads one request, compiles, writes one reply, and again; made to be killed.
+"""A process that compiles grammars: reads a request, compiles, writes a reply, repeats. It may be killed at any time.
 
-Invariant: it holds nothing that anybody needs. It dies with its parent, is the first that the kernel ends when memory
-is short, runs at low priority, and may allocate only so much. A grammar's nesting is measured before a library sees it,
-and what a library made is tried out here (`compile_proof`) before the sidecar loads it. Frames on stdin and stdout: u32
-length, then a JSON head up to the first newline, then bytes; an artifact lies in the memory file that the first frame
-names. Started as `python -m grammar_service.compile.worker`.
+Invariant: no other process needs its state. It exits with its parent, is the first process that the kernel kills when
+memory is short, runs at low priority, and has a bound on its allocations. It measures the nesting of a grammar before a
+library reads it, and tries each artifact out (proof.py) before the grammar process loads it.
+
+Frames on stdin and stdout: u32 length, a JSON head up to the first newline, then bytes. An artifact is written to the
+memory file whose descriptor the first frame names. Started as `python -m grammar_service.compile.worker`.
+
+Not responsible for: the time limit (see pool.py).
 """
 
 from __future__ import annotations
@@ -36,15 +39,15 @@ from grammar_service.grammar.vocabulary import Vocabulary
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 NICENESS = 5
-"""Of workers and loaders. At 10, on a machine whose cores the engine fills, small schemas ran out of their time."""
+"""Of workers and loaders. At 10, small schemas exceeded their time on a machine whose cores the engine filled."""
 IDLE = "--idle"
-"""As an argument: run when nobody else wants the core, sched(7). Who wakes up then takes that core for a free one."""
+"""Flag: run under SCHED_IDLE (sched(7)), when no other process wants the core; woken threads find it idle."""
 _GROUP_TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Terms:
-    """What the first frame said."""
+class _Limits:
+    """Limits of a compilation, from the first frame."""
 
     artifact_fd: int
     memory_mb: int
@@ -54,8 +57,8 @@ class _Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
-    """What a vocabulary was made into; every grammar needs it."""
+class _Toolchain:
+    """A backend with the vocabulary, used for every grammar."""
 
     backend: Backend
     texts: TokenTexts
@@ -76,46 +79,46 @@ def unpack(frame: bytes) -> tuple[dict[str, Any], bytes]:
 def main() -> None:
     """Serve frames until stdin ends."""
     _die_with_parent()
-    step_back(NICENESS)
+    lower_priority(NICENESS)
     if IDLE in sys.argv[1:]:
-        # For good: whoever is not root does not come back from there. Refused, the niceness has to do.
-        for thread in os.listdir("/proc/self/task"):  # a library may have started some
+        # Permanent: a process without privileges cannot leave SCHED_IDLE. Where it is refused, the niceness remains.
+        for thread in os.listdir("/proc/self/task"):  # a library may have started threads
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
-    # Libraries print to stdout; the frames must not meet that.
+    # Libraries print to stdout, which must not mix with the frames.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     faulthandler.enable()
-    # On a stack of known size, which the sidecar's loaders exceed.
+    # A stack of known size, smaller than that of the loaders in the grammar process.
     threading.stack_size(WORKER_STACK_BYTES)
     serving = threading.Thread(target=_serve, args=(sys.stdin.buffer, out), name="compile")
     serving.start()
     serving.join()
 
 
-def step_back(niceness: int) -> None:
-    """Take less of a core than other processes.
+def lower_priority(niceness: int) -> None:
+    """Lower the priority of this process.
 
-    Where Linux groups tasks by session (sched(7), autogroup), a niceness counts within its session alone, and a session
-    gets as much as any other: so this process has one of its own, and the session has the niceness.
+    Where Linux groups tasks by session (sched(7), autogroup), a niceness counts within its session alone, and all
+    sessions get equal shares. So this process starts a session of its own and gives the session the niceness.
     """
     os.nice(niceness)
-    # Refused to a process that leads its group.
+    # Refused to the leader of a process group.
     with contextlib.suppress(PermissionError):
         os.setsid()
     if os.getsid(0) != os.getpid():
-        return  # the session is others', too
+        return  # other processes share the session
     for _ in range(_GROUP_TRIES):
         try:
             with open("/proc/self/autogroup", "w", encoding="ascii") as file:
                 file.write(str(niceness))
         except BlockingIOError:
-            # Whoever is not root may write such a file once in 0.1 s, on the whole machine.
+            # Without privileges, such a file may be written once in 0.1 s on the whole machine.
             time.sleep(random.uniform(0.05, 0.15))
         except OSError:
-            return  # no autogroups here: then the niceness is enough
+            return  # this kernel has no autogroups, so the niceness is enough
         else:
             return
 
@@ -125,55 +128,55 @@ def _serve(frames: BinaryIO, out: BinaryIO) -> None:
     if not first:
         return
     head, body = unpack(first)
-    bench = _start(head, body, out)
-    if bench is None:
+    toolchain = _start(head, body, out)
+    if toolchain is None:
         return
-    terms = _Terms(**head["terms"])
+    limits = _Limits(**head["limits"])
     while frame := _read(frames):
         head, body = unpack(frame)
-        out.write(_reply(bench, terms, head, body))
+        out.write(_reply(toolchain, limits, head, body))
         out.flush()
 
 
-def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> _Bench | None:
+def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> _Toolchain | None:
     try:
         vocabulary = Vocabulary.load(tokenizer_json, head["size"], tuple(head["stop_ids"]))
-        bench = _Bench(load_backend(head["backend"], vocabulary), TokenTexts.of(vocabulary))
+        toolchain = _Toolchain(load_backend(head["backend"], vocabulary), TokenTexts.of(vocabulary))
     except Exception as error:
         name, message = to_wire(error)
         out.write(pack({"error": name, "message": message}))
         out.flush()
         return None
-    _limit_memory(int(head["terms"]["memory_mb"]))
+    _limit_memory(int(head["limits"]["memory_mb"]))
     out.write(pack({"ready": os.getpid(), "modules": "torch" in sys.modules}))
     out.flush()
-    return bench
+    return toolchain
 
 
-def _reply(bench: _Bench, terms: _Terms, head: dict[str, Any], body: bytes) -> bytes:
+def _reply(toolchain: _Toolchain, limits: _Limits, head: dict[str, Any], body: bytes) -> bytes:
     grammar = Grammar(Kind(head["kind"]), body.decode(), Whitespace(head["whitespace"]))
-    bench.texts.choices.clear()  # what a grammar may allocate does not depend on those before
-    backend, begun = bench.backend, time.perf_counter()
+    toolchain.texts.choices.clear()  # so that the memory of a compilation does not depend on earlier grammars
+    backend, begun = toolchain.backend, time.perf_counter()
     try:
-        check_nesting(grammar.kind, grammar.text, terms.max_depth)
-        check_rule_depth(grammar.kind, grammar.text, terms.max_chain)
+        check_nesting(grammar.kind, grammar.text, limits.max_depth)
+        check_rule_depth(grammar.kind, grammar.text, limits.max_chain)
         artifact = backend.compile(grammar, allow_unenforced=head["allow_unenforced"])
-        if len(artifact) > terms.max_artifact_bytes:
+        if len(artifact) > limits.max_artifact_bytes:
             raise LimitExceeded(
                 f"max_artifact_bytes: {backend.name} compiled the grammar into {len(artifact)} bytes, the limit is "
-                f"{terms.max_artifact_bytes}"
+                f"{limits.max_artifact_bytes}"
             )
         compiled_ms = (time.perf_counter() - begun) * 1e3
-        proof = prove(backend, grammar, artifact, bench.texts)
+        proof = prove(backend, grammar, artifact, toolchain.texts)
     except RecursionError:
-        return _refusal(LimitExceeded("max_grammar_depth: the grammar is nested too deeply to be walked"))
+        return _error_reply(LimitExceeded("max_grammar_depth: the grammar is nested too deeply to be walked"))
     except MemoryError:
-        return _refusal(
-            LimitExceeded(f"compile_memory_mb: the compilation needs more than its {terms.memory_mb} MiB of memory")
+        return _error_reply(
+            LimitExceeded(f"compile_memory_mb: the compilation needs more than its {limits.memory_mb} MiB of memory")
         )
-    except BaseException as error:  # a library's panic is no Exception
-        return _refusal(error)
-    _store(terms.artifact_fd, artifact)
+    except BaseException as error:  # a panic of a Rust library is not an Exception
+        return _error_reply(error)
+    _store(limits.artifact_fd, artifact)
     return pack(
         {
             "compile_ms": compiled_ms,
@@ -184,7 +187,7 @@ def _reply(bench: _Bench, terms: _Terms, head: dict[str, Any], body: bytes) -> b
     )
 
 
-def _refusal(error: BaseException) -> bytes:
+def _error_reply(error: BaseException) -> bytes:
     name, message = to_wire(error)
     return pack({"error": name, "message": message})
 

@@ -96,7 +96,7 @@ class CompletionBudget:
         self.advance(matcher, [])
 
     def advance(self, matcher: Matcher, tokens: list[int]) -> None:
-        """Look ahead from the position behind `tokens`, over which `matcher` has just moved. The matcher stays there."""
+        """Look ahead from the position behind `tokens`, over which `matcher` has just moved; it stays there."""
         at = len(tokens)
         if (self._lookaheads and at < self._lookaheads[-1].next_position) or at >= self._max_tokens:
             return

@@ -1,9 +1,9 @@
 """The search for an answer's end: from a matcher's state, few tokens that complete the answer, the stop token included.
 
-Invariant: the result depends on the matcher's state and the bounds alone, never on time. Work is counted in steps of the
-matcher. The search is incomplete: None does not prove that there is no end. Each token of a `Path` is legal under the
-masks that the engine samples with. Every method leaves the matcher where it was; a matcher that raised MatcherFailed is
-unusable.
+Invariant: the result depends on the matcher's state and the bounds alone, never on time. Work is counted in steps of
+the matcher. The search is incomplete: None does not prove that there is no end. Each token of a `Path` is legal under
+the masks that the engine samples with. Every method leaves the matcher where it was; a matcher that raised
+MatcherFailed is unusable.
 
 How it works:
 
@@ -292,7 +292,7 @@ class Search:
         return self.matcher.accept(token)
 
     def _accept_plain(self, tokens: Path) -> int:
-        """Accept all but the last token in one native call, up to the first illegal one; return how many were accepted."""
+        """Accept all but the last token in one native call, up to the first illegal one; return how many."""
         plain = tokens[:-1]
         if self._filler is None or len(plain) > self.work or not self._filler.all_plain(plain):
             return 0

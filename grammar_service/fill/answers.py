@@ -1,10 +1,10 @@
 """Answers one record at a time: the slot's matcher moves, rows are filled one by one, the answer is published.
 
-Invariant: the calling thread holds the slot, so one thread at a time touches its matcher and mask rows. A row enters the
-task's answer only after it is written. When the answer is late, each further row is added to the published answer.
+Invariant: the calling thread holds the slot, so one thread at a time touches its matcher and mask rows. A row enters
+the task's answer only after it is written. When the answer is late, each further row is added to the published answer.
 
-Not responsible for: when an answer is late (see worker.py), records of many slots at once (see batch.py), the moves of a
-matcher (see matchers.py).
+Not responsible for: when an answer is late (see worker.py), records of many slots at once (see batch.py), the moves of
+a matcher (see matchers.py).
 """
 
 from __future__ import annotations

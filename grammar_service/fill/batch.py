@@ -6,8 +6,8 @@
              one native call copies the rows into place and publishes the answers
              the records that were left out, or that the native calls could not finish, become `FillTask`s
 
-A record is simple when its matcher is good and at or behind the record's position, the answer's end is far, and all rows
-behind the first needed one are needed.
+A record is simple when its matcher is good and at or behind the record's position, the answer's end is far, and all
+rows behind the first needed one are needed.
 
 Invariant: a row that is published here equals the row that `RecordAnswerer` would have published.
 

@@ -1,8 +1,8 @@
 """The matcher of each slot, and how a record moves it: one record in, one answer for each row out.
 
-Invariant: a matcher has accepted exactly `tokens`. The first `num_committed` of them are committed, the others are drafts
-of the last step. A row is filled only in the state that its record describes. When the matcher cannot reach that state,
-the answer is DEFER or ERROR, never a guess. The same record twice gives the same answer twice.
+Invariant: a matcher has accepted exactly `tokens`. The first `num_committed` of them are committed, the others are
+drafts of the last step. A row is filled only in the state that its record describes. When the matcher cannot reach that
+state, the answer is DEFER or ERROR, never a guess. The same record twice gives the same answer twice.
 
     answer(record):
         roll back to the longest common prefix of the accepted tokens and the record's committed tokens
@@ -33,8 +33,8 @@ from shared_mem.layout import STEERED, RowKind, Stage
 logger = logging.getLogger(__name__)
 
 SLOW_PROPOSAL_NS, SKIPPED_PROPOSALS, MAX_SKIPPED_PROPOSALS = 500_000, 8, 255
-"""For each SLOW_PROPOSAL_NS that a proposal took, the slot's next SKIPPED_PROPOSALS are skipped. A long jump-forward text
-may cost a library as much as a row at every step, and a step does not need it."""
+"""For each SLOW_PROPOSAL_NS that a proposal took, the slot's next SKIPPED_PROPOSALS are skipped. A long jump-forward
+text may cost a library as much as a row at every step, and a step does not need it."""
 
 
 class Answer(NamedTuple):
@@ -90,8 +90,8 @@ class SlotMatcher:
     ) -> SlotMatcher:
         """Return a slot's matcher that has accepted `committed`.
 
-        `new_budget` returns the completion budget of a matcher at the start of the answer. Raises MatcherRejected when a
-        token is illegal.
+        `new_budget` returns the completion budget of a matcher at the start of the answer. Raises MatcherRejected when
+        a token is illegal.
         """
         matcher = new_matcher()
         budget = new_budget(matcher) if new_budget else None
@@ -121,7 +121,7 @@ class SlotMatcher:
                 self.budget.truncate(length)
 
     def fill(self, rows: Rows, index: int, classifier: Classifier) -> tuple[RowKind, int]:
-        """Fill row `index` for the present state. Returns kind and forced token as in `Answer`. Raises MatcherFailed."""
+        """Fill row `index` for the present state. Returns kind and forced as in `Answer`. Raises MatcherFailed."""
         self.matcher.fill(rows, index)
         words = rows.words[index]
         if self.budget is None:

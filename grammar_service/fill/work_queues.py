@@ -1,8 +1,8 @@
 """Threads that share one worker's tasks: one thread leads, the others stand by and take the lead over when it is slow.
 
 The leader waits for records and does their tasks itself, so a quick step costs no hand-over between threads. When the
-leader has been away from `wait` for too long, a thread that stands by takes the lead: it reports the late tasks and goes
-on with the others, while the slow thread finishes its task and then helps or stands by.
+leader has been away from `wait` for too long, a thread that stands by takes the lead: it reports the late tasks and
+goes on with the others, while the slow thread finishes its task and then helps or stands by.
 
 Invariant: one thread leads, and it waits for records only when no other thread has a task in hand that may still become
 late. One thread at a time works on a slot, in the order of `put`. A slow slot holds one thread and no other slot.
@@ -73,7 +73,7 @@ class WorkDelegate(Protocol):
 
 
 class WorkQueues:
-    """`threads` daemon threads and the queues of the slots. Two threads are the least that makes a slow slot harmless."""
+    """`threads` daemon threads and the queues of the slots. With two threads or more, a slow slot is harmless."""
 
     def __init__(self, threads: int, delegate: WorkDelegate) -> None:
         self.lock = threading.Lock()

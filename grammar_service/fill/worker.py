@@ -1,13 +1,14 @@
 """Answers one engine's step plane: waits for records, moves matchers, fills rows, publishes answers.
 
-One thread does all of this as long as it is quick. When a task takes longer than `row_deadline_ms` (a batch has more, by
-its slots), another thread takes the lead: it publishes each incomplete answer with DEFER for the missing rows, and
-continues with the other slots. The slow thread adds its rows to the published answer. Queueing behind earlier tasks does
-not count toward the deadline, within `_TASKS_PER_DEADLINE`.
+One thread does all of this as long as it is quick. When a task takes longer than `row_deadline_ms` (a batch has more,
+by its slots), another thread takes the lead: it publishes each incomplete answer with DEFER for the missing rows, and
+continues with the other slots. The slow thread adds its rows to the published answer. Queueing behind earlier tasks
+does not count toward the deadline, within `_TASKS_PER_DEADLINE`.
 
-Invariant: one thread at a time touches a bound matcher and the rows of its slot. Binds and releases pass through a queue
-that the leader empties after it sees a sequence and before it reads the records; so a record that is posted after the
-acknowledgement of a Bind meets the new matcher. The leader alone writes signs of life, so they stop when all threads hang.
+Invariant: one thread at a time touches a bound matcher and the rows of its slot. Binds and releases pass through a
+queue that the leader empties after it sees a sequence and before it reads the records; so a record that is posted after
+the acknowledgement of a Bind meets the new matcher. The leader alone writes signs of life, so they stop when all
+threads hang.
 
 Not responsible for: which thread leads (see work_queues.py), the moves of a matcher (see matchers.py), sockets (see
 server.py) and compilation (see compile/).

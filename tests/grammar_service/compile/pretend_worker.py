@@ -24,8 +24,8 @@ def write(frame: bytes) -> None:
 
 def main() -> None:
     head, _ = unpack(read())
-    terms = head["terms"]
-    if terms["memory_mb"] == 666:
+    limits = head["limits"]
+    if limits["memory_mb"] == 666:
         write(pack({"error": "InvalidField", "message": "tokenizer_json: cannot be read"}))
         return
     write(pack({"ready": os.getpid(), "modules": False}))
@@ -46,7 +46,7 @@ def main() -> None:
             os.abort()
         if "starve" in text:
             os.kill(os.getpid(), signal.SIGKILL)
-        size = os.pwrite(terms["artifact_fd"], f"{os.getpid()} {text}".encode(), 0)
+        size = os.pwrite(limits["artifact_fd"], f"{os.getpid()} {text}".encode(), 0)
         plan = {"path": None, "min_tokens": 1, "margin": 12, "single_token_cost": 0}
         write(pack({"compile_ms": 1.5, "artifact_bytes": size, "plan": plan}))
 

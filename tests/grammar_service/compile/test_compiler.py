@@ -219,13 +219,13 @@ async def test_an_accepted_one_hurries_what_it_joins_and_no_queue_refuses_it(voc
             return made._pool("llguidance").stats()["waiting"]
 
         calls = [asyncio.create_task(ask("pause 1"))]
-        await eventually(lambda: made._flights and "free=0" in repr(made._pool("llguidance")._turns))
+        await eventually(lambda: made._flights and "free=0" in repr(made._pool("llguidance")._compile_queue))
         calls += [asyncio.create_task(ask(f"pause {number}")) for number in (2, 3)]
         await eventually(lambda: waiting() == 2)
         with pytest.raises(LimitExceeded, match="compile_queue"):
             await made.compile(Kind.REGEX, "pause 4", ANY, "llguidance")
         calls += [asyncio.create_task(ask(f"pause {number}", accepted=True)) for number in (3, 4, 1)]
-        await eventually(lambda: "accepted=2 others=1" in repr(made._pool("llguidance")._turns))
+        await eventually(lambda: "accepted=2 others=1" in repr(made._pool("llguidance")._compile_queue))
         assert "running=4 " in repr(made), "equal ones share one compilation, accepted or not"
         await asyncio.gather(*calls)
         assert order == ["pause 1", "pause 1", "pause 3", "pause 3", "pause 4", "pause 2"]

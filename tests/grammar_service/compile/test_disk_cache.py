@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grammar_service.compile.disk_cache import FORMAT, LOOK_EVERY, SUFFIX, DiskCache, artifact_key
+from grammar_service.compile.disk_cache import FORMAT, SCAN_INTERVAL, SUFFIX, DiskCache, artifact_key
 from grammar_service.grammar.value import Kind, Whitespace, parse
 
 A, B = "a" * 64, "b" * 64
@@ -79,10 +79,10 @@ def test_the_bound_holds_between_two_looks_and_with_files_of_before(tmp_path: Pa
     for i in range(8):
         before.put(f"a{i:063d}", bytes(1000))
     made = cache(tmp_path, max_bytes=10_000)
-    for i in range(2 * LOOK_EVERY + 3):
+    for i in range(2 * SCAN_INTERVAL + 3):
         made.put(f"b{i:063d}", bytes(1000))
         assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= 10_000
-    assert made.get(f"b{2 * LOOK_EVERY + 2:063d}") is not None
+    assert made.get(f"b{2 * SCAN_INTERVAL + 2:063d}") is not None
 
 
 def test_what_others_leave_in_the_folder_stays(tmp_path: Path) -> None:

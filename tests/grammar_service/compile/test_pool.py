@@ -1,4 +1,4 @@
-"""Compile processes: killed when slow, replaced when dead, gone when closed."""
+"""Compile processes: killed when slow, replaced after a crash, ended by `close`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def alive(process: int) -> bool:
     return True
 
 
-async def test_a_worker_serves_many_grammars(vocabulary: Vocabulary) -> None:
+async def test_a_worker_compiles_many_grammars(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary) as workers:
         first = await workers.compile(grammar("one"))
         assert first.data.endswith(b" one")
@@ -70,19 +70,19 @@ async def test_a_worker_serves_many_grammars(vocabulary: Vocabulary) -> None:
         assert await pid(workers, "two") == int(first.data.split()[0])
 
 
-def test_a_worker_steps_back_among_sessions_and_in_its_own() -> None:
-    """A niceness inside a session of everybody's own would change nothing where Linux groups tasks by session."""
+def test_a_worker_lowers_the_priority_of_its_process_and_of_its_session() -> None:
+    """A niceness within one session changes nothing where Linux groups tasks by session."""
     group = Path("/proc/self/autogroup")
     told = "import os; print(os.getsid(0) == os.getpid(), os.nice(0))"
     if group.exists():
         told += f"; print(open('{group}').read())"
-    code = f"from grammar_service.compile.worker import step_back; step_back(7); {told}"
+    code = f"from grammar_service.compile.worker import lower_priority; lower_priority(7); {told}"
     lines = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
     assert lines[0] == "True 7"
     assert not group.exists() or lines[1].endswith("nice 7")
 
 
-async def test_a_slow_grammar_costs_its_worker_only(vocabulary: Vocabulary) -> None:
+async def test_a_slow_grammar_kills_its_own_worker_alone(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary, workers=2, timeout_s=1.0) as workers:
         await workers.ready()
         victim = asyncio.create_task(workers.compile(grammar("sleep")))
@@ -95,7 +95,7 @@ async def test_a_slow_grammar_costs_its_worker_only(vocabulary: Vocabulary) -> N
         assert (stats["killed"], stats["started"]) == (1, 3)
 
 
-async def test_a_crash_is_one_requests_error(vocabulary: Vocabulary) -> None:
+async def test_a_crash_is_an_error_of_one_request(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary) as workers:
         before = await pid(workers)
         with pytest.raises(InternalError, match="exit -11"):
@@ -105,14 +105,14 @@ async def test_a_crash_is_one_requests_error(vocabulary: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize("text", ["forget", "starve"])
-async def test_a_worker_that_ran_out_of_memory_is_a_limit(vocabulary: Vocabulary, text: str) -> None:
+async def test_a_worker_out_of_memory_is_a_limit_error(vocabulary: Vocabulary, text: str) -> None:
     async with pool(vocabulary) as workers:
         with pytest.raises(LimitExceeded, match=r"compile_memory_mb: .* 512 MiB"):
             await workers.compile(grammar(text))
         assert (await workers.compile(grammar("next"))).data.endswith(b" next")
 
 
-async def test_a_worker_that_ended_while_it_was_idle_is_nobodys_error(vocabulary: Vocabulary) -> None:
+async def test_a_worker_that_exits_while_idle_is_no_error_of_the_next_request(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary) as workers:
         before = await pid(workers)
         os.kill(before, signal.SIGKILL)
@@ -121,7 +121,7 @@ async def test_a_worker_that_ended_while_it_was_idle_is_nobodys_error(vocabulary
         assert workers.stats()["crashed"] == 1
 
 
-async def test_a_refusal_keeps_the_worker(vocabulary: Vocabulary) -> None:
+async def test_a_rejected_grammar_keeps_the_worker(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary) as workers:
         before = await pid(workers)
         with pytest.raises(InvalidGrammar, match="it says refuse"):
@@ -150,7 +150,7 @@ async def test_the_queue_has_a_bound(vocabulary: Vocabulary) -> None:
         await asyncio.gather(*calls)
 
 
-async def test_what_was_accepted_finds_no_queue_too_long_and_goes_first(vocabulary: Vocabulary) -> None:
+async def test_an_accepted_compilation_ignores_the_bound_and_comes_first(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary, queue=2) as workers:
         order: list[str] = []
 
@@ -165,14 +165,14 @@ async def test_what_was_accepted_finds_no_queue_too_long_and_goes_first(vocabula
         assert order == ["a", "x", "y", "z", "b", "c"]
 
 
-async def test_a_worker_that_cannot_start_says_why(vocabulary: Vocabulary) -> None:
+async def test_a_worker_that_cannot_start_reports_the_reason(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary, memory_mb=666) as workers:
         for _ in range(2):
             with pytest.raises(GrammarServiceError, match="tokenizer_json: cannot be read"):
                 await workers.compile(grammar("a"))
 
 
-async def test_nothing_is_left_after_close(vocabulary: Vocabulary) -> None:
+async def test_close_ends_every_process(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary) as workers:
         process = await pid(workers)
         assert alive(process)

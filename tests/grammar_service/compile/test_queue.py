@@ -1,4 +1,4 @@
-"""Places to compile in: who was accepted goes first, and nothing is lost to a cancellation."""
+"""The queue of compilations: accepted ones come first, and a cancellation loses no worker."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from grammar_service.compile.queue import CompileQueue
 
 
-def taker(turns: CompileQueue, name: str, order: list[str], *, accepted: bool = False) -> asyncio.Task[None]:
+def acquirer(queue: CompileQueue, name: str, order: list[str], *, accepted: bool = False) -> asyncio.Task[None]:
     async def take() -> None:
-        await turns.take(accepted=accepted)
+        await queue.acquire(accepted=accepted)
         order.append(name)
 
     return asyncio.create_task(take())
@@ -22,86 +22,86 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_accepted_go_first_and_each_line_keeps_its_order() -> None:
-    turns, order = CompileQueue(2), list[str]()
-    await turns.take()
-    await turns.take()
-    tasks = [taker(turns, name, order, accepted=name.startswith("a")) for name in ("o1", "a1", "o2", "a2")]
+async def test_accepted_compilations_come_first_and_each_group_keeps_its_order() -> None:
+    queue, order = CompileQueue(2), list[str]()
+    await queue.acquire()
+    await queue.acquire()
+    tasks = [acquirer(queue, name, order, accepted=name.startswith("a")) for name in ("o1", "a1", "o2", "a2")]
     await settled()
-    assert (order, turns.waiting) == ([], 2)
+    assert (order, queue.num_waiting) == ([], 2)
     for seen in (["a1"], ["a1", "a2"], ["a1", "a2", "o1"], ["a1", "a2", "o1", "o2"]):
-        turns.give_back()
+        queue.release()
         await settled()
         assert order == seen
-    turns.give_back()
-    turns.give_back()
-    assert repr(turns) == "<CompileQueue free=2 accepted=0 others=0>"
+    queue.release()
+    queue.release()
+    assert repr(queue) == "<CompileQueue free=2 accepted=0 others=0>"
     await asyncio.gather(*tasks)
 
 
-async def test_one_that_waits_may_be_hurried() -> None:
-    turns, order = CompileQueue(1), list[str]()
-    await turns.take()
+async def test_a_waiting_compilation_may_be_promoted() -> None:
+    queue, order = CompileQueue(1), list[str]()
+    await queue.acquire()
 
     async def take(name: str) -> None:
-        await turns.take(name)
+        await queue.acquire(name)
         order.append(name)
 
     tasks = [asyncio.create_task(take(name)) for name in ("first", "second", "third")]
     await settled()
-    turns.promote("second")
-    turns.promote("nobody")
-    assert turns.waiting == 2
-    tasks.append(taker(turns, "accepted", order, accepted=True))
+    queue.promote("second")
+    queue.promote("unknown")
+    assert queue.num_waiting == 2
+    tasks.append(acquirer(queue, "accepted", order, accepted=True))
     await settled()
     for seen in ("second", "accepted", "first", "third"):
-        turns.give_back()
+        queue.release()
         await settled()
         assert order[-1] == seen
     await asyncio.gather(*tasks)
-    turns.give_back()
-    assert repr(turns) == "<CompileQueue free=1 accepted=0 others=0>"
+    queue.release()
+    assert repr(queue) == "<CompileQueue free=1 accepted=0 others=0>"
 
 
-async def test_a_hurried_one_may_be_cancelled() -> None:
-    turns = CompileQueue(1)
-    await turns.take()
-    task = asyncio.create_task(turns.take("one"))
+async def test_a_promoted_compilation_may_be_cancelled() -> None:
+    queue = CompileQueue(1)
+    await queue.acquire()
+    task = asyncio.create_task(queue.acquire("one"))
     await settled()
-    turns.promote("one")
+    queue.promote("one")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert repr(turns) == "<CompileQueue free=0 accepted=0 others=0>"
+    assert repr(queue) == "<CompileQueue free=0 accepted=0 others=0>"
 
 
-async def test_one_that_leaves_the_line_takes_nothing() -> None:
-    turns, order = CompileQueue(1), list[str]()
-    await turns.take()
-    first, second = (taker(turns, name, order) for name in ("first", "second"))
+async def test_a_cancelled_waiter_gets_no_worker() -> None:
+    queue, order = CompileQueue(1), list[str]()
+    await queue.acquire()
+    first, second = (acquirer(queue, name, order) for name in ("first", "second"))
     await settled()
     first.cancel()
-    # Given back before the cancelled one has run: it must not get the place.
-    turns.give_back()
+    # The worker is released before the cancelled task has run, which must not get it.
+    queue.release()
     await settled()
     assert order == ["second"]
     assert first.cancelled()
-    turns.give_back()
-    assert repr(turns) == "<CompileQueue free=1 accepted=0 others=0>"
+    queue.release()
+    assert repr(queue) == "<CompileQueue free=1 accepted=0 others=0>"
     await second
 
 
-async def test_one_that_is_cancelled_with_its_turn_passes_it_on() -> None:
-    turns, order = CompileQueue(1), list[str]()
-    await turns.take()
-    first, second = taker(turns, "first", order, accepted=True), taker(turns, "second", order)
+async def test_a_waiter_that_is_cancelled_with_a_worker_passes_it_on() -> None:
+    queue, order = CompileQueue(1), list[str]()
+    await queue.acquire()
+    first, second = acquirer(queue, "first", order, accepted=True), acquirer(queue, "second", order)
     await settled()
-    turns.give_back()
-    first.cancel()  # its turn has come and it has not run yet
+    queue.release()
+    first.cancel()  # it has a worker and has not run yet
     with pytest.raises(asyncio.CancelledError):
         await first
     await settled()
     assert order == ["second"]
-    turns.give_back()
-    assert repr(turns) == "<CompileQueue free=1 accepted=0 others=0>"
+    queue.release()
+    assert repr(queue) == "<CompileQueue free=1 accepted=0 others=0>"
     await second
