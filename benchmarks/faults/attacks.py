@@ -1,7 +1,8 @@
-"""What is done to a server while its steady streams are watched: floods of schemas, hostile grammars, kills.
+"""Attacks on a server while its steady streams are measured: floods of schemas, hostile grammars, kills.
 
-Invariant: an attack is an async context that is over when its context ends; it counts what it did and how the server
-answered, and never fails a run by itself. Not here: the streams and how they are judged (`isolation`).
+Invariant: an attack is an async context and ends with it; it counts its requests and the server's answers, and never
+fails a run by itself.
+Not responsible for: the streams and their evaluation (see isolation.py).
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def burners(count: int, nice: int) -> Attack:
 
 
 def compilers(count: int, nice: int, tokenizer: Path, backend: str) -> Attack:
-    """Return a control: `count` processes that compile the flood's schemas, and tell nobody."""
+    """Return a control: `count` processes that compile the flood's schemas and discard the results."""
     command = (
         sys.executable,
         "-m",

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.faults.compile_alone`: compiles the flood's schemas for nobody: a control of `isolation`.
+"""`python -m benchmarks.faults.compile_alone`: compiles the flood's schemas without a server; a control of `isolation`.
 
-Invariant: it does what a compile worker does for each of them, with the worker's own functions and priority, and nobody
-waits for it. So what steady streams feel of it is the machine's doing: caches, memory, cores. Not here: a worker's
-pipe and limits.
+Invariant: each schema is compiled as a compile worker does it, with the worker's own functions and priority, and the
+result is discarded. A stream that runs beside it is slowed only by the machine: caches, memory, cores.
+Not responsible for: a worker's pipe and limits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Grammars that nobody would write: mutated schemas, random bytes, deep nests, huge repeats, of every kind.
+"""Grammars that no user would write, of every kind: mutated schemas, random bytes, deep nests, huge repeats.
 
-Invariant: a case is a function of (schemas, seed, number) alone, so a failure can be made again. Nothing here knows
-what the right answer is: any answer of a sidecar will do, as long as it is one. Not here: sending them.
+Invariant: a case is a function of (schemas, seed, number) alone, so a failure can be reproduced. A case has no
+expected answer: every answer of a sidecar is acceptable, no answer is not.
+Not responsible for: sending the grammars (see fuzz_grammars.py).
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class FuzzCase:
 
 
 def fuzz_case(schemas: Sequence[Any], seed: int, number: int) -> FuzzCase:
-    """Return case `number`; kinds take turns. `schemas` are JSON values to mutate, at least one."""
+    """Return case `number`; kinds alternate. `schemas` are JSON values to mutate, at least one."""
     rng = random.Random(f"{seed}/{number}")
     kind = KINDS[number % len(KINDS)]
     source = _MAKERS[kind](rng, schemas)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks fuzz_grammars --data FILE`: does a sidecar answer every grammar, whatever it is?
+"""`python -m benchmarks fuzz_grammars --data FILE`: does a sidecar answer every grammar?
 
-Invariant: a grammar is answered with OK or with a typed error, within its time; a sidecar that dies, hangs, answers
-INTERNAL or keeps growing fails the run, and the grammars that did it are written down. Talks to a real sidecar over its
-own socket. Not here: whether an answer is right (`schemas`, `maskbench`).
+Invariant: the answer to a grammar is OK or a typed error, within its time limit. A sidecar that dies, hangs, answers
+INTERNAL or keeps growing fails the run, and the grammars that caused it are written to a file.
+Not responsible for: whether an answer is right (see quality/schemas.py and quality/maskbench.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ The file is in MaskBench's form, one JSON object a line with at least "name" and
 examples:
   python -m benchmarks fuzz_grammars --count 10000 --data maskbench.jsonl
   python -m benchmarks fuzz_grammars --count 500 --data maskbench.jsonl --seed 7 --backends llguidance
-  python -m benchmarks fuzz_grammars --data maskbench.jsonl --only 4711       one case again, and what it says
+  python -m benchmarks fuzz_grammars --data maskbench.jsonl --only 4711       one case again, with its answer
 
 exit code: 0 every grammar was answered; 1 a crash, a hang, an INTERNAL or a leak; 2 it could not run
 """
@@ -217,7 +217,11 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     add("--count", type=int, default=10_000, help="grammars to send (default 10000)")
     add("--seed", type=int, default=1, help="another seed, other grammars (default 1)")
     add("--only", type=int, metavar="NUMBER", help="send this case alone and print it")
-    add("--backends", default="llguidance,xgrammar,auto", help="they take turns (default: all three)")
+    add(
+        "--backends",
+        default="llguidance,xgrammar,auto",
+        help="backends, one case each in rotation (default: all three)",
+    )
     add("--concurrency", type=int, default=4, help="grammars in flight (default 4)")
     add("--compile-timeout-s", type=float, default=2.0, help="the sidecar's setting (default 2)")
     add("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (default: the embedded model's)")

@@ -1,8 +1,8 @@
-"""`python -m benchmarks isolation`: what do steady streams feel of other people's grammars, and of a dying sidecar?
+"""`python -m benchmarks isolation`: how do other requests' grammars and a dying sidecar change steady streams?
 
 Invariant: every scenario is measured between two windows in which the same streams, with the same seeds, run alone;
-the ratio is against those two. A control does what the attack does to the cores, without the grammars. Not here: the
-streams and the attacks.
+ratios are taken against these two windows. A control loads the cores as its attack does, without the grammars.
+Not responsible for: the streams (see harness/streams.py), the attacks (see attacks.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ GOAL = 1.2
 
 EXAMPLES = """
 what it does:
-  Four streams run without a pause, two guided by a schema and two of free text, one request after the other. Gaps are
+  Four streams run without a pause, two guided by a schema and two unguided, one request after the other. Gaps are
   the times between two responses of one answer, as the client sees them. Each between two windows of "alone":
     flood      distinct schemas arrive at a fixed rate and are compiled
     hostile    short requests with oneOf nested 16 deep, a 2 MB schema, a regex of many states, enums of 1000
     kills      the grammar process gets SIGKILL every two seconds
   and their controls:
-    compilers  as many processes as compile grammars, at their niceness, that compile the flood's schemas for nobody
+    compilers  as many processes as compile grammars, equally nice, that compile the flood's schemas without a server
     burners    the same number, that only burn a core
     requests   the requests of "hostile" without their grammars
 
@@ -117,7 +117,7 @@ def changed(result: Result, kind: str) -> tuple[int, int]:
 
 
 def late_rows(result: Result, kind: str) -> tuple[str, str]:
-    """Return how often rows came too late, under the attack and in a window alone; free streams need none."""
+    """Return how often rows came too late, under the attack and in a window alone; unguided streams need none."""
     if kind != "guided":
         return "", ""
     # Alone are two windows.
@@ -229,12 +229,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", default="cpu")
     spare = max(1, cores - 1)
     add(
-        "--threads", type=int, default=spare, help=f"threads of the model (default {spare}: a core is left to the rest)"
+        "--threads",
+        type=int,
+        default=spare,
+        help=f"threads of the model (default {spare}: one core remains for the rest)",
     )
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
     add("--only", metavar="NAME,...", help="scenarios to run (default all)")
     add("--seconds", type=float, default=20.0, help="length of a window (default 20)")
-    add("--rest", type=float, default=3.0, help="pause after an attack, for what it left behind (default 3)")
+    add("--rest", type=float, default=3.0, help="pause after an attack, in which its queues drain (default 3)")
     add("--streams", type=int, default=2, help="steady streams of each kind (default 2)")
     add("--max-tokens", type=int, default=96, help="tokens of an answer (default 96)")
     add("--rate", type=float, default=100.0, help="flood: schemas a second (default 100)")

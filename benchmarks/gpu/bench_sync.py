@@ -1,11 +1,12 @@
-"""What meeting another process costs a CUDA graph: host callbacks and device flags on one GPU, in one run.
+"""The cost of synchronising a CUDA graph with another process: host callbacks and device flags on one GPU, in one run.
 
     python -m benchmarks bench_sync --replays 100000
 
-A peer process answers each post with the sequence number in every word of every row. Each way of meeting is captured
-in a graph as post, some device work, wait, fetch, check; the check counts every word that is not the sequence of its
-post. Shown: microseconds exposed per pair, which is a replay with the pair minus the same replay without it, for work
-that is longer than the peer's answer. Not here: grammars, models.
+A peer process answers each post with the sequence number in every word of every row. For each mode a graph is
+captured: post, some device work, wait, fetch, check; the check counts every word that is not the sequence number of
+its post. The table shows the microseconds that a pair of post and wait adds to a replay, for work that takes longer
+than the answer.
+Not responsible for: grammars, models.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Sections of bench_gpu over the real server: what a grammar adds to a step, and how near a step is to the memory.
+"""Sections of `bench_gpu` over the real server: the cost of a grammar per step, and the distance from the memory floor.
 
-A figure is the time of a step while a fixed number of endless answers runs: two looks at the server's counters, the
-wall time between them over the steps between them. Guided and free takes turns. Invariant: both looks see every answer
-running, or there is no figure. Not here: starting sections (gpu_sections.py).
+A figure is the time of a step while a fixed number of endless answers runs: the server's counters are read twice, and
+the wall time between the readings is divided by the steps between them. Guided and unguided windows alternate.
+Invariant: every answer runs at both readings, or there is no figure.
+Not responsible for: starting sections (see bench_gpu.py).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Step:
 
 
 class FactsServer(EngineServer):
-    """An engine of benchmarks.gpu.server. `facts` is what it tells, once it is healthy."""
+    """An engine of benchmarks.gpu.server. `facts` is the JSON that it writes before it is healthy."""
 
     def __enter__(self) -> FactsServer:
         super().__enter__()
@@ -74,11 +75,11 @@ class FactsServer(EngineServer):
     @property
     def facts(self) -> dict[str, Any]:
         """Bytes and nodes; see gpu_server.facts_of."""
-        told: dict[str, Any] = json.loads(self._facts.read_text())
-        return told
+        facts: dict[str, Any] = json.loads(self._facts.read_text())
+        return facts
 
     def stop(self) -> None:
-        """End the process and forget what it told."""
+        """End the process and remove its facts."""
         super().stop()
         self._facts.unlink(missing_ok=True)
 
@@ -134,7 +135,7 @@ async def _until(
 async def window(stub: Any, count: int, guided: bool, *, seconds: float, max_tokens: int) -> Step:
     """Measure the step of `count` answers for about `seconds`."""
     async with load(stub, count, guided, max_tokens) as check:
-        # All are seated, prefilled, and through their first steps.
+        # All sequences have a slot, are prefilled, and have run their first steps.
         base = (await stub.GetStats(pb.GetStatsRequest(), timeout=30)).generated_tokens
         await _until(stub, lambda s: s.running == count and s.generated_tokens >= base + 3 * count, check)
         first = await stub.GetStats(pb.GetStatsRequest(), timeout=30)
@@ -162,7 +163,7 @@ async def window(stub: Any, count: int, guided: bool, *, seconds: float, max_tok
 async def measure(
     address: str, batches: tuple[int, ...], *, rounds: int, seconds: float, max_tokens: int
 ) -> dict[int, dict[str, list[Step]]]:
-    """Return the windows of every batch size: "free" and "guided", in turns."""
+    """Return the windows of every batch size: "free" and "guided", alternating."""
     out: dict[int, dict[str, list[Step]]] = {}
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = engine_pb2_grpc.EngineStub(channel)

@@ -1,6 +1,7 @@
-"""What SIGKILL to the grammar process does to two running answers, a guided one and a free one.
+"""The effect of SIGKILL to the grammar process on two running answers, one guided and one not.
 
-Invariant: the guided answer is compared, token by token, with the one of an undisturbed run. Not here: the server.
+Invariant: the guided answer is compared, token by token, with the answer of an undisturbed run.
+Not responsible for: the server (see server.py).
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ class _Stream:
     at_s: list[float] = field(default_factory=list)
     finish: str = ""
 
-    async def read(self, stub: Any, request: pb.GenerateRequest, heard: Callable[[], None] = lambda: None) -> _Stream:
+    async def read(
+        self, stub: Any, request: pb.GenerateRequest, on_response: Callable[[], None] = lambda: None
+    ) -> _Stream:
         async for response in stub.Generate(request, timeout=120):
             if response.token_ids:
                 self.token_ids.extend(response.token_ids)
                 self.at_s.append(time.perf_counter())
             if response.finish_reason:
                 self.finish = pb.FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
-            heard()
+            on_response()
         return self
 
     def longest_gap_ms(self, since_s: float) -> float:
@@ -48,7 +51,7 @@ class _Stream:
 
 
 async def killed(address: str, pid: int | None, length: int, drains_ms: float) -> tuple[list[str], list[str]]:
-    """Return a row under KILLED, and what must not be so: a free answer without tokens for `drains_ms`, say."""
+    """Return a row under KILLED, and problems, such as an unguided answer without tokens for `drains_ms`."""
     guided = pb.GenerateRequest(
         text="Letters: ",
         grammar=pb.Grammar(regex=f"[a-z ]{{{length}}}"),
@@ -85,5 +88,5 @@ async def killed(address: str, pid: int | None, length: int, drains_ms: float) -
     if again != 1:
         problems.append(f"the grammar process was started {again} times, not once")
     if not free_gap < drains_ms:
-        problems.append(f"the free answer stood still for {free_gap:.0f} ms")
+        problems.append(f"the unguided answer had no token for {free_gap:.0f} ms")
     return [*gaps, str(len(hit.token_ids)), str(equal), hit.finish, str(again), str(after)], problems

@@ -1,6 +1,7 @@
-"""The pair of post and await without a GPU: the native functions that a graph's host nodes call, called in turn.
+"""The pair of post and await without a GPU: the native functions of a graph's host nodes, called one after the other.
 
-Invariant: the other end is a process, as it is for a graph, and every word of every row is checked. Not here: graphs.
+Invariant: the other end is a process, as for a graph, and every word of every row is checked.
+Not responsible for: graphs (see bench_graph.py).
 """
 
 from __future__ import annotations

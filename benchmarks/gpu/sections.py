@@ -1,9 +1,10 @@
-"""The sections of benchmarks.gpu.bench_gpu; each runs alone, in a process of its own, and writes what it found as JSON.
+"""The sections of `bench_gpu`; each runs alone, in a process of its own, and writes its result as JSON.
 
     python -m benchmarks.gpu.sections NAME --device cuda --out RESULT.json
 
-Invariant: a section that has no meaning on a device says why; whatever goes wrong in one is a line in its result or its
-process's end, never a figure. Not here: budgets and the report (bench_gpu.py).
+Invariant: a section that has no meaning on a device gives the reason; an error is a line of the result or the exit
+status of the process, never a figure.
+Not responsible for: budgets and the report (see bench_gpu.py).
 """
 
 from __future__ import annotations
@@ -197,15 +198,15 @@ def _guided(device: str, quick: bool, model: str, title: str) -> Found:
         for kind, steps in measured[1].items():
             took = min(step.ms for step in steps)
             near.append([str(k), kind, number(took, 3), number(least, 3), number(took / least, 2), "1.15"])
-    told = f"copy of {size >> 20} MiB: {rate / 1e9:.0f} GB/s read and written; weights of a step: "
-    told += f"{facts['streamed_bytes'] / 1e9:.3f} GB in {facts['dtype']}"
+    line = f"copy of {size >> 20} MiB: {rate / 1e9:.0f} GB/s read and written; weights of a step: "
+    line += f"{facts['streamed_bytes'] / 1e9:.3f} GB in {facts['dtype']}"
     tables = [
         Table(f"{title}: time of a step", HEADER, rows),
         Table(f"{title}: batch of 1 over its bytes", ["K", "step", "ms", "floor ms", "ratio", "goal"], near),
     ]
     if nodes:
         tables.append(Table(f"{title}: nodes of the captured graphs", ["graph", "nodes"], nodes))
-    return Found(tables, [told])
+    return Found(tables, [line])
 
 
 def llama(device: str, quick: bool) -> Found:

@@ -1,7 +1,7 @@
 """A gRPC client that measures: one call becomes one `Answer`, many calls run at a bounded concurrency.
 
-Invariant: times are taken here, when a response with tokens arrives, never read from the server. Not here: what is
-asked (`workloads`) and how answers are judged (`validity`).
+Invariant: times are taken in this process, when a response with tokens arrives, never read from the server.
+Not responsible for: prompts (see workloads.py), judging answers (see validity.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make_call(
     sampling: pb.SamplingParams,
     num_draft_tokens: int | None = None,
 ) -> Call:
-    """Build a call from chat messages; `schema` None asks for free text, `num_draft_tokens` None for the server's K."""
+    """Build a call from chat messages; `schema` None: unguided text; `num_draft_tokens` None: the server's K."""
     request = pb.GenerateRequest(
         messages=pb.ChatMessages(messages=[pb.ChatMessage(role=role, content=content) for role, content in messages]),
         sampling=sampling,

@@ -1,6 +1,7 @@
-"""Are two sets of answers the same, token for token? The question behind `lossless`.
+"""Compares two sets of answers token by token.
 
-Invariant: an answer that is missing on one side is a difference; nothing is skipped. Not here: making the answers.
+Invariant: an answer that is missing on one side is a difference; no answer is skipped.
+Not responsible for: producing the answers (see client.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from benchmarks.harness.measure import Answer
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer leaves its reference. `position` counts tokens from 0; None stands for "ended before"."""
+    """The first place where an answer differs from its reference.
+
+    `position` counts tokens from 0; a token of None means that the answer ended before.
+    """
 
     name: str
     position: int

@@ -1,7 +1,7 @@
-"""The subjects of the guided workloads: for each a text, a JSON Schema, and the facts that tie the two together.
+"""The subjects of the guided workloads: for each a text, a JSON Schema, and the facts that connect the two.
 
-Invariant: every leaf of a fact sheet appears in the text made from it, and the fact sheet satisfies the schema. Not
-here: prompts and token budgets (`workloads`).
+Invariant: every leaf of a fact sheet appears in the text made from it, and the fact sheet satisfies the schema.
+Not responsible for: prompts and token budgets (see workloads.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What one answer measured, and how many answers become one row of a table.
+"""The measurements of one answer, and the summary of many answers as one row of a table.
 
-Invariant: every time is taken at the client's side of a system, in `time.perf_counter()` seconds, and every system is
-summed up by the same functions. Not here: running anything, and drawing tables (`tables`).
+Invariant: every time is taken at the client's side of a system, in `time.perf_counter()` seconds, and the same
+functions summarise every system.
+Not responsible for: running a system (see systems.py), formatting (see tables.py).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One row of the table. Percentiles are over answers; NaN stands for "not measured"."""
+    """One row of the table. Percentiles are over answers; NaN means "not measured"."""
 
     answers: int
     tokens: int
@@ -84,7 +85,7 @@ class Summary:
 
 
 def percentile(values: Iterable[float], q: float) -> float:
-    """Return the q-th percentile (0 <= q <= 100) by linear interpolation, NaNs left out; NaN when nothing is left."""
+    """Return the q-th percentile (0 <= q <= 100) by linear interpolation, ignoring NaN; NaN without values."""
     if not 0 <= q <= 100:
         raise ValueError(f"q: {q} is not in [0, 100]")
     ordered = sorted(value for value in values if not math.isnan(value))
@@ -131,7 +132,7 @@ class GuidanceCost:
     ratio: float
     """Median over the pairs of guided / free."""
     mask_wait_share: float
-    """Share of the guided decode time that stood waiting for masks."""
+    """Share of the guided decode time that was spent waiting for masks."""
     guided_acceptance: float
     free_acceptance: float
 
@@ -139,7 +140,7 @@ class GuidanceCost:
 def guidance_cost(pairs: Sequence[tuple[Answer, Answer]]) -> GuidanceCost:
     """Compare guided with free answers, pair by pair and per decode step, so that the token counts cancel.
 
-    Answers without the engine's own times, or without a decode step, are left out.
+    Answers without the engine's own times, or without a decode step, are ignored.
     """
     kept = [
         (guided, free, guided.times, free.times)

@@ -1,6 +1,6 @@
-"""One picture of a benchmark run: tokens per second of every system, a panel per workload and concurrency.
+"""One picture of a `serve` run: tokens per second of every system, a panel per workload and concurrency.
 
-Invariant: draws what the table says and measures nothing.
+Invariant: the picture shows the figures of the table, and nothing is measured here.
 """
 
 from __future__ import annotations

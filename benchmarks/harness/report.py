@@ -1,6 +1,6 @@
 """The tables and the JSON of a `serve` run.
 
-Invariant: a system that failed has a row that says so and a line with the reason; nothing is left out in silence.
+Invariant: a system that failed has a row that says so and a line with the reason; no system is omitted silently.
 """
 
 from __future__ import annotations

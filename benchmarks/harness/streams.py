@@ -1,7 +1,8 @@
-"""Steady streams: a few clients that ask one request after the other, and what they see while they are watched.
+"""Steady streams: a few clients that each send one request after the other while their gaps are recorded.
 
-Invariant: every watch starts from the same first requests with the same seeds, so that answers of two watches may be
-compared by name. Not here: what is done to the server meanwhile (`attacks`).
+Invariant: every window starts with the same requests and the same seeds, so answers of two windows can be compared by
+name.
+Not responsible for: attacks on the server (see faults/attacks.py).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ Windows = dict[str, Window]
 
 
 class Streams:
-    """The steady load: `per_kind` guided and as many free streams over one channel."""
+    """The steady load: `per_kind` guided and as many unguided streams over one channel."""
 
     def __init__(self, address: str, per_kind: int, max_tokens: int) -> None:
         self._channel = grpc.aio.insecure_channel(address)
@@ -79,7 +80,7 @@ class Streams:
         await self._channel.close(None)
 
     async def watch(self, seconds: float) -> Windows:
-        """Run every stream from its first request on, for `seconds`; what is under way then is cut off."""
+        """Run every stream from its first request on, for `seconds`; answers that still run then are cancelled."""
         windows = {kind: Window() for kind in self._items}
         before = await self._stub.GetStats(pb.GetStatsRequest())
         streams = [
@@ -98,10 +99,10 @@ class Streams:
         return windows
 
     async def _stream(self, items: Sequence[Item], lane: int, window: Window) -> None:
-        for turn in count():
-            item = items[(lane + turn * self._per_kind) % len(items)]
-            name = f"{lane}.{turn}"
-            sampling = pb.SamplingParams(max_tokens=item.max_tokens, temperature=0.8, seed=1000 * lane + turn)
+        for number in count():
+            item = items[(lane + number * self._per_kind) % len(items)]
+            name = f"{lane}.{number}"
+            sampling = pb.SamplingParams(max_tokens=item.max_tokens, temperature=0.8, seed=1000 * lane + number)
             call = make_call(name, item.messages, schema=item.schema, sampling=sampling)
             try:
                 await self._answer(call.request, name, item, window)

@@ -1,7 +1,7 @@
-"""What the harness drives: a `System` runs prompts at a concurrency and hands back a `Run`. Ours is `Lockstep`.
+"""The interface of a measured system: a `System` runs prompts at a concurrency and returns a `Run`. Ours is `Lockstep`.
 
-Invariant: every system gets the same prompts in the same order, and greedy sampling. The peers are in
-`peer_transformers` and `peer_vllm`.
+Invariant: every system gets the same prompts in the same order, and samples greedily.
+Not responsible for: other systems (see the room peers).
 """
 
 from __future__ import annotations

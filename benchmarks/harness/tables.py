@@ -1,6 +1,6 @@
-"""Text for people: tables in Markdown, numbers with as many digits as they deserve, and a progress bar on stderr.
+"""Output for people: tables in Markdown, formatted numbers, and a progress bar on stderr.
 
-Invariant: tables go to the caller as strings, progress goes to stderr, so that redirected output holds tables alone.
+Invariant: tables are returned as strings and progress goes to stderr, so redirected output holds tables alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def share(value: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, padded to be read as it stands. A short row is filled up: its last cell stands alone.
+    """Return a Markdown table, padded to be readable as text. A row that is shorter than the header gets empty cells.
 
     Raises:
         ValueError: a row is longer than the header.

@@ -1,8 +1,8 @@
-"""An independent judge of guided answers: is this text valid JSON that satisfies this schema?
+"""An independent judge of guided answers: is a text valid JSON that satisfies a schema?
 
-Invariant: the judge is `jsonschema` under the draft that the schema names (2020-12 when it names none) and knows
-nothing of the grammar engines. What it cannot judge (a schema it refuses, a reference it cannot resolve) is UNJUDGED,
-never VALID.
+Invariant: the judge is `jsonschema` under the draft that the schema names (2020-12 when it names none) and shares no
+code with the grammar backends. A schema that it rejects and a reference that it cannot resolve give UNJUDGED, never
+VALID.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The three workloads: `extraction` (facts in the prompt), `schema` (facts to invent) and `chat` (free text).
+"""The three workloads: `extraction` (facts in the prompt), `schema` (facts to invent) and `chat` (unguided text).
 
-Invariant: the same arguments give the same items, in the same order, on any machine. Prompts follow the manner of JSON
-Mode Eval: the schema stands in the system message. Not here: tokenisation, which is the model's.
+Invariant: equal arguments give equal items in the same order on any machine. Prompts have the form of JSON Mode Eval:
+the schema is in the system message.
+Not responsible for: tokenisation (see systems.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""transformers `generate` as a peer: with xgrammar's own logits processor, and with prompt lookup.
+"""transformers' `generate` as a peer: with xgrammar's own logits processor, and with prompt lookup.
 
-Invariant: runs in this process, on the thread that calls it; concurrency c is a static, left-padded batch of c. A batch
-ends when its longest answer ends, as it does for users of `generate`. Not here: any repair of what fails; it is
-reported.
+Invariant: it runs in this process, on the calling thread; concurrency c is a static, left-padded batch of c. A batch
+ends when its longest answer ends, as it does for users of `generate`. A failure is reported and never worked around.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""vLLM as a peer: its offline engine in another environment's python, fed through `vllm_worker.py`.
+"""vLLM as a peer: its offline engine in the Python of another environment, driven through `vllm_worker.py`.
 
-Invariant: the worker process that this starts is gone after `close`. Not here: installing vLLM (see the README
-here).
+Invariant: the worker process has ended after `close`.
+Not responsible for: installing vLLM (see benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 
 
 def worker_environment(python: Path, num_threads: int) -> dict[str, str]:
-    """Return the environment that vLLM recommends for a CPU; libraries that are not there are left out."""
+    """Return the environment that vLLM recommends for a CPU; libraries that are not installed are skipped."""
     libraries = [path for path in (_TCMALLOC, python.parent.parent / "lib" / "libiomp5.so") if path.exists()]
     cores = sorted(os.sched_getaffinity(0))[:num_threads]
     environment = dict(os.environ) | {
@@ -113,7 +113,7 @@ class Vllm:
         return reply
 
     def close(self) -> None:
-        """Close the worker's stdin, wait, and kill what is left of its session."""
+        """Close the worker's stdin, wait, and kill the rest of its session."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
         try:

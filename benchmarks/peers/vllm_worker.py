@@ -1,8 +1,9 @@
-"""The vLLM side of `benchmarks.speed.serve`: run by vLLM's own python, talks JSON lines with the harness.
+"""The vLLM side of the peer `vllm`: vLLM's own Python runs it, and it exchanges JSON lines with the harness.
 
-Stdin: one job a line, {"concurrency": c, "prompts": [{"name", "token_ids", "schema", "max_tokens"}]}. Stdout: first a
-line {"ready": versions}, then one line per job. Invariant: the protocol owns the process's first stdout; what vLLM
-prints goes to stderr. Standalone: imports nothing of this project, because it runs in another environment.
+Stdin: one job per line, {"concurrency": c, "prompts": [{"name", "token_ids", "schema", "max_tokens"}]}. Stdout: first
+the line {"ready": versions}, then one line per job.
+Invariant: the original stdout carries the protocol alone; vLLM's own output goes to stderr. The module imports nothing
+of this project, because it runs in another environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`python -m benchmarks acceptance`: how many tokens a step yields, by drafter, drafts a step, masks and forced tokens.
+"""`python -m benchmarks acceptance`: tokens per step, by drafter, drafts per step, draft masks and jump-forward tokens.
 
 Invariant: every drafter answers the same prompts greedily under the same grammars, so the texts are equal and only the
-steps differ; an answer that differs from the one without drafts fails the run. Not here: training a head.
+number of steps differs; an answer that differs from the one without drafts fails the run.
+Not responsible for: training a head (see tools/training).
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ Two groups of prompts: "extraction", where the prompt states the facts that the 
 where it states the schema alone. With --data FILE.jsonl (MaskBench's form) they are its JME_* schemas with the facts of
 a valid instance, and a spread over its other groups; without it they are the workloads of `serve`.
 
-A variant is a drafter, +masked / +free for a network's drafts with and without masks (neither: without), +forced / +unforced for the grammar's drafts in front of its own ("grammar": these alone), +f15 for at most
-15 of these (forced_draft_tokens; used with the largest K, which a request leaves to the server: one that names its
-K has no more drafts in all):
+A variant is a drafter with marks: +masked or +free for a network's drafts with or without masks (default: without),
++forced or +unforced for jump-forward tokens in front of its drafts or not ("grammar": jump-forward tokens alone), +fN
+for at most N of them (--jump-forward-tokens; only with the largest K, because a request that names its K has no more
+drafts in all):
   ngram   ngram+unforced   ngram+f15   grammar   eagle3:DIR+masked   eagle3:DIR+free   model:DIR
 
 examples:
@@ -97,7 +99,7 @@ async def answer(
     *,
     named: bool = True,
 ) -> list[Cell]:
-    """Answer every prompt, one at a time; a refused one is left out. `named`: the requests say how many drafts."""
+    """Answer every prompt, one at a time; a rejected one is skipped. `named`: requests carry the number of drafts."""
     client, cells = EngineClient(address), []
     try:
         for group in dict.fromkeys(prompt.group for prompt in prompts):
@@ -108,7 +110,7 @@ async def answer(
                         answers.append(await client.generate(prompt.call(drafts if named else None, max_tokens)))
                         wall_s += answers[-1].last_s - answers[-1].started_s
                     except CallRefused as refusal:
-                        print(f"left out: {refusal}", file=sys.stderr)
+                        print(f"skipped: {refusal}", file=sys.stderr)
                     progress.step(f"{group} K={drafts}")
             cells.append(Cell("", drafts, group, tuple(answers), wall_s))
     finally:

@@ -1,6 +1,6 @@
-"""Tokens a step over drafts a step, drawn, with the figures that TensorRT-LLM has published beside ours.
+"""A plot of tokens per step over drafts per step, with the figures that TensorRT-LLM published.
 
-Invariant: draws what the table says and measures nothing.
+Invariant: the plot shows the figures of the table, and nothing is measured here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The prompts of `acceptance`: facts to extract under a schema, and schemas alone.
 
-Invariant: equal arguments give equal prompts in the same order; a schema too long for a prompt is left out, never cut.
-Not here: asking.
+Invariant: equal arguments give equal prompts in the same order; a schema that is too long for a prompt is skipped,
+never cut.
+Not responsible for: sending the prompts (see acceptance.py).
 """
 
 from __future__ import annotations

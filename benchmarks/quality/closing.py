@@ -1,7 +1,7 @@
 """`python -m benchmarks closing`: does every answer end, valid, within a `max_tokens` drawn at random?
 
-Invariant: an answer that ended as STOP or GRAMMAR_CLOSED and that the independent judge finds invalid fails the run.
-GRAMMAR_INCOMPLETE is honest and counted; so is a request that is refused at once because no answer can be so short.
+Invariant: an answer that ended with STOP or GRAMMAR_CLOSED and that the independent judge finds invalid fails the run.
+GRAMMAR_INCOMPLETE is counted, and so is a request that is rejected because every answer of its grammar is longer.
 """
 
 from __future__ import annotations

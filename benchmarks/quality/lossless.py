@@ -1,8 +1,8 @@
 """`python -m benchmarks lossless`: are the tokens the same with speculation on or off, alone or in a batch?
 
-Invariant: every variant is compared with one reference, the run with no drafts at concurrency 1, token by token. In
-float32 any difference fails the run; in bfloat16 the share is reported, because rounding there depends on the
-number of rows.
+Invariant: every variant is compared, token by token, with one reference: the run without drafts at concurrency 1. In
+float32 any difference fails the run; in bfloat16 the share is reported, because rounding there depends on the number
+of rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROFILES: dict[str, pb.SamplingParams] = {
     "greedy repetition=1.2": pb.SamplingParams(temperature=0.0, repetition_penalty=1.2),
     "T=1 presence=0.5 frequency=0.5": pb.SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.5),
 }
-"""Sampling profiles; prompts take them in turn."""
+"""Sampling profiles; each prompt takes the next one."""
 
 EXAMPLES = """
 examples:
@@ -76,7 +76,7 @@ class Variant:
 
 
 def make_cases(count: int, max_tokens: int) -> list[Case]:
-    """Return `count` cases that alternate guided and free; prompts come around again with another profile."""
+    """Return `count` cases that alternate guided and free; a prompt that comes again has another profile."""
     guided = [item for pair in zip(workload("extraction"), workload("schema"), strict=False) for item in pair]
     free = workload("chat")
     profiles = list(PROFILES)

@@ -1,9 +1,10 @@
-"""`python -m benchmarks maskbench`: does each backend take the schemas, and do its masks survive the shared memory?
+"""`python -m benchmarks maskbench`: does each backend accept the schemas, and are its masks right in shared memory?
 
-Invariant: grammars are compiled as the sidecar compiles them (in processes that are killed at the end of their time),
-and rows are filled by the sidecar's own worker. A row read through a segment is compared, bit by bit, with the
-backend called directly on a second matcher; drafts are accepted and rejected on the way, so that rollbacks are part
-of it. Nothing is tuned to the file. Not here: models, latencies of a whole step (`bench_channel`, `serve`).
+Invariant: grammars are compiled as the sidecar compiles them (in processes that are killed at their time limit), and
+the sidecar's own worker fills the rows. A row that is read through a segment is compared, bit by bit, with the row of
+a second matcher that is called directly; drafts are accepted and rejected, so rollbacks are covered. Nothing is tuned
+to the file.
+Not responsible for: models, the latency of a whole step (see speed/bench_channel.py and speed/serve.py).
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ examples:
 
 reading the table:
   compiled           schemas that the backend takes
-  refused            it says which keywords it would not enforce, or what is wrong
+  refused            it names the keywords that it would not enforce, or the error
   limits             a stated bound was reached: mostly killed at the end of --compile-timeout-s
   valid ok/lost      instances marked valid that the grammar accepts, its stop token included, and those it rejects
-  invalid ok/let by  instances marked invalid that it rejects, and those it accepts in silence: must be 0
+  invalid ok/let by  instances marked invalid that it rejects, and those it accepts without a warning: must be 0
   warned             invalid instances that a grammar with warnings accepts (--allow-unenforced)
   rows, differing    rows read through shared memory, and those that differ from the backend called directly: must be 0
   mask               microseconds to fill one row, called directly from Python, at the percentiles 50 / 99 / 100
@@ -216,7 +217,7 @@ class Bench:
 
 
 def _reason(message: str) -> str:
-    """Return a message without what is of one schema only."""
+    """Return a message without the parts that are specific to one schema."""
     message = re.sub(r"would not enforce all of it: \S*/", "would not enforce all of it: .../", message)
     message = re.sub(r"'[^']*'|\"[^\"]{12,}\"|\d+", "..", message.splitlines()[0])
     return message[:110]
@@ -289,7 +290,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a directory with one")
     parser.add_argument("--stop-id", type=int, action="append", default=[], help="default: eos_token_id of config.json")
     parser.add_argument("--backend", choices=[*NAMES, AUTO, "both"], default="both")
-    parser.add_argument("--allow-unenforced", action="store_true", help="take what is not enforced, with warnings")
+    parser.add_argument(
+        "--allow-unenforced",
+        action="store_true",
+        help="accept schemas with keywords that are not enforced, with warnings",
+    )
     parser.add_argument("--limit", type=int, default=0, help="only the first N schemas")
     parser.add_argument("--whitespace", choices=["compact", "bounded", "any"], default="any")
     parser.add_argument("--compile-timeout-s", type=float, default=5.0)
@@ -319,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, tally in benches.items():
         print(f"\n{name}: {tally.untokenised} instances not tokenised, {tally.failed} failed while masking,")
         print(f"compiled by {', '.join(f'{each} {count}' for each, count in tally.chosen.items()) or 'none'},")
-        print(f"{tally.uncanonical} tokens accepted that the row before them had left out (another spelling)")
+        print(f"{tally.uncanonical} tokens accepted that the row before them did not allow (another spelling)")
         print(table(["schemas", "not compiled because"], [[str(n), why] for why, n in tally.reasons.most_common(25)]))
         if options.details:
             print("\n".join([*(f"let by: {each}" for each in tally.let_by), *(f"lost: {each}" for each in tally.lost)]))

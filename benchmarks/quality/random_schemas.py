@@ -1,6 +1,7 @@
-"""JSON Schemas made at random: objects, arrays, unions, references, patterns and ranges, nested.
+"""JSON Schemas drawn at random: objects, arrays, unions, references, patterns and ranges, nested.
 
-Invariant: equal seeds give equal schemas, and every schema has an instance. Not here: prompts, judging.
+Invariant: equal seeds give equal schemas, and every schema has an instance.
+Not responsible for: prompts, judging.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m benchmarks schemas --data FILE.jsonl`: does every complete answer satisfy its schema?
 
-Invariant: an answer that ended by "stop" and that the independent judge finds invalid fails the run, whatever else
-went well. Schemas that are refused are counted by status and reason; refusing is honest, answering wrongly is not.
+Invariant: an answer that ended with STOP and that the independent judge finds invalid fails the run. Rejected schemas
+are counted by status and reason; a rejection does not fail the run.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(f"--data: {error}")
     if not cases:
-        parser.error("--data: no schema is left")
+        parser.error("--data: the file has no schema")
     temperatures = [float(each) for each in args.temperatures.split(",")]
     options = ServerOptions(
         model=args.model,

@@ -1,6 +1,7 @@
-"""Mask rows by way of a real segment: a sidecar's worker, asked as an engine asks, against rows computed directly.
+"""Mask rows through a real segment: the sidecar's worker answers, and each row is also computed directly.
 
-Invariant: every step posts true and false drafts, so rows after rollbacks are compared too. Not here: verdicts, tables.
+Invariant: every step posts right and wrong drafts, so rows after rollbacks are compared.
+Not responsible for: verdicts, tables (see maskbench.py).
 """
 
 from __future__ import annotations

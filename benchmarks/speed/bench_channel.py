@@ -1,8 +1,8 @@
-"""`python -m benchmarks bench_channel`: how long a question takes through shared memory, between two real processes.
+"""`python -m benchmarks bench_channel`: the round trip of a step through shared memory, between two real processes.
 
-Invariant: a round is post, the other process's records, rows and publish, and the await that takes the answer, timed in
-the engine's process around the first and the last. All policies run in one call on the same segment shape. Not here:
-matchers; the other process copies a ready row, so this is the floor under every mask latency.
+Invariant: a round is the engine's post, the other process's records, rows and publish, and the engine's await, timed
+in the engine's process. All wait policies run in one call on the same segment shape.
+Not responsible for: matchers; the other process copies a finished row, so a figure is the floor of every mask latency.
 """
 
 from __future__ import annotations

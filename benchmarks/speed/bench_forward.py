@@ -1,7 +1,8 @@
-"""`python -m benchmarks bench_forward`: a decode step's forward, fused and as transformers walks it.
+"""`python -m benchmarks bench_forward`: the forward of a decode step with fused layers and with transformers' own.
 
-Invariant: both models have the same weights and run in turn in one process over the same tokens and contexts, so that
-the ratio holds even where the machine is shared. Not here: sampling, masks, the loop.
+Invariant: both models have the same weights and run alternately in one process over the same tokens and contexts, so
+that the ratio holds on a shared machine.
+Not responsible for: sampling, masks, the engine's loop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`python -m benchmarks bench_sidecar`: how long the grammar process takes to answer a step, by batch and drafts.
+"""`python -m benchmarks bench_sidecar`: the time in which the grammar process answers a step, by batch and drafts.
 
-Invariant: the worker is the sidecar's own, in this process, behind a real segment; records are those of an engine whose
-target takes the first draft and then a token of its own. Timed from the post to the last answer. Not here: a model, and
-what of this a step hides (`bench_gpu`).
+Invariant: the worker is the sidecar's own, in this process, behind a real segment; the records are those of an engine
+that accepts the first draft and then samples a token of its own. Time runs from the post to the last answer.
+Not responsible for: a model, and the share of this time that a step hides (see gpu/bench_gpu.py).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _walk(compiled: Compiled, vocabulary: Vocabulary, seed: int, length: int, nu
     for _ in range(length):
         twin = matcher.copy()
         tokens.append(_next(matcher, vocabulary, rng))
-        # What is drafted behind the right token is a legal text, and another one where there is a choice.
+        # The drafts after the right token are legal, and differ from the right ones where there is a choice.
         if num_drafts and twin.accept(tokens[-1]):
             drafts.append([tokens[-1], *(_next(twin, vocabulary, rng) for _ in range(num_drafts - 1))])
         else:

@@ -1,7 +1,7 @@
-"""`python -m benchmarks prefixes`: the time to the first token with the prefix cache and without, side by side.
+"""`python -m benchmarks prefixes`: the time to the first token with the prefix cache and without.
 
-Invariant: two servers run at once and are asked the same requests in turn, greedy; each answer must be the same from
-both. Not here: throughput, which the other benchmarks measure with the cache off.
+Invariant: two servers run at once and get the same requests alternately, greedy; both must give the same answers.
+Not responsible for: throughput (the other benchmarks measure it with the cache off).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ async def ask(clients: tuple[EngineClient, EngineClient], kind: str, call: Call,
 
 
 async def converse(clients: tuple[EngineClient, EngineClient], item: Item, max_tokens: int, findings: Findings) -> None:
-    """Three turns, each with all that was said before."""
+    """Three turns, each with the text of the turns before."""
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.0)
     for turn in range(3):
         call = make_call(f"{item.name} {turn}", item.messages, schema=None, sampling=sampling)

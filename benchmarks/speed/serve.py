@@ -1,7 +1,7 @@
 """`python -m benchmarks serve`: this engine and its peers on the same prompts, model, dtype and threads, in one run.
 
-Invariant: every figure of a table comes from this run; systems take turns in every round, and the turn order rotates.
-Not here: the correctness of answers beyond `jsonschema` (see `schemas` and `lossless`).
+Invariant: every figure of a table comes from this run; all systems run in every round, and their order rotates.
+Not responsible for: the correctness of answers beyond `jsonschema` (see quality/schemas.py and quality/lossless.py).
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--systems", default=",".join(SYSTEMS), help=f"comma-separated, of {', '.join(SYSTEMS)}")
     add("--count", type=int, help="only the first COUNT prompts of every workload")
     add("--max-tokens", type=int, help="lower the token budget of every prompt")
-    add("--repeat", type=int, default=1, help="rounds; systems take turns in each (default 1)")
+    add("--repeat", type=int, default=1, help="rounds; each system runs once in each (default 1)")
     add(
         "--vllm-python",
         type=Path,
         metavar="PATH",
-        help="python of an environment with vLLM; without it vLLM is left out",
+        help="python of an environment with vLLM; without it vLLM is skipped",
     )
     add("--no-guidance-cost", action="store_true", help="leave out the guided / free comparison")
     add("--plot", type=Path, metavar="PNG", help="draw the tokens/s")
@@ -111,7 +111,7 @@ def cpu_name() -> str:
 def start_systems(
     args: argparse.Namespace, names: Sequence[str], directory: Path
 ) -> tuple[list[System], dict[str, str]]:
-    """Start the systems named; return those that stand, and for the others why not."""
+    """Start the systems named; return the started ones, and for each of the others the reason."""
     started: list[System] = []
     absent: dict[str, str] = {}
     batch = max(16, *(int(level) for level in args.concurrency.split(",")))
@@ -130,7 +130,7 @@ def start_systems(
         from benchmarks.peers.vllm import Vllm
 
         if args.vllm_python is None:
-            raise SystemFailed("left out: no --vllm-python")
+            raise SystemFailed("skipped: no --vllm-python")
         return Vllm(args.vllm_python, directory, dtype=args.dtype, num_threads=args.threads, batch=batch, ngram=ngram)
 
     weights = None
@@ -205,7 +205,7 @@ def measure(
 def measure_guidance(
     systems: Sequence[Lockstep], prompts: list[Prompt], levels: Sequence[int], repeat: int
 ) -> dict[tuple[str, int], GuidanceCost | str]:
-    """Compare guided with free decoding per decode step, per system and concurrency."""
+    """Compare guided with unguided decoding per decode step, per system and concurrency."""
     costs: dict[tuple[str, int], GuidanceCost | str] = {}
     progress = Progress(len(systems) * len(levels) * repeat * len(prompts))
     for system in systems:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.__main__ import HARNESSES, usage
 
 PROGRAMS = (
@@ -62,6 +64,7 @@ def test_an_unknown_name_is_refused_with_the_list(root: Path) -> None:
     assert usage() in done.stderr
 
 
+@pytest.mark.slow
 def test_every_harness_and_program_explains_its_flags(root: Path) -> None:
     """All in one process, which imports torch once."""
     harnesses = [f"benchmarks.{room}.{name}" for name, (room, _) in HARNESSES.items()]
