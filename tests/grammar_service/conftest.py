@@ -1,4 +1,4 @@
-"""Both backends over a small vocabulary, compiled in this process."""
+"""Both backends over a small vocabulary. Grammars are compiled in the test process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def vocabulary() -> Vocabulary:
 
 
 class Library:
-    """A backend with the verbs of the tests."""
+    """A backend with helper methods for the tests."""
 
     def __init__(self, backend: Backend, vocabulary: Vocabulary) -> None:
         self.name = backend.name
@@ -34,13 +34,13 @@ class Library:
         return self.backend.load(grammar, self.backend.compile(grammar))
 
     def legal(self, matcher: Matcher) -> set[int]:
-        """Fill a row over old bits, and return its tokens, tail included."""
+        """Fill a row that had other bits, and return its tokens, including any beyond the vocabulary."""
         self.rows.words[1] = -1
         matcher.fill(self.rows, 1)
         return tokens_in(self.rows.words[1, : self.num_words])
 
-    def takes(self, compiled: Compiled, text: str) -> bool:
-        """Say whether `text` and then a stop token are accepted."""
+    def accepts(self, compiled: Compiled, text: str) -> bool:
+        """Return whether `text` and then a stop token are accepted."""
         matcher = compiled.matcher()
         return all(matcher.accept(token) for token in spell(text)) and matcher.accept(STOPS[0])
 

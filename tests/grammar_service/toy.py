@@ -1,7 +1,7 @@
-"""A matcher whose language can be read at a glance, and a tokenizer.json of a few hundred tokens.
+"""A toy matcher over a finite set of texts, and a tokenizer.json of a few hundred tokens.
 
-The toy language: the texts of a finite set, spelled in tokens; token STOP ends a complete one. A row holds exactly the
-tokens that keep some text possible. It records what was asked of it, and fails where a test says.
+The language is a finite set of texts in tokens; the token STOP ends a complete text. A row contains exactly the tokens
+after which a text is still possible. The matcher records its calls and fails at the positions that a test chooses.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shared_mem.chains import SpecialWords
 
 STOP = 9
 VOCAB = 70
-"""Not a multiple of 32: rows have a tail."""
+"""Not a multiple of 32, so the last word of a row has unused bits."""
 
 
 class ToyMatcher:
-    """Accepts one of `texts` and then STOP. `fail_at` lists positions at which `fill` fails."""
+    """Accepts one of `texts` and then STOP. `fail_at` contains the positions at which `fill` raises MatcherFailed."""
 
     def __init__(self, texts: Iterable[Sequence[int]], fail_at: Iterable[int] = ()) -> None:
         self.texts = [tuple(text) for text in texts]
@@ -70,7 +70,7 @@ class ToyMatcher:
 
 
 class ToyFiller:
-    """Goes along every chain by the matcher's own verbs, and takes the drafts back."""
+    """A chain filler that uses the methods of each matcher, and rolls the drafts back."""
 
     def __init__(self) -> None:
         none = np.zeros(0, dtype=np.uint32)
@@ -101,7 +101,7 @@ class ToyFiller:
 
 
 def row_of(legal: Iterable[int], words: int) -> Any:
-    """Return a mask row with these tokens."""
+    """Return a mask row of `words` words that contains the tokens `legal`."""
     bits = np.zeros(words * 32, dtype=bool)
     bits[list(legal)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -113,24 +113,24 @@ def tokens_in(row: Any) -> set[int]:
 
 
 SPECIAL = ("<|end|>", "<|eot|>", "<|start|>")
-"""Ids 0, 1 and 2; 0 and 1 stop."""
+"""Tokens 0, 1 and 2. Tokens 0 and 1 are stop tokens."""
 
 STOPS = (0, 1)
 PADDED = 301
-"""Columns of the logits in the tests: more than tokens, and not a multiple of 32."""
+"""Columns of the logits in the tests: more than there are tokens, and not a multiple of 32."""
 
 _MERGES = ['{ "', '" :', "t r", "tr u", "tru e", "Ġ Ġ", "a b", "ab c", "< |", "e n", "en d", "| >", '" ,', '", "']
 
 
 def byte_characters() -> list[str]:
-    """Return the characters that stand for bytes 0..255 in a byte-level tokenizer."""
+    """Return the characters that represent the bytes 0..255 in a byte-level tokenizer."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in kept]
     return [chr(byte) if byte in kept else chr(256 + moved.index(byte)) for byte in range(256)]
 
 
 def tokenizer_json() -> bytes:
-    """Return a byte-level BPE tokenizer: 3 special tokens, 256 bytes, a few merges."""
+    """Return a byte-level BPE tokenizer of 3 special tokens, 256 bytes and a few merges."""
     texts = [*SPECIAL, *byte_characters(), *(merge.replace(" ", "") for merge in _MERGES)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     added = [
@@ -164,5 +164,5 @@ def tokenizer_json() -> bytes:
 
 
 def spell(text: str) -> list[int]:
-    """Return `text` in byte tokens: legal in every grammar that forces nothing, and never a special token."""
+    """Return `text` in byte tokens, which are legal wherever more than one text may follow."""
     return [len(SPECIAL) + byte for byte in text.encode()]

@@ -1,4 +1,4 @@
-"""The conformance suite: what every backend must do, run over each of them."""
+"""The conformance suite, which runs over every backend."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from grammar_service.backends.backend import Rows
 from grammar_service.backends.registry import load_backend
-from grammar_service.completion.texts import TokenTexts
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotEnforced, NotSupported
+from grammar_service.grammar.token_bytes import TokenBytes
 from grammar_service.grammar.value import Kind, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
 from tests.grammar_service.conftest import Library
@@ -32,7 +32,7 @@ def schema(value: object) -> tuple[Kind, str]:
     return Kind.JSON_SCHEMA, json.dumps(value)
 
 
-def test_a_row_holds_what_accept_takes(library: Library) -> None:
+def test_a_row_contains_exactly_the_tokens_that_accept_accepts(library: Library) -> None:
     compiled = library.compiled(*schema(POINT))
     matcher = compiled.matcher()
     for token in spell('{"a":-12,"b":["x\\n",""]}'):
@@ -62,8 +62,8 @@ def test_stop_tokens_are_legal_exactly_when_the_answer_is_complete(library: Libr
 
 
 @pytest.mark.parametrize("end", ["x", '{"a":1,"b":[]}'])
-def test_rollback_over_the_stop_token_and_beyond(library: Library, end: str) -> None:
-    # The one answer can still go on at its end, the other cannot.
+def test_rollback_takes_back_the_stop_token_and_earlier_tokens(library: Library, end: str) -> None:
+    # The first answer could continue at its end, the second could not.
     kind, source = (Kind.REGEX, "x+") if end == "x" else schema(POINT)
     matcher = library.compiled(kind, source).matcher()
     rows = []
@@ -127,9 +127,9 @@ def test_special_tokens_and_padding_are_never_text(library: Library, kind: Kind,
     assert len(legal) > 100
 
 
-def test_no_white_space_around_an_answer(library: Library) -> None:
+def test_white_space_around_an_answer_is_rejected(library: Library) -> None:
     compiled = library.compiled(*schema(POINT), Whitespace.ANY)
-    assert not library.takes(compiled, ' {"a":1,"b":[]}')
+    assert not library.accepts(compiled, ' {"a":1,"b":[]}')
 
 
 @pytest.mark.parametrize(
@@ -146,42 +146,42 @@ def test_no_white_space_around_an_answer(library: Library) -> None:
         ('{"a":1,}', False),
     ],
 )
-def test_json_object(library: Library, text: str, valid: bool) -> None:
-    assert library.takes(library.compiled(Kind.JSON_OBJECT, "", Whitespace.COMPACT), text) is valid
+def test_a_json_object_accepts_any_object_and_nothing_else(library: Library, text: str, valid: bool) -> None:
+    assert library.accepts(library.compiled(Kind.JSON_OBJECT, "", Whitespace.COMPACT), text) is valid
 
 
-def test_schemas_true_and_empty_take_any_value(library: Library) -> None:
+def test_the_schemas_true_and_empty_accept_any_value(library: Library) -> None:
     for source in ("true", "{}"):
         compiled = library.compiled(Kind.JSON_SCHEMA, source)
-        assert all(library.takes(compiled, text) for text in ("1", "null", '"a"', "[1]", '{"a":1}'))
+        assert all(library.accepts(compiled, text) for text in ("1", "null", '"a"', "[1]", '{"a":1}'))
 
 
 CHOICES = ["a", "ab", 'q"uo\\te', "né", "two\nlines", "\x01", "/slash/", "{}", "日本"]
 
 
-def test_choice_takes_exactly_its_strings(library: Library) -> None:
+def test_a_choice_accepts_exactly_its_strings(library: Library) -> None:
     compiled = library.compiled(Kind.CHOICE, json.dumps(CHOICES))
-    assert [text for text in CHOICES if not library.takes(compiled, text)] == []
-    assert [text for text in ("", "b", "aba", "two", "n", "[") if library.takes(compiled, text)] == []
+    assert [text for text in CHOICES if not library.accepts(compiled, text)] == []
+    assert [text for text in ("", "b", "aba", "two", "n", "[") if library.accepts(compiled, text)] == []
 
 
-def test_thousands_of_choices_are_no_matter(library: Library) -> None:
+def test_thousands_of_choices_compile(library: Library) -> None:
     many = [f"item {i}" for i in range(3000)]
     compiled = library.compiled(Kind.CHOICE, json.dumps(many))
-    assert library.takes(compiled, many[0])
-    assert library.takes(compiled, many[-1])
-    assert not library.takes(compiled, "item 3000")
+    assert library.accepts(compiled, many[0])
+    assert library.accepts(compiled, many[-1])
+    assert not library.accepts(compiled, "item 3000")
 
 
 @pytest.mark.parametrize("kind", [Kind.EBNF, Kind.LARK])
-def test_thousands_of_alternatives_deep_inside_a_grammar(library: Library, kind: Kind) -> None:
+def test_thousands_of_alternatives_deep_inside_a_grammar_compile(library: Library, kind: Kind) -> None:
     if kind is Kind.LARK and library.name == "xgrammar":
-        pytest.skip("xgrammar takes no Lark")
+        pytest.skip("xgrammar has no Lark")
     items = " | ".join(f'"item{i}"' for i in range(5000))
     source = f'start: "a"~9 r\nr: {items}' if kind is Kind.LARK else f'root ::= "a"{{9}} r\nr ::= {items}'
     compiled = library.compiled(kind, source)
-    assert library.takes(compiled, "aaaaaaaaaitem4999")
-    assert not library.takes(compiled, "aaaaaaaaaitem5000")
+    assert library.accepts(compiled, "aaaaaaaaaitem4999")
+    assert not library.accepts(compiled, "aaaaaaaaaitem5000")
 
 
 def test_more_alternatives_than_a_row_holds_are_refused_before_a_row_fails(libraries: Callable[[str], Library]) -> None:
@@ -191,27 +191,27 @@ def test_more_alternatives_than_a_row_holds_are_refused_before_a_row_fails(libra
         libraries("llguidance").compiled(Kind.LARK, source)
 
 
-def test_properties_by_the_hundred(libraries: Callable[[str], Library]) -> None:
-    pytest.importorskip("llguidance", reason="needs llguidance; xgrammar takes its time for this")
+def test_hundreds_of_properties_compile(libraries: Callable[[str], Library]) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance; xgrammar compiles this too slowly")
     library = libraries("llguidance")
     names = [f"p{i}" for i in range(600)]
     source = {"type": "object", "properties": dict.fromkeys(names, INT), "additionalProperties": False}
     compiled = library.compiled(*schema(source), Whitespace.COMPACT)
-    assert library.takes(compiled, '{"p3":1,"p599":2}')
-    assert not library.takes(compiled, '{"p600":2}')
+    assert library.accepts(compiled, '{"p3":1,"p599":2}')
+    assert not library.accepts(compiled, '{"p600":2}')
 
 
-def test_what_is_allowed_to_be_unenforced_is_reported_and_left_out(library: Library) -> None:
+def test_an_allowed_unenforced_part_is_left_out_with_a_warning(library: Library) -> None:
     source = {"type": "object", "properties": {"a": {"type": "array", "items": INT, "uniqueItems": True}}}
     grammar = parse(*schema(source), Whitespace.COMPACT)
     compiled = library.backend.load(grammar, library.backend.compile(grammar, allow_unenforced=True))
     assert compiled.warnings == (f"not enforced by {library.name}: /properties/a/uniqueItems: is not enforced",)
-    assert library.takes(compiled, '{"a":[1,1]}')
-    assert not library.takes(compiled, '{"a":["x"]}')
+    assert library.accepts(compiled, '{"a":[1,1]}')
+    assert not library.accepts(compiled, '{"a":["x"]}')
     assert library.compiled(*schema(POINT)).warnings == ()
 
 
-def test_all_that_is_not_enforced_is_named_at_once(library: Library) -> None:
+def test_an_error_names_every_part_that_is_not_enforced(library: Library) -> None:
     source = {"type": "object", "properties": {"a": {"not": INT}, "b": {"type": "array", "contains": INT}}}
     with pytest.raises(NotEnforced) as caught:
         library.compiled(*schema(source))
@@ -219,30 +219,30 @@ def test_all_that_is_not_enforced_is_named_at_once(library: Library) -> None:
     assert "/properties/b/contains: " in str(caught.value)
 
 
-def test_a_pattern_that_no_backend_reads_is_left_out_when_allowed(library: Library) -> None:
+def test_a_pattern_that_is_not_portable_is_left_out_if_allowed(library: Library) -> None:
     grammar = parse(*schema({"type": "string", "pattern": "^(?!a)b*$", "maxLength": 2}), Whitespace.COMPACT)
     compiled = library.backend.load(grammar, library.backend.compile(grammar, allow_unenforced=True))
     assert "look-around" in compiled.warnings[0]
-    assert [text for text in ('"a"', '"abc"') if library.takes(compiled, text)] == ['"a"']
+    assert [text for text in ('"a"', '"abc"') if library.accepts(compiled, text)] == ['"a"']
 
 
-def test_regex_matches_the_whole_answer(library: Library) -> None:
+def test_a_regex_matches_the_whole_answer(library: Library) -> None:
     compiled = library.compiled(Kind.REGEX, "[a-c]{2,3}|x\\d+")
-    assert all(library.takes(compiled, text) for text in ("ab", "cab", "x1", "x99"))
-    assert not any(library.takes(compiled, text) for text in ("a", "abca", "x", "zab", "abz", ""))
+    assert all(library.accepts(compiled, text) for text in ("ab", "cab", "x1", "x99"))
+    assert not any(library.accepts(compiled, text) for text in ("a", "abca", "x", "zab", "abz", ""))
     anchored = library.compiled(Kind.REGEX, "^ab$")
-    assert library.takes(anchored, "ab")
-    assert not library.takes(anchored, "abc")
+    assert library.accepts(anchored, "ab")
+    assert not library.accepts(anchored, "abc")
 
 
-def test_ebnf(library: Library) -> None:
+def test_an_ebnf_grammar_with_recursion(library: Library) -> None:
     source = 'root ::= "[" item ("," item)* "]"  # a list\nitem ::= [0-9]+ | "\\"" [^"\\\\]* "\\"" | root\n'
     compiled = library.compiled(Kind.EBNF, source)
-    assert all(library.takes(compiled, text) for text in ("[1]", '[1,"a",[22]]'))
-    assert not any(library.takes(compiled, text) for text in ("[]", "[1,]", "1"))
+    assert all(library.accepts(compiled, text) for text in ("[1]", '[1,"a",[22]]'))
+    assert not any(library.accepts(compiled, text) for text in ("[]", "[1,]", "1"))
 
 
-def test_structural_tag(library: Library) -> None:
+def test_both_notations_of_structural_tags(library: Library) -> None:
     closed = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
     closed["additionalProperties"] = False
     tag = {"type": "tag", "begin": "<f=a>", "content": {"type": "json_schema", "json_schema": closed}, "end": "</f>"}
@@ -251,9 +251,9 @@ def test_structural_tag(library: Library) -> None:
     for source in ({"type": "structural_tag", "format": form}, old):
         compiled = library.compiled(Kind.STRUCTURAL_TAG, json.dumps(source))
         for text in ("", "hi", 'hi <f=a>{"x":1}</f> there <f=a>{"x": 2}</f>'):
-            assert library.takes(compiled, text), text
+            assert library.accepts(compiled, text), text
         for text in ("<f=b>", '<f=a>{"x":"s"}</f>', '<f=a>{"x":1}', f'<f=a>{{"x":{" " * 9}1}}</f>'):
-            assert not library.takes(compiled, text), text
+            assert not library.accepts(compiled, text), text
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_structural_tag(library: Library) -> None:
         (Kind.STRUCTURAL_TAG, '{"format":{"type":"token","token":"<|start|>"}}'),
     ],
 )
-def test_wrong_grammars_are_refused_by_both(library: Library, kind: Kind, source: str) -> None:
+def test_every_backend_refuses_an_invalid_grammar(library: Library, kind: Kind, source: str) -> None:
     with pytest.raises(InvalidGrammar):
         library.compiled(kind, source)
 
@@ -338,12 +338,12 @@ WEAKENED: list[tuple[dict[str, object], list[object]]] = [
 
 
 @pytest.mark.parametrize(("source", "invalid"), WEAKENED, ids=lambda value: json.dumps(value)[:60])
-def test_no_keyword_is_weakened_in_silence(library: Library, source: dict[str, object], invalid: list[object]) -> None:
+def test_no_keyword_is_weakened_silently(library: Library, source: dict[str, object], invalid: list[object]) -> None:
     try:
         compiled = library.compiled(*schema(source), Whitespace.ANY)
     except InvalidGrammar:
         return
-    assert [value for value in invalid if library.takes(compiled, json.dumps(value))] == []
+    assert [value for value in invalid if library.accepts(compiled, json.dumps(value))] == []
 
 
 def test_a_refused_keyword_is_named_with_its_place(library: Library) -> None:
@@ -352,13 +352,13 @@ def test_a_refused_keyword_is_named_with_its_place(library: Library) -> None:
         library.compiled(*schema(source))
 
 
-def test_options_of_a_library_are_not_the_requests_to_set(library: Library) -> None:
+def test_a_request_cannot_set_options_of_a_library(library: Library) -> None:
     source = {"type": "string", "format": "zzz", "x-guidance": {"lenient": True}}
     with pytest.raises(InvalidGrammar):
         library.compiled(*schema(source))
 
 
-def test_what_a_backend_can_do_is_not_refused(library: Library) -> None:
+def test_schemas_that_a_backend_enforces_are_not_refused(library: Library) -> None:
     taken = [
         POINT,
         {"oneOf": [STR, INT]},
@@ -380,7 +380,7 @@ def test_a_grammar_loads_from_its_artifact_in_another_backend_object(library: Li
     artifact = library.backend.compile(grammar)
     compiled = load_backend(library.name, vocabulary).load(grammar, artifact)
     assert compiled.memory_bytes > 0
-    assert library.takes(compiled, '{"a":1,"b":[]}')
+    assert library.accepts(compiled, '{"a":1,"b":[]}')
 
 
 def test_unknown_backends_are_not_supported(vocabulary: Vocabulary) -> None:
@@ -394,25 +394,25 @@ def test_a_tokenizer_that_cannot_be_read_names_its_field(library: Library) -> No
         load_backend(library.name, broken)
 
 
-def test_every_byte_is_text(library: Library) -> None:
+def test_every_ascii_byte_is_legal_as_text(library: Library) -> None:
     legal = library.legal(library.compiled(Kind.REGEX, "[^]*").matcher())
     ascii_tokens = {TEXT_TOKENS[byte] for byte in range(0x80)}
     assert ascii_tokens <= legal
 
 
-def test_an_artifact_is_all_that_loading_needs(library: Library, vocabulary: Vocabulary) -> None:
-    """The sidecar never compiles: another object of the library makes the same language of the artifact alone."""
+def test_an_artifact_contains_all_that_loading_needs(library: Library, vocabulary: Vocabulary) -> None:
+    """The sidecar never compiles: a second backend object gets the same language from the artifact alone."""
     names = {f"name_{i}": {"type": "string", "pattern": f"^[a-z]{{{i},9}}$"} for i in range(8)}
     wide = parse(*schema({"type": "object", "properties": names, "required": list(names)}), Whitespace.COMPACT)
     artifact = library.backend.compile(wide)
     other = parse(Kind.JSON_SCHEMA, "{}", Whitespace.COMPACT)
     compiled = load_backend(library.name, vocabulary).load(other, artifact)
     answer = json.dumps({f"name_{i}": "abcdefghi" for i in range(8)}, separators=(",", ":"))
-    assert library.takes(compiled, answer)
-    assert not library.takes(compiled, "{}")
+    assert library.accepts(compiled, answer)
+    assert not library.accepts(compiled, "{}")
 
 
-def test_rows_of_two_strides_and_slots_do_not_touch_each_other(library: Library) -> None:
+def test_filling_a_row_changes_no_other_row(library: Library) -> None:
     rows = Rows(np.full((5, library.num_words + 6), 0x5A5A5A5A, dtype=np.int32))
     matcher = library.compiled(Kind.REGEX, "a|b").matcher()
     matcher.fill(rows, 3)
@@ -421,7 +421,7 @@ def test_rows_of_two_strides_and_slots_do_not_touch_each_other(library: Library)
     assert (rows.words[3, library.num_words :] == 0x5A5A5A5A).all()
 
 
-FORCED = [
+JUMP_FORWARD = [
     ((Kind.REGEX, "hello world"), "", "hello world"),
     ((Kind.REGEX, "hello world"), "hel", "lo world"),
     ((Kind.REGEX, "(hello|help) me"), "hel", ""),
@@ -435,17 +435,17 @@ FORCED = [
 ]
 
 
-@pytest.mark.parametrize(("grammar", "said", "text"), FORCED)
-def test_forced_text_is_proposed_in_legal_tokens(
-    library: Library, vocabulary: Vocabulary, grammar: tuple[Kind, str], said: str, text: str
+@pytest.mark.parametrize(("grammar", "prefix", "text"), JUMP_FORWARD)
+def test_jump_forward_text_is_proposed_in_legal_tokens(
+    library: Library, vocabulary: Vocabulary, grammar: tuple[Kind, str], prefix: str, text: str
 ) -> None:
-    texts = TokenTexts.of(vocabulary)
+    texts = TokenBytes.of(vocabulary)
     matcher = library.compiled(*grammar, Whitespace.COMPACT).matcher()
-    assert all(matcher.accept(token) for token in spell(said))
+    assert all(matcher.accept(token) for token in spell(prefix))
     before = library.legal(matcher)
     tokens = matcher.jump_forward_tokens(99)
     proposed = texts.text(tokens)
-    # The last tokens may be left out, where what follows might change them; here nothing follows.
+    # Tokens at the end may be left out, because later text could change them.
     assert text.encode().startswith(proposed)
     assert len(text.encode()) - len(proposed) <= 2
     assert matcher.jump_forward_tokens(2) == tokens[:2]
@@ -453,14 +453,14 @@ def test_forced_text_is_proposed_in_legal_tokens(
     assert all(matcher.accept(token) for token in tokens)
 
 
-def test_what_may_go_on_in_another_token_is_not_proposed(library: Library) -> None:
-    # The vocabulary has "tru" and "true", and behind "tr" both are possible.
+def test_a_token_that_a_longer_one_could_replace_is_not_proposed(library: Library) -> None:
+    # The vocabulary contains "tru" and "true", and both are possible after "tr".
     matcher = library.compiled(Kind.REGEX, "x(tru|true|truex)y").matcher()
     assert matcher.accept(spell("x")[0])
-    assert TokenTexts.of(library.vocabulary).text(matcher.jump_forward_tokens(9)) == b""
+    assert TokenBytes.of(library.vocabulary).text(matcher.jump_forward_tokens(9)) == b""
 
 
-def test_nothing_is_forced_behind_the_end(library: Library) -> None:
+def test_nothing_is_proposed_where_the_answer_may_end(library: Library) -> None:
     matcher = library.compiled(Kind.REGEX, "ab?").matcher()
     assert matcher.accept(spell("a")[0])
     assert matcher.jump_forward_tokens(9) == ()

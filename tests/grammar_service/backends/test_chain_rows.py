@@ -1,4 +1,4 @@
-"""Chains settled by the native call: what it tells of a row, and what it leaves alone."""
+"""The native call that publishes the rows of chains: the kinds that it finds and the answers that it does not touch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = SpecialWords(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint32), n
 
 
 class Table:
-    """Both ends of a segment, and arrays for its slots."""
+    """Both ends of a segment, with arrays for its slots."""
 
     def __init__(self, vocab_size: int, segment: Segment) -> None:
         self.engine, self.grammar = EngineEnd(segment), GrammarEnd(segment)
@@ -30,7 +30,7 @@ class Table:
     def publish(
         self, slot: int, rows: list[set[int] | None], drafts: list[int], special: SpecialWords = NONE, first: int = 0
     ) -> tuple[list[int], list[int], int, int]:
-        """Settle one chain of an otherwise unanswered sequence; return kinds, forced tokens, its state and sequence."""
+        """Publish one chain of an unanswered record. Return the kinds, the forced tokens, its state and its sequence."""
         seq = self.engine.post([slot], [1], [0], [0], [first + len(drafts)], [[0] * first + drafts])
         arrays = self.arrays
         arrays.slots[0], arrays.slot_gens[0], arrays.first[0] = slot, 1, first
@@ -54,7 +54,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
         yield Table(request.param, segment)
 
 
-def test_a_row_is_what_the_classifier_says(table: Table) -> None:
+def test_the_kind_of_a_row_agrees_with_the_classifier(table: Table) -> None:
     size = table.vocab_size
     rng = np.random.default_rng(size)
     full = set(range(size))
@@ -77,7 +77,7 @@ def small() -> Iterator[Table]:
         yield Table(70, segment)
 
 
-def test_rows_behind_an_illegal_draft_are_deferred(small: Table) -> None:
+def test_rows_after_an_illegal_draft_are_deferred(small: Table) -> None:
     kinds, forced, state, _ = small.publish(0, [{1, 2}, {3}, None, None], [1, 5, 6])
     assert (kinds, state) == ([RowKind.APPLY, RowKind.FORCED, RowKind.DEFER, RowKind.DEFER], DONE)
     assert forced == [-1, 3, -1, -1]
@@ -93,7 +93,9 @@ def test_rows_behind_an_illegal_draft_are_deferred(small: Table) -> None:
         ([{1, 2}, {3, 40}], [1]),  # a stop token, where only the matcher knows
     ],
 )
-def test_what_the_words_do_not_tell_is_left_alone(small: Table, rows: list[set[int] | None], drafts: list[int]) -> None:
+def test_bits_that_no_special_word_names_do_not_change(
+    small: Table, rows: list[set[int] | None], drafts: list[int]
+) -> None:
     stops = SpecialWords(
         *(np.array([value], dtype=kind) for value, kind in ((1, "i4"), (0xFFFFFEFF, "u4"), (256, "u4")))
     )
@@ -103,23 +105,23 @@ def test_what_the_words_do_not_tell_is_left_alone(small: Table, rows: list[set[i
 
 
 @pytest.mark.parametrize("accepting", [0, 1])
-def test_a_stop_token_stays_where_the_answer_is_complete(small: Table, accepting: int) -> None:
+def test_a_stop_token_is_legal_where_the_answer_is_complete(small: Table, accepting: int) -> None:
     stops = SpecialWords(
         *(np.array([value], dtype=kind) for value, kind in ((1, "i4"), (0xFFFFFCFF, "u4"), (256, "u4")))
     )
     small.arrays.accepting[0] = accepting
-    # 40 stops; 41 is special, and never stays.
+    # Token 40 is a stop token; token 41 is special and never legal.
     _, _, _, seq = small.publish(0, [{1, 2, 40, 41}], [], stops)
     assert tokens_in(small.engine.mask_rows(seq)[0, 0, :3]) == ({1, 2, 40} if accepting else {1, 2})
 
 
-def test_rows_begin_where_they_are_wanted(small: Table) -> None:
+def test_rows_begin_at_the_first_wanted_row(small: Table) -> None:
     kinds, _, _, seq = small.publish(1, [{1, 2}, {3, 4}], [1], first=2)
     assert kinds == [RowKind.DEFER, RowKind.DEFER, RowKind.APPLY, RowKind.APPLY]
     assert [tokens_in(small.engine.mask_rows(seq)[1, row, :3]) for row in (2, 3)] == [{1, 2}, {3, 4}]
 
 
-def test_an_answer_behind_a_newer_one_is_not_published(small: Table) -> None:
+def test_an_answer_older_than_the_published_one_is_not_published(small: Table) -> None:
     _, _, _, seq = small.publish(0, [{1, 2}], [])
     small.arrays.mark(1)
     small.arrays.rows[0] = row_of({5, 6}, 3)

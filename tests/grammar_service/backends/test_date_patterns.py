@@ -49,13 +49,13 @@ def test_a_leap_second_is_accepted_only_in_the_last_minute_of_a_utc_day(name: st
 
 
 @pytest.mark.parametrize("text", ["12:30:00z", "23:59:60z"])
-def test_lower_case_is_accepted_where_it_is_wanted(text: str) -> None:
+def test_lower_case_letters_are_optional(text: str) -> None:
     assert pattern_of("time", lower_case=True).search(text)
     assert not pattern_of("time").search(text)
     assert pattern_of("date-time", lower_case=True).search("2016-12-31t" + text)
 
 
 @pytest.mark.parametrize("text", ["12:30:00", "12:30Z", "24:00:00Z", "12:60:00Z", "12:30:61Z", "12:30:00+24:00", "x"])
-def test_other_texts_are_no_times(text: str) -> None:
+def test_texts_of_another_form_are_not_times(text: str) -> None:
     assert not pattern_of("time").search(text)
     assert not pattern_of("date-time").search("2016-12-31T" + text)

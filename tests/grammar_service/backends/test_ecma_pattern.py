@@ -1,4 +1,4 @@
-"""Patterns in portable notation: the same strings as ECMA-262, where Python's own engine is the judge of both."""
+"""Patterns in portable notation match the strings that ECMA-262 says; Python's engine checks both."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STRINGS += ["ab", "aa", "aaa", "abab", "a]", "a-b", "\U0001f600", "a{", "a\nb"]
         ("(?i)^A$", r"(?i)^a\Z"),
     ],
 )
-def test_means_the_same(pattern: str, same: str | None) -> None:
+def test_the_portable_pattern_matches_the_same_strings(pattern: str, same: str | None) -> None:
     if same is None:
         with pytest.raises(NotPortable, match="no character"):
             portable(pattern, STRINGS_OF_JSON)
@@ -83,7 +83,7 @@ def test_means_the_same(pattern: str, same: str | None) -> None:
         ("\\", "escape"),
     ],
 )
-def test_what_is_not_portable_is_named(pattern: str, named: str | None) -> None:
+def test_an_error_names_the_construct_that_is_not_portable(pattern: str, named: str | None) -> None:
     if named is None:
         assert portable(pattern, STRINGS_OF_JSON) == r"[\u002d0-9z]"
         return
@@ -91,12 +91,12 @@ def test_what_is_not_portable_is_named(pattern: str, named: str | None) -> None:
         portable(pattern, STRINGS_OF_JSON)
 
 
-def test_categories_stay_and_lose_what_cannot_be_written() -> None:
+def test_categories_lose_the_characters_that_cannot_be_written() -> None:
     assert portable(r"\p{Lu}", STRINGS_OF_JSON) == r"[[\p{Lu}]&&[^\u0000-\u0007\u000b\u000e-\u001f]]"
     assert portable(r"[^\P{gc=L}a]", STRINGS_OF_JSON) == r"[[^\P{L}a]&&[^\u0000-\u0007\u000b\u000e-\u001f]]"
 
 
-def test_characters_that_a_library_cannot_write_are_left_out() -> None:
+def test_classes_lose_the_characters_that_cannot_be_written() -> None:
     assert portable("[!-#]", Dialect(unwritable=((34, 34),))) == r"[\u0021\u0023]"
     with pytest.raises(NotPortable, match=r"U\+0022"):
         portable('a"', Dialect(unwritable=((34, 34),)))

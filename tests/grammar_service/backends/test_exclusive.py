@@ -1,4 +1,4 @@
-"""Proofs that branches exclude each other: each one holds for every value tried, and the usual ones are found."""
+"""Proofs that the branches of a oneOf exclude each other: they are found in usual cases, and hold for all values tried."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ VALUES += [{"k": "a", "x": 1}, {"k": "b", "x": 1}, {"k": 1}, {"y": 1}]
 
 
 @pytest.mark.parametrize("branches", APART, ids=json.dumps)
-def test_found_and_true(branches: list[Any]) -> None:
+def test_a_proof_is_found_and_holds_for_every_value(branches: list[Any]) -> None:
     assert exclusive(branches, ROOT)
     for a, b in itertools.combinations(branches, 2):
         judges = [jsonschema.Draft202012Validator({**ROOT, "allOf": [each]}) for each in (a, b)]
@@ -61,5 +61,5 @@ def test_found_and_true(branches: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("branches", TOGETHER, ids=json.dumps)
-def test_not_claimed(branches: list[Any]) -> None:
+def test_no_proof_is_claimed_for_branches_that_overlap(branches: list[Any]) -> None:
     assert not exclusive(branches, ROOT)

@@ -44,8 +44,8 @@ def test_a_regex_means_what_ecma_262_says(
     library: Library, regex: str, accepted: list[str], rejected: list[str]
 ) -> None:
     compiled = library.compiled(Kind.REGEX, regex)
-    assert [text for text in accepted if not library.takes(compiled, text)] == []
-    assert [text for text in rejected if library.takes(compiled, text)] == []
+    assert [text for text in accepted if not library.accepts(compiled, text)] == []
+    assert [text for text in rejected if library.accepts(compiled, text)] == []
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_xgrammar_refuses_categories_and_flags_by_name(library: Library, regex: 
         with pytest.raises(InvalidGrammar, match=problem):
             library.compiled(Kind.REGEX, regex)
     else:
-        assert library.takes(library.compiled(Kind.REGEX, regex), text)
+        assert library.accepts(library.compiled(Kind.REGEX, regex), text)
 
 
 @pytest.mark.parametrize("source", [r'root ::= "a\x2db"', r"root ::= [a] [\x2d] [b]"])
 def test_a_hexadecimal_escape_in_gbnf_has_two_digits(library: Library, source: str) -> None:
     compiled = library.compiled(Kind.EBNF, source)
-    assert library.takes(compiled, "a-b")
-    assert not library.takes(compiled, "a\u02db")
+    assert library.accepts(compiled, "a-b")
+    assert not library.accepts(compiled, "a\u02db")

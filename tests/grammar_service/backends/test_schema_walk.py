@@ -1,4 +1,4 @@
-"""What is reached in a schema, what is rewritten there, and what is reported."""
+"""The walk over a schema, the rewriting of its keywords, and the report of parts that are not enforced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _paths(schema: Any) -> list[str]:
     return [path for path, _ in subschemas(schema)]
 
 
-def test_every_place_of_a_schema_is_reached() -> None:
+def test_the_walk_reaches_every_place_of_a_schema() -> None:
     one = ("items", "contains", "additionalProperties", "propertyNames", "not", "if", "then", "else")
     one += ("unevaluatedItems", "unevaluatedProperties")
     schema: dict[str, Any] = {key: dict(LEAF) for key in one}
@@ -30,7 +30,7 @@ def test_every_place_of_a_schema_is_reached() -> None:
     assert set(_paths(schema)) == wanted
 
 
-def test_data_is_not_a_schema_until_a_reference_points_there() -> None:
+def test_data_is_a_schema_only_if_a_reference_points_to_it() -> None:
     data = {"const": {"not": {}}, "enum": [{"not": {}}], "default": {"not": {}}, "x": {"y": dict(LEAF)}}
     assert _paths(data) == [""]
     assert _paths({**data, "$ref": "#/x/y"}) == ["", "/x/y"]
@@ -49,13 +49,13 @@ def test_references_are_followed(reference: str, path: str) -> None:
     assert path in _paths(schema)
 
 
-def test_unused_definitions_are_left_out_unless_a_reference_is_lost() -> None:
+def test_unused_definitions_are_skipped_unless_a_reference_cannot_be_followed() -> None:
     schema = {"$defs": {"a": dict(LEAF)}, "items": {"$defs": {"b": dict(LEAF)}}}
     assert _paths(schema) == ["", "/items"]
     assert _paths({**schema, "$ref": "other.json"}) == ["", "/items", "/$defs/a", "/items/$defs/b"]
 
 
-def test_a_loop_ends() -> None:
+def test_a_loop_of_references_ends() -> None:
     assert _paths({"$ref": "#"}) == [""]
 
 
@@ -63,7 +63,7 @@ def _upper(pattern: str) -> str:
     return pattern.upper()
 
 
-def test_keywords_that_forbid_nothing_are_gone() -> None:
+def test_keywords_without_effect_are_removed() -> None:
     schema = {
         "uniqueItems": False,
         "unevaluatedItems": True,
@@ -79,7 +79,7 @@ def test_keywords_that_forbid_nothing_are_gone() -> None:
     assert schema == kept
 
 
-def test_patterns_are_rewritten_wherever_they_stand() -> None:
+def test_patterns_are_rewritten_in_every_place() -> None:
     schema = {"pattern": "a", "items": {"patternProperties": {"b": {"pattern": "c"}}}}
     assert rewrite(schema, "", _upper) == []
     assert schema == {"pattern": "A", "items": {"patternProperties": {"B": {"pattern": "C"}}}}
@@ -96,7 +96,7 @@ def test_patterns_are_rewritten_wherever_they_stand() -> None:
         ({"minProperties": 2, "additionalProperties": False, "patternProperties": {"a": True}}, True),
     ],
 )
-def test_counts_that_repeated_names_defeat(schema: dict[str, Any], found: bool) -> None:
+def test_counts_that_repeated_names_bypass_are_reported(schema: dict[str, Any], found: bool) -> None:
     assert [part.keyword for part in rewrite(schema, "/x", _upper)] == (["minProperties"] if found else [])
 
 
@@ -110,7 +110,7 @@ def test_one_of_becomes_any_of_only_with_a_proof() -> None:
         assert schema == before
 
 
-def test_what_is_found_is_refused_by_name_or_reported() -> None:
+def test_unenforced_parts_are_refused_by_name_or_reported() -> None:
     found = [Unenforced("/a", "not", "is not enforced"), Unenforced("", "", "the library's own words")]
     with pytest.raises(
         NotEnforced, match="toy would not enforce all of it: /a/not: is not enforced; the library's own"
@@ -123,6 +123,6 @@ def test_what_is_found_is_refused_by_name_or_reported() -> None:
     assert issubclass(NotEnforced, InvalidGrammar)
 
 
-def test_a_long_list_ends_with_a_number() -> None:
+def test_a_long_list_of_parts_ends_with_a_number() -> None:
     found = [Unenforced(f"/{i}", "not", "is not enforced") for i in range(MAX_NAMED + 5)]
     assert settle("toy", found, True)[-1] == "not enforced by toy: and 5 more"

@@ -1,4 +1,4 @@
-"""No grammar of any kind makes a special token legal, however it names one; as text its name is spelled by others."""
+"""No grammar of any kind makes a special token legal. Its name as text is spelled with other tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.grammar_service.conftest import Library
 from tests.grammar_service.toy import SPECIAL, STOPS, spell, tokenizer_json
 
 NAME = "<|start|>"
-"""Token 2; 0 and 1 stop."""
+"""The text of token 2. Tokens 0 and 1 are stop tokens."""
 
 
 def _schema(schema: object) -> tuple[Kind, str]:
@@ -28,7 +28,7 @@ def _tag(begin: str, schema: object, end: str, trigger: str) -> tuple[Kind, str]
 
 
 def _texts() -> dict[int, bytes]:
-    """Token -> bytes, as the tokenizer spells them; special tokens left out."""
+    """Return token -> bytes, without special tokens."""
     vocab = json.loads(tokenizer_json())["model"]["vocab"]
     bytes_of = {text: i - len(SPECIAL) for text, i in vocab.items() if len(SPECIAL) <= i < len(SPECIAL) + 256}
     return {i: bytes(bytes_of[c] for c in text) for text, i in vocab.items() if i >= len(SPECIAL)}
@@ -59,15 +59,17 @@ AS_TEXT = [
 
 
 @pytest.mark.parametrize(("kind", "source", "text"), AS_TEXT, ids=lambda value: str(value)[:40])
-def test_a_name_is_text_and_never_the_token(library: Library, kind: Kind, source: str, text: str) -> None:
+def test_the_name_of_a_special_token_is_spelled_with_other_tokens(
+    library: Library, kind: Kind, source: str, text: str
+) -> None:
     if kind is Kind.LARK and library.name == "xgrammar":
-        pytest.skip("xgrammar takes no Lark")
+        pytest.skip("xgrammar has no Lark")
     matcher = library.compiled(kind, source, Whitespace.COMPACT).matcher()
     texts, rest = _texts(), text.encode()
     while rest:
         legal = library.legal(matcher)
         assert 2 not in legal
-        # Forced text comes in canonical tokens, other text in any: the longest one that goes on.
+        # Jump-forward text is legal in canonical tokens only, so the longest token that fits is chosen.
         fitting = [token for token in legal if token in texts and rest.startswith(texts[token])]
         assert fitting, rest
         token = max(fitting, key=lambda each: len(texts[each]))
@@ -104,9 +106,11 @@ SPECIAL_IDS = range(len(SPECIAL))
         (Kind.STRUCTURAL_TAG, '{"format":{"type":"grammar","grammar":"root ::= Token(2)"}}'),
     ],
 )
-def test_ways_to_name_a_token_are_refused(library: Library, vocabulary: Vocabulary, kind: Kind, source: str) -> None:
+def test_a_grammar_that_names_a_token_is_refused(
+    library: Library, vocabulary: Vocabulary, kind: Kind, source: str
+) -> None:
     if kind is Kind.LARK and library.name == "xgrammar":
-        pytest.skip("xgrammar takes no Lark")
+        pytest.skip("xgrammar has no Lark")
 
     def compile_as_the_sidecar_does() -> None:
         vocabulary.refuse_special(parse(kind, source, Whitespace.COMPACT))
@@ -116,6 +120,6 @@ def test_ways_to_name_a_token_are_refused(library: Library, vocabulary: Vocabula
         compile_as_the_sidecar_does()
 
 
-def test_a_name_in_a_comment_of_a_schema_is_harmless(library: Library) -> None:
+def test_a_token_name_in_a_description_is_harmless(library: Library) -> None:
     compiled = library.compiled(*_schema({"type": "integer", "description": NAME, "x": {"x-guidance": NAME}}))
     assert compiled.matcher().accept(spell("1")[0])

@@ -1,4 +1,4 @@
-"""White space as each request asks for it: the same bounds, in every JSON kind, in both backends."""
+"""The white space policy of a request has the same bounds in every JSON kind and in both backends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grammar_service.grammar.value import Kind, Whitespace
 from tests.grammar_service.conftest import Library
 
 SPACES = " \n\t  \r  " * 5
-"""Each of the four characters, in rows longer than any bound."""
+"""All four characters, longer than any bound."""
 
 LONGEST = [(Whitespace.COMPACT, 0), (Whitespace.BOUNDED, 8), (Whitespace.ANY, 40)]
 
@@ -45,7 +45,7 @@ SHAPES: list[tuple[str, Any, str]] = [
 
 
 def _spaced(spaced: str) -> list[tuple[str, str]]:
-    """The parts before and after each place where white space may stand."""
+    """Return the parts before and after each place where white space is allowed."""
     parts = spaced.replace("'", '"').split(" ")
     return [("".join(parts[:i]), "".join(parts[i:])) for i in range(1, len(parts))]
 
@@ -60,7 +60,7 @@ def test_the_bound_holds_everywhere(
     compiled = library.compiled(Kind.JSON_SCHEMA, json.dumps(schema), whitespace)
     for before, after in _spaced(text):
         for count in (0, 1, 8, 9, 16, 17):
-            assert library.takes(compiled, before + SPACES[:count] + after) is (count <= longest), (before, count)
+            assert library.accepts(compiled, before + SPACES[:count] + after) is (count <= longest), (before, count)
 
 
 @pytest.mark.parametrize(("whitespace", "longest"), LONGEST)
@@ -73,7 +73,7 @@ def test_the_bound_holds_inside_structural_tags(library: Library, whitespace: Wh
     for before, after in _spaced("{ 'a' : 1 , 'b' : [ 1 , { } ] }"):
         for count in (0, 1, 8, 9):
             text = f"free {SPACES} text <f=a>{before}{SPACES[:count]}{after}</f>{SPACES}"
-            assert library.takes(compiled, text) is (count <= longest), (before, count)
+            assert library.accepts(compiled, text) is (count <= longest), (before, count)
 
 
 @pytest.mark.parametrize(("whitespace", "longest"), LONGEST)
@@ -81,17 +81,17 @@ def test_the_bound_holds_in_a_json_object(library: Library, whitespace: Whitespa
     compiled = library.compiled(Kind.JSON_OBJECT, "", whitespace)
     for before, after in _spaced(AB):
         for count in (0, 1, 8, 9):
-            assert library.takes(compiled, before + SPACES[:count] + after) is (count <= longest)
+            assert library.accepts(compiled, before + SPACES[:count] + after) is (count <= longest)
 
 
 def test_the_bound_holds_for_schemas_inside_lark(library: Library) -> None:
     if library.name == "xgrammar":
-        pytest.skip("xgrammar takes no Lark")
+        pytest.skip("xgrammar has no Lark")
     compiled = library.compiled(Kind.LARK, 'start: "x" %json {"type": "array"}', Whitespace.COMPACT)
-    assert [count for count in (0, 1, 8, 9) if library.takes(compiled, f"x[1,{SPACES[:count]}2]")] == [0, 1, 8]
+    assert [count for count in (0, 1, 8, 9) if library.accepts(compiled, f"x[1,{SPACES[:count]}2]")] == [0, 1, 8]
 
 
-def test_white_space_inside_strings_is_the_answers_own(library: Library) -> None:
+def test_white_space_inside_strings_is_not_limited(library: Library) -> None:
     compiled = library.compiled(Kind.JSON_SCHEMA, '{"enum": ["a  b", "whitespace{0, 8}"]}', Whitespace.COMPACT)
-    assert library.takes(compiled, '"a  b"')
-    assert library.takes(compiled, '"whitespace{0, 8}"')
+    assert library.accepts(compiled, '"a  b"')
+    assert library.accepts(compiled, '"whitespace{0, 8}"')

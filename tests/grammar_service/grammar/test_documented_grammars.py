@@ -29,5 +29,5 @@ def test_the_documented_grammar_compiles_and_means_what_the_page_says(library: L
     assert len(sources) == 1
     compiled = library.compiled(kind, sources[0], Whitespace.BOUNDED)
     accepted, rejected = ANSWERS[kind]
-    assert [text for text in accepted if not library.takes(compiled, text)] == []
-    assert [text for text in rejected if library.takes(compiled, text)] == []
+    assert [text for text in accepted if not library.accepts(compiled, text)] == []
+    assert [text for text in rejected if library.accepts(compiled, text)] == []

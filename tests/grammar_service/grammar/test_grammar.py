@@ -1,4 +1,4 @@
-"""What is checked before any backend sees a grammar."""
+"""The checks of a grammar before any backend sees it."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from tests.grammar_service.toy import PADDED, SPECIAL, STOPS, tokenizer_json
         (Kind.STRUCTURAL_TAG, "[]", "must be a JSON object"),
     ],
 )
-def test_refused(kind: Kind, source: str, message: str) -> None:
+def test_an_invalid_source_is_refused_with_its_problem(kind: Kind, source: str, message: str) -> None:
     with pytest.raises(InvalidGrammar, match=message):
         parse(kind, source, Whitespace.ANY)
 
 
-def test_a_blank_is_a_regular_expression() -> None:
+def test_a_blank_is_a_valid_regular_expression() -> None:
     assert parse(Kind.REGEX, " ", Whitespace.ANY).text == " "
 
 
 @pytest.mark.parametrize("source", ["[" * (MAX_JSON_DEPTH + 2) + "]" * (MAX_JSON_DEPTH + 2), "[" * 100_000])
-def test_json_is_nested_within_a_limit(source: str) -> None:
+def test_json_beyond_the_depth_limit_is_refused(source: str) -> None:
     with pytest.raises(LimitExceeded, match=r"max_grammar_depth: .* deeper than 128"):
         parse(Kind.JSON_SCHEMA, source, Whitespace.ANY)
 
@@ -65,7 +65,7 @@ def test_the_order_of_keys_is_part_of_a_schema() -> None:
     assert parse(Kind.JSON_SCHEMA, '{"b": 1, "a": 2}', Whitespace.ANY).text == '{"b":1,"a":2}'
 
 
-def test_equal_choices_are_one() -> None:
+def test_equal_choices_are_merged() -> None:
     assert parse(Kind.CHOICE, '["b", "a", "b"]', Whitespace.ANY).text == '["b","a"]'
 
 
@@ -100,11 +100,11 @@ def test_gbnf_may_not_name_tokens() -> None:
     check_gbnf('root ::= "Token(5)" [Token(] # Token(1)')
 
 
-def test_gbnf_literals_quote_what_would_end_them() -> None:
+def test_gbnf_literals_escape_quotes_and_control_characters() -> None:
     assert gbnf_literal('a"\\\n\x7fé') == '"a\\"\\\\\\u000a\\u007fé"'
 
 
-def test_the_vocabulary_names_the_wrong_field() -> None:
+def test_an_error_of_the_vocabulary_names_the_field() -> None:
     content = tokenizer_json()
     for arguments, field in (
         ((b"{", 10, (1,)), "tokenizer_json"),
@@ -118,7 +118,7 @@ def test_the_vocabulary_names_the_wrong_field() -> None:
         assert caught.value.field == field
 
 
-def test_the_digest_is_of_everything(vocabulary: Vocabulary) -> None:
+def test_the_digest_depends_on_every_field(vocabulary: Vocabulary) -> None:
     content = tokenizer_json()
     assert Vocabulary.load(content, PADDED, STOPS[::-1]).digest == vocabulary.digest
     others = [(content, PADDED + 1, STOPS), (content, PADDED, STOPS[:1]), (content + b" ", PADDED, STOPS)]
@@ -126,7 +126,7 @@ def test_the_digest_is_of_everything(vocabulary: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_written_grammars_may_not_hold_the_name_of_a_special_token(vocabulary: Vocabulary, name: str) -> None:
+def test_ebnf_and_lark_may_not_contain_the_name_of_a_special_token(vocabulary: Vocabulary, name: str) -> None:
     for kind, source in ((Kind.EBNF, f'root ::= "{name}"'), (Kind.LARK, f'start: "{name}"')):
         with pytest.raises(InvalidGrammar, match="names the special token"):
             vocabulary.refuse_special(parse(kind, source, Whitespace.ANY))
@@ -143,12 +143,12 @@ def test_written_grammars_may_not_hold_the_name_of_a_special_token(vocabulary: V
         ('start: "a[max_tokens=2]: " /[stop]/ // b[stop="x"]:', None),
     ],
 )
-def test_attributes_of_lark_rules_without_effect_are_found(lark: str, name: str | None) -> None:
+def test_lark_attributes_without_effect_are_found(lark: str, name: str | None) -> None:
     assert [found for found, _ in ignored_attributes(lark)] == ([name] if name else [])
 
 
 @pytest.mark.parametrize("attribute", ["max_tokens=3", 'stop="x"', 'lazy, stop_capture="x"'])
-def test_attributes_that_cannot_be_taken_back_are_refused(attribute: str) -> None:
+def test_lark_attributes_that_prevent_rollback_are_refused(attribute: str) -> None:
     with pytest.raises(InvalidGrammar, match="line 2: rule 'a'"):
         ignored_attributes(f"start: a\na[{attribute}]: /x*/")
 
@@ -201,6 +201,6 @@ def test_gbnf_that_would_be_misread_is_refused(gbnf: str, message: str) -> None:
         ),
     ],
 )
-def test_structural_tags_say_where_they_are_wrong(form: object, error: type[Exception], message: str) -> None:
+def test_an_error_of_a_structural_tag_names_its_place(form: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         StructuralTag.parse(json.dumps({"type": "structural_tag", "format": form}))
