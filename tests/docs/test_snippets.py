@@ -24,6 +24,7 @@ from google.protobuf import json_format
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.cli import commands as cli
+from gpu_engine.ops.installation import DISTRIBUTION
 from grammar_service import config as grammar_config
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.settings import settings_of
@@ -118,7 +119,7 @@ def test_the_readme_is_one_page() -> None:
 
 def test_the_distribution_has_one_name() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = set(re.findall(r'\bversion\("(lockstep[a-z-]*)"\)', sources()))
+    asked = {DISTRIBUTION, *re.findall(r'\bversion\("(lockstep[a-z-]*)"\)', sources())}
     installed = set(re.findall(r"\b(lockstep[a-z-]*)\[", "".join(page.read_text() for page in PAGES)))
     assert asked == installed == {project["name"]}
     assert project["scripts"].keys() == {"lockstep"}
