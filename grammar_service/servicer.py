@@ -155,7 +155,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                 memory_bytes=entry.compiled.memory_bytes,
                 warnings=entry.warnings,
                 min_tokens=entry.plan.min_tokens,
-                closing_tokens=len(entry.plan.path or ()),
+                known_answer_tokens=len(entry.plan.path or ()),
             )
         raise AssertionError("abort raises")
 

@@ -226,7 +226,7 @@ class FakeGrammar:
             raise error
         self.compiled.append(spec)
         return Compiled(
-            "inner", 2, len(self.compiled) > 1, 3.0, ("w",), memory_bytes=99, min_tokens=4, closing_tokens=6
+            "inner", 2, len(self.compiled) > 1, 3.0, ("w",), memory_bytes=99, min_tokens=4, known_answer_tokens=6
         )
 
     async def stats(self) -> GrammarStats:

@@ -160,7 +160,7 @@ class Compiled:
     """Its memory in the grammar process, estimated."""
     min_tokens: int = 0
     """Lower bound of an answer's tokens, the end-of-sequence token included; 0: not known."""
-    closing_tokens: int = 0
+    known_answer_tokens: int = 0
     """Tokens of one complete answer; there may be shorter ones. 0: none was found."""
     attached: int = 0
     """`GrammarLink.attached` at that time: it is in the current grammar process only if the two are equal."""

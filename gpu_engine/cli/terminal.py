@@ -62,6 +62,6 @@ def grammar_cost(response: pb.CompileResponse) -> str:
     backend = pb.Backend.Name(response.backend).removeprefix("BACKEND_").lower()
     when = "from the cache" if response.cache_hit else f"compiled in {response.compile_ms:.1f} ms"
     least = f"at least {response.min_tokens} tokens per answer" if response.min_tokens else "shortest answer unknown"
-    closing = response.closing_tokens
-    ends = f"completes within max_tokens of {closing} or more" if closing else "no complete answer was found"
+    known = response.known_answer_tokens
+    ends = f"completes within max_tokens of {known} or more" if known else "no complete answer was found"
     return f"{backend}, {when}, {response.memory_bytes / 1024:.0f} KiB, {least}, {ends}"

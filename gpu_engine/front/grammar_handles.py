@@ -63,7 +63,7 @@ class GrammarHandles:
             compile_ms=compiled.compile_ms,
             memory_bytes=compiled.memory_bytes,
             min_tokens=compiled.min_tokens,
-            closing_tokens=compiled.closing_tokens,
+            known_answer_tokens=compiled.known_answer_tokens,
             warnings=compiled.warnings,
         )
 

@@ -235,7 +235,7 @@ class GrammarCompiler:
                 warnings=tuple(response.warnings),
                 memory_bytes=response.memory_bytes,
                 min_tokens=response.min_tokens,
-                closing_tokens=response.closing_tokens,
+                known_answer_tokens=response.known_answer_tokens,
                 attached=attached,
                 ready_s=time.monotonic(),
             )

@@ -263,7 +263,7 @@ class CompileRequest(_message.Message):
     def __init__(self, grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
-    __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "min_tokens", "warnings", "closing_tokens")
+    __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "min_tokens", "warnings", "known_answer_tokens")
     GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     CACHE_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -271,7 +271,7 @@ class CompileResponse(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
-    CLOSING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_ANSWER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     grammar_id: str
     backend: Backend
     cache_hit: bool
@@ -279,8 +279,8 @@ class CompileResponse(_message.Message):
     memory_bytes: int
     min_tokens: int
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    closing_tokens: int
-    def __init__(self, grammar_id: _Optional[str] = ..., backend: _Optional[_Union[Backend, str]] = ..., cache_hit: _Optional[bool] = ..., compile_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., min_tokens: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., closing_tokens: _Optional[int] = ...) -> None: ...
+    known_answer_tokens: int
+    def __init__(self, grammar_id: _Optional[str] = ..., backend: _Optional[_Union[Backend, str]] = ..., cache_hit: _Optional[bool] = ..., compile_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., min_tokens: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., known_answer_tokens: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -89,7 +89,7 @@ class CompileRequest(_message.Message):
     def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., accepted: _Optional[bool] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
-    __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "warnings", "min_tokens", "closing_tokens")
+    __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "warnings", "min_tokens", "known_answer_tokens")
     GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     CACHE_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -97,7 +97,7 @@ class CompileResponse(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CLOSING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_ANSWER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     grammar_id: str
     backend: Backend
     cache_hit: bool
@@ -105,8 +105,8 @@ class CompileResponse(_message.Message):
     memory_bytes: int
     warnings: _containers.RepeatedScalarFieldContainer[str]
     min_tokens: int
-    closing_tokens: int
-    def __init__(self, grammar_id: _Optional[str] = ..., backend: _Optional[_Union[Backend, str]] = ..., cache_hit: _Optional[bool] = ..., compile_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., min_tokens: _Optional[int] = ..., closing_tokens: _Optional[int] = ...) -> None: ...
+    known_answer_tokens: int
+    def __init__(self, grammar_id: _Optional[str] = ..., backend: _Optional[_Union[Backend, str]] = ..., cache_hit: _Optional[bool] = ..., compile_ms: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., min_tokens: _Optional[int] = ..., known_answer_tokens: _Optional[int] = ...) -> None: ...
 
 class BindRequest(_message.Message):
     __slots__ = ("slot", "slot_gen", "grammar_id", "committed_tokens", "max_tokens", "request_id")

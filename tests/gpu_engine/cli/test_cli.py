@@ -97,7 +97,7 @@ def test_what_a_grammar_costs_is_one_line() -> None:
     response = pb.CompileResponse(backend=pb.BACKEND_XGRAMMAR, compile_ms=1.25, memory_bytes=2048, min_tokens=4)
     line = "xgrammar, compiled in 1.2 ms, 2 KiB, at least 4 tokens per answer, "
     assert grammar_cost(response) == line + "no complete answer was found"
-    response.closing_tokens = 6
+    response.known_answer_tokens = 6
     assert grammar_cost(response) == line + "completes within max_tokens of 6 or more"
     assert "from the cache" in grammar_cost(pb.CompileResponse(backend=pb.BACKEND_LLGUIDANCE, cache_hit=True))
 

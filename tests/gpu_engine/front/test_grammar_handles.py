@@ -17,7 +17,9 @@ SPEC = GrammarSpec(GrammarKind.REGEX, "a")
 
 
 async def compiled(spec: GrammarSpec) -> Compiled:
-    return Compiled(f"inner {spec.source}", 2, True, 1.5, ("w1", "w2"), memory_bytes=7, min_tokens=3, closing_tokens=5)
+    return Compiled(
+        f"inner {spec.source}", 2, True, 1.5, ("w1", "w2"), memory_bytes=7, min_tokens=3, known_answer_tokens=5
+    )
 
 
 def test_every_field_is_part_of_an_id() -> None:
@@ -43,7 +45,7 @@ async def test_what_was_compiled_is_found_by_its_id() -> None:
         compile_ms=1.5,
         memory_bytes=7,
         min_tokens=3,
-        closing_tokens=5,
+        known_answer_tokens=5,
         warnings=["w1", "w2"],
     )
     assert check_grammar(pb.Grammar(grammar_id=response.grammar_id), handles.spec) == SPEC

@@ -319,7 +319,7 @@ async def test_a_grammar_compiled_ahead_is_named_by_its_id(tmp_path: Path) -> No
     async with serving(tmp_path, says("ok")) as s:
         made = await s.client.compile(pb.Grammar(regex="[a-z]+", backend=pb.BACKEND_AUTO, allow_unenforced=True))
         assert (made.backend, made.memory_bytes) == (pb.BACKEND_LLGUIDANCE, 99)
-        assert (made.min_tokens, made.closing_tokens) == (4, 6)
+        assert (made.min_tokens, made.known_answer_tokens) == (4, 6)
         assert list(made.warnings) == ["w"]
         await answer(s.client, ask(grammar=pb.Grammar(grammar_id=made.grammar_id)))
         assert [spec for _, spec in s.grammar.prepared] == s.grammar.compiled

@@ -114,7 +114,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
             compile_ms=3.0,
             warnings=["w"],
             min_tokens=2,
-            closing_tokens=7,
+            known_answer_tokens=7,
         )
 
     async def Bind(  # type: ignore[override]
@@ -255,7 +255,7 @@ async def test_a_compilation_is_cancelled_with_its_last_request(tmp_path: Path) 
         # Who comes now starts anew, and is not told of the cancellation.
         s.process.hold_compile.set()
         made = await s.client.compile(spec())
-        assert (made.grammar_id, made.min_tokens, made.closing_tokens) == ("id:a", 2, 7)
+        assert (made.grammar_id, made.min_tokens, made.known_answer_tokens) == ("id:a", 2, 7)
         assert s.process.calls["compile"] == 2
 
 
