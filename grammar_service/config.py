@@ -18,30 +18,31 @@ from service_runtime.logs import FORMATS, LEVELS
 from service_runtime.settings import Sources, add_flags
 
 GRPC_SOCKET_NAME = "grammar.sock"
-"""In the directory `dir`."""
+"""Name of the gRPC socket in the directory `dir`."""
 
 ENVIRONMENT_PREFIX = "LOCKSTEP_GRAMMAR_"
 MAX_RULE_DEPTH = 1024
 """Both libraries were seen to follow chains of this length on the stack of a compile worker."""
 
 _DESCRIPTION = """\
-The grammar process of Lockstep: it compiles grammars and fills token masks in shared memory for one engine at a time.
+The grammar process of Lockstep: it compiles grammars, and fills token masks in shared memory for one engine at a time.
 
-An engine started with --grammar spawn starts and supervises one of these by itself. Start one by hand to run it in its
-own container or under its own supervisor, and start the engine with --grammar connect --grammar-dir DIR:
+An engine with --grammar spawn, the default, starts and supervises a grammar process by itself. Start one by hand to run
+it in a container of its own or under another supervisor, and start the engine with --grammar connect --grammar-dir DIR.
 
+Examples:
   python -m grammar_service --dir /run/lockstep
   python -m grammar_service --dir /run/lockstep --backend xgrammar --compile-timeout-s 10
-  python -m grammar_service health --dir /run/lockstep    ask a running one; exit status 0 when it serves
+  python -m grammar_service health --dir /run/lockstep    ask a running one: exit status 0 if it serves
 
-Both processes must see DIR; nothing else is shared (the segment travels as a file descriptor through a socket in it).
+Both processes must see DIR, and nothing else: the segment is passed as a file descriptor through a socket in DIR.
 """
 
 _EPILOG = f"""\
 Every setting is also an environment variable ({ENVIRONMENT_PREFIX}COMPILE_TIMEOUT_S) and a key of the TOML file named
 with --config (compile_timeout_s, or the same under a table [grammar]). A flag beats the environment, which beats the
-file. Exit status: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 when a mask computation hangs and cannot be
-ended.
+file. Exit status: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 when a mask computation hangs and cannot
+be ended.
 """
 
 

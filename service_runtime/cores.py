@@ -1,7 +1,9 @@
-"""How many cores this process may use: its CPU set, and the CPU quota of every control group above it.
+"""The number of cores that this process may use: its CPU set, and the CPU quota of every control group above it.
 
-Invariant: at least 1, and never more than the CPU set has; a file that is missing or unreadable limits nothing. Reads
-control groups of version 1 and 2, from inside a container and from outside. Not here: what the cores are used for.
+The invariant: the number is at least 1 and at most the size of the CPU set; a file that is missing or unreadable limits
+nothing. Reads control groups of version 1 and 2, from inside a container and from outside.
+
+Not responsible for: the use of the cores.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from pathlib import Path, PurePosixPath
 
 
 def usable_cores(root: Path = Path("/"), affinity: int | None = None) -> int:
-    """Return the number of cores, a quota rounded up.
+    """Return the number of usable cores; a quota is rounded up.
 
     Args:
-        root: where `proc` and `sys` are.
-        affinity: cores of the CPU set; None asks the kernel.
+        root: the directory that holds `proc` and `sys`.
+        affinity: size of the CPU set; None asks the kernel.
     """
     cores = len(os.sched_getaffinity(0)) if affinity is None else affinity
     return max(1, min([cores, *_quotas(root)]))
@@ -35,7 +37,7 @@ def _quotas(root: Path) -> Iterator[int]:
 
 
 def _groups(file: Path) -> Iterator[tuple[list[str], PurePosixPath]]:
-    """Yield (controllers, path) of each hierarchy; version 2 has no controllers there."""
+    """Yield (controllers, path) of each hierarchy; a hierarchy of version 2 lists no controllers."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -47,7 +49,7 @@ def _groups(file: Path) -> Iterator[tuple[list[str], PurePosixPath]]:
 
 
 def _upwards(mount: Path, group: PurePosixPath) -> Iterator[Path]:
-    # In a container the path is the host's and the mount begins at our own group, so the mount itself is looked at too.
+    # In a container the path is the host's, and the mount begins at our own group: the mount itself is read, too.
     for folder in (group, *group.parents):
         if ".." not in folder.parts:
             yield mount / folder
@@ -70,6 +72,6 @@ def _read(file: Path) -> str:
 
 
 def _rounded_up(quota: str, period: str) -> Iterator[int]:
-    # "max" and -1 are no limit.
+    # "max" and -1 mean no limit.
     if quota.isdigit() and period.isdigit() and int(quota) > 0 and int(period) > 0:
         yield -(-int(quota) // int(period))

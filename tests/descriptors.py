@@ -1,4 +1,4 @@
-"""A process that has no file descriptor left to open. Not here: what is open already, which goes on working."""
+"""A process without a free file descriptor. Descriptors that are open already keep working."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def none_left() -> Iterator[None]:
-    """Let every call that needs a new descriptor fail with EMFILE, in this process and until the block ends."""
+    """Make every call of this process that needs a new descriptor fail with EMFILE until the block ends."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:

@@ -1,7 +1,7 @@
-"""Writes the tables of docs/metrics.md from the metrics that exist: `python -m tests.metrics_table`.
+"""Writes the tables of docs/metrics.md from the code: `python -m tests.metrics_table`.
 
 The invariant: every name, type, label and sentence between the page's markers comes from the code; a test compares the
-page with `page()`. Not here: the numbers.
+page with `page()`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs/metrics.md"
 
 
 class NoGrammar:
-    """A `GrammarSource` for its families' names."""
+    """A `GrammarSource` without values: the table needs the names of its families alone."""
 
     attachments = process_starts = refused_early = silences = 0
 
@@ -31,7 +31,7 @@ class NoGrammar:
 
 
 def engine_families() -> list[Metric]:
-    """Return the engine's families, each with a sample that has its labels."""
+    """Return the engine's families, each with a sample that carries its labels."""
     registry = CollectorRegistry()
     about = dict.fromkeys(("version", "model", "dtype", "device"), "")
     registry.register(EngineCollector(EngineStats, drafter="ngram", about=about))
@@ -42,7 +42,7 @@ def engine_families() -> list[Metric]:
 
 
 def sidecar_families() -> list[Metric]:
-    """Return the grammar process's, without `process_*`."""
+    """Return the families of the grammar process, without `process_*`."""
 
     class Worked:
         def counts(self) -> WorkerCounts:
@@ -57,7 +57,7 @@ def sidecar_families() -> list[Metric]:
 
 
 def table(families: Iterable[Metric]) -> str:
-    """Return a Markdown table of `families`, by name."""
+    """Return a Markdown table of `families`, sorted by name."""
     lines = ["| metric | type | labels | what |", "|---|---|---|---|"]
     for family in sorted(families, key=lambda family: family.name):
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -67,7 +67,7 @@ def table(families: Iterable[Metric]) -> str:
 
 
 def page() -> str:
-    """Return the page with its tables made anew."""
+    """Return the page with its tables made from the code."""
     text = PAGE.read_text(encoding="utf-8")
     for name, families in (("engine", engine_families()), ("sidecar", sidecar_families())):
         begin, end = f"<!-- {name}:begin -->\n", f"\n<!-- {name}:end -->"

@@ -1,4 +1,7 @@
-"""Waiting for what another task, thread or process does. Not here: waiting for a fixed time."""
+"""Wait for another task, thread or process.
+
+Not responsible for: waiting for a fixed time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Return when `condition()` is true; TimeoutError after `timeout_s`, which only a failing test uses up."""
+    """Return when `condition()` is true. Raises TimeoutError after `timeout_s`; only a failing test waits that long."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event in this process
+        while not condition():  # noqa: ASYNC110 - there is no event in this process to wait for
             await asyncio.sleep(0.005)

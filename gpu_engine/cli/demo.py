@@ -143,9 +143,7 @@ def _jsonschema() -> Any:
     try:
         import jsonschema
     except ImportError as error:
-        raise ServerError(
-            "the demo checks its answer with jsonschema, which is not installed: pip install jsonschema"
-        ) from error
+        raise ServerError("the demo checks its answer with jsonschema; install it: pip install jsonschema") from error
     return jsonschema
 
 

@@ -38,7 +38,7 @@ def overwritten_kernels(find: Callable[[str], ModuleSpec | None] = importlib.uti
     if KERNELS_MARK in text:
         return None
     return (
-        f"kernels: {place or 'no file'} is not {DISTRIBUTION}'s package of that name; Hugging Face's `kernels` replaces it. "
-        f"Give the server an environment of its own: pipx install {DISTRIBUTION}, uv tool install {DISTRIBUTION}, or the "
-        "container image"
+        f"kernels: {place or 'no file'} is not the package of {DISTRIBUTION}; Hugging Face's `kernels` replaces it. "
+        f"Give the server an environment of its own: pipx install {DISTRIBUTION}, uv tool install {DISTRIBUTION}, "
+        "or the container image"
     )

@@ -26,7 +26,7 @@ _GAUGES = (
 _COUNTERS = (
     (
         "prompt_tokens",
-        "Prompt tokens prefilled; the last token of a prompt is part of its first decode step",
+        "Prompt tokens prefilled; the last one is part of the first decode step",
         "prefill_tokens",
     ),
     (

@@ -76,9 +76,7 @@ class BothProcesses(Collector):
     def _ask(self, grammar: GrammarSource) -> bytes | None:
         asking = asyncio.run_coroutine_threadsafe(grammar.metrics(SIDECAR_TIMEOUT_S), self._loop)
         try:
-            return asking.result(
-                2 * SIDECAR_TIMEOUT_S
-            )  # longer than the call may take, since the event loop may be busy
+            return asking.result(2 * SIDECAR_TIMEOUT_S)  # more than the call has: the event loop may be busy
         except (TimeoutError, concurrent.futures.CancelledError):
             asking.cancel()
             return None

@@ -60,16 +60,16 @@ class RequestMetrics:
         )
         self.ttft = histogram(
             "time_to_first_token_seconds",
-            "Time from the arrival of a request to the first token of a sequence",
+            "Time from a request's arrival to a sequence's first token",
             LATENCY_BOUNDS_S,
         )
         self.latency = histogram(
             "e2e_request_latency_seconds",
-            "Time from the arrival of a request to the end of a sequence",
+            "Time from a request's arrival to a sequence's end",
             LATENCY_BOUNDS_S,
         )
         self.queue = histogram(
-            "request_queue_seconds", "Time from the arrival of a request until a sequence has a slot", QUEUE_BOUNDS_S
+            "request_queue_seconds", "Time from a request's arrival until a sequence has a slot", QUEUE_BOUNDS_S
         )
         self.per_token = histogram(
             "request_time_per_output_token_seconds",

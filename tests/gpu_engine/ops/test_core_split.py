@@ -90,7 +90,7 @@ assert old[0] == cores[-1:], "a thread that was there"
 assert seen(mine) == cores[-1:], "a thread that comes"
 child = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
 assert subprocess.check_output(child, text=True).strip() == str(cores[-1:]), "a child"
-assert split.on_every_core(lambda: (mine(), seen(mine))) == (cores, cores), "the model's thread and those that it starts"
+assert split.on_every_core(lambda: (mine(), seen(mine))) == (cores, cores), "the model's threads"
 assert mine() == cores[-1:]
 try:
     split.on_every_core(lambda: 1 / 0)
