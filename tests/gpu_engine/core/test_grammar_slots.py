@@ -33,7 +33,7 @@ class Binds:
         assert sequence.slot >= 0
 
 
-def test_a_step_of_the_process_before_is_not_waited_for() -> None:
+def test_a_step_of_the_previous_process_is_not_waited_for() -> None:
     scheduler: Scheduler[SequenceState] = Scheduler(
         2, PageAllocator(8, 16), prefill_chunk=16, lookahead=8, shapes=PrefillShapes(16, 1, 16)
     )

@@ -119,14 +119,14 @@ def test_rows_of_masked_drafts_are_not_asked_for_again(llama: LoadedModel, draft
     assert {record.need_rows.bit_count() for record in verified} == {1}
 
 
-def test_the_grammar_is_told_nothing_of_free_requests(llama: LoadedModel) -> None:
+def test_unguided_requests_cause_no_call_of_the_grammar_port(llama: LoadedModel) -> None:
     with guided_engine(llama, with_drafts(7)) as (engine, grammar):
         answer_all(engine, [ask(tokens(9, 1), ignore_eos=True)])
         assert grammar.sidecar.records == []
         assert engine.stats().mask_wait_ms == 0
 
 
-def test_news_of_the_compilation_reach_the_telemetry(llama: LoadedModel) -> None:
+def test_the_result_of_the_compilation_reaches_the_telemetry(llama: LoadedModel) -> None:
     with guided_engine(llama, with_drafts(3, row_timeout_ms=2000.0)) as (engine, _):
         answer = ask(tokens(9, 1), grammar="20", max_tokens=60)
         answer_all(engine, [answer])
@@ -136,7 +136,7 @@ def test_news_of_the_compilation_reach_the_telemetry(llama: LoadedModel) -> None
     assert telemetry.arrived_s <= telemetry.scheduled_s <= telemetry.first_token_s <= telemetry.finished_s
 
 
-def test_a_grammar_that_is_slow_to_open_holds_up_nobody(llama: LoadedModel) -> None:
+def test_a_grammar_that_is_slow_to_open_delays_no_other_request(llama: LoadedModel) -> None:
     with guided_engine(llama, with_drafts(7, row_timeout_ms=2000.0)) as (engine, grammar):
         grammar.hold = True
         slow = ask(tokens(9, 1), grammar="20", max_tokens=60)
@@ -269,9 +269,7 @@ def test_answers_that_come_row_by_row_give_the_same_tokens(
         assert len(grammar.opened) == 5
 
 
-def test_a_slot_whose_rows_are_to_come_is_in_no_step(
-    llama: LoadedModel, expected: list[list[int]], overlap: bool
-) -> None:
+def test_a_slot_with_missing_rows_is_in_no_step(llama: LoadedModel, expected: list[list[int]], overlap: bool) -> None:
     with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
         sidecar = grammar.sidecar
         gave = threading.Event()
@@ -362,7 +360,7 @@ def test_a_matcher_that_never_answers_ends_its_request(llama: LoadedModel, overl
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["not read", "read, and slow"])
-def test_a_slot_whose_record_was_overwritten_asks_again_once_it_is_sure_that_nobody_read_it(
+def test_a_slot_whose_record_was_overwritten_unread_is_opened_again(
     llama: LoadedModel, expected: list[list[int]], frozen: bool, overlap: bool
 ) -> None:
     with guided_engine(llama, with_drafts(7, overlap=overlap, row_timeout_ms=5.0)) as (engine, grammar):
@@ -465,7 +463,7 @@ def test_a_request_that_comes_during_an_outage_waits_for_its_end(llama: LoadedMo
         assert legal(guided.wait())
 
 
-def test_news_for_an_earlier_owner_of_a_slot_are_ignored(
+def test_events_for_an_earlier_owner_of_a_slot_are_ignored(
     llama: LoadedModel, expected: list[list[int]], overlap: bool
 ) -> None:
     with guided_engine(llama, with_drafts(3, overlap=overlap, max_batch_size=1, row_timeout_ms=2000.0)) as (
@@ -552,7 +550,7 @@ def test_several_grammars_that_kill_the_sidecar_are_found_one_by_one(
         assert len(grammar.buried) <= 9
 
 
-def test_a_sidecar_that_dies_every_few_tokens_ends_nobody(
+def test_a_sidecar_that_dies_every_few_tokens_ends_no_request(
     llama: LoadedModel, expected: list[list[int]], overlap: bool
 ) -> None:
     with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
@@ -592,9 +590,7 @@ def test_a_library_that_dies_of_drafts_costs_two_processes_and_no_answer(
         assert again.request.telemetry.draft_tokens > 0
 
 
-def test_ends_from_outside_end_nobody_however_often_they_come(
-    llama: LoadedModel, expected: list[list[int]], overlap: bool
-) -> None:
+def test_ends_from_outside_end_no_request(llama: LoadedModel, expected: list[list[int]], overlap: bool) -> None:
     with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
         grammar.pardons = True
         answer = ask(MIX[0]().request.prompt_ids, grammar="50 crash 0", max_tokens=90)

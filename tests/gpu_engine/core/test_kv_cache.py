@@ -79,7 +79,7 @@ def grown(allocator: PageAllocator, tokens: list[int], length: int = 0) -> list[
     return pages
 
 
-def test_who_begins_with_the_same_tokens_shares_full_pages_and_no_others() -> None:
+def test_sequences_with_the_same_beginning_share_full_pages_and_no_others() -> None:
     allocator = PageAllocator(10, 4)
     first = grown(allocator, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     same = grown(allocator, [1, 2, 3, 4, 5, 6, 7, 8, 9])

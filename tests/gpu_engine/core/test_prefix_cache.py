@@ -58,7 +58,7 @@ def test_answers_are_the_same_and_what_was_there_is_not_prefilled(
     assert stats.pages_cached > 0
 
 
-def test_a_client_is_told_what_was_cached(llama: LoadedModel) -> None:
+def test_the_usage_reports_the_cached_tokens(llama: LoadedModel) -> None:
     with free_engine(llama, config()) as engine:
         answers = turns()
         answer_each(engine, answers)
@@ -88,7 +88,7 @@ def test_those_that_run_at_once_share_what_is_there_and_are_not_disturbed(llama:
         assert engine.stats().pages_used == 0
 
 
-def test_who_comes_together_shares_and_so_do_the_next_turns(llama: LoadedModel, overlap: bool) -> None:
+def test_sequences_admitted_together_share_pages_and_so_do_the_next_turns(llama: LoadedModel, overlap: bool) -> None:
     def asked(engine: Engine) -> list[list[int]]:
         first = [ask(SYSTEM + tokens(3, seed), max_tokens=30, seed=seed, ignore_eos=True) for seed in range(4)]
         second = [
@@ -105,7 +105,7 @@ def test_who_comes_together_shares_and_so_do_the_next_turns(llama: LoadedModel, 
         assert engine.stats().cached_tokens == 3 * 48 + 4 * 80
 
 
-def test_pages_that_are_kept_are_given_up_for_who_needs_them(llama: LoadedModel) -> None:
+def test_cached_pages_are_evicted_when_pages_run_out(llama: LoadedModel) -> None:
     prompts = [tokens(150, seed) for seed in range(6)]
     with free_engine(llama, config(prefix_cache=False)) as engine:
         expected = answer_each(engine, [ask(prompt) for prompt in prompts])

@@ -65,7 +65,7 @@ def prefills(machine: Names) -> list[list[tuple[str, int, int]]]:
     return turns
 
 
-def test_first_come_first_seated_in_the_lowest_slot() -> None:
+def test_the_first_in_the_queue_gets_the_lowest_free_slot() -> None:
     machine = scheduler(num_slots=2)
     for name in "abc":
         machine.add(sequence(name))
@@ -77,7 +77,7 @@ def test_first_come_first_seated_in_the_lowest_slot() -> None:
     assert (running.payload, running.slot, running.slot_gen) == ("c", 0, 2)
 
 
-def test_nobody_passes_the_first_in_line_even_if_he_alone_would_fit() -> None:
+def test_no_sequence_overtakes_the_first_in_the_queue_even_if_it_would_fit() -> None:
     machine = scheduler(num_slots=3, num_pages=4)
     for name, length in (("a", 28), ("long", 40), ("short", 5)):
         machine.add(sequence(name, length))
@@ -114,7 +114,7 @@ LINE = st.lists(st.integers(1, 200), min_size=1, max_size=12)
 
 
 @given(lengths=LINE, chunk=st.sampled_from([20, 32, 64, 100, 256]), lanes=st.sampled_from([2, 4, 16]))
-def test_company_delays_nobody_and_cuts_nobody_otherwise(lengths: list[int], chunk: int, lanes: int) -> None:
+def test_company_neither_delays_a_prompt_nor_changes_its_chunks(lengths: list[int], chunk: int, lanes: int) -> None:
     def turns(of: list[int], lanes: int) -> list[list[tuple[str, int, int]]]:
         machine = scheduler(num_slots=len(of), num_pages=300, chunk=chunk, lanes=lanes)
         for at, length in enumerate(of):
@@ -149,7 +149,7 @@ def test_decoding_goes_on_while_another_prompt_is_prefilled() -> None:
         act(machine, plan)
 
 
-def test_a_guided_sequence_prefills_but_does_not_decode_before_its_matcher_stands() -> None:
+def test_a_guided_sequence_prefills_but_does_not_decode_before_its_matcher_is_open() -> None:
     machine = scheduler()
     guided = sequence("g", 10, guided=True)
     machine.add(guided)
@@ -193,7 +193,7 @@ def test_pages_run_out_and_the_youngest_gives_way_then_comes_back_and_ends() -> 
     assert machine.allocator.num_used == 0
 
 
-def test_who_is_preempted_waits_before_those_who_never_ran() -> None:
+def test_a_preempted_sequence_waits_in_front_of_new_ones() -> None:
     machine = scheduler(num_slots=2, num_pages=5)
     for name in "abc":
         machine.add(sequence(name, 20))
@@ -205,7 +205,7 @@ def test_who_is_preempted_waits_before_those_who_never_ran() -> None:
     assert names(machine.waiting) == ["b", "c"]
 
 
-def test_several_victims_of_one_turn_keep_their_order() -> None:
+def test_several_preempted_sequences_of_one_iteration_keep_their_order() -> None:
     machine = scheduler(num_slots=4, num_pages=8)
     for name in "abcd":
         machine.add(sequence(name, 12))
@@ -222,7 +222,7 @@ def test_several_victims_of_one_turn_keep_their_order() -> None:
     assert names(machine.waiting) == ["b", "c", "d"]
 
 
-def test_leaving_from_the_line_and_from_a_seat() -> None:
+def test_a_sequence_can_be_removed_from_the_queue_and_from_a_slot() -> None:
     machine = scheduler(num_slots=1)
     a, b = sequence("a"), sequence("b")
     machine.add(a)
@@ -238,7 +238,7 @@ def test_leaving_from_the_line_and_from_a_seat() -> None:
         machine.remove(a)
 
 
-def test_a_seat_is_known_by_its_generation() -> None:
+def test_an_owner_of_a_slot_is_known_by_its_generation() -> None:
     machine = scheduler(num_slots=1)
     a, b = sequence("a"), sequence("b")
     machine.add(a)
@@ -275,7 +275,7 @@ def test_a_prompt_that_begins_like_another_is_prefilled_from_where_they_part() -
     machine.check_integrity()
 
 
-def test_of_a_whole_prompt_that_is_known_the_last_token_is_left_and_nothing_to_prefill() -> None:
+def test_a_prompt_that_is_cached_as_a_whole_keeps_its_last_token_as_input() -> None:
     machine = scheduler(num_slots=1, tokens_of=lambda one: [1] * one.length)
     for _ in range(2):
         machine.add(sequence("a", 33))
@@ -286,7 +286,7 @@ def test_of_a_whole_prompt_that_is_known_the_last_token_is_left_and_nothing_to_p
     assert prefilled == []
 
 
-def test_who_comes_together_finds_what_the_first_of_them_prefilled() -> None:
+def test_sequences_admitted_together_find_the_pages_of_the_first() -> None:
     machine = scheduler(num_slots=3, num_pages=30, tokens_of=lambda one: [1] * one.length)
     for name, length in (("a", 70), ("same", 65), ("longer", 80)):
         machine.add(sequence(name, length))
@@ -304,7 +304,7 @@ def test_who_comes_together_finds_what_the_first_of_them_prefilled() -> None:
     assert machine.allocator.num_used == 4 + 1 + 1 + 2, "four pages of all, and what each needs beyond"
 
 
-def test_a_page_whose_last_key_is_not_there_yet_is_nobodys() -> None:
+def test_a_page_without_its_last_key_is_not_shared() -> None:
     machine = scheduler(num_slots=1, tokens_of=lambda one: [1] * one.length)
     machine.add(sequence("a", 2 * PAGE))  # the key of its last token is its first step's
     prefills(machine)
@@ -313,7 +313,7 @@ def test_a_page_whose_last_key_is_not_there_yet_is_nobodys() -> None:
     assert [chunk.start for chunk in machine.plan().prefill] == [PAGE]
 
 
-def test_a_line_that_does_not_move_is_not_looked_through_again() -> None:
+def test_a_blocked_queue_is_not_searched_again() -> None:
     asked: list[str] = []
 
     def tokens_of(one: Sequence[str]) -> list[int]:
@@ -333,7 +333,7 @@ def test_a_line_that_does_not_move_is_not_looked_through_again() -> None:
     assert names(machine.plan().assigned) == ["b"]
 
 
-def test_who_was_preempted_finds_what_nobody_took() -> None:
+def test_a_preempted_sequence_finds_its_pages_that_were_not_evicted() -> None:
     machine = scheduler(num_slots=2, num_pages=7, tokens_of=lambda one: [ord(one.payload)] * one.length)
     machine.add(sequence("a", 40))
     machine.add(sequence("b", 33))

@@ -205,7 +205,7 @@ def test_half_of_tls_is_refused(fields: dict[str, str], message: str) -> None:
 # --- tokens
 
 
-async def test_a_refused_call_leaves_a_line_without_the_token(
+async def test_a_refused_call_is_logged_without_the_token(
     files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "wrong").write_text("0123456789abcdef-three\n")
@@ -303,7 +303,7 @@ async def test_tokens_are_revoked_and_added_without_a_restart(files: Files, tmp_
         assert await ask(server, "--token-file", str(tmp_path / "mine")) == "yes"
 
 
-def test_tokens_are_kept_as_digests_and_compared_whole() -> None:
+def test_tokens_are_stored_as_digests_and_compared_whole() -> None:
     digests = parse_tokens(f"{TOKEN}\n  {OTHER_TOKEN}  \n".encode(), Path("t"))
     assert all(len(digest) == 32 and TOKEN.encode() not in digest for digest in digests)
     assert known(TOKEN.encode(), digests)

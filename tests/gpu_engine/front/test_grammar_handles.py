@@ -102,7 +102,7 @@ async def test_refused(request_: pb.CompileRequest, error: type[LockstepError], 
         (pb.Grammar(grammar_id="x", allow_unenforced=True), "grammar.allow_unenforced"),
     ],
 )
-def test_an_id_stands_alone(grammar: pb.Grammar, field: str) -> None:
+def test_an_id_allows_no_other_field_of_the_grammar(grammar: pb.Grammar, field: str) -> None:
     with pytest.raises(InvalidRequest, match=field):
         check_grammar(grammar, GrammarHandles(1 << 20).spec)
 

@@ -69,7 +69,7 @@ def test_a_chat_is_rendered_by_the_template() -> None:
     assert bytes(request.prompt_ids) == b"system: s\nuser: u\nassistant:"
 
 
-def test_what_the_template_refuses_is_invalid() -> None:
+def test_an_error_of_the_chat_template_is_an_invalid_request() -> None:
     with pytest.raises(InvalidRequest, match="messages: the model's chat template raised an error: no"):
         build(chat(("user", "refuse")))
 

@@ -56,7 +56,7 @@ def test_a_signal_ends_it_and_nothing_stays(loop: Loop) -> None:
 
 
 @LOOPS
-def test_who_stops_waiting_may_wait_again(loop: Loop) -> None:
+def test_after_a_cancelled_wait_the_child_can_be_waited_for_again(loop: Loop) -> None:
     async def run() -> int:
         child = await ChildProcess.start([sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
         waiting = asyncio.create_task(child.wait())

@@ -443,7 +443,7 @@ async def test_a_lost_process_pauses_and_the_next_one_goes_on(tmp_path: Path) ->
         assert (await s.client.stats()).starts == 2
 
 
-async def test_a_death_is_told_with_the_matchers_that_were_being_made(tmp_path: Path) -> None:
+async def test_a_loss_is_reported_with_the_matchers_that_were_being_built(tmp_path: Path) -> None:
     async with connected(tmp_path) as s:
         s.client.open(0, 4, request("stands"), ())
         await eventually(lambda: s.engine.opened)
@@ -556,7 +556,7 @@ async def test_a_process_that_does_not_come_back_ends_compiled_requests_without_
         await s.process.start()
 
 
-async def test_after_giving_up_nobody_waits(tmp_path: Path) -> None:
+async def test_after_the_process_is_given_up_no_request_waits(tmp_path: Path) -> None:
     async with connected(tmp_path) as s:
         s.client.open(0, 1, request(), ())
         await eventually(lambda: s.engine.opened)
@@ -655,7 +655,7 @@ async def test_a_process_that_hangs_before_it_is_attached_is_killed(tmp_path: Pa
     await asyncio.wait([task])
 
 
-async def test_nobody_there_is_tried_again(tmp_path: Path) -> None:
+async def test_a_connection_without_a_process_is_tried_again(tmp_path: Path) -> None:
     tries: list[Path] = []
 
     def hand_over(directory: Path) -> socket.socket:

@@ -148,9 +148,7 @@ async def test_after_too_many_failures_it_is_given_up_for_a_time(
 
 
 @pytest.mark.parametrize(("ending", "is_forgiven"), [("kill", 1), ("ordered", 0), ("crash", 0), ("kill unattached", 0)])
-async def test_an_end_from_outside_is_told_apart_from_a_crash_and_from_our_own_kill(
-    ending: str, is_forgiven: int
-) -> None:
+async def test_an_end_from_outside_is_forgiven_and_a_crash_or_own_kill_is_not(ending: str, is_forgiven: int) -> None:
     forgiven: list[int] = []
     sidecar = Sidecar(SLEEPS, lambda reason: None)
     sidecar.on_outside_end = lambda: forgiven.append(sidecar.starts)
@@ -294,7 +292,7 @@ def test_compiled_grammars_are_kept_where_the_user_says_and_not_in_a_directory_o
     assert kept(grammar_dir="/run/x") == ""
 
 
-def test_a_grammar_process_that_nothing_wakes_is_told_to_spin(tmp_path: Path) -> None:
+def test_a_grammar_process_that_nothing_wakes_is_started_to_spin(tmp_path: Path) -> None:
     assert "--spin-us" not in grammar_command(ServerConfig(), tmp_path)
     command = grammar_command(ServerConfig(), tmp_path, must_spin=True)[3:]
     assert grammar_settings(command, {})[0].spin_us == SPIN_ALWAYS_US > WAIT_S * 1e6, "longer than any one wait"
