@@ -57,7 +57,7 @@ def test_a_fill_time_falls_into_the_bucket_that_holds_its_bound() -> None:
     assert total == 10**10 + 10_001
 
 
-def test_what_a_worker_counted_outlives_it() -> None:
+def test_the_counts_of_a_worker_outlive_it() -> None:
     metrics = GrammarMetrics(lambda: {"cached_grammars": 3, "cache_bytes": 70})
     metrics.attach(Worked(6_000, 400_000))
     metrics.detach()
@@ -97,7 +97,7 @@ def test_hits_misses_and_compile_times_are_by_kind_and_backend() -> None:
         (InternalError("a worker crashed"), "internal"),
     ],
 )
-def test_a_refusal_is_counted_by_its_reason_and_goes_on(error: GrammarServiceError, reason: str) -> None:
+def test_a_rejected_grammar_is_counted_by_its_reason(error: GrammarServiceError, reason: str) -> None:
     metrics = GrammarMetrics()
     with pytest.raises(type(error)), metrics.compilation("lark"):
         raise error
@@ -105,7 +105,7 @@ def test_a_refusal_is_counted_by_its_reason_and_goes_on(error: GrammarServiceErr
     assert refusals == {("compile_refusals_total", "lark", reason): 1}
 
 
-def test_the_listener_answers_and_frees_its_port() -> None:
+def test_the_metrics_listener_answers_and_closes_its_port() -> None:
     metrics = GrammarMetrics()
     listener = MetricsListener("127.0.0.1:0", metrics.registry)
     try:

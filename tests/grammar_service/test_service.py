@@ -130,7 +130,7 @@ def test_a_guided_answer_from_configure_to_release(sidecar: Sidecar) -> None:
     assert ask(engine, "3", at=7, gen=2) == [RowKind.ALL]
 
 
-def test_metrics_say_what_was_done(sidecar: Sidecar) -> None:
+def test_metrics_count_compilations_and_rows(sidecar: Sidecar) -> None:
     sidecar.configure()
     grammar = sidecar.compile()
     sidecar.compile()
@@ -240,7 +240,7 @@ def test_a_second_sidecar_does_not_take_the_place_of_the_first(sidecar: Sidecar)
     sidecar.configure()
 
 
-def test_a_directory_that_cannot_be_made_is_named() -> None:
+def test_an_error_names_a_directory_that_cannot_be_created() -> None:
     refused = subprocess.run(
         [sys.executable, "-m", "grammar_service", "--dir", "/proc/none"],
         cwd=Path(__file__).resolve().parents[2],
@@ -281,7 +281,7 @@ def test_the_llguidance_sidecar_never_loads_torch(sidecar: Sidecar) -> None:
 
 
 @pytest.mark.parametrize("module", ["grammar_service.server", "grammar_service.compile.worker"])
-def test_what_the_processes_import_is_free_of_torch(module: str) -> None:
+def test_neither_process_imports_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers', 'xgrammar'}} & set(sys.modules)))"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, env=os.environ, timeout=60).returncode == 0

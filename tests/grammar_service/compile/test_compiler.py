@@ -54,7 +54,7 @@ async def test_equal_grammars_share_one_compilation(vocabulary: Vocabulary) -> N
         }
 
 
-async def test_what_makes_another_language_makes_another_key(vocabulary: Vocabulary) -> None:
+async def test_grammars_of_different_languages_have_different_ids(vocabulary: Vocabulary) -> None:
     async with compiler(vocabulary) as made:
         asked = [
             (Kind.JSON_SCHEMA, '{"type":"object"}', Whitespace.COMPACT),
@@ -70,7 +70,7 @@ async def test_what_makes_another_language_makes_another_key(vocabulary: Vocabul
         assert (await made.compile(Kind.REGEX, "a", Whitespace.COMPACT, "llguidance"))[1]
 
 
-async def test_one_caller_leaving_does_not_end_the_flight(vocabulary: Vocabulary) -> None:
+async def test_a_compilation_goes_on_when_one_of_its_callers_leaves(vocabulary: Vocabulary) -> None:
     async with compiler(vocabulary) as made:
         first = asyncio.create_task(made.compile(Kind.REGEX, "ab", ANY, "llguidance"))
         await asyncio.sleep(0)
@@ -92,7 +92,7 @@ async def test_the_cache_is_bounded_in_bytes_and_drops_the_oldest(vocabulary: Vo
         assert not (await made.compile(Kind.REGEX, "a0", ANY, "llguidance"))[1]
 
 
-async def test_what_failed_is_tried_again(vocabulary: Vocabulary) -> None:
+async def test_a_failed_grammar_is_compiled_again(vocabulary: Vocabulary) -> None:
     async with compiler(vocabulary, PRETEND, compile_timeout_s=0.5) as made:
         for attempt in (1, 2):
             with pytest.raises(LimitExceeded, match="compile_timeout_s"):
@@ -110,7 +110,7 @@ async def test_the_length_of_a_grammar_is_bounded(vocabulary: Vocabulary) -> Non
             await made.compile(Kind.REGEX, "éééééé", ANY, "llguidance")
 
 
-async def test_a_result_of_any_size_is_loaded_and_a_larger_one_is_refused(vocabulary: Vocabulary) -> None:
+async def test_an_artifact_up_to_its_limit_is_loaded_and_a_larger_one_is_rejected(vocabulary: Vocabulary) -> None:
     """The worker's answer is brought back whole; nothing is compiled beside the matchers."""
     pytest.importorskip("xgrammar", reason="needs xgrammar")
     names = {f"name_{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 9 + 1},20}}$"} for i in range(40)}
@@ -134,7 +134,9 @@ async def test_a_result_of_any_size_is_loaded_and_a_larger_one_is_refused(vocabu
         (Kind.LARK, "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(600)) + 'r600: "a"', "max_rule_depth"),
     ],
 )
-async def test_depth_is_refused_by_its_setting(vocabulary: Vocabulary, kind: Kind, source: str, setting: str) -> None:
+async def test_a_grammar_that_is_too_deep_is_rejected_with_the_setting(
+    vocabulary: Vocabulary, kind: Kind, source: str, setting: str
+) -> None:
     async with compiler(vocabulary) as made:
         with pytest.raises(LimitExceeded, match=f"^{setting}: "):
             await made.compile(kind, source, ANY, "llguidance")
@@ -144,7 +146,7 @@ async def test_depth_is_refused_by_its_setting(vocabulary: Vocabulary, kind: Kin
 @pytest.mark.parametrize(
     ("kind", "source"), [(Kind.REGEX, r"[^\s\S]"), (Kind.REGEX, r"[^\s\S]a"), (Kind.EBNF, 'root ::= root "a"')]
 )
-async def test_a_grammar_of_no_answer_at_all_is_wrong(
+async def test_a_grammar_without_any_answer_is_invalid(
     vocabulary: Vocabulary, kind: Kind, source: str, backend: str
 ) -> None:
     async with compiler(vocabulary) as made:
@@ -166,7 +168,7 @@ async def test_a_grammar_at_the_depth_limits_does_not_end_a_worker(vocabulary: V
         assert entry.compiled.matcher().accept(spell("{")[0])
 
 
-async def test_auto_takes_the_first_that_enforces_all_of_it(vocabulary: Vocabulary) -> None:
+async def test_auto_selects_the_first_backend_that_enforces_all_of_a_grammar(vocabulary: Vocabulary) -> None:
     pytest.importorskip("xgrammar", reason="needs xgrammar")
     async with compiler(vocabulary, backend="xgrammar") as made:
         plain, _ = await made.compile(Kind.REGEX, "ab", ANY, AUTO)
@@ -180,7 +182,7 @@ async def test_auto_takes_the_first_that_enforces_all_of_it(vocabulary: Vocabula
             await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, AUTO)
 
 
-async def test_what_is_not_enforced_is_a_warning_where_it_is_allowed(vocabulary: Vocabulary) -> None:
+async def test_an_unenforced_part_is_a_warning_if_allowed(vocabulary: Vocabulary) -> None:
     async with compiler(vocabulary) as made:
         with pytest.raises(NotEnforced, match="uniqueItems"):
             await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
@@ -192,7 +194,7 @@ async def test_what_is_not_enforced_is_a_warning_where_it_is_allowed(vocabulary:
         assert entry.warnings
 
 
-async def test_a_compilation_that_nobody_waits_for_is_killed(vocabulary: Vocabulary) -> None:
+async def test_a_compilation_without_a_waiter_is_killed(vocabulary: Vocabulary) -> None:
     async with compiler(vocabulary, PRETEND) as made:
         for text in ("sleep 1", "sleep 2"):
             waiting = [asyncio.create_task(made.compile(Kind.REGEX, text, ANY, "llguidance")) for _ in range(2)]
@@ -205,7 +207,7 @@ async def test_a_compilation_that_nobody_waits_for_is_killed(vocabulary: Vocabul
         assert (await made._pool("llguidance").compile(parse(Kind.REGEX, "next", ANY))).data.endswith(b" next")
 
 
-async def test_an_accepted_one_hurries_what_it_joins_and_no_queue_refuses_it(vocabulary: Vocabulary) -> None:
+async def test_an_accepted_caller_promotes_the_compilation_that_it_joins(vocabulary: Vocabulary) -> None:
     async with compiler(vocabulary, PRETEND, compile_queue=2) as made:
         order: list[str] = []
 
@@ -233,7 +235,7 @@ async def test_an_accepted_one_hurries_what_it_joins_and_no_queue_refuses_it(voc
 
 
 @pytest.mark.parametrize(("priority", "policy"), [("low", os.SCHED_OTHER), ("idle", os.SCHED_IDLE)])
-async def test_workers_run_at_the_priority_that_is_set(vocabulary: Vocabulary, priority: str, policy: int) -> None:
+async def test_workers_run_at_the_configured_priority(vocabulary: Vocabulary, priority: str, policy: int) -> None:
     async with compiler(vocabulary, compile_priority=priority) as made:
         assert (await made.compile(Kind.REGEX, "a+", ANY, "llguidance"))[0].compiled.warnings == ()
         (worker,) = made._pool("llguidance")._all
@@ -241,7 +243,7 @@ async def test_workers_run_at_the_priority_that_is_set(vocabulary: Vocabulary, p
         assert {os.sched_getscheduler(thread) for thread in threads} == {policy}
 
 
-async def test_what_the_disk_has_starts_no_worker_however_urgent(vocabulary: Vocabulary, tmp_path: Path) -> None:
+async def test_an_accepted_grammar_on_disk_starts_no_worker(vocabulary: Vocabulary, tmp_path: Path) -> None:
     settings = {"cache_dir": str(tmp_path / "cache")}
     async with compiler(vocabulary, **settings) as made:
         await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")
@@ -277,7 +279,7 @@ async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_p
             assert made.compiled == 1
 
 
-async def test_what_the_disk_has_needs_no_worker(vocabulary: Vocabulary, tmp_path: Path) -> None:
+async def test_a_grammar_on_disk_needs_no_worker(vocabulary: Vocabulary, tmp_path: Path) -> None:
     settings = {"cache_dir": str(tmp_path / "cache")}
     async with compiler(vocabulary, **settings) as made:
         first, _ = await made.compile(Kind.REGEX, "ab+", ANY, "llguidance")

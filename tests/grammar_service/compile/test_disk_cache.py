@@ -22,7 +22,7 @@ def only_file(folder: Path) -> Path:
     return path
 
 
-def test_what_was_put_is_there_for_the_next_process(tmp_path: Path) -> None:
+def test_a_stored_artifact_is_found_by_the_next_process(tmp_path: Path) -> None:
     cache(tmp_path).put(A, b"artifact\0\n")
     again = cache(tmp_path)
     assert again.get(A) == b"artifact\0\n"
@@ -61,7 +61,7 @@ def test_a_file_under_another_name_is_foreign(tmp_path: Path) -> None:
     assert made.get(B) is None
 
 
-def test_room_is_made_by_last_use(tmp_path: Path) -> None:
+def test_the_least_recently_used_artifacts_are_removed(tmp_path: Path) -> None:
     made = cache(tmp_path, max_bytes=10_000)
     keys = [f"{i:064d}" for i in range(4)]
     for i, key in enumerate(keys[:3]):
@@ -74,7 +74,7 @@ def test_room_is_made_by_last_use(tmp_path: Path) -> None:
     assert made.get(A) is None
 
 
-def test_the_bound_holds_between_two_looks_and_with_files_of_before(tmp_path: Path) -> None:
+def test_the_bound_holds_between_two_scans_and_with_older_files(tmp_path: Path) -> None:
     before = cache(tmp_path, max_bytes=1 << 20)
     for i in range(8):
         before.put(f"a{i:063d}", bytes(1000))
@@ -85,7 +85,7 @@ def test_the_bound_holds_between_two_looks_and_with_files_of_before(tmp_path: Pa
     assert made.get(f"b{2 * SCAN_INTERVAL + 2:063d}") is not None
 
 
-def test_what_others_leave_in_the_folder_stays(tmp_path: Path) -> None:
+def test_foreign_files_in_the_directory_stay(tmp_path: Path) -> None:
     made = cache(tmp_path, max_bytes=1000)
     other = tmp_path / "cache" / "notes.txt"
     other.write_bytes(bytes(5000))
@@ -95,21 +95,21 @@ def test_what_others_leave_in_the_folder_stays(tmp_path: Path) -> None:
     assert [made.get(A), made.get(B)].count(None) == 1
 
 
-def test_a_folder_that_everybody_may_write_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_every_user_may_write_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     with pytest.raises(PermissionError, match="cache_dir"):
         cache(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_costs_the_cache_only(tmp_path: Path) -> None:
+def test_a_read_only_directory_disables_only_the_cache(tmp_path: Path) -> None:
     made = cache(tmp_path)
     (tmp_path / "cache").rmdir()
     made.put(A, b"x")
     assert made.get(A) is None
 
 
-def test_a_key_depends_on_all_that_an_artifact_depends_on() -> None:
+def test_a_key_depends_on_everything_that_an_artifact_depends_on() -> None:
     a = parse(Kind.REGEX, "a", Whitespace.ANY)
     b = parse(Kind.REGEX, "b", Whitespace.ANY)
     keys = {

@@ -78,13 +78,13 @@ FEW = settings(max_examples=12, deadline=None, database=None, suppress_health_ch
 
 @FEW
 @given(number=st.integers(0, 10_000))
-def test_a_mutated_grammar_is_answered(outcome: Outcome, number: int) -> None:
+def test_a_mutated_grammar_gets_an_answer(outcome: Outcome, number: int) -> None:
     case = fuzz_case(SCHEMAS, 3, number)
     assert outcome(Kind[case.kind.upper()], case.source, case.allow_unenforced)
 
 
 @FEW
 @given(kind=st.sampled_from(Kind), noise=st.binary(max_size=200) | st.text(max_size=100))
-def test_noise_is_answered(outcome: Outcome, kind: Kind, noise: bytes | str) -> None:
+def test_random_bytes_get_an_answer(outcome: Outcome, kind: Kind, noise: bytes | str) -> None:
     text = noise.decode("latin-1") if isinstance(noise, bytes) else noise
     assert outcome(kind, text.encode("utf-8", "replace").decode(), False)

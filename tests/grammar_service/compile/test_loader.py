@@ -63,7 +63,7 @@ print(large < 20, failed < 20, small > 40)
 
 
 @pytest.mark.skipif(not hasattr(compile_loader._LIBC, "malloc_trim"), reason="this C library gives memory back itself")
-def test_memory_of_a_large_artifact_is_given_back() -> None:
+def test_memory_of_a_large_artifact_is_returned_to_the_system() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[3]
     )

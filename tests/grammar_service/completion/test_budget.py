@@ -1,4 +1,4 @@
-"""Answers led to their end: they end, they are valid, and the rows are the same whatever was drafted or made anew."""
+"""Steered answers end in time and are valid; their rows do not depend on drafts or on a rebuilt matcher."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class Walk:
 
     def __init__(self, compiled: Compiled, plan: CompletionPlan, limit: int, seed: int) -> None:
         self.compiled, self.limit, self.seed = compiled, limit, seed
-        self.closes = partial(CompletionBudget, plan, limit)
+        self.new_budget = partial(CompletionBudget, plan, limit)
         self.classifier = Classifier(PADDED)
         self.rows = Rows(np.zeros((8, plan.texts.num_words), dtype=np.int32))
         self.tokens: list[int] = []
         self.used: list[Told] = []
-        self.led = False
+        self.steered = False
         self.complete = False
 
     def run(self, drafts: int = 0, rebind_at: int = -1, known: list[int] | None = None) -> Walk:
@@ -101,14 +101,14 @@ class Walk:
                 self.used.append((kind, forced, words.tobytes()))
                 token = drawn(self.seed, len(self.tokens), words)
                 self.tokens.append(token)
-                self.complete, self.led = token in STOPS, forced == STEERED
+                self.complete, self.steered = token in STOPS, forced == STEERED
                 if self.complete or len(self.tokens) == self.limit or proposed[row : row + 1] != [token]:
                     break
         return self
 
     def bound(self) -> MatcherTable:
         table = MatcherTable(self.classifier)
-        table.bind(0, SlotMatcher.bind(1, self.compiled.matcher, self.tokens, self.closes))
+        table.bind(0, SlotMatcher.bind(1, self.compiled.matcher, self.tokens, self.new_budget))
         return table
 
     def propose(self, luck: random.Random, most: int, known: list[int]) -> list[int]:
@@ -119,7 +119,9 @@ class Walk:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_an_answer_ends_wherever_an_end_is_known(library: Library, vocabulary: Vocabulary, name: str) -> None:
+def test_an_answer_ends_within_max_tokens_when_an_end_is_known(
+    library: Library, vocabulary: Vocabulary, name: str
+) -> None:
     compiled, source = compiled_of(library, name)
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
@@ -145,7 +147,9 @@ def test_rows_are_the_same_with_drafts_and_after_a_rebind(library: Library, voca
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_schemas_at_random_limits(library: Library, vocabulary: Vocabulary, seed: int) -> None:
+def test_answers_to_random_schemas_end_within_random_limits(
+    library: Library, vocabulary: Vocabulary, seed: int
+) -> None:
     schema = random_schema(seed)
     source = json.dumps(schema)
     compiled = library.compiled(Kind.JSON_SCHEMA, source)
@@ -159,7 +163,9 @@ def test_random_schemas_at_random_limits(library: Library, vocabulary: Vocabular
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_what_is_proven_is_not_above_what_was_found(library: Library, vocabulary: Vocabulary, name: str) -> None:
+def test_the_proven_minimum_is_not_above_the_path_that_was_found(
+    library: Library, vocabulary: Vocabulary, name: str
+) -> None:
     compiled, source = compiled_of(library, name)
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
@@ -168,7 +174,7 @@ def test_what_is_proven_is_not_above_what_was_found(library: Library, vocabulary
 
 
 @pytest.mark.parametrize("name", ["required", "choice"])
-def test_a_plan_comes_back_from_the_wire(library: Library, vocabulary: Vocabulary, name: str) -> None:
+def test_a_plan_survives_to_wire_and_from_wire(library: Library, vocabulary: Vocabulary, name: str) -> None:
     compiled, source = compiled_of(library, name)
     plan = plan_of(compiled, source, vocabulary)
     assert CompletionPlan.from_wire(json.loads(json.dumps(plan.to_wire())), plan.texts) == plan
@@ -185,7 +191,7 @@ def test_a_plan_comes_back_from_the_wire(library: Library, vocabulary: Vocabular
         {"single_token_cost": -1},
     ],
 )
-def test_a_plan_that_cannot_be_one_is_refused(vocabulary: Vocabulary, change: dict[str, Any]) -> None:
+def test_an_invalid_plan_is_rejected(vocabulary: Vocabulary, change: dict[str, Any]) -> None:
     texts = TokenTexts.of(vocabulary)
     plain = {"path": [5], "min_tokens": 1, "margin": 12, "single_token_cost": 0}
     assert CompletionPlan.from_wire(plain, texts).path == (5,)
@@ -220,7 +226,9 @@ class Counted:
         return self.inner.num_jump_forward_bytes()
 
 
-def test_where_a_row_is_dear_few_are_looked_at(libraries: Callable[[str], Library], vocabulary: Vocabulary) -> None:
+def test_expensive_rows_spend_the_work_after_few_rows(
+    libraries: Callable[[str], Library], vocabulary: Vocabulary
+) -> None:
     # llguidance tokenizes the whole of a text that can only go one way, for every row of it.
     library = libraries("llguidance")
     source = json.dumps(["ab" * 10_000])
@@ -235,15 +243,13 @@ def test_where_a_row_is_dear_few_are_looked_at(libraries: Callable[[str], Librar
     assert fills[0] < 8
 
 
-def test_the_least_number_of_tokens_is_exact_where_every_answer_can_be_looked_at(
-    library: Library, vocabulary: Vocabulary
-) -> None:
+def test_min_tokens_is_exact_when_every_answer_can_be_tried(library: Library, vocabulary: Vocabulary) -> None:
     compiled = library.compiled(Kind.CHOICE, json.dumps(["zq", "zqzq"]))
     plan = plan_of(compiled, "zq", vocabulary)
     assert plan.min_tokens == len(plan.path or ()) == len(spell("zq")) + 1
 
 
-def test_far_from_the_limit_rows_are_the_grammars_own(library: Library, vocabulary: Vocabulary) -> None:
+def test_far_from_the_limit_rows_are_not_narrowed(library: Library, vocabulary: Vocabulary) -> None:
     compiled, source = compiled_of(library, "required")
     plan = plan_of(compiled, source, vocabulary)
     matcher = compiled.matcher()
@@ -257,7 +263,7 @@ def test_far_from_the_limit_rows_are_the_grammars_own(library: Library, vocabula
         closing.advance(matcher, tokens)
 
 
-def test_where_it_is_quiet_nothing_is_looked_at_and_nothing_narrowed(library: Library, vocabulary: Vocabulary) -> None:
+def test_far_positions_cause_no_look_ahead_and_no_narrowed_row(library: Library, vocabulary: Vocabulary) -> None:
     compiled, text = compiled_of(library, "required")
     matcher = compiled.matcher()
     closing, rng, tokens = (
@@ -285,7 +291,7 @@ def test_where_it_is_quiet_nothing_is_looked_at_and_nothing_narrowed(library: Li
     assert loud
 
 
-def test_with_nothing_to_spare_hardly_more_than_the_path_is_offered(library: Library, vocabulary: Vocabulary) -> None:
+def test_without_spare_tokens_rows_hold_little_more_than_the_path(library: Library, vocabulary: Vocabulary) -> None:
     compiled, source = compiled_of(library, "lengths")
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
@@ -302,7 +308,7 @@ def test_with_nothing_to_spare_hardly_more_than_the_path_is_offered(library: Lib
         assert len(offered) < 4
 
 
-def test_a_draft_that_leaves_no_room_is_walked_no_further(library: Library, vocabulary: Vocabulary) -> None:
+def test_rows_behind_a_draft_that_leaves_no_room_are_not_filled(library: Library, vocabulary: Vocabulary) -> None:
     compiled, source = compiled_of(library, "lengths")
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
@@ -316,7 +322,7 @@ def test_a_draft_that_leaves_no_room_is_walked_no_further(library: Library, voca
     assert table.slots[0].tokens == list(head)
 
 
-def test_a_limit_that_nothing_fits_narrows_nothing(library: Library, vocabulary: Vocabulary) -> None:
+def test_a_limit_below_every_answer_narrows_no_row(library: Library, vocabulary: Vocabulary) -> None:
     compiled, source = compiled_of(library, "pattern")
     plan = plan_of(compiled, source, vocabulary)
     walk = Walk(compiled, plan, plan.min_tokens - 1, seed=1).run()
@@ -337,7 +343,7 @@ def compiled_takes(compiled: Compiled, tokens: list[int]) -> bool:
     return all(matcher.accept(token) for token in tokens) and matcher.terminated
 
 
-def test_where_one_way_to_the_end_is_left_it_is_proposed(library: Library, vocabulary: Vocabulary) -> None:
+def test_the_only_way_to_the_end_is_proposed(library: Library, vocabulary: Vocabulary) -> None:
     compiled, source = compiled_of(library, "required")
     plan = plan_of(compiled, source, vocabulary)
     assert plan.path is not None
@@ -347,12 +353,12 @@ def test_where_one_way_to_the_end_is_left_it_is_proposed(library: Library, vocab
     slot, whole = table.slots[0], 0
     assert slot.budget is not None
     for said in range(len(plan.path)):
-        slot.resting = 0  # a proposal that took long is followed by rests
+        slot.proposals_to_skip = 0  # a slow proposal would skip the next ones
         proposed = table.answer(Record(0, 1, 0, plan.path[:said], (), Stage.PROPOSE, 0b111), rows, 0).forced
         way = slot.budget.only_path(said)
         assert way in (None, (), plan.path[said:])
         if way is not None:
-            # Where more than one token keeps the end in reach nothing is.
+            # A row with more than one token proposes nothing.
             assert tuple(proposed) == way[:-1][:3]
             whole += bool(way)
     assert whole > 1

@@ -77,7 +77,7 @@ def answer(library: Library, vocabulary: Vocabulary, schema: Any, limit: int) ->
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2, 5])
-def test_half_of_something_is_offered_where_its_other_half_fits(
+def test_half_of_a_character_or_escape_is_legal_where_its_other_half_fits(
     library: Library, vocabulary: Vocabulary, spare: int
 ) -> None:
     said = '"some'
@@ -92,7 +92,7 @@ def test_half_of_something_is_offered_where_its_other_half_fits(
     assert has_token(words, lead) == (spare >= 2)
 
 
-def test_what_was_found_behind_a_token_serves_the_next_row(library: Library, vocabulary: Vocabulary) -> None:
+def test_a_path_found_behind_a_token_serves_the_next_row(library: Library, vocabulary: Vocabulary) -> None:
     properties = {"n": {"type": "integer", "minimum": 0, "maximum": 500}, "b": {"type": "string"}}
     schema = {"type": "object", "properties": properties, "required": ["n"], "additionalProperties": False}
     told = answer(library, vocabulary, schema, len(spell('{"n":4')) + 12)
@@ -111,7 +111,7 @@ def test_what_was_found_behind_a_token_serves_the_next_row(library: Library, voc
     told.say(',"b":""}')
 
 
-def test_a_text_that_nears_its_bound_keeps_what_was_found(library: Library, vocabulary: Vocabulary) -> None:
+def test_a_text_near_its_bound_keeps_the_table_of_the_row_before(library: Library, vocabulary: Vocabulary) -> None:
     told = answer(library, vocabulary, {"type": "string", "maxLength": 9}, 14)
     letters = told.say('"xxxxxxxxx')[2:]
     # The row, and the two tokens of the way to the end: though "true" and then "abc" fit no more.
@@ -128,7 +128,7 @@ def test_a_text_that_nears_its_bound_keeps_what_was_found(library: Library, voca
         [{"maxLength": 40}, {"maxLength": 40}, {"pattern": "^[A-Z]{3}-[0-9]{20}$"}],
     ],
 )
-def test_a_token_that_ends_one_text_and_opens_another_is_looked_at_anew(
+def test_a_token_that_ends_one_text_and_opens_another_gets_a_new_table(
     library: Library, vocabulary: Vocabulary, items: list[dict[str, Any]]
 ) -> None:
     """The way to the end is the same before and behind it, and the rows are alike: what follows then is not."""
@@ -149,7 +149,7 @@ def test_a_token_that_ends_one_text_and_opens_another_is_looked_at_anew(
         assert told.matcher.terminated, (limit, texts.text(told.tokens))
 
 
-def test_choices_are_remembered_and_forgotten(vocabulary: Vocabulary) -> None:
+def test_choices_of_rows_are_remembered_up_to_a_bound(vocabulary: Vocabulary) -> None:
     texts = TokenTexts.of(vocabulary)
     texts.choices.clear()
     for number in range(1100):
@@ -162,14 +162,14 @@ def test_choices_are_remembered_and_forgotten(vocabulary: Vocabulary) -> None:
     assert 0 < len(texts.choices) < 1100
 
 
-def test_text_is_where_most_tokens_may_stand(vocabulary: Vocabulary) -> None:
+def test_a_row_with_most_tokens_is_text(vocabulary: Vocabulary) -> None:
     words = vocabulary.num_words
     assert is_text(row_of(range(PADDED), words))
     assert not is_text(row_of(range(8 * words), words))
     assert is_text(row_of(range(8 * words + 1), words))
 
 
-def test_halves(vocabulary: Vocabulary) -> None:
+def test_tokens_that_end_within_a_character_or_escape_are_halves(vocabulary: Vocabulary) -> None:
     texts = TokenTexts.of(vocabulary)
     half = partial(map, texts.is_half)
     assert list(half(spell("\u00e9"))) == [True, True]

@@ -144,7 +144,7 @@ class Lane:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_batch_gives_what_slot_by_slot_gives(library: Library, sides: tuple[Side, Side], seed: int) -> None:
+def test_a_batch_gives_the_rows_of_single_records(library: Library, sides: tuple[Side, Side], seed: int) -> None:
     rng = random.Random(seed)
     texts = TokenTexts.of(library.vocabulary)
     grammars = [library.compiled(kind, source, Whitespace.BOUNDED) for kind, source in GRAMMARS]
@@ -218,7 +218,7 @@ def _ask(engine: EngineEnd, lanes: list[Lane], records: list[tuple[int, int, int
     return out
 
 
-def test_drafts_go_alone_where_a_chain_of_them_does_not_pay() -> None:
+def test_records_with_drafts_are_single_for_a_filler_without_chains() -> None:
     filler = ToyFiller()
     filler.follows_drafts = False
     longer = Record(0, 1, 0, (), (5, 6), Stage.VERIFY, 0b111)
@@ -235,7 +235,7 @@ def test_drafts_go_alone_where_a_chain_of_them_does_not_pay() -> None:
 @pytest.mark.parametrize(
     ("cost_ms", "most", "sizes"), [(0.4, 8.0, [32, 8]), (3.9, 8.0, [4] * 10), (3.9, 80.0, [32, 8])]
 )
-def test_a_batch_is_no_longer_than_its_time(cost_ms: float, most: float, sizes: list[int]) -> None:
+def test_the_size_of_a_batch_is_bounded_by_its_expected_time(cost_ms: float, most: float, sizes: list[int]) -> None:
     count, layout = sum(sizes), Layout(num_slots=40, num_rows=3, vocab_size=VOCAB)
     with Segment.create(layout) as segment:
         table = MatcherTable(Classifier(VOCAB))

@@ -68,7 +68,7 @@ def whole(engine: EngineEnd, seq: int, slots: list[int]) -> list[list[int]]:
     return engine.await_rows(seq, slots, gens, timeout_s=0).kinds.tolist()
 
 
-def test_many_quick_slots_are_not_late_because_they_are_many(segment: Segment, worker: Worker) -> None:
+def test_many_quick_slots_are_not_late(segment: Segment, worker: Worker) -> None:
     engine, filler = EngineEnd(segment), ToyFiller()
     for slot in range(MANY):
         worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), []))
@@ -88,7 +88,7 @@ def test_many_quick_slots_are_not_late_because_they_are_many(segment: Segment, w
     assert filler.fills
 
 
-def test_what_hangs_in_a_batch_holds_the_others_for_a_moment_only(segment: Segment, worker: Worker) -> None:
+def test_a_slot_that_hangs_in_a_batch_holds_the_others_only_briefly(segment: Segment, worker: Worker) -> None:
     engine, filler, gate = EngineEnd(segment), ToyFiller(), threading.Event()
 
     def hangs(matcher: ToyMatcher) -> None:
@@ -117,7 +117,7 @@ def test_what_hangs_in_a_batch_holds_the_others_for_a_moment_only(segment: Segme
     assert whole(engine, seq, [3]) == [[RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]]
 
 
-def test_a_thread_that_comes_back_moves_nobody_elses_matcher(segment: Segment, worker: Worker) -> None:
+def test_a_thread_that_returns_to_an_abandoned_batch_moves_no_matcher_in_use(segment: Segment, worker: Worker) -> None:
     engine, gate, held, back = EngineEnd(segment), threading.Event(), threading.Lock(), threading.Event()
 
     class Slow(ToyFiller):
@@ -161,7 +161,7 @@ def test_a_thread_that_comes_back_moves_nobody_elses_matcher(segment: Segment, w
     assert worker.stats()["gaps"] == 0
 
 
-def test_a_librarys_own_error_in_a_batch_ends_one_request_at_most(
+def test_a_library_error_in_a_batch_ends_one_request_at_most(
     segment: Segment, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(ToyFiller):
@@ -205,7 +205,7 @@ def test_a_batch_that_hangs_ends_the_worker(segment: Segment) -> None:
 
 
 @pytest.mark.parametrize("at_row", [0, 1])
-def test_a_matcher_that_fails_in_a_batch_ends_its_own_request_alone(
+def test_a_matcher_that_fails_in_a_batch_ends_only_its_own_request(
     segment: Segment, worker: Worker, at_row: int
 ) -> None:
     engine, filler = EngineEnd(segment), ToyFiller()

@@ -105,7 +105,7 @@ def test_accepted_drafts_stay_and_rejected_ones_are_rolled_back() -> None:
     assert table.slot.num_committed == 3
 
 
-def test_the_matcher_never_stands_beyond_the_committed_tokens_before_row_0() -> None:
+def test_the_matcher_is_never_beyond_the_committed_tokens_at_row_0() -> None:
     table = Table()
     table.ask(0, [], [1, 2, 3])
     answer = table.ask(0, [1], [2])
@@ -138,7 +138,7 @@ def test_a_gap_is_deferred_and_waits_for_a_new_bind() -> None:
     assert table.ask(1, [2], [3]).kinds == [RowKind.APPLY, RowKind.FORCED]
 
 
-def test_drafts_are_no_ground_to_close_a_gap() -> None:
+def test_drafts_do_not_close_a_gap() -> None:
     # The record that committed these drafts was lost: the matcher has the tokens, but nobody said that they came true.
     table = Table()
     table.ask(0, [1], [2, 3])
@@ -159,7 +159,7 @@ def test_a_matcher_that_fails_on_a_committed_row_ends_the_request() -> None:
     assert table.slot.health is Health.FAILED
 
 
-def test_a_matcher_that_fails_on_a_draft_is_made_anew() -> None:
+def test_a_matcher_that_fails_on_a_draft_is_rebuilt() -> None:
     table = Table(fail_at=[3])
     answer = table.ask(0, [1], [2, 3])
     assert answer.kinds == [RowKind.APPLY, RowKind.APPLY, RowKind.DEFER]
@@ -181,14 +181,14 @@ def test_a_record_of_an_unknown_owner_is_deferred() -> None:
     assert table.ask(0, [1], [2], slot=3).kinds == [RowKind.DEFER] * 2
 
 
-def test_a_released_owner_is_an_older_one() -> None:
+def test_a_record_of_a_released_owner_needs_no_mask() -> None:
     table = Table(gen=5)
     table.table.release(0, 5)
     assert table.ask(0, [1], [2], gen=5).kinds == [RowKind.ALL] * 2
     assert table.ask(0, [1], [2], gen=6).kinds == [RowKind.DEFER] * 2
 
 
-def test_a_late_release_spares_the_next_owner() -> None:
+def test_a_late_release_does_not_drop_the_next_owner() -> None:
     table = Table(gen=5)
     table.table.release(0, 4)
     assert table.ask(0, [1], gen=5).kinds == [RowKind.APPLY]
@@ -203,7 +203,7 @@ def test_a_late_bind_does_not_bring_an_older_owner_back() -> None:
     assert 0 not in table.table.slots
 
 
-def test_rows_that_nobody_wants_are_not_filled() -> None:
+def test_rows_that_are_not_needed_are_not_filled() -> None:
     table = Table()
     answer = table.ask(0, [], [1, 2], need=0b100)
     assert answer.kinds == [RowKind.DEFER, RowKind.DEFER, RowKind.APPLY]
@@ -211,11 +211,11 @@ def test_rows_that_nobody_wants_are_not_filled() -> None:
     assert table.legal(2) == {3, 5}
 
 
-def test_bind_moves_over_committed_tokens() -> None:
+def test_bind_accepts_committed_tokens() -> None:
     assert Table(committed=[1, 2]).ask(2, [3]).forced == [4]
 
 
-def test_bind_names_the_token_that_does_not_fit() -> None:
+def test_bind_names_the_illegal_token() -> None:
     with pytest.raises(MatcherRejected, match="token 9 at 2") as caught:
         SlotMatcher.bind(1, lambda: ToyMatcher(TEXTS), [1, 2, 9])
     assert (caught.value.index, caught.value.token) == (2, 9)
@@ -238,7 +238,7 @@ def test_bind_names_the_token_that_does_not_fit() -> None:
         ({0, VOCAB - 1}, RowKind.APPLY, -1),
     ],
 )
-def test_a_row_says_its_kind(legal: set[int], kind: RowKind, token: int) -> None:
+def test_a_row_has_the_kind_of_its_legal_tokens(legal: set[int], kind: RowKind, token: int) -> None:
     # The stride behind the row's words is not part of the row.
     row = np.concatenate([row_of(legal, 3), np.array([-1], dtype=np.int32)])
     assert Classifier(VOCAB).classify(row) == (kind, token)
@@ -248,7 +248,7 @@ def test_a_row_says_its_kind(legal: set[int], kind: RowKind, token: int) -> None
     seed=st.integers(0, 2**32),
     texts=st.sets(st.lists(st.integers(1, 4), min_size=1, max_size=7).map(tuple), min_size=1),
 )
-def test_any_history_gives_the_rows_of_a_matcher_made_from_scratch(seed: int, texts: set[tuple[int, ...]]) -> None:
+def test_any_history_gives_the_rows_of_a_new_matcher(seed: int, texts: set[tuple[int, ...]]) -> None:
     draw = random.Random(seed)
     table = MatcherTable(Classifier(VOCAB))
     table.bind(0, SlotMatcher.bind(1, lambda: ToyMatcher(texts), ()))
@@ -291,7 +291,7 @@ def proposed(table: Table, at: int, committed: Sequence[int], limit: int = 4) ->
     return answer.forced
 
 
-def test_what_is_forced_is_proposed_and_nothing_is_filled() -> None:
+def test_a_proposal_returns_jump_forward_tokens_and_fills_no_row() -> None:
     table = Table()
     assert proposed(table, 0, []) == []
     assert proposed(table, 0, [1, 6]) == [7, 8, STOP]
@@ -305,7 +305,7 @@ def test_what_is_forced_is_proposed_and_nothing_is_filled() -> None:
     assert table.slot.tokens == [1, 6, 7]
 
 
-def test_a_proposal_behind_the_end_is_none() -> None:
+def test_a_proposal_behind_the_end_is_empty() -> None:
     table = Table()
     assert proposed(table, 0, [2, STOP]) == []
 
@@ -320,13 +320,13 @@ def test_a_proposal_behind_the_end_is_none() -> None:
     ],
     ids=["illegal", "gap", "not bound yet", "of the past"],
 )
-def test_a_proposal_that_cannot_be_made_says_why_and_proposes_nothing(
+def test_a_proposal_that_cannot_be_made_has_a_kind_and_no_token(
     committed: list[int], at: int, gen: int, kinds: list[RowKind]
 ) -> None:
     assert Table().ask(at, committed, gen=gen, stage=Stage.PROPOSE).kinds == kinds
 
 
-def test_a_library_that_fails_while_it_proposes_gets_a_matcher_anew() -> None:
+def test_a_matcher_that_fails_during_a_proposal_is_rebuilt() -> None:
     table = Table(fail_at=[2])
     assert proposed(table, 0, [1, 6]) == []
     assert table.table.rebuilds == 1
@@ -344,7 +344,7 @@ class DearMatcher(ToyMatcher):
         return super().jump_forward_tokens(limit)
 
 
-def test_a_matcher_that_works_long_for_a_proposal_is_asked_less() -> None:
+def test_slow_proposals_are_skipped_for_a_while() -> None:
     table = Table()
     table.table.bind(0, SlotMatcher.bind(1, lambda: DearMatcher(TEXTS), []))
     answers = [proposed(table, 0, [1, 6]) for _ in range(40)]
