@@ -24,10 +24,11 @@ from benchmarks.gpu.server import CountedGraph, CountingStream
 from benchmarks.gpu.sync_peer import attached
 from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.device.graphs import LaneInput, StepGraphs, StepRows
+from gpu_engine.step.device.cuda_sync import cuda_sync
+from gpu_engine.step.device.graphs import StepGraphs, StepRows
 from gpu_engine.step.device.pinned import PinnedSegment
-from gpu_engine.step.device.ring import OutputRing
-from gpu_engine.step.device.syncs import cuda_sync
+from gpu_engine.step.handle import StepHandle
+from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.stream_sync import StreamSync
 from kernels.cuda.nvrtc import ULONG, Kernel, kernel
 from shared_mem.channel import EngineEnd
@@ -66,7 +67,7 @@ class BenchStep:
         stream.kernel(self.work, (1, 1), 1, self.work_ns)
         self.sync.await_rows(batch)
         stream.kernel(self._check, batch)
-        self.sync.settle(batch)
+        stream.kernel(self.sync.launches.advance, batch, self.sync.store)
         self.ring.pack(batch)
 
     def _begin(self, batch: StepBatch) -> None:
@@ -92,14 +93,28 @@ class Figures:
     """Of the graph; 0: eager."""
 
 
-def _drive(graphs: StepGraphs, lanes: list[LaneInput], steps: int) -> Figures:
+@dataclass(frozen=True)
+class Lane:
+    """A lane of the steps that are measured."""
+
+    slot: int
+    slot_gen: int = 1
+
+
+def _start(graphs: StepGraphs, lanes: tuple[Lane, ...], guided: bool) -> StepHandle[Lane]:
+    handle = StepHandle(lanes, (guided,) * len(lanes))
+    graphs.launch(handle)
+    return handle
+
+
+def _drive(graphs: StepGraphs, lanes: tuple[Lane, ...], guided: bool, steps: int) -> Figures:
     """Launch one step ahead of the one that is read, as the engine does."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flying, launches = graphs.launch(lanes), []
+    flying, launches = _start(graphs, lanes, guided), []
     begin.record()
     for _ in range(steps):
         start = time.perf_counter_ns()
-        following = graphs.launch(lanes)
+        following = _start(graphs, lanes, guided)
         launches.append(time.perf_counter_ns() - start)
         graphs.read(flying)
         flying = following
@@ -129,11 +144,13 @@ def measure(args: argparse.Namespace, mode: str, work: Kernel) -> dict[str, tupl
                 graphs.capture(channel)
                 with attached(segment, args.spin_us):
                     for kind in ("free", "guided"):
-                        lanes = [LaneInput(s, 1, kind == "guided") for s in range(B)]
-                        _drive(graphs, lanes, 50)
+                        lanes, guided = tuple(Lane(s) for s in range(B)), kind == "guided"
+                        _drive(graphs, lanes, guided, 50)
                         step.bad_2.zero_()
-                        best = min((_drive(graphs, lanes, args.steps) for _ in range(3)), key=lambda f: f.step_us)
-                        graph = graphs.captured.get(graphs.key(B, kind == "guided"))
+                        best = min(
+                            (_drive(graphs, lanes, guided, args.steps) for _ in range(3)), key=lambda f: f.step_us
+                        )
+                        graph = graphs.captured.get((B, R, guided))
                         nodes = graph.num_nodes if isinstance(graph, CountedGraph) else 0
                         name = f"{kind} {'eager' if eager else 'graph'}"
                         figures[name] = (replace(best, nodes=nodes), step.bad_2.tolist())

@@ -28,11 +28,12 @@ from benchmarks.gpu.models import PREFIX, random_model, streamed_bytes
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.core.engine import Engine
-from gpu_engine.core.executor import Executor, build_executor, cuda_executor
-from gpu_engine.core.graph_runner import GraphRunner
+from gpu_engine.core.executor import Executor, build_executor
+from gpu_engine.core.runner import LauncherRunner
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.server import Parts, Progress, Server, serve
-from gpu_engine.step.stream import CudaGraph, CudaStream
+from gpu_engine.step.device.cuda_stream import CudaGraph, CudaStream
+from gpu_engine.step.device.graphs import StepGraphs
 from kernels.cuda.nvrtc import check
 from service_runtime.settings import Sources, add_flags
 from shared_mem.channel import EngineEnd
@@ -71,17 +72,18 @@ def _assemble(
 ) -> Executor:
     if model.device.type == "cpu":
         return build_executor(config, model, channel, num_pages, max_inflight_steps)
+    from gpu_engine.core.device_executor import cuda_executor  # imports Triton, which a CPU installation lacks
+
     return cuda_executor(config, model, channel, num_pages, max_inflight_steps, stream=CountingStream(model.device))
 
 
 def facts_of(model: LoadedModel, executor: Executor) -> dict[str, Any]:
     """Return what the client cannot see: bytes of weights a step reads, of a token's keys and values, and nodes."""
     runner, nodes = executor.runner, dict[str, int]()
-    if isinstance(runner, GraphRunner):
-        for key, graph in runner.graphs.captured.items():
+    if isinstance(runner, LauncherRunner) and isinstance(runner.launcher, StepGraphs):
+        for (lanes, rows, guided), graph in runner.launcher.captured.items():
             if isinstance(graph, CountedGraph):
-                kind = "guided" if key.guided else "free"
-                nodes[f"{key.num_lanes} lanes, {key.num_rows} rows, {kind}"] = graph.num_nodes
+                nodes[f"{lanes} lanes, {rows} rows, {'guided' if guided else 'free'}"] = graph.num_nodes
     kept = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
     return {"streamed_bytes": streamed_bytes(model), "token_bytes": kept, "dtype": model.dtype_name, "nodes": nodes}
 

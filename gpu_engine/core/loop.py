@@ -19,14 +19,14 @@ from gpu_engine.api.errors import LockstepError, status_of
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats
-from gpu_engine.core.executor import BuildExecutor, build_executor
+from gpu_engine.core.executor import BuildExecutor, build_executor, lookahead
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
-from gpu_engine.core.outputs import LaneOutcome
-from gpu_engine.core.runner import Ticket
+from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import Chunk, Scheduler
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.step.outcomes import LaneOutcome
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import RowKind
 
@@ -47,14 +47,8 @@ class EngineLoop:
         build_executor: BuildExecutor = build_executor,
     ) -> None:
         self.config = config
-        S, R, L, max_inflight_steps = (
-            config.max_batch_size,
-            config.num_rows,
-            model.max_model_len,
-            config.max_inflight_steps,
-        )
-        # Every step in flight may write R tokens beyond the last one that the host knows.
-        ahead = R * (max_inflight_steps + 1)
+        S, L, max_inflight_steps = config.max_batch_size, model.max_model_len, config.max_inflight_steps
+        ahead = lookahead(config, max_inflight_steps)
         num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(-ahead // config.page_size)
         self.allocator = PageAllocator(num_pages, config.page_size)
         shapes = config.prefill_shapes
@@ -72,7 +66,7 @@ class EngineLoop:
             self.executor.sync,
             self.executor.runner,
         )
-        self._in_flight: deque[Ticket] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         self.sequences: dict[Request, RunningSequence] = {}
         self.stats = EngineStats(num_slots=S, num_pages=num_pages)
         self.live = 0
@@ -125,25 +119,23 @@ class EngineLoop:
                 telemetry.prefilled_s = now_s
             self.stats.prefill_tokens += chunk.end - chunk.start
 
-    def _process_outputs(self, ticket: Ticket) -> None:
+    def _process_outputs(self, step: LaunchedStep) -> None:
         """Read a step's outputs, send token events, end finished sequences.
 
         Sequences that lost their slot after the launch are skipped.
         """
-        collected = self._runner.collect(ticket)
-        guided = any(lane.sequence.guided for lane in ticket.lanes)
-        num_rows = ticket.num_rows * len(ticket.lanes)
-        self.stats.count_step(num_rows, collected.step_ms, collected.waited_ms, guided=guided)
-        for lane, outcome in zip(ticket.lanes, collected.outcomes, strict=True):
-            if not lane.holds:
+        self._runner.collect(step)
+        num_rows = step.num_rows * len(step.sequences)
+        self.stats.count_step(num_rows, step.step_ms, step.waited_ms, guided=step.any_guided)
+        for b, (sequence, outcome) in enumerate(zip(step.sequences, step.outcomes, strict=True)):
+            if not step.holds(b):
                 continue
-            sequence = lane.sequence
             if outcome.error is not None:
                 self.end(sequence, error=outcome.error)
                 continue
-            self._count(sequence, outcome, collected.waited_ms)
+            self._count(sequence, outcome, step.waited_ms)
             if outcome.deferred:
-                self.grammar_slots.defer(sequence, collected.seq, advanced=bool(outcome.token_ids))
+                self.grammar_slots.defer(sequence, step.seq, advanced=bool(outcome.token_ids))
             elif sequence.guided:
                 self.grammar_slots.rows_arrived(sequence)
             if outcome.finish is not None:
@@ -180,7 +172,9 @@ class EngineLoop:
 
     def _in_step(self, sequence: RunningSequence) -> bool:
         """Return whether a step with the sequence in its slot is launched and not collected."""
-        return any(lane.sequence is sequence and lane.holds for ticket in self._in_flight for lane in ticket.lanes)
+        return any(
+            other is sequence and step.holds(b) for step in self._in_flight for b, other in enumerate(step.sequences)
+        )
 
     def end(
         self,

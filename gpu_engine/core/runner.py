@@ -1,59 +1,30 @@
 """Launching steps and collecting what they did: the seam between the loop and how a step is executed.
 
-A step is launched for the sequences in their seats and collected later, up to `max_inflight_steps` launches behind; what is
-collected was copied at the launch's own end, so later steps cannot change it. One invariant: a ticket speaks of (slot,
-slot_gen); whoever has left that seat since is not meant. Not here: who is in a step.
+A step is launched for running sequences and collected later, up to `max_inflight_steps` launches behind; the collected
+results were copied at the launch's own end, so later steps cannot change them. One invariant: a launch waits for
+nothing that a step in flight does; `collect` waits for its own step. Not responsible for: which sequences are in a step
+(see scheduler.py), what a step is (see step/program.py).
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import replace
 from typing import Protocol
 
-from gpu_engine.core.outputs import LaneOutcome, outcomes
+from gpu_engine.api.errors import InternalError
 from gpu_engine.core.running import RunningSequence, SlotWriter
-from gpu_engine.step.program import StepProgram
+from gpu_engine.step.direct import StepLauncher
+from gpu_engine.step.handle import StepHandle
+from gpu_engine.step.outcomes import LaneOutcome, outcomes
+from gpu_engine.step.sync import Sync
+from shared_mem.errors import InvalidField
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """One sequence of a launched step, as it sat then."""
-
-    sequence: RunningSequence
-    slot: int
-    slot_gen: int
-
-    @property
-    def holds(self) -> bool:
-        """The sequence still has that seat."""
-        return (self.sequence.slot, self.sequence.slot_gen) == (self.slot, self.slot_gen)
-
-
-def lanes_of(sequences: tuple[RunningSequence, ...]) -> tuple[Lane, ...]:
-    """Return the lanes of a step that is launched now."""
-    return tuple(Lane(sequence, sequence.slot, sequence.slot_gen) for sequence in sequences)
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A launched step."""
-
-    lanes: tuple[Lane, ...]
-    num_rows: int
-    launched_s: float
-    """`time.perf_counter()`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """What a step did."""
-
-    outcomes: list[LaneOutcome]
-    step_ms: float
-    waited_ms: float
-    seq: int
-    """Sequence under which it asked for its rows; 0: it asked for none."""
+LaunchedStep = StepHandle[RunningSequence]
 
 
 class StepRunner(Protocol):
@@ -63,42 +34,86 @@ class StepRunner(Protocol):
     def max_inflight_steps(self) -> int:
         """Steps that may be in flight when the next is launched: 0, each is collected before the next; 1, overlap."""
 
-    def launch(self, sequences: tuple[RunningSequence, ...]) -> Ticket:
+    def launch(self, sequences: tuple[RunningSequence, ...]) -> LaunchedStep:
         """Start a step; returns without knowing a token."""
 
-    def collect(self, ticket: Ticket) -> Collected:
-        """Wait for the oldest launched step and return what it did."""
+    def collect(self, handle: LaunchedStep) -> None:
+        """Wait for the oldest launched step and fill the handle with what it did."""
 
 
-class SynchronousRunner:
-    """Runs the program at the launch, on the calling thread. With depth 1 it tells a step late, as a graph does."""
+class LauncherRunner:
+    """The `StepRunner` over a launcher, which runs steps at once or replays graphs.
 
-    def __init__(self, program: StepProgram, slot_writer: SlotWriter, max_inflight_steps: int = 0) -> None:
-        self._program, self._slot_writer, self._max_inflight_steps = program, slot_writer, max_inflight_steps
-        self._done: dict[int, Collected] = {}
+    Args:
+        launcher: captured, if it captures.
+        slot_writer: of the same slots.
+        sync: of the same steps.
+        max_inflight_steps: 1 to launch a step before the last one is read, else 0.
+    """
+
+    def __init__(
+        self, launcher: StepLauncher, slot_writer: SlotWriter, sync: Sync, max_inflight_steps: int = 0
+    ) -> None:
+        self.launcher = launcher
+        self._slot_writer, self._sync, self._max_inflight_steps = slot_writer, sync, max_inflight_steps
+        self._in_flight: deque[LaunchedStep] = deque()
+        self._waited_ns = 0
+        """Of all collected steps, as `Sync.report` counts it."""
+        self._collected_s = 0.0
 
     @property
     def max_inflight_steps(self) -> int:
         """As given."""
         return self._max_inflight_steps
 
-    def launch(self, sequences: tuple[RunningSequence, ...]) -> Ticket:
-        """Run the step and keep a copy of its results."""
-        begin = time.perf_counter()
-        batch = self._slot_writer.batch(sequences)
-        self._program.run(batch)
-        sync = self._program.sync
-        ticket = Ticket(lanes_of(sequences), batch.num_rows, begin)
-        results = outcomes(
-            self._slot_writer.lane,
-            len(sequences),
-            guided=[sequence.guided for sequence in sequences],
-            logprobs=[sequence.payload.request.sampling.logprobs for sequence in sequences],
-        )
-        times = ((time.perf_counter() - begin) * 1e3, sync.waited_ns / 1e6)
-        self._done[id(ticket)] = Collected(results, *times, sync.seq)
-        return ticket
+    def launch(self, sequences: tuple[RunningSequence, ...]) -> LaunchedStep:
+        """Start a step."""
+        begun_s = time.perf_counter()
+        for sequence in sequences:
+            self._slot_writer.write_pages(sequence)
+        guided = tuple(sequence.guided for sequence in sequences)
+        logprobs = tuple(sequence.payload.request.sampling.logprobs for sequence in sequences)
+        handle = StepHandle(sequences, guided, logprobs)
+        handle.launched_s = begun_s
+        self.launcher.launch(handle)
+        self._in_flight.append(handle)
+        return handle
 
-    def collect(self, ticket: Ticket) -> Collected:
-        """Return the copy."""
-        return self._done.pop(id(ticket))
+    def collect(self, handle: LaunchedStep) -> None:
+        """Wait for the oldest launched step. Raises when the device failed."""
+        oldest = self._in_flight.popleft()
+        assert oldest is handle, "steps are collected in the order of their launches"
+        outputs = self.launcher.read(handle)
+        ended_s = handle.ended_s or time.perf_counter()
+        # A step behind another one on a device begins when that one has ended.
+        begun_s = handle.launched_s if handle.ended_s else max(handle.launched_s, self._collected_s)
+        handle.step_ms, self._collected_s = (ended_s - begun_s) * 1e3, ended_s
+        waited_ns, self._waited_ns = outputs.waited_ns - self._waited_ns, outputs.waited_ns
+        if handle.any_guided:
+            waited_ns += self._sync.waited_ns
+        handle.waited_ms, handle.seq = waited_ns / 1e6, outputs.seq
+        results = outcomes(outputs, len(handle.slots), guided=handle.guided, logprobs=handle.logprobs)
+        handle.outcomes = self._refused(handle, results) if handle.any_guided else results
+
+    def _refused(self, handle: LaunchedStep, results: list[LaneOutcome]) -> list[LaneOutcome]:
+        """Give an error to the lanes whose record a native post refused: no answer of theirs will ever come."""
+        problem = ""
+        try:
+            self._sync.check(handle.num_lanes)
+        except InvalidField as error:
+            problem = str(error)
+        # A refused post has sequence number 0, even if another step's post succeeded. (A sequence that ended in an
+        # earlier step asks for nothing either, but has lost its slot.)
+        hit = [
+            guided and handle.holds(b) and out.deferred and handle.seq == 0
+            for b, (guided, out) in enumerate(zip(handle.guided, results, strict=True))
+        ]
+        if not problem and not any(hit):
+            return results
+        log.error("a step's post was refused: %s", problem or "by an earlier callback")
+        failed = InternalError("the engine's step posted an invalid record; see the server's log")
+        lost = hit if any(hit) else list(handle.guided)
+        return [replace(out, error=failed) if gone else out for out, gone in zip(results, lost, strict=True)]
+
+    def __repr__(self) -> str:
+        return f"<LauncherRunner in flight={len(self._in_flight)} of {self._max_inflight_steps} {self.launcher}>"

@@ -1,6 +1,7 @@
-"""Puts a sequence's numbers into the static buffers when it gets a slot, and cuts batches out of them.
+"""The engine's state of a running sequence, and how its numbers get into the static buffers.
 
-One invariant: what a slot's rules address points to is alive while the slot is held. Not here: who gets a slot.
+One invariant: the memory that a slot's `rules_S` points to is alive while the slot is held. Not responsible for: which
+sequence gets a slot (see scheduler.py).
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from gpu_engine.api.request import Request
-from gpu_engine.core.scheduler import GrammarState, Sequence
-from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.core.scheduler import Sequence
+from gpu_engine.step.buffers import SlotBuffers
 from kernels.accept import pack_rules
 
 
@@ -41,7 +42,7 @@ class SequenceState:
     num_jump_forward: int = 0
     """Of the drafts that its next step verifies, so many come from the grammar."""
     pages_written: int = 0
-    """Entries of the page table that stand."""
+    """Entries of the page table that are written."""
 
     def __repr__(self) -> str:
         return f"{self.request.key} +{len(self.answer)}"
@@ -51,19 +52,21 @@ RunningSequence = Sequence[SequenceState]
 
 
 class SlotWriter:
-    """Writes the slot and lane buffers. Used by the engine thread, between steps."""
+    """Writes the slot buffers. Used by the engine thread, between steps.
+
+    `slot` is written here, and `buffers` is read by the steps; on a CPU both are the same.
+    """
 
     def __init__(
         self,
         slot: SlotBuffers,
-        lane: LaneBuffers,
         *,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         num_drafts: int,
-        step_rows: int = 1 << 30,
     ) -> None:
-        self.slot, self.lane, self._num_drafts, self._step_rows = slot, lane, num_drafts, step_rows
+        self.slot = self.buffers = slot
+        self._num_drafts = num_drafts
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._rules: list[torch.Tensor | None] = [None] * len(slot.length_S)
 
@@ -99,9 +102,9 @@ class SlotWriter:
         sequence.payload.pages_written = sequence.payload.num_jump_forward = 0
 
     def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
-        """A matcher is opened behind the tokens emitted so far: the sidecar needs to be told only what follows.
+        """Set the number of answer tokens that the sequence's new matcher has consumed: later posts carry what follows.
 
-        `drafts`: False takes those that it has away, and lets it have no more while it holds the slot.
+        `drafts` False: the sequence loses its drafts, and gets no more while it holds the slot.
         """
         self.slot.posted_S[sequence.slot] = len(sequence.payload.answer)
         if not drafts:
@@ -111,24 +114,9 @@ class SlotWriter:
     def check(self, request: Request) -> None:
         """Raise InvalidRequest when a slot cannot hold what the request asks for. Any thread; before it has a slot."""
 
-    def one(self, sequence: RunningSequence) -> StepBatch:
-        """Return a batch of this sequence alone, for prefill."""
-        return self._cut([sequence], num_rows=1)
-
-    def batch(self, sequences: tuple[RunningSequence, ...]) -> StepBatch:
-        """Return the batch of a decode step: as many rows as the longest draft needs and the lanes' share allows."""
-        longest = 1 + int(self.slot.num_drafts_S[[sequence.slot for sequence in sequences]].max())
-        return self._cut(list(sequences), num_rows=min(longest, self._share(len(sequences))))
-
-    def _cut(self, sequences: list[RunningSequence], *, num_rows: int) -> StepBatch:
-        B, lane = len(sequences), self.lane
-        for sequence in sequences:
-            self._write_pages(sequence)
-        lane.slots_B[:B] = torch.tensor([sequence.slot for sequence in sequences], dtype=torch.int32)
-        lane.slot_gens_B[:B] = torch.tensor([sequence.slot_gen for sequence in sequences], dtype=torch.int32)
-        guided = [sequence.grammar_state is not GrammarState.UNCONSTRAINED for sequence in sequences]
-        lane.guided_B[:B] = torch.tensor(guided)
-        return StepBatch(self.slot, lane, B, num_rows, any(guided), self._share(B))
+    def write_pages(self, sequence: RunningSequence) -> None:
+        """Bring the slot's row of the page table up to date."""
+        self._write_pages(sequence)
 
     def _write_pages(self, sequence: RunningSequence) -> int:
         """Bring the slot's row of the page table up to date; return how many entries are new, at its end."""
@@ -143,7 +131,3 @@ class SlotWriter:
         sampling = request.sampling
         stop = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos)
         return pack_rules(stop, sampling.bad_token_ids, sampling.bad_words)
-
-    def _share(self, num_lanes: int) -> int:
-        """Rows that each of so many lanes may have."""
-        return max(1, min(self.slot.drafts_SR.shape[1], self._step_rows // num_lanes))

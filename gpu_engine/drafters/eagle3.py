@@ -1,6 +1,7 @@
 """The EAGLE3 head as a draft net: pairs of three fused hidden states and a token (eagle3_head.py).
 
-One invariant: the embedding is the target's. Not here: where pairs stand (pairs.py), the chain.
+One invariant: the embedding is the target's. Not responsible for: where pairs are stored (see pairs.py), the chain
+(see chain.py).
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 
 from gpu_engine.drafters.eagle3_head import Eagle3Head
-from gpu_engine.drafters.nets import Hidden
 from gpu_engine.drafters.pairs import PairNet
+from gpu_engine.step.prefill import Hidden
 from kernels.paged_attention import KVPages, paged_attention
 
 
@@ -20,7 +21,7 @@ class Eagle3Net(PairNet):
 
     Args:
         head: in eval mode, in the target's dtype, on its device.
-        embedding: the target's input embedding, which stays its.
+        embedding: the target's input embedding, which the target owns.
         pages: the head's cache.
     """
 
@@ -33,7 +34,7 @@ class Eagle3Net(PairNet):
         whole = config.draft_vocab_size == config.vocab_size
         self.d2t_V = None if whole else head.d2t.int().contiguous()
 
-    def _taken(self, hidden: Hidden) -> torch.Tensor:
+    def _pair_part(self, hidden: Hidden) -> torch.Tensor:
         states = [hidden[layer] for layer in self.layers]
         fused: torch.Tensor = self.head.fuse(torch.cat([state for state in states if state is not None], dim=-1))
         return fused

@@ -1,7 +1,7 @@
 """EAGLE3 heads on disk, in the public format: config.json with one layer, and the tensors of `Eagle3Head`.
 
 One invariant: a checkpoint that does not fit the target is refused at load, with the tensor or the setting, and both
-values. Not here: the head itself.
+values. Not responsible for: the head itself (see eagle3_head.py).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _read_config(directory: Path, target_config: Any) -> Eagle3Config:
 
 
 def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors by the names of this module, whoever trained them."""
+    """Return the tensors by the names of this module; published checkpoints use several spellings."""
     safe, pickled = directory / "model.safetensors", directory / "pytorch_model.bin"
     try:
         tensors = load_file(safe) if safe.exists() else torch.load(pickled, map_location="cpu", weights_only=True)

@@ -2,11 +2,11 @@
 
 One decoder layer over the token just drawn and the target's hidden state behind it (Li et al. 2025, "EAGLE-3"): hidden
 states of three target layers are fused to one, the layer attends over pairs (hidden state of position p, token of
-position p + 1), and its own output stands in for the target's hidden state from the second draft on. The head may have
+position p + 1), and its own output replaces the target's hidden state from the second draft on. The head may have
 a vocabulary of its own, a subset of the target's: draft id d is target id d + d2t[d].
 
-One invariant: names are those of the public checkpoints, so `state_dict` is the file. Not here: files
-(`eagle3_files.py`), who calls it (`eagle3.py`), training (`training/`).
+One invariant: names are those of the public checkpoints, so `state_dict` is the file. Not responsible for:
+files (see eagle3_files.py), its use as a draft net (see eagle3.py), training (see tools/training).
 
 Shapes: N rows, H hidden size of the head, Ht of the target, Vd draft vocabulary, V target vocabulary.
 """
@@ -210,7 +210,7 @@ class Eagle3Head(nn.Module):
     def forward(
         self, embeds_NH: torch.Tensor, hidden_NH: torch.Tensor, positions_N: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Return the hidden state that stands in for the target's at the next position, [N, H]."""
+        """Return the hidden state that replaces the target's at the next position, [N, H]."""
         out: torch.Tensor = self.midlayer(embeds_NH, hidden_NH, *self.angles(positions_N, hidden_NH), attend)
         return out
 

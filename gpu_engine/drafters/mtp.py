@@ -1,9 +1,9 @@
 """The target's own multi-token-prediction layer as a draft net (Gloeckle et al. 2024; DeepSeek-V3, 2024).
 
 For model families whose transformers code has the layer (`MtpModel`): DeepSeek-like checkpoints carry it behind the
-last decoder layer. The first MTP layer runs recurrently, on the target's final hidden state and then on its own output;
-this is what vLLM and TensorRT-LLM ("MTP Eagle") do with it. One invariant: embedding, rotary embedding and output head
-are the target's. Not here: where pairs stand (pairs.py), the chain.
+last decoder layer. The first MTP layer runs recurrently, on the target's final hidden state and then on its own output,
+as in vLLM and TensorRT-LLM ("MTP Eagle"). One invariant: embedding, rotary embedding and output head are the target's.
+Not responsible for: where pairs are stored (see pairs.py), the chain (see chain.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from gpu_engine.drafters.nets import Hidden
 from gpu_engine.drafters.pairs import PairNet
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.step.prefill import Hidden
 from kernels.paged_attention import KVPages
 
 
@@ -35,7 +35,7 @@ class MtpNet(PairNet):
         self._mtp, self._pages = mtp, [pages]
         self.layers = (num_layers,)
 
-    def _taken(self, hidden: Hidden) -> torch.Tensor:
+    def _pair_part(self, hidden: Hidden) -> torch.Tensor:
         states_NH = hidden[self.layers[0]]
         assert states_NH is not None, "the target's forward fills it"
         return states_NH
@@ -49,7 +49,7 @@ class MtpNet(PairNet):
     ) -> torch.Tensor:
         mtp, (B, P) = self._mtp, positions_BP.shape
         embeds_BPH = mtp.embed_tokens(ids_BP.long())
-        # Turned by the token's own place, one behind the pair's; angles count by their differences alone.
+        # Rotated by the token's own position, one behind the pair's; only differences of angles matter.
         places_BP = positions_BP.clamp(min=0).long() + 1
         out_BPH: torch.Tensor = mtp.layers[0](
             embeds_BPH,
@@ -91,5 +91,5 @@ def load_mtp(path: str, net: Any, dtype: torch.dtype) -> Any:
         ) from error
     mtp.tie_with_main_model(net)
     if mtp.rotary_emb is None or mtp.has_per_layer_rope:
-        raise ModelNotSupported(f"drafter: mtp: {config.model_type} turns its layers in a way that is not supported")
+        raise ModelNotSupported(f"drafter: mtp: {config.model_type} rotates its layers in a way that is not supported")
     return mtp.eval().requires_grad_(False)

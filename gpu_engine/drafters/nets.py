@@ -1,9 +1,9 @@
-"""What a chain of drafts runs: a network that has a first link, over tokens that are certain, and links behind it.
+"""The networks that a chain of drafts runs: a first link over tokens that are certain, and links behind it.
 
-`ModelNet` is a whole language model. One invariant: a net's pages are the target's page numbers over tensors of its
-own, and before a first link its cache holds everything in front of the tokens that the link is given. Tensor operations
-alone, without a look at their values, so that links can be captured. Not here: the chain (model.py, chain.py), EAGLE3
-(eagle3.py).
+`ModelNet` is a whole language model. One invariant: a net's pages have the target's page numbers over tensors of its
+own, and before a first link its cache holds everything in front of the tokens that the link is given. Nets use tensor
+operations alone and never look at values, so that links can be captured. Not responsible for: the chain (see chain.py),
+nets over pairs (see pairs.py).
 
 Shapes: B lanes, L tokens of history, N pages of a sequence, P rows of the step, H hidden size, Vd columns of the net.
 """
@@ -17,15 +17,12 @@ import torch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import StepBatch
-from gpu_engine.step.prefill import Chunks, prefill
+from gpu_engine.step.prefill import Chunks, Hidden, prefill
 from kernels.paged_attention import KVPages
-
-Hidden = dict[int, torch.Tensor | None]
-"""Target layer -> its input, [rows, H]; see `AttentionContext.hidden`."""
 
 
 def put_jump_forward(batch: StepBatch, place_B: torch.Tensor, k: int) -> None:
-    """Put the token that the grammar forces in place of draft k, where one is; a chain that met a dead end stays so.
+    """Replace draft k by the token that the grammar forces there, if any; a chain that met a dead end is not resumed.
 
     `place_B` int64 are the lanes' slots.
     """
@@ -34,29 +31,29 @@ def put_jump_forward(batch: StepBatch, place_B: torch.Tensor, k: int) -> None:
     drawn_B, behind_B = lane.drafts_BR[:B, k], slot.history_SL[place_B, at_B]
     forced_B = (lane.num_jump_forward_B[:B] > k) & (drawn_B >= 0)
     lane.drafts_BR[:B, k] = torch.where(forced_B, slot.drafts_SR[place_B, k], drawn_B)
-    # Where the next draft's penalties find it, in place of the one that was drawn.
+    # The next draft's penalties read the history, so the forced token replaces the drawn one there, too.
     slot.history_SL[place_B, at_B] = torch.where(forced_B, slot.drafts_SR[place_B, k], behind_B)
 
 
 def with_jump_forward(batch: StepBatch, count_B: torch.Tensor, wanted_B: torch.Tensor) -> torch.Tensor:
-    """Return how many drafts each lane has: behind a whole chain, what is forced may reach further.
+    """Return how many drafts each lane has: behind a whole chain the forced tokens may reach further.
 
-    `count_B` links of the chain gave a draft, `wanted_B` were wanted; what is forced stands in `drafts_SR` already.
+    `count_B` links of the chain gave a draft, `wanted_B` were wanted. `drafts_SR` has the forced tokens already.
     """
     forced_B = batch.lane.num_jump_forward_B[: batch.num_lanes]
     return torch.where(count_B == wanted_B, torch.maximum(count_B, forced_B.to(count_B.dtype)), count_B)
 
 
 class DraftNet(Protocol):
-    """A network that drafts. Owned by one chain; its state between two links is its own."""
+    """A network that drafts. Owned by one chain, and keeps its own state between two links."""
 
     layers: tuple[int, ...]
-    """Target layers whose input it wants to see, at every prefill and verify."""
+    """Target layers whose input it needs, at every prefill and verify."""
     d2t_V: torch.Tensor | None
     """int32 [Vd]: added to a column to give its token; None where columns are tokens."""
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
-        """See some sequences' tokens go by; `hidden` is the target's at these, padding in its place."""
+        """See some sequences' tokens; `hidden` has the target's states at them and at the padding."""
 
     def first(
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
@@ -65,20 +62,25 @@ class DraftNet(Protocol):
         """Return the logits [B, Vd] of draft 0. `place_B` are the lanes' slots, `hidden` the target's at B * P rows."""
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
-        """Return the logits [B, Vd] behind the draft `ids_B1`, which stands at `positions_B1`; -1: padding."""
+        """Return the logits [B, Vd] behind the draft `ids_B1` at `positions_B1`; -1: padding."""
 
 
 class ModelNet:
     """A causal language model. It stores a token's key at the token's own position.
 
-    `num_links` is the longest chain, K: of a step that accepts more drafts it has not seen all.
+    Args:
+        model: with the target's tokenizer.
+        pages: its cache.
+        num_links: the longest chain, K. When a step accepts more drafts, the model has not seen all of them.
+        d2t_V: see `DraftNet`.
     """
 
     layers: tuple[int, ...] = ()
-    d2t_V: torch.Tensor | None = None
 
-    def __init__(self, model: LoadedModel, pages: list[KVPages], num_links: int) -> None:
-        self.model, self._pages, self._links = model, pages, num_links
+    def __init__(
+        self, model: LoadedModel, pages: list[KVPages], num_links: int, d2t_V: torch.Tensor | None = None
+    ) -> None:
+        self.model, self._pages, self._links, self.d2t_V = model, pages, num_links, d2t_V
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Fill the cache with the same tokens."""
@@ -88,9 +90,9 @@ class ModelNet:
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
         hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
-        """Run the last tokens: after a full acceptance it has not seen the chain's last draft, nor any behind it.
+        """Run the last tokens: after a full acceptance the model has not seen the chain's last draft, nor any behind it.
 
-        Of a step of P rows these are at most P - K, and the step's own token.
+        In a step of P rows these are at most P - K tokens, and the step's own token.
         """
         slot = batch.slot
         length_B1 = slot.length_S[place_B][:, None]
@@ -100,11 +102,15 @@ class ModelNet:
         ids_BT = slot.history_SL[place_B[:, None], tail_BT.long()]
         context = self._context(torch.where(live_BT, tail_BT, -1), page_table_BN)
         lane_B, last_B = torch.arange(len(place_B), device=place_B.device), (live_BT.sum(dim=1) - 1).clamp(min=0)
-        return self.model.logits(ids_BT.long(), context).view(*ids_BT.shape, -1)[lane_B, last_B]
+        return self._drawable(self.model.logits(ids_BT.long(), context).view(*ids_BT.shape, -1)[lane_B, last_B])
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
         """Run one token."""
-        return self.model.logits(ids_B1.long(), self._context(positions_B1, page_table_BN))
+        return self._drawable(self.model.logits(ids_B1.long(), self._context(positions_B1, page_table_BN)))
+
+    def _drawable(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Return the columns that have a token of the target."""
+        return logits_BV if self.d2t_V is None else logits_BV[:, : len(self.d2t_V)].contiguous()
 
     def _context(self, positions_BP: torch.Tensor, page_table_BN: torch.Tensor) -> AttentionContext:
         return AttentionContext(self._pages, page_table_BN, positions_BP.int().contiguous())

@@ -1,8 +1,9 @@
 """Draft nets over pairs: the target's hidden state of position p with the token at p + 1 (EAGLE, Li et al. 2024).
 
-The pair of position p stands at position p of the net's own cache. One invariant: when a first link begins, the cache
-holds true pairs of every position before `length - 1 - emitted`; the link writes those of the step's emitted tokens
-itself, over whatever an older chain left there. Not here: what is made of a pair (eagle3.py, mtp.py), the chain.
+The pair of position p is stored at position p of the net's own cache. One invariant: when a first link begins, the
+cache holds true pairs of every position before `length - 1 - emitted`; the link writes those of the step's emitted
+tokens itself, over whatever an older chain left there. Not responsible for: what a pair gives (see eagle3.py, mtp.py),
+the chain (see chain.py).
 
 Shapes: B lanes, P rows of the step, N = B * P rows, H hidden size, Vd columns of the net.
 """
@@ -13,24 +14,23 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from gpu_engine.drafters.nets import Hidden
 from gpu_engine.step.buffers import StepBatch
-from gpu_engine.step.prefill import Chunks
+from gpu_engine.step.prefill import Chunks, Hidden
 
 
 class PairNet(ABC):
-    """The places of pairs. A subclass says what a pair gives."""
+    """Places pairs in the cache. A subclass computes what a pair gives."""
 
     layers: tuple[int, ...]
     d2t_V: torch.Tensor | None = None
 
     def __init__(self) -> None:
         self._hidden_BH: torch.Tensor | None = None
-        """What stands in for the target's hidden state at the next link."""
+        """The net's own output, which replaces the target's hidden state at the next link."""
 
     @abstractmethod
-    def _taken(self, hidden: Hidden) -> torch.Tensor:
-        """Return of the target's hidden states what a pair has of them, [N, H]."""
+    def _pair_part(self, hidden: Hidden) -> torch.Tensor:
+        """Return the part of the target's hidden states that a pair has, [N, H]."""
 
     @abstractmethod
     def _run(
@@ -43,8 +43,8 @@ class PairNet(ABC):
         """Return [B, Vd]."""
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
-        """Store the pairs of the chunks' positions; the token behind the last of them is in the history, too."""
-        self._run(chunks.ids_BP(ahead=1), self._taken(hidden), chunks.positions_BP, chunks.page_table_BN)
+        """Store the pairs of the chunks' positions. The history also has the token behind the last of them."""
+        self._run(chunks.ids_BP(ahead=1), self._pair_part(hidden), chunks.positions_BP, chunks.page_table_BN)
 
     def first(
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
@@ -58,17 +58,19 @@ class PairNet(ABC):
         positions_BP = torch.where(going_B[:, None] & (row_P < emitted_B1), at_BP, -1)
         behind_BP = (at_BP + 1).clamp(min=0, max=slot.history_SL.shape[1] - 1).long()
         ids_BP = slot.history_SL[place_B[:, None], behind_BP]
-        out_BPH = self._run(ids_BP, self._taken(hidden), positions_BP.int().contiguous(), page_table_BN).view(B, P, -1)
+        out_BPH = self._run(ids_BP, self._pair_part(hidden), positions_BP.int().contiguous(), page_table_BN).view(
+            B, P, -1
+        )
         last_B = (emitted_B1[:, 0] - 1).clamp(min=0).long()
-        return self._speak(out_BPH[torch.arange(B, device=place_B.device), last_B])
+        return self._keep_and_project(out_BPH[torch.arange(B, device=place_B.device), last_B])
 
     def next(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, page_table_BN: torch.Tensor) -> torch.Tensor:
         """Run the pair of the head's own last output and the draft behind it."""
         assert self._hidden_BH is not None, "a first link is before this"
-        # The draft is token `positions_B1`; its pair stands where the hidden state does, one in front.
+        # The draft is at `positions_B1`; its pair is stored at the hidden state's position, one in front.
         at_B1 = torch.where(positions_B1 < 0, -1, positions_B1 - 1)
-        return self._speak(self._run(ids_B1, self._hidden_BH, at_B1.int().contiguous(), page_table_BN))
+        return self._keep_and_project(self._run(ids_B1, self._hidden_BH, at_B1.int().contiguous(), page_table_BN))
 
-    def _speak(self, hidden_BH: torch.Tensor) -> torch.Tensor:
+    def _keep_and_project(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         self._hidden_BH = hidden_BH
         return self._logits(hidden_BH)

@@ -1,7 +1,7 @@
-"""The static tensors of the step program, per slot and per lane of a batch.
+"""The static tensors of the step program, for each slot and for each lane of a batch.
 
-One invariant: nothing here is allocated or moved after the start, so a captured program may keep the addresses. A lane
-is a place in the batch; a slot belongs to a sequence. Writers are named with the fields. Not here: any decision.
+A lane is an index into the batch; a slot belongs to a sequence. One invariant: nothing here is allocated or moved after
+the start, so a captured program may keep the addresses. Each field names its writer. Not responsible for: any decision.
 
 Shapes: S slots, B lanes of this step, R rows a slot (max(K, F) + 1), P rows of this step, L tokens of a full sequence,
 N pages.
@@ -18,30 +18,30 @@ from kernels.accept import AcceptResult, SlotParams
 
 @dataclass(frozen=True, slots=True)
 class SlotBuffers:
-    """What belongs to a sequence while it holds its slot."""
+    """The numbers of a sequence while it holds its slot."""
 
     history_SL: torch.Tensor
     """int32, prompt then answer. The engine writes the prompt, the step appends."""
     length_S: torch.Tensor
-    """int32, tokens in history. The engine when it seats, then the step."""
+    """int32, tokens in history. The engine when it assigns the slot, then the step."""
     drafts_SR: torch.Tensor
     """int32, proposed for the next step. Writer: the drafter."""
     num_drafts_S: torch.Tensor
-    """int32. Writer: the drafter; the engine zeroes it when it seats."""
+    """int32. Writer: the drafter; the engine zeroes it when it assigns the slot."""
     draft_limit_S: torch.Tensor
-    """int32, drafts per step that a drafter may bring them to, at most K. Writer: the engine, when it seats."""
+    """int32, drafts of a step up to which a drafter may add its own, at most K. Writer: the engine, at the assignment."""
     jump_forward_limit_S: torch.Tensor
-    """int32, drafts per step that the grammar may force; more than `draft_limit_S` only where that is K. Writer: the
-    engine, when it seats."""
+    """int32, drafts of a step that the grammar may force; more than `draft_limit_S` only where that is K. Writer: the
+    engine, at the assignment."""
     done_S: torch.Tensor
-    """bool: stopped on the device, though the host may not know yet; further steps leave the slot alone. The engine
-    clears it when it seats, the step sets it."""
+    """bool: the sequence has ended on the device, though the host may not know yet; later steps leave the slot alone. The
+    engine clears it when it assigns the slot, the step sets it."""
     posted_S: torch.Tensor
-    """int32, answer tokens that the sidecar was told. The engine when a matcher is bound, then the step."""
+    """int32, answer tokens that were posted to the sidecar. The engine when a matcher is bound, then the step."""
     page_table_SN: torch.Tensor
     """int32, page numbers. Writer: the engine, before a step that needs them."""
     params: SlotParams
-    """Writer: the engine, when it seats."""
+    """Writer: the engine, when it assigns the slot."""
 
     @classmethod
     def allocate(
@@ -68,7 +68,7 @@ class SlotBuffers:
 
 @dataclass(frozen=True, slots=True)
 class LaneBuffers:
-    """What one step reads and writes, lane by lane. Views of the first B lanes are cut with `lanes`."""
+    """What one step reads and writes, lane by lane; a step uses the first B lanes."""
 
     slots_B: torch.Tensor
     """int32. Writer: the engine, before the step."""
@@ -77,7 +77,7 @@ class LaneBuffers:
     slot_gens_B: torch.Tensor
     """int32. Writer: the engine, before the step."""
     drafting_B: torch.Tensor
-    """bool, the lane goes on and may be drafted for. Writer: the step, after accept."""
+    """bool, the lane goes on to draft. Writer: the step, after accept."""
     drafts_BR: torch.Tensor
     """int32, the drafts under verification, then the new ones. Writer: the step."""
     num_drafts_B: torch.Tensor
@@ -87,9 +87,9 @@ class LaneBuffers:
     forced_BR: torch.Tensor
     """int32. Writer: the sync."""
     num_jump_forward_B: torch.Tensor
-    """int32, tokens that the grammar forces next, for the drafter to propose before its own: they stand in `drafts_SR`
-    and in `history_SL` behind the last token. -1: the lane did not move, and keeps the drafts it has, since rows are
-    kept for them. Writer: the sync, in steps with a guided lane; 0 where nobody ever asks."""
+    """int32, tokens that the grammar forces next, for the drafter to propose before its own. They are in `drafts_SR` and
+    in `history_SL` behind the last token. -1: the lane emitted nothing and keeps its drafts, since mask rows are cached
+    for them. Writer: the sync, in steps with a guided lane; 0 where the grammar is never asked."""
     result: AcceptResult
     """Writer: the step."""
 
@@ -127,7 +127,7 @@ class StepBatch:
     """P: 1 + the most drafts of any lane."""
     any_guided: bool
     max_rows: int = 16
-    """Rows that the next step will give a lane: a drafter proposes at most one less."""
+    """Rows that the next step will have for a lane: a drafter proposes at most one less."""
 
     @property
     def slots_B(self) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Mask rows that the engine holds, per slot: fetched once, used where they are needed.
+"""The mask rows that the engine caches for each slot.
 
-The rows of the draft steps are the next verify's rows 0 to K - 1 (the matcher is in the same state), and the rows of
-an answer that came late are those of the repeated step. One invariant: a kept row belongs to the slot's present history
-and drafts; whoever changes either forgets the rows. Not here: how rows arrive.
+The rows of the draft steps are the next verify's rows 0 to K - 1, since the matcher is in the same state, and the rows
+of an answer that came late are those of the repeated step. So a row is fetched once. One invariant: a cached row
+belongs to the slot's present history and drafts; `forget` and `StepLaunches.advance` drop rows when either changes. Not
+responsible for: how rows arrive (see stream_sync.py).
 
 Shapes: S slots, R rows a slot, W' 32-bit words of a row's stride.
 """
@@ -18,7 +19,10 @@ from shared_mem.layout import RowKind
 
 @dataclass(frozen=True, slots=True)
 class RowStore:
-    """Writer: the sync, on the engine thread."""
+    """Rows on the step's device. Writers: the sync, and `StepLaunches.keep` and `advance`.
+
+    `kind_SR`, `forced_SR` and `cached_SR` have one row more than `mask_SRW`, the last one, for padded lanes.
+    """
 
     mask_SRW: torch.Tensor
     """int32; meaningful where the kind is APPLY."""
@@ -27,29 +31,20 @@ class RowStore:
     forced_SR: torch.Tensor
     """int32."""
     cached_SR: torch.Tensor
-    """bool: the row is here and need not be asked for."""
+    """bool: the row is cached and is not asked for again."""
 
     @classmethod
-    def allocate(cls, num_slots: int, num_rows: int, words: int) -> RowStore:
-        """Return an empty store in CPU memory."""
-        shape = (num_slots, num_rows)
+    def around(cls, mask_SRW: torch.Tensor) -> RowStore:
+        """Return an empty store around mask rows, on their device."""
+        (S, R, _), device = mask_SRW.shape, mask_SRW.device
         return cls(
-            torch.zeros(*shape, words, dtype=torch.int32),
-            torch.full(shape, int(RowKind.DEFER), dtype=torch.uint8),
-            torch.full(shape, -1, dtype=torch.int32),
-            torch.zeros(shape, dtype=torch.bool),
+            mask_SRW,
+            torch.full((S + 1, R), int(RowKind.DEFER), dtype=torch.uint8, device=device),
+            torch.full((S + 1, R), -1, dtype=torch.int32, device=device),
+            torch.zeros(S + 1, R, dtype=torch.bool, device=device),
         )
-
-    def take(
-        self, slot: int, rows: list[int], kinds: torch.Tensor, forced: torch.Tensor, masks_RW: torch.Tensor
-    ) -> None:
-        """Keep the answers of some rows; a deferred one is not kept."""
-        self.kind_SR[slot, rows] = kinds
-        self.forced_SR[slot, rows] = forced
-        self.mask_SRW[slot, rows] = masks_RW
-        self.cached_SR[slot, rows] = kinds != int(RowKind.DEFER)
 
     def forget(self, slot: int) -> None:
         """Drop a slot's rows: it has another owner or another matcher."""
-        self.cached_SR[slot] = False
-        self.kind_SR[slot] = int(RowKind.DEFER)
+        self.cached_SR[slot].fill_(False)
+        self.kind_SR[slot].fill_(int(RowKind.DEFER))

@@ -1,8 +1,8 @@
 """Prefill: chunks of some sequences' tokens through a model, for their keys and values alone.
 
-Chunks are padded to a few shapes. Libraries keep a plan a shape, and a plan for every length that a prompt may have
-costs hundreds of megabytes and a stall each. One invariant: padding writes nothing. Not here: how a prompt is cut, and
-which shapes there are (prefill_shapes.py).
+Chunks are padded to a few shapes. Libraries keep a plan for each shape, and a plan for every length that a prompt may
+have costs hundreds of megabytes and a stall each. One invariant: padding writes nothing. Not responsible for: how a
+prompt is cut (see core/scheduler.py), which shapes exist (see api/prefill_shapes.py).
 
 Shapes: B chunks, P padded length, S slots, L tokens of a full sequence, N pages of a sequence.
 """
@@ -18,13 +18,16 @@ from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import SlotBuffers
 from kernels.paged_attention import KVPages
 
+Hidden = dict[int, torch.Tensor | None]
+"""Target layer -> the input of that layer, [rows, H]; see `AttentionContext.hidden`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Tokens [start, end) of one sequence a lane. Views and copies on the slots' device; nothing is read back."""
+    """Tokens [start, end) of one sequence in each lane. On the slots' device; nothing is read back to the host."""
 
     history_SL: torch.Tensor
-    """int32; the slots' own."""
+    """int32, a view of the slots' own."""
     page_table_BN: torch.Tensor
     """int32, contiguous."""
     place_B1: torch.Tensor
@@ -32,13 +35,13 @@ class Chunks:
     at_BP: torch.Tensor
     """int32, positions from `start` on, through the padding."""
     end_B1: torch.Tensor
-    """int32; a lane of padding alone ends where it starts."""
+    """int32; a padded lane ends where it starts."""
 
     @classmethod
     def cut(
         cls, slot: SlotBuffers, place_B: torch.Tensor, start_B: torch.Tensor, end_B: torch.Tensor, length: int
     ) -> Chunks:
-        """Cut the chunks of slots `place_B` (int64) out, padded to `length`; `start_B` and `end_B` int32."""
+        """Return the chunks of slots `place_B` (int64), padded to `length` tokens; `start_B` and `end_B` are int32."""
         row_P = torch.arange(length, dtype=torch.int32, device=place_B.device)
         at_BP = start_B[:, None] + row_P
         return cls(slot.history_SL, slot.page_table_SN[place_B], place_B[:, None], at_BP, end_B[:, None])
@@ -54,12 +57,10 @@ class Chunks:
         return self.history_SL[self.place_B1, at_BP.clamp(min=0).long()]
 
 
-def prefill(
-    model: LoadedModel, pages: list[KVPages], chunks: Chunks, hidden: dict[int, torch.Tensor | None] | None = None
-) -> None:
+def prefill(model: LoadedModel, pages: list[KVPages], chunks: Chunks, hidden: Hidden | None = None) -> None:
     """Fill `pages` with the chunks.
 
-    `hidden` names the layers whose input is wanted and receives it, [B * P, H]: a row a token, padding in its place.
+    `hidden` names the layers whose input is wanted and receives it, [B * P, H]: one row for each token and each padding.
     """
     positions_BP = chunks.positions_BP
     ids_BP = torch.where(positions_BP < 0, 0, chunks.ids_BP())

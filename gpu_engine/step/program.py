@@ -1,7 +1,12 @@
-"""The step program: verify K drafts with the target, sample, draft again. Over static buffers and a `Sync`.
+"""The step program: verify K drafts with the target, sample, and draft again.
 
-One invariant: between `post` and the end nothing depends on the host's knowledge of a token, so on a GPU the whole of
-`run` can be one captured graph. Not here: who is in the batch (scheduler), what became of the tokens (engine).
+The same program runs on a CPU, is captured into CUDA graphs, and is recorded by the tests. Everything in it is a launch
+of the stream. One invariant: what is launched depends on `num_lanes`, `num_rows` and `any_guided` of the batch alone,
+and every number that a launch needs is in a buffer of fixed address. (On a stream that runs at once a drafter may stop
+its chain early.) Not responsible for: which sequences are in the batch (see core/scheduler.py), capturing (see
+device/graphs.py), prefill (see prefill.py).
+
+Shapes: B lanes, P rows of this step, R rows a slot, N pages of a sequence, V columns of the logits.
 """
 
 from __future__ import annotations
@@ -10,83 +15,122 @@ from typing import Protocol
 
 import torch
 
-from gpu_engine.api.prefill_shapes import padded
-from gpu_engine.drafters.nets import Hidden
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.prefill import Chunks, prefill
+from gpu_engine.step.launches import StepLaunches
+from gpu_engine.step.output_ring import OutputRing
+from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import Sync
-from kernels.accept import RUN_ON, StepTensors, accept
+from kernels.accept import StepTensors
+from kernels.cuda.row_state import DeviceRows
 from kernels.paged_attention import KVPages
-from shared_mem.layout import RowKind
 
 
 class Drafter(Protocol):
     """Proposes the tokens that the next step verifies."""
 
     layers: tuple[int, ...]
-    """Target layers whose input it wants to see."""
+    """Target layers whose input the drafter needs."""
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
-        """See some sequences' tokens go by, with the target's hidden states there."""
+        """See some sequences' tokens, with the target's states at them. Called inside a launch of the stream."""
 
-    def propose(self, batch: StepBatch, step: StepTensors, hidden: Hidden) -> None:
-        """Write `drafts_SR` and `num_drafts_S` of the lanes' slots."""
+    def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
+        """Enqueue what writes `drafts_SR` and `num_drafts_S` of the lanes in `drafting_B`.
+
+        A lane that emitted nothing keeps the drafts that it has, since mask rows are cached for them.
+        """
 
 
 class StepProgram:
-    """Model, cache, sync and drafter of one engine. Run by the engine thread alone."""
+    """One step, enqueued by a call. Owns the step's inputs.
 
-    def __init__(self, model: LoadedModel, pages: list[KVPages], sync: Sync, drafter: Drafter) -> None:
-        self.model, self.pages, self.sync, self.drafter = model, pages, sync, drafter
+    Args:
+        stream: where the step is enqueued.
+        launches: of the stream's device.
+        model: the target, on that device.
+        pages: the target's cache.
+        sync: over the same stream.
+        drafter: over the same stream.
+        slot: buffers on the device, with one slot more than sequences have, for padded lanes.
+        lane: buffers of as many lanes as the largest batch.
+        ring: where the results go.
+        rows: what sampling on a GPU needs; None on a CPU.
+    """
 
-    @torch.inference_mode()
-    def run(self, batch: StepBatch) -> None:
-        """Advance every lane by one verify step; results are in `batch.lane.result`."""
-        ids_BP, context = self._load(batch)
-        context.hidden = hidden = dict.fromkeys(self.drafter.layers)
+    def __init__(
+        self,
+        stream: Stream,
+        launches: StepLaunches,
+        model: LoadedModel,
+        pages: list[KVPages],
+        sync: Sync,
+        drafter: Drafter,
+        slot: SlotBuffers,
+        lane: LaneBuffers,
+        ring: OutputRing,
+        rows: DeviceRows | None = None,
+    ) -> None:
+        self.stream, self.model, self.sync, self.drafter, self.ring = stream, model, sync, drafter, ring
+        self._launches, self._pages, self._slot, self._lane, self._rows = launches, pages, slot, lane, rows
+        (lanes, R), N = lane.drafts_BR.shape, slot.page_table_SN.shape[1]
+        self._ids = torch.zeros(lanes * R, dtype=torch.int64, device=stream.device)
+        self._positions = torch.zeros(lanes * R, dtype=torch.int32, device=stream.device)
+        self._table_BN = torch.zeros(lanes, N, dtype=torch.int32, device=stream.device)
+        self._logits_NV: torch.Tensor | None = None
+        self._hidden: Hidden = dict.fromkeys(drafter.layers)
+        """Filled by every forward, for the drafter."""
+
+    def __call__(self, batch: StepBatch) -> None:
+        """Enqueue one verify step for every lane and the drafting behind it; the ring gets the results."""
+        kernel, table_BN, step = self.stream.kernel, self._table_BN[: batch.num_lanes], self._tensors(batch)
+        kernel(self._load, batch)
         self.sync.post(batch)  # the sidecar rolls back, accepts and fills rows while the target runs
-        logits_NV = self.model.logits(ids_BP, context)
+        kernel(self._forward, batch)
         self.sync.await_rows(batch)
-        self._hold(batch)
-        step = self._tensors(batch)
-        accept(logits_NV, step, num_rows=batch.num_rows)
-        self._settle(batch)
-        self.drafter.propose(batch, step, hidden)
+        kernel(self._accept, batch, step)
+        kernel(self._advance, batch)
+        self.drafter.propose(batch, step, table_BN, self._hidden)
+        self.ring.pack(batch)
 
-    @torch.inference_mode()
-    def prefill(self, batch: StepBatch, start: int, end: int) -> None:
-        """Fill the cache with tokens [start, end) of the one lane's sequence."""
-        hidden: Hidden = dict.fromkeys(self.drafter.layers)
-        start_B, end_B = torch.tensor([[start], [end]], dtype=torch.int32)
-        chunks = Chunks.cut(batch.slot, batch.slots_B.long(), start_B, end_B, padded(end - start))
-        prefill(self.model, self.pages, chunks, hidden)
-        self.drafter.prefill(chunks, hidden)
+    def warm_up(self, num_rows: int) -> None:
+        """Run the target over a made-up token of the spare slot, in page 0, so that libraries plan and allocate early.
 
-    def warm_up(self, slot: SlotBuffers, lane: LaneBuffers, num_rows: int) -> None:
-        """Run the target over a made-up token in page 0, so that libraries choose and allocate early."""
-        slot.length_S[0] = 1
-        slot.num_drafts_S[0] = num_rows - 1
-        lane.slots_B[0] = 0
-        with torch.inference_mode():
-            self.model.logits(*self._load(StepBatch(slot, lane, 1, num_rows, any_guided=False)))
-        slot.num_drafts_S[0] = slot.length_S[0] = 0
+        For a stream that runs at once; a device runs the whole step over padding before it captures.
+        """
+        slot, lane = self._slot, self._lane
+        spare = len(slot.length_S) - 1
+        slot.length_S[spare], slot.num_drafts_S[spare], lane.slots_B[0] = 1, num_rows - 1, spare
+        batch = StepBatch(slot, lane, 1, num_rows, any_guided=False)
+        self.stream.kernel(self._load, batch)
+        self.stream.kernel(self._forward, batch)
+        self._logits_NV = None
+        slot.num_drafts_S[spare] = slot.length_S[spare] = 0
 
-    def _load(self, batch: StepBatch) -> tuple[torch.Tensor, AttentionContext]:
-        """Cut the step's inputs from the slots: the last token and the drafts behind it."""
-        slot, lane, B, P = batch.slot, batch.lane, batch.num_lanes, batch.num_rows
-        slots = batch.slots_B.long()
-        last_B1 = slot.length_S[slots][:, None] - 1
-        lane.drafts_BR[:B] = slot.drafts_SR[slots]
-        lane.num_drafts_B[:B] = slot.num_drafts_S[slots].clamp(max=P - 1)
-        row_P = torch.arange(P, dtype=torch.int32)
-        live_BP = (row_P <= lane.num_drafts_B[:B, None]) & ~slot.done_S[slots][:, None]
-        positions_BP = torch.where(live_BP, last_B1 + row_P, -1)
-        last_id_B1 = slot.history_SL[slots].gather(1, last_B1.long())
-        ids_BP = torch.cat([last_id_B1, lane.drafts_BR[:B, : P - 1]], dim=1)
-        ids_BP = torch.where(live_BP, ids_BP, 0).long()
-        return ids_BP, AttentionContext(self.pages, slot.page_table_SN[slots], positions_BP)
+    def _load(self, batch: StepBatch) -> None:
+        self._launches.load(batch, *self._inputs(batch), self._table_BN[: batch.num_lanes])
+
+    @torch.no_grad()
+    def _forward(self, batch: StepBatch) -> None:
+        ids_BP, positions_BP = self._inputs(batch)
+        table_BN = self._table_BN[: batch.num_lanes]
+        context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden)
+        self._logits_NV = self.model.logits(ids_BP, context)
+
+    def _accept(self, batch: StepBatch, step: StepTensors) -> None:
+        assert self._logits_NV is not None, "the forward comes first"
+        self._launches.accept(batch, self._logits_NV, step)
+        self._logits_NV = None  # the next launches, or the next capture, may use its memory
+
+    def _advance(self, batch: StepBatch) -> None:
+        self._launches.advance(batch, self.sync.store)
+
+    def _inputs(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and positions of this batch, [B, P]."""
+        shape, count = (batch.num_lanes, batch.num_rows), batch.num_lanes * batch.num_rows
+        return self._ids[:count].view(shape), self._positions[:count].view(shape)
 
     def _tensors(self, batch: StepBatch) -> StepTensors:
         slot, lane = batch.slot, batch.lane
@@ -101,20 +145,5 @@ class StepProgram:
             slot.length_S,
             slot.params,
             lane.result,
+            self._rows,
         )
-
-    def _hold(self, batch: StepBatch) -> None:
-        """A slot that stopped in a step nobody has read yet emits nothing more."""
-        done_B = batch.slot.done_S[batch.slots_B.long()]
-        batch.lane.kinds_BR[: batch.num_lanes].masked_fill_(done_B[:, None], int(RowKind.DEFER))
-
-    def _settle(self, batch: StepBatch) -> None:
-        """Who goes on: a lane that emitted and did not end. The rows of the others' past are forgotten."""
-        lane, result, B = batch.lane, batch.lane.result, batch.num_lanes
-        batch.slot.done_S[batch.slots_B.long()] |= (result.finish_B[:B] != RUN_ON) | (
-            result.blocked_B[:B] > int(RowKind.DEFER)
-        )
-        lane.drafting_B[:B] = (
-            (result.num_emitted_B[:B] > 0) & (result.finish_B[:B] == RUN_ON) & (result.blocked_B[:B] == 0)
-        )
-        self.sync.settle(batch)

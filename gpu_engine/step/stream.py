@@ -1,18 +1,17 @@
-"""The seam between the step program and CUDA: kernels, copies and host functions in the order of one stream.
+"""The seam between the step program and what executes it: kernels, copies and host functions in one order.
 
-`CudaStream` is torch's current stream. The tests' stream records the same nodes and replays them on its own thread.
-One invariant: nothing here waits for the device but `synchronize` and `Event.wait`. Not here: what is enqueued.
+`ImmediateStream` is the CPU's: each call runs at once. `device/cuda_stream.py` has torch's CUDA stream, and the tests
+have a stream that records the same nodes and replays them on a thread of its own. One invariant: of all methods only
+`synchronize` and `Event.wait` wait for the device. Not responsible for: what is enqueued (see program.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
-
-from kernels.cuda.host_launch import launch_host_function
 
 
 class Graph(Protocol):
@@ -22,14 +21,14 @@ class Graph(Protocol):
         """Enqueue every node, in order. Does not wait."""
 
     def reset(self) -> None:
-        """Destroy it. The caller has waited for the last replay."""
+        """Destroy the graph. The caller has waited for the last replay."""
 
 
 class Event(Protocol):
-    """A point in the stream; may be marked again after it was reached."""
+    """A point in the stream; it may be marked again after it was reached."""
 
     def mark(self) -> None:
-        """The point is behind everything enqueued so far."""
+        """Put the point behind everything enqueued so far."""
 
     def reached(self) -> bool:
         """Return whether the device has come to the point; raises when the device failed."""
@@ -42,9 +41,11 @@ class Stream(Protocol):
     """One queue of device work, or a recording of it while `capture` is open."""
 
     device: torch.device
+    runs_at_once: bool
+    """A kernel has run when `kernel` returns, so the host may read what it wrote."""
 
     def kernel(self, function: Callable[..., None], *args: object) -> None:
-        """Launch what `function(*args)` launches; it may not read anything back to the host."""
+        """Launch what `function(*args)` launches. Unless `runs_at_once`, it may not read anything back to the host."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between device and pinned memory; both contiguous, of one dtype and shape."""
@@ -65,96 +66,54 @@ class Stream(Protocol):
         """Block until everything enqueued has run. Raises when the device failed."""
 
 
-class CudaGraph:
-    """A captured graph. Every graph of one stream shares its memory pool, so replays must follow each other there."""
+class ImmediateStream:
+    """The CPU as a stream: a launch runs at once, on the calling thread."""
+
+    runs_at_once = True
 
     def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-
-    def replay(self) -> None:
-        """Launch on the current stream."""
-        self._graph.replay()
-
-    def reset(self) -> None:
-        """Destroy the executable."""
-        self._graph.reset()
-
-    @contextmanager
-    def captured(self, stream: torch.cuda.Stream, pool: Any) -> Iterator[CudaGraph]:
-        """Capture what this thread enqueues on `stream`; other threads may go on calling CUDA."""
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            yield self
-
-
-class CudaEvent:
-    """A torch event without timing."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-
-    def mark(self) -> None:
-        """Record on the current stream."""
-        self._event.record()
-
-    def reached(self) -> bool:
-        """Query; raises torch's error when the context is broken."""
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        """Synchronise with the event; torch releases the GIL for it."""
-        self._event.synchronize()
-
-
-class CudaStream:
-    """Torch's current stream. `activate` makes the own one current on the thread that will enqueue.
-
-    Args:
-        device: CUDA device.
-        low_latency_host: dispatch host functions by spinning, where the driver can (CUDA 13.2).
-    """
-
-    def __init__(self, device: torch.device | str = "cuda", *, low_latency_host: bool = False) -> None:
-        self.device = torch.device(device)
-        self.low_latency_host = low_latency_host
-        self._stream = torch.cuda.Stream(self.device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def activate(self) -> None:
-        """Make this the current stream, and its device the current device, of the calling thread.
-
-        Waits for the device first: what other streams have written is there for this one.
-        """
-        torch.cuda.set_device(self._stream.device)
-        torch.cuda.synchronize()
-        torch.cuda.set_stream(self._stream)
+        self.device = torch.device("cpu")
 
     def kernel(self, function: Callable[..., None], *args: object) -> None:
-        """Call `function`, which launches on the current stream."""
+        """Call `function`."""
         function(*args)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueue one asynchronous copy."""
-        target.copy_(source, non_blocking=True)
+        """Copy now."""
+        target.copy_(source)
 
     def host(self, function: int, user_data: int) -> None:
-        """Enqueue a host function; a graph keeps both numbers for its life."""
-        launch_host_function(function, user_data, low_latency=self.low_latency_host)
+        """Raise NotImplementedError: on a CPU the syncs call native functions directly."""
+        raise NotImplementedError("host functions belong to a device stream")
 
-    def event(self) -> CudaEvent:
-        """Return a new event."""
-        return CudaEvent()
+    def event(self) -> ImmediateEvent:
+        """Return an event that is always reached."""
+        return ImmediateEvent()
 
-    def capture(self) -> AbstractContextManager[CudaGraph]:
-        """Capture on this stream, into the pool that all its graphs share."""
-        return CudaGraph().captured(self._stream, self._pool)
+    def capture(self) -> AbstractContextManager[Graph]:
+        """Raise NotImplementedError: nothing is recorded on a CPU."""
+        raise NotImplementedError("a CPU runs its steps and captures none")
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Allocate page-locked memory."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        """Return plain memory."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def synchronize(self) -> None:
-        """Wait for this stream."""
-        self._stream.synchronize()
+        """Return: everything has run."""
 
     def __repr__(self) -> str:
-        return f"CudaStream({self.device}, {self._stream.cuda_stream:#x})"
+        return "ImmediateStream()"
+
+
+class ImmediateEvent:
+    """An event of an `ImmediateStream`."""
+
+    def mark(self) -> None:
+        """Return: everything in front of the point has run."""
+
+    def reached(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""

@@ -14,7 +14,7 @@ from benchmarks.harness.server import EngineServer, ServerOptions
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.request import FinishReason
 from gpu_engine.cli.client import Client
-from gpu_engine.core.device_prefill import DevicePrefill
+from gpu_engine.core.prefill import Prefill
 from gpu_engine.model.loader import LoadedModel, load_model
 from protos.engine.v1 import engine_pb2 as pb
 from shared_mem.channel import Record
@@ -118,7 +118,7 @@ def test_prompts_that_are_prefilled_together_get_the_tokens_of_a_cpu(models: Mod
     settings = on_gpu(3, draft_model=draft_model, prefill_chunk=512, max_batch_size=16)
     with free_engine(models.gpu, settings) as engine:
         prefill = engine._loop.executor.prefill
-        assert isinstance(prefill, DevicePrefill)
+        assert isinstance(prefill, Prefill)
         warmed = prefill.launches.copy()
         assert answer_all(engine, made()) == expected
         answers = made()

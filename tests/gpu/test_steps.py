@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_engine.step.device.graphs import LaneInput
 from shared_mem.layout import RowKind
 from tests.gpu.toys_on_gpu import BIG_VOCAB, toys_on_gpu
-from tests.gpu_engine.device.bench_of_toys import MODES, ROWS, open_slot, pattern_peer, sidecar_of, tokens_of
+from tests.gpu_engine.device.bench_of_toys import MODES, ROWS, Lane, open_slot, pattern_peer, sidecar_of, tokens_of
 from tests.gpu_engine.device.toy_step import expected
 from tests.gpu_engine.toy_sidecar import Automaton
 
@@ -45,9 +44,9 @@ def test_launching_ahead_changes_no_token(mode: str) -> None:
         with sidecar_of(t) as sidecar:
             open_slot(t, sidecar, 0)
             said: list[int] = []
-            flying = t.graphs.launch([LaneInput(0, 1, True)])
+            flying = t.start([Lane(0, 1, True)])
             for _ in range(100):
-                following = t.graphs.launch([LaneInput(0, 1, True)])
+                following = t.start([Lane(0, 1, True)])
                 said += tokens_of(t.graphs.read(flying))[0]
                 flying = following
             said += tokens_of(t.graphs.read(flying))[0]
@@ -60,10 +59,10 @@ def test_no_row_of_a_hundred_thousand_replays_is_stale_torn_or_lost(mode: str, t
     with toys_on_gpu(mode, vocab=BIG_VOCAB) as t, pattern_peer(t, tmp_path, NEVER_PARKS_US):
         step = t.count_patterns()
         t.graphs.capture(t.channel)
-        lanes = [LaneInput(slot, 1, True) for slot in (3, 0, 2)]
-        flying = t.graphs.launch(lanes)
+        lanes = [Lane(slot, 1, True) for slot in (3, 0, 2)]
+        flying = t.start(lanes)
         for count in range(1, replays):
-            following = t.graphs.launch(lanes)
+            following = t.start(lanes)
             assert t.graphs.read(flying).seq == count
             flying = following
         assert t.graphs.read(flying).seq == replays
@@ -75,13 +74,13 @@ def test_peer_killed_in_mid_replay_drains_within_the_deadline(mode: str, tmp_pat
     with toys_on_gpu(mode, row_timeout_ms=deadline_ms) as t, pattern_peer(t, tmp_path, NEVER_PARKS_US) as peer:
         step = t.count_patterns()
         t.graphs.capture(t.channel)
-        lanes = [LaneInput(0, 1, True), LaneInput(1, 1, True)]
+        lanes = [Lane(0, 1, True), Lane(1, 1, True)]
         for _ in range(200):
-            t.graphs.read(t.graphs.launch(lanes))
-        flying = t.graphs.launch(lanes)
+            t.graphs.read(t.start(lanes))
+        flying = t.start(lanes)
         peer.send_signal(signal.SIGKILL)
         for _ in range(5):
-            following = t.graphs.launch(lanes)
+            following = t.start(lanes)
             t.graphs.read(flying)
             flying = following
         t.graphs.read(flying)
@@ -93,7 +92,7 @@ def test_abort_word_ends_a_wait_at_once(mode: str) -> None:
     with toys_on_gpu(mode) as t:
         t.graphs.capture(t.channel)
         t.sit(0)
-        launched = t.graphs.launch([LaneInput(0, 1, True)])
+        launched = t.start([Lane(0, 1, True)])
         time.sleep(0.05)
         assert not t.graphs.ready(launched)
         t.channel.set_abort()

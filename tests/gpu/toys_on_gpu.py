@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from gpu_engine.step.device.cuda_stream import CudaStream
+from gpu_engine.step.device.cuda_sync import cuda_sync
 from gpu_engine.step.device.pinned import PinnedSegment
-from gpu_engine.step.device.syncs import cuda_sync
-from gpu_engine.step.stream import CudaStream
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment

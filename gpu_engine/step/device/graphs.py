@@ -1,30 +1,31 @@
-"""Steps as captured graphs: one per (bucket of lanes, rows, guided or not), captured at the start, replayed for ever.
+"""Steps as captured graphs: one per (bucket of lanes, rows, guided or not), captured at the start and then replayed.
 
-A launch is: lanes into the device's lane buffers, the graph, its outputs into the ring. Nothing in it waits for the
-device. One invariant: after `capture` nothing is allocated, loaded or registered, since each of those may wait for the
-device, while a wait inside a step waits for another process. Without graphs (`eager`) the same step runs at the same
-padded shapes.
+A launch copies the lanes into the device's lane buffers, replays the graph, and copies its outputs into the ring.
+Nothing in it waits for the device. One invariant: after `capture` nothing is allocated, loaded or registered, since
+each of those may wait for the device, while a wait inside a step waits for another process. Without graphs (`eager`)
+the same step runs at the same padded shapes.
 
-Padded lanes have slot -1 and are not guided. What that means to each part: posts and waits, native and kernels, skip
-them and their rows are ALL; the step gives them token 0 at position -1, which attention computes and does not store;
-accept and draft sampling emit nothing and touch no slot; the row store writes nothing, or into its spare row; the ring
-carries them, and the reader drops them.
+Padded lanes have slot -1 and are not guided. Posts and waits, native and kernels, skip them, and their rows are ALL;
+the step gives them token 0 at position -1, which attention computes and does not store; accept and draft sampling emit
+nothing and touch no slot; the row store writes nothing, or into its spare row; the ring carries them, and the reader
+drops them.
 
-Not here: what a step is (step.py), who is in it (scheduler.py).
+Not responsible for: what a step is (see ../program.py), which sequences are in it (see core/scheduler.py).
 
 Shapes: B lanes of a bucket, P rows of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.device.ring import OutputRing, StepOutputs
+from gpu_engine.step.handle import StepHandle
+from gpu_engine.step.output_ring import OutputRing, StepOutputs
 from gpu_engine.step.stream import Event, Graph, Stream
 
 EnqueueStep = Callable[[StepBatch], None]
@@ -35,13 +36,12 @@ _WARM_UPS = 2
 
 
 class PermissiveWord(Protocol):
-    """Set during warm-up: the grammar process answers ALL to everything. `shared_mem.channel.EngineEnd` has it."""
+    """While it is set, the grammar process answers ALL to everything. `shared_mem.channel.EngineEnd` has it."""
 
     permissive: bool
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GraphKey:
+class _Shape(NamedTuple):
     """What a captured graph is made for."""
 
     num_lanes: int
@@ -53,12 +53,13 @@ class GraphKey:
 class StepRows:
     """P, the rows a lane, of the steps of a bucket. A captured step verifies P rows whatever its lanes have drafted.
 
-    The drafter needs K + 1, which a bucket has while all of its lanes together have at most `limit` rows, else fewer:
-    a forward of few rows is bound by reading the weights (below about 200 rows on an H100 or an H200, 150 on an RTX
-    4090), and more take time in proportion, most of it for drafts that are not accepted. What the grammar forces may be
-    longer than K, up to `most` - 1 drafts, in guided steps of at most `room` rows: the rows behind K + 1, empty in most
-    steps, cost little more there than their share of attention and sampling. A slot that comes into a larger bucket
-    has its first drafts verified. One draft is left to every lane: a drafting network sees what its forward is given.
+    The drafter needs K + 1 rows. A bucket has them while all of its lanes together have at most `limit` rows, else
+    fewer: a forward of few rows is bound by reading the weights (below about 200 rows on an H100 or an H200, 150 on an
+    RTX 4090), and more rows take time in proportion, most of it for drafts that are not accepted. Jump-forward tokens
+    may be more than K, up to `most` - 1 drafts, in guided steps of at most `room` rows: the rows behind K + 1 are empty
+    in most steps and cost little more than their share of attention and sampling. When a slot comes into a larger
+    bucket, only its first drafts are verified. Every lane keeps at least one draft, since a drafting network sees only
+    what its forward is given.
     """
 
     usual: int
@@ -73,25 +74,6 @@ class StepRows:
         if guided and num_lanes * self.most <= min(self.room, self.limit):
             return self.most
         return min(self.usual, max(2, self.limit // num_lanes))
-
-
-@dataclass(frozen=True, slots=True)
-class LaneInput:
-    """One lane of a step."""
-
-    slot: int
-    slot_gen: int
-    guided: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step in flight. Read it once, in the order of the launches."""
-
-    key: GraphKey
-    num_lanes: int
-    """Without the padding."""
-    entry: int
 
 
 @dataclass(slots=True)
@@ -116,7 +98,7 @@ def lane_buckets(max_lanes: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Inputs:
-    """Pinned copies of what the host says about the lanes of one step, behind an event."""
+    """Pinned copies of the lane inputs of one step, behind an event."""
 
     slots_B: torch.Tensor
     slot_gens_B: torch.Tensor
@@ -137,9 +119,9 @@ class StepGraphs:
         ring: over the same stream and lanes.
         buckets: batch sizes, ascending.
         rows: P of each.
-        guided: whether graphs with posts and waits are wanted too.
+        guided: capture graphs with posts and waits too.
         eager: capture nothing.
-        depth: launches that may be in flight, at least 1.
+        max_inflight_steps: launches that may be in flight, at least 1.
     """
 
     stream: Stream
@@ -153,7 +135,7 @@ class StepGraphs:
     eager: bool = False
     max_inflight_steps: int = 2
     stats: GraphStats = field(default_factory=GraphStats)
-    _graphs: dict[GraphKey, Graph] = field(default_factory=dict)
+    _graphs: dict[_Shape, Graph] = field(default_factory=dict)
     _ready: bool = False
 
     def __post_init__(self) -> None:
@@ -172,15 +154,15 @@ class StepGraphs:
         self._next = 0
 
     @property
-    def captured(self) -> dict[GraphKey, Graph]:
-        """The graphs there are; for a look, not for a replay."""
-        return self._graphs.copy()
+    def captured(self) -> dict[tuple[int, int, bool], Graph]:
+        """The captured graphs by (lanes, rows, guided); to be inspected, not replayed."""
+        return {(*shape,): graph for shape, graph in self._graphs.items()}
 
     @property
-    def keys(self) -> list[GraphKey]:
-        """Every graph there is or will be, the largest first: the later ones fit into its memory."""
+    def _shapes(self) -> list[_Shape]:
+        """Every shape, the largest first: the later graphs fit into its memory."""
         kinds = (False, True) if self.guided else (False,)
-        return sorted((GraphKey(b, self.rows.of(b, g), g) for b in self.buckets for g in kinds), reverse=True)
+        return sorted((_Shape(b, self.rows.of(b, g), g) for b in self.buckets for g in kinds), reverse=True)
 
     def capture(self, channel: PermissiveWord | None = None) -> None:
         """Run every shape over padding, then capture it. Blocks; no step may be in flight.
@@ -192,15 +174,15 @@ class StepGraphs:
         if channel is not None:
             channel.permissive = True
         try:
-            for key in self.keys:
-                self._fill([], key)
+            for shape in self._shapes:
+                self._fill(None, shape)
                 for _ in range(_WARM_UPS):
-                    self.program(self._batch(key))
+                    self.program(self._batch(shape))
             self.stream.synchronize()
-            for key in () if self.eager else self.keys:
+            for shape in () if self.eager else self._shapes:
                 with self.stream.capture() as graph:
-                    self.program(self._batch(key))
-                self._graphs[key] = graph
+                    self.program(self._batch(shape))
+                self._graphs[shape] = graph
                 # The first replay uploads the graph, which allocates.
                 graph.replay()
             self.stream.synchronize()
@@ -210,44 +192,46 @@ class StepGraphs:
         self.stats.graphs = len(self._graphs)
         self._ready = True
 
-    def key(self, num_lanes: int, guided: bool) -> GraphKey:
-        """Return the smallest key that holds such a step. Raises ValueError when there is none."""
+    def _shape_of(self, num_lanes: int, guided: bool) -> _Shape:
+        """Return the smallest shape that holds such a step. Raises ValueError when there is none."""
         bucket = next((b for b in self.buckets if b >= num_lanes), None)
         if bucket is None or num_lanes < 1:
             raise ValueError(f"a step of {num_lanes} lanes does not fit: there are 1 to {self.buckets[-1]}")
         if guided and not self.guided:
             raise ValueError("a guided step, but graphs were captured without a grammar process")
-        return GraphKey(bucket, self.rows.of(bucket, guided), guided)
+        return _Shape(bucket, self.rows.of(bucket, guided), guided)
 
-    def launch(self, lanes: Sequence[LaneInput], *, logprobs: bool = False) -> Launched:
-        """Enqueue one step over these lanes; does not wait for the device.
+    def launch(self, handle: StepHandle[Any]) -> None:
+        """Enqueue one step over the handle's lanes; does not wait for the device. See `StepLauncher.launch`.
 
-        With `max_inflight_steps` steps in flight it waits for the copy of the oldest one's inputs, long since done.
+        With `max_inflight_steps` steps in flight it waits for the copy of the oldest step's inputs, which has long run.
         """
         assert self._ready, "capture first"
-        key = self.key(len(lanes), any(lane.guided for lane in lanes))
-        self._fill(lanes, key)
-        graph = self._graphs.get(key)
+        lanes = len(handle.slots)
+        shape = self._shape_of(lanes, handle.any_guided)
+        self._fill(handle, shape)
+        graph, batch = self._graphs.get(shape), self._batch(shape)
         if graph is None:
-            self.program(self._batch(key))
+            self.program(batch)
             self.stats.eager_steps += 1
         else:
             graph.replay()
             self.stats.replays += 1
-        self.stats.lanes += len(lanes)
-        self.stats.padded_lanes += key.num_lanes - len(lanes)
-        return Launched(key, len(lanes), self.ring.push(self._batch(key), logprobs=logprobs))
+        self.stats.lanes += lanes
+        self.stats.padded_lanes += shape.num_lanes - lanes
+        handle.num_lanes, handle.num_rows = shape.num_lanes, shape.num_rows
+        handle.entry = self.ring.push(batch, logprobs=handle.wants_logprobs)
 
-    def ready(self, launched: Launched) -> bool:
+    def ready(self, handle: StepHandle[Any]) -> bool:
         """Return whether `read` would not wait."""
-        return self.ring.ready(launched.entry)
+        return self.ring.ready(handle.entry)
 
-    def read(self, launched: Launched) -> StepOutputs:
+    def read(self, handle: StepHandle[Any]) -> StepOutputs:
         """Wait for a step and return its outputs, padded lanes at the end. Raises when the device failed."""
-        return self.ring.read(launched.entry)
+        return self.ring.read(handle.entry)
 
     def close(self) -> None:
-        """Wait for the device, then destroy the graphs. Only then may what they point to be freed or unregistered."""
+        """Wait for the device, then destroy the graphs. Memory that they point to may be freed only after that."""
         try:
             self.stream.synchronize()
         finally:
@@ -255,20 +239,21 @@ class StepGraphs:
                 graph.reset()
             self._graphs.clear()
 
-    def _batch(self, key: GraphKey) -> StepBatch:
-        # The next step is taken to be of the same bucket: drafts that a larger one has no rows for are left out there.
-        return StepBatch(self.slot, self.lane, key.num_lanes, key.num_rows, key.guided, max_rows=key.num_rows)
+    def _batch(self, shape: _Shape) -> StepBatch:
+        # The next step is assumed to be of the same bucket; a larger one verifies only the drafts that it has rows for.
+        return StepBatch(self.slot, self.lane, shape.num_lanes, shape.num_rows, shape.guided, max_rows=shape.num_rows)
 
-    def _fill(self, lanes: Sequence[LaneInput], key: GraphKey) -> None:
-        """Enqueue the lanes and the padding behind them."""
-        inputs, B = self._inputs[self._next], key.num_lanes
+    def _fill(self, handle: StepHandle[Any] | None, shape: _Shape) -> None:
+        """Enqueue the lanes and the padding behind them; None: padding alone."""
+        inputs, B = self._inputs[self._next], shape.num_lanes
         self._next = (self._next + 1) % len(self._inputs)
         if inputs.used:
             inputs.copied.wait()
-        pad = B - len(lanes)
-        inputs.slots_B[:B] = torch.tensor([lane.slot for lane in lanes] + [-1] * pad, dtype=torch.int32)
-        inputs.slot_gens_B[:B] = torch.tensor([lane.slot_gen for lane in lanes] + [0] * pad, dtype=torch.int32)
-        inputs.guided_B[:B] = torch.tensor([lane.guided for lane in lanes] + [False] * pad)
+        slots, gens, guided = ((), (), ()) if handle is None else (handle.slots, handle.slot_gens, handle.guided)
+        pad = B - len(slots)
+        inputs.slots_B[:B] = torch.tensor([*slots, *[-1] * pad], dtype=torch.int32)
+        inputs.slot_gens_B[:B] = torch.tensor([*gens, *[0] * pad], dtype=torch.int32)
+        inputs.guided_B[:B] = torch.tensor([*guided, *[False] * pad])
         for target, source in (
             (self.lane.slots_B, inputs.slots_B),
             (self.lane.slot_gens_B, inputs.slot_gens_B),
@@ -279,4 +264,4 @@ class StepGraphs:
         inputs.used = True
 
     def __repr__(self) -> str:
-        return f"StepGraphs({len(self._graphs)} of {len(self.keys)}, {self.stats})"
+        return f"StepGraphs({len(self._graphs)} of {len(self._shapes)}, {self.stats})"

@@ -1,7 +1,7 @@
-"""The shared segment as CUDA sees it: registered host memory, tried out before anybody relies on it.
+"""The shared segment as CUDA sees it: registered host memory, tried out before a step relies on it.
 
 One invariant: nothing is unregistered while a replay may be in flight; the owner waits for the device first. Only the
-engine registers; to the grammar process the same pages are plain memory. Not here: what is posted through it.
+engine registers; to the grammar process the same pages are plain memory. Not responsible for: what is posted through it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PinningFailed(RuntimeError):
 
 
 class PinnedSegment:
-    """Registers a segment for the time of a `with` block. The segment stays its owner's."""
+    """Registers a segment for the time of a `with` block. The segment belongs to the caller."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -88,3 +88,10 @@ def segment_numbers(layout: Layout, address: int) -> SegmentNumbers:
         mask_buffer_bytes=layout.mask_buffer_bytes,
         row_stride=layout.row_stride,
     )
+
+
+def segment_rows(segment: Segment) -> torch.Tensor:
+    """Return a segment's mask rows in place, int32 [2, S, R, W']: `TritonLaunches` reads them once it is registered."""
+    layout, at = segment.layout, segment.layout.mask_offset
+    rows = torch.from_numpy(segment.memory)[at : at + 2 * layout.mask_buffer_bytes].view(torch.int32)
+    return rows.view(2, layout.num_slots, layout.num_rows, -1)

@@ -9,6 +9,7 @@ from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import GrammarState, Scheduler
+from gpu_engine.step.stream import ImmediateStream
 from gpu_engine.step.sync import NoSync
 from tests.gpu_engine.harness import ask, tokens
 
@@ -39,7 +40,13 @@ def test_a_step_of_the_previous_process_is_not_waited_for() -> None:
     )
     # Its answers never come: they went with the process.
     grammar_slots = GrammarSlots(
-        Port(), scheduler, Binds(), NoSync(), EngineStats(), lambda sequence: False, lambda sequence, **_: None
+        Port(),
+        scheduler,
+        Binds(),
+        NoSync(ImmediateStream(), 4, 8),
+        EngineStats(),
+        lambda sequence: False,
+        lambda sequence, **_: None,
     )  # type: ignore[arg-type]
     request = ask(tokens(9, 1), grammar="20").request
     sequence: RunningSequence = RunningSequence(SequenceState(request), 9, guided=True)

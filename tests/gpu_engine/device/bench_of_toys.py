@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
-from gpu_engine.step.device.graphs import LaneInput, StepGraphs, StepRows
-from gpu_engine.step.device.ring import OutputRing, StepOutputs
-from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync, segment_rows
-from gpu_engine.step.row_work import RowWork, TorchRows, TritonRows
+from gpu_engine.step.device.graphs import StepGraphs, StepRows
+from gpu_engine.step.device.pinned import segment_rows
+from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
+from gpu_engine.step.handle import StepHandle
+from gpu_engine.step.launches import StepLaunches, TorchLaunches
+from gpu_engine.step.output_ring import OutputRing, StepOutputs
 from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.handover import connect, send_segment
 from shared_mem.layout import Layout
@@ -30,6 +32,15 @@ from tests.gpu_engine.toy_sidecar import Automaton, Matcher, ToySidecar
 
 MODES = ("host_callback", "device_flag")
 SLOTS, ROWS = 4, 3
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A lane of a toy step: who holds the slot, and whether it waits for rows."""
+
+    slot: int
+    slot_gen: int
+    guided: bool
 
 
 @dataclass(eq=False)
@@ -62,8 +73,11 @@ class Toys:
 
     def launch(self, slots: list[int], *, guided: bool = True, gen: int = 1) -> StepOutputs:
         """Run one step to its end."""
-        lanes = [LaneInput(slot, gen, guided) for slot in slots]
-        return self.graphs.read(self.graphs.launch(lanes))
+        return self.graphs.read(self.start([Lane(slot, gen, guided) for slot in slots]))
+
+    def start(self, lanes: list[Lane]) -> StepHandle[Lane]:
+        """Launch one step."""
+        return start(self.graphs, lanes)
 
 
 @dataclass(eq=False)
@@ -71,11 +85,18 @@ class RecordedToys(Toys):
     stream: RecordedStream
 
 
-class OpaqueRows:
+class OpaqueLaunches:
     """Triton's interpreter reads tensors as it likes, so its kernels are native ones to the stream."""
 
-    def __init__(self, work: RowWork) -> None:
-        self.pack, self.keep, self.settle = opaque(work.pack), opaque(work.keep), opaque(work.settle)
+    def __init__(self, launches: StepLaunches) -> None:
+        self.pack, self.keep, self.advance = opaque(launches.pack), opaque(launches.keep), opaque(launches.advance)
+
+
+def start(graphs: StepGraphs, lanes: list[Lane]) -> StepHandle[Lane]:
+    """Launch one step over these lanes."""
+    handle = StepHandle(tuple(lanes), tuple(lane.guided for lane in lanes))
+    graphs.launch(handle)
+    return handle
 
 
 def tokens_of(outputs: StepOutputs) -> dict[int, list[int]]:
@@ -140,15 +161,18 @@ def toys(
         stream = RecordedStream()
         flags = FakeFlags(channel)
         timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
-        work: RowWork = TorchRows(ROWS, stream.device)
+        launches: Any = TorchLaunches(ROWS, stream.device)
         if triton:
-            # With host functions the rows are in the segment still; the wait of the flags has fetched them.
-            work = OpaqueRows(TritonRows(segment_rows(segment) if mode == "host_callback" else flags.mask_SRW[None]))
+            from gpu_engine.step.device.launches import TritonLaunches  # not every installation has Triton
+
+            # With host functions the rows are in the segment; the wait of the flags has fetched them.
+            rows = segment_rows(segment) if mode == "host_callback" else flags.mask_SRW[None]
+            launches = OpaqueLaunches(TritonLaunches(rows))
         sync: HostCallbackSync | DeviceFlagSync
         if mode == "host_callback":
-            sync = HostCallbackSync(stream, channel, flags.mask_SRW, work, None if triton else flags, **timeouts)
+            sync = HostCallbackSync(stream, channel, flags.mask_SRW, launches, None if triton else flags, **timeouts)
         else:
-            sync = DeviceFlagSync(stream, channel, flags, work, **timeouts)
+            sync = DeviceFlagSync(stream, channel, flags, launches, **timeouts)
         try:
             made = build_executor(segment, channel, sync, eager=eager, drafts=drafts, buckets=buckets)
             yield RecordedToys(*made, stream=stream)

@@ -7,18 +7,20 @@ the capture. Not here: expectations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.core.device_executor import device_executor
 from gpu_engine.core.engine import Engine
-from gpu_engine.core.executor import Executor, device_executor
+from gpu_engine.core.executor import Executor
+from gpu_engine.drafters.build import Builder
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.step.device.launches import TritonLaunches
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
-from gpu_engine.step.row_work import TritonRows
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
@@ -48,6 +50,7 @@ class RecordedDevice:
     """Assembles machinery over a stream of its own. `close` ends the stream's thread."""
 
     stream: RecordedStream = field(default_factory=RecordedStream)
+    drafter_builders: Mapping[str, Builder] | None = None
 
     def build_executor(
         self,
@@ -58,18 +61,25 @@ class RecordedDevice:
         max_inflight_steps: int,
     ) -> Executor:
         return device_executor(
-            config, model, channel, num_pages, max_inflight_steps, stream=self.stream, sync=self._sync(config, channel)
+            config,
+            model,
+            channel,
+            num_pages,
+            max_inflight_steps,
+            stream=self.stream,
+            sync=self._sync(config, channel),
+            drafter_builders=self.drafter_builders,
         )
 
     def _sync(self, config: EngineConfig, channel: EngineEnd | None) -> HostCallbackSync | DeviceFlagSync | None:
         if channel is None:
             return None
         flags = FakeFlags(channel)
-        work = TritonRows(flags.mask_SRW[None])
+        launches = TritonLaunches(flags.mask_SRW[None])
         timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
         if config.sync == "device_flag":
-            return DeviceFlagSync(self.stream, channel, flags, work, **timeouts)
-        return HostCallbackSync(self.stream, channel, flags.mask_SRW, work, flags, **timeouts)
+            return DeviceFlagSync(self.stream, channel, flags, launches, **timeouts)
+        return HostCallbackSync(self.stream, channel, flags.mask_SRW, launches, flags, **timeouts)
 
 
 @contextmanager
@@ -86,10 +96,10 @@ def device_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[
 
 @contextmanager
 def guided_device_engine(
-    model: LoadedModel, settings: EngineConfig
+    model: LoadedModel, settings: EngineConfig, device: RecordedDevice | None = None
 ) -> Iterator[tuple[Engine, ToyGrammar, RecordedStream]]:
     """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
-    device = RecordedDevice()
+    device = device or RecordedDevice()
     model = replace(model, max_model_len=settings.max_model_len)
     with Segment.create(Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)) as segment:
         grammar = ToyGrammar(segment)

@@ -158,6 +158,7 @@ class RecordedStream:
     """`before` is called on the device's thread before every node; it may block; what it raises fails the device."""
 
     before: Callable[[Node], None] | None = None
+    runs_at_once: bool = False
     trace: bool = True
     """False: every kernel is a native one, called anew at each replay and free to read (for Triton's interpreter)."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -12,7 +12,7 @@ import pytest
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, InvalidRequest
 from gpu_engine.api.request import FinishReason
-from gpu_engine.core.device_running import DeviceSlotWriter
+from gpu_engine.core.device_slot_writer import DeviceSlotWriter
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
@@ -96,7 +96,7 @@ def test_free_tokens_are_those_of_a_cpu(
     with device_engine(llama, on_device(3, **fields)) as (engine, _):
         assert answer_all(engine, [make() for make in FREE[:count]]) == free_tokens[:count]
         stats = engine.stats()
-        counts = engine._loop.executor.runner._graphs.stats  # type: ignore[attr-defined]
+        counts = engine._loop.executor.runner.launcher.stats  # type: ignore[attr-defined]
     assert stats.generated_tokens == sum(map(len, free_tokens[:count]))
     assert stats.accepted_draft_tokens > 3
     assert (counts.replays > 0, counts.eager_steps > 0) == (not fields, bool(fields))
@@ -234,7 +234,7 @@ def test_a_record_that_a_callback_refuses_ends_its_own_requests_with_internal(
             if len(answer.tokens) >= 3 and not told[0]:
                 told[0] = 1
                 # More untold tokens than a record holds.
-                stream.kernel(slot_writer.device.posted_S.fill_, -1000)
+                stream.kernel(slot_writer.buffers.posted_S.fill_, -1000)
 
         guided, free = ask(tokens(20, 1), grammar="50", max_tokens=90, on_event=break_the_count), GUIDED[1]()
         for answer in (guided, free):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from gpu_engine.api.request import FinishReason
-from gpu_engine.core.device_prefill import DevicePrefill
 from gpu_engine.core.engine import Engine
+from gpu_engine.core.prefill import Prefill
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine import eagle
-from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
+from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine, opaque_launches
+from tests.gpu_engine.device.recorded_stream import RecordedGraph, RecordedStream
 from tests.gpu_engine.harness import Answer, answer_each, ask, free_engine, tokens, with_drafts
 from tests.gpu_engine.toy_sidecar import guided_engine
 
@@ -52,9 +55,9 @@ def expected(llama: LoadedModel) -> list[list[int]]:
         return answer_each(engine, [make() for make in MIX])
 
 
-def prefill_of(engine: Engine) -> DevicePrefill:
+def prefill_of(engine: Engine) -> Prefill:
     prefill = engine._loop.executor.prefill
-    assert isinstance(prefill, DevicePrefill)
+    assert isinstance(prefill, Prefill)
     return prefill
 
 
@@ -76,7 +79,7 @@ def answer_together(engine: Engine, answers: list[Answer]) -> list[list[int]]:
     "drafts_by",
     ["ngram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "model", "trained eagle3"))],
 )
-def test_prompts_that_come_together_get_the_tokens_of_each_alone(
+def test_prompts_prefilled_together_get_the_tokens_of_each_alone(
     llama: LoadedModel, expected: list[list[int]], tmp_path: Path, drafts_by: str
 ) -> None:
     draft_model = llama.name if drafts_by == "model" else ""
@@ -89,7 +92,7 @@ def test_prompts_that_come_together_get_the_tokens_of_each_alone(
         prefill, answers = prefill_of(engine), [make() for make in MIX]
         warmed = prefill.launches.copy()
         assert set(warmed) == set(settings.prefill_shapes.every)
-        assert set(warmed.values()) == {1}
+        assert set(warmed.values()) == {2}, "before the captures, and again behind them"
         assert answer_together(engine, answers) == expected
         stats = engine.stats()
         assert set(prefill.launches) == set(warmed), "nothing has a shape that was not warmed up"
@@ -106,18 +109,53 @@ def test_prompts_that_come_together_get_the_tokens_of_each_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["grammar", "model"])
-def test_guided_prompts_come_together_with_others(llama: LoadedModel, drafter: str) -> None:
+def test_guided_prompts_are_prefilled_together_with_others(llama: LoadedModel, drafter: str) -> None:
     with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
         expected = answer_each(engine, [make() for make in GUIDED])
     draft_model = llama.name if drafter == "model" else ""
     settings = replace(with_drafts(2, device="cuda", draft_model=draft_model, **SMALL, **PATIENT), drafter=drafter)
     with guided_device_engine(llama, settings) as (engine, _, _):
         assert answer_together(engine, [make() for make in GUIDED]) == expected
-        assert prefill_of(engine).launches[4, 32] == 2, "the warm-up, and three at once"
+        assert prefill_of(engine).launches[4, 32] == 3, "the warm-ups, and three at once"
         assert engine.stats().deferred_rows == 0
 
 
-def test_who_is_aborted_between_two_chunks_leaves_pages_and_slot_to_the_next(
+@dataclass(eq=False)
+class NotedStream(RecordedStream):
+    """Notes the launches outside of captures, and the captures, in order."""
+
+    noted: list[str] = field(default_factory=list)
+
+    def kernel(self, function: Callable[..., None], *args: object) -> None:
+        if self._graph is None:
+            self.noted.append(function.__name__)
+        super().kernel(function, *args)
+
+    def capture(self) -> AbstractContextManager[RecordedGraph]:
+        self.noted.append("capture")
+        return super().capture()
+
+
+def test_the_prefill_is_warmed_up_again_behind_the_last_capture(llama: LoadedModel) -> None:
+    """A capture empties the allocator's cache, which the first warm-up has filled."""
+    stream = NotedStream()
+    device = RecordedDevice(stream)
+    settings = with_drafts(0, device="cuda", **SMALL, **PATIENT)
+    try:
+        with opaque_launches():
+            model = replace(llama, max_model_len=settings.max_model_len)
+            executor = device.build_executor(settings, model, None, num_pages=64, max_inflight_steps=1)
+            executor.warm_up()
+            executor.close()
+    finally:
+        stream.close()
+    shapes = len(settings.prefill_shapes.every)
+    first, last = stream.noted.index("capture"), len(stream.noted) - stream.noted[::-1].index("capture")
+    assert stream.noted[:first].count("_run") == shapes, "kernels are loaded before the first wait is captured"
+    assert stream.noted[last:] == ["_run"] * shapes
+
+
+def test_a_request_aborted_between_two_chunks_leaves_pages_and_slot_to_the_next(
     llama: LoadedModel, expected: list[list[int]]
 ) -> None:
     settings = with_drafts(0, device="cuda", **{**SMALL, "prefill_chunk": 64, "max_batch_size": 2}, **PATIENT)
@@ -143,7 +181,7 @@ def test_who_is_aborted_between_two_chunks_leaves_pages_and_slot_to_the_next(
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_who_is_preempted_between_two_chunks_comes_back_and_says_the_same(llama: LoadedModel, kept: bool) -> None:
+def test_a_request_preempted_between_two_chunks_comes_back_with_the_same_tokens(llama: LoadedModel, kept: bool) -> None:
     late = partial(ask, tokens(150, 8), max_tokens=3, ignore_eos=True)
     small = {**SMALL, "prefill_chunk": 64, "max_batch_size": 2}
     with free_engine(llama, with_drafts(0, **small)) as engine:
@@ -163,6 +201,6 @@ def test_who_is_preempted_between_two_chunks_comes_back_and_says_the_same(llama:
         assert len(first.wait().tokens) == 26
         stats = engine.stats()
     assert stats.preemptions == 1
-    # What was there when it lost its slot is prefilled twice, or found.
+    # The chunk that was prefilled before the preemption is prefilled twice, or found in the cache.
     assert stats.prefill_tokens + stats.cached_tokens - 9 - 149 in (64, 128)
     assert (stats.cached_tokens > 0) == kept

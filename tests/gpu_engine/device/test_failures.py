@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gpu_engine.step.device.graphs import LaneInput
-from gpu_engine.step.row_work import VERIFY
+from gpu_engine.step.launches import VERIFY
 from shared_mem.errors import InvalidField
 from shared_mem.layout import RowKind
 from tests.gpu_engine.device.bench_of_toys import (
     MODES,
     ROWS,
     SLOTS,
+    Lane,
     open_slot,
     pattern_peer,
     sidecar_of,
@@ -37,11 +37,11 @@ def test_no_row_of_thousands_of_replays_is_stale_or_lost(mode: str, replays: int
     with toys(mode) as t, pattern_peer(t, tmp_path):
         step = t.count_patterns()
         t.graphs.capture(t.channel)
-        lanes = [LaneInput(slot, 1, True) for slot in (3, 0, 2)]
-        flying = t.graphs.launch(lanes)
+        lanes = [Lane(slot, 1, True) for slot in (3, 0, 2)]
+        flying = t.start(lanes)
         seqs = []
         for _ in range(replays):
-            following = t.graphs.launch(lanes)
+            following = t.start(lanes)
             seqs.append(t.graphs.read(flying).seq)
             flying = following
         t.graphs.read(flying)
@@ -54,9 +54,9 @@ def test_peer_killed_between_replays_is_deferred_within_the_deadline(mode: str, 
     with toys(mode, row_timeout_ms=SHORT_MS) as t, pattern_peer(t, tmp_path) as peer:
         step = t.count_patterns()
         t.graphs.capture(t.channel)
-        lanes = [LaneInput(0, 1, True), LaneInput(1, 1, True)]
+        lanes = [Lane(0, 1, True), Lane(1, 1, True)]
         for count in range(40):
-            launched = t.graphs.launch(lanes)
+            launched = t.start(lanes)
             if count == 20:
                 peer.send_signal(signal.SIGKILL)
                 peer.wait(PATIENCE_S)
@@ -101,7 +101,7 @@ def test_abort_word_ends_a_wait_at_once(mode: str) -> None:
         t.sit(0)
         begun = threading.Event()
         posted = t.channel.last_seq
-        launched = t.graphs.launch([LaneInput(0, 1, True)])
+        launched = t.start([Lane(0, 1, True)])
         while t.channel.last_seq == posted:
             begun.wait(0.001)
         begin_s = time.monotonic()
@@ -132,12 +132,12 @@ def test_after_a_device_error_no_host_function_runs_and_every_wait_ends(mode: st
                     raise RuntimeError("an illegal memory access was encountered")
 
             t.stream.before = break_early
-            launched = t.graphs.launch([LaneInput(0, 1, True)])
+            launched = t.start([Lane(0, 1, True)])
             with pytest.raises(DeviceFailed, match="illegal memory access"):
                 t.graphs.read(launched)
             assert t.channel.last_seq == posted, "its post was skipped"
             with pytest.raises(DeviceFailed):
-                t.graphs.launch([LaneInput(0, 1, True)])
+                t.start([Lane(0, 1, True)])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_engine.step.device.graphs import GraphKey, LaneInput, StepRows, lane_buckets
-from tests.gpu_engine.device.bench_of_toys import MODES, ROWS, SLOTS, open_slot, sidecar_of, tokens_of, toys
+from gpu_engine.step.device.graphs import StepRows, lane_buckets
+from tests.gpu_engine.device.bench_of_toys import MODES, ROWS, SLOTS, Lane, open_slot, sidecar_of, tokens_of, toys
 from tests.gpu_engine.device.toy_step import expected
 from tests.gpu_engine.toy_sidecar import Automaton
 
@@ -23,8 +23,8 @@ PAIR = {
 def test_nodes_of_a_graph_are_those_of_the_mechanism(mode: str) -> None:
     with toys(mode) as t:
         t.graphs.capture(t.channel)
-        guided = t.graphs._graphs[GraphKey(2, ROWS, True)].kinds
-        free = t.graphs._graphs[GraphKey(2, ROWS, False)].kinds
+        guided = t.graphs.captured[2, ROWS, True].kinds
+        free = t.graphs.captured[2, ROWS, False].kinds
     # load, the pair, accept, settle, K times the pair and a draw, propose, pack.
     pair = PAIR[mode]
     assert guided == [KERNEL, *pair, KERNEL, KERNEL, *(ROWS - 1) * [*pair, KERNEL], KERNEL, KERNEL]
@@ -66,7 +66,7 @@ def test_lanes_change_places_buckets_and_owners(mode: str) -> None:
             for slot in range(SLOTS):
                 open_slot(t, sidecar, slot)
             for lanes in ([0], [1, 0], [3, 1, 0, 2], [2], [2, 3, 0], [0, 1, 2, 3]):
-                launched = t.graphs.launch([LaneInput(slot, gens[slot], True) for slot in lanes])
+                launched = t.start([Lane(slot, gens[slot], True) for slot in lanes])
                 for slot, tokens in tokens_of(t.graphs.read(launched)).items():
                     said[slot] += tokens
             for slot in (0, 3):
@@ -74,7 +74,7 @@ def test_lanes_change_places_buckets_and_owners(mode: str) -> None:
                 said[slot] = []
                 open_slot(t, sidecar, slot, gen=2)
             for _ in range(6):
-                launched = t.graphs.launch([LaneInput(slot, gens[slot], True) for slot in (0, 3)])
+                launched = t.start([Lane(slot, gens[slot], True) for slot in (0, 3)])
                 for slot, tokens in tokens_of(t.graphs.read(launched)).items():
                     said[slot] += tokens
             for slot, tokens in said.items():
@@ -90,7 +90,7 @@ def test_guided_and_free_lanes_share_a_step(mode: str) -> None:
             t.sit(2)
             said: dict[int, list[int]] = {1: [], 2: []}
             for _ in range(8):
-                launched = t.graphs.launch([LaneInput(2, 1, False), LaneInput(1, 1, True)])
+                launched = t.start([Lane(2, 1, False), Lane(1, 1, True)])
                 for slot, tokens in tokens_of(t.graphs.read(launched)).items():
                     said[slot] += tokens
             assert said[1] == expected(Automaton(1500).legal, 1, len(said[1]))
@@ -104,9 +104,9 @@ def test_launch_does_not_wait_and_outputs_come_a_step_behind() -> None:
         with sidecar_of(t) as sidecar:
             open_slot(t, sidecar, 0)
             said: list[int] = []
-            flying = t.graphs.launch([LaneInput(0, 1, True)])
+            flying = t.start([Lane(0, 1, True)])
             for _ in range(20):
-                following = t.graphs.launch([LaneInput(0, 1, True)])
+                following = t.start([Lane(0, 1, True)])
                 said += tokens_of(t.graphs.read(flying))[0]
                 flying = following
             said += tokens_of(t.graphs.read(flying))[0]
@@ -116,21 +116,21 @@ def test_launch_does_not_wait_and_outputs_come_a_step_behind() -> None:
 def test_outputs_that_nobody_reads_are_not_overwritten() -> None:
     with toys("host_callback") as t:
         t.graphs.capture()
-        lanes = [LaneInput(0, 1, False)]
-        kept = [t.graphs.launch(lanes) for _ in range(3)]
+        lanes = [Lane(0, 1, False)]
+        kept = [t.start(lanes) for _ in range(3)]
         with pytest.raises(RuntimeError, match="not read"):
-            t.graphs.launch(lanes)
+            t.start(lanes)
         assert [t.graphs.read(launched).seq for launched in kept] == [0, 0, 0]
 
 
 def test_a_step_that_fits_no_graph_is_refused() -> None:
     with toys("host_callback", buckets=(1, 2)) as t:
         t.graphs.capture()
-        lanes = [LaneInput(slot, 1, False) for slot in range(3)]
+        lanes = [Lane(slot, 1, False) for slot in range(3)]
         with pytest.raises(ValueError, match="3 lanes does not fit: there are 1 to 2"):
-            t.graphs.launch(lanes)
+            t.start(lanes)
         with pytest.raises(ValueError, match="does not fit"):
-            t.graphs.launch([])
+            t.start([])
 
 
 def test_capture_sets_the_permissive_word_and_leaves_the_slots_alone() -> None:
@@ -175,9 +175,9 @@ def test_triton_kernels_tell_and_keep_the_same(mode: str) -> None:
             open_slot(t, sidecar, 1)
             open_slot(t, sidecar, 3)
             t.sit(2)
-            lanes = [LaneInput(3, 1, True), LaneInput(2, 1, False), LaneInput(1, 1, True)]
+            lanes = [Lane(3, 1, True), Lane(2, 1, False), Lane(1, 1, True)]
             for count in range(9):
-                launched = t.graphs.launch(lanes if count < 6 else lanes[::2])
+                launched = t.start(lanes if count < 6 else lanes[::2])
                 for slot, tokens in tokens_of(t.graphs.read(launched)).items():
                     said[slot] += tokens
             for slot in (1, 3):
@@ -190,7 +190,7 @@ def test_triton_kernels_tell_and_keep_the_same(mode: str) -> None:
 def test_close_waits_and_destroys_the_graphs() -> None:
     with toys("host_callback") as t:
         t.graphs.capture()
-        t.graphs.launch([LaneInput(0, 1, False)])
+        t.start([Lane(0, 1, False)])
         ran = t.stream.ran
         t.graphs.close()
         assert t.stream.ran > ran
@@ -200,6 +200,6 @@ def test_close_waits_and_destroys_the_graphs() -> None:
 def test_warm_up_leaves_nothing_for_later() -> None:
     with toys("host_callback") as t:
         t.sync.reserve((1, 2, 4))
-        boxes = dict(t.sync._boxes)
+        boxes = dict(t.sync._posts)
         t.graphs.capture()
-        assert t.sync._boxes == boxes
+        assert t.sync._posts == boxes

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from gpu_engine.model.loader import LoadedModel, load_model
-from gpu_engine.step.device.graphs import GraphKey
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
@@ -55,8 +54,8 @@ def parts_of(model: LoadedModel, guided: bool, **fields: Any) -> list[tuple[str,
         with Segment.create(Layout(1, ROWS, model.vocab_size)) as segment, opaque_launches():
             executor = device.build_executor(settings, model, EngineEnd(segment), num_pages=16, max_inflight_steps=1)
             executor.warm_up()
-            graphs = executor.runner._graphs._graphs  # type: ignore[attr-defined]
-            parts: list[tuple[str, int]] = graphs[GraphKey(1, ROWS, guided)].parts
+            graphs = executor.runner.launcher.captured  # type: ignore[attr-defined]
+            parts: list[tuple[str, int]] = graphs[1, ROWS, guided].parts
             executor.close()
         return parts
     finally:
@@ -71,7 +70,7 @@ def named(parts: list[tuple[str, int]]) -> list[str]:
 def test_nodes_of_a_guided_step(llama: LoadedModel, sync: str) -> None:
     parts = parts_of(llama, True, sync=sync, jump_forward=False)
     post, wait = PAIR[sync]
-    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_settle", "_propose", "_pack"]
+    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", "_propose", "_pack"]
     counts = [(name, count) for name, count in parts if name != "_forward"]
     # Accept is rows, filters, walk and logprobs. Everything else is one launch: the sync's `_pack` looks at stopped
     # slots in its own kernel, and the ring's `_pack` is one concatenation.
@@ -81,9 +80,9 @@ def test_nodes_of_a_guided_step(llama: LoadedModel, sync: str) -> None:
 
 def test_nodes_of_a_free_step(llama: LoadedModel) -> None:
     parts = parts_of(llama, False, sync="host_callback")
-    assert named(parts) == ["_load", "_no_seq", "_forward", "_free", "_accept", "_propose", "_pack"]
-    # Of its own: that it asked for nothing, and that every row is free.
-    assert sum(count for name, count in parts if name != "_forward") == 9
+    assert named(parts) == ["_load", "_no_seq", "_forward", "free_rows", "_accept", "_advance", "_propose", "_pack"]
+    # Of its own: that it asked for nothing, and that every row is ALL.
+    assert sum(count for name, count in parts if name != "_forward") == 10
 
 
 @pytest.mark.parametrize("sync", list(PAIR))
@@ -105,7 +104,7 @@ def test_what_is_forced_costs_a_pair_without_a_fetch(llama: LoadedModel, sync: s
     # A proposal brings no rows; the kernel behind the wait puts the tokens where drafters find them.
     pair = [*post, *(name for name in wait if name not in ("_fetch", "_keep")), "_take_jump_forward"]
     parts = parts_of(llama, True, sync=sync, jump_forward=True)
-    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_settle", *pair, "_propose", "_pack"]
+    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", *pair, "_propose", "_pack"]
     counts = [(name, count) for name, count in parts if name != "_forward"]
     assert {name: count for name, count in counts if count != 1} == {"_accept": 4}
     assert sum(count for _, count in counts) == {"host_callback": 15 + 6, "device_flag": 12 + 4}[sync]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gpu_engine.api.request import FinishReason
-from gpu_engine.core.outputs import outcomes
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.device.ring import OutputRing
+from gpu_engine.step.outcomes import outcomes
+from gpu_engine.step.output_ring import OutputRing
 from kernels.accept import STOP_TOKEN
 from shared_mem.layout import RowKind
 from tests.gpu_engine.device.recorded_stream import RecordedStream

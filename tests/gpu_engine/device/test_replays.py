@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.sync_peer import attached
-from gpu_engine.step.device.post_buffers import HostPostBuffers, PostBuffers
+from gpu_engine.step.post_buffers import HostPostBuffers, PostBuffers
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout, RowKind
 from shared_mem.segment import Segment

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.device.ring import OutputRing
+from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.stream_sync import StreamSync
 from kernels.accept import RUN_ON
 from shared_mem.layout import RowKind
@@ -55,7 +55,7 @@ class ToyStep:
         self.sync.post(batch)
         self.sync.await_rows(batch)
         stream.kernel(self.accept, batch)
-        self.sync.settle(batch)
+        stream.kernel(self.advance, batch)
         for k in range(self.drafts):
             self.sync.post_draft(batch, k)
             self.sync.await_draft(batch, k)
@@ -87,7 +87,10 @@ class ToyStep:
         r.num_emitted_B[:B] = count_B
         r.num_accepted_B[:B] = (count_B - 1).clamp(min=0)
         r.blocked_B[:B] = (kinds_BP * stops_BP).amax(1).int() * (batch.slots_B >= 0)
-        lane.drafting_B[:B] = (count_B > 0) & (r.blocked_B[:B] == 0)
+        r.finish_B[:B] = RUN_ON
+
+    def advance(self, batch: StepBatch) -> None:
+        self.sync.launches.advance(batch, self.sync.store)
 
     def draft(self, batch: StepBatch, k: int) -> None:
         batch.lane.drafts_BR[: batch.num_lanes, k] = self.draw(batch, k)
@@ -132,7 +135,7 @@ class PatternStep:
         self.sync.post(batch)
         self.sync.await_rows(batch)
         self.sync.stream.kernel(self.check, batch)
-        self.sync.settle(batch)
+        self.sync.stream.kernel(self.sync.launches.advance, batch, self.sync.store)
         self.ring.pack(batch)
 
     def begin(self, batch: StepBatch) -> None:

@@ -9,10 +9,13 @@ import torch
 
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.step.launches import TorchLaunches
 from gpu_engine.step.program import Drafter
+from gpu_engine.step.stream import ImmediateStream
 from kernels.accept import StepTensors
 
 SLOTS, ROWS, LENGTH = 6, 5, 96
+STREAM, LAUNCHES = ImmediateStream(), TorchLaunches(ROWS)
 
 
 def batch_of(slots: list[int]) -> StepBatch:
@@ -37,7 +40,12 @@ def write(batch: StepBatch, slot: int, history: list[int], *, limit: int = ROWS 
 def propose(drafter: Drafter, batch: StepBatch) -> None:
     slot, lane = batch.slot, batch.lane
     lanes = (batch.slots_B, lane.drafts_BR, lane.num_drafts_B, lane.kinds_BR, lane.forced_BR)
-    drafter.propose(batch, StepTensors(*lanes, 0, (0, 0), slot.history_SL, slot.length_S, slot.params, lane.result), {})
+    drafter.propose(
+        batch,
+        StepTensors(*lanes, 0, (0, 0), slot.history_SL, slot.length_S, slot.params, lane.result),
+        slot.page_table_SN,
+        {},
+    )
 
 
 def drafts(batch: StepBatch, slot: int) -> list[int]:
@@ -57,7 +65,7 @@ def reference(history: list[int], most: int, least: int, limit: int, max_length:
 
 @pytest.mark.parametrize(("most", "least"), [(1, 1), (3, 1), (4, 2), (8, 3)])
 def test_it_finds_what_a_plain_search_finds(most: int, least: int) -> None:
-    drafter, draw = NgramDrafter(most, least), random.Random(most * 10 + least)
+    drafter, draw = NgramDrafter(STREAM, LAUNCHES, most, least), random.Random(most * 10 + least)
     found = 0
     for _ in range(150):
         slots = draw.sample(range(SLOTS), k=draw.randint(1, SLOTS))
@@ -90,7 +98,7 @@ def test_it_finds_what_a_plain_search_finds(most: int, least: int) -> None:
 def test_longest_then_first(history: list[int], expected: list[int]) -> None:
     batch = batch_of([2])
     write(batch, 2, history)
-    propose(NgramDrafter(4, 1), batch)
+    propose(NgramDrafter(STREAM, LAUNCHES, 4, 1), batch)
     assert drafts(batch, 2) == expected
 
 
@@ -102,12 +110,12 @@ def test_a_lane_does_not_see_its_neighbours() -> None:
     write(together, 3, [0] * 90)
     write(together, 5, [7])
     for batch in (alone, together):
-        propose(NgramDrafter(4, 1), batch)
+        propose(NgramDrafter(STREAM, LAUNCHES, 4, 1), batch)
     assert drafts(alone, 0) == drafts(together, 0) == [9, 4, 1, 2]
 
 
-def test_no_drafter_takes_drafts_away() -> None:
+def test_no_drafter_leaves_the_numbers_of_drafts_alone() -> None:
     batch = batch_of([1, 4])
-    batch.slot.num_drafts_S[:] = 3
+    batch.slot.num_drafts_S[:] = 3  # jump-forward tokens, which the sync wrote
     propose(NoDrafter(), batch)
-    assert batch.slot.num_drafts_S.tolist() == [3, 0, 3, 3, 0, 3]
+    assert batch.slot.num_drafts_S.tolist() == [3] * SLOTS

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.device.post_buffers import PostBuffers
+from gpu_engine.step.launches import TorchLaunches
 from gpu_engine.step.mask_rows import RowStore
-from gpu_engine.step.row_work import TorchRows
-from gpu_engine.step.sync import InlineSync
+from gpu_engine.step.stream import ImmediateStream
+from gpu_engine.step.stream_sync import InlineSync
 from kernels.cuda.advance import advance
 from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.posting import PROPOSE, VERIFY, KeptRows, PostTensors, keep_rows, pack_post
@@ -36,16 +36,16 @@ class RandomAnswers:
         self.posted: dict[str, Any] = {}
         """The fields of the last post, as they were."""
 
-    def batch_arrays(self, num_lanes: int) -> BatchArrays:
-        return BatchArrays(num_lanes, R)
+    def batch_arrays(self, num_lanes: int, memory: Any) -> BatchArrays:
+        return BatchArrays(num_lanes, R, memory)
 
-    def post_batch(self, arrays: BatchArrays, lanes: int, stage: int) -> int:
+    def post_batch(self, arrays: BatchArrays, *, stage: int) -> int:
         names = ("slots", "slot_gens", "commit_pos", "n_commit", "n_draft", "need_rows", "tokens")
-        self.posted = {name: getattr(arrays, name)[:lanes].copy() for name in names}
+        self.posted = {name: getattr(arrays, name).copy() for name in names}
         self.seq += 1
         return self.seq
 
-    def await_batch(self, arrays: BatchArrays, seq: int, lanes: int, *, timeout_s: float) -> SimpleNamespace:
+    def await_batch(self, arrays: BatchArrays, seq: int, *, timeout_s: float) -> SimpleNamespace:
         arrays.kinds[:] = self.random.integers(0, 6, arrays.kinds.shape)
         arrays.forced[:] = self.random.integers(0, V, arrays.forced.shape)
         return SimpleNamespace(waited_ns=0)
@@ -65,7 +65,7 @@ class OnDevice:
         self.lanes = [there(t) for t in (lane.slots_B, lane.guided_B, lane.drafting_B)]
         self.slot = [there(t) for t in (slot.history_SL, slot.length_S, slot.params.prompt_length_S, slot.posted_S)]
         self.gens, self.drafts, self.num = there(lane.slot_gens_B), there(lane.drafts_BR), there(lane.num_drafts_B)
-        self.rows = KeptRows(*(there(t) for t in (store.mask_SRW, store.kind_SR, store.forced_SR, store.cached_SR)))
+        self.rows = KeptRows(*(there(t[:S]) for t in (store.mask_SRW, store.kind_SR, store.forced_SR, store.cached_SR)))
         self.kinds, self.forced = there(lane.kinds_BR), there(lane.forced_BR)
         B = len(LANES)
         ints = [torch.zeros(B, dtype=torch.int32, device=device) for _ in range(6)]
@@ -81,8 +81,8 @@ class OnDevice:
         pack_post(*post, k=k)
 
     def keep(self, inline: InlineSync, channel: RandomAnswers, k: int) -> None:
-        self.out.kinds_BR.copy_(inline._kinds_BR)
-        self.out.forced_BR.copy_(inline._forced_BR)
+        self.out.kinds_BR.copy_(inline._buffers(len(LANES)).kinds)
+        self.out.forced_BR.copy_(inline._buffers(len(LANES)).forced)
         masks = torch.from_numpy(channel.masks)
         if self.kinds.device.type == "cuda":
             masks = masks.pin_memory()  # read through the mapping
@@ -104,10 +104,10 @@ def state() -> tuple[InlineSync, RandomAnswers, StepBatch]:
     lane.drafts_BR.copy_(torch.randint(V, lane.drafts_BR.shape, generator=g))
     lane.num_drafts_B.copy_(torch.tensor([3, 0, 2, 1]))
     channel: Any = RandomAnswers()
-    inline = InlineSync(channel, len(LANES), row_timeout_ms=1.0)
-    inline.store.cached_SR.copy_(torch.rand(S, R, generator=g) < 0.4)
+    inline = InlineSync(ImmediateStream(), channel, TorchLaunches(R), row_timeout_ms=1.0)
+    inline.store.cached_SR[:S] = torch.rand(S, R, generator=g) < 0.4
     inline.store.cached_SR[0, :2] = True  # nothing is missing
-    inline.store.kind_SR.copy_(torch.randint(3, (S, R), generator=g))
+    inline.store.kind_SR[:S] = torch.randint(3, (S, R), generator=g).to(torch.uint8)
     return inline, channel, StepBatch(slot, lane, len(LANES), R, any_guided=True)
 
 
@@ -137,9 +137,9 @@ def test_a_post_and_what_is_kept_are_those_of_the_inline_sync(device: torch.devi
     ours.keep(inline, channel, k)
     rows, store = ours.rows, inline.store
     for mine, theirs in (
-        (rows.cached_SR, store.cached_SR),
-        (rows.kind_SR, store.kind_SR),
-        (rows.forced_SR, store.forced_SR),
+        (rows.cached_SR, store.cached_SR[:S]),
+        (rows.kind_SR, store.kind_SR[:S]),
+        (rows.forced_SR, store.forced_SR[:S]),
         (ours.kinds, batch.lane.kinds_BR),
     ):
         assert mine.tolist() == theirs.tolist()
@@ -151,33 +151,16 @@ def test_a_post_and_what_is_kept_are_those_of_the_inline_sync(device: torch.devi
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_draft_asks_for_its_row(device: torch.device, k: int) -> None:
-    """The kernels, their torch form and the inline sync post the same."""
     inline, channel, batch = state()
-    # Who drafts has emitted, and so has forgotten its rows.
+    # A lane that drafts has emitted a token, and so has no cached rows.
     inline.store.cached_SR[batch.slots_B[batch.lane.drafting_B].long()] = False
-    told = batch.slot.posted_S.clone()
-    ours, other = OnDevice(inline, batch, device), TorchRows(R, torch.device("cpu"))
-    box, spare = PostBuffers(len(LANES), R, torch.device("cpu")), inline.store
-    store = RowStore(
-        spare.mask_SRW.clone(),
-        *(torch.cat([t, t[:1]]) for t in (spare.kind_SR, spare.forced_SR, spare.cached_SR)),
-    )
-    other.pack(batch, store, box, k)
-    torch_posted = batch.slot.posted_S.clone()
-    batch.slot.posted_S.copy_(told)
+    posted = batch.slot.posted_S.clone()
+    ours = OnDevice(inline, batch, device)
     ours.post(k)
     inline.post_draft(batch, k)
-    wanted = [4, -1, -1, 0]
-    assert ours.out.slots_B.tolist() == box.slots.tolist() == wanted
-    assert ours.slot[3].tolist() == batch.slot.posted_S.tolist() == torch_posted.tolist()
-    assert not torch.equal(batch.slot.posted_S, told)
+    assert ours.out.slots_B.tolist() == inline._buffers(len(LANES)).slots.tolist() == [4, -1, -1, 0]
+    assert ours.slot[3].tolist() == batch.slot.posted_S.tolist() != posted.tolist()
     assert channel.seq == 1
-    inline.await_draft(batch, k)
-    ours.keep(inline, channel, k)
-    assert ours.kinds[:, k].tolist() == batch.lane.kinds_BR[:, k].tolist()
-    box.kinds.copy_(inline._kinds_BR)
-    other.keep(batch, store, box, k, None)
-    assert ours.kinds[:, k].tolist() == batch.lane.kinds_BR[:, k].tolist()
 
 
 def test_idle_lanes_are_not_posted_and_are_free(device: torch.device) -> None:
@@ -193,15 +176,33 @@ def test_idle_lanes_are_not_posted_and_are_free(device: torch.device) -> None:
     assert torch.equal(ours.rows.cached_SR[4], kept[4])
 
 
-def test_settling_forgets_the_rows_of_who_moved_on(device: torch.device) -> None:
-    def ints(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
+def test_advance_drops_the_rows_of_lanes_that_emitted(device: torch.device) -> None:
+    """The kernel and the CPU's launch have one rule for the lanes that go on to draft."""
 
-    kept = torch.ones(4, R, dtype=torch.bool, device=device)
+    def ints(values: list[int], where: torch.device | str = "cpu") -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=where)
+
+    lanes = [3, 1, 0, 2, -1], [2, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 3, 0, 4, 0]
+    cached = torch.ones(4, R, dtype=torch.bool, device=device)
     drafting = torch.ones(5, dtype=torch.bool, device=device)
-    advance(ints(3, 1, 0, 2, -1), ints(2, 0, 1, 1, 1), ints(0, 0, 1, 0, 0), ints(0, 3, 0, 4, 0), drafting, kept)
+    advance(*(ints(values, device) for values in lanes), drafting, cached)
     assert drafting.tolist() == [True, False, False, False, False]
-    assert kept.any(dim=1).tolist() == [False, True, False, False]
+    assert cached.any(dim=1).tolist() == [False, True, False, False]
+
+    slot, lane = SlotBuffers.allocate(5, R, L, 16), LaneBuffers.allocate(5, R, 8)
+    slots, emitted, finish, blocked = lanes
+    for target, values in (
+        (lane.slots_B, slots),
+        (lane.result.num_emitted_B, emitted),
+        (lane.result.finish_B, finish),
+        (lane.result.blocked_B, blocked),
+    ):
+        target.copy_(ints(values))
+    store = RowStore.around(torch.zeros(4, R, 4, dtype=torch.int32))
+    store.cached_SR.fill_(True)
+    TorchLaunches(R).advance(StepBatch(slot, lane, 5, R, any_guided=True), store)
+    assert lane.drafting_B.tolist() == drafting.tolist()
+    assert torch.equal(store.cached_SR[:4], cached.cpu())
 
 
 def test_what_is_forced_is_asked_for_and_taken_as_by_the_inline_sync(device: torch.device) -> None:
@@ -231,16 +232,16 @@ def test_what_is_forced_is_asked_for_and_taken_as_by_the_inline_sync(device: tor
         assert ours.slot[3].tolist() == slot.posted_S.tolist()
 
         inline.await_jump_forward(batch)
-        inline._kinds_BR[:, 0] = int(RowKind.FORCED)
+        inline._buffers(len(LANES)).kinds[:, 0] = int(RowKind.FORCED)
         if channel.seq:
             # Ids on both sides of the vocabulary's ends: in lane 0 they come first, in lane 3 behind one that is legal.
-            inline._forced_BR[0, 0] = (-1, 0, V - 1, V)[seed % 4]
-            inline._kinds_BR[3, :2] = int(RowKind.FORCED)
-            inline._forced_BR[3, 1] = (-(2**31), 2**31 - 1, V, 0)[seed % 4]
+            inline._buffers(len(LANES)).forced[0, 0] = (-1, 0, V - 1, V)[seed % 4]
+            inline._buffers(len(LANES)).kinds[3, :2] = int(RowKind.FORCED)
+            inline._buffers(len(LANES)).forced[3, 1] = (-(2**31), 2**31 - 1, V, 0)[seed % 4]
             channel.await_batch = lambda *args, **kwargs: SimpleNamespace(waited_ns=0)  # type: ignore[method-assign]
             inline.await_jump_forward(batch)
-        ours.out.kinds_BR.copy_(inline._kinds_BR)
-        ours.out.forced_BR.copy_(inline._forced_BR)
+        ours.out.kinds_BR.copy_(inline._buffers(len(LANES)).kinds)
+        ours.out.forced_BR.copy_(inline._buffers(len(LANES)).forced)
         emitted = lane.result.num_emitted_B.to(device)
         out = ours.out
         take_jump_forward(

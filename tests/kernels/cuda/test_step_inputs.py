@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_engine.drafters.ngram import NgramDrafter
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from kernels.accept import StepTensors
+from gpu_engine.step.launches import TorchLaunches
 from kernels.cuda.ngram import propose_ngram
 from kernels.cuda.step_inputs import load_step
 
@@ -58,9 +57,7 @@ def test_ngram_proposes_what_the_engines_drafter_does(
     limit = slot.params.max_length_S.to(device)
     propose_ngram(*ours, limit, drafts, num, ngram_max=longest, ngram_min=shortest)
     batch = StepBatch(slot, lane, S, R, any_guided=False)
-    lanes = (lane.slots_B, lane.drafts_BR, lane.num_drafts_B, lane.kinds_BR, lane.forced_BR)
-    step = StepTensors(*lanes, 0, (0, 0), slot.history_SL, slot.length_S, slot.params, lane.result)
-    NgramDrafter(longest, shortest).propose(batch, step, {})
+    TorchLaunches(R).propose_ngram(batch, longest, shortest, jump_forward=False)
     assert num.tolist() == slot.num_drafts_S.tolist()
     for s in range(S):
         assert drafts[s, : int(num[s])].tolist() == slot.drafts_SR[s, : int(num[s])].tolist()
@@ -87,9 +84,7 @@ def test_ngram_goes_on_behind_forced_tokens(device: torch.device, ids: int) -> N
     limit, ahead = slot.params.max_length_S.to(device), lane.num_jump_forward_B.to(device)
     propose_ngram(*ours, limit, drafts, num, ngram_max=4, ngram_min=1, num_jump_forward_B=ahead)
     batch = StepBatch(slot, lane, S, R, any_guided=True)
-    lanes = (lane.slots_B, lane.drafts_BR, lane.num_drafts_B, lane.kinds_BR, lane.forced_BR)
-    step = StepTensors(*lanes, 0, (0, 0), slot.history_SL, slot.length_S, slot.params, lane.result)
-    NgramDrafter(4, 1).propose(batch, step, {})
+    TorchLaunches(R).propose_ngram(batch, 4, 1, jump_forward=True)
     assert num.tolist() == slot.num_drafts_S.tolist()
     assert num[lane.num_jump_forward_B < 0].tolist() == [2, 2]
     assert any(int(num[s]) > count for s, count in enumerate(lane.num_jump_forward_B.tolist()) if count > 0)

@@ -1,7 +1,7 @@
 """What steps emitted, on its way to the host: packed on the device, copied to a pinned ring, read behind an event.
 
-One invariant: an entry is overwritten only `max_inflight_steps` pushes later, and by then the host has read it (`push` refuses
-otherwise). So a later step cannot change what is being read. Not here: what the numbers mean to anybody (collect.py).
+One invariant: an entry is overwritten only after the host has read it (`push` refuses otherwise), so a later step
+cannot change what is being read. Not responsible for: what the numbers mean (see outcomes.py).
 
 Shapes: B lanes of the entry, R rows a slot.
 """
@@ -23,7 +23,7 @@ _HEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """A step's results in host memory; a copy that is the reader's own. Has what `collect.outcomes` looks at."""
+    """A step's results in host memory, a copy that belongs to the reader."""
 
     result: AcceptResult
     num_drafts_B: torch.Tensor
@@ -35,9 +35,9 @@ class StepOutputs:
     slot_gens_B: torch.Tensor
     """int32 [B] as launched."""
     seq: int
-    """Sequence under which the step asked for its rows; 0: it asked for none."""
+    """Sequence number of the step's verify post; 0: it asked for no row."""
     waited_ns: int
-    """Nanoseconds waited on the device since the start, all steps together."""
+    """Nanoseconds that all steps since the start waited, as `Sync.report` has them."""
 
 
 @dataclass(slots=True)
@@ -53,13 +53,13 @@ class _Entry:
 
 
 class OutputRing:
-    """`pack` stands in the step; `push` and `read` are the engine thread's, outside of any graph.
+    """`pack` is a part of the step; the engine thread calls `push` and `read`, outside of any graph.
 
     Args:
         stream: of the steps.
         lane: the lanes' buffers, whose results are copied.
-        report: int64 [1] each, device: sequence and waited time of the step (`StreamSync.report`); None: zeros.
-        depth: entries; steps in flight plus one.
+        report: int64 [1] each, device: sequence and waited time of the step (`Sync.report`); None: zeros.
+        max_inflight_steps: entries, the steps in flight plus one.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class OutputRing:
         self._next = 0
 
     def pack(self, batch: StepBatch) -> None:
-        """Gather the results of the first B lanes into one piece of device memory: one launch, last in the step."""
+        """Gather the results of the first B lanes into one piece of device memory: the last launch of the step."""
         self._stream.kernel(self._pack, batch)
 
     def push(self, batch: StepBatch, *, logprobs: bool = False) -> int:
@@ -147,4 +147,4 @@ class OutputRing:
         )
 
     def __repr__(self) -> str:
-        return f"OutputRing(depth={len(self._entries)}, unread={sum(entry.full for entry in self._entries)})"
+        return f"OutputRing(entries={len(self._entries)}, unread={sum(entry.full for entry in self._entries)})"

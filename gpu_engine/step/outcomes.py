@@ -1,10 +1,11 @@
-"""Turns what a step left in the result buffers into events for the clients. Pure: it reads, and decides no one's fate.
+"""Turns the results of a step into one `LaneOutcome` for each lane. Pure: it reads, and decides nothing.
 
-One invariant: an event carries exactly the tokens that the step appended to the slot's history.
+One invariant: an outcome carries exactly the tokens that the step appended to the slot's history.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from shared_mem.layout import RowKind
 
 
 class StepResults(Protocol):
-    """What a step left in host memory: the lanes' own buffers on a CPU, a copy of them behind a device's step."""
+    """The results of a step in host memory; `StepOutputs` of the output ring is one."""
 
     @property
     def result(self) -> AcceptResult:
@@ -42,17 +43,19 @@ class LaneOutcome:
     num_accepted: int
     finish: FinishReason | None
     deferred: bool
-    """Its rows were not there; ask again."""
+    """Its mask rows did not arrive in time; the next step asks again."""
     blocked: int = RowKind.ALL
     """The kind of row that ended its step early: DEFER, DEAD_END or ERROR."""
     num_jump_forward: int = 0
-    """Drafts for its next step that the grammar forces; -1: those of this one stay."""
+    """Drafts for its next step that the grammar forces; -1: the drafts of this step stay."""
     error: LockstepError | None = None
-    """Ends the sequence: the step itself failed for this lane, and its tokens are none."""
+    """Ends the sequence: the step itself failed for this lane, and emitted nothing."""
 
 
-def outcomes(lane: StepResults, num_lanes: int, *, guided: list[bool], logprobs: list[int | None]) -> list[LaneOutcome]:
-    """Read the results of the first `num_lanes` lanes."""
+def outcomes(
+    lane: StepResults, num_lanes: int, *, guided: Sequence[bool], logprobs: Sequence[int | None]
+) -> list[LaneOutcome]:
+    """Return what the first `num_lanes` lanes did. `guided` and `logprobs` are those of the step's handle."""
     r = lane.result
     counts, accepted = r.num_emitted_B[:num_lanes].tolist(), r.num_accepted_B[:num_lanes].tolist()
     finish, blocked = r.finish_B[:num_lanes].tolist(), r.blocked_B[:num_lanes].tolist()
@@ -80,7 +83,7 @@ def _finish(finish: int, blocked: int, guided: bool) -> FinishReason | None:
     if finish == STOP_STEERED and guided:
         return FinishReason.GRAMMAR_CLOSED
     if finish in (STOP_TOKEN, STOP_STEERED):
-        # What an unguided lane finds in `forced` is the past of its slot.
+        # STOP_STEERED of an unguided lane comes from a row of the slot's previous owner.
         return FinishReason.STOP
     if finish == STOP_LENGTH:
         return FinishReason.GRAMMAR_INCOMPLETE if guided else FinishReason.LENGTH

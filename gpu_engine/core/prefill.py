@@ -1,8 +1,9 @@
-"""Prefill over a stream: the next chunks of several sequences in one forward, at one of a few shapes.
+"""Prefill over a stream: the next chunks of some sequences in one forward, at one of a few shapes.
 
-Not a part of any graph, and launched between steps whose waits may be running. One invariant: after `warm_up` no launch
-has a shape that was not warmed up: to plan for one or to load a kernel may wait for the device, while a wait inside a
-step waits for another process. Not here: who is prefilled (scheduler.py), the shapes (prefill_shapes.py).
+Not a part of any graph, and launched between steps whose waits may be running. One invariant on a device: after
+`warm_up` no launch has a shape that was not warmed up. A library that plans for a new shape, or a kernel that is loaded
+late, may wait for the device, while a wait inside a step waits for another process. Not responsible for: which
+sequences are prefilled (see scheduler.py), the shapes (see api/prefill_shapes.py).
 
 Shapes: B lanes, P padded length.
 """
@@ -10,45 +11,44 @@ Shapes: B lanes, P padded length.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from gpu_engine.api.prefill_shapes import PrefillShapes
-from gpu_engine.core.device_running import DeviceSlotWriter
-from gpu_engine.core.running import SequenceState
+from gpu_engine.core.running import SequenceState, SlotWriter
 from gpu_engine.core.scheduler import Chunk
-from gpu_engine.drafters.nets import Hidden
 from gpu_engine.model.loader import LoadedModel
-from gpu_engine.step.device_program import DeviceDrafter
-from gpu_engine.step.prefill import Chunks, prefill
+from gpu_engine.step.prefill import Chunks, Hidden, prefill
+from gpu_engine.step.program import Drafter
 from gpu_engine.step.stream import Event, Stream
 from kernels.paged_attention import KVPages
 
 _AHEAD = 3
-"""Launches whose numbers are kept. A step that is not collected was launched in the last turn at the earliest, so what
-is waited for before a third launch are prefills."""
+"""Launches whose numbers are kept. A step that is not collected was launched in the last iteration at the earliest, so
+before a third launch only prefills are waited for."""
 
 
 @dataclass(slots=True)
 class _Numbers:
     """Pinned: slots, starts and ends of one launch, behind an event."""
 
-    told: torch.Tensor
+    numbers: torch.Tensor
     copied: Event
     used: bool = False
 
 
-class DevicePrefill:
+class Prefill:
     """Enqueues prefills. Used by the engine thread alone, with the stream current.
 
     Args:
         stream: where they are enqueued.
         model: the target, on the stream's device.
         pages: its cache, which the steps own.
-        drafter: sees the same tokens go by.
-        seating: of the device's slots, the last of which is spare, for lanes of padding.
-        shapes: what a launch may be padded to.
+        drafter: sees the same tokens.
+        slot_writer: of the slots, the last of which is spare, for padded lanes.
+        shape_of: returns (B, P) for a number of chunks and the longest of them; None: they fit no shape.
+        max_lanes: the largest B.
     """
 
     def __init__(
@@ -56,36 +56,37 @@ class DevicePrefill:
         stream: Stream,
         model: LoadedModel,
         pages: list[KVPages],
-        drafter: DeviceDrafter,
-        slot_writer: DeviceSlotWriter,
-        shapes: PrefillShapes,
+        drafter: Drafter,
+        slot_writer: SlotWriter,
+        shape_of: Callable[[int, int], tuple[int, int] | None],
+        max_lanes: int,
     ) -> None:
         self._stream, self._model, self._pages, self._drafter = stream, model, pages, drafter
-        self._slot_writer, self._shapes, self._spare = slot_writer, shapes, len(slot_writer.device.length_S) - 1
-        most = 3 * max(lanes for lanes, _ in shapes.every)
-        self._told = torch.zeros(most, dtype=torch.int32, device=stream.device)
+        self._slot_writer, self._shape_of, self._spare = slot_writer, shape_of, len(slot_writer.buffers.length_S) - 1
+        most = 3 * max_lanes
+        self._chunks = torch.zeros(most, dtype=torch.int32, device=stream.device)
         """Slots, starts and ends of the launch that runs, B of each."""
         self._numbers = [_Numbers(stream.pinned(4 * most).view(torch.int32), stream.event()) for _ in range(_AHEAD)]
         self._next = 0
         self.launches: Counter[tuple[int, int]] = Counter()
-        """By (B, P), the warm-up's included."""
+        """By (B, P), with those of the warm-up."""
 
     def __call__(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
         """Enqueue filling the caches with chunks of different sequences, which fit one of the shapes."""
-        shape = self._shapes.of(len(chunks), max(chunk.end - chunk.start for chunk in chunks))
+        shape = self._shape_of(len(chunks), max(chunk.end - chunk.start for chunk in chunks))
         assert shape is not None, f"{len(chunks)} chunks fit none of the shapes"
         for chunk in chunks:
             self._slot_writer.write_pages(chunk.sequence)
         self._launch([(chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks], *shape)
 
-    def warm_up(self) -> None:
-        """Run every shape once, over page 0, which nobody owns yet.
+    def warm_up(self, shapes: tuple[tuple[int, int], ...]) -> None:
+        """Run every shape once, over page 0, which no sequence owns yet.
 
-        These suffice: a later launch has one of these shapes, and differs by numbers on the device alone. Slots, starts
-        and ends are no arguments of a kernel, so nothing is compiled for them.
+        A later launch has one of these shapes and differs by numbers on the device alone. Slots, starts and ends are no
+        arguments of a kernel, so nothing is compiled for them.
         """
-        room = self._slot_writer.device.history_SL.shape[1]
-        for lanes, length in self._shapes.every:
+        room = self._slot_writer.buffers.history_SL.shape[1]
+        for lanes, length in shapes:
             self._launch([(self._spare, 0, min(length, room))] * lanes, lanes, length)
 
     def _launch(self, chunks: list[tuple[int, int, int]], lanes: int, length: int) -> None:
@@ -95,8 +96,8 @@ class DevicePrefill:
         if numbers.used:
             numbers.copied.wait()
         rows = chunks + [(self._spare, 0, 0)] * (lanes - len(chunks))
-        numbers.told[: 3 * lanes] = torch.tensor(rows, dtype=torch.int32).T.flatten()
-        self._stream.copy(self._told[: 3 * lanes], numbers.told[: 3 * lanes])
+        numbers.numbers[: 3 * lanes] = torch.tensor(rows, dtype=torch.int32).T.flatten()
+        self._stream.copy(self._chunks[: 3 * lanes], numbers.numbers[: 3 * lanes])
         numbers.copied.mark()
         numbers.used = True
         self._stream.kernel(self._run, lanes, length)
@@ -104,11 +105,11 @@ class DevicePrefill:
 
     @torch.no_grad()
     def _run(self, lanes: int, length: int) -> None:
-        place_B, start_B, end_B = self._told[: 3 * lanes].view(3, lanes)
-        chunks = Chunks.cut(self._slot_writer.device, place_B.long(), start_B, end_B, length)
+        place_B, start_B, end_B = self._chunks[: 3 * lanes].view(3, lanes)
+        chunks = Chunks.cut(self._slot_writer.buffers, place_B.long(), start_B, end_B, length)
         hidden: Hidden = dict.fromkeys(self._drafter.layers)
         prefill(self._model, self._pages, chunks, hidden)
         self._drafter.prefill(chunks, hidden)
 
     def __repr__(self) -> str:
-        return f"<DevicePrefill of {len(self._shapes.every)} shapes, {self.launches.total()} launches>"
+        return f"<Prefill, {self.launches.total()} launches>"

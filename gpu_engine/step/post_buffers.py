@@ -1,7 +1,8 @@
-"""What one batch size exchanges with the grammar process: fields of `shared_mem.batch.BatchArrays`, on the device.
+"""What one batch size exchanges with the grammar process: the fields of `shared_mem.batch.BatchArrays` as tensors.
 
-`HostPostBuffers` adds the pinned twin and the native calls over it. One invariant: everything is allocated at construction and
-lives until the last graph over it is gone. Not here: what is put into the fields.
+`InlinePostBuffers` shares its memory with the native calls. `HostPostBuffers` has device memory and its pinned twin.
+One invariant: everything is allocated at construction and lives until the last graph over it is gone. Not responsible
+for: what is put into the fields (see launches.py).
 
 Shapes: B lanes, R rows a slot.
 """
@@ -22,10 +23,10 @@ _TORCH = {"int32": torch.int32, "uint32": torch.int32, "uint8": torch.uint8, "ui
 
 
 class PostBuffers:
-    """Device tensors of B lanes. Inputs are written by the step, outputs by the mechanism."""
+    """Tensors of B lanes. The step writes the inputs, the sync writes the outputs."""
 
     slots: torch.Tensor
-    """int32 [B], -1: not asked."""
+    """int32 [B], -1: the lane is not posted."""
     slot_gens: torch.Tensor
     commit_pos: torch.Tensor
     n_commit: torch.Tensor
@@ -39,14 +40,14 @@ class PostBuffers:
     forced: torch.Tensor
     """int32 [B, R], out."""
     awaited: torch.Tensor
-    """int64 [1], out: the sequence of the answers."""
+    """int64 [1], out: sequence number of the answers; 0: nothing was posted."""
 
-    def __init__(self, num_lanes: int, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_lanes: int, num_rows: int, device: torch.device | str = "cpu") -> None:
         self.num_lanes = num_lanes
         self.memory = torch.zeros(BatchArrays.nbytes(num_lanes, num_rows), dtype=torch.uint8, device=device)
         fields = BatchArrays.fields(num_lanes, num_rows)
         self.outputs_at = fields["kinds"][0]
-        """Where the outputs begin in `memory`; the inputs are before."""
+        """Where the outputs begin in `memory`, behind the inputs."""
         for name, (offset, dtype, shape) in fields.items():
             kind = _TORCH[dtype.name]
             count = int(torch.Size(shape).numel())
@@ -58,8 +59,16 @@ class PostBuffers:
         return f"{type(self).__name__}(lanes={self.num_lanes})"
 
 
+class InlinePostBuffers(PostBuffers):
+    """Buffers in plain memory, which native calls read and write in place."""
+
+    def __init__(self, channel: EngineEnd, num_lanes: int) -> None:
+        super().__init__(num_lanes, channel.layout.num_rows)
+        self.arrays = channel.batch_arrays(num_lanes, self.memory.numpy())
+
+
 class HostPostBuffers(PostBuffers):
-    """A box whose post and await are native host functions over pinned memory."""
+    """Buffers whose post and await are native host functions over pinned memory."""
 
     def __init__(
         self, stream: Stream, channel: EngineEnd, num_lanes: int, *, timeout_ns: int, draft_timeout_ns: int
@@ -68,8 +77,8 @@ class HostPostBuffers(PostBuffers):
         super().__init__(num_lanes, rows, stream.device)
         self.pinned = stream.pinned(len(self.memory))
         self._posted: dict[int, PostArgs] = {}
-        """What was enqueued, by stage: those posts are looked at."""
-        # All stages share the memory: they follow each other on the stream.
+        """Arguments of the enqueued posts, by stage, for `check`."""
+        # All stages share the memory, since they follow each other on the stream.
         self._calls: dict[int, tuple[BatchArrays, HostCall, HostCall]] = {}
         for stage in (*range(int(Stage.VERIFY), Stage.DRAFT + rows - 1), int(Stage.PROPOSE)):
             timeout_s = (timeout_ns if stage == Stage.VERIFY else draft_timeout_ns) / 1e9
@@ -91,9 +100,9 @@ class HostPostBuffers(PostBuffers):
         stream.copy(self.memory[at:], self.pinned[at:])
 
     def take_waited_ns(self) -> int:
-        """Return how long the awaits since the last look took together.
+        """Return how long the awaits since the last call took together, in nanoseconds.
 
-        While the device may write it is a glance.
+        A step in flight may add to it at the same time, and then counts for its neighbour.
         """
         waited_ns = 0
         for arrays, _, _ in self._calls.values():

@@ -1,8 +1,8 @@
-"""Seats sequences in a device's slots: written to pinned twins of the slot buffers, copied in the stream's order.
+"""Writes a device's slots: into pinned twins of the slot buffers, copied in the stream's order.
 
-A copy stands behind the steps in flight, so the last owner's step is over before the next owner's numbers arrive, and
-before any of its own steps. One invariant: a twin's slot is rewritten only after its last copy has run. Not here: what
-is written (seating.py).
+The copies are enqueued behind the steps in flight, so the previous owner's step is over before the next owner's numbers
+arrive, and they arrive before any of its own steps. One invariant: a twin's slot is rewritten only after its last copy
+has run. Not responsible for: what is written (see running.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import torch
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import Request
 from gpu_engine.core.running import RunningSequence, SlotWriter
-from gpu_engine.core.scheduler import GrammarState
-from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
-from gpu_engine.step.device.graphs import LaneInput
+from gpu_engine.step.buffers import SlotBuffers
 from gpu_engine.step.stream import Event, Stream
 from kernels.accept import SlotParams
 from kernels.cuda.row_state import SlotRows
@@ -25,7 +23,7 @@ from kernels.cuda.row_state import SlotRows
 Buffers = TypeVar("Buffers", SlotBuffers, SlotParams)
 
 _PER_SLOT = ("length_S", "num_drafts_S", "draft_limit_S", "jump_forward_limit_S", "done_S", "posted_S")
-"""Fields of `SlotBuffers` with one number a slot, written when it is seated."""
+"""Fields of `SlotBuffers` with one number a slot, written when a sequence gets the slot."""
 
 
 def pinned_twin(buffers: Buffers, stream: Stream) -> Buffers:
@@ -41,29 +39,28 @@ def pinned_twin(buffers: Buffers, stream: Stream) -> Buffers:
 
 @dataclass(slots=True)
 class _Copied:
-    """Behind the last copy out of a slot's twin."""
+    """An event behind the last copy out of a slot's twin."""
 
     event: Event
     used: bool = False
 
 
 class DeviceSlotWriter(SlotWriter):
-    """`slot` is the pinned twin, `device` what the steps read. Used by the engine thread, with the stream current."""
+    """`slot` is the pinned twin, `buffers` are on the device. Used by the engine thread, with the stream current."""
 
     def __init__(
         self,
         stream: Stream,
         device: SlotBuffers,
-        lane: LaneBuffers,
         rows: SlotRows,
         *,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         num_drafts: int,
     ) -> None:
-        told = {"max_model_len": max_model_len, "num_drafts": num_drafts}
-        super().__init__(pinned_twin(device, stream), lane, eos_token_ids=eos_token_ids, **told)
-        self.device, self._stream, self._rows = device, stream, rows
+        limits = {"max_model_len": max_model_len, "num_drafts": num_drafts}
+        super().__init__(pinned_twin(device, stream), eos_token_ids=eos_token_ids, **limits)
+        self.buffers, self._stream, self._rows = device, stream, rows
         S, most = rows.rules_SX.shape
         self._rules_SX = stream.pinned(4 * S * most).view(torch.int32).view(S, most)
         self._copied = [_Copied(stream.event()) for _ in range(S)]
@@ -75,19 +72,19 @@ class DeviceSlotWriter(SlotWriter):
             self._copied[s].event.wait()
         super().assign(sequence)
         request, count = sequence.payload.request, sequence.length
-        self._copy(self.device.history_SL[s, :count], self.slot.history_SL[s, :count])
+        self._copy(self.buffers.history_SL[s, :count], self.slot.history_SL[s, :count])
         for name in _PER_SLOT:
-            self._copy_one(getattr(self.device, name), getattr(self.slot, name), s)
+            self._copy_one(getattr(self.buffers, name), getattr(self.slot, name), s)
         for field in fields(SlotParams):
-            self._copy_one(getattr(self.device.params, field.name), getattr(self.slot.params, field.name), s)
+            self._copy_one(getattr(self.buffers.params, field.name), getattr(self.slot.params, field.name), s)
         rules = self._rules_of(request)
         self._rules_SX[s, : len(rules)] = rules
         self._stream.kernel(self._rows.write_rules, s, self._rules_SX[s, : len(rules)])
-        self._stream.kernel(self._rows.count_seen, s, self.device.history_SL[s, :count], len(request.prompt_ids))
+        self._stream.kernel(self._rows.count_seen, s, self.buffers.history_SL[s, :count], len(request.prompt_ids))
         self._mark(s)
 
     def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
-        """Enqueue the number of answer tokens that the matcher knows, and an end of drafts."""
+        """See `SlotWriter.bind`; enqueues."""
         self._stream.kernel(self._write_posted, sequence.slot, len(sequence.payload.answer))
         if not drafts:
             self._stream.kernel(self._end_drafts, sequence.slot)
@@ -101,28 +98,19 @@ class DeviceSlotWriter(SlotWriter):
                 f"with stop_token_ids and bad_token_ids makes rules of {count} numbers, at most {room} are allowed",
             )
 
-    def lanes(self, sequences: tuple[RunningSequence, ...]) -> list[LaneInput]:
-        """Enqueue new entries of the page tables; return what a step is told of its lanes."""
-        for sequence in sequences:
-            self.write_pages(sequence)
-        return [
-            LaneInput(sequence.slot, sequence.slot_gen, sequence.grammar_state is not GrammarState.UNCONSTRAINED)
-            for sequence in sequences
-        ]
-
     def write_pages(self, sequence: RunningSequence) -> None:
         """Enqueue the entries of the page table that are new."""
         end = self._write_pages(sequence) and sequence.payload.pages_written
         if end:
-            # The whole row up to here: an entry that stands does not change.
-            self._copy(self.device.page_table_SN[sequence.slot, :end], self.slot.page_table_SN[sequence.slot, :end])
+            # The whole row up to here: earlier entries do not change.
+            self._copy(self.buffers.page_table_SN[sequence.slot, :end], self.slot.page_table_SN[sequence.slot, :end])
             self._mark(sequence.slot)
 
     def _write_posted(self, slot: int, count: int) -> None:
-        self.device.posted_S[slot].fill_(count)
+        self.buffers.posted_S[slot].fill_(count)
 
     def _end_drafts(self, slot: int) -> None:
-        for limit_S in (self.device.num_drafts_S, self.device.draft_limit_S, self.device.jump_forward_limit_S):
+        for limit_S in (self.buffers.num_drafts_S, self.buffers.draft_limit_S, self.buffers.jump_forward_limit_S):
             limit_S[slot].fill_(0)
 
     def _copy_one(self, target_S: torch.Tensor, source_S: torch.Tensor, slot: int) -> None:
@@ -136,4 +124,4 @@ class DeviceSlotWriter(SlotWriter):
         self._copied[slot].used = True
 
     def __repr__(self) -> str:
-        return f"<DeviceSeating of {len(self._copied)} slots on {self._stream.device}>"
+        return f"<DeviceSlotWriter of {len(self._copied)} slots on {self._stream.device}>"

@@ -1,0 +1,131 @@
+"""Puts together what executes an engine's steps on a device: graphs over a stream. Imports Triton.
+
+`device_executor` works over any `Stream`; `cuda_executor` adds the CUDA stream, the registered segment and the sync.
+One invariant: what is registered or captured here is given back by `close`, in the opposite order. Not responsible for:
+the CPU's executor (see executor.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.core.device_slot_writer import DeviceSlotWriter
+from gpu_engine.core.executor import Executor, history_tokens
+from gpu_engine.core.prefill import Prefill
+from gpu_engine.core.runner import LauncherRunner
+from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
+from gpu_engine.step.device.cuda_stream import CudaStream
+from gpu_engine.step.device.cuda_sync import cuda_sync
+from gpu_engine.step.device.graphs import StepGraphs, StepRows, lane_buckets
+from gpu_engine.step.device.launches import TritonLaunches
+from gpu_engine.step.device.pinned import PinnedSegment
+from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
+from gpu_engine.step.output_ring import OutputRing
+from gpu_engine.step.program import StepProgram
+from gpu_engine.step.stream import Stream
+from gpu_engine.step.sync import NoSync, Sync
+from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
+from shared_mem.channel import EngineEnd
+
+MAX_RULES = 512
+"""Numbers of one slot's stops and bans on a device."""
+
+
+def cuda_executor(
+    config: EngineConfig,
+    model: LoadedModel,
+    channel: EngineEnd | None,
+    num_pages: int,
+    max_inflight_steps: int,
+    *,
+    stream: CudaStream | None = None,
+) -> Executor:
+    """Register the segment, compile, and build over a CUDA stream on the model's device; None: a new stream."""
+    with torch.cuda.device(model.device), ExitStack() as stack:
+        stream = stream or CudaStream(model.device)
+        sync: HostCallbackSync | DeviceFlagSync | None = None
+        if channel is not None:
+            pinned = stack.enter_context(PinnedSegment(channel.segment))
+            timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
+            mode = "host_callback" if config.sync == "auto" else config.sync
+            sync = cuda_sync(mode, stream, channel, pinned, **timeouts)
+        made = device_executor(config, model, channel, num_pages, max_inflight_steps, stream=stream, sync=sync)
+        registered = stack.pop_all()
+
+    def close() -> None:
+        # The segment is unregistered when the last replay has ended, also when that one failed.
+        with torch.cuda.device(model.device), registered:
+            made.close()
+
+    return replace(made, enter=stream.activate, close=close)
+
+
+def device_executor(
+    config: EngineConfig,
+    model: LoadedModel,
+    channel: EngineEnd | None,
+    num_pages: int,
+    max_inflight_steps: int,
+    *,
+    stream: Stream,
+    sync: HostCallbackSync | DeviceFlagSync | None,
+    drafter_builders: Mapping[str, Builder] | None = None,
+) -> Executor:
+    """Build over `stream`, on whose device the model is. A channel needs a `sync` over the same stream."""
+    assert (channel is None) == (sync is None)
+    S, R, V, device = config.max_batch_size, config.num_rows, model.vocab_size, stream.device
+    # Every slot's rows begin at 16 bytes: Triton would compile a kernel anew for the first slot whose row does not.
+    whole = 4 * config.page_size
+    tokens = -(-(history_tokens(config, model, max_inflight_steps) + R) // whole) * whole - R
+    # One slot more than sequences have, for padded lanes and the warm-up.
+    slot = SlotBuffers.allocate(S + 1, R, tokens, config.page_size, device)
+    assert slot.page_table_SN.shape[1] % 4 == 0
+    lane = LaneBuffers.allocate(S, R, V, device)
+    meets: Sync = NoSync(stream, S + 1, R) if sync is None else sync
+    launches = TritonLaunches() if sync is None else sync.launches
+    rows = SlotRows.allocate(S + 1, V, meets.store.mask_SRW, slot.done_S, max_rules=MAX_RULES)
+    ring = OutputRing(stream, lane, meets.report)
+    buckets, guided = lane_buckets(S), sync is not None
+    step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows)
+    pages = model.allocate_pages(num_pages, config.page_size, token_major=True)
+    parts = DrafterParts(config, model, stream, launches, meets, num_pages, token_major=True)
+    drafter = build_drafter(parts, drafter_builders)
+    scratch = RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device)
+    sampling = DeviceRows(rows, scratch)
+    program = StepProgram(stream, launches, model, pages, meets, drafter, slot, lane, ring, sampling)
+    graphs = StepGraphs(
+        stream, program, slot, lane, ring, buckets, step_rows, guided=guided, eager=config.enforce_eager
+    )
+    limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
+    slot_writer = DeviceSlotWriter(stream, slot, rows, eos_token_ids=model.eos_token_ids, **limits)
+    shapes = config.prefill_shapes
+    prefill = Prefill(
+        stream, model, pages, drafter, slot_writer, shapes.of, max_lanes=max(lanes for lanes, _ in shapes.every)
+    )
+
+    def warm_up() -> None:
+        meets.reserve(buckets)
+        prefill.warm_up(shapes.every)  # loads every kernel before the first wait is captured
+        graphs.capture(channel)
+        # A capture empties the allocator's cache. A prefill that had to allocate again could wait for the device while
+        # a step there waits for the grammar process, so the cache is filled again.
+        prefill.warm_up(shapes.every)
+        stream.synchronize()
+
+    return Executor(
+        slot_writer,
+        meets,
+        LauncherRunner(graphs, slot_writer, meets, max_inflight_steps),
+        prefill,
+        warm_up,
+        enter=lambda: None,
+        probe=stream.synchronize,
+        close=graphs.close,
+    )

@@ -1,0 +1,39 @@
+"""Builds the sync of a CUDA device, with the kernels that it needs. Imports Triton, see launches.py.
+
+One invariant: kernels are compiled here, before any capture. Not responsible for: the mechanisms (see syncs.py).
+"""
+
+from __future__ import annotations
+
+from gpu_engine.step.device.launches import TritonLaunches
+from gpu_engine.step.device.pinned import PinnedSegment
+from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
+from gpu_engine.step.stream import Stream
+from kernels.cuda.flags import DeviceFlags
+from shared_mem.channel import EngineEnd
+
+
+def cuda_sync(
+    mode: str,
+    stream: Stream,
+    channel: EngineEnd,
+    pinned: PinnedSegment,
+    *,
+    row_timeout_ms: float,
+    draft_timeout_ms: float = 5.0,
+) -> HostCallbackSync | DeviceFlagSync:
+    """Return the sync of a mode, "host_callback" or "device_flag", with everything that it needs on the current device.
+
+    `pinned` is the registered segment of `channel`; it stays registered until the last graph over the sync is gone.
+    """
+    # The kernels continue behind the newest sequence in the segment, which an earlier executor may have posted.
+    flags = DeviceFlags(pinned.numbers(), channel.last_seq)
+    # The fetch and the wait put rows into the store, where `keep` finds them.
+    launches = TritonLaunches(flags.mask_SRW[None])
+    timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
+    match mode:
+        case "host_callback":
+            return HostCallbackSync(stream, channel, flags.mask_SRW, launches, flags, **timeouts)
+        case "device_flag":
+            return DeviceFlagSync(stream, channel, flags, launches, **timeouts)
+    raise ValueError(f"mode: {mode!r} is not host_callback or device_flag")

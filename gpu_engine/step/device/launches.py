@@ -1,0 +1,111 @@
+"""The launches of a step on a GPU: one Triton kernel for each, see `StepLaunches`.
+
+Importing this module imports Triton. A CPU installation lacks it, so only what builds a device executor imports this
+module, and no other module of `gpu_engine` imports Triton. Not responsible for: the kernels (see kernels/cuda).
+
+Shapes: S slots, R rows a slot, W' words of a mask row's stride.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_engine.step.buffers import StepBatch
+from gpu_engine.step.launches import PROPOSE, VERIFY
+from gpu_engine.step.mask_rows import RowStore
+from gpu_engine.step.post_buffers import PostBuffers
+from kernels.accept import StepTensors
+from kernels.cuda import posting
+from kernels.cuda.accept import accept
+from kernels.cuda.advance import advance
+from kernels.cuda.jump_forward import take_jump_forward
+from kernels.cuda.ngram import propose_ngram
+from kernels.cuda.step_inputs import load_step
+
+
+class TritonLaunches:
+    """One kernel a method.
+
+    Args:
+        source_NSRW: int32, where `keep` finds mask rows: the mapped segment's two buffers [2, S, R, W'], or the store's
+            own rows [1, S, R, W'] when the wait has fetched them. None: without a grammar process.
+    """
+
+    def __init__(self, source_NSRW: torch.Tensor | None = None) -> None:
+        self._source_NSRW = source_NSRW
+
+    def load(
+        self, batch: StepBatch, ids_BP: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor
+    ) -> None:
+        """See `StepLaunches.load`."""
+        slot, lane = batch.slot, batch.lane
+        load_step(
+            *(batch.slots_B, slot.history_SL, slot.length_S, slot.drafts_SR, slot.num_drafts_S, slot.done_S),
+            *(slot.page_table_SN, ids_BP, positions_BP, lane.drafts_BR, lane.num_drafts_B, page_table_BN),
+        )
+
+    def accept(self, batch: StepBatch, logits_NV: torch.Tensor, step: StepTensors) -> None:
+        """See `StepLaunches.accept`."""
+        accept(logits_NV, step, num_rows=batch.num_rows)
+
+    def advance(self, batch: StepBatch, store: RowStore) -> None:
+        """See `StepLaunches.advance`."""
+        lane, r, B = batch.lane, batch.lane.result, batch.num_lanes
+        lanes = (batch.slots_B, r.num_emitted_B[:B], r.finish_B[:B], r.blocked_B[:B], lane.drafting_B[:B])
+        advance(*lanes, _rows(store).cached_SR)
+
+    def pack(self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int) -> None:
+        """See `StepLaunches.pack`."""
+        slot, lane, B = batch.slot, batch.lane, batch.num_lanes
+        posting.pack_post(
+            *(batch.slots_B, lane.guided_B[:B], lane.drafting_B[:B], lane.slot_gens_B[:B], lane.drafts_BR[:B]),
+            *(lane.num_drafts_B[:B], slot.history_SL, slot.length_S, slot.params.prompt_length_S, slot.posted_S),
+            *(_rows(store), _tensors(post)),
+            k=k,
+            # A lane that drafts has not stopped.
+            done_S=slot.done_S if k == VERIFY else None,
+            limits=(slot.jump_forward_limit_S, slot.params.max_length_S) if k == PROPOSE else None,
+            max_rows=batch.max_rows,
+        )
+
+    def keep(self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, told: torch.Tensor | None) -> None:
+        """See `StepLaunches.keep`. Copies the mask rows that were asked for into the store."""
+        assert self._source_NSRW is not None, "a guided lane without a grammar process"
+        lane, B = batch.lane, batch.num_lanes
+        posting.keep_rows(
+            *(batch.slots_B, lane.guided_B[:B], lane.drafting_B[:B], _tensors(post), post.awaited),
+            *(self._source_NSRW, _rows(store), lane.kinds_BR[:B], lane.forced_BR[:B]),
+            k=k,
+            told=told,
+        )
+
+    def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:
+        """See `StepLaunches.take_jump_forward`."""
+        slot, lane, B = batch.slot, batch.lane, batch.num_lanes
+        take_jump_forward(
+            *(batch.slots_B, lane.result.num_emitted_B[:B], post.slots, post.need_rows, post.kinds, post.forced),
+            *(slot.length_S, slot.history_SL, slot.drafts_SR, slot.num_drafts_S, lane.num_jump_forward_B[:B]),
+            vocab_size=vocab_size,
+        )
+
+    def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
+        """See `StepLaunches.propose_ngram`."""
+        slot = batch.slot
+        propose_ngram(
+            *(batch.slots_B, slot.history_SL, slot.length_S, slot.draft_limit_S, slot.params.max_length_S),
+            *(slot.drafts_SR, slot.num_drafts_S),
+            ngram_max=ngram_max,
+            ngram_min=ngram_min,
+            max_rows=batch.max_rows,
+            num_jump_forward_B=batch.lane.num_jump_forward_B if jump_forward else None,
+        )
+
+
+def _rows(store: RowStore) -> posting.KeptRows:
+    S = len(store.mask_SRW)
+    return posting.KeptRows(store.mask_SRW, store.kind_SR[:S], store.forced_SR[:S], store.cached_SR[:S])
+
+
+def _tensors(post: PostBuffers) -> posting.PostTensors:
+    inputs = (post.slots, post.slot_gens, post.commit_pos, post.n_commit, post.n_draft, post.need_rows, post.tokens)
+    return posting.PostTensors(*inputs, post.kinds, post.forced)

@@ -1,0 +1,78 @@
+"""A launched step: the slots it was launched for, where its results arrive, and what it did.
+
+One invariant: a handle names (slot, slot_gen) pairs of the launch. `holds` says whether a
+sequence still has its slot; readers skip the others. Not responsible for: launching (see direct.py and device/graphs.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from gpu_engine.step.outcomes import LaneOutcome
+
+
+class SlotHolder(Protocol):
+    """A sequence, as far as a step knows one."""
+
+    @property
+    def slot(self) -> int:
+        """-1 without a slot."""
+
+    @property
+    def slot_gen(self) -> int:
+        """Counts the owners of the slot."""
+
+
+Holder = TypeVar("Holder", bound=SlotHolder)
+
+
+@dataclass(slots=True, eq=False)
+class StepHandle(Generic[Holder]):
+    """One step, from its launch to its results. Lane b belongs to `sequences[b]`."""
+
+    sequences: tuple[Holder, ...]
+    guided: tuple[bool, ...]
+    """The lane waits for mask rows."""
+    logprobs: tuple[int | None, ...] = ()
+    """Log-probabilities that each lane wants; empty: none wants any."""
+    slots: tuple[int, ...] = field(init=False)
+    slot_gens: tuple[int, ...] = field(init=False)
+
+    num_lanes: int = 0
+    """B of the step, padding included. Writer of this and the next four: the launch."""
+    num_rows: int = 0
+    """P of the step."""
+    entry: int = -1
+    """Where the output ring has its results."""
+    launched_s: float = 0.0
+    """`time.perf_counter()` at the launch."""
+    ended_s: float = 0.0
+    """The same at the end of a step that ran at once; 0: the step ends when its results are read."""
+
+    outcomes: list[LaneOutcome] = field(default_factory=list)
+    """One a lane. Writer of this and the rest: the runner, when it collects the step."""
+    step_ms: float = 0.0
+    waited_ms: float = 0.0
+    """Time that the step waited for mask rows."""
+    seq: int = 0
+    """Sequence number of the step's verify post; 0: it asked for no row."""
+
+    def __post_init__(self) -> None:
+        self.slots = tuple(sequence.slot for sequence in self.sequences)
+        self.slot_gens = tuple(sequence.slot_gen for sequence in self.sequences)
+
+    def holds(self, b: int) -> bool:
+        """Return whether the sequence of lane b still has the slot that it had at the launch."""
+        sequence = self.sequences[b]
+        return sequence.slot == self.slots[b] and sequence.slot_gen == self.slot_gens[b]
+
+    @property
+    def any_guided(self) -> bool:
+        """Some lane waits for mask rows."""
+        return any(self.guided)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Some lane wants log-probabilities."""
+        return any(count is not None for count in self.logprobs)

@@ -1,0 +1,231 @@
+"""The parts of a step that are written once for each device, and their CPU form.
+
+`TorchLaunches` is the CPU's: torch operations and native code. `device/launches.py` has one Triton kernel for each
+method. The tests compare both. The rules that both follow:
+
+- A mask row that is cached is not asked for. A slot whose sequence has ended asks for nothing.
+- A guided row that did not arrive is DEFER for a verify step and ALL for a draft.
+- A lane goes on to draft when it emitted a token, did not finish, and no row blocked it.
+- A lane that emitted a token drops its cached rows; a lane that emitted nothing keeps them for its next try.
+
+One invariant: what is launched depends on `num_lanes`, `num_rows` and `any_guided` of the batch alone. The exceptions
+are marked: they look at values, and run on a stream that runs at once. A padded lane has slot -1; it asks for nothing,
+its rows are ALL, and what it writes goes to the last slot, which no sequence has. Not responsible for: how records and
+answers travel (see stream_sync.py).
+
+Shapes: S slots (the last one is spare), B lanes, R rows a slot, P rows of this step, N pages of a sequence, W' words of
+a mask row's stride.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Protocol
+
+import torch
+
+from gpu_engine.step.buffers import StepBatch
+from gpu_engine.step.mask_rows import RowStore
+from gpu_engine.step.post_buffers import PostBuffers
+from kernels.accept import RUN_ON, StepTensors, accept
+from shared_mem.layout import RowKind
+
+VERIFY, PROPOSE = -1, -2
+"""Instead of the number of a draft. PROPOSE asks for no mask row, but for the tokens that the grammar forces."""
+
+
+class StepLaunches(Protocol):
+    """What a step launches and a device computes in its own way. Every method runs inside `Stream.kernel`."""
+
+    def load(
+        self, batch: StepBatch, ids_BP: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor
+    ) -> None:
+        """Cut the step's inputs from the slots: the last token and the drafts behind it.
+
+        Fills `ids_BP` (int64, 0 for padding), `positions_BP` (int32, -1 for padding), `page_table_BN`, `drafts_BR` and
+        `num_drafts_B` (at most P - 1).
+        """
+
+    def accept(self, batch: StepBatch, logits_NV: torch.Tensor, step: StepTensors) -> None:
+        """Verify and sample. A slot in `done_S` emits nothing; a sequence that ends here sets it."""
+
+    def advance(self, batch: StepBatch, store: RowStore) -> None:
+        """Fill `drafting_B`, and drop the cached rows of the lanes that emitted a token."""
+
+    def pack(self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int) -> None:
+        """Fill the inputs of `post` for draft k, VERIFY or PROPOSE, and advance `posted_S` by the tokens in it.
+
+        PROPOSE leaves `posted_S`: the next post carries the same tokens again. A lane that asks for nothing gets slot
+        -1 there.
+        """
+
+    def keep(self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, told: torch.Tensor | None) -> None:
+        """Cache the rows that `post` asked for, and fill `kinds_BR` and `forced_BR`: row k, or with VERIFY every row.
+
+        `told` int64 [1] gets the sequence number of the answers.
+        """
+
+    def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:
+        """Fill `num_jump_forward_B`, and put the tokens into `drafts_SR` and behind the history.
+
+        `num_drafts_S` of the lanes that emitted a token is the same number. A token outside of [0, `vocab_size`) ends
+        a lane's tokens, and is not one of them.
+        """
+
+    def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
+        """Write drafts by prompt lookup; with `jump_forward` behind the tokens that the grammar forces."""
+
+
+def place_of(batch: StepBatch) -> torch.Tensor:
+    """Return each lane's slot, int64 [B]; the spare slot for a padded lane."""
+    return torch.where(batch.slots_B < 0, len(batch.slot.length_S) - 1, batch.slots_B).long()
+
+
+class TorchLaunches:
+    """The CPU's launches. `num_rows` is R."""
+
+    def __init__(self, num_rows: int, device: torch.device | str = "cpu") -> None:
+        self._row_R = torch.arange(num_rows, dtype=torch.int32, device=device)
+        self._at_T = torch.arange(2 * num_rows, dtype=torch.int32, device=device)
+
+    def load(
+        self, batch: StepBatch, ids_BP: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor
+    ) -> None:
+        """See `StepLaunches.load`."""
+        slot, lane, B, P, place_B = batch.slot, batch.lane, batch.num_lanes, batch.num_rows, place_of(batch)
+        last_B1 = slot.length_S[place_B][:, None] - 1
+        lane.drafts_BR[:B] = slot.drafts_SR[place_B]
+        lane.num_drafts_B[:B] = slot.num_drafts_S[place_B].clamp(max=P - 1)
+        row_P = self._row_R[:P]
+        live_BP = (row_P <= lane.num_drafts_B[:B, None]) & ~slot.done_S[place_B][:, None]
+        positions_BP.copy_(torch.where(live_BP, last_B1 + row_P, -1))
+        last_id_B1 = slot.history_SL[place_B].gather(1, last_B1.long())
+        ids_BP.copy_(torch.where(live_BP, torch.cat([last_id_B1, lane.drafts_BR[:B, : P - 1]], dim=1), 0))
+        page_table_BN.copy_(slot.page_table_SN[place_B])
+
+    def accept(self, batch: StepBatch, logits_NV: torch.Tensor, step: StepTensors) -> None:
+        """See `StepLaunches.accept`."""
+        lane, r, B, place_B = batch.lane, batch.lane.result, batch.num_lanes, place_of(batch)
+        # The slot may have ended in a step that the host has not read yet.
+        lane.kinds_BR[:B].masked_fill_(batch.slot.done_S[place_B][:, None], int(RowKind.DEFER))
+        accept(logits_NV, step, num_rows=batch.num_rows)
+        batch.slot.done_S[place_B] |= (r.finish_B[:B] != RUN_ON) | (r.blocked_B[:B] > int(RowKind.DEFER))
+
+    def advance(self, batch: StepBatch, store: RowStore) -> None:
+        """See `StepLaunches.advance`."""
+        lane, r, B = batch.lane, batch.lane.result, batch.num_lanes
+        emitted_B = r.num_emitted_B[:B] > 0
+        lane.drafting_B[:B] = emitted_B & (r.finish_B[:B] == RUN_ON) & (r.blocked_B[:B] == 0) & (batch.slots_B >= 0)
+        if batch.any_guided:
+            place_B = place_of(batch)
+            store.cached_SR[place_B] = store.cached_SR[place_B] & ~emitted_B[:, None]
+
+    def pack(self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int) -> None:
+        """See `StepLaunches.pack`."""
+        slot, lane, B, R = batch.slot, batch.lane, batch.num_lanes, len(self._row_R)
+        slots_B = batch.slots_B.clamp(min=0).long()
+        length_B, drafts_B = slot.length_S[slots_B], lane.num_drafts_B[:B]
+        asking_B = lane.guided_B[:B] & (batch.slots_B >= 0)
+        if k == VERIFY:
+            asking_B &= ~slot.done_S[slots_B]
+            missing_BR = (self._row_R <= drafts_B[:, None]) & ~store.cached_SR[slots_B] & asking_B[:, None]
+        elif k == PROPOSE:
+            room_B = slot.params.max_length_S[slots_B] - length_B - 1
+            wanted_B = torch.minimum(slot.jump_forward_limit_S[slots_B], room_B).clamp(max=min(R, batch.max_rows) - 1)
+            missing_BR = (self._row_R < wanted_B[:, None]) & (asking_B & lane.drafting_B[:B])[:, None]
+            drafts_B = torch.zeros_like(drafts_B)
+        else:
+            missing_BR = (self._row_R == k) & (asking_B & lane.drafting_B[:B])[:, None]
+            drafts_B = torch.full_like(drafts_B, k)
+        asked_B, posted_B = missing_BR.any(dim=1), slot.posted_S[slots_B]
+        start_B = slot.params.prompt_length_S[slots_B] + posted_B
+        fresh_B = torch.where(asked_B, length_B - start_B, 0)
+        where_BR = (start_B[:, None] + self._row_R).clamp(max=slot.history_SL.shape[1] - 1).long()
+        committed_BR = slot.history_SL[slots_B[:, None], where_BR]
+        # Committed tokens first, drafts right behind them.
+        at_T, fresh_B1 = self._at_T, fresh_B[:, None]
+        source_BT = torch.where(at_T < fresh_B1, at_T, R + at_T - fresh_B1).clamp(min=0, max=2 * R - 1)
+        post.tokens.copy_(torch.cat([committed_BR, lane.drafts_BR[:B]], dim=1).gather(1, source_BT.long()))
+        post.slots.copy_(torch.where(asked_B, batch.slots_B, -1))
+        post.slot_gens.copy_(lane.slot_gens_B[:B])
+        post.commit_pos.copy_(posted_B)
+        post.n_commit.copy_(fresh_B)
+        post.n_draft.copy_(torch.where(asked_B, drafts_B, 0))
+        post.need_rows.copy_((missing_BR.int() << self._row_R).sum(dim=1))
+        # An addition, since a padded lane shares its index with slot 0: it adds nothing.
+        if k != PROPOSE:
+            slot.posted_S.index_add_(0, slots_B, fresh_B)
+
+    def keep(self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, told: torch.Tensor | None) -> None:
+        """See `StepLaunches.keep`. The sync has brought the mask rows into the store already."""
+        if told is not None:
+            told.copy_(post.awaited)
+        lane, B, place_B = batch.lane, batch.num_lanes, place_of(batch)
+        asked_BR = (post.need_rows[:, None] >> self._row_R & 1).bool() & (post.slots >= 0)[:, None]
+        kind_BR = torch.where(asked_BR, post.kinds, store.kind_SR[place_B])
+        forced_BR = torch.where(asked_BR, post.forced, store.forced_SR[place_B])
+        here_BR = torch.where(asked_BR, post.kinds != int(RowKind.DEFER), store.cached_SR[place_B])
+        store.kind_SR[place_B], store.forced_SR[place_B], store.cached_SR[place_B] = kind_BR, forced_BR, here_BR
+        listens_B = lane.guided_B[:B]
+        if k == VERIFY:
+            kind_BR = torch.where(here_BR, kind_BR, int(RowKind.DEFER))
+            lane.kinds_BR[:B] = torch.where(listens_B[:, None], kind_BR, int(RowKind.ALL)).to(torch.uint8)
+            lane.forced_BR[:B] = forced_BR
+        else:
+            here_B = here_BR[:, k] & listens_B & lane.drafting_B[:B]
+            lane.kinds_BR[:B, k] = torch.where(here_B, kind_BR[:, k], int(RowKind.ALL)).to(torch.uint8)
+            lane.forced_BR[:B, k] = forced_BR[:, k]
+
+    def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:
+        """See `StepLaunches.take_jump_forward`. Looks at values."""
+        slot, lane, B = batch.slot, batch.lane, batch.num_lanes
+        # In Python: a lane has few tokens, and an operation on tensors costs more behind a forward than all of them.
+        emitted = lane.result.num_emitted_B[:B].tolist()
+        lanes = zip(batch.slots_B.tolist(), emitted, post.slots.tolist(), post.need_rows.tolist(), strict=True)
+        for b, (place, count, asked, need) in enumerate(lanes):
+            if place < 0 or not count:
+                lane.num_jump_forward_B[b] = -1
+                continue
+            asked_rows = need.bit_length() if asked >= 0 else 0
+            rows = zip(post.kinds[b, :asked_rows].tolist(), post.forced[b, :asked_rows].tolist(), strict=True)
+            legal = itertools.takewhile(lambda row: row[0] == int(RowKind.FORCED) and 0 <= row[1] < vocab_size, rows)
+            ahead = len(list(legal))
+            if ahead:
+                at, tokens = int(slot.length_S[place]), post.forced[b, :ahead]
+                slot.history_SL[place, at : at + ahead] = tokens
+                slot.drafts_SR[place, :ahead] = tokens
+            lane.num_jump_forward_B[b] = slot.num_drafts_S[place] = ahead
+
+    def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
+        """See `StepLaunches.propose_ngram`. Looks at values.
+
+        The longest match wins, then the first: behind it there is the most text, and in a prompt that lists its fields
+        the first one is the list. A match of n tokens is good for 2 n + 1 drafts; more were hardly ever accepted
+        (docs/log.md). Cost: `ngram_max` comparisons over the history.
+        """
+        slot, slots, R = batch.slot, place_of(batch), len(self._row_R)
+        last_B1 = slot.length_S[slots][:, None].long()
+        forced_B = batch.lane.num_jump_forward_B[: batch.num_lanes] if jump_forward else torch.zeros_like(batch.slots_B)
+        ahead_B1 = forced_B.clamp(min=0).long()[:, None]
+        length_B1 = last_B1 + ahead_B1  # jump-forward tokens are behind the history
+        L = int(length_B1.max())  # the longest history of the batch bounds the work
+        history_BL = slot.history_SL[slots, :L]
+        at_L = torch.arange(L, device=history_BL.device)
+        run_BL = torch.zeros(history_BL.shape, dtype=torch.int32, device=history_BL.device)
+        alive_BL = at_L < length_B1 - 1  # a match ends before the last token
+        for t in range(ngram_max):
+            suffix_B1 = history_BL.gather(1, (length_B1 - 1 - t).clamp(min=0))
+            alive_BL = alive_BL & (at_L >= t) & (history_BL.roll(t, dims=1) == suffix_B1)
+            run_BL += alive_BL
+        score_BL = torch.where(run_BL >= ngram_min, run_BL.long() * L + (L - 1 - at_L), -1)
+        best_B, end_B = score_BL.max(dim=1)
+        at_R = torch.arange(R, device=end_B.device)
+        follow_BR = torch.where(at_R < ahead_B1, last_B1 + at_R, end_B[:, None] + 1 + at_R - ahead_B1).clamp(max=L - 1)
+        room_B = slot.params.max_length_S[slots] - length_B1[:, 0] - 1
+        trust_B = 2 * torch.div(best_B, L, rounding_mode="floor") + 1
+        found_B = torch.where(best_B >= 0, torch.minimum(length_B1[:, 0] - 1 - end_B, trust_B), 0)
+        most_B = slot.draft_limit_S[slots].clamp(max=batch.max_rows - 1) - ahead_B1[:, 0]
+        count_B = torch.minimum(torch.minimum(found_B, most_B), room_B.long()).clamp(min=0) + ahead_B1[:, 0]
+        stays_B = forced_B < 0
+        slot.drafts_SR[slots] = torch.where(stays_B[:, None], slot.drafts_SR[slots], history_BL.gather(1, follow_BR))
+        slot.num_drafts_S[slots] = torch.where(stays_B, slot.num_drafts_S[slots], count_B.int())
