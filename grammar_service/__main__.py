@@ -7,8 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from grammar_service.config import GRPC_SOCKET_NAME, read
+from grammar_service.config import read
 from service_runtime.logs import configure
+from shared_mem.handover import RPC_SOCKET_NAME
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
 def _ask_for_health(arguments: list[str]) -> int:
     from grammar_service.health import check
 
-    path = Path(read(arguments, os.environ)[0].dir) / GRPC_SOCKET_NAME
+    path = Path(read(arguments, os.environ)[0].dir) / RPC_SOCKET_NAME
     status = check(path)
     print(f"{path}: {status}")
     return 0 if status == "SERVING" else 1

@@ -17,9 +17,6 @@ from service_runtime.cores import usable_cores
 from service_runtime.logs import FORMATS, LEVELS
 from service_runtime.settings import Sources, add_flags
 
-GRPC_SOCKET_NAME = "grammar.sock"
-"""Name of the gRPC socket in the directory `dir`."""
-
 ENVIRONMENT_PREFIX = "LOCKSTEP_GRAMMAR_"
 MAX_RULE_DEPTH = 1024
 """Both libraries were seen to follow chains of this length on the stack of a compile worker."""

@@ -24,14 +24,14 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from grammar_service.backends.registry import import_library
-from grammar_service.config import GRPC_SOCKET_NAME, GrammarConfig
+from grammar_service.config import GrammarConfig
 from grammar_service.fill.worker import Worker
 from grammar_service.metrics_http import CannotListen, MetricsListener
 from grammar_service.servicer import GrammarServicer
 from protos.grammar.v1 import grammar_pb2, grammar_pb2_grpc
 from shared_mem.channel import GrammarEnd
 from shared_mem.errors import InvalidField, SharedMemoryError
-from shared_mem.handover import SOCKET_NAME, listen, recv_segment
+from shared_mem.handover import RPC_SOCKET_NAME, SOCKET_NAME, listen, recv_segment
 from shared_mem.segment import Segment
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _SERVICE = grammar_pb2.DESCRIPTOR.services_by_name["Grammar"].full_name
 def run(config: GrammarConfig) -> None:
     """Run a grammar process in this thread until SIGTERM or SIGINT. Raises CannotListen, which names the setting."""
     directory = Path(config.dir)
-    paths = directory / GRPC_SOCKET_NAME, directory / SOCKET_NAME
+    paths = directory / RPC_SOCKET_NAME, directory / SOCKET_NAME
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         listener = listen(paths[1])

@@ -31,6 +31,8 @@ from shared_mem.segment import Segment
 
 SOCKET_NAME = "segment.sock"
 """Name of the socket in the directory that the two processes share."""
+RPC_SOCKET_NAME = "grammar.sock"
+"""Name of the gRPC socket of the grammar process, in the same directory."""
 
 # These two messages stay as they are in every layout version, or a skew could not be reported.
 _MAGIC = b"LKSTPSEG"

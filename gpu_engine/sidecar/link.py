@@ -25,12 +25,11 @@ from gpu_engine.api.owned_tasks import OwnedTasks
 from protos.grammar.v1 import grammar_pb2 as gpb
 from protos.grammar.v1 import grammar_pb2_grpc
 from shared_mem.errors import SharedMemoryError, VersionSkew
-from shared_mem.handover import SOCKET_NAME, connect, send_segment
+from shared_mem.handover import RPC_SOCKET_NAME, SOCKET_NAME, connect, send_segment
 from shared_mem.segment import Segment
 
 log = logging.getLogger(__name__)
 
-RPC_SOCKET_NAME = "grammar.sock"
 CONFIGURE_TIMEOUT_S = 60.0
 """Building the token tables of a large vocabulary takes seconds."""
 FIRST_RETRY_S = 0.02

@@ -91,7 +91,7 @@ def test_a_gpu_is_an_override(root: Path, compose: dict[str, Any]) -> None:
     services = load(root, "compose.gpu.yaml")["services"]
     (device,) = services["engine"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
-    # A device wakes nobody: who waits for its posts must not sleep.
+    # A device cannot wake a sleeping process, so the grammar process must poll for its posts.
     assert services["engine"]["environment"]["LOCKSTEP_SYNC"] == "${LOCKSTEP_SYNC:-device_flag}"
     assert services["grammar"]["environment"]["LOCKSTEP_GRAMMAR_SPIN_US"].endswith(f":-{SPIN_ALWAYS_US:.0f}}}")
     assert "nvidia" not in str(compose)
@@ -130,5 +130,5 @@ def test_only_sources_get_into_a_build(root: Path) -> None:
     taken = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert taken == {
         *("LICENSE", "README.md", "pyproject.toml", "setup.py"),
-        *("gpu_engine", "grammar_service", "kernels", "protos", "shared_mem"),
+        *("gpu_engine", "grammar_service", "kernels", "protos", "service_runtime", "shared_mem"),
     }
