@@ -114,7 +114,12 @@ def test_guided_tokens_are_those_of_a_cpu(llama: LoadedModel, guided_tokens: lis
 
 
 @pytest.mark.parametrize(
-    ("sync", "drafter"), [("host_callback", "ngram"), ("device_flag", "ngram"), ("host_callback", "grammar")]
+    ("sync", "drafter"),
+    [
+        pytest.param("host_callback", "ngram", marks=pytest.mark.slow),
+        ("device_flag", "ngram"),
+        pytest.param("host_callback", "grammar", marks=pytest.mark.slow),
+    ],
 )
 def test_what_the_grammar_proposes_changes_no_token(
     llama: LoadedModel, guided_tokens: list[list[int]], sync: str, drafter: str
