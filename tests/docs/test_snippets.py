@@ -155,6 +155,8 @@ def check_command(words: list[str]) -> None:
             grammar_config.read([a for a in arguments if a != "health"], {})
         case ["python", "-m", "pytest", *arguments]:
             assert all((ROOT / a.split("::")[0]).exists() for a in arguments if a.startswith("tests"))
+        case ["python", "-m", "benchmarks", "NAME" | "--help", *_] | ["python", "-m", "benchmarks"]:
+            pass  # the form of the command, and its list of names
         case ["python", "-m", "benchmarks", name, *arguments]:
             assert list((ROOT / "benchmarks").glob(f"*/{name}.py")), name
             flags_exist("benchmarks", arguments)
