@@ -1,4 +1,4 @@
-"""`python -m grammar_service`: read the settings, run the server; with `health` first, ask one that runs."""
+"""`python -m grammar_service`: reads the settings and runs the server; with `health` first, asks a running one."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shared_mem.handover import RPC_SOCKET_NAME
 
 
 def main() -> None:
-    """Run a sidecar in this process, or ask one for its health."""
+    """Run a grammar process, or ask a running one for its health."""
     if sys.argv[1:2] == ["health"]:
         sys.exit(_ask_for_health(sys.argv[2:]))
     config, warnings = read(sys.argv[1:], os.environ)
     configure(config.log_level, config.log_format)
     for warning in warnings:
         logging.getLogger("grammar_service.config").warning("%s", warning)
-    # Compile workers are forked and executed at once; gRPC's fork handlers are for children that go on with gRPC.
+    # A compile worker calls exec right after fork, so it does not need gRPC's fork handlers.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    # The worker thread must get the GIL soon, whatever the event loop or an import is doing.
+    # A short switch interval: the threads that fill rows must get the GIL soon while the event loop or an import runs.
     sys.setswitchinterval(0.0005)
     from grammar_service.metrics_http import CannotListen
     from grammar_service.server import run

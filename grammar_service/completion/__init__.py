@@ -2,7 +2,7 @@
 
 - `texts`: the vocabulary as bytes, in the groups that the search tries;
 - `search`: finds tokens that complete an answer from a matcher's state;
-- `plan`: what is known of a grammar before its first token; made in a compile worker;
+- `plan`: a way to the end and a minimum length, found in a compile worker before the first token;
 - `budget`: follows one answer and narrows its rows.
 
 Depends on the matchers of `grammar_service.backends`, on no thread, socket or clock.

@@ -1,6 +1,6 @@
 """Fills mask rows: records come from the step plane, matchers move, rows and answers go back.
 
-- `worker`: one engine's worker; reads records, decides what is late;
+- `worker`: one engine's worker; reads records, publishes late answers;
 - `work_queues`: the threads, one of which leads, and a queue of tasks for each slot;
 - `tasks`: a record as a task, by itself or in a batch;
 - `answers`: answers one record; `batch`: answers records of many slots in one native call;

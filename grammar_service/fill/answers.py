@@ -31,7 +31,7 @@ class RecordAnswerer:
         channel: receives rows and answers.
         table: the worker's matchers.
         counters: of the worker.
-        queues: their lock guards what is published of a task.
+        queues: their lock guards the publication of a task's answer.
     """
 
     def __init__(self, channel: Channel, table: MatcherTable, counters: Counters, queues: WorkQueues) -> None:

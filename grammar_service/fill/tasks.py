@@ -2,7 +2,7 @@
 
 Invariant: a row whose kind is set in a `FillTask` is completely written to the mask memory.
 
-Not responsible for: who fills rows (see answers.py and batch.py), and when answers are published (see worker.py).
+Not responsible for: filling rows (see answers.py and batch.py), publishing late answers (see worker.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Threads that share one worker's tasks: one thread leads, the others stand by and take the lead over when it is slow.
+"""Threads that share one worker's tasks: one thread leads; when it is slow, another takes the lead over.
 
 The leader waits for records and does their tasks itself, so a quick step costs no hand-over between threads. When the
-leader has been away from `wait` for too long, a thread that stands by takes the lead: it reports the late tasks and
-goes on with the others, while the slow thread finishes its task and then helps or stands by.
+leader has been away from `wait` for too long, an idle thread takes the lead: it reports the late tasks and
+goes on with the others, while the slow thread finishes its task and then helps or becomes idle.
 
 Invariant: one thread leads, and it waits for records only when no other thread has a task in hand that may still become
 late. One thread at a time works on a slot, in the order of `put`. A slow slot holds one thread and no other slot.
@@ -21,8 +21,8 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-STAND_BY_S = 0.05
-"""Interval at which a thread that stands by checks whether it must end."""
+IDLE_WAIT_S = 0.05
+"""Interval at which an idle thread checks whether it must end."""
 RETRY_S = 0.0005
 """Pause of a thread that finds the leader overdue without a task in hand: the leader reads, or waits for the GIL."""
 
@@ -174,7 +174,7 @@ class WorkQueues:
                 elif self._leader is me:
                     self._delegate.handle(self._delegate.wait())
                 else:
-                    self._stand_by(me)
+                    self._watch_leader(me)
         except BaseException as error:
             self.error = error
             self._stopping.set()
@@ -200,7 +200,7 @@ class WorkQueues:
                     self._delegate.begins(task)
                 return task
             if leads and self._in_hand:
-                # Only the leader is watched, so a thread with a task in hand has to lead; this thread stands by.
+                # Only the leader is watched, so a thread with a task in hand has to lead; this thread becomes idle.
                 self._leader = next(iter(self._in_hand.values()))
                 self._delegate.leader_changed()
             elif leads:
@@ -237,11 +237,11 @@ class WorkQueues:
                 task = waiting[0]
                 self._overdue_since_s[task] = time.monotonic()
 
-    def _stand_by(self, me: threading.Thread) -> None:
-        if not self._watch.acquire(timeout=STAND_BY_S):
+    def _watch_leader(self, me: threading.Thread) -> None:
+        if not self._watch.acquire(timeout=IDLE_WAIT_S):
             return
         try:
-            if not self._delegate.overdue(STAND_BY_S) or self._stopping.is_set():
+            if not self._delegate.overdue(IDLE_WAIT_S) or self._stopping.is_set():
                 return
             with self.lock:
                 if not self._idle:

@@ -10,8 +10,8 @@ import pytest
 
 from grammar_service.compile import loader as compile_loader
 
-# In a process of its own: the memory of this one is everybody's. The last block stays, so that nothing is given back by
-# itself from the end of the heap.
+# Runs in a process of its own, because all tests share the memory of this one. The last block stays, so that the end of
+# the heap is not returned to the system without the call.
 SCRIPT = """
 import asyncio, ctypes
 from grammar_service.compile.artifact import Artifact

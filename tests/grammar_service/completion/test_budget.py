@@ -253,20 +253,20 @@ def test_far_from_the_limit_rows_are_not_narrowed(library: Library, vocabulary: 
     compiled, source = compiled_of(library, "required")
     plan = plan_of(compiled, source, vocabulary)
     matcher = compiled.matcher()
-    closing = CompletionBudget(plan, 4000, matcher)
+    budget = CompletionBudget(plan, 4000, matcher)
     tokens: list[int] = []
     for token in spell('{"n":"someone","a":4'):
-        assert closing.narrowed_row(len(tokens)) is None
-        assert closing.steered_tokens_left(len(tokens)) == -1
+        assert budget.narrowed_row(len(tokens)) is None
+        assert budget.steered_tokens_left(len(tokens)) == -1
         assert matcher.accept(token)
         tokens.append(token)
-        closing.advance(matcher, tokens)
+        budget.advance(matcher, tokens)
 
 
 def test_far_positions_cause_no_look_ahead_and_no_narrowed_row(library: Library, vocabulary: Vocabulary) -> None:
     compiled, text = compiled_of(library, "required")
     matcher = compiled.matcher()
-    closing, rng, tokens = (
+    budget, rng, tokens = (
         CompletionBudget(plan_of(compiled, text, vocabulary), 120, matcher),
         random.Random(1),
         list[int](),
@@ -274,18 +274,18 @@ def test_far_positions_cause_no_look_ahead_and_no_narrowed_row(library: Library,
     quiet = loud = 0
     while not matcher.terminated and len(tokens) < 119:
         at = len(tokens)
-        said, marks = closing.is_far(at, at + 1), repr(closing)
+        said, marks = budget.is_far(at, at + 1), repr(budget)
         legal = library.legal(matcher)
-        if (narrowed := closing.narrowed_row(at)) is not None:
+        if (narrowed := budget.narrowed_row(at)) is not None:
             legal = set(token_ids(narrowed, PADDED))
         tokens.append(rng.choice(sorted(legal)))
         matcher.accept(tokens[-1])
         if said:
             assert narrowed is None
-            assert closing.steered_tokens_left(at) == -1
-        closing.advance(matcher, tokens)
+            assert budget.steered_tokens_left(at) == -1
+        budget.advance(matcher, tokens)
         if said:
-            assert repr(closing) == marks
+            assert repr(budget) == marks
         quiet, loud = quiet + said, loud + (not said)
     assert quiet
     assert loud

@@ -1,4 +1,4 @@
-"""Records answered together give what the slot-by-slot way gives, whatever they say."""
+"""Records answered in batches give the same rows as records answered one by one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Side:
 
 @pytest.fixture
 def sides() -> Iterator[tuple[Side, Side]]:
-    """With batches, and without."""
+    """One side with batches and one without."""
     layout = Layout(num_slots=SLOTS, num_rows=ROWS, vocab_size=PADDED)
     with ExitStack() as stack:
         made = [Side(stack.enter_context(Segment.create(layout)), batches=batches) for batches in (True, False)]
@@ -69,14 +69,14 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 
 class Lane:
-    """What the engine knows of one slot, and what it says next."""
+    """The engine's state of one slot; makes its next record."""
 
     def __init__(self, slot: int, rng: random.Random, bind: Callable[[Lane], None]) -> None:
         self.slot, self.rng, self.gen, self._bind = slot, rng, 0, bind
-        self.anew()
+        self.new_owner()
 
-    def anew(self) -> None:
-        """A new request has the slot."""
+    def new_owner(self) -> None:
+        """Give the slot to a new request."""
         self.gen += 1
         self.tokens: list[int] = []
         self.drafts: list[int] = []
@@ -84,9 +84,9 @@ class Lane:
         self._bind(self)
 
     def take(self, kinds: list[int], rows: list[set[int]]) -> None:
-        """Look at an answer."""
+        """Take an answer."""
         if RowKind.ERROR in kinds or RowKind.ALL in kinds[: len(self.drafts) + 1]:
-            self.anew()
+            self.new_owner()
             return
         said = (RowKind.APPLY, RowKind.FORCED)
         self.rows = [row if kind in said else None for kind, row in zip(kinds, rows, strict=True)]
@@ -98,12 +98,12 @@ class Lane:
         rng = self.rng
         start, committed = len(self.tokens), self._emitted()
         if any(token in STOPS for token in committed):
-            self.anew()
+            self.new_owner()
             start, committed = 0, []
         chance = rng.random()
         gen = self.gen
         if chance < 0.02 and start > 1:
-            # The newest tokens are others after all.
+            # The newest token is replaced.
             start -= 1
             committed = [self.tokens[start], *committed][: ROWS - 1] if rng.random() < 0.5 else []
             self.tokens = self.tokens[:start]
@@ -114,7 +114,7 @@ class Lane:
         elif chance < 0.06:
             gen += rng.choice((-1, 1))
         elif chance < 0.10 and start + 1 < ROWS:
-            # All of it once more.
+            # All tokens are committed once more.
             start, committed = 0, [*self.tokens, *committed][:ROWS]
         full = self.tokens[:start] + committed
         drafts = walk(self, full, rng.randrange(ROWS))
@@ -155,7 +155,7 @@ def test_a_batch_gives_the_rows_of_single_records(library: Library, sides: tuple
     using: dict[int, Compiled] = {}
 
     for compiled in grammars:
-        # xgrammar's chains are for machines of many cores.
+        # By default xgrammar's filler takes no drafts, because that needs many cores.
         filler = chain_filler_of(compiled.matcher())
         assert filler is not None
         filler.follows_drafts = True

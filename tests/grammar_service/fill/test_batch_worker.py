@@ -1,4 +1,4 @@
-"""A worker that answers many slots at once: what hangs among them, what fails among them, and how many may be there."""
+"""A worker that answers many slots at once, of which one hangs or fails."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.grammar_service.toy import VOCAB, ToyFiller, ToyMatcher, tokens_in
 TEXTS = [(1, 2, 3, 4), (1, 2, 5), (1, 6, 7, 8), (2,)]
 MANY = 64
 PATIENCE_S = 120.0
-"""Used up by a failing test alone, on however busy a machine."""
+"""Bound on waits that only a failing test reaches."""
 
 
 class Member(ToyMatcher):
-    """May be filled together with others; `breaks` is told before every row."""
+    """Can be filled in a batch; `breaks` is called before every row."""
 
     def __init__(self, filler: ToyFiller, breaks: Callable[[ToyMatcher], None] = lambda matcher: None) -> None:
         super().__init__(TEXTS)
@@ -52,7 +52,7 @@ def worker(segment: Segment) -> Iterator[Worker]:
 
 
 def step(engine: EngineEnd, slots: int, at: int, committed: list[int], drafts: list[int]) -> tuple[int, AwaitResult]:
-    """Post the same for the first slots."""
+    """Post the same record for each of the first slots."""
     arrays = engine.batch_arrays(slots)
     arrays.slots[:], arrays.slot_gens[:], arrays.commit_pos[:] = range(slots), 1, at
     arrays.n_commit[:], arrays.n_draft[:] = len(committed), len(drafts)
@@ -62,7 +62,7 @@ def step(engine: EngineEnd, slots: int, at: int, committed: list[int], drafts: l
 
 
 def whole(engine: EngineEnd, seq: int, slots: list[int]) -> list[list[int]]:
-    """Return the kinds once no row is to come any more."""
+    """Return the kinds once the answers are complete."""
     gens = [1] * len(slots)
     _until(lambda: not engine.await_rows(seq, slots, gens, timeout_s=PATIENCE_S).num_late)
     return engine.await_rows(seq, slots, gens, timeout_s=0).kinds.tolist()
@@ -73,10 +73,10 @@ def test_many_quick_slots_are_not_late(segment: Segment, worker: Worker) -> None
     for slot in range(MANY):
         worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), []))
     step(engine, MANY, 0, [1], [2])
-    # A machine that takes its cores away now and then makes some of these late, and not all.
+    # On a busy machine some of these steps are late, but not all.
     for at in range(500):
         late = worker.stats()["late_answers"]
-        # The same place again with other drafts: row 0 stands, and row 1 does now and then.
+        # The same position again with other drafts.
         step(engine, MANY, 1 + at % 2, [[2], [3]][at % 2], [[5], [4]][at % 2])
         if at and worker.stats()["late_answers"] == late:
             break
@@ -107,7 +107,7 @@ def test_a_slot_that_hangs_in_a_batch_holds_the_others_only_briefly(segment: Seg
         assert result.kinds[3].tolist() == [RowKind.DEFER] * 3
         assert whole(engine, seq, others) == [[RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]] * 7
         assert tokens_in(engine.mask_rows(seq)[0, 0, :3]) == {3, 5}
-        # The slot itself hangs in a thread of its own, and the next step goes on without it.
+        # The slot now holds a thread of its own, and the next step is answered without it.
         seq, result = step(engine, 8, 2, [3], [])
         assert whole(engine, seq, others) == [[RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]] * 7
         assert result.kinds[3].tolist() == [RowKind.DEFER] * 3
@@ -147,7 +147,7 @@ def test_a_thread_that_returns_to_an_abandoned_batch_moves_no_matcher_in_use(seg
     slots = list(range(8))
     whole(engine, step(engine, 8, 0, [1], [])[0], slots)
     try:
-        # The batch is left to its thread in the middle of its moves, and the others go on from there.
+        # The batch is abandoned while its thread moves matchers; the slots continue with new ones.
         for at, token in ((1, 2), (2, 3)):
             seq, _ = step(engine, 8, at, [token], [])
             expected = RowKind.APPLY if token == 2 else RowKind.FORCED
@@ -155,7 +155,7 @@ def test_a_thread_that_returns_to_an_abandoned_batch_moves_no_matcher_in_use(seg
     finally:
         gate.set()
     assert back.wait(PATIENCE_S)
-    # What it did was done to matchers that are nobody's any more.
+    # The abandoned thread moved matchers that no slot uses any more.
     seq, _ = step(engine, 8, 3, [4], [])
     assert {tuple(kinds) for kinds in whole(engine, seq, slots)} != {(RowKind.DEFER,) * 3}
     assert worker.stats()["gaps"] == 0

@@ -139,7 +139,7 @@ def test_a_gap_is_deferred_and_waits_for_a_new_bind() -> None:
 
 
 def test_drafts_do_not_close_a_gap() -> None:
-    # The record that committed these drafts was lost: the matcher has the tokens, but nobody said that they came true.
+    # The record that committed these drafts was lost: the matcher has the tokens, but no record has committed them.
     table = Table()
     table.ask(0, [1], [2, 3])
     assert table.ask(3, [4]).kinds == [RowKind.DEFER]
