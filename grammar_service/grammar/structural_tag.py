@@ -1,7 +1,7 @@
 """Structural tags: free text in which a trigger begins a constrained region.
 
 A tag has two notations: `format` of type `triggered_tags`, and the older `structures` with `triggers`. Other types of
-format exist in xgrammar alone (see its backend). Regions that are named by tokens are refused everywhere.
+format exist only in xgrammar (see its backend). Regions that are named by tokens are refused everywhere.
 Invariant: a parsed tag has at least one region, and every region's `begin` starts with a trigger.
 Not responsible for: the schemas inside the regions (see backends/).
 """

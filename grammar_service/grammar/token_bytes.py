@@ -1,4 +1,4 @@
-"""The bytes that each token of a vocabulary stands for, read from tokenizer.json alone.
+"""The bytes of each token of a vocabulary, read from tokenizer.json alone.
 
 Invariant: a special token, a stop token and padding have no bytes, so no text is ever spelled with them.
 Not responsible for: which tokens are special (see vocabulary.py), the tokenizer's own choice of tokens for a text.

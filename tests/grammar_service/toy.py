@@ -85,7 +85,7 @@ class ToyFiller:
 
     def fill(self, chains: Sequence[Chain], rows: Any, threads: int) -> Filled:
         self.fills += 1
-        stands = []
+        num_accepted = []
         for matcher, row, drafts in chains:
             view, passed = Rows(rows), 0
             try:
@@ -94,10 +94,10 @@ class ToyFiller:
                     passed += 1
                     matcher.fill(view, row + passed)
                 matcher.rollback(passed)
-                stands.append(0)
+                num_accepted.append(0)
             except MatcherFailed:
-                stands.append(-1)
-        return Filled(stands, [False] * len(chains))
+                num_accepted.append(-1)
+        return Filled(num_accepted, [False] * len(chains))
 
 
 def row_of(legal: Iterable[int], words: int) -> Any:
@@ -124,9 +124,9 @@ _MERGES = ['{ "', '" :', "t r", "tr u", "tru e", "Ġ Ġ", "a b", "ab c", "< |", 
 
 def byte_characters() -> list[str]:
     """Return the characters that represent the bytes 0..255 in a byte-level tokenizer."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in kept]
-    return [chr(byte) if byte in kept else chr(256 + moved.index(byte)) for byte in range(256)]
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + moved.index(byte)) for byte in range(256)]
 
 
 def tokenizer_json() -> bytes:

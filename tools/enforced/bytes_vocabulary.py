@@ -14,9 +14,9 @@ STOP = 256
 
 def bytes_vocabulary() -> Vocabulary:
     """Return the vocabulary, as a byte-level BPE tokenizer without merges."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in kept]
-    texts = [chr(byte) if byte in kept else chr(256 + moved.index(byte)) for byte in range(256)]
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in printable]
+    texts = [chr(byte) if byte in printable else chr(256 + moved.index(byte)) for byte in range(256)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     added = {"id": STOP, "content": "<|end|>", "single_word": False, "lstrip": False, "rstrip": False}
     document = {

@@ -144,15 +144,15 @@ def _problem(node: dict[str, Any]) -> tuple[str, str] | None:
     for keyword in _COUNTS:
         value = node.get(keyword)
         if isinstance(value, int | float) and value < 0:
-            return keyword, f"is {value}, which is taken for no bound"
-    for rule in (_alone, _values, _typed, _strings, _objects):
+            return keyword, f"is {value}, which is read as no bound"
+    for rule in (_replacing, _values, _typed, _strings, _objects):
         problem = rule(node)
         if problem:
             return problem
     return None
 
 
-def _alone(node: dict[str, Any]) -> tuple[str, str] | None:
+def _replacing(node: dict[str, Any]) -> tuple[str, str] | None:
     """Find keywords that the library reads instead of the rest of the schema."""
     for keyword in ("$ref", "const", "enum", "anyOf", "oneOf", "allOf"):
         if keyword not in node:

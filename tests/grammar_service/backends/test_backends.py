@@ -359,7 +359,7 @@ def test_a_request_cannot_set_options_of_a_library(library: Library) -> None:
 
 
 def test_schemas_that_a_backend_enforces_are_not_refused(library: Library) -> None:
-    taken = [
+    enforced = [
         POINT,
         {"oneOf": [STR, INT]},
         {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": INT}, "description": "not an assertion"},
@@ -371,7 +371,7 @@ def test_schemas_that_a_backend_enforces_are_not_refused(library: Library) -> No
         {"type": "object", "properties": {"c": {"$ref": "#"}}, "additionalProperties": False},
         {"type": "object", "patternProperties": {"^[a-z]+$": INT}, "additionalProperties": False},
     ]
-    for source in taken:
+    for source in enforced:
         library.compiled(*schema(source))
 
 

@@ -53,8 +53,8 @@ def test_the_portable_pattern_matches_the_same_strings(pattern: str, same: str |
         with pytest.raises(NotPortable, match="no character"):
             portable(pattern, STRINGS_OF_JSON)
         return
-    ours = re.compile(portable(pattern, STRINGS_OF_JSON).replace("$", r"\Z"))
-    assert [s for s in STRINGS if ours.search(s)] == [s for s in STRINGS if re.search(same, s)]
+    portable_pattern = re.compile(portable(pattern, STRINGS_OF_JSON).replace("$", r"\Z"))
+    assert [s for s in STRINGS if portable_pattern.search(s)] == [s for s in STRINGS if re.search(same, s)]
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,10 @@ def test_keywords_without_effect_are_removed() -> None:
     }
     assert rewrite(schema, "", _upper) == []
     assert schema == {}
-    kept = {"uniqueItems": 0, "unevaluatedItems": False, "if": {}, "then": LEAF, "contains": {}, "minContains": 1}
-    schema = dict(kept)
+    unchanged = {"uniqueItems": 0, "unevaluatedItems": False, "if": {}, "then": LEAF, "contains": {}, "minContains": 1}
+    schema = dict(unchanged)
     rewrite(schema, "", _upper)
-    assert schema == kept
+    assert schema == unchanged
 
 
 def test_patterns_are_rewritten_in_every_place() -> None:
