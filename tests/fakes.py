@@ -1,6 +1,6 @@
-"""Small fakes behind the seams of `gpu_engine.api.ports`: they do what the protocol says with nothing behind it.
+"""Small fakes behind the seams of `gpu_engine.api.ports`: they follow the protocols, without a model or a process.
 
-The invariant: a fake holds no assertion. Not here: fixtures.
+The invariant: a fake holds no assertion.
 """
 
 from __future__ import annotations

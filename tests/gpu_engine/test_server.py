@@ -1,4 +1,4 @@
-"""The whole process but its engine: order of start and close, health, reflection, limits of the transport."""
+"""The whole process without its engine: order of start and close, health, reflection, limits of the transport."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def health_of(address: str, service: str = SERVICE) -> int:
         return int((await stub.Check(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True)).status)
 
 
-async def test_it_answers_and_says_that_it_serves(tmp_path: Path) -> None:
+async def test_a_server_answers_and_reports_serving(tmp_path: Path) -> None:
     engines: list[FakeEngine] = []
     async with open_server(ENGINE, config(tmp_path), parts=parts(says("yes"), engines)) as server:
         async with Client(server.address) as client:
@@ -99,7 +99,7 @@ async def test_the_model_has_cores_of_its_own_while_it_serves(tmp_path: Path) ->
     ]
 
 
-async def test_it_is_not_serving_while_it_warms_up(tmp_path: Path) -> None:
+async def test_health_is_not_serving_during_the_warm_up(tmp_path: Path) -> None:
     warming, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -147,7 +147,7 @@ async def test_a_prompt_of_ten_megabytes_is_refused_by_name(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("method", ["Generate", "Compile", "Abort", "GetStats"])
 @pytest.mark.parametrize("content", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"])
-async def test_bytes_that_are_no_request_are_an_invalid_argument(
+async def test_malformed_bytes_are_an_invalid_argument(
     tmp_path: Path, method: str, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     if method == "GetStats" and content[0] == 0x0A:
@@ -166,7 +166,7 @@ async def test_bytes_that_are_no_request_are_an_invalid_argument(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_a_port_that_is_taken_is_said_at_once() -> None:
+async def test_a_taken_port_is_reported_at_once() -> None:
     loopback = ServerConfig(listen="127.0.0.1:0", grammar="none")
     async with open_server(ENGINE, loopback, parts=parts()) as server:
         assert not server.address.endswith(":0")
@@ -205,7 +205,7 @@ async def test_a_unix_socket_of_another_process_is_left_alone(tmp_path: Path, pr
         assert await health_of(server.address) == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_leaving_drains_what_runs(tmp_path: Path) -> None:
+async def test_closing_drains_running_requests(tmp_path: Path) -> None:
     engines: list[FakeEngine] = []
     async with Client(f"unix:{tmp_path}/s") as client:
 
@@ -224,7 +224,7 @@ def _last(request: Request) -> TokenEvent:
     return list(says("z")(request))[-1]
 
 
-async def test_a_model_that_does_not_load_closes_what_was_open(tmp_path: Path) -> None:
+async def test_a_model_that_fails_to_load_closes_every_part(tmp_path: Path) -> None:
     def broken(config: EngineConfig, progress: object) -> FakeModel:
         raise FileNotFoundError("model: nowhere")
 
@@ -288,7 +288,7 @@ async def test_a_grammar_process_of_another_release_stops_the_start(tmp_path: Pa
     await refusing
 
 
-async def test_health_tells_guided_service_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_health_reports_guided_service_separately(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     elsewhere = config(tmp_path, grammar="connect", grammar_dir=str(tmp_path / "g"), grammar_wait_s=0.2)
     async with open_server(ENGINE, elsewhere, parts=parts()) as server:

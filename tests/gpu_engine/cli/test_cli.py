@@ -55,7 +55,7 @@ async def test_generate_streams_to_stdout_and_sums_up_on_stderr(
     assert "seed 3" in err
 
 
-async def test_generate_tells_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_generate_prints_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(tmp_path, says("hello")) as address:
         assert await run("generate", "--server", address, "--prompt", "x", "--max-tokens", "0") == cli.FAILED
     out, err = capsys.readouterr()
@@ -72,7 +72,7 @@ async def test_generate_tells_a_refusal(tmp_path: Path, capsys: pytest.CaptureFi
         (FinishReason.ABORTED, cli.NOT_COMPLETE),
     ],
 )
-async def test_the_exit_status_tells_how_the_answer_ended(tmp_path: Path, finish: FinishReason, status: int) -> None:
+async def test_the_exit_status_says_how_the_answer_ended(tmp_path: Path, finish: FinishReason, status: int) -> None:
     def script(request: Request) -> Iterable[TokenEvent]:
         return [TokenEvent(0, finish=finish)]
 
@@ -85,7 +85,7 @@ async def test_no_server_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "UNAVAILABLE" in capsys.readouterr().err
 
 
-async def test_compile_needs_a_grammar_and_tells_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_compile_needs_a_grammar_and_prints_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert await run("compile", "--server", "unix:nowhere") == cli.USAGE
     assert "a grammar is required" in capsys.readouterr().err
     async with serving(tmp_path, says("x")) as address:
@@ -93,7 +93,7 @@ async def test_compile_needs_a_grammar_and_tells_a_refusal(tmp_path: Path, capsy
     assert "FAILED_PRECONDITION" in capsys.readouterr().err
 
 
-def test_what_a_grammar_costs_is_one_line() -> None:
+def test_the_cost_of_a_grammar_is_one_line() -> None:
     response = pb.CompileResponse(backend=pb.BACKEND_XGRAMMAR, compile_ms=1.25, memory_bytes=2048, min_tokens=4)
     line = "xgrammar, compiled in 1.2 ms, 2 KiB, at least 4 tokens per answer, "
     assert grammar_cost(response) == line + "no complete answer was found"
@@ -151,7 +151,7 @@ def test_flags_make_the_request(tmp_path: Path) -> None:
         (["--prompt", "x", "--max-tokens", "-1"], "--max-tokens: "),
     ],
 )
-def test_wrong_usage_is_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_reported(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", *arguments]) == cli.USAGE
     assert message in capsys.readouterr().err
 
@@ -171,7 +171,7 @@ def test_wrong_usage_is_told(arguments: list[str], message: str, capsys: pytest.
         (["--log-level", "chatty"], "log_level: 'chatty' is not one of debug, info, warning, error"),
     ],
 )
-def test_wrong_settings_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_settings_are_reported(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", *arguments]) == cli.USAGE
     assert message in capsys.readouterr().err
 
@@ -185,7 +185,7 @@ def test_wrong_settings_are_told(arguments: list[str], message: str, capsys: pyt
         (["health", "--timeout", "soon"], "'soon' is not a number of seconds above 0"),
     ],
 )
-def test_wrong_flags_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_reported(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == cli.USAGE
@@ -231,14 +231,14 @@ def test_clients_do_not_load_the_model_libraries() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 
-def test_progress_is_a_line_a_stage_without_a_terminal() -> None:
+def test_progress_is_a_line_per_stage_without_a_terminal() -> None:
     stream = io.StringIO()
     with loading_progress(stream) as progress:
         progress("loading the weights", 0.25)
     assert stream.getvalue() == " 25% loading the weights\n"
 
 
-def test_the_summary_speaks_of_the_grammar_and_its_warnings() -> None:
+def test_the_summary_names_the_grammar_library_and_its_warnings() -> None:
     telemetry = pb.Telemetry(ttft_ms=100, total_ms=1100, acceptance_length=2.5, seed=9, backend=pb.BACKEND_XGRAMMAR)
     telemetry.warnings.append("format is not enforced")
     response = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, telemetry=telemetry)

@@ -1,4 +1,4 @@
-"""The engine's log lines: their shape, whose request they are about, and what they never say."""
+"""Access lines: one per call, with the id of its request, and without its texts."""
 
 from __future__ import annotations
 

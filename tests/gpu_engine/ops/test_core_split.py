@@ -25,21 +25,21 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="n
         (EngineConfig(device="cpu", num_threads=1), {0, 1, 2, 3}, 4, {1, 2, 3}),
         (EngineConfig(device="cuda"), {0, 1, 2}, 3, {1, 2}),
         (EngineConfig(device="cuda", sync="device_flag"), {0, 1, 2}, 3, {1, 2}),
-        # A process that spins would have the only core that is left.
+        # A process that polls would fill the only spare core.
         (EngineConfig(device="cuda", sync="device_flag"), {0, 1}, 2, None),
-        # The model has every core, or more threads than there are.
+        # The model uses every core, or has more threads than cores.
         (EngineConfig(device="cpu"), {0, 1}, 2, None),
         (EngineConfig(device="cpu", num_threads=2), {0, 1}, 2, None),
         (EngineConfig(device="cpu", num_threads=3), {0, 1}, 2, None),
         (EngineConfig(device="cpu", num_threads=1), {0}, 1, None),
-        # Enough others are idle.
+        # Enough other cores are idle.
         (EngineConfig(device="cpu", num_threads=1), set(range(5)), 5, None),
         (EngineConfig(device="cuda"), set(range(16)), 16, None),
         (EngineConfig(device="cpu", num_threads=1), {0, 1, 2}, 2, None),
         (EngineConfig(device="cpu", num_threads=1, split_cores=False), {0, 1}, 2, None),
     ],
 )
-def test_what_is_split(config: EngineConfig, cores: set[int], usable: int, rest: set[int] | None) -> None:
+def test_the_split_of_cores(config: EngineConfig, cores: set[int], usable: int, rest: set[int] | None) -> None:
     split = CoreSplit.of(config, frozenset(cores), usable)
     assert split == (None if rest is None else CoreSplit(frozenset(cores), frozenset(rest)))
 
@@ -104,7 +104,7 @@ gone.set()
 waits.join()
 stays.join()
 assert mine() == old[1] == cores
-assert apart[0] == cores[:1], "whose cores somebody else chose"
+assert apart[0] == cores[:1], "a thread whose cores other code has set"
 print("ok")
 """
 
@@ -117,7 +117,7 @@ def test_a_process_is_confined_and_set_free() -> None:
     assert (done.stdout.strip(), done.returncode) == ("ok", 0), done.stderr
 
 
-def test_a_grammar_process_beside_the_event_loop_compiles_when_nobody_computes() -> None:
+def test_a_grammar_process_on_the_cores_of_the_event_loop_compiles_at_idle_priority() -> None:
     flags = grammar_command(ServerConfig(), Path("/d"), compile_idle=True)
     assert flags[flags.index("--compile-priority") + 1] == "idle"
     assert "--compile-priority" not in grammar_command(ServerConfig(), Path("/d"))

@@ -79,7 +79,7 @@ process_open_fds 12.0
 
 
 @pytest.mark.parametrize(("grammar", "up"), [(Grammar(SIDECAR), 1), (Grammar(None), 0), (Grammar(None, hangs=True), 0)])
-async def test_a_scrape_has_both_processes_or_says_that_one_is_away(grammar: Grammar, up: int) -> None:
+async def test_a_scrape_has_both_processes_or_reports_that_one_does_not_answer(grammar: Grammar, up: int) -> None:
     both = BothProcesses()
     Counter("lockstep_things", "Of the engine", registry=both.registry).inc(3)
     both.attach(grammar)
@@ -136,7 +136,7 @@ def config(tmp_path: Path, **fields: Any) -> ServerConfig:
     return ServerConfig(**{"listen": f"unix:{tmp_path}/s", "metrics_listen": "127.0.0.1:0", "grammar": "none"} | fields)
 
 
-async def test_calls_are_counted_by_what_became_of_them(tmp_path: Path) -> None:
+async def test_calls_are_counted_by_their_outcome(tmp_path: Path) -> None:
     def script(request: Any) -> Any:
         if len(request.prompt_ids) < 5:
             request.telemetry.scheduled_s = request.telemetry.first_token_s = request.telemetry.arrived_s + 0.25
@@ -167,7 +167,7 @@ async def test_calls_are_counted_by_what_became_of_them(tmp_path: Path) -> None:
     assert seen["slots", "engine"] == 4
 
 
-async def test_an_address_that_is_taken_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
+async def test_a_taken_address_is_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
     def load(*_: object) -> Any:
         raise AssertionError
 
@@ -185,7 +185,7 @@ async def test_without_the_setting_nothing_listens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["9464", ":9464", "host:", "host:99999"])
-def test_an_address_that_is_none_is_refused(value: str) -> None:
+def test_a_malformed_address_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=f"metrics_listen: '{value}' is not host:port"):
         ServerConfig(metrics_listen=value)
 
@@ -235,6 +235,6 @@ async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_o
         assert {line["logger"] for line in lines} >= {"grammar_service.server", "grammar_service.servicer"}
 
 
-def test_the_page_says_what_is_counted(root: Path) -> None:
+def test_the_page_lists_every_metric(root: Path) -> None:
     page = (root / "docs/metrics.md").read_text()
     assert page == metrics_table.page(), "run: python -m tests.metrics_table"

@@ -1,4 +1,4 @@
-"""Spans of calls, into the SDK's memory: nothing here opens a connection."""
+"""Spans of calls, exported into memory; no test opens a connection."""
 
 from __future__ import annotations
 
@@ -150,13 +150,15 @@ def test_a_failure_to_trace_does_not_reach_the_call(caplog: pytest.LogCaptureFix
         {"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"},
     ],
 )
-def test_nothing_is_traced_unless_it_is_asked_for(environ: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_tracing_is_off_unless_the_environment_enables_it(
+    environ: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     assert open_tracing(environ) is None
     assert caplog.text == ""
 
 
-def test_an_exporter_that_is_not_installed_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_exporter_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     wanted = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "carrier-pigeon"}
     assert open_tracing(wanted) is None
@@ -177,7 +179,7 @@ tracing.close()
 """
 
 
-def test_what_the_environment_names_gets_the_spans(root: Path) -> None:
+def test_the_exporter_of_the_environment_gets_the_spans(root: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
