@@ -268,8 +268,8 @@ class ToyGrammar:
     closed: list[tuple[int, int]] = field(default_factory=list)
     hold: bool = False
     """True: opens are noted and not answered."""
-    pardons: bool = False
-    """A crash is said to have come from outside."""
+    forgives: bool = False
+    """Crashes are reported as ends from outside."""
     before: Callable[[Record], None] | None = None
     """`before` of every sidecar that is started from now on."""
     buried: list[ToySidecar] = field(default_factory=list)
@@ -311,7 +311,7 @@ class ToyGrammar:
                 heard = threading.Event()
                 engine._inbox.put(heard.set)
                 assert heard.wait(PATIENCE_S)
-                if self.pardons:
+                if self.forgives:
                     engine.forgive_grammar_end()
                 self.start_sidecar()
                 channel.clear_abort()

@@ -180,7 +180,7 @@ def test_a_sink_that_raises_costs_no_other_request_its_end(
 
 
 class FailsOnce:
-    """A net that raises in one forward of its life, when told to."""
+    """A net that raises in one forward of its life, on request."""
 
     def __init__(self, net: Any) -> None:
         self._net, self.fails_next = net, False
@@ -268,4 +268,4 @@ def test_telemetry_counts_steps_and_drafts(llama: LoadedModel) -> None:
 def test_reprs_name_what_a_human_looks_for(llama: LoadedModel) -> None:
     engine = Engine(EngineConfig(device="cpu", max_batch_size=2, max_model_len=256, num_threads=1), llama)
     assert "llama float32 cpu" in repr(engine)
-    assert "seated=0/2 waiting=0" in repr(engine)
+    assert "running=0/2 waiting=0" in repr(engine)

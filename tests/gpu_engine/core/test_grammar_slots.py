@@ -1,4 +1,4 @@
-"""Guided slots and news of the grammar process, in orders that a real one brings about once in a while."""
+"""Guided slots and events of the grammar process, in orders that are rare with a real process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Port:
 
 
 class Binds:
-    """A seating that only notes."""
+    """A slot writer that checks the slot and writes nothing."""
 
     def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
         assert sequence.slot >= 0
@@ -57,7 +57,7 @@ def test_a_step_of_the_previous_process_is_not_waited_for() -> None:
     grammar_slots.opened(sequence.slot, sequence.slot_gen, 1.0, False, 2, ())
     assert sequence.decoding
 
-    # A step of it is in flight; the process is lost and the next one there before the step is told.
+    # A step of it is in flight; the process is lost and the next one is attached before the step is collected.
     grammar_slots.process_lost()
     grammar_slots.process_restored()
     grammar_slots.defer(sequence, 7, advanced=False)

@@ -312,7 +312,7 @@ def test_a_sidecar_that_is_silent_for_a_while_loses_nothing(
         assert reached.wait(PATIENCE_S)
         engine._channel.set_abort()
         engine.grammar_silent()
-        # Nobody waits for it: those without a grammar go on to their end, the others stand.
+        # No other sequence waits for it: unguided ones run to their end, guided ones pause.
         for answer in answers:
             if answer.request.grammar is None:
                 answer.wait()
@@ -474,7 +474,7 @@ def test_events_for_an_earlier_owner_of_a_slot_are_ignored(
 
         def news(answer: Answer) -> None:
             if not answer.over:
-                engine.grammar_failed(0, 1, GrammarUnavailable("of somebody else"))
+                engine.grammar_failed(0, 1, GrammarUnavailable("of another sequence"))
                 engine.grammar_opened(0, 1, compile_ms=9.0, cache_hit=False, backend=1)
 
         answer = MIX[0]()
@@ -592,7 +592,7 @@ def test_a_library_that_dies_of_drafts_costs_two_processes_and_no_answer(
 
 def test_ends_from_outside_end_no_request(llama: LoadedModel, expected: list[list[int]], overlap: bool) -> None:
     with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=2000.0)) as (engine, grammar):
-        grammar.pardons = True
+        grammar.forgives = True
         answer = ask(MIX[0]().request.prompt_ids, grammar="50 crash 0", max_tokens=90)
         with grammar.supervised(engine):
             engine.submit(answer.request)

@@ -151,7 +151,7 @@ SAID = st.lists(st.integers(0, 1), max_size=14)
 
 @given(st.lists(st.tuples(st.integers(0, 3), SAID, st.integers(0, 8)), max_size=60))
 def test_whatever_is_shared_holds_what_it_should(actions: list[tuple[int, list[int], int]]) -> None:
-    """Each owner writes its tokens into its pages; who shares a page must find its own tokens there."""
+    """Each owner writes its tokens into its pages; an owner of a shared page finds its own tokens there."""
     allocator = PageAllocator(9, 2)
     written: dict[int, tuple[int, ...]] = {}
     owners: list[list[int]] = [[] for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Prompts that begin like earlier ones: nothing is computed twice, and nobody's answer is another one for it."""
+"""Prompts that begin like earlier ones: nothing is computed twice, and no answer changes."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_a_failed_step_may_have_written_is_not_found(llama: LoadedModel, ca
             failed = ask(SYSTEM)
             answer_all(engine, [failed])
         assert isinstance(failed.error, InternalError)
-        until_false(lambda: engine.stats().pages_cached)  # the client hears of it first
+        until_false(lambda: engine.stats().pages_cached)  # the client gets its last event first
         again = ask(SYSTEM, max_tokens=4)
         answer_all(engine, [again])
         assert again.request.telemetry.cached_tokens == 0

@@ -56,7 +56,7 @@ def act(machine: Names, plan: Plan[str], emitted: int = 1) -> None:
 
 
 def prefills(machine: Names) -> list[list[tuple[str, int, int]]]:
-    """Return what is prefilled turn by turn until nothing is left to be, with nobody decoding."""
+    """Return the chunks of each iteration until everything is prefilled; no sequence decodes meanwhile."""
     turns = []
     while (plan := machine.plan()).prefill:
         turns.append([(chunk.sequence.payload, chunk.start, chunk.end) for chunk in plan.prefill])
@@ -130,7 +130,7 @@ def test_company_neither_delays_a_prompt_nor_changes_its_chunks(lengths: list[in
     for count in range(1, len(lengths)):
         before = turns(lengths[:count], lanes)
         for name in map(str, range(count)):
-            assert ends(name, together) == ends(name, before), "who came later changes nothing"
+            assert ends(name, together) == ends(name, before), "later arrivals change nothing"
 
 
 def ends(name: str, turns: list[list[tuple[str, int, int]]]) -> list[tuple[int, int]]:
@@ -214,7 +214,7 @@ def test_several_preempted_sequences_of_one_iteration_keep_their_order() -> None
     (a, *_) = plan.assigned
     while machine.plan().prefill:
         act(machine, machine.plan(), emitted=0)
-    machine.allocator.grow(a.pages, 80)  # somebody took the rest
+    machine.allocator.grow(a.pages, 80)  # takes the rest of the pages
     a.length = 110
     a.prefilled = 109
     plan = machine.plan()
@@ -432,7 +432,7 @@ class Turns(RuleBasedStateMachine):
         self.machine.check_integrity()
 
     def teardown(self) -> None:
-        """Nobody starves: when every grammar answers, all that is left ends."""
+        """No sequence starves: when every grammar answers, every sequence ends."""
         for _ in range(2000):
             for s in self.machine.running:
                 s.grammar_state, s.deferred = GrammarState.OPEN if s.guided else GrammarState.UNCONSTRAINED, False
@@ -463,9 +463,9 @@ class TurnsThatShare(TurnsOfSeveral):
         return [number % 2] * min(one.length, 40) + [number % 4] * (one.length - 40)
 
     def wrote(self, one: Sequence[str], start: int, end: int) -> None:
-        told = [*self.tokens_of(one)[: one.length - 1], *[-1] * 2 * ROWS]
+        written = [*self.tokens_of(one)[: one.length - 1], *[-1] * 2 * ROWS]
         for at in range(start, end):
-            self.cells[one.pages[at // PAGE], at % PAGE] = tuple(told[: at + 1])
+            self.cells[one.pages[at // PAGE], at % PAGE] = tuple(written[: at + 1])
 
     @invariant()
     def everybody_reads_keys_of_its_own_tokens(self) -> None:

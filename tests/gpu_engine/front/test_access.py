@@ -1,4 +1,4 @@
-"""Who gets in: TLS, client certificates, bearer tokens, files that change, addresses that are open by mistake."""
+"""Access to the public port: TLS, client certificates, bearer tokens, files that change, unprotected addresses."""
 
 from __future__ import annotations
 
@@ -152,11 +152,11 @@ async def test_a_renewal_that_does_not_fit_leaves_the_last_one_in_force(
     async with serving(**files.tls()) as server:
         (files.folder / "server.key").write_bytes(files.issue("other")[1].read_bytes())
 
-        async def told() -> bool:
+        async def logged() -> bool:
             assert await ask(server, "--tls-ca", str(files.ca)) == "yes"
             return "stay in force" in caplog.text
 
-        await eventually(told)
+        await eventually(logged)
     assert "is not the key of" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Who is let through to the grammar process: by its bound, by backend, and what it is known to have in any case."""
+"""Compilations that are admitted: up to the limit of a backend, and any grammar that the process is known to have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child of ours: what it says, how it ends, and that nothing of it stays."""
+"""A child process: its output, its end, and that it leaves nothing behind."""
 
 from __future__ import annotations
 

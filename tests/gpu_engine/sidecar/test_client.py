@@ -252,7 +252,7 @@ async def test_a_compilation_is_cancelled_with_its_last_request(tmp_path: Path) 
         assert s.process.calls["compile cancelled"] == 0
         ahead.cancel()
         await eventually(lambda: s.process.calls["compile cancelled"] == 1)
-        # Who comes now starts anew, and is not told of the cancellation.
+        # A request that arrives now starts a new compilation, and does not see the cancellation.
         s.process.hold_compile.set()
         made = await s.client.compile(spec())
         assert (made.grammar_id, made.min_tokens, made.known_answer_tokens) == ("id:a", 2, 7)
@@ -328,7 +328,7 @@ async def test_slots_are_opened_behind_a_restart_however_many_grammars_are_compi
         # No queue of the grammar process refuses them, either.
         assert s.process.accepted == {"a": 1, "b": 1, "no ticket": 2}
         assert s.engine.failed == []
-        # They count, each of them once: until one is over there is no room for who comes new.
+        # Each of them counts once: until one has ended there is no place for a new one.
         assert "running=3 " in repr(s.client)
         with pytest.raises(LimitExceeded, match="compile_queue: 1 "):
             s.client.prepare("new", spec("new"), lambda error: None)
@@ -445,7 +445,7 @@ async def test_a_lost_process_pauses_and_the_next_one_goes_on(tmp_path: Path) ->
 
 async def test_a_loss_is_reported_with_the_matchers_that_were_being_built(tmp_path: Path) -> None:
     async with connected(tmp_path) as s:
-        s.client.open(0, 4, request("stands"), ())
+        s.client.open(0, 4, request("bound"), ())
         await eventually(lambda: s.engine.opened)
         s.process.hold_bind.clear()
         s.client.open(1, 5, request("in hand"), (7,))
@@ -615,7 +615,7 @@ async def test_a_process_that_comes_after_it_was_given_up_serves(tmp_path: Path)
         assert s.client.serves
         await s.process.stop()
         await eventually(lambda: not s.link.up)
-        assert s.client.serves  # who asks now waits
+        assert s.client.serves  # a request that arrives now waits
         s.client.give_up("failed 8 times")
         assert not s.client.serves
         await s.process.start()
