@@ -22,6 +22,7 @@ from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.probe import probe
+from gpu_engine.model.rotary import install_tables
 from service_runtime.cores import usable_cores
 
 __all__ = ["LoadedModel", "ModelNotSupported", "load_model", "prepare", "resolve_dtype"]
@@ -105,6 +106,7 @@ def prepare(config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast) 
         model = _describe(config, net, tokenizer, dtype, device, num_parameters)
     except AttributeError as error:
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
+    install_tables(net.get_decoder(), model.max_model_len)
     seen = probe(model)
     if config.fuse:
         model.fused = fuse_parts(net, seen.record, seen.asked, dtype)

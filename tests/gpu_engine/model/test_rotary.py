@@ -1,0 +1,93 @@
+"""Rotary tables: the bits of transformers' own modules, and no call of those once a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.loader import load_model
+from gpu_engine.model.rotary import RotaryTable, install_tables
+from tests.gpu_engine.harness import config
+from tests.gpu_engine.tiny import FAMILIES, save
+
+LENGTH = 256
+TYPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "longrope": {
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": LENGTH,
+        "factor": 2.0,
+    },
+}
+
+
+def rotary(kind: str) -> LlamaRotaryEmbedding:
+    parameters = {"rope_type": kind, "rope_theta": 10_000.0, **TYPES[kind]}
+    limit = 2 * LENGTH if kind == "longrope" else LENGTH
+    return LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=limit, rope_parameters=parameters)
+    )
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_has_the_bits_of_the_module(kind: str, dtype: torch.dtype) -> None:
+    table, draw = RotaryTable(rotary(kind), LENGTH), torch.Generator().manual_seed(1)
+    for B, P in ((1, 1), (1, 2), (3, 5), (2, 33)):
+        x, places = torch.zeros(B, P, 64, dtype=dtype), torch.randint(0, LENGTH, (B, P), generator=draw)
+        got, expected = table(x, places), rotary(kind)(x, places)
+        for ours, theirs in zip(got, expected, strict=True):
+            assert ours.dtype == theirs.dtype == dtype
+            assert torch.equal(ours, theirs)
+    assert table(x, torch.tensor([[LENGTH + 63]]))[0].shape == (1, 1, 16), "a rejected draft's position"
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_dynamic_model_calls_its_own_rotary_embedding_at_load_alone(tmp_path: Path, fuse: bool) -> None:
+    source = FAMILIES["llama"]()
+    source.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    folder = tmp_path / "dynamic"
+    save(source, folder)
+    model = load_model(config(model=str(folder), max_model_len=64, fuse=fuse))
+    modules = [m for m in model.net.modules() if type(m).__name__ == "LlamaRotaryEmbedding"]
+    assert len(modules) == 1
+    called: list[object] = []
+    modules[0].register_forward_hook(lambda *given: called.append(given))
+    ids = torch.arange(4)[None]
+    ctx = AttentionContext(
+        model.allocate_pages(1, 32), torch.zeros(1, 1, dtype=torch.int32), torch.arange(4, dtype=torch.int32)[None]
+    )
+    with torch.inference_mode():
+        assert bool(model.logits(ids, ctx).isfinite().all())
+    assert called == [], "its forward compares the longest position on the host, which a capture forbids"
+
+
+def test_a_module_that_gives_something_else_stays() -> None:
+    class ComplexRotaryEmbedding(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", torch.ones(4))
+
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            return torch.polar(torch.ones(1, 2, 4), torch.ones(1, 2, 4))
+
+    decoder = torch.nn.Module()
+    decoder.rotary_emb = ComplexRotaryEmbedding()
+    assert install_tables(decoder, 16) == 0
+    assert isinstance(decoder.rotary_emb, ComplexRotaryEmbedding)
