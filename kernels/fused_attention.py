@@ -1,8 +1,8 @@
 """Attention over the pages straight from a joined q, k, v product: head norms, rotary, store, attend.
 
 What a layer asks never changes, so on a CPU its arguments are laid out once and a call fills in addresses and sizes:
-building them anew took as long as the kernels at one row. One invariant: the result is that of `rotate` and
-`paged_attention`, bit for bit. Not here: products, and who owns the pages.
+building them anew took as long as the kernels at one row. Invariant: the result is that of `rotate` and
+`paged_attention`, bit for bit. Not responsible for: products, and the ownership of pages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class QkvAttention:
     ) -> torch.Tensor:
         """Return [N, Hq * D]; row b * P + j is position j of sequence b. `qkv_NC`, contiguous, is changed.
 
-        C is (Hq + 2 Hkv) * D: query heads, key heads, value heads. N may be more than B * P: what is behind is padding,
+        C is (Hq + 2 Hkv) * D: query heads, key heads, value heads. N may be more than B * P: the rows after that are padding,
         and its results are 0. The rest as in `rotate` and `paged_attention`.
         """
         (Hq, Hkv), D = self.heads, self.head_dim

@@ -1,9 +1,9 @@
 """`@hostfunc`: a Python function as a callback on the current CUDA stream, in graphs too, replayed at will.
 
 A captured call is owned by its graph: when the last graph that can replay it is destroyed, its arguments are freed;
-or earlier, by `release`. A call outside a capture is freed after its one run. One invariant: what the driver holds is
+or earlier, by `release`. A call outside a capture is freed after its one run. Invariant: what the driver holds is
 never an address of a Python object, but a number that is looked up when the callback runs, so a replay after a
-release is a recorded error, not a crash. Not here: anything that the engine uses.
+release is a recorded error, not a crash. Not responsible for: the engine, which uses native host functions alone.
 
 WARNING. The callback takes the GIL on a thread of CUDA's, which may hold a lock of the driver's. Whoever holds the GIL
 and waits for that lock (a synchronising copy, a lazily loaded kernel, an allocation) stops the process for good. Every
@@ -28,7 +28,7 @@ P = ParamSpec("P")
 OnError = Callable[[BaseException], None]
 
 _MOST_ERRORS = 64
-"""Errors that are kept; the ones after them are counted."""
+"""Number of errors whose text is stored; later ones are only counted."""
 _SEMAPHORE_BYTES = 64
 """At least sizeof(sem_t); 32 in glibc."""
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -102,7 +102,7 @@ class HostFunction(Generic[P]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> HostCall | None:
         """Enqueue on the current stream; return the call when a graph captured it, else None.
 
-        Arguments are kept by reference. Raises HostFunctionError when an earlier host function failed.
+        Holds references to the arguments. Raises HostFunctionError when an earlier host function failed.
         """
         self._functions.check()
         return self._functions.enqueue(self.__name__, lambda: self.function(*args, **kwargs), self._on_error)
@@ -131,7 +131,7 @@ class HostFunctions:
         for name in ("sem_init", "sem_trywait", "free"):
             getattr(self._libc, name).argtypes = [ctypes.c_void_p]
         self._libc.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
-        # The end of a graph is told on a thread of CUDA's: by a C function, so that the GIL is not taken there.
+        # CUDA reports the end of a graph on a thread of its own. A C function receives it, so that the GIL is not taken there.
         self._sem_post = ctypes.cast(self._libc.sem_post, ctypes.c_void_p).value or 0
         self._trampoline = _HOST_FUNCTION(self._run)
         self._address = ctypes.cast(self._trampoline, ctypes.c_void_p).value or 0

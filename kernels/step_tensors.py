@@ -22,7 +22,7 @@ RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED = 0, 1, 2, 3
 
 @dataclass(frozen=True, slots=True)
 class SlotParams:
-    """What does not change while a sequence holds its slot. Writer: the engine, when it seats a sequence. All [S]."""
+    """Constants of a sequence while it has its slot. Writer: the engine, when a sequence gets the slot. All [S]."""
 
     prompt_length_S: torch.Tensor  # int32
     max_length_S: torch.Tensor  # int32, prompt plus answer at most
@@ -57,7 +57,7 @@ class SlotParams:
 
 @dataclass(frozen=True, slots=True)
 class AcceptResult:
-    """What a step emitted. Writer: the step. Valid until the next; [B, R] rows beyond `num_emitted_B` are stale."""
+    """The result of a step. Writer: the step. Valid until the next; [B, R] rows beyond `num_emitted_B` are stale."""
 
     emitted_BR: torch.Tensor  # int32
     num_emitted_B: torch.Tensor  # int32
@@ -103,7 +103,7 @@ def pack_rules(stop: tuple[int, ...], bad: tuple[int, ...], words: tuple[tuple[i
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What verification and drafting read and write besides logits: the same tensors at every step.
+    """The tensors that verification and drafting read and write besides logits; the same ones at every step.
 
     `slots_B`, `num_drafts_B` int32 [B]; `drafts_BR`, `forced_BR` int32 and `kinds_BR` uint8 RowKind [>= B, R]; the
     bitmask row (slot, j) lies at mask_address + 4 * (slot * mask_strides[0] + j * mask_strides[1]) and is read only for

@@ -1,8 +1,8 @@
-"""Rows of many slots on their way from a matcher library to the engine: private arrays, bound once to a native call.
+"""Rows of many slots that a matcher library has filled, before they are published: private arrays for one native call.
 
-Invariant: the library writes here and nowhere else, so that a call of it which never returns can be left behind with
-its arrays; only `GrammarEnd.publish_chains` copies rows to where the engine reads them. One thread at a time. Not here:
-which slots, and what to do with those that come back (grammar_service/fill/batch.py).
+Invariant: the library writes only into these arrays, so that a call which never returns can be abandoned together with
+its arrays; only `GrammarEnd.publish_chains` copies rows to where the engine reads them. One thread at a time. Not responsible for:
+choosing the slots, and answering the chains that this call leaves out (grammar_service/fill/batch.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class SpecialWords(NamedTuple):
 
     at: Int32Array
     keep: npt.NDArray[np.uint32]
-    """What may always stay of each word."""
+    """Bits of each word that are never cleared."""
     stops: npt.NDArray[np.uint32]
-    """Its stop tokens; they stay where the answer is complete."""
+    """Bits of stop tokens; they are cleared where the answer is not complete."""
 
 
 class _Args(ctypes.Structure):
@@ -98,14 +98,14 @@ class ChainArrays:
         for name in (*shapes, "rows", "accepting", "states", "kinds"):
             setattr(self._args, name, native.address_of(getattr(self, name)))
         self._pointer = ctypes.addressof(self._args)
-        self._kept: tuple[object, ...] = ()
+        self._references: tuple[object, ...] = ()
 
     def bind(self, view: native.View, tallies: npt.NDArray[np.int64]) -> None:
-        """Say where answers go, and where their rows are counted: int64 [num_slots, kinds]. Both are kept alive."""
+        """Set the view that answers are published to, and the row counts, int64 [num_slots, kinds]. Holds references to both."""
         if tallies.shape != (view.num_slots, len(RowKind)) or tallies.dtype != np.int64:
             raise ValueError(f"tallies: must be int64 [{view.num_slots}, {len(RowKind)}]")
         self._args.view, self._args.tallies = ctypes.pointer(view), native.address_of(tallies)
-        self._kept = (view, tallies)
+        self._references = (view, tallies)
 
     def mark(self, count: int) -> None:
         """Mark every row of `count` chains as not written."""
@@ -113,9 +113,9 @@ class ChainArrays:
         _mark(self._pointer)
 
     def publish(self, seq: int, masks: int, special: SpecialWords, *, publishes: bool) -> None:
-        """Settle the chains that were marked, copy rows to the mask buffer at `masks`, and publish. Without the GIL.
+        """Classify the rows of the marked chains, copy them to the mask buffer at `masks`, and publish. Releases the GIL.
 
-        `publishes` False: everything but the last.
+        `publishes` False: does not publish.
         """
         args = self._args
         args.seq, args.masks, args.publishes = seq, masks, publishes

@@ -1,4 +1,4 @@
-"""The two ends of the step plane, as roles: what the engine may do and what the grammar process may do.
+"""The two ends of the step plane: the role of the engine and the role of the grammar process.
 
     EngineEnd                       GrammarEnd
     seq = post(...)          --->   seq = wait(last)
@@ -7,8 +7,8 @@
     mask_rows(seq)                  (read in place)
 
 Invariant: each end writes only the words, rows and records that layout.py gives to its process, and every hand-over
-goes through native/flags.c. A row that did not arrive in time is DEFER, never free. Not here: matchers, models, and
-what to do about a dead peer.
+goes through native/flags.c. A row that did not arrive in time is DEFER, never unconstrained.
+Not responsible for: matchers, models, and the death of a peer (handover.py).
 
 Threads: one thread (or CUDA stream) posts and awaits. `set_abort`, `clear_abort`, `heartbeat` and the ages are for any
 thread. On the other side one thread waits and reads records; threads with different slots may publish at the same time.

@@ -1,7 +1,7 @@
-"""What the engine may do on the step plane: post records, await answers, read mask rows, set its own words.
+"""The engine's end of the step plane: posts records, awaits answers, reads mask rows, sets the engine's words.
 
 Invariant: writes REC and the engine's words, nothing else. One thread (or CUDA stream) posts and awaits; `set_abort`,
-`clear_abort`, `heartbeat` and the ages are for any thread. Not here: what to do with the answers. See channel.py.
+`clear_abort`, `heartbeat` and the ages are for any thread. Not responsible for: using the answers (gpu_engine/step). See channel.py.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class EngineEnd:
     ) -> AwaitResult:
         """Wait until every lane's slot is answered under `seq`; lanes that are not become DEFER in every row.
 
-        Returns at once for what is there, at the deadline, or when the abort word is set. Releases the GIL
+        Returns when all answers are there, at the deadline, or when the abort word is set. Releases the GIL
         when it has to wait.
 
         Args:
@@ -267,17 +267,17 @@ class EngineEnd:
         native.store32(self._word(Word.PERMISSIVE), int(value))
 
     def heartbeat(self) -> None:
-        """Say that the engine is alive. Any thread."""
+        """Stamp the engine's heartbeat. Any thread."""
         native.stamp(self._word(Word.HB_ENGINE))
 
     def heartbeat_age_ns(self) -> int | None:
-        """Return how long ago the grammar process showed life, None when it never did."""
+        """Return the age of the grammar process's heartbeat in nanoseconds, or None before the first."""
         age: int = native.age_ns(self._word(Word.HB_GRAMMAR))
         return None if age < 0 else age
 
     @property
     def grammar_parked(self) -> bool:
-        """The grammar process sleeps at this moment, waiting for a post."""
+        """Whether the grammar process sleeps at this moment and waits for a post."""
         return bool(native.load32(self._word(Word.GRAMMAR_PARKED)))
 
     @property

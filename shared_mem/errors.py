@@ -10,7 +10,7 @@
     |- RingOverrun       a record was overwritten before it was read
     `- NativeMissing     the compiled library is not there
 
-Not here: a late answer, which is a result (`RowKind.DEFER`) and no error.
+Not responsible for: a late answer, which is a result (`RowKind.DEFER`) and no error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HandshakeError(SharedMemoryError):
 
 
 class PeerGone(SharedMemoryError):
-    """The socket to the peer was closed, or nobody listens on it."""
+    """The socket to the peer was closed, or no process listens on it."""
 
 
 class SegmentClosed(SharedMemoryError):

@@ -1,7 +1,7 @@
-"""What the grammar process may do on the step plane: wait for records, fill mask rows, publish answers.
+"""The grammar process's end of the step plane: waits for records, fills mask rows, publishes answers.
 
 Invariant: writes ANS, MASK and the grammar process's words, nothing else. One thread waits and reads records; threads
-with different slots may publish at the same time. Not here: matchers. See channel.py.
+with different slots may publish at the same time. Not responsible for: matchers (grammar_service/fill). See channel.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shared_mem.segment import Segment, mask_views
 
 
 class Record(NamedTuple):
-    """What the engine says about one slot in one step."""
+    """One slot's record of one post."""
 
     slot: int
     slot_gen: int
@@ -43,7 +43,7 @@ class GrammarEnd:
     def __init__(self, segment: Segment) -> None:
         self.layout: Layout = segment.layout
         self.start_seq = segment.start_seq
-        """The first `wait` starts after this one: what was posted before belongs to a predecessor."""
+        """The first `wait` starts after this sequence: earlier posts were for a predecessor of this process."""
         self.row_stride = self.layout.row_stride
         self._memory = segment.memory
         self._address = native.address_of(self._memory)
@@ -70,8 +70,8 @@ class GrammarEnd:
     def wait(self, last_seq: int, timeout_s: float, spin_ns: int = DEFAULT_SPIN_NS) -> int:
         """Wait until a sequence after `last_seq` is posted, and return the newest; `last_seq` when the time is over.
 
-        Spins for `spin_ns` and then sleeps. Releases the GIL. Both ends of the call are signs of life to the engine,
-        so `timeout_s` should be well under the age at which it calls this process hung.
+        Spins for `spin_ns` and then sleeps. Releases the GIL. The call stamps the heartbeat at its start and its end, so
+        `timeout_s` should be well under the age at which the engine considers this process hung.
         """
         self._waits += 1
         seq: int = native.wait_req(self._view, last_seq, int(timeout_s * 1e9), spin_ns, self._working_address)
@@ -92,7 +92,7 @@ class GrammarEnd:
     def take_over(self, ahead_ns: int = 0) -> None:
         """Count the time that `overdue` looks at from now on, or from `ahead_ns` later.
 
-        What is in hand is another piece of work from here, or another thread has it.
+        The next piece of work starts here, or another thread has taken the present one.
         """
         native.store64(self._working_address, time.monotonic_ns() + ahead_ns)
 
@@ -204,11 +204,11 @@ class GrammarEnd:
         return bool(native.load32(self._word(Word.PERMISSIVE)))
 
     def heartbeat(self) -> None:
-        """Say that the grammar process is alive, in the middle of long work."""
+        """Stamp the heartbeat of the grammar process during long work."""
         native.stamp(self._word(Word.HB_GRAMMAR))
 
     def heartbeat_age_ns(self) -> int | None:
-        """Return how long ago the engine showed life, None when it never did."""
+        """Return the age of the engine's heartbeat in nanoseconds, or None before the first."""
         age: int = native.age_ns(self._word(Word.HB_ENGINE))
         return None if age < 0 else age
 

@@ -1,4 +1,4 @@
-"""How a segment gets from the engine to the grammar process, and how each sees that the other is gone.
+"""Passes a segment from the engine to the grammar process, and lets each process detect that the other has gone.
 
     engine                                    grammar process
     connect(path)                             listen(path), accept
@@ -9,7 +9,7 @@
 
 Invariant: after the acknowledgement both sides have mapped the same layout version and generation, or both have
 raised. The kernel closes the socket of a killed process, so a hang-up is seen within a millisecond and across pid
-namespaces. Not here: a process that is alive and stuck; heartbeats and deadlines see that (channel.py).
+namespaces. Not responsible for: a process that is alive and stuck: heartbeats and deadlines detect that (channel.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """What the engine learns from the acknowledgement."""
+    """The content of the acknowledgement."""
 
     pid: int
     """The grammar process's id in its own pid namespace."""
@@ -60,10 +60,10 @@ class Attachment:
 
 
 def listen(path: str | os.PathLike[str]) -> socket.socket:
-    """Return a listening socket at `path` with mode 0600. A socket file that nobody listens on is replaced.
+    """Return a listening socket at `path` with mode 0600. A socket file without a listener is replaced.
 
     Raises:
-        InvalidField: the path is too long for a unix socket, is taken by another file, or somebody listens on it.
+        InvalidField: the path is too long for a unix socket, is taken by another file, or has a listener.
     """
     target = Path(path)
     if len(os.fsencode(target)) > _MAX_PATH:
@@ -102,7 +102,7 @@ def connect(path: str | os.PathLike[str], timeout_s: float = 5.0) -> socket.sock
     """Return a socket that is connected to the grammar process at `path`.
 
     Raises:
-        PeerGone: nobody listens there.
+        PeerGone: no process listens there.
     """
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     client.settimeout(timeout_s)
@@ -150,8 +150,8 @@ def recv_segment(sock: socket.socket, timeout_s: float = 5.0) -> Segment:
     """Receive a segment from the engine, map it, and say so. The socket stays the caller's.
 
     Raises:
-        VersionSkew: the engine was built with another layout; it has been told both versions.
-        LayoutError: the file is not a segment as its header says; the engine has been told why.
+        VersionSkew: the engine was built with another layout; the acknowledgement names both versions.
+        LayoutError: the file is not a segment as its header says; the acknowledgement says why.
         HandshakeError: the peer sent something else than one hello with one file descriptor, or not in time.
         PeerGone: the peer closed the socket.
     """
@@ -170,7 +170,7 @@ def recv_segment(sock: socket.socket, timeout_s: float = 5.0) -> Segment:
             raise LayoutError(f"the hello speaks of generation {generation} with {total} bytes, the segment is another")
     except (VersionSkew, LayoutError, HandshakeError, OSError) as error:
         status = _Status.VERSION_SKEW if isinstance(error, VersionSkew) else _Status.REFUSED
-        # The error itself matters more than a peer that has gone meanwhile and cannot be told.
+        # The error itself matters more than an acknowledgement that a closed socket does not take.
         with contextlib.suppress(OSError):
             _acknowledge(sock, status, 0, str(error))
         raise

@@ -1,6 +1,6 @@
-"""Where every byte of the shared segment is: a descriptor that both processes compute from the same few numbers.
+"""The layout of the shared segment: a descriptor that both processes compute from the same few numbers.
 
-Invariant: two `Layout`s with equal fields describe equal bytes; a header that says otherwise is refused. One process
+Invariant: two `Layout`s with equal fields describe equal bytes; a header with other numbers is rejected. One process
 writes each 128-byte line (the writer is named below), so no line is ever contended by two writers.
 
     HDR    offset 0, one page                                                             engine, once
@@ -10,11 +10,11 @@ writes each 128-byte line (the writer is named below), so no line is ever conten
     WORDS  one page, one word per 128-byte line
            +0    req_seq        u64  engine step      newest posted sequence; 0: none yet
            +128  abort          u64  engine watchdog  0 run, anything else: every wait of the engine ends at once
-           +256  hb_engine      u64  engine host      CLOCK_MONOTONIC ns of its last sign of life; 0: none yet
+           +256  hb_engine      u64  engine host      CLOCK_MONOTONIC ns of its last heartbeat; 0: none yet
            +384  hb_grammar     u64  grammar          the same
            +512  permissive     u32  engine host      1: warm-up and capture, every row is answered ALL
-           +640  grammar_parked u32  grammar          1: it sleeps on req_seq, the poster must wake it
-           +768  engine_parked  u32  engine step      1: it sleeps on doorbell, the publisher must wake it
+           +640  grammar_parked u32  grammar          1: the process sleeps on req_seq, the poster must wake it
+           +768  engine_parked  u32  engine step      1: the step sleeps on doorbell, the publisher must wake it
            +896  doorbell       u64  grammar          counts published answers
 
     REC    [num_recs] ring, entry seq % num_recs                                          engine step
@@ -32,8 +32,8 @@ writes each 128-byte line (the writer is named below), so no line is ever conten
 
 R = num_rows: one more than the most drafts of a step. Row j is the mask of the token that follows drafts[:j].
 `commit_pos` is the number of answer tokens that were committed before the tokens of the record. Handling a record
-twice, known by (slot_gen, commit_pos), must change nothing. Not here: memory (segment.py), ordering (native/flags.c),
-meaning of the calls (channel.py).
+twice, known by (slot_gen, commit_pos), must change nothing. Not responsible for: memory (segment.py), ordering (native/flags.c),
+and the meaning of the calls (channel.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from shared_mem.errors import InvalidField, LayoutError, VersionSkew
 
 LAYOUT_VERSION = 4
-"""Changes with every change of the bytes above, or of what they mean; both processes must have the same."""
+"""Grows with every change of the bytes above or of their meaning; both processes must have the same version."""
 
 MAX_ROWS = 16
 MAX_SLOTS = 4096
@@ -67,7 +67,7 @@ HEADER_BYTES = _PREFIX.size + _FIELDS.size + _CRC.size
 
 
 class RowKind(enum.IntEnum):
-    """What the grammar process says about one row."""
+    """The grammar process's answer for one row."""
 
     ALL = 0
     """Every token is legal; the mask row is not written."""
@@ -76,11 +76,11 @@ class RowKind(enum.IntEnum):
     FORCED = 2
     """One token is legal: `forced`. The mask row says the same."""
     DEFER = 3
-    """No answer in time: nothing may be emitted at this position in this step."""
+    """The answer is late: nothing may be emitted at this position in this step."""
     DEAD_END = 4
     """No token is legal: the request ends."""
     ERROR = 5
-    """The matcher refused a committed token, or failed: the request ends."""
+    """The matcher rejected a committed token, or failed: the request ends."""
 
 
 STEERED = -2
@@ -89,16 +89,16 @@ that the answer ends within `max_tokens`."""
 
 
 class Stage(enum.IntEnum):
-    """Which part of a step posted a record."""
+    """The part of a step that posted a record."""
 
     VERIFY = 0
     """Committed tokens and a whole chain of drafts; R rows are wanted."""
     DRAFT = 1
     """One draft step; the k-th one is stage DRAFT + k."""
     PROPOSE = 64
-    """Committed tokens and no drafts; what is wanted is no row, but the tokens that the grammar forces behind them, at
-    most as many as `need_rows` has bits. FORCED and a token at k = 0, 1, ... of the answer, anything else behind the
-    last: a proposal, not masked and not kept. The record that follows says the same committed tokens again."""
+    """Committed tokens and no drafts. Requests no row, but the jump-forward tokens behind them, at most as many as
+    `need_rows` has bits. The answer has FORCED and a token at k = 0, 1, ..., and another kind after the last. They are
+    proposals: no mask is written, and nothing is cached. The next record has the same committed tokens again."""
 
 
 class Word(enum.IntEnum):

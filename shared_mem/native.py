@@ -2,7 +2,7 @@
 
 Invariant: a struct here has the fields of the C struct in the same order; `ls_abi` is compared at load. Functions that
 wait release the GIL. Those that only touch a few lines keep it: beside one busy Python thread, giving the GIL up for a
-microsecond cost 8-9 ms at the 99th percentile, keeping it 8-29 us. Not here: what the calls mean (channel.py).
+microsecond cost 8-9 ms at the 99th percentile, keeping it 8-29 us. Not responsible for: the meaning of the calls (channel.py).
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ post.argtypes = [c_void_p]
 post.restype = None
 
 take = _short.ls_take
-"""(AwaitArgs pointer) -> lanes that an await would still wait for; takes what is there."""
+"""(AwaitArgs pointer) -> lanes that an await would still wait for; takes the answers that are there."""
 take.argtypes = [c_void_p]
 take.restype = c_int32
 

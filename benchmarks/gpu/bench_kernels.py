@@ -206,7 +206,7 @@ def attention(B: int, P: int, context: int, **options: object) -> tuple[list[Cal
 def small_cases() -> Iterator[Case]:
     """What stands around the model in a step."""
     from kernels.cuda.ngram import propose_ngram
-    from kernels.cuda.posting import KeptRows, PostTensors, keep_rows, pack_post
+    from kernels.cuda.posting import CachedRows, PostTensors, cache_rows, pack_post
     from kernels.cuda.step_inputs import load_step
 
     for B, P in ((1, 4), (32, 4)):
@@ -214,7 +214,7 @@ def small_cases() -> Iterator[Case]:
         slots, flags = step.slots_B, torch.ones(B, dtype=torch.bool, device=DEVICE)
         words = VOCAB // 32
         masks = torch.full((2, B, P, words), -2, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-        kept = KeptRows(
+        kept = CachedRows(
             *(ints(B, P, words), step.kinds_BR.clone(), ints(B, P), torch.zeros(B, P, dtype=torch.bool, device=DEVICE))
         )
         lanes = [ints(B) for _ in range(6)]
@@ -238,7 +238,7 @@ def small_cases() -> Iterator[Case]:
 
         yield Case(f"load_step {B}x{P}", call(load_step, *inputs, ints(B, 512)))
         yield Case(f"pack_post {B}x{P}", call(pack_post, *post))
-        yield Case(f"keep_rows {B}x{P}, all over the bus", call(keep_rows, *keep), row_bytes)
+        yield Case(f"cache_rows {B}x{P}, all over the bus", call(cache_rows, *keep), row_bytes)
         yield Case(f"ngram {B}, history 2048", call(propose_ngram, *lookup, ngram_max=4, ngram_min=2))
 
 

@@ -1,8 +1,9 @@
 """How a transformers model reaches our paged cache: its own attention modules, our attention function.
 
-The function is registered once under a name that the model's config carries; what it needs of the step travels as a
-keyword argument through the model's forward. One invariant: the pages, table and positions of a context are its
-caller's; a forward writes nothing but keys and values. Not here: which page belongs to whom.
+The function is registered once, under a name that the model's config carries. The pages, page table and positions of the
+step travel through the model's forward as a keyword argument.
+Invariant: the caller owns the tensors of a context; a forward writes only keys and values.
+Not responsible for: the assignment of pages to sequences (core/kv_cache.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NAME = "lockstep_paged"
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """What one layer asks of its attention."""
+    """The parameters with which one layer calls attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -43,12 +44,12 @@ class AttentionContext:
     positions_BP: torch.Tensor
     """int32, absolute positions; negative is padding."""
     hidden: dict[int, torch.Tensor | None] | None = None
-    """Layers whose input is wanted: a forward puts it there, [B * P, H] in the model's dtype, its caller's to keep.
+    """Layers whose input is wanted. A forward stores that input here, [B * P, H] in the model's dtype; the caller owns it.
 
-    The number behind the last layer's is the input of the output head: the final hidden state, normed.
+    The index after the last layer is the input of the output head: the normed final hidden state.
     """
     layers_seen: dict[int, LayerAttention] = field(default_factory=dict)
-    """Layers that came through transformers' interface; the loader's probe reads it."""
+    """Layers that called attention through transformers' interface; the probe reads it."""
 
 
 def _attend(
@@ -86,9 +87,9 @@ def _attend(
 
 
 def register() -> None:
-    """Make the attention known to transformers; doing it again changes nothing.
+    """Register the attention with transformers. A second call changes nothing.
 
-    No mask function goes with it: masking is by position, and where one is registered transformers reads the positions
-    back from the device to look for packed sequences.
+    No mask function is registered: masking is by position, and with a mask function transformers would read the
+    positions back from the device to look for packed sequences.
     """
     AttentionInterface.register(NAME, _attend)

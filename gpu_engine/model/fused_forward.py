@@ -1,8 +1,8 @@
 """A decoder's forward as one loop over fused layers, without the walk through transformers' modules.
 
 A residual addition and the norm behind it are one kernel, so a layer hands on (x, delta): its stream and what is still
-to be added to it. One invariant: a walk runs only after its logits were compared with the model's own (fuse.py). Not
-here: what a layer's parts compute.
+to be added to it. Invariant: a walk runs only after its logits were compared with the model's own (fuse.py). Not responsible
+for: what a layer's parts compute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Layer:
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
     block: Callable[[torch.Tensor], torch.Tensor]
     angles: int
-    """Which of the walk's rotary calls turns this layer."""
+    """Index into `FusedForward.rotary`: the call whose angles this layer uses."""
     pre_attention: RMSNorm | None
     post_attention: RMSNorm | None
     pre_block: RMSNorm | None
@@ -41,7 +41,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryCall:
-    """One call of a rotary embedding: (x, positions, and what else it was given)."""
+    """One call of a rotary embedding, without (x, positions), which differ in every forward."""
 
     module: nn.Module
     rest: tuple[Any, ...]
@@ -65,7 +65,7 @@ class FusedForward:
     logits_softcap: float
     """0: none."""
     pairs: bool
-    """One row goes through as two equal ones: packed products would double it again and again (linear.py)."""
+    """A single row is computed as two equal rows: otherwise each packed product would double it again (linear.py)."""
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]."""
@@ -75,14 +75,14 @@ class FusedForward:
         return logits_NV[: ids_BP.numel()]
 
     def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
-        """Write keys and values; nothing behind the last layer's attention is computed that nobody wants."""
+        """Write keys and values only; stop after the attention of the last layer, unless its output is wanted."""
         if ctx.hidden is not None and len(self.layers) in ctx.hidden:
             self._last(ids_BP, ctx)
         else:
             self._through(ids_BP, ctx, only_fill=True)
 
     def _last(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
-        """Return the final hidden state, normed, [B * P, H]; hand it out if it is wanted."""
+        """Return the normed final hidden state, [B * P, H]; store it in `ctx.hidden` if it is wanted."""
         last_NH = _normed(*self._through(ids_BP, ctx), self.norm)
         if ctx.hidden is not None and len(self.layers) in ctx.hidden:
             ctx.hidden[len(self.layers)] = last_NH[: ids_BP.numel()]
@@ -116,7 +116,7 @@ class FusedForward:
 
 
 def _normed(x_NH: torch.Tensor, delta_NH: torch.Tensor | None, norm: RMSNorm | None) -> torch.Tensor:
-    """Add to the stream what was still to be added, in place, and return its norm."""
+    """Add the pending output to the residual stream, in place, and return the norm of the sum."""
     if norm is None:
         return x_NH if delta_NH is None else x_NH.add_(delta_NH)
     return rms_norm(x_NH, norm) if delta_NH is None else add_rms_norm(x_NH, delta_NH, norm)
@@ -126,7 +126,10 @@ _SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_lay
 
 
 def fused_forward_of(net: Any, record: Recording) -> FusedForward:
-    """Return the walk of a model whose parts were replaced by fused ones; raise NotALoop. Its numbers are not checked."""
+    """Return the loop of a model with fused parts. Does not check its numbers.
+
+    Raises NotALoop.
+    """
     decoder = net.get_decoder()
     embedding, head = net.get_input_embeddings(), net.get_output_embeddings()
     stacks = [child for child in decoder.children() if isinstance(child, nn.ModuleList)]
@@ -158,7 +161,7 @@ def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], dec
         raise NotALoop(f"a layer of {sorted(children)}")
     names: tuple[str | None, ...] = _SANDWICH
     if _SANDWICH[2] not in norms:
-        # Without a norm of its own the block takes the one behind attention; with none in front, all stand behind.
+        # A layer with two norms: both before their part (Llama), or both after it (OLMo 2).
         names = (
             (*_SANDWICH[:1], None, _SANDWICH[1], None)
             if _SANDWICH[0] in norms

@@ -30,7 +30,7 @@ _M = TypeVar("_M", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Largest relative distances that count as equal: rounding, and nothing that a wrong formula would hide in."""
+    """Largest relative distances that count as equal: more than rounding, and less than the effect of a wrong formula."""
 
     norm: float
     block: float
@@ -44,7 +44,7 @@ class Bounds:
 
 
 class NotRecognised(Exception):
-    """A module is not what it looked like; the message says why."""
+    """A module has no fused form; the message says why."""
 
 
 def norm_of(module: nn.Module, record: Recording, bound: float) -> FusedNorm:
@@ -141,12 +141,12 @@ _MOST = 8e-2
 
 
 class FusedModelDiffers(RuntimeError):
-    """The parts agree with the model's own and the whole does not: the model must be loaded again, unfused."""
+    """Each fused part agrees with the model and the whole does not: the model must be loaded again, unfused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What was replaced."""
+    """The result of fusing a model."""
 
     norms: int = 0
     blocks: int = 0
@@ -154,7 +154,7 @@ class Fused:
     forward: FusedForward | None = None
     """None where the model's own forward runs, over the parts."""
     left: tuple[str, ...] = ()
-    """Why something stayed as it was, a line for each reason."""
+    """The reasons why modules were not replaced, one line each."""
 
     def __repr__(self) -> str:
         parts = f"{self.attentions} attentions, {self.blocks} blocks, {self.norms} norms"
@@ -162,9 +162,10 @@ class Fused:
 
 
 def fuse_parts(net: Any, record: Recording, asked: Mapping[int, LayerAttention], dtype: torch.dtype) -> Fused:
-    """Replace what is recognised in `net`; `record` is of a forward over our attention, which asked for `asked`.
+    """Replace every recognised module of `net`.
 
-    What is replaced leaves the record too, so that its weights are released: memory holds one layer twice at most.
+    `record` is of a forward over our attention, and `asked` holds the parameters of that attention by layer. A replaced
+    module is also removed from the record, which releases its weights: memory holds at most one layer twice.
     """
     bounds, counts, left = Bounds.of(dtype), dict.fromkeys(("norms", "blocks", "attentions"), 0), dict[str, None]()
 

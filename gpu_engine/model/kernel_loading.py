@@ -1,6 +1,6 @@
 """How CUDA loads kernels in this process.
 
-One invariant: the setting is made before CUDA is initialised. Not responsible for: which kernels exist.
+Invariant: the setting is made before CUDA is initialised. Not responsible for: compiling our own kernels (kernels/cuda/nvrtc.py).
 """
 
 from __future__ import annotations

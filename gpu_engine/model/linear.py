@@ -1,8 +1,8 @@
 """Linear layers behind `nn.Linear`'s face: oneDNN's prepacked products on a CPU, our kernel for few rows on a GPU.
 
-Packing once spares the reorder that a plain product does at every call (2x per step, measured in docs/log.md). One
+Packing once saves the reorder that a plain product does at every call (2x per step, measured in docs/log.md). One
 invariant: a row's result has the same bits for any number of rows; oneDNN keeps it from two rows on, so one row is
-doubled; on a GPU it holds up to 16 rows, in the 16-bit types. Not here: quantisation.
+doubled; on a GPU it holds up to 16 rows, in the 16-bit types. Not responsible for: quantisation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PackedLinear(nn.Module):
 
 
 class SkinnyLinear(nn.Module):
-    """`nn.Linear` on a GPU. Shares the weight; up to 16 rows are ours to multiply, more are cuBLAS's."""
+    """`nn.Linear` on a GPU. Shares the weight; our kernel multiplies up to 16 rows, cuBLAS more."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def _agrees(shape: torch.Size, dtype: torch.dtype, device: torch.device, biased:
     x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
         far = distance(SkinnyLinear(made)(x), made(x))
-    except Exception as error:  # a compiler's: what it cannot build for this chip is not worth the start
+    except Exception as error:  # of the compiler: a kernel that does not build must not end the start
         log.warning("products of %s go to cuBLAS: %s: %s", tuple(shape), type(error).__name__, error)
         return False
     if far > _ROUNDING:

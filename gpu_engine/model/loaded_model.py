@@ -22,7 +22,7 @@ class ModelNotSupported(ValueError):
 
 @dataclass(slots=True, eq=False)
 class LoadedModel:
-    """A model ready to run. Owned by the engine thread once that runs; the tokenizer is read by everybody."""
+    """A model ready to run. Owned by the engine thread once that runs; any thread may read the tokenizer."""
 
     name: str
     net: Any
@@ -36,12 +36,12 @@ class LoadedModel:
     device: torch.device
     num_parameters: int
     max_model_len: int
-    """The smaller of what was asked for and what the model was made for."""
+    """The smaller of the configured length and the length that the model was made for."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
     fused: Fused = field(default_factory=Fused)
-    """What of it runs as fused kernels."""
+    """The parts of it that are fused kernels."""
 
     @property
     def dtype_name(self) -> str:

@@ -1,7 +1,7 @@
-"""Loads a causal language model and makes it ours: dtype, packed linears, paged attention, tokenizer.
+"""Loads a causal language model: dtype, packed products, paged attention, rotary tables, fused parts, tokenizer.
 
-One invariant: a model that does not route every layer through our attention is refused at load, never run. Not here:
-what is generated with it.
+Invariant: a model that does not route every layer through our attention is rejected at load.
+Not responsible for: running it (step/).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_model(config: EngineConfig, progress: Progress | None = None, *, setting: str = "model") -> LoadedModel:
     """Load `config.model`; raise ModelNotSupported, FileNotFoundError or EmbeddedModelMissing with a reason.
 
-    `setting` is where the user named it: its files' faults begin with that name.
+    `setting` is the setting that names the model: messages about its files begin with it.
     """
     report: Progress = progress or (lambda stage, done: None)
     device = torch.device(config.device)
@@ -93,7 +93,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None, *, settin
 
 
 def prepare(config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast) -> LoadedModel:
-    """Make a transformers model ours, which was loaded with the attention of `attention.NAME`.
+    """Prepare a transformers model that was loaded with the attention of `attention.NAME`.
 
     Raises ModelNotSupported, or FusedModelDiffers when it must be loaded anew with `fuse` off.
     """

@@ -1,7 +1,7 @@
-"""A few tokens through a model just loaded: does it fit our attention, and what does each of its modules give?
+"""Runs a few tokens through a model at load: checks that it fits our attention, and records the output of each module.
 
-One invariant: a model that does not route every layer through our attention, or loses something there, is refused. Not
-here: what is done with what was recorded (fuse.py).
+Invariant: a model that does not route every layer through our attention, or loses something there, is rejected.
+Not responsible for: using the records (fusion.py).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ERROR = 0.1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """What a probe saw."""
+    """The result of a probe."""
 
     ids_BP: torch.Tensor
     logits_NV: torch.Tensor
-    """Of the model as it came, over our attention."""
+    """Of the unfused model, over our attention."""
     asked: dict[int, LayerAttention]
     """By layer."""
     record: Recording

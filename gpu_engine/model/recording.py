@@ -1,6 +1,6 @@
-"""What every module of a model was called with, and what it gave, in one forward.
+"""The arguments and the result of every module of a model in one forward.
 
-One invariant: values are those of the model as it was loaded; a fused module is measured against them. Not here: any
+Invariant: values are those of the model as it was loaded; a fused module is measured against them. Not responsible for: any
 judgement.
 """
 
@@ -24,7 +24,7 @@ class Call:
     output: Any
 
     def tensor(self) -> torch.Tensor:
-        """Return what was given, or its first part; raise TypeError when that is no tensor."""
+        """Return the output, or the first part of it; raise TypeError when that is not a tensor."""
         first = self.output[0] if isinstance(self.output, tuple) else self.output
         if not isinstance(first, torch.Tensor):
             raise TypeError(f"no tensor came out but {type(first).__name__}")

@@ -1,7 +1,7 @@
 """Verification and sampling of one step on a GPU: the launches behind `kernels.accept.accept`.
 
-Two to four kernels: rows (a tile of columns each), filters (rows that ask), the walk, log-probabilities (rows that
-ask). One invariant: no launch depends on data, so the whole can be captured. A lane with a negative slot is idle: it
+Two to four kernels: rows (a tile of columns each), filters (rows that ask), acceptance, log-probabilities (rows that
+ask). Invariant: no launch depends on data, so the whole can be captured. A lane with a negative slot is idle: it
 emits nothing and touches no slot. The rule and the noise are those of kernels/accept.py.
 """
 

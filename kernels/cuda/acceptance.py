@@ -1,6 +1,6 @@
 """Acceptance: from the best column of each row to what a lane emits. One tiny program a lane.
 
-A draft is accepted iff it is the token of its row, and the walk ends at the first that is not, at a stop token, at the
+A draft is accepted iff it is the token of its row, and acceptance ends at the first that is not, at a stop token, at the
 length limit, or at a row that may emit nothing. A slot that ended before emits nothing, as if its row were DEFER. One
 invariant: only emitted tokens reach history, length and counts.
 """
@@ -66,7 +66,7 @@ def acceptance_kernel(
     n = tl.load(length + s)
     live = (j <= last) & (j < num_rows)
     lane = b * lane_stride + j
-    ended = tl.load(done + s) != 0  # in a step that nobody has read yet
+    ended = tl.load(done + s) != 0  # by a step whose results the host has not read yet
     kind = tl.load(kinds + lane, mask=live, other=0).to(tl.int32)
     kind = tl.where(ended, tl.full([ROWS], DEFER, tl.int32), kind)
     draft = tl.load(drafts + lane, mask=live & (j < last), other=-1)
@@ -82,7 +82,9 @@ def acceptance_kernel(
     full = n + j + 1 >= tl.load(max_length + s)
     shut = (kind >= DEFER) | (token < 0)
     match = (j < last) & (draft == token)
-    end = tl.min(tl.where(live & match & ~shut & ~stop & ~full, ROWS, j), axis=0)  # the first row that ends the walk
+    end = tl.min(
+        tl.where(live & match & ~shut & ~stop & ~full, ROWS, j), axis=0
+    )  # the first row after which nothing is emitted
     gives = live & (j <= end) & ~shut
     tl.store(emitted + lane, token, mask=gives)
     tl.store(history + s * history_stride + n + j, token, mask=gives)
@@ -90,8 +92,8 @@ def acceptance_kernel(
     tl.store(length + s, n + count)
     tl.store(num_emitted + b, count)
     tl.store(num_accepted + b, tl.sum((gives & match).to(tl.int32), axis=0))
-    led = tl.load(forced + lane, mask=live, other=-1) == STEERED
-    how = tl.sum(tl.where(gives, tl.where(stop, tl.where(led, 3, 1), tl.where(full, 2, 0)), 0), axis=0)
+    steered = tl.load(forced + lane, mask=live, other=-1) == STEERED
+    how = tl.sum(tl.where(gives, tl.where(stop, tl.where(steered, 3, 1), tl.where(full, 2, 0)), 0), axis=0)
     tl.store(finish + b, how)
     kind = tl.where(kind >= DEFER, kind, DEAD_END)
     why = tl.sum(tl.where(live & (j == end) & shut, kind, 0), axis=0)

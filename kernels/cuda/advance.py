@@ -1,7 +1,7 @@
-"""After acceptance, one kernel: who goes on to draft, and whose kept rows are of the past.
+"""After acceptance, one kernel: marks the lanes that go on to draft, and drops the cached rows of lanes that advanced.
 
-One invariant: a lane that emitted something forgets every row of its slot; a lane that did not keeps them for its next
-try. Not here: how rows are kept (posting.py).
+Invariant: a lane that emitted a token drops every cached row of its slot; any other lane keeps them for the repeated
+step. Not responsible for: caching rows (posting.py).
 
 Shapes: B lanes, S slots, R rows a slot.
 """
@@ -20,7 +20,7 @@ def advance_kernel(
     finish: tl.tensor,
     blocked: tl.tensor,
     drafting: tl.tensor,
-    kept: tl.tensor,
+    cached: tl.tensor,
     R: tl.tensor,
     ROWS: tl.constexpr,
 ) -> None:
@@ -31,7 +31,7 @@ def advance_kernel(
     goes_on = moved & (tl.load(finish + b) == 0) & (tl.load(blocked + b) == 0) & (s >= 0)
     tl.store(drafting + b, goes_on.to(tl.uint8))
     j = tl.arange(0, ROWS)
-    tl.store(kept + tl.maximum(s, 0) * R + j, tl.zeros([ROWS], tl.uint8), mask=j < tl.where(moved & (s >= 0), R, 0))
+    tl.store(cached + tl.maximum(s, 0) * R + j, tl.zeros([ROWS], tl.uint8), mask=j < tl.where(moved & (s >= 0), R, 0))
 
 
 def advance(

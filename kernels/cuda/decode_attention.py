@@ -2,7 +2,7 @@
 
 The query positions and heads of one KV head are the rows of a tile, so keys are read once for all of them. Keys and
 values of the step itself are stored to their pages by the programs that read them, so that no launch of its own is
-needed. One invariant: split s holds positions [s * SPLIT, (s + 1) * SPLIT), whatever the batch.
+needed. Invariant: split s holds positions [s * SPLIT, (s + 1) * SPLIT), whatever the batch.
 """
 
 from __future__ import annotations

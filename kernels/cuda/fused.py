@@ -1,7 +1,7 @@
 """The small operators of a decoder layer on a GPU: residual + RMSNorm, per-head norm + rotary, activation * up.
 
-As `kernels.fused`, one launch each. One invariant: a row's result depends on that row alone, bit for bit: the blocks
-follow from the model's sizes, never from the number of rows. Not here: products, attention.
+As `kernels.fused`, one launch each. Invariant: a row's result depends on that row alone, bit for bit: the blocks
+follow from the model's sizes, never from the number of rows. Not responsible for: products, attention.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def norm_kernel(
     ADD: tl.constexpr,
     KIND: tl.constexpr,
 ) -> None:
-    """Grid (N,): what is to be added to a row, in place, and its norm."""
+    """Grid (N,): add delta to a row, in place, and write the norm of the sum."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < H

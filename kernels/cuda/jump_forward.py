@@ -1,7 +1,8 @@
-"""What the grammar forces, from an answer to where drafters find it: one kernel behind the wait.
+"""Jump-forward tokens: one kernel after the wait copies them from an answer to where drafters read them.
 
-One invariant: a lane that did not move is left alone, since rows are kept for the drafts it has; an idle lane (negative
-slot) touches no slot. Not here: the question (posting.py), and who drafts on (ngram.py).
+Invariant: a lane that emitted nothing is unchanged, because its cached rows belong to the drafts that it has; an idle lane
+(negative slot) touches no slot.
+Not responsible for: the PROPOSE post (posting.py), and the drafts after these tokens (ngram.py).
 
 Shapes: B lanes, S slots, R rows a slot, L tokens of a full sequence.
 """

@@ -1,7 +1,7 @@
 """CUDA C at run time: compile a source file with NVRTC, launch its kernels on torch's current stream.
 
-One invariant: everything is loaded before the first launch that may wait, since loading a module during a wait can
-deadlock. Launches are captured like any other. Not here: any kernel.
+Invariant: everything is loaded before the first launch that may wait, since loading a module during a wait can
+deadlock. Launches are captured like any other. Not responsible for: any kernel.
 """
 
 from __future__ import annotations

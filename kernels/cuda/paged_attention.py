@@ -1,7 +1,7 @@
 """Attention over the paged KV cache on a GPU: the launches behind `kernels.paged_attention.paged_attention`.
 
 Up to 16 query positions a sequence go to the decode kernels (a split of the context a program, then a combine), more to
-the prefill kernels. One invariant: a query's result depends on its own sequence alone, bit for bit: splits and blocks
+the prefill kernels. Invariant: a query's result depends on its own sequence alone, bit for bit: splits and blocks
 begin at absolute positions, and their sizes follow from static shapes. No launch depends on data.
 """
 

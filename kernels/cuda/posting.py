@@ -1,8 +1,8 @@
-"""What a step tells the grammar process and what it keeps of the answer: one kernel before a post, one after a wait.
+"""Packs a step's post and caches the rows of its answer: one kernel before the post, one after the wait.
 
-The rules: a row that is kept is not asked for, and a guided row that is not here is DEFER to verify and ALL to draft.
-One invariant: a lane with a negative slot is idle, and touches no slot. Not here: the flags, and the wait (flags.py;
-host functions); who forgets rows (settling.py).
+The rules: a cached row is not requested again. A constrained row that is missing is DEFER in verification, ALL in drafting.
+Invariant: a lane with a negative slot is idle, and touches no slot. Not responsible for: the flags, and the wait (flags.py;
+host functions), dropping rows (advance.py).
 
 Shapes: B lanes, S slots, R rows a slot, L tokens of a full sequence, W' words of a mask row's stride.
 """
@@ -18,13 +18,13 @@ import triton.language as tl
 from kernels.cuda.rows import APPLY, DEFER
 
 VERIFY, PROPOSE = -1, -2
-"""Instead of the number of a draft: the post or the wait is that of the verify step; the post asks for no row, but for
-what the grammar forces."""
+"""In place of a draft's number. VERIFY: the post or the wait of the verify step. PROPOSE: the post requests jump-forward
+tokens and no row."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRows:
-    """Mask rows on the device, per slot. Writer: `keep_rows`; whoever changes a slot's owner clears `cached_SR`."""
+class CachedRows:
+    """Mask rows on the device, per slot. Writer: `cache_rows`. A change of a slot's owner clears `cached_SR`."""
 
     mask_SRW: torch.Tensor  # int32
     kind_SR: torch.Tensor  # uint8 RowKind
@@ -61,7 +61,7 @@ def post_kernel(
     length: tl.tensor,
     prompt_length: tl.tensor,
     posted: tl.tensor,
-    kept: tl.tensor,
+    cached: tl.tensor,
     done: tl.tensor,
     jump_forward_limit: tl.tensor,
     max_length: tl.tensor,
@@ -83,13 +83,13 @@ def post_kernel(
     """Grid (B): see `pack_post`."""
     b = tl.program_id(0)
     s = tl.load(lanes + b).to(tl.int64)
-    told_of = (s >= 0) & (tl.load(guided + b) != 0)
+    is_posted = (s >= 0) & (tl.load(guided + b) != 0)
     s = tl.maximum(s, 0)
     if DONE:
-        told_of = told_of & (tl.load(done + s) == 0)
+        is_posted = is_posted & (tl.load(done + s) == 0)
     j = tl.arange(0, ROWS)
     count = tl.load(num_drafts + b)
-    missing = (j <= count) & (j < R) & (tl.load(kept + s * R + j, mask=j < R, other=1) == 0)
+    missing = (j <= count) & (j < R) & (tl.load(cached + s * R + j, mask=j < R, other=1) == 0)
     if k >= 0:
         count = tl.zeros_like(count) + k
         missing = (j == k) & (tl.load(drafting + b) != 0)
@@ -98,14 +98,14 @@ def post_kernel(
         room = tl.load(max_length + s) - tl.load(length + s) - 1
         wanted = tl.minimum(tl.minimum(tl.load(jump_forward_limit + s), room), max_drafts)
         missing = (j < wanted) & (tl.load(drafting + b) != 0)
-    need = tl.where(told_of, tl.sum(tl.where(missing, 1 << j, 0), axis=0), 0)
-    told = tl.load(posted + s)
-    start = tl.load(prompt_length + s) + told
+    need = tl.where(is_posted, tl.sum(tl.where(missing, 1 << j, 0), axis=0), 0)
+    num_posted = tl.load(posted + s)
+    start = tl.load(prompt_length + s) + num_posted
     asked = need != 0
     fresh = tl.where(asked, tl.load(length + s) - start, 0)
     tl.store(slots + b, tl.where(asked, s, -1).to(tl.int32))
     tl.store(slot_gens + b, tl.load(gens + b))
-    tl.store(commit_pos + b, told)
+    tl.store(commit_pos + b, num_posted)
     tl.store(n_commit + b, fresh)
     tl.store(n_draft + b, tl.where(asked, count, 0))
     tl.store(need_rows + b, need)
@@ -115,7 +115,7 @@ def post_kernel(
         draft = tl.load(drafts + b * R + i - fresh, mask=(i >= fresh) & (i - fresh < R), other=0)
         tl.store(tokens + b * 2 * R + i, tl.where(i < fresh, committed, draft), mask=i < 2 * R)
         if not ASKS_FORCED:
-            tl.store(posted + s, told + fresh)
+            tl.store(posted + s, num_posted + fresh)
 
 
 def pack_post(
@@ -129,7 +129,7 @@ def pack_post(
     length_S: torch.Tensor,
     prompt_length_S: torch.Tensor,
     posted_S: torch.Tensor,
-    rows: KeptRows,
+    rows: CachedRows,
     out: PostTensors,
     *,
     k: int = VERIFY,
@@ -137,11 +137,11 @@ def pack_post(
     limits: tuple[torch.Tensor, torch.Tensor] | None = None,
     max_rows: int = 16,
 ) -> None:
-    """Write what a step posts, and advance `posted_S` of the lanes that are told of.
+    """Write what a step posts, and advance `posted_S` of the posted lanes.
 
-    To verify: guided lanes, for rows 0 to `num_drafts_B` that are not kept. To draft k: guided lanes in `drafting_B`,
+    To verify: guided lanes, for rows 0 to `num_drafts_B` that are not cached. To draft k: guided lanes in `drafting_B`,
     for row k behind k drafts. A lane without a missing row gets slot -1.
-    int32 and contiguous; `guided_B` and `drafting_B` bool. At most R answer tokens may be untold. A slot in `done_S`
+    int32 and contiguous; `guided_B` and `drafting_B` bool. At most R answer tokens may be unposted. A slot in `done_S`
     (bool) asks for nothing.
 
     PROPOSE: guided lanes in `drafting_B`, for as many tokens as they may have forced drafts; `limits` are
@@ -174,7 +174,7 @@ def pack_post(
 
 
 @triton.jit
-def keep_kernel(
+def cache_kernel(
     lanes: tl.tensor,
     guided: tl.tensor,
     drafting: tl.tensor,
@@ -187,10 +187,10 @@ def keep_kernel(
     target: tl.tensor,
     kind_of: tl.tensor,
     forced_of: tl.tensor,
-    kept: tl.tensor,
+    cached: tl.tensor,
     kinds: tl.tensor,
     forced: tl.tensor,
-    told: tl.tensor,
+    reported_seq: tl.tensor,
     R: tl.tensor,
     source_buffer: tl.tensor,
     source_slot: tl.tensor,
@@ -200,15 +200,15 @@ def keep_kernel(
     W: tl.tensor,
     k: tl.tensor,
     BUFFERS: tl.constexpr,
-    TELL: tl.constexpr,
+    REPORTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid (B, rows): see `keep_rows`."""
+    """Grid (B, rows): see `cache_rows`."""
     b = tl.program_id(0)
     j = tl.program_id(1)
-    if TELL:
+    if REPORTS:
         if (b == 0) & (j == 0):
-            tl.store(told, tl.load(seq))
+            tl.store(reported_seq, tl.load(seq))
     if k >= 0:
         j += k
     lane = b * R + j
@@ -219,14 +219,14 @@ def keep_kernel(
     row = s * R + j
     kind = tl.load(kind_of + row).to(tl.int32)
     token = tl.load(forced_of + row)
-    here = tl.load(kept + row).to(tl.int32)
+    here = tl.load(cached + row).to(tl.int32)
     if busy & (needed != 0) & (tl.load(posted_slots + b) >= 0):
         kind = tl.load(answered_kinds + lane).to(tl.int32)
         token = tl.load(answered_jump_forward + lane)
         here = (kind != DEFER).to(tl.int32)
         tl.store(kind_of + row, kind.to(tl.uint8))
         tl.store(forced_of + row, token)
-        tl.store(kept + row, here.to(tl.uint8))
+        tl.store(cached + row, here.to(tl.uint8))
         if kind == APPLY:
             if BUFFERS > 1:
                 source += (tl.load(seq) % BUFFERS) * source_buffer
@@ -244,26 +244,26 @@ def keep_kernel(
     tl.store(forced + lane, token)
 
 
-def keep_rows(
+def cache_rows(
     slots_B: torch.Tensor,
     guided_B: torch.Tensor,
     drafting_B: torch.Tensor,
     answer: PostTensors,
     seq: torch.Tensor,
     source_NSRW: torch.Tensor,
-    rows: KeptRows,
+    rows: CachedRows,
     kinds_BR: torch.Tensor,
     forced_BR: torch.Tensor,
     *,
     k: int = VERIFY,
-    told: torch.Tensor | None = None,
+    reported_seq: torch.Tensor | None = None,
 ) -> None:
-    """Keep the rows that were asked for, masks in full, and fill `kinds_BR` and `forced_BR`. Runs behind the wait.
+    """Cache the requested rows with their masks, and fill `kinds_BR` and `forced_BR`. Runs behind the wait.
 
-    To verify every row is filled: a guided row that is not here is DEFER. To draft row k alone: it is ALL where it is
+    To verify every row is filled: a constrained row that is missing is DEFER. To draft row k alone: it is ALL where it is
     late. Masks are copied for kind APPLY alone, with all their words in flight at once: `source_NSRW` int32 may be
     mapped pinned host memory, and buffer `seq` % N is read; `seq` int64 [1] on the device or pinned. Mask rows are of a
-    multiple of four words and 16-byte aligned. `told` int64 [1] gets `seq`, so that reporting it is no node of its own.
+    multiple of four words and 16-byte aligned. `reported_seq` int64 [1] gets `seq`, so that reporting it is no node of its own.
     """
     N, S, R, W = source_NSRW.shape
     assert source_NSRW.dtype == rows.mask_SRW.dtype == torch.int32
@@ -271,7 +271,7 @@ def keep_rows(
     assert kinds_BR.dtype == rows.kind_SR.dtype == answer.kinds_BR.dtype == torch.uint8
     assert guided_B.dtype == drafting_B.dtype == rows.cached_SR.dtype == torch.bool
     assert seq.dtype == torch.int64
-    assert told is None or told.dtype == torch.int64
+    assert reported_seq is None or reported_seq.dtype == torch.int64
     assert rows.mask_SRW.shape[:2] == rows.kind_SR.shape == rows.forced_SR.shape == rows.cached_SR.shape == (S, R)
     assert rows.mask_SRW.shape[2] >= W
     assert source_NSRW.stride(3) == rows.mask_SRW.stride(2) == 1
@@ -281,13 +281,13 @@ def keep_rows(
     flat = (kinds_BR, forced_BR, answer.kinds_BR, answer.forced_BR, rows.kind_SR, rows.forced_SR, rows.cached_SR)
     assert all(t.is_contiguous() for t in flat)
     assert VERIFY <= k < R, k
-    keep_kernel[(slots_B.shape[0], R if k == VERIFY else 1)](
+    cache_kernel[(slots_B.shape[0], R if k == VERIFY else 1)](
         *(slots_B, guided_B.view(torch.uint8), drafting_B.view(torch.uint8), answer.slots_B, answer.need_rows_B),
         *(answer.kinds_BR, answer.forced_BR, seq, source_NSRW, rows.mask_SRW, rows.kind_SR, rows.forced_SR),
-        *(rows.cached_SR.view(torch.uint8), kinds_BR, forced_BR, told, R, *source_NSRW.stride()[:3]),
+        *(rows.cached_SR.view(torch.uint8), kinds_BR, forced_BR, reported_seq, R, *source_NSRW.stride()[:3]),
         *(*rows.mask_SRW.stride()[:2], W, k),
         BUFFERS=N,
-        TELL=told is not None,
+        REPORTS=reported_seq is not None,
         BLOCK=8192,
         num_warps=16,
     )

@@ -1,7 +1,7 @@
-"""What sampling on a device keeps beside the slots' parameters: rules, token counts, mask rows, and scratch.
+"""State of sampling on a device, beside the slots' parameters: rules, token counts, mask rows, and scratch.
 
-One invariant: everything is allocated before capture and never moves. Needs no Triton, so that any process may plan
-with it. Not here: kernels.
+Invariant: everything is allocated before capture and never moves. Needs no Triton, so that a CPU install may
+import it. Not responsible for: kernels.
 
 Shapes: S slots, R rows a slot, V vocabulary, W' words of a mask row's stride, X numbers of packed rules, N rows of a
 step at most (lanes times rows), C tiles of a row.
@@ -21,16 +21,16 @@ SEEN = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """What a slot's sampling needs besides `SlotParams`."""
+    """State of a slot's sampling besides `SlotParams`."""
 
     masks_SRW: torch.Tensor
     """int32 bitmasks, bit v % 32 of word v / 32: token v is legal. Writer: the sync. The last stride is 1."""
     rules_SX: torch.Tensor
-    """int32, `pack_rules` of the slot, zeros: none. Writer: the engine, when it seats (`write_rules`)."""
+    """int32, `pack_rules` of the slot, zeros: none. Writer: the engine, when a sequence gets the slot (`write_rules`)."""
     seen_SV: torch.Tensor
-    """int32, see `SEEN`. The engine when it seats (`count_seen`), then the step."""
+    """int32, see `SEEN`. Writer: the engine when a sequence gets the slot (`count_seen`), then the step."""
     done_S: torch.Tensor
-    """bool, the slot's sequence has ended and emits no more. The step sets it, the engine clears it when it seats."""
+    """bool, the slot's sequence has ended and emits no more. The step sets it; the engine clears it when a sequence gets the slot."""
 
     @classmethod
     def allocate(
@@ -92,7 +92,7 @@ class RowScratch:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """What `StepTensors` carries for a step on a GPU."""
+    """The part of `StepTensors` that only a GPU reads."""
 
     slots: SlotRows
     scratch: RowScratch

@@ -1,8 +1,8 @@
 """One row of logits to its best column, a tile of columns a program: mask, bans, penalties, temperature, shared noise.
 
-Row j of a lane assumes that drafts[:j] were accepted, so all rows are computed at once. One invariant: what a program
+Row j of a lane assumes that drafts[:j] were accepted, so all rows are computed at once. Invariant: what a program
 writes depends on its slot, row and tile alone, and the tile size is fixed by the workspace, never by the batch. The
-best columns of the tiles meet in `pick`. Not here: filters (filters.py), what is accepted (acceptance.py).
+best columns of the tiles meet in `pick`. Not responsible for: filters (filters.py), acceptance (acceptance.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def ban(
     num_committed: tl.tensor,
     n: tl.tensor,
 ) -> tl.tensor:
-    """Apply a slot's packed rules: stop ids while `early`, bad ids, the last id of a bad word whose head stands."""
+    """Apply a slot's packed rules: stop ids while `early`, bad ids, the last id of a bad word whose other ids are in place."""
     stops = tl.load(rule)
     for i in range(tl.where(early, stops, 0)):
         x = tl.where(token == tl.load(rule + 1 + i), float("-inf"), x)
@@ -53,8 +53,8 @@ def ban(
             p = n - (size - 1) + i
             old = tl.load(tokens + p, mask=(p >= 0) & (p < num_committed), other=-1)
             new = tl.load(drafts + p - num_committed, mask=p >= num_committed, other=-1)
-            stands = tl.where(p < num_committed, old, new)
-            differs += tl.where(stands == tl.load(rule + at + 1 + i), 0, 1)
+            present = tl.where(p < num_committed, old, new)
+            differs += tl.where(present == tl.load(rule + at + 1 + i), 0, 1)
         last = tl.load(rule + at + size)
         x = tl.where((token == last) & (differs == 0), float("-inf"), x)
         at += 1 + size

@@ -1,8 +1,8 @@
 """Products of a few rows with a large matrix: what a decode step of few sequences spends its time on.
 
 Reading the weights bounds them, so a program streams a stripe of them through shared memory, many blocks in flight, and
-multiplies each by all of the rows at once. One invariant: a row's result has the same bits for any number of rows up to
-16, so a token does not depend on the drafts that were verified beside it. Not here: more rows, which cuBLAS multiplies.
+multiplies each by all of the rows at once. Invariant: a row's result has the same bits for any number of rows up to
+16, so a token does not depend on the drafts that were verified beside it. Not responsible for: more rows: cuBLAS multiplies those (gpu_engine/model/linear.py).
 """
 
 from __future__ import annotations

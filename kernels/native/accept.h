@@ -5,15 +5,15 @@
  * and a draft is accepted iff it is that token. The noise is Philox4x32-10 (Salmon et al., SC11): key = seed, counter =
  * (v / 4, p, 0, 0), word v % 4; so it depends on nothing but (seed, p, v), and speculation cannot change a token.
  *
- * Rows of one slot are walked in order and the walk ends at the first rejected draft, so that history holds exactly the
- * tokens before the row. Slots run in parallel and touch only their own lines. Not here: the wait for the rows.
+ * Rows of one slot are computed in order, up to the first rejected draft, so that history holds exactly the tokens before
+ * the row. Slots run in parallel and touch only their own lines. Not responsible for: the wait for the rows.
  */
 #include "simd.h"
 
 enum { KIND_ALL, KIND_APPLY, KIND_FORCED, KIND_DEFER, KIND_DEAD_END, KIND_ERROR };
 enum { RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED };
 
-/* In place of a forced token, at a row that is not FORCED: the grammar process is leading the answer to its end. */
+/* In place of the forced token of a row that is not FORCED: budgeted completion narrows the rest of the answer. */
 enum { STEERED = -2 };
 
 #define MAX_LOGPROBS 20
@@ -131,7 +131,7 @@ INLINE void load_masked(const struct accept_args *a, int64_t row, int kind, int3
     }
 }
 
-/* Bans from the slot's rules: stop ids before min_tokens, bad ids, and the last id of a bad word whose head stands. */
+/* Bans from the slot's rules: stop ids before min_tokens, bad ids, and the last id of a bad word whose other ids are in place. */
 static void apply_rules(const int32_t *rule, int early, const int32_t *history, int32_t n, float *x) {
     int32_t count = *rule++;
     for (int32_t i = 0; i < count; i++, rule++)
@@ -156,7 +156,7 @@ static int is_stop(const int32_t *rule, int32_t token) {
     return 0;
 }
 
-/* Repetition (prompt and answer), presence and frequency (answer). Two walks: count, then apply once and clear. */
+/* Repetition (prompt and answer), presence and frequency (answer). Two passes: count, then apply once and clear. */
 static void apply_penalties(const struct accept_args *a, int32_t s, const int32_t *history, int32_t n, int32_t *counts,
                             float *x) {
     const int32_t seen = 1 << 30;

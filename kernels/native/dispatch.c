@@ -1,4 +1,4 @@
-/* The exported names: each call goes to the best variant that this CPU runs. Not here: any arithmetic. */
+/* The exported names: each call goes to the best variant that this CPU runs. Not responsible for: any arithmetic. */
 #include <stdint.h>
 
 struct accept_args;

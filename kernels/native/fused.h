@@ -2,7 +2,7 @@
  *
  * Invariant: values are rounded to the model's dtype where transformers' own modules round them, so in bf16 a result
  * differs from theirs in a rare last bit only (another order of a sum, another exponential). A row has a fixed order of
- * operations whatever else is in the call. Not here: products and attention.
+ * operations whatever else is in the call. Not responsible for: products and attention.
  */
 #include "simd.h"
 

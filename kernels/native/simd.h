@@ -1,7 +1,7 @@
 /* 16-lane vectors in portable GNU C, for the CPU kernels.
  *
  * Invariant: every result depends on its own row alone, in a fixed order of operations, so a row computed alone and in a
- * batch is the same to the last bit. Not here: threads.
+ * batch is the same to the last bit. Not responsible for: threads.
  */
 #ifndef LOCKSTEP_SIMD_H
 #define LOCKSTEP_SIMD_H

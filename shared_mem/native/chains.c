@@ -1,8 +1,8 @@
-/* What follows when a library has written rows of many slots: one pass over them instead of one call of Python each.
+/* Publishes rows of many slots that a matcher library has written: one pass in C instead of a call from Python for each.
  *
- * Invariant: an answer is published only when every row of it is told by the words alone. A draft that its row offers and
- * behind which the library has written nothing, or the other way round, or a stop token whose place is not known to be the
- * answer's end, leaves the chain to whoever goes slot by slot. Rows are copied before ls_put_answer stores the sequence
+ * Invariant: an answer is published only when the words alone determine each of its rows. A chain is left to the slot-by-slot
+ * path when its row allows a draft and the library has written no row after it, or the other way round, or when a row has a
+ * stop token and the answer is not known to be complete there. Rows are copied before ls_put_answer stores the sequence
  * with release, and the bell rings behind the last answer; all of that ordering is in flags.c. One thread at a time
  * publishes for a slot.
  */
@@ -58,8 +58,8 @@ static uint8_t kind_of(const struct ls_chains_args *a, const uint32_t *row, int3
     return LS_KIND_FORCED;
 }
 
-/* Number of rows that stand, or 0: the chain cannot be told here. */
-static uint32_t settle(const struct ls_chains_args *a, int32_t i, uint8_t *kinds, int32_t *forced) {
+/* Number of rows that are written, or 0: the words do not determine the chain. */
+static uint32_t classify(const struct ls_chains_args *a, int32_t i, uint8_t *kinds, int32_t *forced) {
     const int32_t *drafts = a->drafts + (uint64_t)i * a->view->num_rows;
     const uint32_t count = rows_of(a, i), first = (uint32_t)a->first[i];
     for (uint32_t r = 0; r < count; r++) {
@@ -88,14 +88,14 @@ void ls_publish_chains(const struct ls_chains_args *a) {
         memset(kinds, LS_KIND_DEFER, R);
         memset(forced, 0xff, R * sizeof *forced);
         if (a->states[i] == LS_CHAIN_SLOW) continue;
-        const uint32_t stand = settle(a, i, kinds, forced);
-        if (!stand) {
+        const uint32_t written = classify(a, i, kinds, forced);
+        if (!written) {
             memset(kinds, LS_KIND_DEFER, R);
             a->states[i] = LS_CHAIN_SLOW;
             continue;
         }
         uint8_t *place = a->masks + ((uint64_t)slot * R + (uint32_t)a->first[i]) * a->row_stride;
-        for (uint32_t r = 0; r < stand; r++) {
+        for (uint32_t r = 0; r < written; r++) {
             const uint8_t kind = kinds[(uint32_t)a->first[i] + r];
             if (kind == LS_KIND_APPLY || kind == LS_KIND_FORCED)
                 memcpy(place + (uint64_t)r * a->row_stride, row_of(a, i, r), a->words * sizeof(uint32_t));

@@ -1,6 +1,6 @@
-/* Chains of rows that a matcher library has written for many slots at once: read, told apart, put in place, published.
+/* Chains of rows that a matcher library has written for many slots at once: classified, copied into place, published.
  *
- * shared_mem/chains.py mirrors the struct. No ordering here: whatever another process may see goes through ls_put_answer.
+ * shared_mem/chains.py mirrors the struct. No ordering here: every answer that another process may read goes through ls_put_answer.
  */
 #ifndef LOCKSTEP_CHAINS_H
 #define LOCKSTEP_CHAINS_H
@@ -10,7 +10,7 @@
 enum {
     LS_CHAIN_DONE = 0,  /* answered; in: to be answered */
     LS_CHAIN_STALE = 1, /* a newer answer is there, this one was not published */
-    LS_CHAIN_SLOW = 2,  /* what came cannot be told here: nothing was written; in: leave it out */
+    LS_CHAIN_SLOW = 2,  /* the words do not determine the rows: nothing was written; in: leave it out */
 };
 
 /* The caller's memory but for `masks`; R = view->num_rows, W = words. A chain is the rows `first`, `first` + 1, ... of one
@@ -29,7 +29,7 @@ struct ls_chains_args {
     const uint8_t *accepting; /* the answer is complete at row `first` */
     uint8_t *states;          /* in and out */
     const int32_t *drafts;    /* [count][R]: behind row `first`; each is a token of the vocabulary */
-    uint8_t *kinds;           /* [count][R], out; R kinds, DEFER where nothing is known */
+    uint8_t *kinds;           /* [count][R], out; R kinds, DEFER for a row that was not written */
     int32_t *forced;          /* [count][R], out */
     int64_t *tallies;         /* [num_slots][LS_KINDS] counts rows 0..n_draft of every chain that is answered */
     uint64_t seq;
@@ -42,10 +42,10 @@ struct ls_chains_args {
     int32_t publishes; /* 0: write rows and kinds only, the answers are out as late ones */
 };
 
-/* Puts the mark into every row of `count` chains, before the library is asked. */
+/* Puts the mark into every row of `count` chains, before the library fills them. */
 LS_EXPORT void ls_mark_chains(const struct ls_chains_args *args);
 
-/* After it: settles every chain, copies its rows to their places and publishes the answer. */
+/* After it: classifies the rows of every chain, copies them into place and publishes the answer. */
 LS_EXPORT void ls_publish_chains(const struct ls_chains_args *args);
 
 #endif

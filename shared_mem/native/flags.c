@@ -1,6 +1,6 @@
 /* All ordering of the shared segment: post, await, wait for a request, publish.
  *
- * Invariant: data first, flag last. Whoever sees a flag (acquire) sees all that its writer wrote before it (release). An
+ * Invariant: data first, flag last. A reader that sees a flag (acquire) sees all that its writer wrote before it (release). An
  * answer's flag is its sequence. An answer that was published with rows missing is late: a row that comes after it has a
  * flag of its own, its kind, which turns once from DEFER to what it is; and the answer's last word, `late`, turns from the
  * sequence to 0 behind the last of them.
@@ -35,10 +35,10 @@ _Static_assert(sizeof(_Atomic uint64_t) == 8 && sizeof(_Atomic uint32_t) == 4 &&
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "the layout is little-endian, and a futex looks at the low half of a 64-bit word");
 
-/* Longest single sleep of the engine. The abort word is not the word it sleeps on, so it must look now and then. */
+/* Longest single sleep of the engine. The abort word is not the word it sleeps on, so it must be polled. */
 #define LS_PARK_SLICE_NS 2000000LL
 #define LS_SPINS_PER_CLOCK 16
-/* An engine that has posted nothing for so long is idle; whoever watches the worker then looks only so often. */
+/* An engine without a post for so long is idle; the watcher of the worker then polls at the second interval. */
 #define LS_IDLE_NS 100000000LL
 #define LS_IDLE_LOOK_NS 10000000LL
 
@@ -184,9 +184,9 @@ static void defer_lane(struct ls_await_args *a, int32_t i) {
     a->missing++;
 }
 
-/* 1 when lane i is settled. What stood in the answer when its sequence was stored is written again only after a newer
- * post, and newer posts come from the thread that runs this; rows of a late answer turn once, flag last. An answer with a newer sequence or another owner of the slot
- * is not ours; its rows may be in the other mask buffer, so it counts as none. */
+/* 1 when lane i is done. The rows that an answer has when its sequence is stored are written again only after a newer post,
+ * and newer posts come from the thread that runs this. A row that is added to a late answer changes once, flag last. An
+ * answer with a newer sequence, or for another owner of the slot, counts as missing: its rows may be in the other buffer. */
 static int take_answer(struct ls_await_args *a, uint64_t seq, int32_t i) {
     const struct ls_view *v = a->view;
     int64_t row = (int64_t)i * v->num_rows;
@@ -248,7 +248,7 @@ void ls_await(void *await_args) {
     int64_t now = start;
     for (;;) {
         /* Read before the answers: an answer that comes after them has rung a newer bell, and the futex sees that. */
-        uint32_t heard = atomic_load_explicit(bell, memory_order_acquire);
+        uint32_t rung = atomic_load_explicit(bell, memory_order_acquire);
         i = take_from(a, seq, i);
         if (i == a->batch || atomic_load_explicit(at64(v->words, LS_ABORT), memory_order_acquire)) break;
         now = now_ns();
@@ -264,10 +264,10 @@ void ls_await(void *await_args) {
         int64_t until = now + LS_PARK_SLICE_NS;
         atomic_store_explicit(parked, 1, memory_order_relaxed);
         atomic_thread_fence(memory_order_seq_cst);
-        futex_wait_until(bell, heard, until < deadline ? until : deadline);
+        futex_wait_until(bell, rung, until < deadline ? until : deadline);
         atomic_store_explicit(parked, 0, memory_order_relaxed);
     }
-    i = take_from(a, seq, i); /* what came with the last tick is not late */
+    i = take_from(a, seq, i); /* an answer that came during the last tick is not late */
     while (i < a->batch) {
         if (!take_answer(a, seq, i)) defer_lane(a, i);
         i++;
@@ -329,7 +329,7 @@ int32_t ls_overdue(const struct ls_view *v, const uint64_t *working, int64_t lim
             posted = now;
         }
         int64_t nap = since ? limit_ns - (now - since) : now - posted < LS_IDLE_NS ? limit_ns / 2 : LS_IDLE_LOOK_NS;
-        /* A caller that is to end looks for that between two calls. */
+        /* A caller checks between two calls whether it must end. */
         if (nap > timeout_ns - (now - start)) nap = timeout_ns - (now - start);
         struct timespec t = {.tv_sec = nap / 1000000000LL, .tv_nsec = nap % 1000000000LL};
         nanosleep(&t, NULL);
@@ -398,7 +398,7 @@ int32_t ls_publish(const struct ls_publish_args *a) {
     return stale;
 }
 
-/* Rings no bell: whoever waits for the answer took it when its sequence came. */
+/* Rings no bell: the engine took the answer when its sequence was stored. */
 int32_t ls_add_rows(const struct ls_publish_args *a) {
     const struct ls_view *v = a->view;
     uint8_t *answer = answer_of(v, (uint32_t)a->slot);

@@ -1,6 +1,6 @@
-/* The step plane's flags: what the two processes call to hand a step over and to wait for it.
+/* The step plane's flags: the functions by which the two processes hand a step over and wait for it.
  *
- * Functions take addresses and plain values; they know neither Python nor CUDA. The bytes are pictured in
+ * Functions take addresses and plain values; they depend on neither Python nor CUDA. The bytes are pictured in
  * shared_mem/layout.py, and shared_mem/native.py mirrors the structs of this file. All memory ordering of the project's
  * shared segment is in flags.c and nowhere else.
  */
@@ -127,7 +127,7 @@ LS_EXPORT int32_t ls_abi(void);
 LS_EXPORT void ls_post(void *post_args);
 LS_EXPORT void ls_await(void *await_args);
 
-/* Takes what is there without waiting; returns the number of lanes that an ls_await would still wait for. */
+/* Takes the answers that are there, without waiting; returns the number of lanes that an ls_await would still wait for. */
 LS_EXPORT int32_t ls_take(void *await_args);
 
 /* Engine watchdog: 0 clears. A waiting ls_await ends within LS_PARK_SLICE_NS. */
@@ -138,7 +138,7 @@ LS_EXPORT void ls_set_abort(const struct ls_view *view, uint64_t value);
 LS_EXPORT uint64_t ls_wait_req(const struct ls_view *view, uint64_t last, int64_t timeout_ns, int64_t spin_ns,
                                uint64_t *working);
 
-/* Another thread's look at `working`: 1 as soon as it has stood at one value for limit_ns, 0 after timeout_ns without
+/* For another thread: 1 as soon as `working` has had one value for limit_ns, 0 after timeout_ns without
  * that. Looks every limit_ns / 2; every 10 ms once no sequence came for 100 ms. */
 LS_EXPORT int32_t ls_overdue(const struct ls_view *view, const uint64_t *working, int64_t limit_ns, int64_t timeout_ns);
 LS_EXPORT void ls_records(struct ls_records_args *args);

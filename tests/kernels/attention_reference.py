@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the oracle of both kernels' tests. Not here: any speed."""
+"""Paged attention in plain torch: the oracle of both kernels' tests. Not responsible for: any speed."""
 
 from __future__ import annotations
 

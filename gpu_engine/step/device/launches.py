@@ -72,11 +72,11 @@ class TritonLaunches:
         """See `StepLaunches.keep`. Copies the mask rows that were asked for into the store."""
         assert self._source_NSRW is not None, "a guided lane without a grammar process"
         lane, B = batch.lane, batch.num_lanes
-        posting.keep_rows(
+        posting.cache_rows(
             *(batch.slots_B, lane.guided_B[:B], lane.drafting_B[:B], _tensors(post), post.awaited),
             *(self._source_NSRW, _rows(store), lane.kinds_BR[:B], lane.forced_BR[:B]),
             k=k,
-            told=told,
+            reported_seq=told,
         )
 
     def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:
@@ -101,9 +101,9 @@ class TritonLaunches:
         )
 
 
-def _rows(store: RowStore) -> posting.KeptRows:
+def _rows(store: RowStore) -> posting.CachedRows:
     S = len(store.mask_SRW)
-    return posting.KeptRows(store.mask_SRW, store.kind_SR[:S], store.forced_SR[:S], store.cached_SR[:S])
+    return posting.CachedRows(store.mask_SRW, store.kind_SR[:S], store.forced_SR[:S], store.cached_SR[:S])
 
 
 def _tensors(post: PostBuffers) -> posting.PostTensors:

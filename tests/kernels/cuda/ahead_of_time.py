@@ -105,7 +105,7 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
             slots, history, length, *limits, *proposed, ngram_max=4, ngram_min=2, num_jump_forward_B=ahead
         )
 
-    kept = posting.KeptRows(rows.masks_SRW, flags(S, R), ints(S, R), flags(S, R).bool())
+    kept = posting.CachedRows(rows.masks_SRW, flags(S, R), ints(S, R), flags(S, R).bool())
     out = posting.PostTensors(*(ints(B) for _ in range(6)), ints(B, 2 * R), flags(B, R), ints(B, R))
     guided, lengths = flags(B).bool(), (history, length, params.prompt_length_S, ints(S))
     told = (slots, guided, guided, ints(B), drafts, num_drafts, *lengths, kept, out)
@@ -113,8 +113,8 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
         verifies = k == posting.VERIFY
         posting.pack_post(*told, k=k, done_S=rows.done_S if verifies else None)
         told_seq = counter.clone() if k == posting.VERIFY else None
-        posting.keep_rows(
-            slots, guided, guided, out, counter, ints(2, S, R, W), kept, kinds, forced, k=k, told=told_seq
+        posting.cache_rows(
+            slots, guided, guided, out, counter, ints(2, S, R, W), kept, kinds, forced, k=k, reported_seq=told_seq
         )
     posting.pack_post(*told, k=posting.PROPOSE, limits=limits)
     taken = (out.slots_B, out.need_rows_B, out.kinds_BR, out.forced_BR, length, history, ints(S, R), ints(S), ints(B))

@@ -16,7 +16,7 @@ from gpu_engine.step.stream import ImmediateStream
 from gpu_engine.step.stream_sync import InlineSync
 from kernels.cuda.advance import advance
 from kernels.cuda.jump_forward import take_jump_forward
-from kernels.cuda.posting import PROPOSE, VERIFY, KeptRows, PostTensors, keep_rows, pack_post
+from kernels.cuda.posting import PROPOSE, VERIFY, CachedRows, PostTensors, cache_rows, pack_post
 from shared_mem.batch import BatchArrays
 from shared_mem.layout import Layout, RowKind
 
@@ -65,7 +65,9 @@ class OnDevice:
         self.lanes = [there(t) for t in (lane.slots_B, lane.guided_B, lane.drafting_B)]
         self.slot = [there(t) for t in (slot.history_SL, slot.length_S, slot.params.prompt_length_S, slot.posted_S)]
         self.gens, self.drafts, self.num = there(lane.slot_gens_B), there(lane.drafts_BR), there(lane.num_drafts_B)
-        self.rows = KeptRows(*(there(t[:S]) for t in (store.mask_SRW, store.kind_SR, store.forced_SR, store.cached_SR)))
+        self.rows = CachedRows(
+            *(there(t[:S]) for t in (store.mask_SRW, store.kind_SR, store.forced_SR, store.cached_SR))
+        )
         self.kinds, self.forced = there(lane.kinds_BR), there(lane.forced_BR)
         B = len(LANES)
         ints = [torch.zeros(B, dtype=torch.int32, device=device) for _ in range(6)]
@@ -87,7 +89,7 @@ class OnDevice:
         if self.kinds.device.type == "cuda":
             masks = masks.pin_memory()  # read through the mapping
         seq = torch.tensor([channel.seq], device=self.kinds.device)
-        keep_rows(*self.lanes, self.out, seq, masks, self.rows, self.kinds, self.forced, k=k)
+        cache_rows(*self.lanes, self.out, seq, masks, self.rows, self.kinds, self.forced, k=k)
 
 
 def state() -> tuple[InlineSync, RandomAnswers, StepBatch]:
