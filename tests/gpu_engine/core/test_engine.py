@@ -199,7 +199,7 @@ def test_a_fault_in_a_turn_ends_what_was_there_and_nothing_else(
     llama: LoadedModel, caplog: pytest.LogCaptureFixture, overlap: bool
 ) -> None:
     net = FailsOnce(llama.net)
-    model = replace(llama, net=net, fused=replace(llama.fused, walk=None))
+    model = replace(llama, net=net, fused=replace(llama.fused, forward=None))
     with free_engine(model, config(overlap=overlap, max_batch_size=2)) as engine:
         before = ask(tokens(5, 3))
         (expected,) = answer_all(engine, [before])
