@@ -1,7 +1,7 @@
 """Thins out the products of parameters: `make test` runs a third of their cases, `make test-slow` the others.
 
 Invariant: every value of a parameter occurs with every value of another one in `make test`, where a test has three
-parameters or more; a product of fewer parameters runs whole. The choice depends on the positions of the values alone.
+parameters or more; a product of fewer parameters runs whole. The choice depends on the order of the values alone.
 """
 
 from __future__ import annotations
@@ -15,22 +15,28 @@ SHARE = 3
 MIN_PARAMETERS = 3
 
 
-def _positions(item: pytest.Function) -> list[int]:
-    """Return the position of the value of each parameter; names that one mark sets together are one parameter."""
+def _values(item: pytest.Function) -> dict[str, str]:
+    """Return the value of each parameter, as text; names that one mark sets together are one parameter."""
     if not hasattr(item, "callspec"):
-        return []
-    indices = dict(item.callspec.indices)
+        return {}
+    values = {name: repr(value) for name, value in item.callspec.params.items()}
     for mark in item.iter_markers("parametrize"):
-        names = mark.args[0] if isinstance(mark.args[0], tuple) else (mark.args[0],)
-        for name in names[1:]:
-            indices.pop(name, None)
-    return list(indices.values())
+        names = [mark.args[0]] if isinstance(mark.args[0], str) else list(mark.args[0])
+        values["-".join(names)] = " ".join(values.pop(name) for name in names)
+    return values
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen: dict[tuple[object, str], list[str]] = {}
     for item in items:
         if not isinstance(item, pytest.Function) or not item.path.is_relative_to(Path(__file__).parent):
             continue
-        positions = _positions(item)
-        if len(positions) >= MIN_PARAMETERS and sum(positions) % SHARE != 0:
+        values = _values(item)
+        position = 0
+        for name, value in values.items():
+            earlier = seen.setdefault((item.function, name), [])
+            if value not in earlier:
+                earlier.append(value)
+            position += earlier.index(value)
+        if len(values) >= MIN_PARAMETERS and position % SHARE != 0:
             item.add_marker(pytest.mark.slow)
