@@ -27,8 +27,9 @@ import torch
 from benchmarks.gpu.models import PREFIX, random_model, streamed_bytes
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.ports import GrammarPort
+from gpu_engine.core.build_executor import build_executor
 from gpu_engine.core.engine import Engine
-from gpu_engine.core.executor import Executor, build_executor
+from gpu_engine.core.executor import Executor
 from gpu_engine.core.runner import LauncherRunner
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.server import Parts, Progress, Server, serve

@@ -19,7 +19,7 @@ from gpu_engine.api.errors import InternalError, LimitExceeded, LockstepError, S
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, Request
 from gpu_engine.api.stats import EngineStats
-from gpu_engine.core.executor import BuildExecutor, build_executor
+from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.model.loader import LoadedModel

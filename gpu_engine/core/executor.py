@@ -1,16 +1,14 @@
 """Puts together what executes an engine's steps: slot writer, sync, runner, prefill.
 
-`build_executor` chooses by the model's device. This module has the CPU's executor; device_executor.py has the CUDA one,
-and is imported only for a CUDA device, since it imports Triton. Both run the same step program. One invariant: `close`
-gives back what the executor registered or captured, in the opposite order. Not responsible for: which sequences run
-(see scheduler.py), the order of an iteration (see loop.py).
+This module has the CPU's executor; device_executor.py has the CUDA one. Both run the same step program. One invariant:
+`close` gives back what the executor registered or captured, in the opposite order. Not responsible for: the choice by
+device (see build_executor.py), which sequences run (see scheduler.py), the order of an iteration (see loop.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.prefill_shapes import padded
@@ -48,34 +46,6 @@ class Executor:
     """Wait for the device. Raises when the device has failed: errors of a device are permanent."""
     close: Callable[[], None]
     """Wait for the device and free what it may have used. Once, at the end."""
-
-
-class BuildExecutor(Protocol):
-    """How an engine gets its executor; a test passes another function."""
-
-    def __call__(
-        self,
-        config: EngineConfig,
-        model: LoadedModel,
-        channel: EngineEnd | None,
-        num_pages: int,
-        max_inflight_steps: int,
-    ) -> Executor:
-        """Allocate everything for `num_pages` KV pages and `max_inflight_steps` steps in flight.
-
-        `channel` is the engine's end of the shared segment; None without a grammar process.
-        """
-
-
-def build_executor(
-    config: EngineConfig, model: LoadedModel, channel: EngineEnd | None, num_pages: int, max_inflight_steps: int
-) -> Executor:
-    """Return the executor of `config.device`."""
-    if model.device.type == "cpu":
-        return cpu_executor(config, model, channel, num_pages, max_inflight_steps)
-    from gpu_engine.core.device_executor import cuda_executor  # imports Triton, which a CPU installation lacks
-
-    return cuda_executor(config, model, channel, num_pages, max_inflight_steps)
 
 
 def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:

@@ -19,7 +19,8 @@ from gpu_engine.api.errors import LockstepError, status_of
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats
-from gpu_engine.core.executor import BuildExecutor, build_executor, lookahead
+from gpu_engine.core.build_executor import BuildExecutor, build_executor
+from gpu_engine.core.executor import lookahead
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.runner import LaunchedStep
