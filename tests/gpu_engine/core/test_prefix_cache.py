@@ -131,7 +131,7 @@ def test_a_network_that_drafts_sees_every_prompt(llama: LoadedModel, draft_model
 
 def test_what_a_failed_step_may_have_written_is_not_found(llama: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     net = FailsOnce(llama.net)
-    model = replace(llama, net=net, fused=replace(llama.fused, walk=None))
+    model = replace(llama, net=net, fused=replace(llama.fused, forward=None))
     with free_engine(model, config()) as engine:
         answer_all(engine, [ask(SYSTEM, max_tokens=4)])
         assert engine.stats().pages_cached > 0
