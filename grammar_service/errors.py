@@ -18,7 +18,8 @@ from __future__ import annotations
 
 
 class GrammarServiceError(Exception):
-    """The base of every error that the engine may see. `str(error)` is its message, `status` the name of its gRPC code."""
+    """The base of every error that the engine may see.
+    `str(error)` is its message, `status` the name of its gRPC code."""
 
     status = "INTERNAL"
 

@@ -2,7 +2,8 @@
 
 Invariant: a row's result depends on that row alone, bit for bit, and is rounded where transformers' modules round.
 Shapes: N rows, H hidden size, I inner size of a gated block, D head size, R channels of a head that turn, C columns of
-a joined q, k, v product. Not responsible for: products, attention, and the choice of modules (gpu_engine/model/fusion.py).
+a joined q, k, v product. Not responsible for: products, attention, and the choice of modules
+(gpu_engine/model/fusion.py).
 """
 
 from __future__ import annotations

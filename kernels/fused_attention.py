@@ -49,8 +49,8 @@ class QkvAttention:
     ) -> torch.Tensor:
         """Return [N, Hq * D]; row b * P + j is position j of sequence b. `qkv_NC`, contiguous, is changed.
 
-        C is (Hq + 2 Hkv) * D: query heads, key heads, value heads. N may be more than B * P: the rows after that are padding,
-        and its results are 0. The rest as in `rotate` and `paged_attention`.
+        C is (Hq + 2 Hkv) * D: query heads, key heads, value heads. N may be more than B * P: the rows after that are
+        padding, and its results are 0. The rest as in `rotate` and `paged_attention`.
         """
         (Hq, Hkv), D = self.heads, self.head_dim
         B, P = positions_BP.shape

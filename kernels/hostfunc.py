@@ -131,7 +131,8 @@ class HostFunctions:
         for name in ("sem_init", "sem_trywait", "free"):
             getattr(self._libc, name).argtypes = [ctypes.c_void_p]
         self._libc.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
-        # CUDA reports the end of a graph on a thread of its own. A C function receives it, so that the GIL is not taken there.
+        # CUDA reports the end of a graph on a thread of its own.
+        # A C function receives it, so that the GIL is not taken there.
         self._sem_post = ctypes.cast(self._libc.sem_post, ctypes.c_void_p).value or 0
         self._trampoline = _HOST_FUNCTION(self._run)
         self._address = ctypes.cast(self._trampoline, ctypes.c_void_p).value or 0

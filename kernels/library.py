@@ -1,8 +1,8 @@
 """Loads the CPU kernels: one plain shared library, no Python ABI, called with the GIL released.
 
 Its parallel loops need an OpenMP runtime and must share torch's: two runtimes would mean two thread pools that spin
-against each other. So the library is linked without one, and torch's is made visible before it is opened. Not responsible for: any
-kernel.
+against each other. So the library is linked without one, and torch's is made visible before it is opened. Not
+responsible for: any kernel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Attention over a paged KV cache, with the store of the new keys and values in front.
 
 Invariant: a query's result depends on its own sequence alone, bit for bit, whatever else is in the batch. Shapes:
-B sequences, P query positions, Hq query heads, Hkv KV heads, D head size, T tokens a page. Not responsible for: page allocation.
+B sequences, P query positions, Hq query heads, Hkv KV heads, D head size, T tokens a page. Not responsible for: page
+allocation.
 """
 
 from __future__ import annotations

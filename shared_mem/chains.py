@@ -1,8 +1,8 @@
 """Rows of many slots that a matcher library has filled, before they are published: private arrays for one native call.
 
 Invariant: the library writes only into these arrays, so that a call which never returns can be abandoned together with
-its arrays; only `GrammarEnd.publish_chains` copies rows to where the engine reads them. One thread at a time. Not responsible for:
-choosing the slots, and answering the chains that this call leaves out (grammar_service/fill/batch.py).
+its arrays; only `GrammarEnd.publish_chains` copies rows to where the engine reads them. One thread at a time. Not
+responsible for: choosing the slots, and answering the chains that this call leaves out (grammar_service/fill/batch.py).
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class ChainArrays:
         self._references: tuple[object, ...] = ()
 
     def bind(self, view: native.View, tallies: npt.NDArray[np.int64]) -> None:
-        """Set the view that answers are published to, and the row counts, int64 [num_slots, kinds]. Holds references to both."""
+        """Set the view that answers are published to, and the row counts, int64 [num_slots, kinds].
+        Holds references to both."""
         if tallies.shape != (view.num_slots, len(RowKind)) or tallies.dtype != np.int64:
             raise ValueError(f"tallies: must be int64 [{view.num_slots}, {len(RowKind)}]")
         self._args.view, self._args.tallies = ctypes.pointer(view), native.address_of(tallies)
@@ -113,7 +114,8 @@ class ChainArrays:
         _mark(self._pointer)
 
     def publish(self, seq: int, masks: int, special: SpecialWords, *, publishes: bool) -> None:
-        """Classify the rows of the marked chains, copy them to the mask buffer at `masks`, and publish. Releases the GIL.
+        """Classify the rows of the marked chains, copy them to the mask buffer at `masks`, and publish.
+        Releases the GIL.
 
         `publishes` False: does not publish.
         """

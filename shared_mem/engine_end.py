@@ -1,7 +1,8 @@
 """The engine's end of the step plane: posts records, awaits answers, reads mask rows, sets the engine's words.
 
 Invariant: writes REC and the engine's words, nothing else. One thread (or CUDA stream) posts and awaits; `set_abort`,
-`clear_abort`, `heartbeat` and the ages are for any thread. Not responsible for: using the answers (gpu_engine/step). See channel.py.
+`clear_abort`, `heartbeat` and the ages are for any thread. Not responsible for: using the answers (gpu_engine/step).
+See channel.py.
 """
 
 from __future__ import annotations

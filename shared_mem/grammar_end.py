@@ -70,8 +70,8 @@ class GrammarEnd:
     def wait(self, last_seq: int, timeout_s: float, spin_ns: int = DEFAULT_SPIN_NS) -> int:
         """Wait until a sequence after `last_seq` is posted, and return the newest; `last_seq` when the time is over.
 
-        Spins for `spin_ns` and then sleeps. Releases the GIL. The call stamps the heartbeat at its start and its end, so
-        `timeout_s` should be well under the age at which the engine considers this process hung.
+        Spins for `spin_ns` and then sleeps. Releases the GIL. The call stamps the heartbeat at its start and its end,
+        so `timeout_s` should be well under the age at which the engine considers this process hung.
         """
         self._waits += 1
         seq: int = native.wait_req(self._view, last_seq, int(timeout_s * 1e9), spin_ns, self._working_address)

@@ -32,8 +32,8 @@ writes each 128-byte line (the writer is named below), so no line is ever conten
 
 R = num_rows: one more than the most drafts of a step. Row j is the mask of the token that follows drafts[:j].
 `commit_pos` is the number of answer tokens that were committed before the tokens of the record. Handling a record
-twice, known by (slot_gen, commit_pos), must change nothing. Not responsible for: memory (segment.py), ordering (native/flags.c),
-and the meaning of the calls (channel.py).
+twice, known by (slot_gen, commit_pos), must change nothing. Not responsible for: memory (segment.py), ordering
+(native/flags.c), and the meaning of the calls (channel.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Invariant: a struct here has the fields of the C struct in the same order; `ls_abi` is compared at load. Functions that
 wait release the GIL. Those that only touch a few lines keep it: beside one busy Python thread, giving the GIL up for a
-microsecond cost 8-9 ms at the 99th percentile, keeping it 8-29 us. Not responsible for: the meaning of the calls (channel.py).
+microsecond cost 8-9 ms at the 99th percentile, keeping it 8-29 us. Not responsible for: the meaning of the calls
+(channel.py).
 """
 
 from __future__ import annotations

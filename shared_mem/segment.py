@@ -2,8 +2,8 @@
 
 Invariant: the size can never change after creation (sealed), so no peer can make an access fault. Memory stays mapped
 while anything made from it (a numpy view, a channel end) is alive, whatever `close` says, so a late view reads old
-bytes and never faults. Not responsible for: passing it to the other process (handover.py) and every access with an ordering
-(channel.py).
+bytes and never faults. Not responsible for: passing it to the other process (handover.py) and every access with an
+ordering (channel.py).
 """
 
 from __future__ import annotations

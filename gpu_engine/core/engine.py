@@ -101,7 +101,8 @@ class Engine:
         return False
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """Have `failed` called once when the device is lost: on the engine's thread, or at once if it is lost by now."""
+        """Have `failed` called once when the device is lost:
+        on the engine's thread, or at once if it is lost by now."""
         with self._loop.live_lock:
             failure = self._failure
             if failure is None:

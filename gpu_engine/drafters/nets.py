@@ -90,7 +90,8 @@ class ModelNet:
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,
         hidden: Hidden,
     ) -> torch.Tensor:  # fmt: skip
-        """Run the last tokens: after a full acceptance the model has not seen the chain's last draft, nor any behind it.
+        """Run the last tokens: after a full acceptance the model has not seen the chain's last draft,
+        nor any behind it.
 
         In a step of P rows these are at most P - K tokens, and the step's own token.
         """

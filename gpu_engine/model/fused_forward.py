@@ -1,8 +1,8 @@
 """A decoder's forward as one loop over fused layers, without the walk through transformers' modules.
 
 A residual addition and the norm behind it are one kernel, so a layer hands on (x, delta): its stream and what is still
-to be added to it. Invariant: a walk runs only after its logits were compared with the model's own (fuse.py). Not responsible
-for: what a layer's parts compute.
+to be added to it. Invariant: a walk runs only after its logits were compared with the model's own (fuse.py). Not
+responsible for: what a layer's parts compute.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ _M = TypeVar("_M", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Largest relative distances that count as equal: more than rounding, and less than the effect of a wrong formula."""
+    """Largest relative distances that count as equal:
+    more than rounding, and less than the effect of a wrong formula."""
 
     norm: float
     block: float
@@ -205,8 +206,9 @@ def verified(
 ) -> Fused:
     """Return `fused` with the fused forward where it gives the logits of the model as it came; raise FusedModelDiffers.
 
-    `run` computes logits [N, V] of the recorded tokens by a fused forward, or by the model's own forward. `noise` is the
-    relative distance of two forwards of the model that are both right: deep ones in bfloat16 have more than the bound.
+    `run` computes logits [N, V] of the recorded tokens by a fused forward, or by the model's own forward. `noise` is
+    the relative distance of two forwards of the model that are both right: deep ones in bfloat16 have more than the
+    bound.
     """
     bound = Bounds.of(dtype).logits
     if dtype != torch.float32:

@@ -1,7 +1,7 @@
 """Rotary embeddings as tables: cosines and sines of every position, computed once at load by the model's own module.
 
-A step then looks positions up. That spares the arithmetic of each step, and it makes rotary types capturable whose module
-reads the longest position back from the device (`dynamic`, and `longrope` before transformers 5.23).
+A step then looks positions up. That spares the arithmetic of each step, and it makes rotary types capturable whose
+module reads the longest position back from the device (`dynamic`, and `longrope` before transformers 5.23).
 Invariant: a table has the bits that the module gives for the same positions.
 Not responsible for: turning queries and keys (kernels/fused.py), or the longest position (loader.py).
 

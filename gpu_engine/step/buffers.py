@@ -29,13 +29,14 @@ class SlotBuffers:
     num_drafts_S: torch.Tensor
     """int32. Writer: the drafter; the engine zeroes it when it assigns the slot."""
     draft_limit_S: torch.Tensor
-    """int32, drafts of a step up to which a drafter may add its own, at most K. Writer: the engine, at the assignment."""
+    """int32, drafts of a step up to which a drafter may add its own, at most K.
+    Writer: the engine, at the assignment."""
     jump_forward_limit_S: torch.Tensor
     """int32, drafts of a step that the grammar may force; more than `draft_limit_S` only where that is K. Writer: the
     engine, at the assignment."""
     done_S: torch.Tensor
-    """bool: the sequence has ended on the device, though the host may not know yet; later steps leave the slot alone. The
-    engine clears it when it assigns the slot, the step sets it."""
+    """bool: the sequence has ended on the device, though the host may not know yet; later steps leave the slot alone.
+    The engine clears it when it assigns the slot, the step sets it."""
     posted_S: torch.Tensor
     """int32, answer tokens that were posted to the sidecar. The engine when a matcher is bound, then the step."""
     page_table_SN: torch.Tensor
@@ -87,9 +88,9 @@ class LaneBuffers:
     forced_BR: torch.Tensor
     """int32. Writer: the sync."""
     num_jump_forward_B: torch.Tensor
-    """int32, tokens that the grammar forces next, for the drafter to propose before its own. They are in `drafts_SR` and
-    in `history_SL` behind the last token. -1: the lane emitted nothing and keeps its drafts, since mask rows are cached
-    for them. Writer: the sync, in steps with a guided lane; 0 where the grammar is never asked."""
+    """int32, tokens that the grammar forces next, for the drafter to propose before its own. They are in `drafts_SR`
+    and in `history_SL` behind the last token. -1: the lane emitted nothing and keeps its drafts, since mask rows are
+    cached for them. Writer: the sync, in steps with a guided lane; 0 where the grammar is never asked."""
     result: AcceptResult
     """Writer: the step."""
 

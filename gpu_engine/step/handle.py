@@ -1,7 +1,8 @@
 """A launched step: the slots it was launched for, where its results arrive, and what it did.
 
 One invariant: a handle names (slot, slot_gen) pairs of the launch. `holds` says whether a
-sequence still has its slot; readers skip the others. Not responsible for: launching (see direct.py and device/graphs.py).
+sequence still has its slot; readers skip the others. Not responsible for: launching (see direct.py and
+device/graphs.py).
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ class Chunks:
 def prefill(model: LoadedModel, pages: list[KVPages], chunks: Chunks, hidden: Hidden | None = None) -> None:
     """Fill `pages` with the chunks.
 
-    `hidden` names the layers whose input is wanted and receives it, [B * P, H]: one row for each token and each padding.
+    `hidden` names the layers whose input is wanted and receives it, [B * P, H]: one row for each token and each
+    padding.
     """
     positions_BP = chunks.positions_BP
     ids_BP = torch.where(positions_BP < 0, 0, chunks.ids_BP())

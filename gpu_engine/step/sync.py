@@ -36,7 +36,8 @@ class Sync(Protocol):
         """Raise InvalidField when the last post of a batch of this padded size was refused. Does not wait."""
 
     def post(self, batch: StepBatch) -> None:
-        """Post committed tokens and drafts of the guided lanes; the sidecar starts to fill the rows that are missing."""
+        """Post committed tokens and drafts of the guided lanes;
+        the sidecar starts to fill the rows that are missing."""
 
     def await_rows(self, batch: StepBatch) -> None:
         """Fill `kinds_BR` and `forced_BR` for the verify step; bounded in time."""

@@ -168,7 +168,8 @@ def _schemas(kind: Kind, document: Any) -> Iterable[Any]:
 
 
 def _reference_edges(root: Any) -> Callable[[str], Iterable[str]]:
-    # Definitions inside another definition are walked by themselves; otherwise a large schema would take quadratic time.
+    # Definitions inside another definition are walked by themselves;
+    # otherwise a large schema would take quadratic time.
     cached: dict[str, list[str]] = {}
 
     def edges(pointer: str) -> Iterable[str]:

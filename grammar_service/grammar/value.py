@@ -1,7 +1,7 @@
 """A grammar before a backend sees it: its kind, its text, its white space, and the checks that hold for every backend.
 
-Invariant: the text of a Grammar is well formed as far as this is known without a library (JSON is JSON, a choice list is
-a list of strings), and canonical, so equal grammars have equal keys.
+Invariant: the text of a Grammar is well formed as far as this is known without a library (JSON is JSON, a choice list
+is a list of strings), and canonical, so equal grammars have equal keys.
 Not responsible for: what a backend enforces (see backends/), the names of special tokens (see vocabulary.py).
 """
 

@@ -2,7 +2,8 @@
 
 A token is kept iff fewer than k tokens and less than p of the mass lie above it, and it is not below min-p's cut; so
 keeping is monotone in the logit, and the draw is the best scored candidate that passes: the best of all is tried first
-and, when it is left out, the best among those above it (expected passes: one or two; a pass also finds the next candidate). The token is that of exact thresholds that keep ties. Invariant: rows without filters cost one early exit.
+and, when it is left out, the best among those above it (expected passes: one or two; a pass also finds the next
+candidate). The token is that of exact thresholds that keep ties. Invariant: rows without filters cost one early exit.
 """
 
 from __future__ import annotations

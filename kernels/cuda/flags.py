@@ -24,7 +24,8 @@ _SOURCE = Path(__file__).with_name("flags.cu")
 
 @dataclass(frozen=True, slots=True)
 class SegmentNumbers:
-    """Addresses and strides of the mapped segment, as the device sees them. The order is that of the enum in flags.cu."""
+    """Addresses and strides of the mapped segment, as the device sees them.
+    The order is that of the enum in flags.cu."""
 
     words: int
     rec: int
@@ -120,10 +121,11 @@ class DeviceFlags:
         timeout_ns: int,
         fetches: bool = True,
     ) -> None:
-        """Wait for the last post's answers and copy APPLY rows into `mask_SRW`; rows that are missing at the end are DEFER.
+        """Wait for the last post's answers and copy APPLY rows into `mask_SRW`;
+        rows that are missing at the end are DEFER.
 
-        `timeout_ns` counts from the first look at a missing answer, for all lanes together. Only rows whose bit is set in
-        `rows_wanted` are read and written. `fetches` False: no APPLY row is expected, as in the answer to PROPOSE.
+        `timeout_ns` counts from the first look at a missing answer, for all lanes together. Only rows whose bit is set
+        in `rows_wanted` are read and written. `fetches` False: no APPLY row is expected, as in the answer to PROPOSE.
         """
         B, R = kinds_BR.shape
         assert self.numbers.num_rows == R

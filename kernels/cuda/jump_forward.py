@@ -1,7 +1,7 @@
 """Jump-forward tokens: one kernel after the wait copies them from an answer to where drafters read them.
 
-Invariant: a lane that emitted nothing is unchanged, because its cached rows belong to the drafts that it has; an idle lane
-(negative slot) touches no slot.
+Invariant: a lane that emitted nothing is unchanged, because its cached rows belong to the drafts that it has; an idle
+lane (negative slot) touches no slot.
 Not responsible for: the PROPOSE post (posting.py), and the drafts after these tokens (ngram.py).
 
 Shapes: B lanes, S slots, R rows a slot, L tokens of a full sequence.
@@ -73,9 +73,9 @@ def take_jump_forward(
 
     `posted_B` and `need_rows_B` are the inputs of the PROPOSE post, `kinds_BR` (uint8 RowKind) and `forced_BR` are its
     answer. A lane's tokens end before the first row that is not FORCED or was not requested, and before the first token
-    outside [0, `vocab_size`). The kernel writes their number to `num_drafts_S` and `num_jump_forward_B`; for a lane that
-    emitted nothing, `num_drafts_S` is unchanged and `num_jump_forward_B` is -1. All tensors are contiguous int32, except
-    `kinds_BR`.
+    outside [0, `vocab_size`). The kernel writes their number to `num_drafts_S` and `num_jump_forward_B`; for a lane
+    that emitted nothing, `num_drafts_S` is unchanged and `num_jump_forward_B` is -1. All tensors are contiguous int32,
+    except `kinds_BR`.
     """
     ints = (slots_B, num_emitted_B, posted_B, need_rows_B, forced_BR, length_S, history_SL, drafts_SR, num_drafts_S)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (*ints, num_jump_forward_B))

@@ -83,8 +83,9 @@ def propose_ngram(
     A suffix of `ngram_max` down to `ngram_min` tokens is looked up; drafts stay within draft_limit, one below
     max_length, and one below `max_rows`. Cost: one pass over the history. An idle lane (negative slot) is left alone.
 
-    `num_jump_forward_B` int32: number of jump-forward tokens that are already in `drafts_SR` and behind the history; the lookup goes on from
-    there, and adds nothing where they reach beyond draft_limit. A lane of -1 is left alone, too.
+    `num_jump_forward_B` int32: number of jump-forward tokens that are already in `drafts_SR` and behind the history;
+    the lookup goes on from there, and adds nothing where they reach beyond draft_limit. A lane of -1 is left alone,
+    too.
     """
     tensors = (slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)

@@ -1,8 +1,9 @@
 """Packs a step's post and caches the rows of its answer: one kernel before the post, one after the wait.
 
-The rules: a cached row is not requested again. A constrained row that is missing is DEFER in verification, ALL in drafting.
-Invariant: a lane with a negative slot is idle, and touches no slot. Not responsible for: the flags, and the wait (flags.py;
-host functions), dropping rows (advance.py).
+The rules: a cached row is not requested again. A constrained row that is missing is DEFER in verification, ALL in
+drafting.
+Invariant: a lane with a negative slot is idle, and touches no slot. Not responsible for: the flags, and the wait
+(flags.py; host functions), dropping rows (advance.py).
 
 Shapes: B lanes, S slots, R rows a slot, L tokens of a full sequence, W' words of a mask row's stride.
 """
@@ -18,8 +19,8 @@ import triton.language as tl
 from kernels.cuda.rows import APPLY, DEFER
 
 VERIFY, PROPOSE = -1, -2
-"""In place of a draft's number. VERIFY: the post or the wait of the verify step. PROPOSE: the post requests jump-forward
-tokens and no row."""
+"""In place of a draft's number. VERIFY: the post or the wait of the verify step. PROPOSE: the post requests
+jump-forward tokens and no row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +146,8 @@ def pack_post(
     (bool) asks for nothing.
 
     PROPOSE: guided lanes in `drafting_B`, for as many tokens as they may have forced drafts; `limits` are
-    `jump_forward_limit_S` and `max_length_S`, and `max_rows` the rows of the next step. `posted_S` stays: the next post says
-    these tokens again.
+    `jump_forward_limit_S` and `max_length_S`, and `max_rows` the rows of the next step. `posted_S` stays: the next post
+    says these tokens again.
     """
     B, R = slots_B.shape[0], drafts_BR.shape[1]
     ints = (slots_B, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S)
@@ -260,10 +261,11 @@ def cache_rows(
 ) -> None:
     """Cache the requested rows with their masks, and fill `kinds_BR` and `forced_BR`. Runs behind the wait.
 
-    To verify every row is filled: a constrained row that is missing is DEFER. To draft row k alone: it is ALL where it is
-    late. Masks are copied for kind APPLY alone, with all their words in flight at once: `source_NSRW` int32 may be
+    To verify every row is filled: a constrained row that is missing is DEFER. To draft row k alone: it is ALL where it
+    is late. Masks are copied for kind APPLY alone, with all their words in flight at once: `source_NSRW` int32 may be
     mapped pinned host memory, and buffer `seq` % N is read; `seq` int64 [1] on the device or pinned. Mask rows are of a
-    multiple of four words and 16-byte aligned. `reported_seq` int64 [1] gets `seq`, so that reporting it is no node of its own.
+    multiple of four words and 16-byte aligned. `reported_seq` int64 [1] gets `seq`, so that reporting it is no node of
+    its own.
     """
     N, S, R, W = source_NSRW.shape
     assert source_NSRW.dtype == rows.mask_SRW.dtype == torch.int32

@@ -26,11 +26,13 @@ class SlotRows:
     masks_SRW: torch.Tensor
     """int32 bitmasks, bit v % 32 of word v / 32: token v is legal. Writer: the sync. The last stride is 1."""
     rules_SX: torch.Tensor
-    """int32, `pack_rules` of the slot, zeros: none. Writer: the engine, when a sequence gets the slot (`write_rules`)."""
+    """int32, `pack_rules` of the slot, zeros: none.
+    Writer: the engine, when a sequence gets the slot (`write_rules`)."""
     seen_SV: torch.Tensor
     """int32, see `SEEN`. Writer: the engine when a sequence gets the slot (`count_seen`), then the step."""
     done_S: torch.Tensor
-    """bool, the slot's sequence has ended and emits no more. The step sets it; the engine clears it when a sequence gets the slot."""
+    """bool, the slot's sequence has ended and emits no more. The step sets it;
+    the engine clears it when a sequence gets the slot."""
 
     @classmethod
     def allocate(

@@ -35,7 +35,8 @@ def ban(
     num_committed: tl.tensor,
     n: tl.tensor,
 ) -> tl.tensor:
-    """Apply a slot's packed rules: stop ids while `early`, bad ids, the last id of a bad word whose other ids are in place."""
+    """Apply a slot's packed rules: stop ids while `early`, bad ids,
+    the last id of a bad word whose other ids are in place."""
     stops = tl.load(rule)
     for i in range(tl.where(early, stops, 0)):
         x = tl.where(token == tl.load(rule + 1 + i), float("-inf"), x)

@@ -1,7 +1,7 @@
 """The beginning of a step, one kernel: its inputs cut from the slots.
 
-Invariant: a lane with a negative slot is idle: its inputs are padding, and no slot is touched. Not responsible for: what is
-posted to the grammar process (posting.py), and how results reach the host (the engine's output ring).
+Invariant: a lane with a negative slot is idle: its inputs are padding, and no slot is touched. Not responsible for:
+what is posted to the grammar process (posting.py), and how results reach the host (the engine's output ring).
 
 Shapes: B lanes, S slots, R rows a slot, P rows of this step (P <= R), L tokens of a full sequence, N pages.
 """

@@ -1,7 +1,8 @@
-"""Every snippet of the pages: Python runs, commands exist with their flags, data parses, links and paths lead somewhere.
+"""Every snippet of the pages: Python runs, commands exist with their flags, data parses,
+links and paths lead somewhere.
 
-A command line is run against a small server when it is a client of one, and is checked only when its fence carries a mark
-(`serve`, `bench`, `docker`, `install`): it starts something, or needs what a test machine may lack.
+A command line is run against a small server when it is a client of one, and is checked only when its fence carries a
+mark (`serve`, `bench`, `docker`, `install`): it starts something, or needs what a test machine may lack.
 """
 
 from __future__ import annotations

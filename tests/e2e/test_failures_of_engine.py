@@ -1,4 +1,5 @@
-"""Engines that are killed while connected: the grammar process drops their matchers and mapping, and serves the next."""
+"""Engines that are killed while connected: the grammar process drops their matchers and mapping,
+and serves the next."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.enforced",
-        description="Tries each keyword of JSON Schema with the installed backends: is it enforced, refused, or stricter?",
+        description="Tries each keyword of JSON Schema with the installed backends: is it enforced, refused, stricter?",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,7 +1,7 @@
 """Measures what a backend does with a case: it enforces it, is stricter, refuses it, or accepts an invalid text.
 
-Invariant: a verdict depends only on the texts that a matcher accepted or rejected, byte by byte and with the stop token,
-and on the errors of `compile`. White space is of the kind `any`.
+Invariant: a verdict depends only on the texts that a matcher accepted or rejected, byte by byte and with the stop
+token, and on the errors of `compile`. White space is of the kind `any`.
 Not responsible for: the page (see report.py).
 """
 

@@ -33,8 +33,8 @@ The backend `auto` chooses the first backend that enforces the whole grammar.
 ## Formats
 
 The last two columns show texts of the right form that a strict validator rejects and the backend accepts. Texts of
-another form are rejected. Dates follow the calendar. The second 60 is accepted only in the last minute of a UTC day, and
-only with offsets of whole hours or of 30 or 45 minutes past the hour.
+another form are rejected. Dates follow the calendar. The second 60 is accepted only in the last minute of a UTC day,
+and only with offsets of whole hours or of 30 or 45 minutes past the hour.
 
 {formats}
 """

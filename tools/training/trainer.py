@@ -96,7 +96,8 @@ def loss_of(head: Eagle3Head, embedding: torch.Tensor, sequence: TrainingSequenc
 
 
 class Training:
-    """A head with its optimiser. `folder` holds the head, the checkpoint and the history; `updates` is the planned number."""
+    """A head with its optimiser. `folder` holds the head, the checkpoint and the history;
+    `updates` is the planned number."""
 
     def __init__(self, head: Eagle3Head, recipe: Recipe, folder: Path, updates: int) -> None:
         self.head, self.recipe, self.folder, self.updates = head, recipe, folder, updates
@@ -108,7 +109,8 @@ class Training:
         self.history: list[dict[str, float]] = []
 
     def _rate(self, update: int) -> float:
-        """Return the factor of the learning rate: a linear warm-up over 5% of the updates, then a cosine down to 0.1."""
+        """Return the factor of the learning rate:
+        a linear warm-up over 5% of the updates, then a cosine down to 0.1."""
         warm = max(1, self.updates // 20)
         if update < warm:
             return (update + 1) / warm

@@ -1,8 +1,8 @@
 """Runs a draft head over a whole answer at once, several drafts deep ("training-time test" in the EAGLE-3 paper).
 
 At depth j the pair at position p is (the head's own output of depth j - 1 at p - 1, token p + 1), as it is when the
-engine computes draft j. Its attention sees true pairs up to p - j, and the head's own pairs after that. So the logits at
-depth j are those of draft j after j right drafts, for every position of the answer at the same time.
+engine computes draft j. Its attention sees true pairs up to p - j, and the head's own pairs after that. So the logits
+at depth j are those of draft j after j right drafts, for every position of the answer at the same time.
 
 Invariant: no value at depth j of base position b = p - j depends on hidden states after b.
 Not responsible for: the loss (see trainer.py).

@@ -1,7 +1,8 @@
 """The shared segment as CUDA sees it: registered host memory, tried out before a step relies on it.
 
 One invariant: nothing is unregistered while a replay may be in flight; the owner waits for the device first. Only the
-engine registers; to the grammar process the same pages are plain memory. Not responsible for: what is posted through it.
+engine registers; to the grammar process the same pages are plain memory. Not responsible for: what is posted through
+it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The libraries' own formats accept 29 February in every year, and a leap second in every minute. RFC 3339 allows the
 second 60 only in the minute that is 23:59 in UTC, so a leap second's hour and minute depend on its offset.
-Invariant: a pattern describes the whole string, in notation that every library reads alike. Every year from 0000 to 9999
-follows the Gregorian calendar. A leap second is accepted with offsets of whole hours and of 30 or 45 minutes
+Invariant: a pattern describes the whole string, in notation that every library reads alike. Every year from 0000 to
+9999 follows the Gregorian calendar. A leap second is accepted with offsets of whole hours and of 30 or 45 minutes
 past the hour, which covers the time zones in use; with other offsets it is rejected, which is stricter than RFC 3339.
 Not responsible for: which days had a leap second, since future ones are unknown.
 """

@@ -1,7 +1,7 @@
 """Keywords of a JSON Schema that are probably misspelled: one edit away from a keyword that exists.
 
-JSON Schema ignores unknown keywords, so a schema with `requried` compiles and requires nothing. Such a keyword becomes a
-warning and not an error, because it may be an annotation of the user's own.
+JSON Schema ignores unknown keywords, so a schema with `requried` compiles and requires nothing. Such a keyword becomes
+a warning and not an error, because it may be an annotation of the user's own.
 Invariant: a keyword that any draft or OpenAPI knows is never reported, nor one that is far from all of them.
 Not responsible for: keywords that exist and are not enforced (see unenforced.py).
 """
@@ -19,9 +19,9 @@ MAX_NAMED = 16
 _DRAFTS = """
 $anchor $comment $defs $dynamicAnchor $dynamicRef $id $recursiveAnchor $recursiveRef $ref $schema $vocabulary
 additionalItems additionalProperties allOf anyOf const contains contentEncoding contentMediaType contentSchema default
-definitions dependencies dependentRequired dependentSchemas deprecated description disallow divisibleBy else enum examples
-exclusiveMaximum exclusiveMinimum extends format id if items maxContains maxItems maxLength maxProperties maximum
-minContains minItems minLength minProperties minimum multipleOf not oneOf pattern patternProperties prefixItems
+definitions dependencies dependentRequired dependentSchemas deprecated description disallow divisibleBy else enum
+examples exclusiveMaximum exclusiveMinimum extends format id if items maxContains maxItems maxLength maxProperties
+maximum minContains minItems minLength minProperties minimum multipleOf not oneOf pattern patternProperties prefixItems
 properties propertyNames readOnly required then title type unevaluatedItems unevaluatedProperties uniqueItems writeOnly
 """
 """The keywords of drafts 3 to 2020-12."""

@@ -1,7 +1,8 @@
 """The llguidance backend: the library computes masks on the fly, so an artifact is grammar text.
 
-Invariant: nothing here loads torch or transformers. The matcher handles stop tokens itself and does not pass them to the
-library, which knows only one stop token and counts it as a step in some states only. So accept and rollback are exact.
+Invariant: nothing here loads torch or transformers. The matcher handles stop tokens itself and does not pass them to
+the library, which knows only one stop token and counts it as a step in some states only. So accept and rollback are
+exact.
 Not responsible for: translating a grammar into the library's notation (see notation.py), many rows in one call (see
 chains.py).
 """
@@ -25,7 +26,8 @@ from shared_mem.chains import SpecialWords
 
 MAX_ROW_ITEMS = 20_000
 """The most alternatives that may be open at one place. The library's own limit of 2,000 is too low for a schema of 600
-properties. The first row of 10,000 alternatives takes 40 ms and of 20,000 about 200 ms; later rows take less than 10 ms."""
+properties. The first row of 10,000 alternatives takes 40 ms and of 20,000 about 200 ms; later rows take less than 10
+ms."""
 
 _LIMIT_WORDS = ("too big", "too large", "too complex", "fuel", "limit")
 """Words by which an error of the library is recognised as one of its limits."""

@@ -29,7 +29,8 @@ class LlguidanceFiller:
         self._size = vocabulary.size
         self._never = frozenset(vocabulary.special) | frozenset(vocabulary.stop_ids)
         self._idle: list[LLExecutor] = []
-        """Executors that no call uses now. Each has its own threads, so a call that hangs does not block the next one."""
+        """Executors that no call uses now. Each has its own threads,
+        so a call that hangs does not block the next one."""
 
     def all_plain(self, tokens: Sequence[int]) -> bool:
         """Check each token: a token out of range would put the library's matcher into its error state."""

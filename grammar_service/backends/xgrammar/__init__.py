@@ -1,1 +1,2 @@
-"""The xgrammar backend: compiling is expensive and masks are cheap. The only package of the sidecar that loads torch."""
+"""The xgrammar backend: compiling is expensive and masks are cheap.
+The only package of the sidecar that loads torch."""

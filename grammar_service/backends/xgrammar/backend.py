@@ -1,7 +1,8 @@
-"""The xgrammar backend: compiling is expensive (up to seconds) and masks are cheap. The library needs torch for tensors.
+"""The xgrammar backend: compiling is expensive (up to seconds) and masks are cheap.
+The library needs torch for tensors.
 
-An artifact is the library's serialised compilation. In memory it may take 40 times the bytes of the grammar, because the
-library writes the automaton of all rules once for each rule; the pool of compile workers bounds its size.
+An artifact is the library's serialised compilation. In memory it may take 40 times the bytes of the grammar, because
+the library writes the automaton of all rules once for each rule; the pool of compile workers bounds its size.
 Invariant: what the library warns about, and what it was seen to ignore without a warning (see schema.py), is an error.
 Not responsible for: many rows in one call (see chains.py), tokens of a jump-forward text (see spelling.py).
 """

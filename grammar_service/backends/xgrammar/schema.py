@@ -39,7 +39,8 @@ _FORMATS = frozenset(
 """Formats that are enforced. With any other format the library accepts any string."""
 
 STRING_DIALECT = Dialect(unwritable=((0, 31), (34, 34), (92, 92)), categories=False)
-"""Patterns of JSON strings. The library matches them against the JSON text, which writes these characters as escapes."""
+"""Patterns of JSON strings. The library matches them against the JSON text,
+which writes these characters as escapes."""
 
 REGEX_DIALECT = Dialect(categories=False, ignore_case=False)
 """Regular expressions of whole answers."""
@@ -88,7 +89,8 @@ _ASSERTIONS = frozenset(
 
 
 def problems(schema: Any, path: str = "") -> list[Unenforced]:
-    """Return the parts of the schema at `path` that xgrammar would not enforce. Rewrites patterns and formats in place."""
+    """Return the parts of the schema at `path` that xgrammar would not enforce.
+    Rewrites patterns and formats in place."""
     found = rewrite(schema, path, _anchored)
     for where, node in subschemas(schema, path):
         problem = _problem(node)

@@ -75,7 +75,8 @@ def test_each_row_is_asked_for_once(
     else:
         assert drafted == 0
         assert verified[4] > 3
-    # A row is named by the tokens in front of it. Two records ask for the same one only if tokens were rejected between.
+    # A row is named by the tokens in front of it.
+    # Two records ask for the same one only if tokens were rejected between.
     rows = Counter(
         (record.slot, record.commit_pos + len(record.committed) + row, record.drafts[:row])
         for record in wanted

@@ -30,7 +30,8 @@ class Table:
     def publish(
         self, slot: int, rows: list[set[int] | None], drafts: list[int], special: SpecialWords = NONE, first: int = 0
     ) -> tuple[list[int], list[int], int, int]:
-        """Publish one chain of an unanswered record. Return the kinds, the forced tokens, its state and its sequence."""
+        """Publish one chain of an unanswered record.
+        Return the kinds, the forced tokens, its state and its sequence."""
         seq = self.engine.post([slot], [1], [0], [0], [first + len(drafts)], [[0] * first + drafts])
         arrays = self.arrays
         arrays.slots[0], arrays.slot_gens[0], arrays.first[0] = slot, 1, first

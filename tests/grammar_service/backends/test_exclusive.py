@@ -1,4 +1,5 @@
-"""Proofs that the branches of a oneOf exclude each other: they are found in usual cases, and hold for all values tried."""
+"""Proofs that the branches of a oneOf exclude each other:
+they are found in usual cases, and hold for all values tried."""
 
 from __future__ import annotations
 
