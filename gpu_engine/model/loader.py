@@ -1,7 +1,7 @@
 """Loads a causal language model: dtype, packed products, paged attention, rotary tables, fused parts, tokenizer.
 
 Invariant: a model that does not route every layer through our attention is rejected at load.
-Not responsible for: running it (step/).
+Not responsible for: running it (see step/).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def prepare(config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast) 
         model = _describe(config, net, tokenizer, dtype, device, num_parameters)
     except AttributeError as error:
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
-    install_tables(net.get_decoder(), model.max_model_len)
+    install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
     seen = probe(model)
     if config.fuse:
         model.fused = fuse_parts(net, seen.record, seen.asked, dtype)

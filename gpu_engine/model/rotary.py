@@ -1,26 +1,40 @@
 """Rotary embeddings as tables: cosines and sines of every position, computed once at load by the model's own module.
 
 A step then looks positions up. That spares the arithmetic of each step, and it makes rotary types capturable whose
-module reads the longest position back from the device (`dynamic`, and `longrope` before transformers 5.23).
+module reads the longest position back from the device (`dynamic`, and `longrope` before transformers 5.23). A module
+that reads a tensor back and cannot become a table runs on a CPU; a captured forward rejects it at load.
 Invariant: a table has the bits that the module gives for the same positions.
-Not responsible for: turning queries and keys (kernels/fused.py), or the longest position (loader.py).
+Not responsible for: rotating queries and keys (see kernels/fused.py), the longest position (see loader.py).
 
-Shapes: B sequences, P positions of each, L rows of a table, R channels that turn.
+Shapes: B sequences, P positions of each, L rows of a table, R rotated channels.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpu_engine.model.loaded_model import ModelNotSupported
 
 log = logging.getLogger(__name__)
 
 _SPARE_ROWS = 64
 """Positions behind the last: rejected drafts and padding reach them, and no token depends on them."""
+
+_READS = (
+    torch.ops.aten._local_scalar_dense.default,  # item(), bool(), int()
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+)
+"""Operators whose result the host reads; a graph capture forbids them."""
+
+_UPDATED_TYPES = {"dynamic", "longrope"}
+"""Rotary types of transformers whose forward may compare the longest position on the host."""
 
 _Table = tuple[torch.Tensor, torch.Tensor]
 
@@ -57,10 +71,11 @@ class RotaryTable(nn.Module):
         return cos_LR, sin_LR
 
 
-def install_tables(decoder: nn.Module, num_positions: int) -> int:
+def install_tables(decoder: nn.Module, num_positions: int, *, captured: bool = False) -> int:
     """Replace the rotary embeddings among the decoder's children; return how many were replaced.
 
-    A module whose result is not a pair [1, P, R] for positions [1, P] stays, and the log names it.
+    A module whose result is not a pair [1, P, R] for positions [1, P] stays, and the log names it. Raises
+    ModelNotSupported when such a module also reads a tensor back and the forward is `captured`, as on a CUDA device.
     """
     count = 0
     for name, child in list(decoder.named_children()):
@@ -69,6 +84,11 @@ def install_tables(decoder: nn.Module, num_positions: int) -> int:
         if _gives_a_pair(child):
             setattr(decoder, name, RotaryTable(child, num_positions))
             count += 1
+        elif captured and _reads_back(child):
+            raise ModelNotSupported(
+                f"model: rotary embedding {type(child).__name__} reads a tensor back from the device, which a captured "
+                "forward cannot do, and its result is no pair of tables; it can be served on a CPU"
+            )
         else:
             log.info("rotary embedding %s stays as it is: its result is no pair of tables", type(child).__name__)
     return count
@@ -76,20 +96,53 @@ def install_tables(decoder: nn.Module, num_positions: int) -> int:
 
 @torch.no_grad()
 def _gives_a_pair(module: nn.Module) -> bool:
-    buffer = next(module.buffers(), None)
-    if buffer is None:
-        return False
-    x, places = buffer.new_zeros(1, 1, 1), torch.zeros(1, 2, dtype=torch.long, device=buffer.device)
-    types = getattr(module, "layer_types", None) or [None]
     try:
-        results = [
-            module(x, places) if kind is None else module(x, places, kind) for kind in sorted(set(types), key=str)
-        ]
+        results = _trial_results(module)
     except (KeyError, TypeError, ValueError, RuntimeError):
         return False
-    return all(
+    return bool(results) and all(
         isinstance(pair, tuple)
         and len(pair) == 2
         and all(part.dim() == 3 and part.shape[:2] == (1, 2) and part.is_floating_point() for part in pair)
         for pair in results
     )
+
+
+def _trial_results(module: nn.Module) -> list[Any]:
+    """Call the module at two positions, once for each of its layer types.
+
+    Empty: it has no buffer, so no frequencies.
+    """
+    buffer = next(module.buffers(), None)
+    if buffer is None:
+        return []
+    x, places = buffer.new_zeros(1, 1, 1), torch.zeros(1, 2, dtype=torch.long, device=buffer.device)
+    types = getattr(module, "layer_types", None) or [None]
+    return [module(x, places) if kind is None else module(x, places, kind) for kind in sorted(set(types), key=str)]
+
+
+class _ReadBacks(TorchDispatchMode):
+    """Counts the operators inside the `with` block whose result the host reads."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func in _READS
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _reads_back(module: nn.Module) -> bool:
+    """Return whether a trial call reads a tensor on the host; where the call fails, the rotary type decides."""
+    reads = _ReadBacks()
+    try:
+        with reads:
+            called = bool(_trial_results(module))
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        called = False
+    if called or reads.count:
+        return reads.count > 0
+    kinds = getattr(module, "rope_type", None)
+    return bool(_UPDATED_TYPES & set(kinds.values() if isinstance(kinds, dict) else [kinds]))

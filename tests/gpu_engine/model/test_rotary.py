@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import load_model
 from gpu_engine.model.rotary import RotaryTable, install_tables
 from tests.gpu_engine.harness import config
@@ -89,5 +90,31 @@ def test_a_module_that_gives_something_else_stays() -> None:
 
     decoder = torch.nn.Module()
     decoder.rotary_emb = ComplexRotaryEmbedding()
-    assert install_tables(decoder, 16) == 0
+    assert install_tables(decoder, 16, captured=True) == 0, "it reads nothing back, so a graph can contain it"
     assert isinstance(decoder.rotary_emb, ComplexRotaryEmbedding)
+
+
+class ReadingRotaryEmbedding(torch.nn.Module):
+    """No pair of tables: its result is complex. And it compares the longest position on the host."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.ones(4))
+        self.fails = fails
+        self.rope_type = "dynamic"
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise TypeError("a further argument is missing")
+        if position_ids.max() > 16:
+            raise AssertionError("the trial call asks for the first positions only")
+        return torch.polar(torch.ones(1, 2, 4), torch.ones(1, 2, 4))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_module_that_reads_a_tensor_back_is_rejected_where_the_forward_is_captured(fails: bool) -> None:
+    decoder = torch.nn.Module()
+    decoder.rotary_emb = ReadingRotaryEmbedding(fails=fails)
+    assert install_tables(decoder, 16, captured=False) == 0, "a CPU runs it as it is"
+    with pytest.raises(ModelNotSupported, match="ReadingRotaryEmbedding reads a tensor back"):
+        install_tables(decoder, 16, captured=True)
