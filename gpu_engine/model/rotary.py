@@ -136,7 +136,7 @@ class _ReadBacks(TorchDispatchMode):
 @torch.no_grad()
 def _reads_back(module: nn.Module) -> bool:
     """Return whether a trial call reads a tensor on the host; where the call fails, the rotary type decides."""
-    reads = _ReadBacks()
+    reads = _ReadBacks()  # type: ignore[no-untyped-call]
     try:
         with reads:
             called = bool(_trial_results(module))
