@@ -59,41 +59,41 @@ _publish.argtypes, _publish.restype = [c_void_p], None
 
 
 class ChainArrays:
-    """At most `most` chains: fill the first `count` of the arrays below, then call the rest of the methods in order.
+    """At most `max_chains` chains: fill the first `count` of the arrays below, then call the methods in order.
 
     A chain is the rows `first`, `first` + 1, ... `n_draft` of one slot's answer, and the drafts between them.
     """
 
     slots: Int32Array
-    """[most] in."""
+    """[max_chains] in."""
     slot_gens: Int32Array
-    """[most] in."""
+    """[max_chains] in."""
     first: Int32Array
-    """[most] in: the first row that is wanted."""
+    """[max_chains] in: the first row that is wanted."""
     n_draft: Int32Array
-    """[most] in: drafts of the record; the last row."""
+    """[max_chains] in: drafts of the record; the last row."""
     accepting: ByteArray
-    """[most] in: 1 where the answer is complete at the first row."""
+    """[max_chains] in: 1 where the answer is complete at the first row."""
     states: ByteArray
-    """[most] in: SLOW leaves a chain out; out: DONE, STALE or SLOW."""
+    """[max_chains] in: SLOW leaves a chain out; out: DONE, STALE or SLOW."""
     drafts: Int32Array
-    """[most, R] in: the drafts behind the first row, each a token of the vocabulary."""
+    """[max_chains, R] in: the drafts behind the first row, each a token of the vocabulary."""
     kinds: ByteArray
-    """[most, R] out."""
+    """[max_chains, R] out."""
     forced: Int32Array
-    """[most, R] out."""
+    """[max_chains, R] out."""
 
-    def __init__(self, layout: Layout, most: int) -> None:
+    def __init__(self, layout: Layout, max_chains: int) -> None:
         rows = layout.num_rows
-        self.most = most
-        self.rows = np.zeros((most * rows, layout.words), dtype=np.int32)
-        """[most * R, W] in, by the library: row `first` of chain i at i * R, and so on."""
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("slots", "slot_gens", "first", "n_draft"), (most,))
-        shapes |= dict.fromkeys(("drafts", "forced"), (most, rows))
+        self.max_chains = max_chains
+        self.rows = np.zeros((max_chains * rows, layout.words), dtype=np.int32)
+        """[max_chains * R, W] in, by the library: row `first` of chain i at i * R, and so on."""
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("slots", "slot_gens", "first", "n_draft"), (max_chains,))
+        shapes |= dict.fromkeys(("drafts", "forced"), (max_chains, rows))
         for name, shape in shapes.items():
             setattr(self, name, np.zeros(shape, dtype=np.int32))
-        self.accepting, self.states = np.zeros((2, most), dtype=np.uint8)
-        self.kinds = np.zeros((most, rows), dtype=np.uint8)
+        self.accepting, self.states = np.zeros((2, max_chains), dtype=np.uint8)
+        self.kinds = np.zeros((max_chains, rows), dtype=np.uint8)
         self._args = _Args(row_stride=layout.row_stride, words=layout.words, vocab_size=layout.vocab_size)
         for name in (*shapes, "rows", "accepting", "states", "kinds"):
             setattr(self._args, name, native.address_of(getattr(self, name)))
@@ -126,4 +126,4 @@ class ChainArrays:
         _publish(self._pointer)
 
     def __repr__(self) -> str:
-        return f"ChainArrays(most={self.most}, {self.rows.nbytes >> 10} KiB of rows)"
+        return f"ChainArrays(max_chains={self.max_chains}, {self.rows.nbytes >> 10} KiB of rows)"

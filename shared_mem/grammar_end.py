@@ -180,9 +180,9 @@ class GrammarEnd:
         args.seq, args.late = seq, late
         return not native.add_rows(ctypes.addressof(args))
 
-    def chains(self, most: int, tallies: npt.NDArray[np.int64]) -> ChainArrays:
-        """Return arrays for at most `most` slots that are answered together; rows are counted in `tallies`."""
-        arrays = ChainArrays(self.layout, most)
+    def chains(self, max_chains: int, tallies: npt.NDArray[np.int64]) -> ChainArrays:
+        """Return arrays for at most `max_chains` slots that are answered together; rows are counted in `tallies`."""
+        arrays = ChainArrays(self.layout, max_chains)
         arrays.bind(self._view, tallies)
         return arrays
 

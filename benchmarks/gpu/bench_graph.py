@@ -78,7 +78,7 @@ class BenchStep:
         lane.result.num_emitted_B[:B].fill_(1)
         if batch.any_guided:
             words_BRW = self.sync.store.mask_SRW[lane.slots_B[:B].clamp(min=0).long()]
-            other_BR = (words_BRW != (self.sync.told & 0x7FFFFFFF)).any(2)
+            other_BR = (words_BRW != (self.sync.post_seq & 0x7FFFFFFF)).any(2)
             real_B1, apply_BR = (lane.slots_B[:B] >= 0)[:, None], lane.kinds_BR[:B] == int(RowKind.APPLY)
             self.bad_2 += torch.stack([(other_BR & apply_BR & real_B1).sum(), (~apply_BR & real_B1).sum()])
 

@@ -61,8 +61,8 @@ class DeviceSlotWriter(SlotWriter):
         limits = {"max_model_len": max_model_len, "num_drafts": num_drafts}
         super().__init__(pinned_twin(device, stream), eos_token_ids=eos_token_ids, **limits)
         self.buffers, self._stream, self._rows = device, stream, rows
-        S, most = rows.rules_SX.shape
-        self._rules_SX = stream.pinned(4 * S * most).view(torch.int32).view(S, most)
+        S, max_rules = rows.rules_SX.shape
+        self._rules_SX = stream.pinned(4 * S * max_rules).view(torch.int32).view(S, max_rules)
         self._copied = [_Copied(stream.event()) for _ in range(S)]
 
     def assign(self, sequence: RunningSequence) -> None:

@@ -159,7 +159,7 @@ class GrammarSlots:
     def _take_late_rows(self, sequence: RunningSequence) -> int | None:
         """Return how many missing rows arrived, or None while the answer is not complete: then it stays deferred."""
         state = sequence.payload
-        num_rows = self._sync.late(state.deferred_seq, sequence.slot, sequence.slot_gen, moved=state.advanced)
+        num_rows = self._sync.late(state.deferred_seq, sequence.slot, sequence.slot_gen, advanced=state.advanced)
         sequence.deferred = num_rows is None
         return num_rows
 

@@ -49,15 +49,17 @@ class EngineLoop:
     ) -> None:
         self.config = config
         S, L, max_inflight_steps = config.max_batch_size, model.max_model_len, config.max_inflight_steps
-        ahead = lookahead(config, max_inflight_steps)
-        num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(-ahead // config.page_size)
+        num_lookahead = lookahead(config, max_inflight_steps)
+        num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(
+            -num_lookahead // config.page_size
+        )
         self.allocator = PageAllocator(num_pages, config.page_size)
         shapes = config.prefill_shapes
         self.scheduler: Scheduler[SequenceState] = Scheduler(
             S,
             self.allocator,
             prefill_chunk=shapes.budget,
-            lookahead=ahead,
+            lookahead=num_lookahead,
             shapes=shapes,
             tokens_of=_tokens_of if config.caches_prefixes else None,
         )

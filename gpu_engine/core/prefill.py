@@ -63,10 +63,12 @@ class Prefill:
     ) -> None:
         self._stream, self._model, self._pages, self._drafter = stream, model, pages, drafter
         self._slot_writer, self._shape_of, self._spare = slot_writer, shape_of, len(slot_writer.buffers.length_S) - 1
-        most = 3 * max_lanes
-        self._chunks = torch.zeros(most, dtype=torch.int32, device=stream.device)
+        max_numbers = 3 * max_lanes
+        self._chunks = torch.zeros(max_numbers, dtype=torch.int32, device=stream.device)
         """Slots, starts and ends of the launch that runs, B of each."""
-        self._numbers = [_Numbers(stream.pinned(4 * most).view(torch.int32), stream.event()) for _ in range(_AHEAD)]
+        self._numbers = [
+            _Numbers(stream.pinned(4 * max_numbers).view(torch.int32), stream.event()) for _ in range(_AHEAD)
+        ]
         self._next = 0
         self.launches: Counter[tuple[int, int]] = Counter()
         """By (B, P), with those of the warm-up."""

@@ -44,7 +44,7 @@ class PairNet(ABC):
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Store the pairs of the chunks' positions. The history also has the token behind the last of them."""
-        self._run(chunks.ids_BP(ahead=1), self._pair_part(hidden), chunks.positions_BP, chunks.page_table_BN)
+        self._run(chunks.ids_BP(offset=1), self._pair_part(hidden), chunks.positions_BP, chunks.page_table_BN)
 
     def first(
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,

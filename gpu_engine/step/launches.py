@@ -59,10 +59,12 @@ class StepLaunches(Protocol):
         -1 there.
         """
 
-    def keep(self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, told: torch.Tensor | None) -> None:
+    def cache_rows(
+        self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, post_seq: torch.Tensor | None
+    ) -> None:
         """Cache the rows that `post` asked for, and fill `kinds_BR` and `forced_BR`: row k, or with VERIFY every row.
 
-        `told` int64 [1] gets the sequence number of the answers.
+        `post_seq` int64 [1] gets the sequence number of the answers.
         """
 
     def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:
@@ -139,40 +141,42 @@ class TorchLaunches:
             drafts_B = torch.full_like(drafts_B, k)
         asked_B, posted_B = missing_BR.any(dim=1), slot.posted_S[slots_B]
         start_B = slot.params.prompt_length_S[slots_B] + posted_B
-        fresh_B = torch.where(asked_B, length_B - start_B, 0)
+        num_new_B = torch.where(asked_B, length_B - start_B, 0)
         where_BR = (start_B[:, None] + self._row_R).clamp(max=slot.history_SL.shape[1] - 1).long()
         committed_BR = slot.history_SL[slots_B[:, None], where_BR]
         # Committed tokens first, drafts right behind them.
-        at_T, fresh_B1 = self._at_T, fresh_B[:, None]
-        source_BT = torch.where(at_T < fresh_B1, at_T, R + at_T - fresh_B1).clamp(min=0, max=2 * R - 1)
+        at_T, num_new_B1 = self._at_T, num_new_B[:, None]
+        source_BT = torch.where(at_T < num_new_B1, at_T, R + at_T - num_new_B1).clamp(min=0, max=2 * R - 1)
         post.tokens.copy_(torch.cat([committed_BR, lane.drafts_BR[:B]], dim=1).gather(1, source_BT.long()))
         post.slots.copy_(torch.where(asked_B, batch.slots_B, -1))
         post.slot_gens.copy_(lane.slot_gens_B[:B])
         post.commit_pos.copy_(posted_B)
-        post.n_commit.copy_(fresh_B)
+        post.n_commit.copy_(num_new_B)
         post.n_draft.copy_(torch.where(asked_B, drafts_B, 0))
         post.need_rows.copy_((missing_BR.int() << self._row_R).sum(dim=1))
         # An addition, since a padded lane shares its index with slot 0: it adds nothing.
         if k != PROPOSE:
-            slot.posted_S.index_add_(0, slots_B, fresh_B)
+            slot.posted_S.index_add_(0, slots_B, num_new_B)
 
-    def keep(self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, told: torch.Tensor | None) -> None:
-        """See `StepLaunches.keep`. The sync has brought the mask rows into the store already."""
-        if told is not None:
-            told.copy_(post.awaited)
+    def cache_rows(
+        self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, post_seq: torch.Tensor | None
+    ) -> None:
+        """See `StepLaunches.cache_rows`. The sync has brought the mask rows into the store already."""
+        if post_seq is not None:
+            post_seq.copy_(post.awaited)
         lane, B, place_B = batch.lane, batch.num_lanes, place_of(batch)
         asked_BR = (post.need_rows[:, None] >> self._row_R & 1).bool() & (post.slots >= 0)[:, None]
         kind_BR = torch.where(asked_BR, post.kinds, store.kind_SR[place_B])
         forced_BR = torch.where(asked_BR, post.forced, store.forced_SR[place_B])
         here_BR = torch.where(asked_BR, post.kinds != int(RowKind.DEFER), store.cached_SR[place_B])
         store.kind_SR[place_B], store.forced_SR[place_B], store.cached_SR[place_B] = kind_BR, forced_BR, here_BR
-        listens_B = lane.guided_B[:B]
+        guided_B = lane.guided_B[:B]
         if k == VERIFY:
             kind_BR = torch.where(here_BR, kind_BR, int(RowKind.DEFER))
-            lane.kinds_BR[:B] = torch.where(listens_B[:, None], kind_BR, int(RowKind.ALL)).to(torch.uint8)
+            lane.kinds_BR[:B] = torch.where(guided_B[:, None], kind_BR, int(RowKind.ALL)).to(torch.uint8)
             lane.forced_BR[:B] = forced_BR
         else:
-            here_B = here_BR[:, k] & listens_B & lane.drafting_B[:B]
+            here_B = here_BR[:, k] & guided_B & lane.drafting_B[:B]
             lane.kinds_BR[:B, k] = torch.where(here_B, kind_BR[:, k], int(RowKind.ALL)).to(torch.uint8)
             lane.forced_BR[:B, k] = forced_BR[:, k]
 
@@ -189,12 +193,12 @@ class TorchLaunches:
             asked_rows = need.bit_length() if asked >= 0 else 0
             rows = zip(post.kinds[b, :asked_rows].tolist(), post.forced[b, :asked_rows].tolist(), strict=True)
             legal = itertools.takewhile(lambda row: row[0] == int(RowKind.FORCED) and 0 <= row[1] < vocab_size, rows)
-            ahead = len(list(legal))
-            if ahead:
-                at, tokens = int(slot.length_S[place]), post.forced[b, :ahead]
-                slot.history_SL[place, at : at + ahead] = tokens
-                slot.drafts_SR[place, :ahead] = tokens
-            lane.num_jump_forward_B[b] = slot.num_drafts_S[place] = ahead
+            num_legal = len(list(legal))
+            if num_legal:
+                at, tokens = int(slot.length_S[place]), post.forced[b, :num_legal]
+                slot.history_SL[place, at : at + num_legal] = tokens
+                slot.drafts_SR[place, :num_legal] = tokens
+            lane.num_jump_forward_B[b] = slot.num_drafts_S[place] = num_legal
 
     def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
         """See `StepLaunches.propose_ngram`. Looks at values.
@@ -205,9 +209,11 @@ class TorchLaunches:
         """
         slot, slots, R = batch.slot, place_of(batch), len(self._row_R)
         last_B1 = slot.length_S[slots][:, None].long()
-        forced_B = batch.lane.num_jump_forward_B[: batch.num_lanes] if jump_forward else torch.zeros_like(batch.slots_B)
-        ahead_B1 = forced_B.clamp(min=0).long()[:, None]
-        length_B1 = last_B1 + ahead_B1  # jump-forward tokens are behind the history
+        num_jump_forward_B = (
+            batch.lane.num_jump_forward_B[: batch.num_lanes] if jump_forward else torch.zeros_like(batch.slots_B)
+        )
+        num_jump_forward_B1 = num_jump_forward_B.clamp(min=0).long()[:, None]
+        length_B1 = last_B1 + num_jump_forward_B1  # jump-forward tokens are behind the history
         L = int(length_B1.max())  # the longest history of the batch bounds the work
         history_BL = slot.history_SL[slots, :L]
         at_L = torch.arange(L, device=history_BL.device)
@@ -220,12 +226,18 @@ class TorchLaunches:
         score_BL = torch.where(run_BL >= ngram_min, run_BL.long() * L + (L - 1 - at_L), -1)
         best_B, end_B = score_BL.max(dim=1)
         at_R = torch.arange(R, device=end_B.device)
-        follow_BR = torch.where(at_R < ahead_B1, last_B1 + at_R, end_B[:, None] + 1 + at_R - ahead_B1).clamp(max=L - 1)
+        follow_BR = torch.where(
+            at_R < num_jump_forward_B1, last_B1 + at_R, end_B[:, None] + 1 + at_R - num_jump_forward_B1
+        ).clamp(max=L - 1)
         room_B = slot.params.max_length_S[slots] - length_B1[:, 0] - 1
         trust_B = 2 * torch.div(best_B, L, rounding_mode="floor") + 1
-        found_B = torch.where(best_B >= 0, torch.minimum(length_B1[:, 0] - 1 - end_B, trust_B), 0)
-        most_B = slot.draft_limit_S[slots].clamp(max=batch.max_rows - 1) - ahead_B1[:, 0]
-        count_B = torch.minimum(torch.minimum(found_B, most_B), room_B.long()).clamp(min=0) + ahead_B1[:, 0]
-        stays_B = forced_B < 0
-        slot.drafts_SR[slots] = torch.where(stays_B[:, None], slot.drafts_SR[slots], history_BL.gather(1, follow_BR))
-        slot.num_drafts_S[slots] = torch.where(stays_B, slot.num_drafts_S[slots], count_B.int())
+        available_B = torch.where(best_B >= 0, torch.minimum(length_B1[:, 0] - 1 - end_B, trust_B), 0)
+        limit_B = slot.draft_limit_S[slots].clamp(max=batch.max_rows - 1) - num_jump_forward_B1[:, 0]
+        count_B = (
+            torch.minimum(torch.minimum(available_B, limit_B), room_B.long()).clamp(min=0) + num_jump_forward_B1[:, 0]
+        )
+        unchanged_B = num_jump_forward_B < 0
+        slot.drafts_SR[slots] = torch.where(
+            unchanged_B[:, None], slot.drafts_SR[slots], history_BL.gather(1, follow_BR)
+        )
+        slot.num_drafts_S[slots] = torch.where(unchanged_B, slot.num_drafts_S[slots], count_B.int())

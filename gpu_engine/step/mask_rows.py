@@ -19,7 +19,7 @@ from shared_mem.layout import RowKind
 
 @dataclass(frozen=True, slots=True)
 class RowStore:
-    """Rows on the step's device. Writers: the sync, and `StepLaunches.keep` and `advance`.
+    """Rows on the step's device. Writers: the sync, and `StepLaunches.cache_rows` and `advance`.
 
     `kind_SR`, `forced_SR` and `cached_SR` have one row more than `mask_SRW`, the last one, for padded lanes.
     """

@@ -70,12 +70,12 @@ class OutputRing:
         max_inflight_steps: int = 3,
     ) -> None:
         self._stream, self._lane = stream, lane
-        most, R = lane.drafts_BR.shape
+        max_lanes, R = lane.drafts_BR.shape
         self._rows = R
         nothing = torch.zeros(1, dtype=torch.int64, device=stream.device)
         self._report = [value.view(torch.int32) for value in report or (nothing,) * 2]
-        self._packed = torch.zeros(self._size(most), dtype=torch.int32, device=stream.device)
-        self._entries = [self._entry(most, R) for _ in range(max_inflight_steps)]
+        self._packed = torch.zeros(self._size(max_lanes), dtype=torch.int32, device=stream.device)
+        self._entries = [self._entry(max_lanes, R) for _ in range(max_inflight_steps)]
         self._next = 0
 
     def pack(self, batch: StepBatch) -> None:

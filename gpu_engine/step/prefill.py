@@ -51,9 +51,9 @@ class Chunks:
         """int32, contiguous; -1 is padding."""
         return torch.where(self.at_BP < self.end_B1, self.at_BP, -1)
 
-    def ids_BP(self, ahead: int = 0) -> torch.Tensor:
-        """Return the tokens `ahead` of the positions, int32; padding repeats the last one."""
-        at_BP = torch.minimum(self.at_BP, self.end_B1 - 1) + ahead
+    def ids_BP(self, offset: int = 0) -> torch.Tensor:
+        """Return the tokens `offset` places behind the positions, int32; padding repeats the last one."""
+        at_BP = torch.minimum(self.at_BP, self.end_B1 - 1) + offset
         return self.history_SL[self.place_B1, at_BP.clamp(min=0).long()]
 
 

@@ -43,7 +43,7 @@ class StreamSync(abc.ABC):
         assert mask_SRW.shape == (S, R, channel.layout.row_stride // 4)
         self.store = RowStore.around(mask_SRW)
         """The sampling kernels read `mask_SRW` where the kind is APPLY."""
-        self.told = torch.zeros(1, dtype=torch.int64, device=device)
+        self.post_seq = torch.zeros(1, dtype=torch.int64, device=device)
         """int64 [1], device: sequence number of the step's verify post; 0: it asked for no row. Writer: the step."""
         self._device_waited = torch.zeros(1, dtype=torch.int64, device=device)
         self._late_kinds = stream.pinned(S * R).view(S, R)
@@ -52,7 +52,7 @@ class StreamSync(abc.ABC):
     @property
     def report(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Sync.report`. The output ring copies it out with the step's results."""
-        return self.told, self._device_waited
+        return self.post_seq, self._device_waited
 
     # -- the Sync protocol, but for the mechanism ---------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class StreamSync(abc.ABC):
             return
         post = self._buffers(batch.num_lanes)
         self._receive(post, int(Stage.VERIFY), (1 << batch.num_rows) - 1, self._timeout_ns)
-        self.stream.kernel(self._keep, batch, post, VERIFY)
+        self.stream.kernel(self._cache_rows, batch, post, VERIFY)
 
     def post_draft(self, batch: StepBatch, k: int) -> None:
         """Enqueue the request for row k behind the first k drafts, of the lanes in `drafting_B`."""
@@ -88,7 +88,7 @@ class StreamSync(abc.ABC):
             return
         post = self._buffers(batch.num_lanes)
         self._receive(post, Stage.DRAFT + k, 1 << k, self._draft_timeout_ns)
-        self.stream.kernel(self._keep, batch, post, k)
+        self.stream.kernel(self._cache_rows, batch, post, k)
 
     def post_jump_forward(self, batch: StepBatch) -> None:
         """Enqueue the question which tokens are forced behind the guided lanes that go on."""
@@ -115,14 +115,14 @@ class StreamSync(abc.ABC):
         mask = self.store.mask_SRW
         return mask.data_ptr(), (mask.stride(0), mask.stride(1))
 
-    def late(self, seq: int, slot: int, slot_gen: int, *, moved: bool = False) -> int | None:
+    def late(self, seq: int, slot: int, slot_gen: int, *, advanced: bool = False) -> int | None:
         """See `Sync.late`. The slot must not be in a step that is in flight: such a step asks again."""
         answer = self.channel.await_rows(seq, [slot], [slot_gen], timeout_s=0.0)
         if answer.num_missing or answer.num_late:
             return None
         kinds_R, forced_R = torch.from_numpy(answer.kinds[0]), torch.from_numpy(answer.forced[0])
         rows = (kinds_R != int(RowKind.DEFER)).nonzero()[:, 0].tolist()
-        if moved:
+        if advanced:
             return len(rows)
         # A slot has one open question at a time, so its row of the staging memory is free again.
         self._late_kinds[slot].copy_(kinds_R)
@@ -135,7 +135,7 @@ class StreamSync(abc.ABC):
             at = slice(row, row + 1)
             self.stream.copy(self.store.kind_SR[slot, at], self._late_kinds[slot, at])
             self.stream.copy(self.store.forced_SR[slot, at], self._late_forced[slot, at])
-            self.stream.kernel(self._came, slot, row)
+            self.stream.kernel(self._mark_cached, slot, row)
         return len(rows)
 
     def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
@@ -147,7 +147,7 @@ class StreamSync(abc.ABC):
         for count in lane_counts:
             self._buffers(count)
         spare = len(self.store.cached_SR) - 1
-        self.stream.kernel(self._came, spare, 0)
+        self.stream.kernel(self._mark_cached, spare, 0)
         self.forget(spare)
 
     # -- the mechanism ------------------------------------------------------------------------------------------------
@@ -167,18 +167,18 @@ class StreamSync(abc.ABC):
     # -- kernels ------------------------------------------------------------------------------------------------------
 
     def _no_seq(self) -> None:
-        self.told.zero_()
+        self.post_seq.zero_()
 
     def _pack(self, batch: StepBatch, post: PostBuffers, k: int) -> None:
         self.launches.pack(batch, self.store, post, k)
 
-    def _keep(self, batch: StepBatch, post: PostBuffers, k: int) -> None:
-        self.launches.keep(batch, self.store, post, k, self.told if k == VERIFY else None)
+    def _cache_rows(self, batch: StepBatch, post: PostBuffers, k: int) -> None:
+        self.launches.cache_rows(batch, self.store, post, k, self.post_seq if k == VERIFY else None)
 
     def _take_jump_forward(self, batch: StepBatch, post: PostBuffers) -> None:
         self.launches.take_jump_forward(batch, post, self.channel.layout.vocab_size)
 
-    def _came(self, slot: int, row: int) -> None:
+    def _mark_cached(self, slot: int, row: int) -> None:
         self.store.cached_SR[slot, row].fill_(True)
 
 

@@ -60,10 +60,10 @@ class Sync(Protocol):
     def forget(self, slot: int) -> None:
         """Drop the cached rows of a slot: it has another owner, or its matcher was made anew."""
 
-    def late(self, seq: int, slot: int, slot_gen: int, *, moved: bool = False) -> int | None:
+    def late(self, seq: int, slot: int, slot_gen: int, *, advanced: bool = False) -> int | None:
         """Return how many rows the answer to `seq` has by now; None while it is not complete. Never waits.
 
-        The rows are cached for the repeated step, unless the slot `moved` on since that post.
+        The rows are cached for the repeated step, unless the sequence `advanced` since that post.
         """
 
     def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
@@ -117,7 +117,7 @@ class NoSync:
     def reserve(self, lane_counts: tuple[int, ...]) -> None:
         """Return: there is nothing to allocate."""
 
-    def late(self, seq: int, slot: int, slot_gen: int, *, moved: bool = False) -> int | None:
+    def late(self, seq: int, slot: int, slot_gen: int, *, advanced: bool = False) -> int | None:
         """Return None: nothing is ever deferred."""
         return None
 

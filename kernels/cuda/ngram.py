@@ -32,12 +32,12 @@ def ngram_kernel(
 ) -> None:
     """Grid (B): see `propose_ngram`."""
     s = tl.load(slots + tl.program_id(0)).to(tl.int64)
-    ahead = tl.zeros([], tl.int32)
+    num_forward = tl.zeros([], tl.int32)
     if BEHIND:
-        ahead = tl.load(num_jump_forward + tl.program_id(0))
-    if (s < 0) | (ahead < 0):
+        num_forward = tl.load(num_jump_forward + tl.program_id(0))
+    if (s < 0) | (num_forward < 0):
         return
-    n = tl.load(length + s) + ahead
+    n = tl.load(length + s) + num_forward
     tokens = history + s * history_stride
     best = tl.full([BLOCK], -1, tl.int32)
     best_end = tl.full([BLOCK], 0, tl.int32)
@@ -54,14 +54,14 @@ def ngram_kernel(
         best_end = tl.where(better, at, best_end)
     longest = tl.max(best, axis=0)
     end = tl.min(tl.where(best == longest, best_end, n), axis=0)
-    count = tl.minimum(tl.minimum(n - 1 - end, max_drafts - ahead), tl.load(draft_limit + s) - ahead)
+    count = tl.minimum(tl.minimum(n - 1 - end, max_drafts - num_forward), tl.load(draft_limit + s) - num_forward)
     count = tl.minimum(count, 2 * longest + 1)
     count = tl.maximum(tl.minimum(count, tl.load(max_length + s) - n - 1), 0)
     count = tl.where(longest > 0, count, 0)
     j = tl.arange(0, ROWS)
     proposed = tl.load(tokens + end + 1 + j, mask=j < count, other=0)
-    tl.store(drafts + s * R + ahead + j, proposed, mask=ahead + j < R)
-    tl.store(num_drafts + s, ahead + count)
+    tl.store(drafts + s * R + num_forward + j, proposed, mask=num_forward + j < R)
+    tl.store(num_drafts + s, num_forward + count)
 
 
 def propose_ngram(

@@ -103,20 +103,20 @@ def post_kernel(
     num_posted = tl.load(posted + s)
     start = tl.load(prompt_length + s) + num_posted
     asked = need != 0
-    fresh = tl.where(asked, tl.load(length + s) - start, 0)
+    num_new = tl.where(asked, tl.load(length + s) - start, 0)
     tl.store(slots + b, tl.where(asked, s, -1).to(tl.int32))
     tl.store(slot_gens + b, tl.load(gens + b))
     tl.store(commit_pos + b, num_posted)
-    tl.store(n_commit + b, fresh)
+    tl.store(n_commit + b, num_new)
     tl.store(n_draft + b, tl.where(asked, count, 0))
     tl.store(need_rows + b, need)
     if asked:
         i = tl.arange(0, 2 * ROWS)
-        committed = tl.load(history + s * history_stride + start + i, mask=i < fresh, other=0)
-        draft = tl.load(drafts + b * R + i - fresh, mask=(i >= fresh) & (i - fresh < R), other=0)
-        tl.store(tokens + b * 2 * R + i, tl.where(i < fresh, committed, draft), mask=i < 2 * R)
+        committed = tl.load(history + s * history_stride + start + i, mask=i < num_new, other=0)
+        draft = tl.load(drafts + b * R + i - num_new, mask=(i >= num_new) & (i - num_new < R), other=0)
+        tl.store(tokens + b * 2 * R + i, tl.where(i < num_new, committed, draft), mask=i < 2 * R)
         if not ASKS_FORCED:
-            tl.store(posted + s, num_posted + fresh)
+            tl.store(posted + s, num_posted + num_new)
 
 
 def pack_post(
@@ -235,13 +235,13 @@ def cache_kernel(
                 at = first + tl.arange(0, BLOCK)
                 words = tl.load(source + s * source_slot + j * source_row + at, mask=at < W, cache_modifier=".cg")
                 tl.store(target + s * target_slot + j * target_row + at, words, mask=at < W)
-    listens = busy & (tl.load(guided + b) != 0)
+    applies = busy & (tl.load(guided + b) != 0)
     late = DEFER
     if k >= 0:
-        listens = listens & (tl.load(drafting + b) != 0)
+        applies = applies & (tl.load(drafting + b) != 0)
         late = 0
     kind = tl.where(here != 0, kind, late)
-    tl.store(kinds + lane, tl.where(listens, kind, 0).to(tl.uint8))
+    tl.store(kinds + lane, tl.where(applies, kind, 0).to(tl.uint8))
     tl.store(forced + lane, token)
 
 

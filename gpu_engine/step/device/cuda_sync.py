@@ -28,7 +28,7 @@ def cuda_sync(
     """
     # The kernels continue behind the newest sequence in the segment, which an earlier executor may have posted.
     flags = DeviceFlags(pinned.numbers(), channel.last_seq)
-    # The fetch and the wait put rows into the store, where `keep` finds them.
+    # The fetch and the wait put rows into the store, where `cache_rows` finds them.
     launches = TritonLaunches(flags.mask_SRW[None])
     timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
     match mode:

@@ -1,9 +1,10 @@
 """Steps as captured graphs: one per (bucket of lanes, rows, guided or not), captured at the start and then replayed.
 
 A launch copies the lanes into the device's lane buffers, replays the graph, and copies its outputs into the ring.
-Nothing in it waits for the device. One invariant: after `capture` nothing is allocated, loaded or registered, since
-each of those may wait for the device, while a wait inside a step waits for another process. Without graphs (`eager`)
-the same step runs at the same padded shapes.
+A launch never waits for the device. Without graphs (`eager`) the same step runs at the same padded shapes.
+
+Invariant: after `capture` nothing is allocated, loaded or registered. Each of those calls may wait for the device, and
+the device may wait, inside a step, for the grammar process.
 
 Padded lanes have slot -1 and are not guided. Posts and waits, native and kernels, skip them, and their rows are ALL;
 the step gives them token 0 at position -1, which attention computes and does not store; accept and draft sampling emit
@@ -53,27 +54,27 @@ class _Shape(NamedTuple):
 class StepRows:
     """P, the rows a lane, of the steps of a bucket. A captured step verifies P rows whatever its lanes have drafted.
 
-    The drafter needs K + 1 rows. A bucket has them while all of its lanes together have at most `limit` rows, else
-    fewer: a forward of few rows is bound by reading the weights (below about 200 rows on an H100 or an H200, 150 on an
-    RTX 4090), and more rows take time in proportion, most of it for drafts that are not accepted. Jump-forward tokens
-    may be more than K, up to `most` - 1 drafts, in guided steps of at most `room` rows: the rows behind K + 1 are empty
-    in most steps and cost little more than their share of attention and sampling. When a slot comes into a larger
-    bucket, only its first drafts are verified. Every lane keeps at least one draft, since a drafting network sees only
-    what its forward is given.
+    The drafter needs K + 1 rows. A bucket has them while its lanes together have at most `max_step_rows` rows; a larger
+    bucket has fewer rows a lane. A forward of few rows is bound by reading the weights (below about 200 rows on an H100
+    or an H200, 150 on an RTX 4090). More rows take time in proportion, most of it for drafts that are not accepted.
+    There may be more than K jump-forward tokens: guided steps of at most `max_guided_rows` rows verify up to
+    `max_rows` - 1 drafts. The rows behind K + 1 are empty in most steps and cost little more than their share of
+    attention and sampling. When a slot comes into a larger bucket, only its first drafts are verified. Every lane has
+    at least one draft, because a drafting network sees only the rows of its forward.
     """
 
-    usual: int
+    drafter_rows: int
     """K + 1."""
-    most: int
+    max_rows: int
     """R = max(K, F) + 1."""
-    limit: int = 1 << 30
-    room: int = 64
+    max_step_rows: int = 1 << 30
+    max_guided_rows: int = 64
 
     def of(self, num_lanes: int, guided: bool) -> int:
         """Return P of a bucket of so many lanes."""
-        if guided and num_lanes * self.most <= min(self.room, self.limit):
-            return self.most
-        return min(self.usual, max(2, self.limit // num_lanes))
+        if guided and num_lanes * self.max_rows <= min(self.max_guided_rows, self.max_step_rows):
+            return self.max_rows
+        return min(self.drafter_rows, max(2, self.max_step_rows // num_lanes))
 
 
 @dataclass(slots=True)
@@ -140,13 +141,13 @@ class StepGraphs:
 
     def __post_init__(self) -> None:
         assert list(self.buckets) == sorted(set(self.buckets))
-        most = self.buckets[-1]
-        assert len(self.lane.slots_B) >= most
+        max_lanes = self.buckets[-1]
+        assert len(self.lane.slots_B) >= max_lanes
         self._inputs = [
             _Inputs(
-                self.stream.pinned(4 * most).view(torch.int32),
-                self.stream.pinned(4 * most).view(torch.int32),
-                self.stream.pinned(most).view(torch.bool),
+                self.stream.pinned(4 * max_lanes).view(torch.int32),
+                self.stream.pinned(4 * max_lanes).view(torch.int32),
+                self.stream.pinned(max_lanes).view(torch.bool),
                 self.stream.event(),
             )
             for _ in range(self.max_inflight_steps + 1)

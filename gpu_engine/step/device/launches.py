@@ -1,7 +1,7 @@
 """The launches of a step on a GPU: one Triton kernel for each, see `StepLaunches`.
 
-Importing this module imports Triton. A CPU installation lacks it, so only what builds a device executor imports this
-module, and no other module of `gpu_engine` imports Triton. Not responsible for: the kernels (see kernels/cuda).
+Importing this module imports Triton, which a CPU installation lacks. Only modules that build a device executor import
+this module, and no other module of `gpu_engine` imports Triton. Not responsible for: the kernels (see kernels/cuda).
 
 Shapes: S slots, R rows a slot, W' words of a mask row's stride.
 """
@@ -27,8 +27,8 @@ class TritonLaunches:
     """One kernel a method.
 
     Args:
-        source_NSRW: int32, where `keep` finds mask rows: the mapped segment's two buffers [2, S, R, W'], or the store's
-            own rows [1, S, R, W'] when the wait has fetched them. None: without a grammar process.
+        source_NSRW: int32, the mask rows that `cache_rows` reads: the mapped segment's two buffers [2, S, R, W'], or the
+            store's own rows [1, S, R, W'] when the wait has fetched them. None: without a grammar process.
     """
 
     def __init__(self, source_NSRW: torch.Tensor | None = None) -> None:
@@ -68,15 +68,17 @@ class TritonLaunches:
             max_rows=batch.max_rows,
         )
 
-    def keep(self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, told: torch.Tensor | None) -> None:
-        """See `StepLaunches.keep`. Copies the mask rows that were asked for into the store."""
+    def cache_rows(
+        self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, post_seq: torch.Tensor | None
+    ) -> None:
+        """See `StepLaunches.cache_rows`. Copies the requested mask rows into the store."""
         assert self._source_NSRW is not None, "a guided lane without a grammar process"
         lane, B = batch.lane, batch.num_lanes
         posting.cache_rows(
             *(batch.slots_B, lane.guided_B[:B], lane.drafting_B[:B], _tensors(post), post.awaited),
             *(self._source_NSRW, _rows(store), lane.kinds_BR[:B], lane.forced_BR[:B]),
             k=k,
-            reported_seq=told,
+            reported_seq=post_seq,
         )
 
     def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:

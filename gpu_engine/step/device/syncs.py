@@ -4,7 +4,7 @@
 kernel that fetches rows. `DeviceFlagSync`: two kernels on the mapped segment, no host function. Both are compared on a
 GPU in one run (benchmarks/gpu/bench_sync.py, bench_graph.py); configuration chooses.
 
-One invariant: function addresses, user data and device addresses that are enqueued live as long as the sync, which
+Invariant: function addresses, user data and device addresses that are enqueued live as long as the sync, which
 outlives every graph over it. Not responsible for: packing and cached rows (see ../stream_sync.py), the kernels (see
 kernels/cuda/flags.py).
 """
@@ -38,7 +38,7 @@ class FlagKernels(RowFetcher, Protocol):
     """Post and wait without a host function; `kernels.cuda.flags.DeviceFlags` is one."""
 
     counter: torch.Tensor
-    """int64: last sequence, the one to wait for, nanoseconds waited, lanes not answered in time; then its own."""
+    """int64: last posted sequence, sequence to wait for, nanoseconds waited; the rest belongs to the kernels."""
     refused: torch.Tensor
     """int64 [1], host memory: 0, or the lane and the reason of an invalid post; see `kernels.cuda.flags.refusal`."""
 
@@ -77,7 +77,7 @@ class HostCallbackSync(StreamSync):
         channel: the engine's end; its counter gives the sequences.
         mask_SRW: int32, mask rows on the device.
         launches: of the stream's device.
-        fetcher: brings APPLY rows into `mask_SRW` before `launches.keep`; None when `keep` brings them itself.
+        fetcher: copies APPLY rows into `mask_SRW` before `launches.cache_rows`. None: `cache_rows` copies them itself.
         row_timeout_ms: a verify step waits so long for its rows.
         draft_timeout_ms: a draft step waits so long.
     """
@@ -124,15 +124,15 @@ class HostCallbackSync(StreamSync):
             self.stream.kernel(self._fetch, self._fetcher, post, rows_wanted)
 
     def _fetch(self, fetcher: RowFetcher, post: PostBuffers, rows_wanted: int) -> None:
-        # Rows that were not asked for are DEFER in the answer, so kept rows are not overwritten.
+        # Rows that were not requested are DEFER in the answer, so cached rows are not overwritten.
         fetcher.fetch(post.awaited, post.slots, post.kinds, rows_wanted=rows_wanted)
 
 
 class DeviceFlagSync(StreamSync):
     """Posts and waits with kernels on the mapped segment; the graph has no host node and needs no host thread.
 
-    The sequence is counted on the device, so the channel posts nothing while this sync posts. `launches.keep` finds the
-    rows in `flags.mask_SRW` already. Arguments as those of `HostCallbackSync`.
+    The sequence is counted on the device, so the channel posts nothing while this sync posts. The rows are in
+    `flags.mask_SRW` before `launches.cache_rows` runs. Arguments as those of `HostCallbackSync`.
     """
 
     def __init__(

@@ -89,7 +89,8 @@ class OpaqueLaunches:
     """Triton's interpreter reads tensors as it likes, so its kernels are native ones to the stream."""
 
     def __init__(self, launches: StepLaunches) -> None:
-        self.pack, self.keep, self.advance = opaque(launches.pack), opaque(launches.keep), opaque(launches.advance)
+        self.pack, self.advance = opaque(launches.pack), opaque(launches.advance)
+        self.cache_rows = opaque(launches.cache_rows)
 
 
 def start(graphs: StepGraphs, lanes: list[Lane]) -> StepHandle[Lane]:

@@ -12,9 +12,9 @@ from tests.gpu_engine.toy_sidecar import Automaton
 
 KERNEL, COPY, HOST = "kernel", "copy", "host"
 PAIR = {
-    # pack, in, post, await, out, fetch, keep
+    # pack, in, post, await, out, fetch, cache_rows
     "host_callback": [KERNEL, COPY, HOST, HOST, COPY, KERNEL, KERNEL],
-    # pack, post, wait, keep
+    # pack, post, wait, cache_rows
     "device_flag": [KERNEL] * 4,
 }
 
@@ -155,12 +155,12 @@ def test_buckets(most: int, sizes: tuple[int, ...]) -> None:
 
 
 def test_rows_of_a_bucket() -> None:
-    rows = StepRows(usual=8, most=16, room=64)
+    rows = StepRows(drafter_rows=8, max_rows=16, max_guided_rows=64)
     assert [rows.of(bucket, True) for bucket in (1, 2, 4, 5, 8, 256)] == [16, 16, 16, 8, 8, 8]
     assert {rows.of(bucket, False) for bucket in (1, 4, 8)} == {8}, "nothing is forced in a free step"
-    rows = StepRows(usual=8, most=16, limit=256, room=64)
+    rows = StepRows(drafter_rows=8, max_rows=16, max_step_rows=256, max_guided_rows=64)
     assert [rows.of(bucket, True) for bucket in (1, 4, 8, 32, 48, 64, 128, 256)] == [16, 16, 8, 8, 5, 4, 2, 2]
-    assert [StepRows(usual=1, most=1, limit=256).of(bucket, True) for bucket in (1, 256)] == [1, 1]
+    assert [StepRows(drafter_rows=1, max_rows=1, max_step_rows=256).of(bucket, True) for bucket in (1, 256)] == [1, 1]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -32,11 +32,11 @@ ROWS = 3
 PAIR = {
     # One copy each way, since a batch's arrays are one piece of memory; the fetch is a kernel of its own because its
     # rows are named by the answer.
-    "host_callback": (["_pack", "copy", "host"], ["host", "copy", "_fetch", "_keep"]),
+    "host_callback": (["_pack", "copy", "host"], ["host", "copy", "_fetch", "_cache_rows"]),
     # The wait fetches, and keeps the count of its time where the ring finds it.
-    "device_flag": (["_pack", "_post"], ["_wait", "_keep"]),
+    "device_flag": (["_pack", "_post"], ["_wait", "_cache_rows"]),
 }
-"""Names of the nodes of a post and of a wait. `_keep` also tells the sequence."""
+"""Names of the nodes of a post and of a wait. `_cache_rows` also reports the sequence."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_masked_draft_costs_the_pair(llama: LoadedModel, sync: str) -> None:
 def test_what_is_forced_costs_a_pair_without_a_fetch(llama: LoadedModel, sync: str) -> None:
     post, wait = PAIR[sync]
     # A proposal brings no rows; the kernel behind the wait puts the tokens where drafters find them.
-    pair = [*post, *(name for name in wait if name not in ("_fetch", "_keep")), "_take_jump_forward"]
+    pair = [*post, *(name for name in wait if name not in ("_fetch", "_cache_rows")), "_take_jump_forward"]
     parts = parts_of(llama, True, sync=sync, jump_forward=True)
     assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", *pair, "_propose", "_pack"]
     counts = [(name, count) for name, count in parts if name != "_forward"]

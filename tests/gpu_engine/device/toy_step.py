@@ -145,7 +145,7 @@ class PatternStep:
         lane, B = batch.lane, batch.num_lanes
         slots_B, real_B1 = lane.slots_B[:B].clamp(min=0).long(), (lane.slots_B[:B] >= 0)[:, None]
         words_BRW = self.sync.store.mask_SRW[slots_B]
-        other_BR = (words_BRW != (self.sync.told & 0x7FFFFFFF)).any(2)
+        other_BR = (words_BRW != (self.sync.post_seq & 0x7FFFFFFF)).any(2)
         apply_BR = lane.kinds_BR[:B] == int(RowKind.APPLY)
         self.bad_2 += torch.stack([(other_BR & apply_BR & real_B1).sum(), (~apply_BR & real_B1).sum()])
         lane.result.num_emitted_B[:B] = 1
