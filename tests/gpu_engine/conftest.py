@@ -37,10 +37,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def draft_models(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of draft models: "same" is the tiny Llama itself, "other" agrees with it now and then; two EAGLE3 heads.
+    """Folders of draft models: "same" is the tiny Llama itself, and "other" sometimes agrees with it; two EAGLE3 heads.
 
-    "trained eagle3" has learned the tiny Llama's circles, "random eagle3" is hardly ever right. Both know two thirds of
-    the vocabulary.
+    "trained eagle3" was trained on the tiny Llama's repeating answers; drafts of "random eagle3" are rarely accepted.
+    Both cover two thirds of the vocabulary.
     """
     other = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("other"), rounds=True, seed=1)
     trained, random = (tmp_path_factory.mktemp(name) / "eagle3" for name in ("trained", "random"))
@@ -49,7 +49,7 @@ def draft_models(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -
     return {"same": llama.name, "other": str(other), "trained eagle3": str(trained), "random eagle3": str(random)}
 
 
-@pytest.fixture(params=[False, True], ids=["in turn", "overlapped"])
+@pytest.fixture(params=[False, True], ids=["sequential", "overlapped"])
 def overlap(request: pytest.FixtureRequest) -> bool:
-    """Whether a step is launched before the last one is read."""
+    """Whether a step is launched before the outputs of the step before it are processed."""
     return bool(request.param)

@@ -1,6 +1,6 @@
-"""EAGLE3 heads for the tiny Llama: one that has learned what it says, one of random weights.
+"""EAGLE3 heads for the tiny Llama: one that was trained on its answers, and one of random weights.
 
-The invariant: both are made from fixed seeds, in the public format, over a pruned vocabulary. Not here: tests.
+Invariant: both are made from fixed seeds, in the public format, over a pruned vocabulary.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def save_trained(target: Path, folder: Path) -> None:
 
 
 def _sequence(net: torch.nn.Module, layers: tuple[int, ...], ids_n: torch.Tensor) -> Sequence:
-    """Return what the target says behind `ids_n`, greedily and without an end, and its hidden states."""
+    """Return `ids_n` with 24 greedy tokens of the target after them, and the hidden states of all."""
     prompt = len(ids_n)
     for _ in range(24):
         ids_n = torch.cat([ids_n, net(ids_n[None]).logits[0, -1, :256].argmax()[None]])

@@ -1,7 +1,7 @@
-"""What the core's tests talk to an engine with: requests from plain numbers, answers that collect events.
+"""Requests made from plain numbers, answers that collect their events, and engines for the tests of the engine.
 
-The invariant: a wait ends with what it waits for, or fails the test; nothing sleeps for a fixed time. Not here:
-fixtures and models.
+Invariant: a wait ends when its condition holds, or it fails the test; nothing sleeps for a fixed time.
+Not responsible for: fixtures (see conftest.py) and models (see tiny.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 
 PATIENCE_S = 60.0
-"""Only a failing test waits so long."""
+"""Seconds after which a wait fails its test."""
 
 _numbers = itertools.count()
 
 
 @dataclass(eq=False)
 class Answer:
-    """The sink of one request, and all that came to it."""
+    """The sink of one request, with every event that the engine sent to it."""
 
     request: Request = field(init=False)
     events: list[TokenEvent] = field(default_factory=list)
@@ -81,7 +81,7 @@ def ask(
     name: str | None = None,
     **sampling: object,
 ) -> Answer:
-    """Return the answer-to-be of a request; `sampling` goes to SamplingParams, whose temperature is 0 here."""
+    """Return the answer of a request that is not yet submitted; `sampling` goes to SamplingParams, temperature 0."""
     params = SamplingParams(max_tokens=max_tokens, seed=seed, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
     answer = Answer(on_event=on_event)
     spec = None if grammar is None else GrammarSpec(GrammarKind.LARK, grammar)
@@ -90,7 +90,7 @@ def ask(
 
 
 def tokens(count: int, seed: int, *, repeat: int = 0) -> list[int]:
-    """Return random ids of byte tokens; the last `repeat` of them repeat the first ones, for a drafter to find."""
+    """Return random ids of byte tokens; the last `repeat` of them repeat the first ones, so that a drafter proposes."""
     ids = random.Random(seed).choices(range(256), k=count - repeat)
     return ids + ids[:repeat]
 
@@ -111,7 +111,7 @@ def with_drafts(num_drafts: int, **fields: object) -> EngineConfig:
 
 
 def until_false(condition: Callable[[], bool]) -> None:
-    """Return when `condition()` is false, which another thread sees to."""
+    """Wait until another thread makes `condition()` false."""
     deadline_s = time.monotonic() + PATIENCE_S
     while condition():
         assert time.monotonic() < deadline_s
@@ -120,7 +120,7 @@ def until_false(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def running(engine: Engine) -> Iterator[Engine]:
-    """Start the engine; at the end nothing may be held any more."""
+    """Start the engine; at the end no request may be running or waiting, and no page may be used."""
     engine.start()
     try:
         yield engine
@@ -140,30 +140,30 @@ def free_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[Engine]:
 
 
 def answer_all(engine: Engine, answers: list[Answer]) -> list[list[int]]:
-    """Submit all at once and return their tokens."""
+    """Submit all requests at once and return their tokens."""
     for answer in answers:
         engine.submit(answer.request)
     return [answer.wait().tokens for answer in answers]
 
 
 def answer_each(engine: Engine, answers: list[Answer]) -> list[list[int]]:
-    """Submit one after another has ended."""
+    """Submit each request after the one before it has ended, and return their tokens."""
     return [answer_all(engine, [answer])[0] for answer in answers]
 
 
 def answer_staggered(engine: Engine, answers: list[Answer], *, gap: int = 5) -> list[list[int]]:
-    """Submit each one when the one before has `gap` tokens, or has ended."""
-    left = iter(answers)
+    """Submit each request when the one before it has `gap` tokens or has ended, and return their tokens."""
+    remaining = iter(answers)
 
-    def go_on(answer: Answer) -> None:
+    def submit_next_if_due(answer: Answer) -> None:
         if answer.over or len(answer.tokens) >= gap:
             answer.on_event = None
             submit_next()
 
     def submit_next() -> None:
-        following = next(left, None)
+        following = next(remaining, None)
         if following is not None:
-            following.on_event = go_on
+            following.on_event = submit_next_if_due
             engine.submit(following.request)
 
     submit_next()

@@ -1,4 +1,4 @@
-"""An engine that lost its device takes the server with it: nobody is sent there any more, and the process ends."""
+"""An engine that lost its device ends its server: the health check answers NOT_SERVING, and the process ends."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_a_lost_device_ends_requests_with_internal_and_the_server_with_an_
     assert engines[0].closed
 
 
-async def test_an_engine_that_never_fails_keeps_no_server_open(tmp_path: Path) -> None:
+async def test_a_server_with_a_healthy_engine_can_close(tmp_path: Path) -> None:
     parts = Parts(lambda config, progress: FakeModel(), lambda config, *_: FakeEngine(config))
     async with asyncio.timeout(30):
         async with open_server(EngineConfig(), ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none"), parts=parts):

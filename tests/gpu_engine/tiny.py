@@ -1,7 +1,8 @@
 """Tiny real models of several families, saved as a user would have them: weights, config and a byte-level tokenizer.
 
-The invariant: everything is drawn from a fixed seed, so a family's files are the same in every run. Weights are larger
-than an initialiser's, so that different inputs give different answers. Not here: fixtures and engines.
+Invariant: everything is drawn from a fixed seed, so a family's files are the same in every run. Weights are larger
+than an initialiser's, so that different inputs give different answers.
+Not responsible for: fixtures (see conftest.py) and engines (see harness.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ VOCAB = 300
 WINDOW = 24
 """Sliding window of the families that have one: shorter than the tests' sequences, and no multiple of a page."""
 ROUND = 7
-"""Length of the circles of `save`."""
+"""Number of ids in a repeating circle of `save`."""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -70,7 +71,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "gemma3": lambda: Gemma3TextConfig(**_SHAPE, **_LAYERS, tie_word_embeddings=False, head_dim=32),
 }
-"""What the engine serves."""
+"""The model families that the engine serves, each with a function that returns a small configuration."""
 
 
 def bloom() -> PreTrainedConfig:
@@ -104,7 +105,7 @@ def deepseek() -> PreTrainedConfig:
 def save(config: PreTrainedConfig, folder: Path, *, rounds: bool = False, seed: int = 0) -> Path:
     """Write a float32 model with random weights, and the tokenizer, to `folder`.
 
-    With `rounds` most of what it says goes round in circles of `ROUND` ids, so that a drafter has something to find.
+    With `rounds` most answers repeat a circle of `ROUND` ids, so that the n-gram drafter finds matches.
     """
     torch.manual_seed(seed)
     gain = 1.1 if rounds else 2.0

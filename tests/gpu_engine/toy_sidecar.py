@@ -1,7 +1,8 @@
 """A grammar process as a thread: the real segment and channel, a toy automaton, and every kind of misbehaviour.
 
-The invariant: it notes whatever the engine says that it may not say (`problems`): a gap, a repeated or an illegal
-committed token. One thread owns the matchers. Not here: compilation, RPC, and what the engine makes of the answers.
+Invariant: every record that breaks the protocol is added to `problems`: a gap, a repeated or an illegal committed
+token. One thread owns the matchers.
+Not responsible for: compilation and RPC, which the tests of tests/gpu_engine/sidecar cover.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ EVERY = frozenset(range(VOCAB))
 
 @dataclass(frozen=True)
 class Automaton:
-    """Legal tokens by the number of tokens so far. Its source reads "length", or "length dead|error|crash at".
+    """Legal tokens by the number of tokens so far. A source is "length", or "length dead|error|crash at".
 
-    "crash" ends the sidecar that moves a matcher to so many tokens.
+    "crash" ends the sidecar when it advances a matcher to `at` tokens.
     """
 
     length: int
@@ -47,7 +48,10 @@ class Automaton:
         return Automaton(int(length), rest[0], int(rest[1])) if rest else Automaton(int(length))
 
     def legal(self, said: list[int]) -> frozenset[int]:
-        """Circles of six: five of a small set, one forced; the one in the middle is free. At the end only a stop."""
+        """Return the legal tokens after `said`, which repeat every six tokens; at `length` only the stop token.
+
+        Of six places one allows a single token, one allows every token, and the others a small set each.
+        """
         n = len(said)
         if said and said[-1] == EOS:
             return frozenset()
@@ -62,61 +66,61 @@ class Automaton:
                 return frozenset(range(100 + place, 256, 3))
 
     def forced(self, said: list[int]) -> list[int]:
-        """The tokens that alone may follow."""
+        """Return the tokens that follow `said` as the only legal ones."""
         chain: list[int] = []
         while len(legal := self.legal(said + chain)) == 1:
             chain += legal
         return chain
 
     def allows(self, said: list[int]) -> bool:
-        """Whether every token is legal, in order."""
+        """Return whether every token is legal, in order."""
         return all(token in self.legal(said[:i]) for i, token in enumerate(said))
 
 
 class CrashError(Exception):
-    """The sidecar is no more."""
+    """The sidecar has crashed."""
 
 
 @dataclass
 class Matcher:
-    """What stands behind one owner of a slot."""
+    """The grammar state of one slot for one generation: its automaton and its committed tokens (`certain`)."""
 
     gen: int
     automaton: Automaton
     certain: list[int]
 
     def moved_to(self, count: int) -> None:
-        """Raise CrashError where the automaton crashes."""
+        """Raise CrashError if the automaton crashes at `count` tokens."""
         if self.automaton.trouble == "crash" and count >= self.automaton.at:
             raise CrashError
 
 
 @dataclass(eq=False)
 class ToySidecar:
-    """Call `run` on a thread of its own, once. `bind`, `release` and `stop` are for any thread."""
+    """The toy sidecar. Call `run` once, on a thread of its own; `bind`, `release` and `give` are for any thread."""
 
     end: GrammarEnd
     before: Callable[[Record], None] | None = None
     """Called before a record is answered; may block."""
     refuse: Callable[[Record], bool] = lambda record: False
-    """True: answer DEFER in every row, in time."""
+    """True: the answer comes in time, and every row is DEFER."""
     withhold: Callable[[Record], int | None] = lambda record: None
-    """A number: the answer goes out late, with so many rows; the others come at `give`."""
+    """A number: the answer is marked late and has so many rows; `give` adds the other rows."""
     gives: bool = False
-    """The others come by themselves, as soon as nothing else is to be done."""
+    """True: withheld rows are added without a call of `give`, as soon as no post is unread."""
     proposes: Callable[[Automaton, list[int]], list[int]] = Automaton.forced
-    """(grammar, tokens so far) -> what is proposed behind them, true or not."""
+    """(automaton, tokens so far) -> the jump-forward tokens that are proposed after them, right or wrong."""
     gen_shift: int = 0
-    """Added to the owner's generation in the answers: not 0 is a stale answer."""
+    """Added to the slot generation in the answers: any value but 0 makes them stale."""
     records: list[Record] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     matchers: dict[int, Matcher] = field(default_factory=dict)
     stopping: bool = False
     crashed: threading.Event = field(default_factory=threading.Event)
     binding: set[tuple[int, int]] = field(default_factory=set)
-    """(slot, slot_gen) of the binds in hand."""
+    """(slot, slot_gen) of the binds that have not completed."""
     frozen: bool = False
-    """It reads nothing, and binds nothing."""
+    """True: the sidecar reads no records and binds no matchers."""
     withheld: int = 0
     overruns: int = 0
     """Posts that were overwritten before they were read."""
@@ -141,7 +145,7 @@ class ToySidecar:
         self._inbox.append(drop)
 
     def give(self) -> None:
-        """Have the rows that were withheld added; on any thread."""
+        """Schedule the addition of the withheld rows. Any thread may call this."""
         self._inbox.append(self._give)
 
     def _give(self) -> None:
@@ -200,7 +204,7 @@ class ToySidecar:
         if matcher is None or matcher.gen != record.slot_gen:
             return kinds, forced
         if record.commit_pos > len(matcher.certain) and self.overruns:
-            return kinds, forced  # the tokens in between went with a record that it has not read
+            return kinds, forced  # the missing tokens were in a record that was overwritten before it was read
         if record.commit_pos != len(matcher.certain):
             self.problems.append(f"{record} after {len(matcher.certain)} tokens")
             return kinds, forced
@@ -233,7 +237,7 @@ class ToySidecar:
         return kinds, forced
 
     def _propose(self, record: Record, matcher: Matcher) -> tuple[list[int], list[int]]:
-        """The record that follows tells the same tokens again."""
+        """Return the jump-forward tokens of a PROPOSE record. The next record repeats its committed tokens."""
         said = [*matcher.certain, *record.committed]
         if not matcher.automaton.allows(said) or record.drafts or not record.need_rows:
             self.problems.append(f"{record} asks for forced tokens behind {said}")
@@ -258,7 +262,7 @@ class ToySidecar:
 
 @dataclass(eq=False)
 class ToyGrammar:
-    """A `ports.GrammarPort` over one sidecar after another. Sources that are no number are refused."""
+    """A `ports.GrammarPort` over successive toy sidecars. It rejects a source that does not begin with a number."""
 
     segment: Segment
     engine: GrammarEvents = field(init=False)
@@ -267,18 +271,18 @@ class ToyGrammar:
     """(slot, slot_gen, committed) of every open."""
     closed: list[tuple[int, int]] = field(default_factory=list)
     hold: bool = False
-    """True: opens are noted and not answered."""
+    """True: calls of `open` are recorded and not answered."""
     forgives: bool = False
-    """Crashes are reported as ends from outside."""
+    """True: after a crash the engine is asked to forgive the end of the grammar process."""
     before: Callable[[Record], None] | None = None
-    """`before` of every sidecar that is started from now on."""
+    """`before` of every sidecar that is started after this is set."""
     buried: list[ToySidecar] = field(default_factory=list)
-    """Those that crashed while `supervised`, in order."""
+    """The sidecars that crashed while `supervised`, in order."""
     _thread: threading.Thread = field(init=False)
 
     def start_sidecar(self) -> ToySidecar:
-        """Start a sidecar that knows nothing of the ones before it."""
-        # A process of its own would map the segment when it starts; so does this one's descriptor of it.
+        """Start a sidecar without any state of earlier sidecars."""
+        # A restarted process maps the segment when it starts, and reads posts from that moment on.
         self.segment.start_seq = EngineEnd(self.segment).last_seq
         self.sidecar = ToySidecar(GrammarEnd(self.segment))
         self.sidecar.before = self.before
@@ -287,14 +291,14 @@ class ToyGrammar:
         return self.sidecar
 
     def kill_sidecar(self) -> None:
-        """End it without another answer; not on its own thread."""
+        """Stop the sidecar without another answer. Its own thread must not call this."""
         self.sidecar.stopping = True
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     @contextmanager
     def supervised(self, engine: Engine) -> Iterator[None]:
-        """In the block, start the next sidecar whenever one has crashed, and tell the engine as the link does."""
+        """Within the block, replace each crashed sidecar and notify the engine in the supervisor's order."""
         over, channel = threading.Event(), engine._channel
         assert channel is not None
 
@@ -307,10 +311,10 @@ class ToyGrammar:
                 channel.set_abort()
                 engine.grammar_lost(frozenset(dead.binding))
                 self.buried.append(dead)
-                # As in life: by the time that the next one is there, the engine has heard of the end of this one.
-                heard = threading.Event()
-                engine._inbox.put(heard.set)
-                assert heard.wait(PATIENCE_S)
+                # A real restart takes so long that the engine has processed the loss before the next sidecar is there.
+                processed = threading.Event()
+                engine._inbox.put(processed.set)
+                assert processed.wait(PATIENCE_S)
                 if self.forgives:
                     engine.forgive_grammar_end()
                 self.start_sidecar()
@@ -346,7 +350,7 @@ class ToyGrammar:
 
 @contextmanager
 def guided_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[Engine, ToyGrammar]]:
-    """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
+    """Run an engine with a toy sidecar; at the end every matcher is closed, and no record broke the protocol."""
     layout = Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)
     with Segment.create(layout) as segment:
         grammar = ToyGrammar(segment)

@@ -128,7 +128,7 @@ def test_a_net_goes_on_behind(
 
 
 @pytest.mark.slow
-def test_a_draft_model_has_seen_what_was_forced(llama: LoadedModel, expected: list[list[int]]) -> None:
+def test_a_draft_model_processes_jump_forward_tokens(llama: LoadedModel, expected: list[list[int]]) -> None:
     settings = with_drafts(2, device="cuda", draft_model=llama.name, jump_forward_tokens=5, **SMALL, **PATIENT)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         true = sometimes(expected)

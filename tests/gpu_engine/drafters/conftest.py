@@ -1,7 +1,7 @@
-"""Thins out the products of parameters: `make test` runs a third of their cases, `make test-slow` the others.
+"""Marks two thirds of large parameter products as slow: `make test` runs the rest, `make test-slow` runs these.
 
-Invariant: every value of a parameter occurs with every value of another one in `make test`, where a test has three
-parameters or more; a product of fewer parameters runs whole. The choice depends on the order of the values alone.
+Invariant: a test with three parameters or more is thinned so that every pair of values still occurs in `make test`; a
+test with fewer parameters runs whole. The choice depends only on the order of the values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SHARE = 3
-"""One case in so many is not slow."""
+"""One case in `SHARE` is not slow."""
 MIN_PARAMETERS = 3
 
 

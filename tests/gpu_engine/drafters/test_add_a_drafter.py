@@ -6,7 +6,7 @@ A new drafter touches these files:
    drafting network implements `gpu_engine.drafters.nets.DraftNet` instead, and is run by `ChainDrafter`.
 2. `gpu_engine/drafters/build.py`: a function from `DrafterParts` to the drafter, and its entry in `BUILDERS`.
 3. `gpu_engine/api/config.py`: the name among the values of `drafter`, and settings of its own, if any.
-4. `tests/gpu_engine/drafters/test_NAME.py`: the two tests below, and what the drafter promises of its drafts.
+4. `tests/gpu_engine/drafters/test_NAME.py`: the two tests below, and tests of the drafts that the drafter proposes.
 
 No step, kernel, graph or loop changes. Arithmetic that needs a kernel of its own on a GPU gets a method of
 `StepLaunches`: `gpu_engine/step/launches.py`, `gpu_engine/step/device/launches.py`, and the kernel in `kernels/cuda`.
@@ -45,10 +45,10 @@ class RepeatDrafter:
         self._stream = stream
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
-        """Return: the last token is in the history."""
+        """Do nothing: the last token is already in the history."""
 
     def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
-        """Enqueue one launch, which looks at no value, so that it can be captured."""
+        """Enqueue one launch. It reads no value back to the host, so it can be captured."""
         self._stream.kernel(self._propose, batch)
 
     def _propose(self, batch: StepBatch) -> None:
@@ -86,7 +86,7 @@ def expected(target: LoadedModel) -> list[list[int]]:
         return answer_all(engine, requests())
 
 
-def test_it_runs_in_the_cpus_step(target: LoadedModel, expected: list[list[int]]) -> None:
+def test_the_toy_drafter_runs_in_a_cpu_step(target: LoadedModel, expected: list[list[int]]) -> None:
     def build_executor(*args: object) -> Executor:
         return cpu_executor(*args, drafter_builders=TOYS)  # type: ignore[arg-type]
 
@@ -100,7 +100,7 @@ def test_it_runs_in_the_cpus_step(target: LoadedModel, expected: list[list[int]]
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install .[dev]")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_it_is_captured_in_a_graph(target: LoadedModel, expected: list[list[int]]) -> None:
+def test_the_toy_drafter_is_captured_in_a_graph(target: LoadedModel, expected: list[list[int]]) -> None:
     from tests.gpu_engine.device.device_engine import RecordedDevice, opaque_launches
 
     device = RecordedDevice(drafter_builders=TOYS)

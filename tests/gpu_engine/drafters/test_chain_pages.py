@@ -1,4 +1,4 @@
-"""A drafting network's keys stay in the pages of their own sequence."""
+"""A drafting network writes keys only to the pages of their own sequence."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.gpu_engine.harness import answer_all, ask, config, running, tokens, w
 
 @dataclass(eq=False)
 class WatchedNet:
-    """A draft net that notes which pages its later links write."""
+    """A draft net that records the positions that its later links write."""
 
     net: DraftNet
     engine: Engine
     page_size: int
     writes: int = 0
     beyond: list[tuple[int, int, int]] = field(default_factory=list)
-    """(slot, position, pages of its sequence) of each write behind the last page that the sequence owns."""
+    """(slot, position, pages of its sequence) of each write past the last page that the sequence owns."""
 
     def __post_init__(self) -> None:
         self.layers, self.d2t_V = self.net.layers, self.net.d2t_V
@@ -70,7 +70,7 @@ def test_a_chain_writes_only_to_the_pages_of_its_sequence(llama: LoadedModel, ov
     assert net.beyond == []
 
 
-def test_the_lookahead_counts_the_chain_of_a_network_alone() -> None:
+def test_only_a_network_adds_its_chain_to_the_lookahead() -> None:
     assert lookahead(with_drafts(7), 0) == 8
     assert lookahead(with_drafts(7), 1) == 16
     assert lookahead(with_drafts(7, draft_model="m"), 1) == 16 + 6

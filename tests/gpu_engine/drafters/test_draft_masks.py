@@ -1,4 +1,4 @@
-"""Masked and unmasked drafts of a drafting network: the tokens are those of one token a step."""
+"""With masked and with unmasked drafts of a drafting network, the tokens are those of one token a step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tokens_do_not_depend_on_draft_masks(
 
 
 @pytest.mark.parametrize("masks", ["on", "off"])
-def test_each_row_is_asked_for_once(
+def test_each_row_is_requested_once(
     llama: LoadedModel, draft_models: dict[str, str], masks: str, overlap: bool
 ) -> None:
     settings = with_drafts(3, draft_model=draft_models["same"], draft_masks=masks, overlap=overlap, **PATIENT)
@@ -66,7 +66,7 @@ def test_each_row_is_asked_for_once(
         answer_all(engine, answers)
         records = grammar.sidecar.records
     assert all(map(legal, answers))
-    # A stop has no row behind it, so the sidecar is asked again for such a row.
+    # A stop token has no row after it, so the engine requests such a row again.
     wanted = [record for record in records if EOS not in record.drafts]
     verified = Counter(record.need_rows.bit_count() for record in wanted if record.stage == Stage.VERIFY)
     drafted = sum(record.stage not in (Stage.VERIFY, Stage.PROPOSE) for record in records)
@@ -75,8 +75,8 @@ def test_each_row_is_asked_for_once(
     else:
         assert drafted == 0
         assert verified[4] > 3
-    # A row is named by the tokens in front of it.
-    # Two records ask for the same one only if tokens were rejected between.
+    # A row is identified by the tokens before it.
+    # Two records request the same row only if tokens were rejected between them.
     rows = Counter(
         (record.slot, record.commit_pos + len(record.committed) + row, record.drafts[:row])
         for record in wanted

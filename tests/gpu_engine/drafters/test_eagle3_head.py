@@ -1,4 +1,4 @@
-"""The EAGLE3 head: the public format there and back, what is refused, and the unrolled chain against a plain one."""
+"""The EAGLE3 head: files of the public format, rejected files, and the unrolled chain compared with a plain chain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_head(seed: int = 0, **changed: Any) -> Eagle3Head:
     return head.eval()
 
 
-def test_a_head_comes_back_from_its_files(tmp_path: Path) -> None:
+def test_a_saved_head_is_loaded_unchanged(tmp_path: Path) -> None:
     head = make_head()
     save_head(head, tmp_path)
     again = load_head(tmp_path, target_config(), torch.float32)
@@ -45,7 +45,7 @@ def test_a_head_comes_back_from_its_files(tmp_path: Path) -> None:
         torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0, atol=0)
 
 
-def test_the_files_speak_the_public_format(tmp_path: Path) -> None:
+def test_the_files_have_the_public_format(tmp_path: Path) -> None:
     head = make_head()
     save_head(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -53,16 +53,16 @@ def test_the_files_speak_the_public_format(tmp_path: Path) -> None:
     assert tensors["midlayer.self_attn.q_proj.weight"].shape == (H, 2 * H)
     assert tensors["lm_head.weight"].shape == (VD, H)
     assert {"norm.weight", "midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"} <= tensors.keys()
-    said = json.loads((tmp_path / "config.json").read_text())
-    assert said["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert (said["draft_vocab_size"], said["num_hidden_layers"]) == (VD, 1)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (written["draft_vocab_size"], written["num_hidden_layers"]) == (VD, 1)
     # Draft id d is target id d + d2t[d], and t2d marks the target ids that have one.
     ids = torch.arange(VD) + tensors["d2t"]
     assert ids.tolist() == tensors["t2d"].nonzero()[:, 0].tolist() == head.target_ids.tolist()
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])
-def test_other_trainers_names_are_read(tmp_path: Path, prefix: str) -> None:
+def test_tensor_names_of_other_trainers_are_accepted(tmp_path: Path, prefix: str) -> None:
     head = make_head()
     save_head(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -103,7 +103,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("words", REFUSALS)
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, words: str) -> None:
+def test_the_error_of_an_unsuitable_head_names_the_mismatch(tmp_path: Path, words: str) -> None:
     ours, theirs = REFUSALS[words]
     save_head(make_head(), tmp_path)
     path = tmp_path / "config.json"
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, words: str) -> Non
     assert words in str(refusal.value)
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+def test_the_error_of_an_incomplete_head_names_the_missing_tensor(tmp_path: Path) -> None:
     save_head(make_head(), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["midlayer.hidden_norm.weight"]
@@ -123,7 +123,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [V, -V, 0])
-def test_a_map_that_leaves_the_vocabulary_or_doubles_an_id_is_refused(tmp_path: Path, wrong: int) -> None:
+def test_a_map_with_an_invalid_or_repeated_id_is_rejected(tmp_path: Path, wrong: int) -> None:
     head = make_head()
     head.d2t[1] = wrong if wrong else head.d2t[0] - 1
     save_head(head, tmp_path)
@@ -131,7 +131,7 @@ def test_a_map_that_leaves_the_vocabulary_or_doubles_an_id_is_refused(tmp_path: 
         load_head(tmp_path, target_config(), torch.float32)
 
 
-def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_head_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(HeadNotUsable, match=r"draft_model: cannot read .*config\.json: No such file"):
         load_head(tmp_path, target_config(), torch.float32)
     save_head(make_head(), tmp_path)
@@ -141,7 +141,7 @@ def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 6, 32])
-def test_the_fused_layers_exist(num_layers: int) -> None:
+def test_the_default_auxiliary_layers_exist(num_layers: int) -> None:
     assert all(0 <= layer < num_layers for layer in default_aux_layers(num_layers))
     assert num_layers != 32 or default_aux_layers(num_layers) == (2, 16, 29)
 
@@ -150,7 +150,7 @@ def test_the_fused_layers_exist(num_layers: int) -> None:
 
 
 class PlainAttention:
-    """Causal attention that keeps what it has seen."""
+    """Causal attention that stores all keys and values that it has been given."""
 
     def __init__(self, head: Eagle3Head) -> None:
         self.heads, self.groups, self.width = head.midlayer.self_attn.shape
@@ -169,7 +169,7 @@ class PlainAttention:
 
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_the_unrolled_logits_are_those_of_a_chain(norm_before_residual: bool) -> None:
+def test_the_unrolled_logits_equal_those_of_a_plain_chain(norm_before_residual: bool) -> None:
     head = make_head(norm_before_residual=norm_before_residual)
     ids, aux, embedding = torch.randint(V, (14,)), torch.randn(14, 3 * H), torch.randn(V, H)
     sequence, depth = Sequence(ids, aux, answer_at=5), 4
@@ -190,7 +190,7 @@ def test_the_unrolled_logits_are_those_of_a_chain(norm_before_residual: bool) ->
                 )
 
 
-def test_an_answer_of_a_token_has_nothing_to_draft() -> None:
+def test_an_answer_of_one_token_has_no_draft() -> None:
     sequence = Sequence(torch.randint(V, (6,)), torch.randn(6, 3 * H), answer_at=5)
     assert len(sequence.region) == 0
     assert list(unroll(make_head(), torch.randn(V, H), sequence, 3)) == []

@@ -1,4 +1,4 @@
-"""The EAGLE3 head over paged memory drafts what a plain chain drafts, and a pruned vocabulary its own tokens."""
+"""The EAGLE3 head over paged memory has the drafts of a plain chain, and its columns are mapped to target tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ PAGE, LENGTH, ROWS = 16, 64, 4
 
 
 class Lanes:
-    """Sequences of random tokens and hidden states: as much prefilled as the engine would, then a step that emitted."""
+    """Sequences of random tokens and hidden states: prefilled as the engine does it, then one step with emitted tokens.
+
+    `lengths` and `emitted` give each lane's tokens after the step and the tokens that the step emitted.
+    """
 
     def __init__(self, head: Eagle3Head, lengths: list[int], emitted: list[int]) -> None:
         draw = torch.Generator().manual_seed(7)
@@ -36,7 +39,8 @@ class Lanes:
         self.aux_BLF = torch.randn(B, LENGTH, 3 * H, generator=draw)
         self.batch = StepBatch(slot, lane, B, ROWS, any_guided=False)
         befores = [length - count - 1 for length, count in zip(lengths, emitted, strict=True)]
-        for start in range(0, max(befores), 5):  # chunks, with padding behind the last token, and lanes that are done
+        # Chunks with padding after the last token; the shorter lanes end before the longest one does.
+        for start in range(0, max(befores), 5):
             places = list(range(B))
             starts = [min(start + b, before) for b, before in enumerate(befores)] if start else [0] * B
             ends = [min(start + 5 + b, before) for b, before in enumerate(befores)]
@@ -49,12 +53,12 @@ class Lanes:
         )
 
     def hidden(self, rows: list[tuple[int, int, int]]) -> Hidden:
-        """The target's states of (lane, first position, count), layer by layer."""
+        """Return the target's hidden states of the rows (lane, first position, count), by layer."""
         aux_NF = torch.cat([self.aux_BLF[b, max(at, 0) : max(at, 0) + count] for b, at, count in rows])
         return {layer: aux_NF[:, i * H : (i + 1) * H] for i, layer in enumerate(self.head.config.aux_layers)}
 
     def plain(self, b: int, drafts: list[int]) -> torch.Tensor:
-        """Logits of draft 0, 1, ... of a lane, from all its true pairs and then its own outputs."""
+        """Return the logits of draft 0, 1, ... of lane `b`, from all its true pairs and then the head's own outputs."""
         length = int(self.batch.slot.length_S[b])
         ids = self.batch.slot.history_SL[b, :length].long()
         attention, last = PlainAttention(self.head), length - 1
@@ -68,7 +72,7 @@ class Lanes:
 
 
 @torch.inference_mode()
-def test_first_drafts_are_those_of_a_plain_chain() -> None:
+def test_drafts_equal_those_of_a_plain_chain() -> None:
     lanes = Lanes(make_head(), lengths=[20, 9, 31, 3], emitted=[1, 4, 2, 1])
     batch, slot = lanes.batch, lanes.batch.slot
     place_B, table_BN = batch.slots_B.long(), slot.page_table_SN
@@ -85,7 +89,7 @@ def test_first_drafts_are_those_of_a_plain_chain() -> None:
 
 
 @torch.inference_mode()
-def test_a_lane_that_stays_behind_writes_nothing() -> None:
+def test_a_lane_that_does_not_draft_writes_no_keys() -> None:
     lanes = Lanes(make_head(), lengths=[20, 9], emitted=[1, 2])
     batch, slot = lanes.batch, lanes.batch.slot
     before = lanes.net._pages.v.clone()
@@ -98,7 +102,7 @@ def test_a_lane_that_stays_behind_writes_nothing() -> None:
 def drawn(
     head: Eagle3Head, logits_D: torch.Tensor, kind: RowKind, *, legal: list[int] | None = None, forced: int = -1
 ) -> int:
-    """One draft of one lane under one row."""
+    """Return the draft that one lane draws under one mask row."""
     slot, lane = SlotBuffers.allocate(1, 1, 16, PAGE), LaneBuffers.allocate(1, 1, V)
     slot.length_S[0] = 1
     slot.params.top_p_S[:] = 1.0
@@ -116,26 +120,26 @@ def drawn(
 
 
 @pytest.mark.parametrize("best", [0, 7, VD - 1])
-def test_a_column_is_drawn_as_its_token(best: int) -> None:
+def test_a_drawn_column_is_mapped_to_its_token(best: int) -> None:
     head, logits = make_head(), torch.zeros(VD)
     logits[best] = 3.0
     assert drawn(head, logits, RowKind.ALL) == int(head.target_ids[best])
 
 
-def test_a_mask_is_of_tokens_and_not_of_columns() -> None:
+def test_a_mask_applies_to_tokens_and_not_to_columns() -> None:
     head = make_head()
     ids = head.target_ids.tolist()
     logits = torch.arange(VD, dtype=torch.float32)
     assert drawn(head, logits, RowKind.APPLY, legal=[ids[3], ids[5]]) == ids[5]
 
 
-def test_nothing_in_common_with_the_mask_is_no_draft_and_never_token_zero() -> None:
+def test_a_mask_without_draft_tokens_gives_no_draft() -> None:
     head = make_head()
     outside = sorted(set(range(V)) - set(head.target_ids.tolist()))
     assert drawn(head, torch.randn(VD), RowKind.APPLY, legal=outside) == -1
 
 
-def test_a_forced_token_outside_of_the_draft_vocabulary_is_still_drafted() -> None:
+def test_a_forced_token_outside_the_draft_vocabulary_is_drafted() -> None:
     head = make_head()
     outside = next(i for i in range(V) if i not in set(head.target_ids.tolist()))
     assert drawn(head, torch.randn(VD), RowKind.FORCED, forced=outside) == outside

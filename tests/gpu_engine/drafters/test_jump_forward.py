@@ -1,4 +1,4 @@
-"""What the grammar forces as drafts: whatever it proposes, in time or not, the tokens are the same."""
+"""Jump-forward tokens as drafts: whatever tokens the grammar process proposes, in time or not, answers are the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Proposes = Callable[[Automaton, list[int]], list[int]]
 
 @pytest.fixture(scope="module")
 def expected(llama: LoadedModel) -> list[list[int]]:
-    """One request at a time, one token a step."""
+    """Return the answers of an engine that serves one request at a time and emits one token a step."""
     answers = made()
     with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
         answer_each(engine, answers)
@@ -39,7 +39,7 @@ def expected(llama: LoadedModel) -> list[list[int]]:
 
 
 def prophet(expected: list[list[int]]) -> Proposes:
-    """Knows every answer."""
+    """Return a proposer of the right tokens: the rest of every expected answer."""
 
     def proposes(automaton: Automaton, said: list[int]) -> list[int]:
         return next((answer[len(said) :] for answer in expected if said and answer[: len(said)] == said), [])
@@ -48,12 +48,12 @@ def prophet(expected: list[list[int]]) -> Proposes:
 
 
 def liar(automaton: Automaton, said: list[int]) -> list[int]:
-    """Proposes anything: tokens that are illegal, stops, too many."""
+    """Propose random tokens: illegal ones, stop tokens, too many."""
     return random.Random(len(said)).choices(range(VOCAB), k=len(said) % 12)
 
 
 def out_of_vocabulary(expected: list[list[int]]) -> Proposes:
-    """Proposes a token that comes and then one that the model cannot embed, or such a token first."""
+    """Return a proposer of an id that the model cannot embed, alone or after one right token."""
     knows = prophet(expected)
 
     def proposes(automaton: Automaton, said: list[int]) -> list[int]:
@@ -64,7 +64,7 @@ def out_of_vocabulary(expected: list[list[int]]) -> Proposes:
 
 
 def half_right(expected: list[list[int]]) -> Proposes:
-    """Proposes two tokens that come and then one that does not."""
+    """Return a proposer of two right tokens and then a wrong one."""
     knows = prophet(expected)
     return lambda automaton, said: [*knows(automaton, said)[:2], len(said) % 256]
 
@@ -99,14 +99,14 @@ def test_no_proposal_changes_a_token(
             assert stats.accepted_jump_forward_tokens > 50
             assert stats.accepted_jump_forward_tokens >= 0.9 * stats.jump_forward_tokens
         elif proposes == "forced":
-            # A step that begins in front of a forced token drafts it, unless the answer ends there.
+            # A step before a jump-forward token drafts it, unless the answer ends there.
             assert stats.accepted_jump_forward_tokens == stats.jump_forward_tokens > 5
 
 
 @pytest.mark.parametrize("drafts_by", ["same", "other", "trained eagle3", "random eagle3"])
 @pytest.mark.parametrize("proposes", ["forced", "prophet", "liar"])
 @pytest.mark.parametrize("waits", [{"draft_masks": "on"}, {"draft_masks": "off"}])
-def test_a_net_goes_on_behind_what_is_proposed(
+def test_a_draft_net_continues_after_jump_forward_tokens(
     llama: LoadedModel,
     draft_models: dict[str, str],
     expected: list[list[int]],
@@ -127,9 +127,7 @@ def test_a_net_goes_on_behind_what_is_proposed(
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
-def test_a_proposal_that_is_late_is_none(
-    llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
-) -> None:
+def test_a_late_proposal_is_ignored(llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool) -> None:
     settings = config(
         drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0
     )
@@ -144,7 +142,7 @@ def test_a_proposal_that_is_late_is_none(
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
-def test_who_does_not_wait_gets_the_same_tokens(
+def test_tokens_are_the_same_when_the_draft_wait_times_out(
     llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
 ) -> None:
     settings = config(
@@ -158,7 +156,7 @@ def test_who_does_not_wait_gets_the_same_tokens(
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 @pytest.mark.parametrize("there", [0, 1, 3])
-def test_late_rows_of_forced_drafts_are_those_of_the_repeated_step(
+def test_late_rows_of_jump_forward_drafts_serve_the_repeated_step(
     llama: LoadedModel, expected: list[list[int]], drafter: str, there: int, overlap: bool
 ) -> None:
     settings = config(
@@ -180,7 +178,7 @@ def test_late_rows_of_forced_drafts_are_those_of_the_repeated_step(
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
-def test_refusals_open_the_slot_again(
+def test_consecutive_deferred_answers_reopen_the_matcher(
     llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
 ) -> None:
     settings = config(drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0)
@@ -225,7 +223,7 @@ def test_a_restart_changes_no_token(
 
 
 @pytest.mark.parametrize("trouble", ["dead", "error"])
-def test_a_dead_end_behind_forced_drafts_ends_its_request_alone(
+def test_a_dead_end_after_jump_forward_drafts_ends_only_its_request(
     llama: LoadedModel, expected: list[list[int]], trouble: str, overlap: bool
 ) -> None:
     settings = config(jump_forward=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0)
@@ -238,7 +236,7 @@ def test_a_dead_end_behind_forced_drafts_ends_its_request_alone(
     assert broken.tokens == expected[0][:20]
 
 
-def test_a_preempted_request_goes_on(llama: LoadedModel, overlap: bool) -> None:
+def test_a_preempted_request_continues_with_the_same_tokens(llama: LoadedModel, overlap: bool) -> None:
     def run(**fields: int | str | bool) -> tuple[list[list[int]], int]:
         settings = config(overlap=overlap, max_model_len=128, row_timeout_ms=2000.0, **fields)
         with guided_engine(llama, settings) as (engine, grammar):
@@ -246,13 +244,13 @@ def test_a_preempted_request_goes_on(llama: LoadedModel, overlap: bool) -> None:
             answers = [ask(tokens(20, seed), grammar="70", max_tokens=80) for seed in range(4)]
             return answer_all(engine, answers), engine.stats().preemptions
 
-    undisturbed, never = run(drafter="none")
-    tight, preemptions = run(jump_forward=True, kv_cache_tokens=128)
-    assert tight == undisturbed
-    assert never == 0 < preemptions
+    undisturbed, preemptions_with_room = run(drafter="none")
+    preempted, preemptions = run(jump_forward=True, kv_cache_tokens=128)
+    assert preempted == undisturbed
+    assert preemptions_with_room == 0 < preemptions
 
 
-def test_a_proposal_of_the_stop_ends_the_answer(llama: LoadedModel, overlap: bool) -> None:
+def test_a_proposed_stop_token_ends_the_answer(llama: LoadedModel, overlap: bool) -> None:
     settings = config(drafter="grammar", overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0)
     answers = [ask(tokens(9, length), grammar=str(length), max_tokens=60) for length in range(6, 14)]
     with guided_engine(llama, settings) as (engine, _):
@@ -260,7 +258,7 @@ def test_a_proposal_of_the_stop_ends_the_answer(llama: LoadedModel, overlap: boo
     assert all(legal(answer) and answer.finish is FinishReason.STOP for answer in answers)
 
 
-def test_nothing_is_asked_for_free_requests_and_nothing_without_drafts(llama: LoadedModel) -> None:
+def test_no_jump_forward_tokens_are_requested_without_grammar_or_drafts(llama: LoadedModel) -> None:
     for fields in ({}, {"num_draft_tokens": 0}, {"drafter": "none"}):
         settings = config(jump_forward=True, row_timeout_ms=2000.0, **fields)
         with guided_engine(llama, settings) as (engine, grammar):

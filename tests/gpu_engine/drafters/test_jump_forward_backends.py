@@ -1,4 +1,5 @@
-"""What real libraries force as drafts, in one process with a tiny model: the tokens are those of one token a step."""
+"""Jump-forward tokens of the real grammar libraries, in one process with a tiny model: answers are those of one token
+a step."""
 
 from __future__ import annotations
 
@@ -48,10 +49,10 @@ SCHEMAS = [
 
 
 def made() -> list[Answer]:
-    """Return requests: greedy and drawn, some of whose limits are so near that the answer is led to its end."""
+    """Return greedy and sampled requests; some have limits so low that budgeted completion steers the answer."""
     answers = []
     for number, source in enumerate(SCHEMAS):
-        # A prompt that holds the answer's words lets the n-gram drafter in, with drafts that may break the grammar.
+        # The prompt holds words of the answer, so that the n-gram drafter proposes drafts, some of them illegal.
         prompt = list(f"{source[-40:]} customer true {number}".encode())
         answers.append(partial(ask, prompt, grammar=source, max_tokens=90)())
         answers.append(ask(prompt, grammar=source, max_tokens=60, temperature=0.8, seed=number))
@@ -60,7 +61,7 @@ def made() -> list[Answer]:
 
 
 class NotedSlot(SlotMatcher):
-    """Notes every row that is filled, by its owner and the tokens in front of it."""
+    """A slot matcher that records every filled row, by its slot generation and the tokens before it."""
 
     filled: list[tuple[int, tuple[int, ...]]]
 
@@ -70,7 +71,7 @@ class NotedSlot(SlotMatcher):
 
     @classmethod
     def of(cls, slot: SlotMatcher, filled: list[tuple[int, tuple[int, ...]]]) -> NotedSlot:
-        """Return the same slot, which notes into `filled`."""
+        """Return a copy of `slot` that records its filled rows in `filled`."""
         noted = cls(*(getattr(slot, part.name) for part in fields(slot)))
         noted.filled = filled
         return noted
@@ -78,7 +79,7 @@ class NotedSlot(SlotMatcher):
 
 @dataclass(eq=False)
 class LibraryGrammar:
-    """A `ports.GrammarPort` over a real worker's threads; a source reads "KIND WHITESPACE text"."""
+    """A `ports.GrammarPort` over a real worker's threads; the form of a source is "KIND WHITESPACE text"."""
 
     segment: Segment
     backend: Backend
@@ -87,7 +88,7 @@ class LibraryGrammar:
     engine: GrammarEvents = field(init=False)
     worker: Worker = field(init=False)
     filled: dict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=lambda: defaultdict(list))
-    """slot -> what was filled."""
+    """slot -> (slot_gen, tokens before the row) of each filled row."""
 
     def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
         assert request.grammar is not None
@@ -108,7 +109,7 @@ class LibraryGrammar:
 
 
 class Sidecars:
-    """A library with the tiny model's vocabulary, and what it has compiled."""
+    """A library with the tiny model's vocabulary, and the grammars that it has compiled."""
 
     def __init__(self, name: str, model: LoadedModel) -> None:
         tokenizer = (Path(model.name) / "tokenizer.json").read_bytes()
@@ -133,7 +134,7 @@ class Sidecars:
                 for slot, filled in grammar.filled.items():
                     assert len(filled) == len(set(filled)), f"slot {slot}: a row was filled twice"
                 stats = grammar.worker.stats()
-                # Those that are filled for several slots at once pass by the slots.
+                # Rows that are filled for several slots in one call are not recorded by the slots.
                 alone = sum(map(len, grammar.filled.values()))
                 assert stats["filled_rows"] >= alone > 0 if stats["batched_records"] else stats["filled_rows"] == alone
             finally:
@@ -150,7 +151,7 @@ PATIENT = {"row_timeout_ms": 5000.0, "draft_timeout_ms": 5000.0}
 
 @pytest.fixture(scope="module")
 def expected(sidecars: Sidecars) -> list[list[int]]:
-    """One request at a time, one token a step."""
+    """Return the answers of an engine that serves one request at a time and emits one token a step."""
     answers = made()
     with sidecars.engine(with_drafts(0, **PATIENT)) as (engine, worker):
         answer_each(engine, answers)
@@ -167,7 +168,7 @@ def expected(sidecars: Sidecars) -> list[list[int]]:
     ("num_drafts", "most"), [*((number, 0) for number in range(1, 8)), (1, 7), (2, 7), (3, 7), (3, 15)]
 )
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
-def test_tokens_do_not_depend_on_what_is_forced(
+def test_tokens_do_not_depend_on_jump_forward(
     sidecars: Sidecars, expected: list[list[int]], drafter: str, num_drafts: int, most: int, overlap: bool
 ) -> None:
     settings = config(
@@ -177,14 +178,14 @@ def test_tokens_do_not_depend_on_what_is_forced(
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
     assert stats.deferred_rows == 0
-    # A vocabulary of bytes spells nothing in two ways; but an answer that is led to its end may have a choice there.
+    # With a byte vocabulary a text has one spelling, but a steered answer may have a choice near its end.
     assert stats.jump_forward_tokens >= stats.accepted_jump_forward_tokens > 0.95 * stats.jump_forward_tokens > 100
     assert worker.stats()["proposed_tokens"] >= stats.jump_forward_tokens
 
 
 @pytest.mark.parametrize("drafts_by", ["same", "trained eagle3", "random eagle3"])
 @pytest.mark.parametrize(("masks", "num_drafts", "most"), [("on", 5, 0), ("off", 5, 0), ("on", 2, 7), ("off", 3, 15)])
-def test_nets_go_on_behind_what_is_forced(
+def test_draft_nets_continue_after_jump_forward_tokens(
     sidecars: Sidecars,
     expected: list[list[int]],
     draft_models: dict[str, str],
@@ -206,7 +207,7 @@ def test_nets_go_on_behind_what_is_forced(
 
 
 @pytest.mark.parametrize(("num_drafts", "most"), [(7, 0), (7, 15), (1, 11)])
-def test_an_answer_that_is_forced_takes_few_steps(
+def test_an_answer_of_jump_forward_tokens_takes_few_steps(
     sidecars: Sidecars, expected: list[list[int]], num_drafts: int, most: int
 ) -> None:
     at, rows = 2 * SCHEMAS.index(LITERAL), max(num_drafts, most) + 1
@@ -215,5 +216,5 @@ def test_an_answer_that_is_forced_takes_few_steps(
         answer = made()[at]
         answer.request.jump_forward_tokens = 15
         assert answer_all(engine, [answer]) == [expected[at]]
-    # One token behind the prompt, then a step's rows; the stop is the last step's own.
+    # The first step emits one token, each later step as many as it has rows; the last row emits the stop token.
     assert answer.request.telemetry.steps == 1 + -(-(len(expected[at]) - 1) // rows)

@@ -1,4 +1,4 @@
-"""Forced drafts that are longer than K: whatever they are, the tokens are those of K = 0."""
+"""More jump-forward tokens than K: whatever is proposed, the tokens are those of K = 0."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.gpu_engine.toy_sidecar import Automaton, ToySidecar, guided_engine
 
 PATIENT = {"row_timeout_ms": 2000.0, "draft_timeout_ms": 2000.0}
 MOST = 7
-"""F; K is less."""
+"""The largest number of jump-forward tokens (F); K is smaller."""
 
 
 @pytest.fixture(scope="module")
 def expected(llama: LoadedModel) -> list[list[int]]:
-    """One request at a time, one token a step."""
+    """Return the answers of an engine that serves one request at a time and emits one token a step."""
     answers = made()
     with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
         answer_each(engine, answers)
@@ -38,13 +38,13 @@ def expected(llama: LoadedModel) -> list[list[int]]:
 
 
 def beyond_the_end(expected: list[list[int]]) -> Proposes:
-    """Knows every answer, and has more to say behind its end."""
+    """Return a proposer of the right tokens and of more tokens after the end of the answer."""
     knows = prophet(expected)
     return lambda automaton, said: [*knows(automaton, said), 70, 71, EOS, 72]
 
 
 def wrong_late(expected: list[list[int]]) -> Proposes:
-    """Proposes four tokens that come, one that does not, and more: the target spells the text in another way."""
+    """Return a proposer of four right tokens, a wrong one and two more, as if the target spelled the text otherwise."""
     knows = prophet(expected)
     return lambda automaton, said: [*knows(automaton, said)[:4], len(said) % 256, 66, 67]
 
@@ -61,7 +61,7 @@ def proposers(expected: list[list[int]]) -> dict[str, Proposes]:
 
 
 def lengths(sidecar: ToySidecar) -> set[int]:
-    """Return how many drafts were verified at once."""
+    """Return the numbers of drafts that steps verified at once."""
     return {len(record.drafts) for record in sidecar.records if record.stage == Stage.VERIFY}
 
 
@@ -91,7 +91,7 @@ def test_no_proposal_changes_a_token(
 @pytest.mark.parametrize(
     ("num_drafts", "waits"), [(1, {"draft_masks": "on"}), (3, {}), (2, {"draft_masks": "on", "overlap": True})]
 )
-def test_a_net_goes_on_behind_what_is_proposed(
+def test_a_draft_net_continues_after_jump_forward_tokens(
     llama: LoadedModel,
     draft_models: dict[str, str],
     expected: list[list[int]],
@@ -109,10 +109,10 @@ def test_a_net_goes_on_behind_what_is_proposed(
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3])
-def test_a_draft_model_has_seen_what_was_forced(
+def test_a_draft_model_processes_jump_forward_tokens(
     llama: LoadedModel, draft_models: dict[str, str], expected: list[list[int]], num_drafts: int, overlap: bool
 ) -> None:
-    """One that is the target is right wherever it is asked, also behind six tokens that no link of its chain drew."""
+    """Drafts of the target itself are accepted, also after six jump-forward tokens that its chain did not draw."""
     knows = prophet(expected)
     settings = with_drafts(
         num_drafts, draft_model=draft_models["same"], jump_forward_tokens=MOST, overlap=overlap, step_rows=64, **PATIENT
@@ -121,13 +121,13 @@ def test_a_draft_model_has_seen_what_was_forced(
         grammar.sidecar.proposes = lambda automaton, said: knows(automaton, said)[:6] if len(said) % 3 else []
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
-    # A stop ends a step and is no accepted draft.
+    # A stop token ends a step and does not count as an accepted draft.
     assert stats.accepted_jump_forward_tokens >= stats.jump_forward_tokens - 4 > 40
     assert stats.accepted_draft_tokens >= 0.95 * stats.draft_tokens
     assert stats.draft_tokens - stats.jump_forward_tokens > 30
 
 
-def test_the_drafter_fills_up_to_k_alone(llama: LoadedModel, expected: list[list[int]]) -> None:
+def test_the_drafter_adds_drafts_only_up_to_k(llama: LoadedModel, expected: list[list[int]]) -> None:
     settings = config(num_draft_tokens=3, jump_forward_tokens=MOST, step_rows=64, **PATIENT)
     knows = prophet(expected)
     for count, most in ((0, 3), (2, 3), (5, 5)):
@@ -139,7 +139,7 @@ def test_the_drafter_fills_up_to_k_alone(llama: LoadedModel, expected: list[list
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 @pytest.mark.parametrize("there", [0, 1, 5])
-def test_late_rows_of_long_drafts_are_those_of_the_repeated_step(
+def test_late_rows_of_many_jump_forward_drafts_serve_the_repeated_step(
     llama: LoadedModel, expected: list[list[int]], drafter: str, there: int, overlap: bool
 ) -> None:
     settings = config(
@@ -155,7 +155,7 @@ def test_late_rows_of_long_drafts_are_those_of_the_repeated_step(
         assert sidecar.withheld > 10
 
 
-def test_a_number_that_the_request_names_is_for_all_drafts(llama: LoadedModel) -> None:
+def test_a_number_of_drafts_in_the_request_limits_all_drafts(llama: LoadedModel) -> None:
     settings = config(num_draft_tokens=3, jump_forward_tokens=MOST, **PATIENT)
 
     def seen(own: int, forced: int | None) -> tuple[list[int], int, set[Stage]]:
@@ -168,13 +168,13 @@ def test_a_number_that_the_request_names_is_for_all_drafts(llama: LoadedModel) -
             return answer.tokens, max(lengths(grammar.sidecar)), {Stage(r.stage) for r in records}
 
     said, longest, stages = seen(0, MOST)
-    assert (longest, stages) == (0, {Stage.VERIFY}), "without speculation nothing is asked"
+    assert (longest, stages) == (0, {Stage.VERIFY}), "without speculation the engine posts no PROPOSE record"
     for own, forced, most in ((2, None, 2), (3, None, 3), (3, MOST, MOST), (3, 15, MOST), (15, None, MOST)):
         assert seen(own, forced) == (said, most, {Stage.VERIFY, Stage.PROPOSE})
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
-def test_the_end_of_the_context_is_kept(llama: LoadedModel, drafter: str, overlap: bool) -> None:
+def test_drafts_stop_at_the_end_of_the_context(llama: LoadedModel, drafter: str, overlap: bool) -> None:
     def run(**fields: object) -> list[Answer]:
         settings = config(max_model_len=64, overlap=overlap, **PATIENT, **fields)
         answers = [ask(tokens(20 + n, n), grammar="90", max_tokens=80) for n in range(3)]
@@ -192,14 +192,14 @@ def test_the_end_of_the_context_is_kept(llama: LoadedModel, drafter: str, overla
     assert {answer.finish for answer in long} == {FinishReason.GRAMMAR_INCOMPLETE}
 
 
-def test_a_step_on_a_cpu_has_no_more_rows_than_it_aims_at(llama: LoadedModel) -> None:
+def test_a_cpu_step_stays_within_its_target_of_rows(llama: LoadedModel) -> None:
     def run(count: int, step_rows: int) -> tuple[int, set[int]]:
         settings = config(num_draft_tokens=3, jump_forward_tokens=15, step_rows=step_rows, **PATIENT)
         with guided_engine(llama, settings) as (engine, grammar):
             grammar.sidecar.proposes = lambda automaton, said: [105] * 20
             answer_all(engine, [ask(tokens(9, 1), grammar="40", max_tokens=60) for _ in range(count)])
             stats, seen = engine.stats(), lengths(grammar.sidecar)
-        # The steps in front of the last ones have `count` lanes, each with as many drafts as there is room for.
+        # All steps but the last ones have `count` lanes, each with as many drafts as there is room for.
         assert stats.step_rows <= step_rows * stats.steps
         return max(seen), seen
 
@@ -226,6 +226,6 @@ def test_numbers_of_drafts_and_rows(fields: dict[str, object], numbers: tuple[in
     assert (settings.num_drafts, settings.num_jump_forward, settings.num_rows) == numbers
 
 
-def test_more_than_a_record_holds_is_refused_by_name() -> None:
+def test_more_jump_forward_tokens_than_a_record_holds_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"jump_forward_tokens: must be in \[0, 15\]"):
         EngineConfig(jump_forward_tokens=16)

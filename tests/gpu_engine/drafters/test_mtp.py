@@ -1,4 +1,4 @@
-"""The target's own multi-token-prediction layer: loaded from its checkpoint, drafting what transformers' code gives."""
+"""The target's own multi-token-prediction layer: loaded from its checkpoint, with the drafts of transformers' code."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if not hasattr(modeling_layers, "MtpModel"):
     pytest.skip("this transformers has no MtpModel", allow_module_level=True)
 
 LAYERS = 46
-"""transformers knows the MTP layer of this family by its number, which is that of the published models."""
+"""transformers identifies the MTP layer of this family by its number, which is that of the published models."""
 H, PAGE, LENGTH = 32, 16, 64
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny GLM-4.5 of random weights whose checkpoint has the MTP layer behind the last."""
+    """A tiny GLM-4.5 of random weights whose checkpoint has the MTP layer after the last layer."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "vocab_size": 300, "hidden_size": H, "intermediate_size": 48, "moe_intermediate_size": 16,
@@ -69,8 +69,8 @@ def target(folder: Path) -> LoadedModel:
 
 
 @torch.inference_mode()
-def test_drafts_are_those_of_transformers_own_layer(folder: Path, target: LoadedModel) -> None:
-    """Logits of the first draft and of the next, against `MtpModel.forward_layer` over the whole sequence."""
+def test_mtp_logits_equal_those_of_transformers(folder: Path, target: LoadedModel) -> None:
+    """The logits of the first two drafts are those of `MtpModel.forward_layer` over the whole sequence."""
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     mtp = modeling_layers.MtpModel.from_pretrained(plain)
     ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(1))
@@ -92,7 +92,7 @@ def test_drafts_are_those_of_transformers_own_layer(folder: Path, target: Loaded
         rows = last[0, start : start + count]
         return {LAYERS: torch.cat([rows, torch.zeros(count - len(rows), H)])}
 
-    # With another sequence that is a chunk behind, and then of padding alone.
+    # A second sequence is one chunk behind the first, and its last chunk is only padding.
     for starts, ends in (([0, 0], [9, 4]), ([9, 4], [16, 4])):
         bounds = torch.tensor([starts, ends], dtype=torch.int32)
         (states,) = zip(*(hidden(start, 32).values() for start in starts), strict=True)
@@ -105,7 +105,7 @@ def test_drafts_are_those_of_transformers_own_layer(folder: Path, target: Loaded
     torch.testing.assert_close(second, expected[1], rtol=1e-3, atol=1e-3)
 
 
-def test_tokens_do_not_depend_on_it(target: LoadedModel) -> None:
+def test_tokens_do_not_depend_on_mtp_drafts(target: LoadedModel) -> None:
     def made() -> list[Any]:
         return [
             ask(tokens(9, seed), max_tokens=12, temperature=0.5 * seed, seed=seed, ignore_eos=True) for seed in (0, 1)
@@ -120,8 +120,8 @@ def test_tokens_do_not_depend_on_it(target: LoadedModel) -> None:
 
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("masks", ["on", "off"])
-def test_guided_tokens_do_not_depend_on_it(target: LoadedModel, masks: str, forced: bool) -> None:
-    """Behind what the grammar forces and behind nothing; masked and unmasked."""
+def test_guided_tokens_do_not_depend_on_mtp_drafts(target: LoadedModel, masks: str, forced: bool) -> None:
+    """With and without jump-forward tokens before the drafts; masked and unmasked."""
 
     def made() -> list[Any]:
         greedy = ask(tokens(9, 1), grammar="14", max_tokens=30)
@@ -142,7 +142,7 @@ def test_guided_tokens_do_not_depend_on_it(target: LoadedModel, masks: str, forc
 
 
 @pytest.mark.parametrize(("num_drafts", "overlap"), [(1, False), (2, True), (3, False)])
-def test_it_goes_on_behind_forced_tokens_that_are_more_than_its_chain(
+def test_mtp_drafts_continue_after_more_jump_forward_tokens_than_its_chain(
     target: LoadedModel, num_drafts: int, overlap: bool
 ) -> None:
     def made() -> list[Any]:
@@ -155,7 +155,7 @@ def test_it_goes_on_behind_forced_tokens_that_are_more_than_its_chain(
         row_timeout_ms=2000.0, draft_timeout_ms=2000.0,
     )  # fmt: skip
     with guided_engine(target, settings) as (engine, grammar):
-        # Now and then right, and then with a wrong token at the end.
+        # At two of three positions the proposal is five right tokens and a wrong one; elsewhere it is empty.
         grammar.sidecar.proposes = lambda automaton, said: (
             [token for ids in expected if said and ids[: len(said)] == said for token in [*ids[len(said) :][:5], 66]]
             if len(said) % 3
@@ -167,7 +167,7 @@ def test_it_goes_on_behind_forced_tokens_that_are_more_than_its_chain(
     assert stats.jump_forward_tokens > stats.accepted_jump_forward_tokens > 10
 
 
-def test_a_model_without_such_layers_is_refused(target: LoadedModel, folder: Path, tmp_path: Path) -> None:
+def test_a_model_without_mtp_layers_is_rejected(target: LoadedModel, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelNotSupported, match="has no usable multi-token-prediction weights"):
         load_mtp(str(tmp_path), target.net, torch.float32)
     count = target.net.config.num_mtp_layers

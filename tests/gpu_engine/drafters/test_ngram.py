@@ -1,4 +1,4 @@
-"""The n-gram drafter against a plain search."""
+"""The n-gram drafter has the drafts of a plain search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STREAM, LAUNCHES = ImmediateStream(), TorchLaunches(ROWS)
 def batch_of(slots: list[int]) -> StepBatch:
     slot = SlotBuffers.allocate(SLOTS, ROWS, LENGTH, 16)
     lane = LaneBuffers.allocate(SLOTS, ROWS, 64)
-    # Whatever an earlier owner left behind must not matter.
+    # Values of the slot's earlier sequences must not matter.
     slot.history_SL.copy_(torch.randint(0, 4, slot.history_SL.shape, generator=torch.Generator().manual_seed(0)))
     slot.num_drafts_S[:] = -7
     slot.draft_limit_S[:] = ROWS - 1
@@ -53,7 +53,7 @@ def drafts(batch: StepBatch, slot: int) -> list[int]:
 
 
 def reference(history: list[int], most: int, least: int, limit: int, max_length: int) -> list[int]:
-    """The longest suffix that was there before, the first of its places, and what followed."""
+    """Return the tokens that follow the first earlier occurrence of the longest suffix that occurred before."""
     n = len(history)
     room = max(min(limit, max_length - n - 1), 0)
     for size in range(min(most, n - 1), least - 1, -1):
@@ -64,7 +64,7 @@ def reference(history: list[int], most: int, least: int, limit: int, max_length:
 
 
 @pytest.mark.parametrize(("most", "least"), [(1, 1), (3, 1), (4, 2), (8, 3)])
-def test_it_finds_what_a_plain_search_finds(most: int, least: int) -> None:
+def test_drafts_equal_those_of_a_plain_search(most: int, least: int) -> None:
     drafter, draw = NgramDrafter(STREAM, LAUNCHES, most, least), random.Random(most * 10 + least)
     found = 0
     for _ in range(150):
@@ -90,19 +90,19 @@ def test_it_finds_what_a_plain_search_finds(most: int, least: int) -> None:
         ([1, 1], [1]),
         ([1, 2, 3], []),
         ([1, 2, 9, 1, 2], [9, 1, 2]),
-        ([1, 2, 7, 5, 2, 8, 1, 2], [7, 5, 2, 8]),  # two tokens long wins
-        ([5, 2, 7, 5, 2, 8, 5, 2], [7, 5, 2, 8]),  # of equals the first wins
+        ([1, 2, 7, 5, 2, 8, 1, 2], [7, 5, 2, 8]),  # the match of two tokens wins over the match of one
+        ([5, 2, 7, 5, 2, 8, 5, 2], [7, 5, 2, 8]),  # of two matches of one length the first wins
         ([3, 3, 3, 3, 3], [3]),  # the match may overlap the suffix
     ],
 )
-def test_longest_then_first(history: list[int], expected: list[int]) -> None:
+def test_the_longest_match_wins_and_then_the_first(history: list[int], expected: list[int]) -> None:
     batch = batch_of([2])
     write(batch, 2, history)
     propose(NgramDrafter(STREAM, LAUNCHES, 4, 1), batch)
     assert drafts(batch, 2) == expected
 
 
-def test_a_lane_does_not_see_its_neighbours() -> None:
+def test_drafts_of_a_lane_do_not_depend_on_other_lanes() -> None:
     history = [1, 2, 9, 4, 1, 2]
     alone, together = batch_of([0]), batch_of([3, 0, 5])
     for batch in (alone, together):
@@ -114,7 +114,7 @@ def test_a_lane_does_not_see_its_neighbours() -> None:
     assert drafts(alone, 0) == drafts(together, 0) == [9, 4, 1, 2]
 
 
-def test_no_drafter_leaves_the_numbers_of_drafts_alone() -> None:
+def test_no_drafter_leaves_the_numbers_of_drafts_unchanged() -> None:
     batch = batch_of([1, 4])
     batch.slot.num_drafts_S[:] = 3  # jump-forward tokens, which the sync wrote
     propose(NoDrafter(), batch)

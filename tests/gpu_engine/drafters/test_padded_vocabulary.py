@@ -1,4 +1,4 @@
-"""A draft model with the target's tokenizer and logits of another width drafts real tokens alone."""
+"""A draft model with the target's tokenizer and logits of another width drafts only real tokens."""
 
 from __future__ import annotations
 

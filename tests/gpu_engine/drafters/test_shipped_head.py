@@ -1,4 +1,4 @@
-"""The head that comes along fits the embedded model, and is as small as a package's data should be."""
+"""The EAGLE3 head in the package fits the embedded model and stays below a size limit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SMOLLM2_135M = SimpleNamespace(
 )
 
 
-def test_it_fits_the_embedded_model_and_16_mb() -> None:
+def test_the_shipped_head_fits_the_embedded_model_and_16_mb() -> None:
     head = load_head(SHIPPED_HEAD, SMOLLM2_135M, torch.bfloat16)
     assert all(bool(tensor.isfinite().all()) for tensor in head.state_dict().values() if tensor.is_floating_point())
     assert sum(path.stat().st_size for path in SHIPPED_HEAD.iterdir()) <= 16_000_000
     assert (SHIPPED_HEAD / "README.md").is_file()
 
 
-def test_the_embedded_model_alone_has_one() -> None:
+def test_only_the_embedded_model_has_a_shipped_head() -> None:
     assert EngineConfig(drafter="eagle3").drafts_with_shipped_head
     assert not EngineConfig(drafter="eagle3", draft_model="/heads/mine").drafts_with_shipped_head
     with pytest.raises(ValueError, match="draft_model: drafter=eagle3 needs one; only the embedded model comes with"):

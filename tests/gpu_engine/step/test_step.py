@@ -1,4 +1,4 @@
-"""The step program under a real model: speculation, batching and arrival change no token."""
+"""The step program with a real model: speculation, batching and arrival times change no token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MIX: list[Callable[[], Answer]] = [
     partial(ask, tokens(25, 7, repeat=5), temperature=0.4, bad_token_ids=(65, 66), min_tokens=20, seed=8),
     partial(ask, tokens(48, 12, repeat=24), temperature=0.2, seed=9, max_tokens=60, drafts=2),
 ]
-"""Requests of every kind, made anew for each run."""
+"""Functions that make a request each: one of every kind of sampling parameters."""
 
 
 def made() -> list[Answer]:
@@ -47,14 +47,14 @@ def made() -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def expected(llama: LoadedModel) -> list[list[int]]:
-    """One request at a time, one token a step."""
+    """Return the answers of an engine that serves one request at a time and emits one token a step."""
     with free_engine(llama, with_drafts(0)) as engine:
         return answer_each(engine, made())
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3, 7])
 @pytest.mark.parametrize("answer", [answer_each, answer_all, answer_staggered])
-def test_tokens_do_not_depend_on_speculation_or_company(
+def test_tokens_do_not_depend_on_speculation_or_batching(
     llama: LoadedModel,
     expected: list[list[int]],
     num_drafts: int,
@@ -91,7 +91,7 @@ def test_tokens_do_not_depend_on_a_draft_model(
     with free_engine(llama, with_drafts(3, overlap=overlap, draft_model=draft_models[drafts_by])) as engine:
         assert answer(engine, made()) == expected
         stats = engine.stats()
-    # Drafts and tokens share their noise: the target as its own drafter is always right.
+    # Drafts and tokens are drawn with the same noise, so every draft of the target itself is accepted.
     assert (stats.accepted_draft_tokens == stats.draft_tokens) == (drafts_by == "same")
     assert (stats.accepted_draft_tokens > 40) == (drafts_by != "random eagle3")
 
@@ -102,7 +102,7 @@ def test_each_request_of_a_batch_gets_its_own_number_of_drafts(
     answers = [ask(tokens(20, drafts), max_tokens=25, ignore_eos=True, drafts=drafts) for drafts in range(4)]
     with free_engine(llama, with_drafts(3, draft_model=draft_models["same"])) as engine:
         answer_all(engine, answers)
-    # Nothing is known to draft from before the first token; then every draft is right.
+    # The first step has no drafts. Every later draft is accepted, since the target is its own drafter.
     assert [[len(event.token_ids) for event in answer.events] for answer in answers] == [
         [1] * 25,
         [1] + [2] * 12,
@@ -111,21 +111,25 @@ def test_each_request_of_a_batch_gets_its_own_number_of_drafts(
     ]
 
 
-@pytest.mark.parametrize(("draft_model", "kept"), [("", True), ("", False), ("other", True), ("trained eagle3", True)])
-def test_preempted_requests_come_back_and_say_the_same(
-    llama: LoadedModel, draft_models: dict[str, str], draft_model: str, kept: bool, overlap: bool
+@pytest.mark.parametrize(
+    ("draft_model", "prefix_cache"), [("", True), ("", False), ("other", True), ("trained eagle3", True)]
+)
+def test_preempted_requests_have_the_same_tokens(
+    llama: LoadedModel, draft_models: dict[str, str], draft_model: str, prefix_cache: bool, overlap: bool
 ) -> None:
     def run(**fields: int) -> tuple[list[list[int]], int]:
         drafter = draft_models.get(draft_model, "")
-        settings = with_drafts(3, overlap=overlap, max_model_len=128, draft_model=drafter, prefix_cache=kept, **fields)
+        settings = with_drafts(
+            3, overlap=overlap, max_model_len=128, draft_model=drafter, prefix_cache=prefix_cache, **fields
+        )
         with free_engine(llama, settings) as engine:
             answers = [ask(tokens(20, s), max_tokens=90, temperature=0.5, seed=s, ignore_eos=True) for s in range(4)]
             return answer_all(engine, answers), engine.stats().preemptions
 
-    undisturbed, never = run()
-    tight, preemptions = run(kv_cache_tokens=128)
-    assert tight == undisturbed
-    assert never == 0 < preemptions
+    undisturbed, preemptions_with_room = run()
+    preempted, preemptions = run(kv_cache_tokens=128)
+    assert preempted == undisturbed
+    assert preemptions_with_room == 0 < preemptions
 
 
 def test_a_request_may_draft_less_than_the_server(llama: LoadedModel, expected: list[list[int]]) -> None:
@@ -157,7 +161,7 @@ def test_seeds_matter_above_temperature_zero_only(llama: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_greedy_answers_are_those_of_transformers(saved: Callable[[str], Path], family: str) -> None:
+def test_greedy_answers_equal_those_of_transformers(saved: Callable[[str], Path], family: str) -> None:
     model = load_model(config(model=str(saved(family))))
     prompts = [tokens(70, 1, repeat=20), tokens(9, 2)]
     expected = [tiny.generate(saved(family), prompt, 40) for prompt in prompts]
@@ -167,7 +171,7 @@ def test_greedy_answers_are_those_of_transformers(saved: Callable[[str], Path], 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_a_device_that_is_not_there_is_named() -> None:
+def test_the_error_of_a_missing_device_names_the_device() -> None:
     environment = os.environ.get("CUDA_MODULE_LOADING")
     try:
         with pytest.raises(ModelNotSupported, match=r"^device: cuda:3 is not there; CUDA devices that torch sees: "):
@@ -179,15 +183,13 @@ def test_a_device_that_is_not_there_is_named() -> None:
 
 @pytest.mark.parametrize("family", [tiny.bloom, tiny.mamba, tiny.deepseek, tiny.gpt_oss])
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_the_attention_does_not_fit_is_refused(
-    tmp_path: Path, family: Callable[[], PreTrainedConfig]
-) -> None:
+def test_a_model_with_unsupported_attention_is_rejected(tmp_path: Path, family: Callable[[], PreTrainedConfig]) -> None:
     tiny.save(family(), tmp_path)
     with pytest.raises(ModelNotSupported, match=r"^model: "):
         load_model(config(model=str(tmp_path)))
 
 
-def test_a_folder_that_holds_no_model_is_refused_by_its_setting(tmp_path: Path) -> None:
+def test_the_error_of_a_folder_without_a_model_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(ModelNotSupported, match=r"^model: .* has no config\.json"):
         load_model(config(model=str(tmp_path)))
     tiny.save(tiny.FAMILIES["llama"](), tmp_path)
@@ -200,7 +202,7 @@ def test_a_folder_that_holds_no_model_is_refused_by_its_setting(tmp_path: Path) 
         load_model(config(model=str(tmp_path)))
 
 
-def test_a_position_limit_that_depends_on_the_batch_is_not_passed(tmp_path: Path) -> None:
+def test_the_model_length_ends_where_longrope_factors_change(tmp_path: Path) -> None:
     shape = tiny.FAMILIES["llama"]()
     factors = [1.0] * 8
     shape.rope_parameters = {
@@ -214,7 +216,7 @@ def test_a_position_limit_that_depends_on_the_batch_is_not_passed(tmp_path: Path
     assert load_model(config(model=str(tmp_path))).max_model_len == 64
 
 
-def test_logprobs_are_those_of_the_model_before_any_rule(llama: LoadedModel) -> None:
+def test_logprobs_are_computed_before_sampling_rules(llama: LoadedModel) -> None:
     prompt = tokens(20, 3, repeat=8)
     rules: dict[str, Any] = {"temperature": 0.8, "top_k": 3, "repetition_penalty": 1.2, "bad_token_ids": (70,)}
     for num_drafts in (0, 7):
@@ -266,7 +268,7 @@ def test_stop_tokens_and_lengths_end_an_answer_inside_a_block_of_drafts(llama: L
     for length, got in enumerate(cut, 1):
         assert got.tokens == answer[:length]
         assert got.finish is FinishReason.LENGTH
-    # The last token was not the first of its step: it was a draft, or stood behind one.
+    # The last token was not the first of its step: it was a draft, or it followed one.
     assert any(len(got.events[-1].token_ids) > 1 for got in stopped)
     assert any(len(got.events[-1].token_ids) > 1 for got in cut)
 
