@@ -39,7 +39,9 @@ class Sidecar:
             [sys.executable, "-m", "grammar_service", "--dir", str(directory), *patient, *flags],
             cwd=Path(__file__).resolve().parents[2],
         )
-        self.channel = grpc.insecure_channel(f"unix:{directory}/grammar.sock")
+        # A pool of its own: a successor on the same path must not inherit the reconnection backoff of its predecessor.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self.channel = grpc.insecure_channel(f"unix:{directory}/grammar.sock", options)
         grpc.channel_ready_future(self.channel).result(timeout=60)
         self.stub = pb_grpc.GrammarStub(self.channel)
         self._open: list[socket.socket | Segment] = []

@@ -21,7 +21,7 @@ from shared_mem.segment import Segment
 
 SLOTS, ROWS, VOCAB = 6, 4, 100
 LAST, CURRENT, WAITED_NS, MISSING = range(4)
-SHORT_NS = 40_000_000
+SHORT_NS = 100_000_000
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on PATH")
 
@@ -127,10 +127,10 @@ def test_all_blocks_of_a_wait_share_one_deadline(device: Device, segment: Segmen
     begun = time.monotonic_ns()
     device.wait(fetches=fetches)
     # Blocks run one after another here: six lanes with a deadline each would take six times as long.
-    assert SHORT_NS <= time.monotonic_ns() - begun < 3 * SHORT_NS
+    assert SHORT_NS <= time.monotonic_ns() - begun < 5 * SHORT_NS
     assert (device.kinds_BR == RowKind.DEFER).all()
     assert int(device.counter[MISSING]) == 6
-    assert SHORT_NS <= int(device.counter[WAITED_NS]) < 3 * SHORT_NS
+    assert SHORT_NS <= int(device.counter[WAITED_NS]) < 5 * SHORT_NS
     device.post()
     device.wait(rows_wanted=1)
     assert int(device.counter[WAITED_NS]) >= 2 * SHORT_NS, "the next wait has a deadline of its own"

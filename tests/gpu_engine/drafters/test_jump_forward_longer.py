@@ -115,7 +115,13 @@ def test_a_draft_model_processes_jump_forward_tokens(
     """Drafts of the target itself are accepted, also after six jump-forward tokens that its chain did not draw."""
     knows = prophet(expected)
     settings = with_drafts(
-        num_drafts, draft_model=draft_models["same"], jump_forward_tokens=MOST, overlap=overlap, step_rows=64, **PATIENT
+        num_drafts,
+        draft_model=draft_models["same"],
+        jump_forward_tokens=MOST,
+        draft_masks="on",
+        overlap=overlap,
+        step_rows=64,
+        **PATIENT,
     )
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = lambda automaton, said: knows(automaton, said)[:6] if len(said) % 3 else []

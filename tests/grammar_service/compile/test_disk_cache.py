@@ -37,7 +37,7 @@ def test_a_stored_artifact_is_found_by_the_next_process(tmp_path: Path) -> None:
         lambda content: content[:-1],
         lambda content: content + b"x",
         lambda content: b"",
-        lambda content: content.replace(b"artifact-2", b"artifact-0"),
+        lambda content: content.replace(FORMAT.encode(), b"lockstep-artifact-0"),
         lambda content: content[:-3] + b"???",
         lambda content: b"\x80\x04pickle",
     ],
