@@ -106,7 +106,7 @@ def _arguments(step: StepTensors, logits_NV: torch.Tensor, num_rows: int) -> _Ar
 
 
 def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None:
-    """Verify and sample; append what is emitted to `history_SL` and advance `length_S`; fill `result`.
+    """Verify and sample; append the emitted tokens to `history_SL` and advance `length_S`; fill `result`.
 
     `logits_NV` [B * P, V], row b * P + j; `num_rows` is P; `num_drafts_B` < P. A row of kind DEFER, DEAD_END or ERROR
     emits nothing and ends the slot's step; a row without any legal token does the same as DEAD_END.
@@ -121,11 +121,10 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
 def draw_drafts(logits_BV: torch.Tensor, step: StepTensors, k: int, *, d2t_V: torch.Tensor | None = None) -> None:
     """Draw draft k of every lane into `drafts_BR[:, k]` by the target's own rule, from a drafter's logits [B, V].
 
-    Position and noise are those that verification will use at row k; kinds and forced are read at [b, k]. The draft
-    also goes into `history_SL` behind `length_S`, where the next draft's penalties find it. -1: nothing is legal.
+    Position and noise are those that verification will use at row k; `kinds_BR` and `forced_BR` are read at [b, k]. The
+    draft also goes into `history_SL` behind `length_S`, where the next draft's penalties find it. -1: nothing is legal.
     `d2t_V` int32 [Vd] is added to a column of `logits_BV` [B, Vd] to give its token, where the drafter's vocabulary is
-    pruned. A row that leaves nothing of that vocabulary gives -1, too: no draft of it could be accepted.
-    """
+    pruned. A row that leaves nothing of that vocabulary gives -1, too: no draft of it could be accepted."""
     if step.device is not None:
         from kernels.cuda import accept as device
 

@@ -1,9 +1,9 @@
 """The small operators of a decoder layer: residual + RMSNorm, per-head norm + rotary, activation * up.
 
 Invariant: a row's result depends on that row alone, bit for bit, and is rounded where transformers' modules round.
-Shapes: N rows, H hidden size, I inner size of a gated block, D head size, R channels of a head that turn, C columns of
+Shapes: N rows, H hidden size, I inner size of a gated block, D head size, R rotated channels of a head, C columns of
 a joined q, k, v product. Not responsible for: products, attention, and the choice of modules
-(gpu_engine/model/fusion.py).
+(see gpu_engine/model/fusion.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class RotaryArgs(ctypes.Structure):
 
     @classmethod
     def of(cls, heads: tuple[int, int], head_dim: int, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> RotaryArgs:
-        """Return what does not change from call to call, with the norms' weights, which the caller keeps alive."""
+        """Return the arguments that are the same in every call. The caller owns the norms' weights and outlives
+        them."""
         args = cls(q_heads=heads[0], k_heads=heads[1], head_dim=head_dim)
         if q_norm and k_norm:
             args.q_weight, args.k_weight = q_norm.weight_H.data_ptr(), k_norm.weight_H.data_ptr()
@@ -118,10 +119,10 @@ def rotate(
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
 ) -> None:
-    """Norm (where given) and turn the query and key heads of `qkv_NC` in place; values behind them stay.
+    """Norm (where given) and rotate the query and key heads of `qkv_NC` in place; the values behind them are unchanged.
 
     `heads` is (query heads, key heads), which are the first columns of a row. Channels i and i + R / 2 of a head are a
-    pair; channels from R on do not turn. `cos_NR` and `sin_NR` are contiguous and in the model's dtype.
+    pair; channels from R on are not rotated. `cos_NR` and `sin_NR` are contiguous and in the model's dtype.
     """
     if qkv_NC.device.type != "cpu":
         from kernels.cuda import fused as device  # a CPU install has no Triton

@@ -1,7 +1,7 @@
 """What the fused operators take besides tensors, and what they ask of them, on any device.
 
 Invariant: the values of both enumerations are those of kernels/native/fused.h. Not responsible for: the operators
-(fused.py on a CPU, cuda/fused.py on a GPU).
+(see fused.py on a CPU, cuda/fused.py on a GPU).
 """
 
 from __future__ import annotations

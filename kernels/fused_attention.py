@@ -103,7 +103,7 @@ class QkvAttention:
         page_table_BN: torch.Tensor,
         positions_BP: torch.Tensor,
     ) -> None:
-        """Assert what the kernels ask, and keep what follows from the shapes."""
+        """Assert the shapes that the kernels take, and store the arguments that depend on them."""
         (Hq, Hkv), D, (B, P), T = self.heads, self.head_dim, positions_BP.shape, pages.v.shape[2]
         check_rotate(
             qkv_NC[: B * P], cos_NR, sin_NR, heads=self.heads, head_dim=D, q_norm=self.q_norm, k_norm=self.k_norm

@@ -1,14 +1,15 @@
 """`@hostfunc`: a Python function as a callback on the current CUDA stream, in graphs too, replayed at will.
 
 A captured call is owned by its graph: when the last graph that can replay it is destroyed, its arguments are freed;
-or earlier, by `release`. A call outside a capture is freed after its one run. Invariant: what the driver holds is
-never an address of a Python object, but a number that is looked up when the callback runs, so a replay after a
-release is a recorded error, not a crash. Not responsible for: the engine, which uses native host functions alone.
+or earlier, by `release`. A call outside a capture is freed after its one run. Invariant: the driver never holds the
+address of a Python object. It holds a number that is looked up when the callback runs, so a replay after a release is
+a recorded error, not a crash. Not responsible for: the engine, which uses native host functions alone.
 
-WARNING. The callback takes the GIL on a thread of CUDA's, which may hold a lock of the driver's. Whoever holds the GIL
-and waits for that lock (a synchronising copy, a lazily loaded kernel, an allocation) stops the process for good. Every
-such call must release the GIL, in every library of the process. For that reason the engine itself never uses this: its
-host nodes are C functions (shared_mem), or there are none. A callback must not call CUDA, and must not wait for CUDA.
+WARNING. The callback takes the GIL on a thread of CUDA, which may hold a lock of the driver. A thread that holds the
+GIL and waits for that lock (in a synchronising copy, a lazily loaded kernel, an allocation) stops the process for good.
+Every such call must release the GIL, in every library of the process. For that reason the engine never uses this
+module: its host nodes are C functions (shared_mem), or there are none. A callback must not call CUDA, and must not wait
+for CUDA.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class HostDriver(Protocol):
-    """What is needed of CUDA: the current stream, and its capture."""
+    """The part of CUDA that host functions need: the current stream, and its capture."""
 
     def capture_id(self) -> int:
         """Return the number of the current stream's capture, unique in the process; 0: it is not capturing."""
@@ -250,7 +251,7 @@ _PROCESS = HostFunctions(CudaHostDriver())
 hostfunc = _PROCESS.hostfunc
 """The decorator; see `HostFunctions.hostfunc`."""
 check = _PROCESS.check
-"""Raise what host functions recorded; see `HostFunctions.check`."""
+"""Raise the recorded errors of host functions; see `HostFunctions.check`."""
 release = _PROCESS.release
 """Free captured calls; see `HostFunctions.release`."""
 stats = _PROCESS.stats

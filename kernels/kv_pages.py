@@ -1,7 +1,7 @@
 """The memory of one layer's paged KV cache, in the layout of its device.
 
 Invariant: a page has the same index in `k` and `v`. Not responsible for: which page belongs to which sequence
-(gpu_engine/core/kv_cache.py), or attention over it (paged_attention.py).
+(see gpu_engine/core/kv_cache.py), or attention over it (see paged_attention.py).
 
 Shapes: Hkv KV heads, D head size, T tokens a page.
 """

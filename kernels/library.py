@@ -30,6 +30,6 @@ def native() -> ctypes.CDLL:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a CPU tensor's first element; the caller keeps the tensor alive while it is used."""
+    """Return the address of a CPU tensor's first element; the caller holds the tensor while the address is used."""
     assert tensor.device.type == "cpu", tensor.device
     return tensor.data_ptr()

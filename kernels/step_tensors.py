@@ -1,7 +1,7 @@
 """The tensors and constants of one verification step, shared by the CPU's and the GPU's kernels.
 
 Invariant: plain data; every tensor keeps its address, and each field names its writer. Not responsible for: the
-arithmetic over it (kernels/accept.py, kernels/cuda/accept.py).
+arithmetic over it (see kernels/accept.py, kernels/cuda/accept.py).
 
 Shapes: B batch entries, S slots, R rows a slot, P rows of this step (P <= R), V vocabulary.
 """
@@ -15,7 +15,7 @@ import torch
 from kernels.cuda.row_state import DeviceRows
 
 MAX_LOGPROBS = 20
-"""Most alternatives of a token whose log-probabilities are returned."""
+"""Largest number of alternatives of a token whose log-probabilities are returned."""
 RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED = 0, 1, 2, 3
 """Values of `AcceptResult.finish_B`; STOP_STEERED is a stop token at a row whose `forced` is STEERED."""
 
@@ -93,8 +93,8 @@ class AcceptResult:
 def pack_rules(stop: tuple[int, ...], bad: tuple[int, ...], words: tuple[tuple[int, ...], ...]) -> torch.Tensor:
     """Return a slot's rules, int32: stop ids, ids never drawn, and id sequences that must not appear.
 
-    Stop ids end a sequence, and are not drawn before `min_tokens`. The caller keeps the tensor while the slot is held.
-    """
+    Stop ids end a sequence, and are not drawn before `min_tokens`. The caller owns the tensor, and holds it as long as
+    the slot."""
     flat = [len(stop), *stop, len(bad), *bad, len(words)]
     for word in words:
         flat += [len(word), *word]

@@ -1,7 +1,7 @@
 """The arrays of one batch that the engine posts from and awaits into, bound once to the native calls' arguments.
 
-Invariant: addresses never change, so a captured graph may keep them. One thread (or stream) uses a batch at a time. Not
-responsible for: the calls themselves (channel.py).
+Invariant: addresses never change, so a captured graph may contain them. One thread (or stream) uses a batch at a time.
+Not responsible for: the calls themselves (see channel.py).
 """
 
 from __future__ import annotations

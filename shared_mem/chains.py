@@ -2,7 +2,8 @@
 
 Invariant: the library writes only into these arrays, so that a call which never returns can be abandoned together with
 its arrays; only `GrammarEnd.publish_chains` copies rows to where the engine reads them. One thread at a time. Not
-responsible for: choosing the slots, and answering the chains that this call leaves out (grammar_service/fill/batch.py).
+responsible for: choosing the slots, and answering the chains that this call leaves out (see
+grammar_service/fill/batch.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 
 Invariant: each end writes only the words, rows and records that layout.py gives to its process, and every hand-over
 goes through native/flags.c. A row that did not arrive in time is DEFER, never unconstrained.
-Not responsible for: matchers, models, and the death of a peer (handover.py).
+Not responsible for: matchers, models, and the death of a peer (see handover.py).
 
 Threads: one thread (or CUDA stream) posts and awaits. `set_abort`, `clear_abort`, `heartbeat` and the ages are for any
 thread. On the other side one thread waits and reads records; threads with different slots may publish at the same time.

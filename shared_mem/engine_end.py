@@ -42,7 +42,8 @@ class AwaitResult(NamedTuple):
     waited_ns: int
     """0 when everything was there already."""
     num_late: int = 0
-    """Lanes whose answer is there with rows still to come: they are DEFER now, and turn in place."""
+    """Lanes whose answer arrived with rows missing. These rows are DEFER until the grammar process adds them in
+    place."""
 
 
 class HostCall(NamedTuple):
@@ -218,7 +219,7 @@ class EngineEnd:
     ) -> tuple[BatchArrays, HostCall, HostCall]:
         """Return arrays with a post and an await that need no Python: a CUDA graph's host nodes, say.
 
-        The await takes the sequence of the post before it. The caller keeps the arrays and this end until no more
+        The await takes the sequence of the post before it. The caller holds the arrays and this end until no more
         call can be in flight.
         """
         arrays = self.batch_arrays(batch, memory)

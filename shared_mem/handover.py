@@ -9,7 +9,8 @@
 
 Invariant: after the acknowledgement both sides have mapped the same layout version and generation, or both have
 raised. The kernel closes the socket of a killed process, so a hang-up is seen within a millisecond and across pid
-namespaces. Not responsible for: a process that is alive and stuck: heartbeats and deadlines detect that (channel.py).
+namespaces. Not responsible for: a process that is alive and stuck: heartbeats and deadlines detect that (see
+channel.py).
 """
 
 from __future__ import annotations

@@ -25,15 +25,15 @@ writes each 128-byte line (the writer is named below), so no line is ever conten
 
     ANS    [num_slots], ans_stride apart                                                  grammar
            u64 seq | u32 slot_gen | u8 kind[R] (padded to 4) | i32 forced[R] (padded to 8) | u64 late
-                 late = seq: published with rows missing; each turns once from DEFER, and late to 0 behind the last
+                 late = seq: published with rows missing; each changes once from DEFER, then late to 0 behind the last
 
     MASK   [2][num_slots][R], row_stride apart; buffer = seq & 1                          grammar
            W little-endian words, bit v % 32 of word v / 32: token v is legal; the rest of the stride is not defined
 
-R = num_rows: one more than the most drafts of a step. Row j is the mask of the token that follows drafts[:j].
+R = num_rows: the largest number of drafts of a step, plus one. Row j is the mask of the token that follows drafts[:j].
 `commit_pos` is the number of answer tokens that were committed before the tokens of the record. Handling a record
-twice, known by (slot_gen, commit_pos), must change nothing. Not responsible for: memory (segment.py), ordering
-(native/flags.c), and the meaning of the calls (channel.py).
+twice, known by (slot_gen, commit_pos), must change nothing. Not responsible for: memory (see segment.py), ordering
+(see native/flags.c), and the meaning of the calls (see channel.py).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Layout:
     num_slots: int
     """Sequences that run at once, 1 to 4096."""
     num_rows: int
-    """R, one more than the most drafts of a step: 1 to 16."""
+    """R, the largest number of drafts of a step, plus one: 1 to 16."""
     vocab_size: int
     """V: columns of the logits, padding included."""
     num_recs: int = 16

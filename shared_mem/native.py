@@ -1,9 +1,9 @@
 """The compiled flags, seen from Python: structs that mirror native/flags.h, and the functions with their types.
 
 Invariant: a struct here has the fields of the C struct in the same order; `ls_abi` is compared at load. Functions that
-wait release the GIL. Those that only touch a few lines keep it: beside one busy Python thread, giving the GIL up for a
-microsecond cost 8-9 ms at the 99th percentile, keeping it 8-29 us. Not responsible for: the meaning of the calls
-(channel.py).
+wait release the GIL. Functions that only touch a few lines hold it: beside one busy Python thread, releasing the GIL
+for a microsecond cost 8-9 ms at the 99th percentile, and holding it 8-29 us. Not responsible for: the meaning of the
+calls (see channel.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class View(ctypes.Structure):
 
     @staticmethod
     def of(layout: Layout, address: int) -> View:
-        """Return the view of a segment that is mapped at `address`; it does not keep the mapping alive."""
+        """Return the view of a segment that is mapped at `address`; it does not own the mapping."""
         return View(
             address + layout.words_offset,
             address + layout.rec_offset,
@@ -279,6 +279,6 @@ def function_address(name: str) -> int:
 
 
 def address_of(array: np.ndarray) -> int:
-    """Return where the data of a C-contiguous array starts; it does not keep the array alive."""
+    """Return where the data of a C-contiguous array starts; the caller holds the array."""
     address: int = array.ctypes.data
     return address

@@ -2,8 +2,8 @@
 
 Invariant: the size can never change after creation (sealed), so no peer can make an access fault. Memory stays mapped
 while anything made from it (a numpy view, a channel end) is alive, whatever `close` says, so a late view reads old
-bytes and never faults. Not responsible for: passing it to the other process (handover.py) and every access with an
-ordering (channel.py).
+bytes and never faults. Not responsible for: passing it to the other process (see handover.py) and every access with an
+ordering (see channel.py).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Segment:
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
-        """The whole mapping, uint8 [total_bytes]. Whoever holds it keeps it mapped."""
+        """The whole mapping, uint8 [total_bytes]. A reference to this array keeps the segment mapped."""
         if self._memory is None:
             raise SegmentClosed("the segment is closed")
         return self._memory

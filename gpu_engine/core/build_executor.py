@@ -1,6 +1,6 @@
 """Chooses the executor by the model's device.
 
-One invariant: device_executor.py is imported only for a CUDA device, since it imports Triton, which an installation for
+Invariant: device_executor.py is imported only for a CUDA device, since it imports Triton, which an installation for
 a CPU lacks. Not responsible for: building an executor (see executor.py and device_executor.py).
 """
 

@@ -6,11 +6,11 @@ rows or for its matcher, since its last token.
 
     crash_count 2    quarantine: the sequence is opened again when no other quarantined sequence is on trial, and it
                      gets no more drafts
-    crash_count 3    the sequence ends with INTERNAL; at 6 only, where another one without a token waited, too
+    crash_count 3    the sequence ends with INTERNAL; at 6 only, if another sequence without a token waited, too
 
 A token sets the count to 0, so a sequence that gets a token between two ends is never blamed. Sequences outside the
-quarantine are not delayed. In the quarantine the sequence with the fewest trials comes first, so that none starves the
-others. An end that was caused from outside (SIGKILL, SIGTERM) is forgiven.
+quarantine are not delayed. In the quarantine the sequence with the fewest trials comes first, so that every
+sequence gets a trial. An end that was caused from outside (SIGKILL, SIGTERM) is forgiven.
 
 Pure: it reads grammar states and writes the counters of `SequenceState`. Not responsible for: opening and ending
 sequences (see grammar_slots.py).
@@ -26,7 +26,7 @@ from gpu_engine.core.scheduler import GrammarState
 QUARANTINE_AT = 2
 BLAME_AT = 3
 BLAME_IN_COMPANY_AT = 6
-"""Several sequences waited and none of them had a token: at this count the cause need not be known for certain."""
+"""The count that ends several sequences together, when all waited without a token and the cause is not certain."""
 NO_DRAFTS_AT = 2
 """A matcher that was open at this many ends is bound without drafts: the library may crash over a draft."""
 
@@ -37,7 +37,7 @@ def token_received(sequence: RunningSequence) -> None:
 
 
 def process_ended(waiting: Iterable[RunningSequence], with_matcher: Iterable[RunningSequence]) -> list[RunningSequence]:
-    """Count the end of a grammar process; return the sequences that are to end for it.
+    """Count the end of a grammar process; return the sequences that must end because of it.
 
     Args:
         waiting: sequences that waited for mask rows or for their matcher.

@@ -1,7 +1,7 @@
-"""Puts together what executes an engine's steps on a device: graphs over a stream. Imports Triton.
+"""Builds the executor of an engine's steps on a device: graphs over a stream. Imports Triton.
 
 `device_executor` works over any `Stream`; `cuda_executor` adds the CUDA stream, the registered segment and the sync.
-One invariant: what is registered or captured here is given back by `close`, in the opposite order. Not responsible for:
+Invariant: `close` releases everything that is registered or captured here, in the opposite order. Not responsible for:
 the CPU's executor (see executor.py).
 """
 
@@ -88,18 +88,18 @@ def device_executor(
     slot = SlotBuffers.allocate(S + 1, R, tokens, config.page_size, device)
     assert slot.page_table_SN.shape[1] % 4 == 0
     lane = LaneBuffers.allocate(S, R, V, device)
-    meets: Sync = NoSync(stream, S + 1, R) if sync is None else sync
+    step_sync: Sync = NoSync(stream, S + 1, R) if sync is None else sync
     launches = TritonLaunches() if sync is None else sync.launches
-    rows = SlotRows.allocate(S + 1, V, meets.store.mask_SRW, slot.done_S, max_rules=MAX_RULES)
-    ring = OutputRing(stream, lane, meets.report)
+    rows = SlotRows.allocate(S + 1, V, step_sync.store.mask_SRW, slot.done_S, max_rules=MAX_RULES)
+    ring = OutputRing(stream, lane, step_sync.report)
     buckets, guided = lane_buckets(S), sync is not None
     step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows)
     pages = model.allocate_pages(num_pages, config.page_size, token_major=True)
-    parts = DrafterParts(config, model, stream, launches, meets, num_pages, token_major=True)
+    parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, token_major=True)
     drafter = build_drafter(parts, drafter_builders)
     scratch = RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device)
     sampling = DeviceRows(rows, scratch)
-    program = StepProgram(stream, launches, model, pages, meets, drafter, slot, lane, ring, sampling)
+    program = StepProgram(stream, launches, model, pages, step_sync, drafter, slot, lane, ring, sampling)
     graphs = StepGraphs(
         stream, program, slot, lane, ring, buckets, step_rows, guided=guided, eager=config.enforce_eager
     )
@@ -111,7 +111,7 @@ def device_executor(
     )
 
     def warm_up() -> None:
-        meets.reserve(buckets)
+        step_sync.reserve(buckets)
         prefill.warm_up(shapes.every)  # loads every kernel before the first wait is captured
         graphs.capture(channel)
         # A capture empties the allocator's cache. A prefill that had to allocate again could wait for the device while
@@ -121,8 +121,8 @@ def device_executor(
 
     return Executor(
         slot_writer,
-        meets,
-        LauncherRunner(graphs, slot_writer, meets, max_inflight_steps),
+        step_sync,
+        LauncherRunner(graphs, slot_writer, step_sync, max_inflight_steps),
         prefill,
         warm_up,
         enter=lambda: None,

@@ -101,8 +101,7 @@ class Engine:
         return False
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
-        """Have `failed` called once when the device is lost:
-        on the engine's thread, or at once if it is lost by now."""
+        """Call `failed` once when the device is lost: on the engine's thread, or at once if it is lost already."""
         with self._loop.live_lock:
             failure = self._failure
             if failure is None:
@@ -116,7 +115,7 @@ class Engine:
         except Exception:
             if self._failure is None:
                 raise
-            # Every call on a lost device fails the same way; the process ends soon, and frees what it holds.
+            # Every call on a lost device fails the same way; the process ends soon, which frees its memory.
             log.warning("a lost device could not be closed", exc_info=True)
 
     def _end_every(self, *, finish: FinishReason | None = None, error: LockstepError | None = None) -> None:
@@ -170,9 +169,9 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End every sequence of the request with ABORTED; False when none was running."""
-        found = any(request.request_id == request_id for request in list(self._loop.sequences))
+        known = any(request.request_id == request_id for request in list(self._loop.sequences))
         self._inbox.put(lambda: self._loop.end_request(request_id))
-        return found
+        return known
 
     def drop(self, request: Request) -> None:
         """Release everything the sequence holds, without an event. Not an error when it has ended."""
@@ -198,7 +197,7 @@ class Engine:
         self._inbox.put(lambda: self._loop.grammar_failed(slot, slot_gen, error))
 
     def grammar_lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
-        """Pause guided sequences, which keep slots and pages: the grammar process is gone.
+        """Pause guided sequences, which hold their slots and pages: the grammar process is gone.
 
         `binding`: (slot, slot_gen) of the matchers that it was building.
         """
@@ -213,7 +212,7 @@ class Engine:
         self._inbox.put(self._loop.grammar_slots.process_silent)
 
     def grammar_alive(self) -> None:
-        """Let guided sequences go on: the grammar process shows life again, and has kept every matcher."""
+        """Let guided sequences go on: the grammar process shows life again, and has every matcher."""
         self._inbox.put(self._loop.grammar_slots.process_alive)
 
     def grammar_restored(self) -> None:

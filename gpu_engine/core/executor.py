@@ -1,8 +1,9 @@
-"""Puts together what executes an engine's steps: slot writer, sync, runner, prefill.
+"""Builds the executor of an engine's steps: slot writer, sync, runner, prefill.
 
-This module has the CPU's executor; device_executor.py has the CUDA one. Both run the same step program. One invariant:
-`close` gives back what the executor registered or captured, in the opposite order. Not responsible for: the choice by
-device (see build_executor.py), which sequences run (see scheduler.py), the order of an iteration (see loop.py).
+This module has the CPU's executor; device_executor.py has the CUDA one. Both run the same step program. Invariant:
+`close` releases everything that the executor registered or captured, in the opposite order. Not responsible for: the
+choice by device (see build_executor.py), which sequences run (see scheduler.py), the order of an iteration (see
+loop.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shared_mem.channel import EngineEnd
 
 @dataclass(frozen=True, slots=True)
 class Executor:
-    """What the loop drives. Once the engine thread runs, it alone uses everything but `slot_writer.check`."""
+    """The parts that the loop drives. Once the engine thread runs, it alone uses everything but `slot_writer.check`."""
 
     slot_writer: SlotWriter
     sync: Sync
@@ -45,7 +46,7 @@ class Executor:
     probe: Callable[[], None]
     """Wait for the device. Raises when the device has failed: errors of a device are permanent."""
     close: Callable[[], None]
-    """Wait for the device and free what it may have used. Once, at the end."""
+    """Wait for the device and free the memory that it may have used. Once, at the end."""
 
 
 def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
@@ -59,7 +60,7 @@ def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
 
 
 def history_tokens(config: EngineConfig, model: LoadedModel, max_inflight_steps: int) -> int:
-    """Return the longest history: the tokens of a sequence, and what the steps in flight may write behind them."""
+    """Return the longest history: a sequence's tokens, and the positions that the steps in flight may write."""
     return model.max_model_len + lookahead(config, max_inflight_steps)
 
 

@@ -1,6 +1,6 @@
 """State of every guided slot towards the grammar process: opening, open, deferred, paused, opened again.
 
-A guided sequence without its mask rows leaves the decode batch and keeps its slot and pages; no other sequence waits
+A guided sequence without its mask rows leaves the decode batch but holds its slot and pages; no other sequence waits
 for it. Invariant: a guided sequence decodes only while its matcher is open and no row of its last answer is still to
 come. The engine thread alone calls in here.
 
@@ -62,7 +62,7 @@ class GrammarSlots:
         self._with_matcher: list[RunningSequence] = []
         self._blamed: list[RunningSequence] = []
         self.progress = 0
-        """Counts up whenever a sequence gets rows, and when the cause of a crash is found."""
+        """Counts up whenever a sequence gets rows, and when a crash is attributed to a sequence."""
 
     # -- one sequence ------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class GrammarSlots:
             self._reopen(sequence)
 
     def _reopen(self, sequence: RunningSequence) -> None:
-        """Have the matcher rebuilt at the committed tokens; the time since the first deferral keeps counting."""
+        """Have the matcher rebuilt at the committed tokens; the time since the first deferral goes on."""
         since_s = sequence.payload.deferred_since_s
         self.open(sequence)
         sequence.payload.deferred_since_s = since_s
@@ -183,7 +183,7 @@ class GrammarSlots:
         telemetry.backend, telemetry.warnings = backend, warnings
 
     def process_silent(self) -> None:
-        """Take sequences with an open matcher out of the batch: the process shows no life. Matchers are kept."""
+        """Take sequences with an open matcher out of the batch: the process shows no life. Their matchers remain."""
         self._silent = True
         for sequence in self._scheduler.running:
             if sequence.grammar_state is GrammarState.OPEN:
@@ -199,7 +199,7 @@ class GrammarSlots:
                 state.deferred_since_s = state.deferred_since_s and time.monotonic()
 
     def process_lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
-        """Pause guided sequences: the process has ended, and their matchers with it. They keep slots and pages.
+        """Pause guided sequences: the process has ended, and their matchers with it. They hold their slots and pages.
 
         No step may be in flight: rows that it still waited for count. `binding`: the (slot, slot_gen) whose matchers
         the process was building.

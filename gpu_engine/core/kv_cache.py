@@ -161,8 +161,8 @@ class PrefixIndex:
     def add(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0) -> int:
         """Index the full pages among `pages`, the first `num_indexed` of which are indexed; return how many then are.
 
-        Where another page with the same tokens is indexed already, that page keeps its entry and the rest of `pages` is
-        left out: their parent would be a page that their owner does not own.
+        Where another page with the same tokens is indexed already, the entry of that page is unchanged and the rest of
+        `pages` is left out: their parent would be a page that their owner does not own.
         """
         parent = pages[num_indexed - 1] if num_indexed else _ROOT
         for at in range(num_indexed, len(tokens) // self._size):

@@ -1,9 +1,9 @@
 """Prefill over a stream: the next chunks of some sequences in one forward, at one of a few shapes.
 
-Not a part of any graph, and launched between steps whose waits may be running. One invariant on a device: after
+Not a part of any graph, and launched between steps whose waits may be running. Invariant on a device: after
 `warm_up` no launch has a shape that was not warmed up. A library that plans for a new shape, or a kernel that is loaded
-late, may wait for the device, while a wait inside a step waits for another process. Not responsible for: which
-sequences are prefilled (see scheduler.py), the shapes (see api/prefill_shapes.py).
+late, may wait for the device, while a wait inside a step waits for another process. Not responsible for: the choice
+of sequences (see scheduler.py), the shapes (see api/prefill_shapes.py).
 
 Shapes: B lanes, P padded length.
 """
@@ -25,8 +25,8 @@ from gpu_engine.step.stream import Event, Stream
 from kernels.paged_attention import KVPages
 
 _AHEAD = 3
-"""Launches whose numbers are kept. A step that is not collected was launched in the last iteration at the earliest, so
-before a third launch only prefills are waited for."""
+"""Launches whose numbers are stored. A step that is not collected was launched in the last iteration at the earliest,
+so before a third launch only prefills are waited for."""
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
-"""Launching steps and collecting what they did: the seam between the loop and how a step is executed.
+"""Launching steps and collecting their outcomes: the seam between the loop and the execution of a step.
 
 A step is launched for running sequences and collected later, up to `max_inflight_steps` launches behind; the collected
-results were copied at the launch's own end, so later steps cannot change them. One invariant: a launch waits for
-nothing that a step in flight does; `collect` waits for its own step. Not responsible for: which sequences are in a step
-(see scheduler.py), what a step is (see step/program.py).
+results were copied at the launch's own end, so later steps cannot change them. Invariant: a launch never waits
+for a step in flight; `collect` waits for its own step. Not responsible for: the choice of a step's sequences
+(see scheduler.py), the content of a step (see step/program.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepRunner(Protocol):
         """Start a step; returns without knowing a token."""
 
     def collect(self, handle: LaunchedStep) -> None:
-        """Wait for the oldest launched step and fill the handle with what it did."""
+        """Wait for the oldest launched step and fill the handle with its outcomes."""
 
 
 class LauncherRunner:
@@ -96,14 +96,14 @@ class LauncherRunner:
         handle.outcomes = self._refused(handle, results) if handle.any_guided else results
 
     def _refused(self, handle: LaunchedStep, results: list[LaneOutcome]) -> list[LaneOutcome]:
-        """Give an error to the lanes whose record a native post refused: no answer of theirs will ever come."""
+        """Give an error to the lanes whose record a native post refused: they will never get an answer."""
         problem = ""
         try:
             self._sync.check(handle.num_lanes)
         except InvalidField as error:
             problem = str(error)
         # A refused post has sequence number 0, even if another step's post succeeded. (A sequence that ended in an
-        # earlier step asks for nothing either, but has lost its slot.)
+        # earlier step requests nothing either, but has lost its slot.)
         hit = [
             guided and handle.holds(b) and out.deferred and handle.seq == 0
             for b, (guided, out) in enumerate(zip(handle.guided, results, strict=True))

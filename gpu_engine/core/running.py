@@ -1,6 +1,6 @@
 """The engine's state of a running sequence, and how its numbers get into the static buffers.
 
-One invariant: the memory that a slot's `rules_S` points to is alive while the slot is held. Not responsible for: which
+Invariant: the memory that a slot's `rules_S` points to is alive while the slot is held. Not responsible for: which
 sequence gets a slot (see scheduler.py).
 """
 
@@ -40,7 +40,7 @@ class SequenceState:
     bound: tuple[int, int] | None = None
     """(slot, slot_gen) that the sidecar was asked to open; to be closed."""
     num_jump_forward: int = 0
-    """Of the drafts that its next step verifies, so many come from the grammar."""
+    """Jump-forward tokens among the drafts that its next step verifies."""
     pages_written: int = 0
     """Entries of the page table that are written."""
 
@@ -102,7 +102,8 @@ class SlotWriter:
         sequence.payload.pages_written = sequence.payload.num_jump_forward = 0
 
     def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
-        """Set the number of answer tokens that the sequence's new matcher has consumed: later posts carry what follows.
+        """Set the number of answer tokens that the sequence's new matcher has consumed: later posts carry the tokens
+        behind them.
 
         `drafts` False: the sequence loses its drafts, and gets no more while it holds the slot.
         """

@@ -33,7 +33,7 @@ class GrammarState(enum.Enum):
     SILENT = enum.auto()
     """The matcher exists, but its process shows no life: the sequence waits, with its pages, for a heartbeat."""
     LOST = enum.auto()
-    """There is no matcher: the sequence waits, with its pages, for the next process, or in quarantine for its turn."""
+    """There is no matcher: the sequence waits, with its pages, for the next process, or in quarantine for its trial."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +135,7 @@ class Scheduler(Generic[Payload]):
         self._waiting: deque[Sequence[Payload]] = deque()
         self._arrivals = 0
         self._blocked: tuple[Sequence[Payload], int, int] | None = None
-        """The first waiting sequence that found too few pages, with the allocator's (index_version, num_available)."""
+        """The first waiting sequence that had too few pages, with the allocator's (index_version, num_available)."""
         self.num_cached_tokens = 0
         """Tokens of all sequences so far that the prefix cache had, so that they needed no prefill."""
 
@@ -179,8 +179,8 @@ class Scheduler(Generic[Payload]):
     def _chunks(self) -> tuple[Chunk[Payload], ...]:
         """Return the next chunk of the oldest sequence, and of every younger one that fits beside the older ones.
 
-        Whether a sequence is included depends on older ones alone, so one that is passed over is not delayed by younger
-        ones. Chunks end at multiples of the chunk size: a prompt is cut the same way alone and in company.
+        Whether a sequence is included depends on older sequences alone, so younger ones never delay it. Chunks end at
+        multiples of the chunk size: a prompt is cut the same way whatever other prompts are prefilled with it.
         """
         chosen: list[Chunk[Payload]] = []
         longest = 0

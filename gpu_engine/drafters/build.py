@@ -1,7 +1,7 @@
 """Makes the drafter that the configuration names. Models are loaded here, once, before the first request.
 
-One invariant: a drafter that does not fit the target is refused here, with the setting and the reason. Not responsible
-for: what a drafter does.
+Invariant: a drafter that does not fit the target is refused here, with the setting and the reason. Not responsible
+for: drafting (see the module of each drafter).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from gpu_engine.step.sync import Sync
 from kernels.paged_attention import KVPages
 
 SHIPPED_HEAD = Path(__file__).parent / "heads" / "smollm2-135m-instruct"
-"""Trained for the embedded model; README.md beside it says on what."""
+"""Trained for the embedded model; README.md in its folder names the data."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterParts:
-    """What a drafter may be made of."""
+    """The parts that a drafter may be built from."""
 
     config: EngineConfig
     target: LoadedModel

@@ -2,14 +2,14 @@
 
 The chain of speculative decoding (Leviathan et al. 2023) under common random numbers: draft k is drawn at absolute
 position length + k with the noise that verification will use there, and with draft masks from logits under the mask
-that verification will apply there. So a drafter that equals the target is always accepted. The rows that a chain asks
-for are cached for the next verify.
+that verification will apply there. So a drafter that equals the target is always accepted. The rows that a chain
+requests are cached for the next verify.
 
 For capture the chain has a fixed length, and every lane goes through every link. A lane that wants fewer drafts, met a
-dead end or is padding takes no part in the links behind: it asks for no row, its positions are padding, and what is
-drawn for it is not counted. On a stream that runs at once the chain ends where the last lane does. One invariant: a
-lane's drafts are counted up to the first that is no token, and nothing is asked for it behind that. Not responsible
-for: what a link computes (see nets.py, pairs.py), whether a draft is accepted.
+dead end or is padding takes no part in later links: it requests no row, its positions are padding, and its draws are
+not counted. On a stream that runs at once the chain ends where the last lane does. Invariant: a
+lane's drafts are counted up to the first that is no token, and no row behind that is requested. Not responsible
+for: the computation of a link (see nets.py, pairs.py), acceptance (see kernels/accept.py).
 
 Shapes: B lanes, S slots with the spare one, R rows a slot, N pages of a sequence.
 """
@@ -34,8 +34,8 @@ class ChainDrafter:
         stream: of the step.
         net: on the stream's device.
         sync: of the step.
-        masked: ask for each draft's mask row.
-        jump_forward: the drafts begin with the tokens that the grammar forces.
+        masked: request each draft's mask row.
+        jump_forward: the drafts begin with the jump-forward tokens.
         num_lanes: the largest batch.
         num_links: K.
     """
@@ -70,7 +70,7 @@ class ChainDrafter:
         self.net.prefill(chunks, hidden)
 
     def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
-        """Enqueue up to K links; a lane that emitted nothing keeps the drafts that it has."""
+        """Enqueue up to K links; the drafts of a lane that emitted nothing are unchanged."""
         kernel, links = self._stream.kernel, min(self._links, batch.max_rows - 1)
         kernel(self._begin, batch, links)
         if self._stream.runs_at_once:
@@ -105,7 +105,7 @@ class ChainDrafter:
         self._count_B[:B] = 0
 
     def _link(self, batch: StepBatch, k: int) -> None:
-        """A chain that met a dead end asks for no more rows: what follows is no token."""
+        """A chain that met a dead end requests no more rows: the values behind it are no tokens."""
         B = batch.num_lanes
         batch.lane.drafting_B[:B] = self._going_B[:B] & (self._wanted_B[:B] > k) & (self._count_B[:B] == k)
 
@@ -142,9 +142,9 @@ class ChainDrafter:
         )
         if self._jump_forward and batch.any_guided:
             count_B = with_jump_forward(batch, count_B, self._wanted_B[:B])
-        # A lane that emitted nothing keeps drafts and rows for its next try; one that was cut short has none.
-        kept_B = torch.where(lane.result.num_emitted_B[:B] == 0, slot.num_drafts_S[place_B], 0)
-        slot.num_drafts_S[place_B] = torch.where(going_B, count_B, kept_B).int()
+        # A lane that emitted nothing reuses drafts and rows in its next step; a lane that was cut short has none.
+        previous_B = torch.where(lane.result.num_emitted_B[:B] == 0, slot.num_drafts_S[place_B], 0)
+        slot.num_drafts_S[place_B] = torch.where(going_B, count_B, previous_B).int()
         lane.drafting_B[:B] = going_B
 
     def __repr__(self) -> str:

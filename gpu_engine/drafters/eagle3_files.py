@@ -1,6 +1,6 @@
 """EAGLE3 heads on disk, in the public format: config.json with one layer, and the tensors of `Eagle3Head`.
 
-One invariant: a checkpoint that does not fit the target is refused at load, with the tensor or the setting, and both
+Invariant: a checkpoint that does not fit the target is refused at load, with the tensor or the setting, and both
 values. Not responsible for: the head itself (see eagle3_head.py).
 """
 

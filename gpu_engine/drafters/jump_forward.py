@@ -1,8 +1,8 @@
 """The grammar as a drafter: the tokens that it forces next come first, and another drafter goes on behind them.
 
 Forced text is certain and its spelling in tokens is not, so these tokens are drafts like any other: verified, never
-injected (jump-forward in SGLang, Zheng et al. 2023, injects them). One invariant: a batch without a guided lane asks
-nothing. Not responsible for: which tokens are forced (the grammar process), how they are asked for (see
+injected (jump-forward in SGLang, Zheng et al. 2023, injects them). Invariant: a batch without a guided lane requests
+nothing. Not responsible for: the choice of jump-forward tokens (the grammar process), their request (see
 step/stream_sync.py), how the drafter behind goes on (see `LaneBuffers.num_jump_forward_B`).
 """
 

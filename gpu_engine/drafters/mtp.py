@@ -2,7 +2,7 @@
 
 For model families whose transformers code has the layer (`MtpModel`): DeepSeek-like checkpoints carry it behind the
 last decoder layer. The first MTP layer runs recurrently, on the target's final hidden state and then on its own output,
-as in vLLM and TensorRT-LLM ("MTP Eagle"). One invariant: embedding, rotary embedding and output head are the target's.
+as in vLLM and TensorRT-LLM ("MTP Eagle"). Invariant: embedding, rotary embedding and output head are the target's.
 Not responsible for: where pairs are stored (see pairs.py), the chain (see chain.py).
 """
 

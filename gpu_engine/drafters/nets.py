@@ -1,6 +1,6 @@
 """The networks that a chain of drafts runs: a first link over tokens that are certain, and links behind it.
 
-`ModelNet` is a whole language model. One invariant: a net's pages have the target's page numbers over tensors of its
+`ModelNet` is a whole language model. Invariant: a net's pages have the target's page numbers over tensors of its
 own, and before a first link its cache holds everything in front of the tokens that the link is given. Nets use tensor
 operations alone and never look at values, so that links can be captured. Not responsible for: the chain (see chain.py),
 nets over pairs (see pairs.py).
@@ -31,21 +31,21 @@ def put_jump_forward(batch: StepBatch, place_B: torch.Tensor, k: int) -> None:
     drawn_B, behind_B = lane.drafts_BR[:B, k], slot.history_SL[place_B, at_B]
     forced_B = (lane.num_jump_forward_B[:B] > k) & (drawn_B >= 0)
     lane.drafts_BR[:B, k] = torch.where(forced_B, slot.drafts_SR[place_B, k], drawn_B)
-    # The next draft's penalties read the history, so the forced token replaces the drawn one there, too.
+    # The next draft's penalties read the history, so the jump-forward token replaces the drawn one there, too.
     slot.history_SL[place_B, at_B] = torch.where(forced_B, slot.drafts_SR[place_B, k], behind_B)
 
 
 def with_jump_forward(batch: StepBatch, count_B: torch.Tensor, wanted_B: torch.Tensor) -> torch.Tensor:
-    """Return how many drafts each lane has: behind a whole chain the forced tokens may reach further.
+    """Return how many drafts each lane has: jump-forward tokens may reach beyond a whole chain.
 
-    `count_B` links of the chain gave a draft, `wanted_B` were wanted. `drafts_SR` has the forced tokens already.
+    `count_B` links of the chain gave a draft, `wanted_B` were wanted. `drafts_SR` has the jump-forward tokens already.
     """
     forced_B = batch.lane.num_jump_forward_B[: batch.num_lanes]
     return torch.where(count_B == wanted_B, torch.maximum(count_B, forced_B.to(count_B.dtype)), count_B)
 
 
 class DraftNet(Protocol):
-    """A network that drafts. Owned by one chain, and keeps its own state between two links."""
+    """A network that drafts. Owned by one chain; it stores its own state between two links."""
 
     layers: tuple[int, ...]
     """Target layers whose input it needs, at every prefill and verify."""

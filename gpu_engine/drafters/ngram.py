@@ -1,7 +1,7 @@
 """Prompt lookup: the tokens behind an earlier occurrence of the answer's own suffix (Saxena 2023; LLMA, Yang 2023).
 
-One invariant: it proposes only tokens of the slot's own history, and in front of them the tokens that the grammar
-forces, where the grammar is asked: the lookup goes on behind these. Not responsible for: the search itself (see
+Invariant: it proposes only tokens of the slot's own history, and in front of them the jump-forward tokens,
+if any: the lookup goes on behind these. Not responsible for: the search itself (see
 `StepLaunches.propose_ngram`), masks; verification rejects a draft that breaks the grammar.
 """
 

@@ -3,7 +3,7 @@
 The function is registered once, under a name that the model's config carries. The pages, page table and positions of
 the step travel through the model's forward as a keyword argument.
 Invariant: the caller owns the tensors of a context; a forward writes only keys and values.
-Not responsible for: the assignment of pages to sequences (core/kv_cache.py).
+Not responsible for: the assignment of pages to sequences (see core/kv_cache.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 converted once and stored in a cache directory.
 
 Invariant: a directory in the cache is complete, because it is renamed into place.
-Not responsible for: loading the model into an engine (loader.py).
+Not responsible for: loading the model into an engine (see loader.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A decoder's forward as one loop over fused layers, without the walk through transformers' modules.
+"""A decoder's forward as one loop over fused layers, without a call of transformers' modules.
 
-A residual addition and the norm behind it are one kernel, so a layer hands on (x, delta): its stream and what is still
-to be added to it. Invariant: a walk runs only after its logits were compared with the model's own (fuse.py). Not
-responsible for: what a layer's parts compute.
+A residual addition and the norm behind it are one kernel, so a layer returns (x, delta): the residual stream, and the
+output that the next norm adds to it. Invariant: a fused forward runs only after its logits were compared with those of
+the model itself (see fusion.py). Not
+responsible for: the computation of a layer's parts (see fused_layers.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Fused stand-ins for a decoder layer's modules: norm, gated block, attention.
+"""Fused replacements of a decoder layer's modules: norm, gated block, attention.
 
 Invariant: each has the arguments and the result of the module that it replaces, so that the model's own forward also
-runs over them. Not responsible for: choosing the modules to replace (fusion.py).
+runs over them. Not responsible for: choosing the modules to replace (see fusion.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: no fused part runs before it was compared, at load, with the module that it replaces: it must give the same
 output for the recorded input. A part that differs stays as it was, and the log names it.
-Not responsible for: kernels (kernels/fused.py), the parts (fused_layers.py), the loop (fused_forward.py).
+Not responsible for: kernels (see kernels/fused.py), the parts (see fused_layers.py), the loop (see fused_forward.py).
 """
 
 from __future__ import annotations

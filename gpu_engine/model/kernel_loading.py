@@ -1,7 +1,7 @@
 """How CUDA loads kernels in this process.
 
 Invariant: the setting is made before CUDA is initialised. Not responsible for: compiling our own kernels
-(kernels/cuda/nvrtc.py).
+(see kernels/cuda/nvrtc.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Linear layers behind `nn.Linear`'s face: oneDNN's prepacked products on a CPU, our kernel for few rows on a GPU.
 
 Packing once saves the reorder that a plain product does at every call (2x per step, measured in docs/log.md). One
-invariant: a row's result has the same bits for any number of rows; oneDNN keeps it from two rows on, so one row is
-doubled; on a GPU it holds up to 16 rows, in the 16-bit types. Not responsible for: quantisation.
+invariant: a row's result has the same bits for any number of rows; oneDNN guarantees that from two rows on, so one row
+is doubled; on a GPU it holds up to 16 rows, in the 16-bit types. Not responsible for: quantisation.
 """
 
 from __future__ import annotations

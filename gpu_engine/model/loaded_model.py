@@ -1,6 +1,6 @@
 """A model that is ready to run: the transformers model, its fused forward, and the numbers that the engine asks for.
 
-Invariant: every layer of it goes through our attention. Not responsible for: loading (loader.py).
+Invariant: every layer of it goes through our attention. Not responsible for: loading (see loader.py).
 """
 
 from __future__ import annotations

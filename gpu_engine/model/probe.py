@@ -1,7 +1,7 @@
 """Runs a few tokens through a model at load: checks that it fits our attention, and records the output of each module.
 
 Invariant: a model that does not route every layer through our attention, or loses something there, is rejected.
-Not responsible for: using the records (fusion.py).
+Not responsible for: using the records (see fusion.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The static tensors of the step program, for each slot and for each lane of a batch.
 
-A lane is an index into the batch; a slot belongs to a sequence. One invariant: nothing here is allocated or moved after
-the start, so a captured program may keep the addresses. Each field names its writer. Not responsible for: any decision.
+A lane is an index into the batch; a slot belongs to a sequence. Invariant: nothing here is allocated or moved after
+the start, so a captured program may contain the addresses. Each field names its writer. Not responsible for: the values
+in it (see launches.py and core/running.py).
 
 Shapes: S slots, B lanes of this step, R rows a slot (max(K, F) + 1), P rows of this step, L tokens of a full sequence,
 N pages.
@@ -32,10 +33,10 @@ class SlotBuffers:
     """int32, drafts of a step up to which a drafter may add its own, at most K.
     Writer: the engine, at the assignment."""
     jump_forward_limit_S: torch.Tensor
-    """int32, drafts of a step that the grammar may force; more than `draft_limit_S` only where that is K. Writer: the
+    """int32, jump-forward drafts of a step; more than `draft_limit_S` only where that is K. Writer: the
     engine, at the assignment."""
     done_S: torch.Tensor
-    """bool: the sequence has ended on the device, though the host may not know yet; later steps leave the slot alone.
+    """bool: the sequence has ended on the device, though the host may not know yet; later steps do not change the slot.
     The engine clears it when it assigns the slot, the step sets it."""
     posted_S: torch.Tensor
     """int32, answer tokens that were posted to the sidecar. The engine when a matcher is bound, then the step."""
@@ -69,7 +70,7 @@ class SlotBuffers:
 
 @dataclass(frozen=True, slots=True)
 class LaneBuffers:
-    """What one step reads and writes, lane by lane; a step uses the first B lanes."""
+    """The inputs and results of one step, lane by lane; a step uses the first B lanes."""
 
     slots_B: torch.Tensor
     """int32. Writer: the engine, before the step."""
@@ -88,9 +89,9 @@ class LaneBuffers:
     forced_BR: torch.Tensor
     """int32. Writer: the sync."""
     num_jump_forward_B: torch.Tensor
-    """int32, tokens that the grammar forces next, for the drafter to propose before its own. They are in `drafts_SR`
-    and in `history_SL` behind the last token. -1: the lane emitted nothing and keeps its drafts, since mask rows are
-    cached for them. Writer: the sync, in steps with a guided lane; 0 where the grammar is never asked."""
+    """int32, jump-forward tokens, which the drafter proposes before its own. They are in `drafts_SR`
+    and in `history_SL` behind the last token. -1: the lane emitted nothing and its drafts are unchanged, since mask
+    rows are cached for them. Writer: the sync, in steps with a guided lane; 0 without jump-forward."""
     result: AcceptResult
     """Writer: the step."""
 
@@ -125,7 +126,7 @@ class StepBatch:
     lane: LaneBuffers
     num_lanes: int
     num_rows: int
-    """P: 1 + the most drafts of any lane."""
+    """P: 1 + the largest number of drafts of a lane."""
     any_guided: bool
     max_rows: int = 16
     """Rows that the next step will have for a lane: a drafter proposes at most one less."""

@@ -1,7 +1,7 @@
 """Launches steps on a stream that runs at once: the CPU's counterpart of `device/graphs.py`.
 
-A batch has exactly its lanes and as many rows as its longest draft needs. One invariant: when `launch` returns, the
-step has run and its results are in the ring. Not responsible for: what a step is (see program.py).
+A batch has exactly its lanes and as many rows as its longest draft needs. Invariant: when `launch` returns, the
+step has run and its results are in the ring. Not responsible for: the content of a step (see program.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A launched step: the slots it was launched for, where its results arrive, and what it did.
+"""A launched step: its slots, the place of its results, and its outcomes.
 
-One invariant: a handle names (slot, slot_gen) pairs of the launch. `holds` says whether a
+Invariant: a handle names (slot, slot_gen) pairs of the launch. `holds` says whether a
 sequence still has its slot; readers skip the others. Not responsible for: launching (see direct.py and
 device/graphs.py).
 """
@@ -14,7 +14,7 @@ from gpu_engine.step.outcomes import LaneOutcome
 
 
 class SlotHolder(Protocol):
-    """A sequence, as far as a step knows one."""
+    """The part of a sequence that a step uses."""
 
     @property
     def slot(self) -> int:
@@ -57,7 +57,7 @@ class StepHandle(Generic[Holder]):
     waited_ms: float = 0.0
     """Time that the step waited for mask rows."""
     seq: int = 0
-    """Sequence number of the step's verify post; 0: it asked for no row."""
+    """Sequence number of the step's verify post; 0: it requested no row."""
 
     def __post_init__(self) -> None:
         self.slots = tuple(sequence.slot for sequence in self.sequences)

@@ -3,15 +3,15 @@
 `TorchLaunches` is the CPU's: torch operations and native code. `device/launches.py` has one Triton kernel for each
 method. The tests compare both. The rules that both follow:
 
-- A mask row that is cached is not asked for. A slot whose sequence has ended asks for nothing.
+- A cached mask row is not requested. A slot whose sequence has ended requests nothing.
 - A guided row that did not arrive is DEFER for a verify step and ALL for a draft.
 - A lane goes on to draft when it emitted a token, did not finish, and no row blocked it.
-- A lane that emitted a token drops its cached rows; a lane that emitted nothing keeps them for its next try.
+- A lane that emitted a token drops its cached rows. A lane that emitted nothing reuses them in its next step.
 
-One invariant: what is launched depends on `num_lanes`, `num_rows` and `any_guided` of the batch alone. The exceptions
-are marked: they look at values, and run on a stream that runs at once. A padded lane has slot -1; it asks for nothing,
-its rows are ALL, and what it writes goes to the last slot, which no sequence has. Not responsible for: how records and
-answers travel (see stream_sync.py).
+Invariant: the launches depend on `num_lanes`, `num_rows` and `any_guided` of the batch alone. The methods
+without this property say so: they look at values, and run on a stream that runs at once. A padded lane has slot -1; it
+requests nothing, its rows are ALL, and it writes to the last slot, which no sequence has. Not responsible for: the
+transport of records and answers (see stream_sync.py).
 
 Shapes: S slots (the last one is spare), B lanes, R rows a slot, P rows of this step, N pages of a sequence, W' words of
 a mask row's stride.
@@ -31,11 +31,11 @@ from kernels.accept import RUN_ON, StepTensors, accept
 from shared_mem.layout import RowKind
 
 VERIFY, PROPOSE = -1, -2
-"""Instead of the number of a draft. PROPOSE asks for no mask row, but for the tokens that the grammar forces."""
+"""Instead of the number of a draft. PROPOSE requests no mask row, but jump-forward tokens."""
 
 
 class StepLaunches(Protocol):
-    """What a step launches and a device computes in its own way. Every method runs inside `Stream.kernel`."""
+    """The launches of a step that each device implements. Every method runs inside `Stream.kernel`."""
 
     def load(
         self, batch: StepBatch, ids_BP: torch.Tensor, positions_BP: torch.Tensor, page_table_BN: torch.Tensor
@@ -55,14 +55,14 @@ class StepLaunches(Protocol):
     def pack(self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int) -> None:
         """Fill the inputs of `post` for draft k, VERIFY or PROPOSE, and advance `posted_S` by the tokens in it.
 
-        PROPOSE leaves `posted_S`: the next post carries the same tokens again. A lane that asks for nothing gets slot
-        -1 there.
+        PROPOSE leaves `posted_S`: the next post carries the same tokens again. A lane without a
+        request gets slot -1 there.
         """
 
     def cache_rows(
         self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int, post_seq: torch.Tensor | None
     ) -> None:
-        """Cache the rows that `post` asked for, and fill `kinds_BR` and `forced_BR`: row k, or with VERIFY every row.
+        """Cache the rows that `post` requested, and fill `kinds_BR` and `forced_BR`: row k, or with VERIFY every row.
 
         `post_seq` int64 [1] gets the sequence number of the answers.
         """
@@ -75,7 +75,7 @@ class StepLaunches(Protocol):
         """
 
     def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
-        """Write drafts by prompt lookup; with `jump_forward` behind the tokens that the grammar forces."""
+        """Write drafts by prompt lookup; with `jump_forward` behind the jump-forward tokens."""
 
 
 def place_of(batch: StepBatch) -> torch.Tensor:

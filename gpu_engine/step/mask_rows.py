@@ -1,9 +1,9 @@
 """The mask rows that the engine caches for each slot.
 
 The rows of the draft steps are the next verify's rows 0 to K - 1, since the matcher is in the same state, and the rows
-of an answer that came late are those of the repeated step. So a row is fetched once. One invariant: a cached row
+of an answer that came late are those of the repeated step. So a row is fetched once. Invariant: a cached row
 belongs to the slot's present history and drafts; `forget` and `StepLaunches.advance` drop rows when either changes. Not
-responsible for: how rows arrive (see stream_sync.py).
+responsible for: the arrival of rows (see stream_sync.py).
 
 Shapes: S slots, R rows a slot, W' 32-bit words of a row's stride.
 """
@@ -31,7 +31,7 @@ class RowStore:
     forced_SR: torch.Tensor
     """int32."""
     cached_SR: torch.Tensor
-    """bool: the row is cached and is not asked for again."""
+    """bool: the row is cached and is not requested again."""
 
     @classmethod
     def around(cls, mask_SRW: torch.Tensor) -> RowStore:

@@ -1,6 +1,6 @@
 """Turns the results of a step into one `LaneOutcome` for each lane. Pure: it reads, and decides nothing.
 
-One invariant: an outcome carries exactly the tokens that the step appended to the slot's history.
+Invariant: an outcome carries exactly the tokens that the step appended to the slot's history.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepResults(Protocol):
 
     @property
     def num_jump_forward_B(self) -> torch.Tensor:
-        """int32, drafts for the next step that the grammar forces; see `LaneBuffers`."""
+        """int32, jump-forward tokens among the drafts of the next step; see `LaneBuffers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class LaneOutcome:
     num_accepted: int
     finish: FinishReason | None
     deferred: bool
-    """Its mask rows did not arrive in time; the next step asks again."""
+    """Its mask rows did not arrive in time; the next step requests them again."""
     blocked: int = RowKind.ALL
     """The kind of row that ended its step early: DEFER, DEAD_END or ERROR."""
     num_jump_forward: int = 0
-    """Drafts for its next step that the grammar forces; -1: the drafts of this step stay."""
+    """Jump-forward tokens among the drafts of its next step; -1: the drafts of this step are unchanged."""
     error: LockstepError | None = None
     """Ends the sequence: the step itself failed for this lane, and emitted nothing."""
 
@@ -59,7 +59,7 @@ def outcomes(
     r = lane.result
     counts, accepted = r.num_emitted_B[:num_lanes].tolist(), r.num_accepted_B[:num_lanes].tolist()
     finish, blocked = r.finish_B[:num_lanes].tolist(), r.blocked_B[:num_lanes].tolist()
-    forced = lane.num_jump_forward_B[:num_lanes].tolist()
+    jump_forward = lane.num_jump_forward_B[:num_lanes].tolist()
     drafts, tokens = lane.num_drafts_B[:num_lanes].tolist(), r.emitted_BR[:num_lanes].tolist()
     return [
         LaneOutcome(
@@ -70,7 +70,7 @@ def outcomes(
             finish=_finish(finish[b], blocked[b], guided[b]),
             deferred=blocked[b] == RowKind.DEFER,
             blocked=blocked[b],
-            num_jump_forward=forced[b] if guided[b] else 0,
+            num_jump_forward=jump_forward[b] if guided[b] else 0,
         )
         for b in range(num_lanes)
     ]

@@ -1,7 +1,7 @@
-"""What steps emitted, on its way to the host: packed on the device, copied to a pinned ring, read behind an event.
+"""The outputs of steps on their way to the host: packed on the device, copied to a pinned ring, read behind an event.
 
-One invariant: an entry is overwritten only after the host has read it (`push` refuses otherwise), so a later step
-cannot change what is being read. Not responsible for: what the numbers mean (see outcomes.py).
+Invariant: an entry is overwritten only after the host has read it (`push` refuses otherwise), so a later step
+cannot change an entry while the host reads it. Not responsible for: the meaning of the numbers (see outcomes.py).
 
 Shapes: B lanes of the entry, R rows a slot.
 """

@@ -1,8 +1,9 @@
-"""What one batch size exchanges with the grammar process: the fields of `shared_mem.batch.BatchArrays` as tensors.
+"""The data that one batch size exchanges with the grammar process: the fields of `shared_mem.batch.BatchArrays` as
+tensors.
 
 `InlinePostBuffers` shares its memory with the native calls. `HostPostBuffers` has device memory and its pinned twin.
-One invariant: everything is allocated at construction and lives until the last graph over it is gone. Not responsible
-for: what is put into the fields (see launches.py).
+Invariant: everything is allocated at construction and lives until the last graph over it is gone. Not responsible
+for: filling the fields (see launches.py).
 
 Shapes: B lanes, R rows a slot.
 """

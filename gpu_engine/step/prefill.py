@@ -1,8 +1,8 @@
 """Prefill: chunks of some sequences' tokens through a model, for their keys and values alone.
 
-Chunks are padded to a few shapes. Libraries keep a plan for each shape, and a plan for every length that a prompt may
-have costs hundreds of megabytes and a stall each. One invariant: padding writes nothing. Not responsible for: how a
-prompt is cut (see core/scheduler.py), which shapes exist (see api/prefill_shapes.py).
+Chunks are padded to a few shapes. Libraries store a plan for each shape, and a plan for every length that a prompt may
+have costs hundreds of megabytes and a stall each. Invariant: padding writes nothing. Not responsible for: cutting a
+prompt (see core/scheduler.py), the choice of shapes (see api/prefill_shapes.py).
 
 Shapes: B chunks, P padded length, S slots, L tokens of a full sequence, N pages of a sequence.
 """

@@ -1,7 +1,7 @@
 """The step program: verify K drafts with the target, sample, and draft again.
 
 The same program runs on a CPU, is captured into CUDA graphs, and is recorded by the tests. Everything in it is a launch
-of the stream. One invariant: what is launched depends on `num_lanes`, `num_rows` and `any_guided` of the batch alone,
+of the stream. Invariant: the launches depend on `num_lanes`, `num_rows` and `any_guided` of the batch alone,
 and every number that a launch needs is in a buffer of fixed address. (On a stream that runs at once a drafter may stop
 its chain early.) Not responsible for: which sequences are in the batch (see core/scheduler.py), capturing (see
 device/graphs.py), prefill (see prefill.py).
@@ -35,12 +35,13 @@ class Drafter(Protocol):
     """Target layers whose input the drafter needs."""
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
-        """See some sequences' tokens, with the target's states at them. Called inside a launch of the stream."""
+        """Process the tokens of some sequences, with the target's states at them. Called inside a launch of the
+        stream."""
 
     def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
-        """Enqueue what writes `drafts_SR` and `num_drafts_S` of the lanes in `drafting_B`.
+        """Enqueue the launches that write `drafts_SR` and `num_drafts_S` of the lanes in `drafting_B`.
 
-        A lane that emitted nothing keeps the drafts that it has, since mask rows are cached for them.
+        The drafts of a lane that emitted nothing are unchanged, since mask rows are cached for them.
         """
 
 
@@ -57,7 +58,7 @@ class StepProgram:
         slot: buffers on the device, with one slot more than sequences have, for padded lanes.
         lane: buffers of as many lanes as the largest batch.
         ring: where the results go.
-        rows: what sampling on a GPU needs; None on a CPU.
+        rows: tensors that sampling on a GPU needs; None on a CPU.
     """
 
     def __init__(

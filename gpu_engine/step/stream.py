@@ -1,8 +1,8 @@
-"""The seam between the step program and what executes it: kernels, copies and host functions in one order.
+"""The seam between the step program and its execution: kernels, copies and host functions in one order.
 
 `ImmediateStream` is the CPU's: each call runs at once. `device/cuda_stream.py` has torch's CUDA stream, and the tests
-have a stream that records the same nodes and replays them on a thread of its own. One invariant: of all methods only
-`synchronize` and `Event.wait` wait for the device. Not responsible for: what is enqueued (see program.py).
+have a stream that records the same nodes and replays them on a thread of its own. Invariant: of all methods only
+`synchronize` and `Event.wait` wait for the device. Not responsible for: the enqueued work (see program.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Graph(Protocol):
-    """What a capture recorded, with its addresses and constants."""
+    """A recording of a capture, with its addresses and constants."""
 
     def replay(self) -> None:
         """Enqueue every node, in order. Does not wait."""
@@ -45,7 +45,8 @@ class Stream(Protocol):
     """A kernel has run when `kernel` returns, so the host may read what it wrote."""
 
     def kernel(self, function: Callable[..., None], *args: object) -> None:
-        """Launch what `function(*args)` launches. Unless `runs_at_once`, it may not read anything back to the host."""
+        """Run `function(*args)`, which launches work. Unless `runs_at_once`, it may not read anything back to the
+        host."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between device and pinned memory; both contiguous, of one dtype and shape."""
@@ -57,10 +58,10 @@ class Stream(Protocol):
         """Return an event that is not marked yet."""
 
     def capture(self) -> AbstractContextManager[Graph]:
-        """Record what is enqueued inside the `with` block instead of running it."""
+        """Record the work that is enqueued inside the `with` block instead of running it."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return zeroed uint8 host memory that the device copies to and from without the host's help."""
+        """Return zeroed uint8 host memory that the device copies to and from asynchronously."""
 
     def synchronize(self) -> None:
         """Block until everything enqueued has run. Raises when the device failed."""

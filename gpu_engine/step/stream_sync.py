@@ -1,9 +1,9 @@
-"""What all syncs share: the order of packing, posting, waiting and caching. And the CPU's sync.
+"""The part that all syncs share (the order of packing, posting, waiting and caching), and the sync of the CPU.
 
-Which rows are missing is data, so it travels in the record and never decides what is launched. One invariant: nothing
+Which rows are missing is data, so it travels in the record and never decides what is launched. Invariant: nothing
 in `StreamSync` reads the device, and a launch depends only on `num_lanes`, `num_rows` and `any_guided` of the batch,
 which are constants of a graph. Every method enqueues; `late` also looks at an answer in host memory. Not responsible
-for: how a device packs and caches (see launches.py), the two CUDA mechanisms (see device/syncs.py).
+for: packing and caching on a device (see launches.py), the two CUDA mechanisms (see device/syncs.py).
 
 Shapes: S slots, B lanes of the batch, R rows a slot, W' words of a row's stride.
 """
@@ -25,7 +25,7 @@ from shared_mem.layout import RowKind, Stage
 
 
 class StreamSync(abc.ABC):
-    """The `Sync` protocol but for the mechanism. Owns the cached rows."""
+    """The `Sync` protocol without the mechanism. Owns the cached rows."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class StreamSync(abc.ABC):
         self.store = RowStore.around(mask_SRW)
         """The sampling kernels read `mask_SRW` where the kind is APPLY."""
         self.post_seq = torch.zeros(1, dtype=torch.int64, device=device)
-        """int64 [1], device: sequence number of the step's verify post; 0: it asked for no row. Writer: the step."""
+        """int64 [1], device: sequence number of the step's verify post; 0: it requested no row. Writer: the step."""
         self._device_waited = torch.zeros(1, dtype=torch.int64, device=device)
         self._late_kinds = stream.pinned(S * R).view(S, R)
         self._late_forced = stream.pinned(4 * S * R).view(torch.int32).view(S, R)
@@ -54,10 +54,10 @@ class StreamSync(abc.ABC):
         """See `Sync.report`. The output ring copies it out with the step's results."""
         return self.post_seq, self._device_waited
 
-    # -- the Sync protocol, but for the mechanism ---------------------------------------------------------------------
+    # -- the Sync protocol, without the mechanism ---------------------------------------------------------------------
 
     def post(self, batch: StepBatch) -> None:
-        """Enqueue the records of the guided lanes that miss a row."""
+        """Enqueue the records of the guided lanes with a missing row."""
         if not batch.any_guided:
             self.stream.kernel(self._no_seq)
             return
@@ -66,7 +66,7 @@ class StreamSync(abc.ABC):
         self._send(post, int(Stage.VERIFY), self._timeout_ns)
 
     def await_rows(self, batch: StepBatch) -> None:
-        """Enqueue the wait for the lanes that were asked for, at most `row_timeout_ms`, and the merge of their rows."""
+        """Enqueue the wait for the posted lanes, at most `row_timeout_ms`, and the merge of their rows."""
         if not batch.any_guided:
             self.stream.kernel(free_rows, batch)
             return
@@ -91,17 +91,18 @@ class StreamSync(abc.ABC):
         self.stream.kernel(self._cache_rows, batch, post, k)
 
     def post_jump_forward(self, batch: StepBatch) -> None:
-        """Enqueue the question which tokens are forced behind the guided lanes that go on."""
+        """Enqueue the request for the jump-forward tokens of the guided lanes that go on."""
         if batch.any_guided:
             post = self._buffers(batch.num_lanes)
             self.stream.kernel(self._pack, batch, post, PROPOSE)
             self._send(post, int(Stage.PROPOSE), self._draft_timeout_ns)
 
     def await_jump_forward(self, batch: StepBatch) -> None:
-        """Enqueue a short wait, and the launch that puts the tokens where drafters find them, with `num_drafts_S`."""
+        """Enqueue a short wait, and the launch that copies the tokens to `drafts_SR` and counts them in
+        `num_drafts_S`."""
         if batch.any_guided:
             post = self._buffers(batch.num_lanes)
-            # Tokens are asked for the drafts of the next step alone: one less than its rows.
+            # Tokens are requested for the drafts of the next step alone: one less than its rows.
             rows = min(batch.max_rows, self.channel.layout.num_rows) - 1
             self._receive(post, int(Stage.PROPOSE), (1 << rows) - 1, self._draft_timeout_ns)
             self.stream.kernel(self._take_jump_forward, batch, post)
@@ -116,7 +117,7 @@ class StreamSync(abc.ABC):
         return mask.data_ptr(), (mask.stride(0), mask.stride(1))
 
     def late(self, seq: int, slot: int, slot_gen: int, *, advanced: bool = False) -> int | None:
-        """See `Sync.late`. The slot must not be in a step that is in flight: such a step asks again."""
+        """See `Sync.late`. The slot must not be in a step that is in flight: such a step requests the rows again."""
         answer = self.channel.await_rows(seq, [slot], [slot_gen], timeout_s=0.0)
         if answer.num_missing or answer.num_late:
             return None
@@ -124,7 +125,7 @@ class StreamSync(abc.ABC):
         rows = (kinds_R != int(RowKind.DEFER)).nonzero()[:, 0].tolist()
         if advanced:
             return len(rows)
-        # A slot has one open question at a time, so its row of the staging memory is free again.
+        # A slot has one open request at a time, so its row of the staging memory is free again.
         self._late_kinds[slot].copy_(kinds_R)
         self._late_forced[slot].copy_(forced_R)
         masks_RW = torch.from_numpy(self.channel.mask_rows(seq)[slot])
@@ -143,7 +144,8 @@ class StreamSync(abc.ABC):
         return self.channel.unread(seq, slot, slot_gen)
 
     def reserve(self, lane_counts: tuple[int, ...]) -> None:
-        """See `Sync.reserve`. Also runs once the launches that no warm-up runs, so that no later one loads a kernel."""
+        """See `Sync.reserve`. Also runs, once, the launches that no warm-up runs, so that no later step loads a
+        kernel."""
         for count in lane_counts:
             self._buffers(count)
         spare = len(self.store.cached_SR) - 1
@@ -216,7 +218,7 @@ class InlineSync(StreamSync):
 
     def _send(self, post: PostBuffers, stage: int, timeout_ns: int) -> None:
         assert isinstance(post, InlinePostBuffers)
-        # Without a lane that asks no record is written, and the sequence number is 0.
+        # Without a lane that requests a row no record is written, and the sequence number is 0.
         asks = bool((post.slots >= 0).any())
         post.awaited.fill_(self.channel.post_batch(post.arrays, stage=stage) if asks else 0)
 

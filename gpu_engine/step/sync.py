@@ -1,8 +1,8 @@
 """How the step program meets the grammar process: post tokens, await mask rows. `Sync` is the seam.
 
 Every method enqueues on the sync's stream. Three mechanisms implement it: `InlineSync` (CPU, stream_sync.py),
-`HostCallbackSync` and `DeviceFlagSync` (CUDA, device/syncs.py). One invariant: a guided row that did not arrive in time
-is DEFER, never ALL. Not responsible for: what is done with a row (see launches.py).
+`HostCallbackSync` and `DeviceFlagSync` (CUDA, device/syncs.py). Invariant: a guided row that did not arrive in time
+is DEFER, never ALL. Not responsible for: the use of a row (see launches.py).
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ class Sync(Protocol):
         """Fill row k of `kinds_BR` and `forced_BR`. Soft: a late row becomes ALL, and verification guards the draft."""
 
     def post_jump_forward(self, batch: StepBatch) -> None:
-        """Ask which tokens the grammar forces behind the lanes in `drafting_B`."""
+        """Request the jump-forward tokens of the lanes in `drafting_B`."""
 
     def await_jump_forward(self, batch: StepBatch) -> None:
-        """Fill `num_jump_forward_B`, and put the tokens where it says. Soft: a late answer counts as no token.
+        """Fill `num_jump_forward_B`, and put the tokens into `drafts_SR` and behind the history. Soft: a late answer
+        counts as no token.
 
         The tokens are proposals: no mask row comes with them.
         """
 
     def forget(self, slot: int) -> None:
-        """Drop the cached rows of a slot: it has another owner, or its matcher was made anew."""
+        """Drop the cached rows of a slot: it has another owner, or its matcher was rebuilt."""
 
     def late(self, seq: int, slot: int, slot_gen: int, *, advanced: bool = False) -> int | None:
         """Return how many rows the answer to `seq` has by now; None while it is not complete. Never waits.
@@ -108,7 +109,7 @@ class NoSync:
         """Return: nothing is asked."""
 
     def await_jump_forward(self, batch: StepBatch) -> None:
-        """Return: nothing is forced."""
+        """Return: there are no jump-forward tokens."""
 
     def rows(self) -> tuple[int, tuple[int, int]]:
         """Return no rows; none is read."""

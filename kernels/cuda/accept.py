@@ -22,7 +22,7 @@ _LOGPROB_TILE = 8192
 
 
 def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None:
-    """Verify and sample; append what is emitted to `history_SL`, advance `length_S`, count it in `seen_SV`.
+    """Verify and sample; append the emitted tokens to `history_SL`, advance `length_S`, count them in `seen_SV`.
 
     A slot in `done_S` emits nothing, with blocked DEFER; one that ends here (a finish, DEAD_END, ERROR) is added. As
     `kernels.accept.accept` otherwise; `logits_NV` may be fp16 too. Masks, rules and scratch are those of `step.device`,

@@ -2,7 +2,7 @@
 
 A draft is accepted iff it is the token of its row, and acceptance ends at the first that is not, at a stop token, at
 the length limit, or at a row that may emit nothing. A slot that ended before emits nothing, as if its row were DEFER.
-One invariant: only emitted tokens reach history, length and counts.
+Invariant: only emitted tokens reach history, length and counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """After acceptance, one kernel: marks the lanes that go on to draft, and drops the cached rows of lanes that advanced.
 
-Invariant: a lane that emitted a token drops every cached row of its slot; any other lane keeps them for the repeated
-step. Not responsible for: caching rows (posting.py).
+Invariant: a lane that emitted a token drops every cached row of its slot; a lane without a token retains them for the
+repeated step. Not responsible for: caching rows (see posting.py).
 
 Shapes: B lanes, S slots, R rows a slot.
 """
@@ -42,7 +42,8 @@ def advance(
     drafting_B: torch.Tensor,
     cached_SR: torch.Tensor,
 ) -> None:
-    """Fill `drafting_B` bool: lanes that emitted and go on; forget the rows of the lanes that emitted something."""
+    """Fill `drafting_B` bool: lanes that emitted a token and go on. Drop the cached rows of every lane that emitted a
+    token."""
     ints = (slots_B, num_emitted_B, finish_B, blocked_B)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
     assert drafting_B.dtype == cached_SR.dtype == torch.bool

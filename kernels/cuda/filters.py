@@ -1,9 +1,10 @@
 """Top-k, top-p and min-p for the rows that ask for them: one program a row, a few passes, no sort.
 
-A token is kept iff fewer than k tokens and less than p of the mass lie above it, and it is not below min-p's cut; so
-keeping is monotone in the logit, and the draw is the best scored candidate that passes: the best of all is tried first
-and, when it is left out, the best among those above it (expected passes: one or two; a pass also finds the next
-candidate). The token is that of exact thresholds that keep ties. Invariant: rows without filters cost one early exit.
+A token passes iff fewer than k tokens and less than p of the mass lie above it, and it is not below the cut of min-p.
+Passing is monotone in the logit, so the draw is the best scored candidate that passes. The kernel tries the best
+candidate of all first; when that one does not pass, it tries the best of the tokens above it. One or two passes are
+expected, and each pass also yields the next candidate. The token is that of exact thresholds, where ties pass.
+Invariant: rows without filters cost one early exit.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def filter_kernel(
     key = tl.load(seed + s)
     limit = tl.where((k > 0) & (k < V), k, V + 1)
     floor = tl.full([], float("-inf"), tl.float32)
-    if (limit <= V) & (p < 1.0):  # top-p is a share of what top-k keeps
+    if (limit <= V) & (p < 1.0):  # top-p is a share of the mass that passes top-k
         floor = kth_largest(x, peak, t, k, width, ROWS)
     lowest = floor
     if m > 0.0:
@@ -126,8 +127,8 @@ def filter_kernel(
         count = tl.sum(tl.sum(counts, axis=1), axis=0)
         reached = tl.sum(tl.sum(above, axis=1), axis=0)
         goal = p * tl.sum(tl.sum(total, axis=1), axis=0)
-        kept = (count < limit) & ((p >= 1.0) | (reached < goal)) & (pivot >= lowest)
-        searching = tl.where(kept | (count == 0), 0, 1)
+        passes = (count < limit) & ((p >= 1.0) | (reached < goal)) & (pivot >= lowest)
+        searching = tl.where(passes | (count == 0), 0, 1)
         column = tl.where(searching > 0, next_column, column)
         pivot = tl.div_rn(tl.load(x + column) - peak, t)
     tl.store(chosen + row, column)

@@ -6,7 +6,7 @@
 // sequence number is in device memory and only `post` advances it, so a captured graph contains no sequence number.
 //
 // `cfg` holds the numbers of shared_mem/layout.py, one int64 each (see SegmentNumbers in flags.py).
-// Not responsible for: the meaning of the rows (shared_mem/layout.py).
+// Not responsible for: the meaning of the rows (see shared_mem/layout.py).
 //
 // Without __CUDACC__ the file is compiled as C++ by tests/kernels/flags_emulation.cpp, which runs the kernels on a CPU.
 
@@ -133,9 +133,9 @@ static __device__ void copy_row(const i64 *cfg, u64 seq, int slot, int row, u8 *
     for (i64 b = 16 * threadIdx.x; b < cfg[ROW_STRIDE]; b += 16 * blockDim.x) *(uint4 *)(mask + at + b) = get128(from + b);
 }
 
-// Waits until the answer has `seq` or a newer one, the deadline, or the abort word; returns whether it is this lane's.
+// Waits until the answer has `seq` or a newer one, the deadline, or the abort word; returns whether it belongs to this lane.
 //
-// Every block of one wait shares a deadline: it counts from the first block that found an answer missing. More blocks
+// Every block of one wait shares a deadline: it counts from the first block that misses an answer. More blocks
 // than the device holds at once run in waves, and a deadline for each block would add one timeout per wave.
 static __device__ bool wait_for(const i64 *cfg, u64 *counter, u64 seq, const u8 *answer, int slot_gen, u64 timeout_ns,
                                 u64 *ended_ns) {

@@ -2,7 +2,7 @@
 
 Invariant: every address that a launch takes lives as long as the graph that captured the launch. The caller registers
 the segment with CUDA first and passes the numbers of its layout, so that this package has no layout of its own.
-Not responsible for: packing a post, or using an answer (posting.py).
+Not responsible for: packing a post, or using an answer (see posting.py).
 
 Shapes: B lanes, R rows a slot, S slots, W' words of a row's stride.
 """

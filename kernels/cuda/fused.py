@@ -82,10 +82,10 @@ def rotary_kernel(
     at = qkv + row * stride + head * D
     channel = tl.arange(0, BLOCK)
     inside = channel < D
-    turns = channel < R
+    rotates = channel < R
     partner = tl.where(channel < R // 2, channel + R // 2, channel - R // 2)
     x = tl.load(at + channel, mask=inside, other=0.0)
-    y = tl.load(at + partner, mask=turns, other=0.0)
+    y = tl.load(at + partner, mask=rotates, other=0.0)
     # All threads have read both halves before one writes.
     tl.debug_barrier()
     if NORM:
@@ -93,18 +93,18 @@ def rotary_kernel(
         eps = tl.where(query, q_eps, k_eps)
         q_here = tl.load(q_weight + channel, mask=inside, other=0.0)
         w = tl.where(query, q_here, tl.load(k_weight + channel, mask=inside, other=0.0))
-        q_there = tl.load(q_weight + partner, mask=turns, other=0.0)
-        v = tl.where(query, q_there, tl.load(k_weight + partner, mask=turns, other=0.0))
+        q_there = tl.load(q_weight + partner, mask=rotates, other=0.0)
+        v = tl.where(query, q_there, tl.load(k_weight + partner, mask=rotates, other=0.0))
         wide = x.to(tl.float32)
         inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / D + eps)
         x = weighed(wide * inverse, w, KIND).to(x.dtype)
         y = weighed(y.to(tl.float32) * inverse, v, KIND).to(x.dtype)
-    c = tl.load(cos + row * R + channel, mask=turns, other=0.0).to(tl.float32)
-    s = tl.load(sin + row * R + channel, mask=turns, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * R + channel, mask=rotates, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * R + channel, mask=rotates, other=0.0).to(tl.float32)
     straight = (x.to(tl.float32) * c).to(x.dtype).to(tl.float32)
     across = (y.to(tl.float32) * s).to(x.dtype).to(tl.float32)
-    turned = tl.where(channel < R // 2, straight - across, straight + across).to(x.dtype)
-    tl.store(at + channel, tl.where(turns, turned, x), mask=inside)
+    rotated = tl.where(channel < R // 2, straight - across, straight + across).to(x.dtype)
+    tl.store(at + channel, tl.where(rotates, rotated, x), mask=inside)
 
 
 @triton.jit

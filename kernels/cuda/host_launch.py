@@ -3,7 +3,7 @@
 Invariant: function and user data reach the driver as the numbers that they are, and no callback needs the GIL. So
 libcuda is called through ctypes: cuda-bindings (13.3, runtime and driver alike) puts a trampoline of its own into the
 graph, which takes the GIL and frees its argument after the first run; a replay finds nothing there. Not responsible
-for: Python functions (kernels/hostfunc.py), and which C functions the engine enqueues.
+for: Python functions (see kernels/hostfunc.py), and which C functions the engine enqueues.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: a lane that emitted nothing is unchanged, because its cached rows belong to the drafts that it has; an idle
 lane (negative slot) touches no slot.
-Not responsible for: the PROPOSE post (posting.py), and the drafts after these tokens (ngram.py).
+Not responsible for: the PROPOSE post (see posting.py), and the drafts after these tokens (see ngram.py).
 
 Shapes: B lanes, S slots, R rows a slot, L tokens of a full sequence.
 """

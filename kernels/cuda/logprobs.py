@@ -1,7 +1,7 @@
 """Log-probabilities of emitted tokens under the model's own distribution: no mask, no penalty, no temperature.
 
 One program a row, for the emitted rows of slots that ask for log-probabilities. Invariant: equal values are listed by
-lowest id first. Not responsible for: choosing the token (acceptance.py).
+lowest id first. Not responsible for: choosing the token (see acceptance.py).
 """
 
 from __future__ import annotations

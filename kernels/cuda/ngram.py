@@ -1,7 +1,7 @@
 """Prompt lookup in one kernel: the tokens behind an earlier occurrence of the answer's own suffix.
 
-The longest run wins, then the first; a run of n is good for 2 n + 1 drafts (Saxena 2023; LLMA, Yang 2023). One
-invariant: only tokens of the slot's own history are proposed.
+The longest run wins, then the first; a run of n is good for 2 n + 1 drafts (Saxena 2023; LLMA, Yang 2023).
+Invariant: only tokens of the slot's own history are proposed.
 """
 
 from __future__ import annotations
@@ -81,11 +81,12 @@ def propose_ngram(
     """Write `drafts_SR` (0 behind the last) and `num_drafts_S` of the lanes' slots; all int32, contiguous.
 
     A suffix of `ngram_max` down to `ngram_min` tokens is looked up; drafts stay within draft_limit, one below
-    max_length, and one below `max_rows`. Cost: one pass over the history. An idle lane (negative slot) is left alone.
+    max_length, and one below `max_rows`. Cost: one pass over the history. The slot of an idle lane (negative slot) is
+    unchanged.
 
     `num_jump_forward_B` int32: number of jump-forward tokens that are already in `drafts_SR` and behind the history;
-    the lookup goes on from there, and adds nothing where they reach beyond draft_limit. A lane of -1 is left alone,
-    too.
+    the lookup goes on from there, and adds nothing where they reach beyond draft_limit. A lane of -1 is
+    unchanged.
     """
     tensors = (slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)

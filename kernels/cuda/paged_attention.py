@@ -36,7 +36,8 @@ class DecodeTuning:
     num_warps: int
     num_stages: int
     programs: int = 512
-    """So many fill the chip. Fewer heads of sequences have their splits side by side, more take them in turns."""
+    """Number of (sequence, KV head) pairs that fill the chip. With fewer, the splits of a pair run
+        at the same time; with more, one after the other."""
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int, heads: int = 1) -> DecodeTuning:
@@ -72,7 +73,7 @@ def paged_attention(
 
     As `kernels.paged_attention.paged_attention`, and: the pages are token-major; a sequence's positions are
     consecutive, with its padding (negative) at the end; fp16 is taken too; D is a multiple of 16 and at most 256.
-    `split_len` (default: from the width of the page table) is part of the result's bits, so an engine keeps it.
+    `split_len` (default: from the width of the page table) is part of the result's bits, so an engine never changes it.
     """
     B, P, Hq, D = q_BPHD.shape
     Hkv, T = pages.v.shape[1], pages.v.shape[2]

@@ -3,7 +3,7 @@
 The rules: a cached row is not requested again. A constrained row that is missing is DEFER in verification, ALL in
 drafting.
 Invariant: a lane with a negative slot is idle, and touches no slot. Not responsible for: the flags, and the wait
-(flags.py; host functions), dropping rows (advance.py).
+(see flags.py; host functions), dropping rows (see advance.py).
 
 Shapes: B lanes, S slots, R rows a slot, L tokens of a full sequence, W' words of a mask row's stride.
 """
@@ -145,9 +145,9 @@ def pack_post(
     int32 and contiguous; `guided_B` and `drafting_B` bool. At most R answer tokens may be unposted. A slot in `done_S`
     (bool) asks for nothing.
 
-    PROPOSE: guided lanes in `drafting_B`, for as many tokens as they may have forced drafts; `limits` are
+    PROPOSE: guided lanes in `drafting_B`, for as many tokens as they may have jump-forward drafts; `limits` are
     `jump_forward_limit_S` and `max_length_S`, and `max_rows` the rows of the next step. `posted_S` stays: the next post
-    says these tokens again.
+    contains these tokens again.
     """
     B, R = slots_B.shape[0], drafts_BR.shape[1]
     ints = (slots_B, slot_gens_B, drafts_BR, num_drafts_B, history_SL, length_S, prompt_length_S, posted_S)

@@ -1,8 +1,8 @@
 """One row of logits to its best column, a tile of columns a program: mask, bans, penalties, temperature, shared noise.
 
 Row j of a lane assumes that drafts[:j] were accepted, so all rows are computed at once. Invariant: what a program
-writes depends on its slot, row and tile alone, and the tile size is fixed by the workspace, never by the batch. The
-best columns of the tiles meet in `pick`. Not responsible for: filters (filters.py), acceptance (acceptance.py).
+writes depends on its slot, row and tile alone, and the tile size is fixed by the workspace, never by the batch. `pick`
+chooses the best column of all tiles. Not responsible for: filters (see filters.py), acceptance (see acceptance.py).
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def row_kernel(
 
 @triton.jit
 def filters(t: tl.tensor, k: tl.tensor, p: tl.tensor, m: tl.tensor, V: tl.tensor) -> tl.tensor:
-    """Whether the slot's parameters leave tokens out."""
+    """Return whether the slot's parameters leave tokens out."""
     return (t > 0.0) & (((k > 0) & (k < V)) | (p < 1.0) | (m > 0.0))
 
 
@@ -200,7 +200,7 @@ def pick(
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ) -> tl.tensor:
-    """Column and peak of `num_rows` rows from row `first`, both [ROWS]; column -1 where nothing is legal."""
+    """Return column and peak of `num_rows` rows from row `first`, both [ROWS]; column -1 where nothing is legal."""
     row = tl.arange(0, ROWS)[:, None]
     tile = tl.arange(0, TILES)[None, :]
     at = (first + row) * partial_stride + tile

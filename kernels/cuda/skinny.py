@@ -3,7 +3,7 @@
 Reading the weights bounds them, so a program streams a stripe of them through shared memory, many blocks in flight, and
 multiplies each by all of the rows at once. Invariant: a row's result has the same bits for any number of rows up to
 16, so a token does not depend on the drafts that were verified beside it. Not responsible for: more rows: cuBLAS
-multiplies those (gpu_engine/model/linear.py).
+multiplies those (see gpu_engine/model/linear.py).
 """
 
 from __future__ import annotations

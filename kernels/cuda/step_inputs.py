@@ -1,7 +1,7 @@
 """The beginning of a step, one kernel: its inputs cut from the slots.
 
 Invariant: a lane with a negative slot is idle: its inputs are padding, and no slot is touched. Not responsible for:
-what is posted to the grammar process (posting.py), and how results reach the host (the engine's output ring).
+posts to the grammar process (see posting.py), the copy of results to the host (see gpu_engine/step/output_ring.py).
 
 Shapes: B lanes, S slots, R rows a slot, P rows of this step (P <= R), L tokens of a full sequence, N pages.
 """
@@ -75,8 +75,8 @@ def load_step(
     """Cut a step's inputs: the last token and the drafts behind it, their positions, the drafts, and the page table.
 
     All int32 and contiguous, but `done_S` is bool, `ids_BP` may be int64, and tables may have wider rows. A slot in
-    `done_S` is padding. Written: `ids_BP` (0 where
-    padding), `positions_BP` (-1 where padding), `drafts_BR`, `num_drafts_B` (at most P - 1), `page_table_BN`.
+    `done_S` is padding. Written: `ids_BP` (0 where padding),
+    `positions_BP` (-1 where padding), `drafts_BR`, `num_drafts_B` (at most P - 1), `page_table_BN`.
     """
     (B, P), R, N = ids_BP.shape, drafts_SR.shape[1], page_table_BN.shape[1]
     tensors = (slots_B, history_SL, length_S, drafts_SR, num_drafts_S, positions_BP, drafts_BR, num_drafts_B)

@@ -6,14 +6,14 @@
  */
 #include "simd.h"
 
-#define SERIAL_BELOW 8192 /* elements: a parallel region costs as much as so many */
+#define SERIAL_BELOW 8192 /* elements: a parallel region costs as much time */
 
 enum { ROUND_THEN_SCALE, SCALE_THEN_ROUND, ONE_PLUS_SCALE };
 enum { ACT_SILU, ACT_GELU_TANH };
 
 struct rms_norm_args {
     void *x;            /* [rows][x_stride], width used; becomes x + delta */
-    const void *delta;  /* [rows][delta_stride]; null: x stays */
+    const void *delta;  /* [rows][delta_stride]; null: x is unchanged */
     const void *weight; /* [width] */
     void *out;          /* [rows][width] contiguous */
     int64_t rows, width, x_stride, delta_stride;
@@ -22,12 +22,12 @@ struct rms_norm_args {
 };
 
 struct rotary_args {
-    void *qkv;           /* [rows][stride]: q heads, then k heads, changed in place; what follows is not touched */
+    void *qkv;           /* [rows][stride]: q heads, then k heads, changed in place; the columns behind them are not touched */
     const void *cos;     /* [rows][rotated] contiguous */
     const void *sin;     /* the same */
     const void *q_weight; /* [head_dim], RMSNorm of a query head; null: none */
     const void *k_weight; /* the same for keys */
-    int64_t rows, stride, q_heads, k_heads, head_dim, rotated; /* the first `rotated` channels of a head turn */
+    int64_t rows, stride, q_heads, k_heads, head_dim, rotated; /* the first `rotated` channels of a head are rotated */
     float q_eps, k_eps;
     int32_t kind, bf16;
 };
@@ -63,7 +63,7 @@ INLINE void store(void *base, int64_t index, v16f x, int bf16) {
         memcpy((float *)base + index, &x, sizeof x);
 }
 
-/* 16 elements, or the `n` that are left with zeros behind them. */
+/* 16 elements, or the last `n`, with zeros behind them. */
 INLINE v16f load_some(const void *base, int64_t index, int64_t n, int bf16) {
     v16f x = splat(0.0f);
     if (n >= 16)

@@ -61,13 +61,13 @@ INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p
     }
 }
 
-/* What one tile of queries carries from block to block. */
+/* State of one tile of queries, carried from block to block. */
 struct tile {
     float q[MAX_D][TILE];          /* scaled */
     v16f acc[TILE][MAX_D / 16];    /* weighted sum of the values so far */
     float peak[TILE], denom[TILE]; /* largest score so far, sum of weights */
     int32_t first_key[TILE], pos[TILE];
-    int32_t begin, last;           /* over the tile; last < 0: nothing but padding */
+    int32_t begin, last;           /* over the tile; last < 0: padding alone */
 };
 
 INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int64_t b, int64_t hkv, int64_t first, int64_t d,
@@ -102,7 +102,7 @@ INLINE void load_block(const struct paged_attention_args *a, const struct tile *
         int64_t token = at + 16 * i, page = a->page_table[b * a->table_stride + token / ps];
         int64_t head = (page * a->num_kv_heads + hkv) * d * ps;
         key[i] = head + token % ps;
-        /* Behind the last position lies what an earlier owner of the page left. Its weight is 0, but 0 * NaN is not. */
+        /* Behind the last position are values of the page's earlier owner. Their weight is 0, but 0 * NaN is NaN. */
         int64_t fresh = w->last - token + 1 < 16 ? w->last - token + 1 : 16;
         for (int64_t c = 0; c < 16 * d; c += 16) {
             v16f x = c < fresh * d ? load(a->v_pages, head + token % ps * d + c, bf16) : splat(0.0f);
@@ -135,7 +135,7 @@ INLINE void load_block(const struct paged_attention_args *a, const struct tile *
         }
 }
 
-/* Query t's weights of this block into p (zero where a key is not its own to see); its sums are shrunk to the new peak. */
+/* Write query t's weights of this block into p, zero where the key is masked, and rescale its sums to the new peak. */
 INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, int64_t at, const v16f s[SUBS], float *p, int64_t d) {
     const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     v16f x[SUBS], m = splat(-INFINITY), total = splat(0.0f);

@@ -1,9 +1,9 @@
 /* All ordering of the shared segment: post, await, wait for a request, publish.
  *
  * Invariant: data first, flag last. A reader that sees a flag (acquire) sees all that its writer wrote before it (release). An
- * answer's flag is its sequence. An answer that was published with rows missing is late: a row that comes after it has a
- * flag of its own, its kind, which turns once from DEFER to what it is; and the answer's last word, `late`, turns from the
- * sequence to 0 behind the last of them.
+ * answer's flag is its sequence. An answer that was published with rows missing is late: a row that is added
+ * later has a flag of its own: its kind, which changes once from DEFER to its value. The answer's last word, `late`, changes
+ * from the sequence to 0 behind the last of these rows.
  *
  * Sleeping. A side that waits spins first, then parks on a futex. To lose no wake-up both sides follow Dekker's pattern:
  *
@@ -208,7 +208,7 @@ static int take_answer(struct ls_await_args *a, uint64_t seq, int32_t i) {
         defer_lane(a, i);
         return 1;
     }
-    /* Before the kinds: when nothing is to come any more, all of it is seen below. */
+    /* Read before the kinds: when no row is missing any more, the loop below sees all of them. */
     a->late += atomic_load_explicit(at64(answer, v->ans_late), memory_order_acquire) == seq;
     for (uint32_t r = 0; r < v->num_rows; r++) {
         a->kinds[row + r] = atomic_load_explicit(at8(answer, ANS_KIND + r), memory_order_acquire);

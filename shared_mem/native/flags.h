@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-/* Grows with every change of a struct or function here; native.py refuses another number. */
+/* Grows with every change of a struct or function here; native.py rejects a library with another number. */
 #define LS_ABI 6
 
 #define LS_EXPORT __attribute__((visibility("default")))
@@ -40,7 +40,7 @@ enum {
     LS_BAD_COMMIT_POS = -4,
 };
 
-/* Where things are in one process's mapping. Constant after it is filled. */
+/* Addresses and strides in one process's mapping. Constant after it is filled. */
 struct ls_view {
     uint8_t *words;
     uint8_t *rec;
@@ -133,7 +133,7 @@ LS_EXPORT int32_t ls_take(void *await_args);
 /* Engine watchdog: 0 clears. A waiting ls_await ends within LS_PARK_SLICE_NS. */
 LS_EXPORT void ls_set_abort(const struct ls_view *view, uint64_t value);
 
-/* Grammar process. ls_wait_req returns the newest posted sequence, which is `last` when the time is over. `working` is a
+/* Grammar process. ls_wait_req returns the newest posted sequence, which is `last` at the timeout. `working` is a
  * word of the process's own, or NULL: 0 during the wait, the time of its end (CLOCK_MONOTONIC ns) after it. */
 LS_EXPORT uint64_t ls_wait_req(const struct ls_view *view, uint64_t last, int64_t timeout_ns, int64_t spin_ns,
                                uint64_t *working);

@@ -1,7 +1,7 @@
 """`Stream` over CUDA: torch's current stream, its events and its graphs.
 
-One invariant: all graphs of one stream share a memory pool, so their replays follow each other on that stream. Not
-responsible for: what is enqueued (see ../program.py), which graphs exist (see graphs.py).
+Invariant: all graphs of one stream share a memory pool, so their replays follow each other on that stream. Not
+responsible for: the enqueued work (see ../program.py), the choice of graphs (see graphs.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CudaGraph:
 
     @contextmanager
     def captured(self, stream: torch.cuda.Stream, pool: Any) -> Iterator[CudaGraph]:
-        """Capture what this thread enqueues on `stream`; other threads may go on calling CUDA."""
+        """Capture the work that this thread enqueues on `stream`; other threads may go on calling CUDA."""
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield self
 
@@ -74,7 +74,7 @@ class CudaStream:
     def activate(self) -> None:
         """Make this the current stream, and its device the current device, of the calling thread.
 
-        Waits for the device first: what other streams have written is there for this one.
+        Waits for the device first, so that this stream sees all writes of other streams.
         """
         torch.cuda.set_device(self._stream.device)
         torch.cuda.synchronize()
@@ -89,7 +89,7 @@ class CudaStream:
         target.copy_(source, non_blocking=True)
 
     def host(self, function: int, user_data: int) -> None:
-        """Enqueue a host function; a graph keeps both numbers for its life."""
+        """Enqueue a host function; a graph holds both numbers until it is destroyed."""
         launch_host_function(function, user_data, low_latency=self.low_latency_host)
 
     def event(self) -> CudaEvent:

@@ -1,6 +1,6 @@
 """Builds the sync of a CUDA device, with the kernels that it needs. Imports Triton, see launches.py.
 
-One invariant: kernels are compiled here, before any capture. Not responsible for: the mechanisms (see syncs.py).
+Invariant: kernels are compiled here, before any capture. Not responsible for: the mechanisms (see syncs.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def cuda_sync(
     """
     # The kernels continue behind the newest sequence in the segment, which an earlier executor may have posted.
     flags = DeviceFlags(pinned.numbers(), channel.last_seq)
-    # The fetch and the wait put rows into the store, where `cache_rows` finds them.
+    # The fetch and the wait put rows into the store, which `cache_rows` reads.
     launches = TritonLaunches(flags.mask_SRW[None])
     timeouts = {"row_timeout_ms": row_timeout_ms, "draft_timeout_ms": draft_timeout_ms}
     match mode:

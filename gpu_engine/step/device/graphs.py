@@ -11,7 +11,7 @@ the step gives them token 0 at position -1, which attention computes and does no
 nothing and touch no slot; the row store writes nothing, or into its spare row; the ring carries them, and the reader
 drops them.
 
-Not responsible for: what a step is (see ../program.py), which sequences are in it (see core/scheduler.py).
+Not responsible for: the content of a step (see ../program.py), the choice of its sequences (see core/scheduler.py).
 
 Shapes: B lanes of a bucket, P rows of a step.
 """
@@ -43,7 +43,7 @@ class PermissiveWord(Protocol):
 
 
 class _Shape(NamedTuple):
-    """What a captured graph is made for."""
+    """The shape that a graph is captured for."""
 
     num_lanes: int
     num_rows: int

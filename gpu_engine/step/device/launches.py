@@ -27,7 +27,8 @@ class TritonLaunches:
     """One kernel a method.
 
     Args:
-        source_NSRW: int32, the mask rows that `cache_rows` reads: the mapped segment's two buffers [2, S, R, W'], or the
+        source_NSRW: int32, the mask rows that `cache_rows` reads: the mapped segment's two buffers [2, S, R, W'], or
+        the
             store's own rows [1, S, R, W'] when the wait has fetched them. None: without a grammar process.
     """
 

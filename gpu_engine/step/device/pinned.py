@@ -1,8 +1,8 @@
 """The shared segment as CUDA sees it: registered host memory, tried out before a step relies on it.
 
-One invariant: nothing is unregistered while a replay may be in flight; the owner waits for the device first. Only the
-engine registers; to the grammar process the same pages are plain memory. Not responsible for: what is posted through
-it.
+Invariant: nothing is unregistered while a replay may be in flight; the owner waits for the device first. Only the
+engine registers; to the grammar process the same pages are plain memory. Not responsible for: the posts (see
+syncs.py).
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class PinnedSegment:
         at = self.segment.layout.mask_offset
         memory = torch.from_numpy(self.segment.memory)[at : at + 256]
         pattern = torch.arange(256, dtype=torch.uint8)
-        kept = memory.clone()
+        saved = memory.clone()
         memory.copy_(pattern)
         same = torch.equal(memory.to("cuda").cpu(), pattern)
-        memory.copy_(kept)
+        memory.copy_(saved)
         if not same:
             raise PinningFailed("the device reads other bytes from the mapped segment than the host wrote")
 
