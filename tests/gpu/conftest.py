@@ -1,4 +1,4 @@
-"""Everything here needs a CUDA device. CUDA is told to load kernels at once before anybody starts it."""
+"""All tests of this folder need a CUDA device. Eager loading of kernels is set before CUDA is initialised."""
 
 from __future__ import annotations
 

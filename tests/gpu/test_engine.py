@@ -1,4 +1,4 @@
-"""A whole engine on a CUDA device: graphs, eager launches and a CPU say the same tokens in float32."""
+"""A whole engine on a CUDA device: graphs, eager launches and a CPU have the same tokens in float32."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.gpu_engine.harness import (
     answer_staggered,
     ask,
     config,
-    free_engine,
     tokens,
+    unguided_engine,
     until_false,
     with_drafts,
 )
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.gpu
 SYNCS = ("host_callback", "device_flag")
 PATIENT = {"row_timeout_ms": 5000.0, "draft_timeout_ms": 5000.0}
 
-FREE = [
+UNGUIDED = [
     partial(ask, [*range(196, 203)] * 3, max_tokens=60),
     partial(ask, tokens(1, 2), max_tokens=50, ignore_eos=True),
     partial(ask, tokens(17, 3), temperature=1.0, seed=2**64 - 1, ignore_eos=True),
@@ -62,7 +62,7 @@ GUIDED = [
 
 @dataclass(frozen=True)
 class Models:
-    """One set of weights, in two places."""
+    """One set of weights, loaded on two devices."""
 
     cpu: LoadedModel
     gpu: LoadedModel
@@ -75,9 +75,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="module")
-def free_tokens(models: Models) -> list[list[int]]:
-    with free_engine(models.cpu, with_drafts(0)) as engine:
-        return answer_each(engine, [make() for make in FREE])
+def unguided_tokens(models: Models) -> list[list[int]]:
+    with unguided_engine(models.cpu, with_drafts(0)) as engine:
+        return answer_each(engine, [make() for make in UNGUIDED])
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +93,18 @@ def on_gpu(num_drafts: int, **fields: object) -> EngineConfig:
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_drafts", [0, 3, 7])
-def test_free_tokens_are_those_of_a_cpu(
-    models: Models, free_tokens: list[list[int]], num_drafts: int, overlap: bool, eager: bool
+def test_unguided_tokens_equal_those_of_a_cpu(
+    models: Models, unguided_tokens: list[list[int]], num_drafts: int, overlap: bool, eager: bool
 ) -> None:
-    with free_engine(models.gpu, on_gpu(num_drafts, overlap=overlap, enforce_eager=eager)) as engine:
-        assert answer_all(engine, [make() for make in FREE]) == free_tokens
-        assert answer_staggered(engine, [make() for make in FREE]) == free_tokens
+    with unguided_engine(models.gpu, on_gpu(num_drafts, overlap=overlap, enforce_eager=eager)) as engine:
+        assert answer_all(engine, [make() for make in UNGUIDED]) == unguided_tokens
+        assert answer_staggered(engine, [make() for make in UNGUIDED]) == unguided_tokens
         stats = engine.stats()
     assert (stats.accepted_draft_tokens > 20) == (num_drafts > 0)
 
 
 @pytest.mark.parametrize("drafts_by", ["ngram", "model"])
-def test_prompts_that_are_prefilled_together_get_the_tokens_of_a_cpu(models: Models, drafts_by: str) -> None:
+def test_prompts_prefilled_together_have_the_tokens_of_a_cpu(models: Models, drafts_by: str) -> None:
     def made() -> list[Answer]:
         lengths = (2, 3, 5, 9, 17, 20, 28, 31, 32, 33, 34, 64, 65, 129, 200, 1)
         return [
@@ -112,11 +112,11 @@ def test_prompts_that_are_prefilled_together_get_the_tokens_of_a_cpu(models: Mod
             for at, length in enumerate(lengths)
         ]
 
-    with free_engine(models.cpu, with_drafts(0)) as engine:
+    with unguided_engine(models.cpu, with_drafts(0)) as engine:
         expected = answer_each(engine, made())
     draft_model = models.cpu.name if drafts_by == "model" else ""
     settings = on_gpu(3, draft_model=draft_model, prefill_chunk=512, max_batch_size=16)
-    with free_engine(models.gpu, settings) as engine:
+    with unguided_engine(models.gpu, settings) as engine:
         prefill = engine._loop.executor.prefill
         assert isinstance(prefill, Prefill)
         warmed = prefill.launches.copy()
@@ -137,7 +137,7 @@ def test_prompts_that_are_prefilled_together_get_the_tokens_of_a_cpu(models: Mod
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("num_drafts", [0, 3, 7])
-def test_guided_tokens_are_those_of_a_cpu(
+def test_guided_tokens_equal_those_of_a_cpu(
     models: Models, guided_tokens: list[list[int]], num_drafts: int, sync: str, eager: bool
 ) -> None:
     with guided_engine(models.gpu, on_gpu(num_drafts, sync=sync, enforce_eager=eager)) as (engine, _):
@@ -149,17 +149,17 @@ def test_guided_tokens_are_those_of_a_cpu(
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("drafts_by", ["ngram", "grammar", "model"])
-def test_what_the_grammar_proposes_changes_no_token(
+def test_jump_forward_tokens_change_no_answer(
     models: Models, guided_tokens: list[list[int]], drafts_by: str, sync: str, eager: bool
 ) -> None:
     draft_model = models.cpu.name if drafts_by == "model" else ""
     settings = on_gpu(3, sync=sync, enforce_eager=eager, draft_model=draft_model, jump_forward=True)
     with guided_engine(models.gpu, replace(settings, drafter=drafts_by)) as (engine, grammar):
-        # True for an odd number of tokens, and then two of them; else nonsense.
-        grammar.sidecar.proposes = lambda automaton, said: (
-            next((ids[len(said) :][:2] for ids in guided_tokens if ids[: len(said)] == said), [])
-            if len(said) % 2
-            else [len(said) % 256, 65, 66]
+        # After an odd number of tokens the proposal is two right tokens; otherwise it is wrong.
+        grammar.sidecar.proposes = lambda automaton, emitted: (
+            next((ids[len(emitted) :][:2] for ids in guided_tokens if ids[: len(emitted)] == emitted), [])
+            if len(emitted) % 2
+            else [len(emitted) % 256, 65, 66]
         )
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
         stats = engine.stats()
@@ -168,7 +168,7 @@ def test_what_the_grammar_proposes_changes_no_token(
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_a_draft_model_changes_no_token_and_its_rows_are_kept(
+def test_a_draft_model_changes_no_token_and_its_rows_are_cached(
     models: Models, guided_tokens: list[list[int]], sync: str
 ) -> None:
     with guided_engine(models.gpu, on_gpu(3, sync=sync, draft_model=models.cpu.name, draft_masks="on")) as (
@@ -182,34 +182,34 @@ def test_a_draft_model_changes_no_token_and_its_rows_are_kept(
     assert {record.need_rows.bit_count() for record in verified if EOS not in record.drafts} == {1}
 
 
-def test_logprobs_come_along(models: Models) -> None:
+def test_logprobs_equal_those_of_a_cpu(models: Models) -> None:
     def made() -> Answer:
         return ask(tokens(8, 1), max_tokens=12, logprobs=5, ignore_eos=True)
 
     expected, got = made(), made()
-    with free_engine(models.cpu, with_drafts(3)) as engine:
+    with unguided_engine(models.cpu, with_drafts(3)) as engine:
         answer_all(engine, [expected])
-    with free_engine(models.gpu, on_gpu(3)) as engine:
+    with unguided_engine(models.gpu, on_gpu(3)) as engine:
         answer_all(engine, [got])
     for ours, theirs in zip(got.logprobs, expected.logprobs, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
-def test_an_aborted_request_leaves_its_slot_to_the_next(models: Models, free_tokens: list[list[int]]) -> None:
-    with free_engine(models.gpu, on_gpu(3, max_batch_size=1)) as engine:
+def test_the_slot_of_an_aborted_request_is_reused(models: Models, unguided_tokens: list[list[int]]) -> None:
+    with unguided_engine(models.gpu, on_gpu(3, max_batch_size=1)) as engine:
         endless = ask(tokens(5, 9), max_tokens=10_000, ignore_eos=True)
         engine.submit(endless.request)
         until_false(lambda: len(endless.tokens) < 4)
-        following = FREE[0]()
+        following = UNGUIDED[0]()
         engine.submit(following.request)
         engine.abort(endless.request.request_id)
         assert endless.wait().finish in (FinishReason.ABORTED, FinishReason.LENGTH)
-        assert following.wait().tokens == free_tokens[0]
+        assert following.wait().tokens == unguided_tokens[0]
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-def test_a_step_whose_rows_never_come_drains_and_the_answers_go_on(
+def test_a_step_without_rows_ends_and_answers_continue(
     models: Models, guided_tokens: list[list[int]], sync: str
 ) -> None:
     with guided_engine(models.gpu, on_gpu(3, sync=sync, row_timeout_ms=100.0)) as (engine, grammar):
@@ -233,7 +233,7 @@ def test_a_step_whose_rows_never_come_drains_and_the_answers_go_on(
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-async def test_a_grammar_process_killed_in_mid_answer_costs_nobody_a_token(models: Models, sync: str) -> None:
+async def test_a_grammar_process_killed_during_an_answer_changes_no_token(models: Models, sync: str) -> None:
     flags = ("--sync", sync, "--max-model-len", "512")
     options = ServerOptions(model=models.cpu.name, device="cuda", dtype="float32", num_draft_tokens=3, extra=flags)
     request = pb.GenerateRequest(

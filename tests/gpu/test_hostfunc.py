@@ -1,4 +1,4 @@
-"""`@hostfunc` in real graphs: replays, the graph's ownership, errors, both kinds of dispatch."""
+"""`@hostfunc` in real graphs: replays, the ownership of arguments by the graph, errors, and both kinds of dispatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Argument:
-    """Something with a life that can be watched."""
+    """An argument that can be referenced weakly."""
 
 
 @pytest.fixture(params=[False, True], ids=["interrupt", "spin"])
@@ -79,21 +79,21 @@ def test_eager_call_is_ordered_with_device_work(functions: HostFunctions) -> Non
     assert functions.stats().waiting == 0
 
 
-def test_error_is_raised_at_the_next_check_and_the_stream_goes_on(functions: HostFunctions) -> None:
-    told = threading.Event()
+def test_an_error_is_raised_at_the_next_check_and_the_stream_continues(functions: HostFunctions) -> None:
+    reported = threading.Event()
 
-    @functions.hostfunc(on_error=lambda error: told.set())
+    @functions.hostfunc(on_error=lambda error: reported.set())
     def fail() -> None:
         raise ValueError("on the CUDA thread")
 
     fail()
     torch.cuda.synchronize()
-    assert told.is_set()
+    assert reported.is_set()
     with pytest.raises(HostFunctionError, match="on the CUDA thread"):
         functions.check()
 
 
-def test_release_before_a_replay_is_an_error_not_a_crash(functions: HostFunctions) -> None:
+def test_a_release_before_a_replay_raises_an_error(functions: HostFunctions) -> None:
     @functions.hostfunc
     def nothing() -> None: ...
 

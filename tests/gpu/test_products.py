@@ -22,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @torch.inference_mode()
 def logits(model: LoadedModel, count: int, start: int) -> torch.Tensor:
-    """Return those of tokens [start, start + count) behind tokens that were prefilled."""
+    """Return the logits of tokens [start, start + count) after `start` prefilled tokens."""
     table_BN = torch.arange(4, dtype=torch.int32, device="cuda")[None]
     pages, at = model.allocate_pages(4, 16, token_major=True), torch.arange(64, dtype=torch.int32, device="cuda")[None]
     ids = (at.long() * 37 + 5) % 256
@@ -31,7 +31,7 @@ def logits(model: LoadedModel, count: int, start: int) -> torch.Tensor:
     return model.logits(ids[:, there], AttentionContext(pages, table_BN, at[:, there].contiguous()))
 
 
-def test_products_of_few_rows_are_ours(model: LoadedModel) -> None:
+def test_products_of_few_rows_use_the_skinny_kernel(model: LoadedModel) -> None:
     assert isinstance(model.net.get_output_embeddings(), SkinnyLinear)
     assert model.fused.forward is not None
 

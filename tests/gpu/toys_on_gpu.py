@@ -1,4 +1,4 @@
-"""The toys of tests/gpu_engine/cuda on a GPU: CudaStream, the registered segment, compiled kernels."""
+"""The toy step of tests/gpu_engine/device on a GPU: CudaStream, the registered segment, compiled kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def toys_on_gpu(
     draft_timeout_ms: float = 20_000.0,
     vocab: int = VOCAB,
 ) -> Iterator[Toys]:
-    """As `toys`; the graphs are gone before the segment is unregistered."""
+    """As `toys`, on a GPU; the graphs are destroyed before the segment is unregistered."""
     with Segment.create(Layout(SLOTS, ROWS, vocab)) as segment, PinnedSegment(segment) as pinned:
         channel, stream = EngineEnd(segment), CudaStream()
         stream.activate()

@@ -133,7 +133,7 @@ def running(engine: Engine) -> Iterator[Engine]:
 
 
 @contextmanager
-def free_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[Engine]:
+def unguided_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[Engine]:
     """Run an engine without a grammar process."""
     with running(Engine(settings, replace(model, max_model_len=settings.max_model_len))) as engine:
         yield engine

@@ -47,13 +47,13 @@ class Automaton:
         length, *rest = source.split()
         return Automaton(int(length), rest[0], int(rest[1])) if rest else Automaton(int(length))
 
-    def legal(self, said: list[int]) -> frozenset[int]:
-        """Return the legal tokens after `said`, which repeat every six tokens; at `length` only the stop token.
+    def legal(self, emitted: list[int]) -> frozenset[int]:
+        """Return the legal tokens after `emitted`, which repeat every six tokens; at `length` only the stop token.
 
         Of six places one allows a single token, one allows every token, and the others a small set each.
         """
-        n = len(said)
-        if said and said[-1] == EOS:
+        n = len(emitted)
+        if emitted and emitted[-1] == EOS:
             return frozenset()
         if n >= self.length:
             return frozenset({EOS})
@@ -65,16 +65,16 @@ class Automaton:
             case place:
                 return frozenset(range(100 + place, 256, 3))
 
-    def forced(self, said: list[int]) -> list[int]:
-        """Return the tokens that follow `said` as the only legal ones."""
+    def forced(self, emitted: list[int]) -> list[int]:
+        """Return the tokens that follow `emitted` as the only legal ones."""
         chain: list[int] = []
-        while len(legal := self.legal(said + chain)) == 1:
+        while len(legal := self.legal(emitted + chain)) == 1:
             chain += legal
         return chain
 
-    def allows(self, said: list[int]) -> bool:
+    def allows(self, emitted: list[int]) -> bool:
         """Return whether every token is legal, in order."""
-        return all(token in self.legal(said[:i]) for i, token in enumerate(said))
+        return all(token in self.legal(emitted[:i]) for i, token in enumerate(emitted))
 
 
 class CrashError(Exception):
@@ -222,28 +222,28 @@ class ToySidecar:
             self.problems.append(f"{record} is of another stage")
         if self.refuse(record):
             return kinds, forced
-        said = list(matcher.certain)
+        emitted = list(matcher.certain)
         for row in range(count):
             if row:
-                if record.drafts[row - 1] not in matcher.automaton.legal(said):
+                if record.drafts[row - 1] not in matcher.automaton.legal(emitted):
                     break
-                said.append(record.drafts[row - 1])
-                matcher.moved_to(len(said))
-            legal = matcher.automaton.legal(said)
+                emitted.append(record.drafts[row - 1])
+                matcher.moved_to(len(emitted))
+            legal = matcher.automaton.legal(emitted)
             if not legal:
                 break
             if record.need_rows >> row & 1:
-                kinds[row], forced[row] = self._fill(seq, record.slot, row, matcher.automaton, len(said), legal)
+                kinds[row], forced[row] = self._fill(seq, record.slot, row, matcher.automaton, len(emitted), legal)
         return kinds, forced
 
     def _propose(self, record: Record, matcher: Matcher) -> tuple[list[int], list[int]]:
         """Return the jump-forward tokens of a PROPOSE record. The next record repeats its committed tokens."""
-        said = [*matcher.certain, *record.committed]
-        if not matcher.automaton.allows(said) or record.drafts or not record.need_rows:
-            self.problems.append(f"{record} asks for forced tokens behind {said}")
+        emitted = [*matcher.certain, *record.committed]
+        if not matcher.automaton.allows(emitted) or record.drafts or not record.need_rows:
+            self.problems.append(f"{record} asks for forced tokens behind {emitted}")
         if self.refuse(record):
             return [], []
-        tokens = self.proposes(matcher.automaton, said)[: record.need_rows.bit_count()]
+        tokens = self.proposes(matcher.automaton, emitted)[: record.need_rows.bit_count()]
         return [int(RowKind.FORCED)] * len(tokens), tokens
 
     def _fill(

@@ -23,9 +23,9 @@ from tests.gpu_engine.harness import (
     answer_all,
     ask,
     config,
-    free_engine,
     running,
     tokens,
+    unguided_engine,
     until_false,
     with_drafts,
 )
@@ -61,7 +61,7 @@ def test_more_requests_than_slots_are_answered_in_the_order_of_arrival(llama: Lo
         if answer not in begun:
             begun.append(answer)
 
-    with free_engine(llama, config(overlap=overlap, max_batch_size=2)) as engine:
+    with unguided_engine(llama, config(overlap=overlap, max_batch_size=2)) as engine:
         answers = [ask(tokens(5, seed), ignore_eos=True, max_tokens=9, on_event=note) for seed in range(9)]
         answer_all(engine, answers)
     assert begun == answers
@@ -69,7 +69,7 @@ def test_more_requests_than_slots_are_answered_in_the_order_of_arrival(llama: Lo
 
 
 def test_closing_ends_what_runs_and_what_waits(llama: LoadedModel, overlap: bool) -> None:
-    with free_engine(llama, config(overlap=overlap, max_batch_size=1, max_model_len=256)) as engine:
+    with unguided_engine(llama, config(overlap=overlap, max_batch_size=1, max_model_len=256)) as engine:
         runs, waits = endless(), endless(2)
         engine.submit(runs.request)
         engine.submit(waits.request)
@@ -83,7 +83,7 @@ def test_closing_ends_what_runs_and_what_waits(llama: LoadedModel, overlap: bool
 
 
 def test_whatever_was_accepted_before_the_close_gets_an_end(llama: LoadedModel, overlap: bool) -> None:
-    with free_engine(llama, config(overlap=overlap, max_queue_size=10_000)) as engine:
+    with unguided_engine(llama, config(overlap=overlap, max_queue_size=10_000)) as engine:
         accepted: list[Answer] = []
         enough = threading.Event()
 
@@ -109,7 +109,7 @@ def test_whatever_was_accepted_before_the_close_gets_an_end(llama: LoadedModel, 
 
 
 def test_threads_may_submit_and_read_counters_at_once(llama: LoadedModel) -> None:
-    with free_engine(llama, with_drafts(3)) as engine:
+    with unguided_engine(llama, with_drafts(3)) as engine:
         answers = [ask(tokens(6, seed), max_tokens=8, ignore_eos=True) for seed in range(24)]
 
         def submit(part: list[Answer]) -> None:
@@ -131,7 +131,7 @@ def test_threads_may_submit_and_read_counters_at_once(llama: LoadedModel) -> Non
 
 @pytest.mark.parametrize("running", [True, False])
 def test_abort_ends_every_sequence_of_a_request(llama: LoadedModel, running: bool, overlap: bool) -> None:
-    with free_engine(llama, config(overlap=overlap, max_batch_size=3 if running else 1)) as engine:
+    with unguided_engine(llama, config(overlap=overlap, max_batch_size=3 if running else 1)) as engine:
         other = endless(9)
         engine.submit(other.request)
         parts = [endless(seed, name="n") for seed in (1, 2)]
@@ -147,7 +147,7 @@ def test_abort_ends_every_sequence_of_a_request(llama: LoadedModel, running: boo
 
 
 def test_a_dropped_request_says_no_more_and_frees_its_place(llama: LoadedModel, overlap: bool) -> None:
-    with free_engine(llama, config(overlap=overlap, max_batch_size=1)) as engine:
+    with unguided_engine(llama, config(overlap=overlap, max_batch_size=1)) as engine:
         gone, line = endless(), endless(2)
         engine.submit(gone.request)
         engine.submit(line.request)
@@ -167,7 +167,7 @@ def test_a_sink_that_raises_costs_no_other_request_its_end(
     def raises(answer: Answer) -> None:
         raise RuntimeError("a fault of the test")
 
-    with free_engine(llama, config()) as engine, caplog.at_level(logging.CRITICAL):
+    with unguided_engine(llama, config()) as engine, caplog.at_level(logging.CRITICAL):
         others = [endless(seed) for seed in range(3)]
         for answer in others:
             engine.submit(answer.request)
@@ -200,7 +200,7 @@ def test_a_fault_in_a_turn_ends_what_was_there_and_nothing_else(
 ) -> None:
     net = FailsOnce(llama.net)
     model = replace(llama, net=net, fused=replace(llama.fused, forward=None))
-    with free_engine(model, config(overlap=overlap, max_batch_size=2)) as engine:
+    with unguided_engine(model, config(overlap=overlap, max_batch_size=2)) as engine:
         before = ask(tokens(5, 3))
         (expected,) = answer_all(engine, [before])
         answers = [endless(seed) for seed in range(3)]
@@ -253,7 +253,7 @@ def test_an_idle_engine_shows_life_to_the_grammar_process(llama: LoadedModel) ->
 
 
 def test_telemetry_counts_steps_and_drafts(llama: LoadedModel) -> None:
-    with free_engine(llama, with_drafts(7)) as engine:
+    with unguided_engine(llama, with_drafts(7)) as engine:
         answer = ask(tokens(30, 1, repeat=10), max_tokens=60)
         answer_all(engine, [answer])
         stats = engine.stats()

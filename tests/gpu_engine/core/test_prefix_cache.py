@@ -18,8 +18,8 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
-    free_engine,
     tokens,
+    unguided_engine,
     until_false,
     with_drafts,
 )
@@ -45,10 +45,10 @@ def asked(engine: Engine) -> list[tuple[list[int], Any]]:
 def test_answers_are_the_same_and_what_was_there_is_not_prefilled(
     llama: LoadedModel, drafts: int, overlap: bool
 ) -> None:
-    with free_engine(llama, with_drafts(drafts, overlap=overlap, prefix_cache=False)) as engine:
+    with unguided_engine(llama, with_drafts(drafts, overlap=overlap, prefix_cache=False)) as engine:
         expected = asked(engine)
         without = engine.stats()
-    with free_engine(llama, with_drafts(drafts, overlap=overlap)) as engine:
+    with unguided_engine(llama, with_drafts(drafts, overlap=overlap)) as engine:
         assert asked(engine) == expected
         stats = engine.stats()
     assert without.cached_tokens == without.pages_cached == 0
@@ -59,7 +59,7 @@ def test_answers_are_the_same_and_what_was_there_is_not_prefilled(
 
 
 def test_the_usage_reports_the_cached_tokens(llama: LoadedModel) -> None:
-    with free_engine(llama, config()) as engine:
+    with unguided_engine(llama, config()) as engine:
         answers = turns()
         answer_each(engine, answers)
         exactly = ask(SYSTEM[:49], max_tokens=2)
@@ -79,9 +79,9 @@ def test_those_that_run_at_once_share_what_is_there_and_are_not_disturbed(llama:
             for seed in range(8)
         ]
 
-    with free_engine(llama, with_drafts(3, overlap=overlap, prefix_cache=False)) as engine:
+    with unguided_engine(llama, with_drafts(3, overlap=overlap, prefix_cache=False)) as engine:
         expected = answer_all(engine, prompts())
-    with free_engine(llama, with_drafts(3, overlap=overlap)) as engine:
+    with unguided_engine(llama, with_drafts(3, overlap=overlap)) as engine:
         answer_all(engine, [ask(SYSTEM, max_tokens=1)])
         assert answer_all(engine, prompts()) == expected
         assert engine.stats().cached_tokens == 8 * 48
@@ -97,9 +97,9 @@ def test_sequences_admitted_together_share_pages_and_so_do_the_next_turns(llama:
         ]
         return answer_all(engine, second)
 
-    with free_engine(llama, with_drafts(3, overlap=overlap, prefix_cache=False)) as engine:
+    with unguided_engine(llama, with_drafts(3, overlap=overlap, prefix_cache=False)) as engine:
         expected = asked(engine)
-    with free_engine(llama, with_drafts(3, overlap=overlap)) as engine:
+    with unguided_engine(llama, with_drafts(3, overlap=overlap)) as engine:
         assert asked(engine) == expected
         # Three find the system prompt that the first of them prefilled; then each finds 80 of its own 82 tokens.
         assert engine.stats().cached_tokens == 3 * 48 + 4 * 80
@@ -107,9 +107,9 @@ def test_sequences_admitted_together_share_pages_and_so_do_the_next_turns(llama:
 
 def test_cached_pages_are_evicted_when_pages_run_out(llama: LoadedModel) -> None:
     prompts = [tokens(150, seed) for seed in range(6)]
-    with free_engine(llama, config(prefix_cache=False)) as engine:
+    with unguided_engine(llama, config(prefix_cache=False)) as engine:
         expected = answer_each(engine, [ask(prompt) for prompt in prompts])
-    with free_engine(llama, config(kv_cache_tokens=256)) as engine:
+    with unguided_engine(llama, config(kv_cache_tokens=256)) as engine:
         for _ in range(2):
             assert answer_each(engine, [ask(prompt) for prompt in prompts]) == expected
         stats = engine.stats()
@@ -122,7 +122,7 @@ def test_a_network_that_drafts_sees_every_prompt(llama: LoadedModel, draft_model
     assert not settings.caches_prefixes
     assert with_drafts(0).caches_prefixes
     assert config(drafter="grammar").caches_prefixes
-    with free_engine(llama, settings) as engine:
+    with unguided_engine(llama, settings) as engine:
         answer_each(engine, turns())
         stats = engine.stats()
     assert stats.cached_tokens == 0
@@ -132,7 +132,7 @@ def test_a_network_that_drafts_sees_every_prompt(llama: LoadedModel, draft_model
 def test_what_a_failed_step_may_have_written_is_not_found(llama: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     net = FailsOnce(llama.net)
     model = replace(llama, net=net, fused=replace(llama.fused, forward=None))
-    with free_engine(model, config()) as engine:
+    with unguided_engine(model, config()) as engine:
         answer_all(engine, [ask(SYSTEM, max_tokens=4)])
         assert engine.stats().pages_cached > 0
         net.fails_next = True

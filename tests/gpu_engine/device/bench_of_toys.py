@@ -1,4 +1,4 @@
-"""A segment, a stream, a sync of either kind, the toy step and its graphs, put together; and the peers to it."""
+"""The toy step with its surroundings: a segment, a stream, a sync of either kind and graphs; and its peer processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SLOTS, ROWS = 4, 3
 
 @dataclass(frozen=True)
 class Lane:
-    """A lane of a toy step: who holds the slot, and whether it waits for rows."""
+    """A lane of a toy step: its slot, the slot's generation, and whether the lane waits for mask rows."""
 
     slot: int
     slot_gen: int
@@ -51,8 +51,8 @@ class Toys:
     step: ToyStep
     graphs: StepGraphs
 
-    def sit(self, slot: int) -> None:
-        """A new owner, as the engine does it: enqueued behind the steps in flight."""
+    def assign_slot(self, slot: int) -> None:
+        """Assign the slot to a new sequence as the engine does it: enqueued after the steps in flight."""
         buffers = self.step.slot
         self.sync.forget(slot)
 
@@ -66,13 +66,13 @@ class Toys:
         self.sync.stream.kernel(write)
 
     def count_patterns(self) -> PatternStep:
-        """Let the graphs be of a step that checks the pattern peer's rows; before the capture."""
+        """Let the graphs run a step that checks the pattern peer's rows. Call it before the capture."""
         step = PatternStep(self.step.lane, self.sync, self.graphs.ring)
         self.graphs.program = step
         return step
 
     def launch(self, slots: list[int], *, guided: bool = True, gen: int = 1) -> StepOutputs:
-        """Run one step to its end."""
+        """Run one step and return its outputs."""
         return self.graphs.read(self.start([Lane(slot, gen, guided) for slot in slots]))
 
     def start(self, lanes: list[Lane]) -> StepHandle[Lane]:
@@ -86,7 +86,7 @@ class RecordedToys(Toys):
 
 
 class OpaqueLaunches:
-    """Triton's interpreter reads tensors as it likes, so its kernels are native ones to the stream."""
+    """Launches of Triton's interpreter, which reads tensors freely; the stream therefore treats them as native."""
 
     def __init__(self, launches: StepLaunches) -> None:
         self.pack, self.advance = opaque(launches.pack), opaque(launches.advance)
@@ -102,13 +102,13 @@ def start(graphs: StepGraphs, lanes: list[Lane]) -> StepHandle[Lane]:
 
 def tokens_of(outputs: StepOutputs) -> dict[int, list[int]]:
     """Return slot -> tokens; padded lanes must have emitted nothing."""
-    said = {}
+    emitted = {}
     for lane, slot in enumerate(outputs.slots_B.tolist()):
         count = int(outputs.result.num_emitted_B[lane])
         assert slot >= 0 or count == 0
         if slot >= 0:
-            said[slot] = outputs.result.emitted_BR[lane, :count].tolist()
-    return said
+            emitted[slot] = outputs.result.emitted_BR[lane, :count].tolist()
+    return emitted
 
 
 def on_device(buffers: Any, device: torch.device) -> Any:
@@ -129,7 +129,7 @@ def build_executor(
     drafts: int = ROWS - 1,
     buckets: tuple[int, ...] = (1, 2, 4),
 ) -> tuple[Segment, EngineEnd, HostCallbackSync | DeviceFlagSync, ToyStep, StepGraphs]:
-    """Put buffers, ring, step and graphs around a sync; the fields of `Toys`."""
+    """Build buffers, ring, step and graphs for a sync, and return the fields of `Toys`."""
     stream, vocab = sync.stream, channel.layout.vocab_size
     slot: SlotBuffers = on_device(SlotBuffers.allocate(SLOTS + 1, ROWS, 2000, 16), stream.device)
     lane: LaneBuffers = on_device(LaneBuffers.allocate(SLOTS, ROWS, vocab), stream.device)
@@ -156,7 +156,7 @@ def toys(
     vocab: int = VOCAB,
     triton: bool = False,
 ) -> Iterator[RecordedToys]:
-    """Put a recorded stream and a sync under the toy step; closed in the right order."""
+    """Run the toy step on a recorded stream with a sync; close everything in the right order."""
     with Segment.create(Layout(SLOTS, ROWS, vocab)) as segment:
         channel = EngineEnd(segment)
         stream = RecordedStream()
@@ -184,7 +184,7 @@ def toys(
 
 @contextmanager
 def sidecar_of(toys: Toys, before: Callable[..., None] | None = None) -> Iterator[ToySidecar]:
-    """Run the toy grammar process as a thread; nothing wrong was said at the end."""
+    """Run the toy grammar process as a thread; at the end no record may have broken the protocol."""
     sidecar = ToySidecar(GrammarEnd(toys.segment), before)
     thread = threading.Thread(target=sidecar.run, name="toy sidecar", daemon=True)
     thread.start()
@@ -198,16 +198,16 @@ def sidecar_of(toys: Toys, before: Callable[..., None] | None = None) -> Iterato
 
 
 def open_slot(toys: Toys, sidecar: ToySidecar, slot: int, gen: int = 1, length: int = 1500) -> None:
-    """Seat an owner with a matcher; returns when the matcher stands."""
+    """Assign the slot to a sequence with a matcher; return when the matcher is bound."""
     bound = threading.Event()
     sidecar.bind(slot, Matcher(gen, Automaton(length), []), bound.set)
     assert bound.wait(PATIENCE_S)
-    toys.sit(slot)
+    toys.assign_slot(slot)
 
 
 @contextmanager
 def pattern_peer(t: Toys, directory: Path, spin_us: float = 2000.0) -> Iterator[subprocess.Popen[str]]:
-    """A process that answers every record with its sequence in every word of every row."""
+    """Run a process that answers every record with rows whose words are all the record's sequence number."""
     command = [sys.executable, "-m", "benchmarks.gpu.sync_peer", str(directory / "s"), str(spin_us)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
         try:

@@ -1,8 +1,9 @@
 """A whole engine whose device is a recorded stream: the kernels run in Triton's interpreter, on CPU tensors.
 
-What torch does is traced at the capture and repeated by replays, as `RecordedStream` says. What a Triton kernel does
-goes past torch, by way of numpy, so its launches are marked `opaque`: a replay makes them again with the arguments of
-the capture. Not here: expectations.
+Torch operations are traced at the capture and repeated by replays (see recorded_stream.py). A Triton kernel computes
+with numpy, which the trace does not see, so its launches are marked `opaque`: a replay calls them again with the
+arguments of the capture.
+Not responsible for: expected tokens, which the tests have from an engine on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.gpu_engine.toy_sidecar import ToyGrammar
 
 @contextmanager
 def opaque_launches() -> Iterator[None]:
-    """Let a capture see each launch of the interpreter as a native kernel."""
+    """Make a capture record each launch of the interpreter as a native kernel."""
     from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__
@@ -47,7 +48,7 @@ def opaque_launches() -> Iterator[None]:
 
 @dataclass(eq=False)
 class RecordedDevice:
-    """Assembles machinery over a stream of its own. `close` ends the stream's thread."""
+    """Builds executors that run on a recorded stream. Closing the stream ends its thread."""
 
     stream: RecordedStream = field(default_factory=RecordedStream)
     drafter_builders: Mapping[str, Builder] | None = None
@@ -98,7 +99,7 @@ def device_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[
 def guided_device_engine(
     model: LoadedModel, settings: EngineConfig, device: RecordedDevice | None = None
 ) -> Iterator[tuple[Engine, ToyGrammar, RecordedStream]]:
-    """Run an engine with a toy sidecar; at the end every matcher is closed and nothing wrong was said."""
+    """Run an engine with a toy sidecar; at the end every matcher is closed, and no record broke the protocol."""
     device = device or RecordedDevice()
     model = replace(model, max_model_len=settings.max_model_len)
     with Segment.create(Layout(settings.max_batch_size, settings.num_rows, model.vocab_size)) as segment:

@@ -1,6 +1,6 @@
-"""`kernels.cuda.flags.DeviceFlags` over CPU tensors: the same calls, by way of the native functions.
+"""`kernels.cuda.flags.DeviceFlags` over CPU tensors: the same calls, made with the native functions.
 
-One invariant: like the kernels, it copies a row only for kind APPLY, and leaves every other row of `mask_SRW` alone.
+Invariant: like the kernels, it copies a row only for kind APPLY, and every other row of `mask_SRW` is unchanged.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A CUDA stream without CUDA: CPU tensors stand for device memory, a thread for the device.
+"""A CUDA stream without CUDA: CPU tensors replace device memory, and a thread replaces the device.
 
-What it keeps of CUDA: the order of one stream, asynchrony, host functions called through their C address, and capture.
-A capture runs a kernel's Python once, as CUDA does: the torch operations are recorded with the tensors and constants of
-that moment, and a replay repeats the operations, not the Python. So a number that was read from the host at capture
-stays what it was, and reading a tensor back is an error. Memory that a capture wrote is put back, since capturing runs
-nothing. After a device error nothing runs any more, host functions included. What it does not keep: time, and races of
-kernels. `opaque` marks a stand-in of a native kernel, which is called anew at each replay.
+It behaves like CUDA in the order of one stream, in asynchrony, in host functions called through their C address, and in
+capture. A capture runs a kernel's Python once: the torch operations are recorded with the tensors and constants of that
+moment, and a replay repeats the operations, not the Python. So a number that was read from the host at capture never
+changes, and reading a tensor back is an error. Memory that a capture wrote is restored, since a real capture runs
+nothing. After a device error nothing runs any more, host functions included. It does not imitate timing, nor races
+between kernels. `opaque` marks a stand-in for a native kernel, which is called again at each replay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ P = ParamSpec("P")
 Node = Callable[[], object]
 
 PATIENCE_S = 60.0
-"""Only a failing test waits so long."""
+"""Seconds after which a wait fails its test."""
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _aten = torch.ops.aten
@@ -47,12 +47,12 @@ class DeviceFailed(RuntimeError):
 
 
 class ReadsBack(AssertionError):
-    """A kernel needs a value on the host, which a graph cannot give it."""
+    """A kernel reads a value back to the host, which is impossible in a graph."""
 
 
 @dataclass(eq=False)
 class _Tracer(TorchDispatchMode):
-    """Records torch's operations; at the end memory is as it was."""
+    """Records torch's operations; `restore` writes back the memory that they changed."""
 
     nodes: list[Node]
     kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class _Tracer(TorchDispatchMode):
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: list[Any]) -> None:
-    """Repeat an operation into the memory that its result has in this graph."""
+    """Repeat an operation, with its results in the memory that they had at the capture."""
     for old, new in zip(out, tree_leaves(func(*args, **kwargs)), strict=True):
         if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
             old.copy_(new)
@@ -102,7 +102,7 @@ _tracing: list[_Tracer] = []
 
 
 def opaque(function: Callable[P, None]) -> Callable[P, None]:
-    """Mark a stand-in of a native kernel: a replay calls it again with the arguments of the capture."""
+    """Mark a stand-in for a native kernel: a replay calls it again with the arguments of the capture."""
 
     @functools.wraps(function)
     def launch(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -120,9 +120,9 @@ class RecordedGraph:
     stream: RecordedStream
     nodes: list[Node] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
-    """"kernel", "copy" and "host" in order; a kernel is what one call of `Stream.kernel` launched."""
+    """"kernel", "copy" and "host" in order; one call of `Stream.kernel` is one kernel."""
     parts: list[tuple[str, int]] = field(default_factory=list)
-    """The same in order: name of the kernel's function, or the kind, and how many nodes it is."""
+    """In the same order: the name of the kernel's function, or the kind, and its number of nodes."""
     replays: int = 0
 
     def replay(self) -> None:
@@ -155,12 +155,13 @@ class RecordedEvent:
 
 @dataclass(eq=False)
 class RecordedStream:
-    """`before` is called on the device's thread before every node; it may block; what it raises fails the device."""
+    """The stream. The device's thread calls `before` before every node; it may block, and an exception of it is a
+    device error."""
 
     before: Callable[[Node], None] | None = None
     runs_at_once: bool = False
     trace: bool = True
-    """False: every kernel is a native one, called anew at each replay and free to read (for Triton's interpreter)."""
+    """False: every kernel counts as native: replays call it again, and it may read tensors (Triton's interpreter)."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     ran: int = 0
     skipped: int = 0
@@ -175,7 +176,7 @@ class RecordedStream:
         self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
         self._thread.start()
 
-    # -- what the program calls ---------------------------------------------------------------------------------------
+    # -- calls of the program -----------------------------------------------------------------------------------------
 
     def kernel(self, function: Callable[..., None], *args: object) -> None:
         if not self.trace:
@@ -231,7 +232,7 @@ class RecordedStream:
     # -- the device ---------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException | None = None) -> None:
-        """Break the context: from the next node on nothing runs."""
+        """Break the context: no further node runs."""
         self.failure = error or RuntimeError("an illegal memory access was encountered")
 
     def close(self) -> None:

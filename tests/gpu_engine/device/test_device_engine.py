@@ -1,4 +1,4 @@
-"""An engine whose steps are graphs over a recorded stream says what the engine on a CPU says."""
+"""An engine whose steps are graphs over a recorded stream has the tokens of an engine on a CPU."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.gpu_engine.harness import (
     answer_each,
     ask,
     config,
-    free_engine,
     tokens,
+    unguided_engine,
     until_false,
     with_drafts,
 )
@@ -37,14 +37,14 @@ pytestmark = [
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter; tests/gpu is for a device"
     ),
-    # The interpreter computes with numpy, which warns of what masks or a select throw away.
+    # The interpreter computes with numpy, which warns about values that masks or a select discard.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
 SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "row_timeout_ms": 20_000.0}
 PATIENT = {"draft_timeout_ms": 20_000.0, "fuse": False}
 
-FREE = [
+UNGUIDED = [
     partial(ask, [*range(196, 203)] * 2, max_tokens=9),
     partial(ask, tokens(9, 2), max_tokens=6, temperature=0.8, top_p=0.9, seed=2**64 - 3, ignore_eos=True),
     partial(
@@ -60,7 +60,7 @@ FREE = [
         ask, tokens(6, 4), max_tokens=8, temperature=0.6, top_k=9, bad_token_ids=(65, 66), bad_words=((70, 71),), seed=5
     ),
 ]
-"""More than there are slots, so that slots change their owners."""
+"""More requests than there are slots, so that slots are assigned again."""
 GUIDED = [
     partial(ask, tokens(20, 1, repeat=8), grammar="8", max_tokens=30),
     partial(ask, tokens(7, 2), max_tokens=6, ignore_eos=True),
@@ -69,18 +69,18 @@ GUIDED = [
 
 
 @pytest.fixture(scope="module")
-def free_tokens(llama: LoadedModel) -> list[list[int]]:
-    with free_engine(llama, with_drafts(0, **SMALL)) as engine:
-        return answer_each(engine, [make() for make in FREE])
+def unguided_tokens(llama: LoadedModel) -> list[list[int]]:
+    with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
+        return answer_each(engine, [make() for make in UNGUIDED])
 
 
 @pytest.fixture(scope="module")
 def guided_tokens(llama: LoadedModel) -> list[list[int]]:
     with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
-        said = answer_each(engine, [make() for make in GUIDED])
-    assert [len(ids) for ids in said] == [9, 6, 8]
-    assert said[0][-1] == said[2][-1] == EOS
-    return said
+        emitted = answer_each(engine, [make() for make in GUIDED])
+    assert [len(ids) for ids in emitted] == [9, 6, 8]
+    assert emitted[0][-1] == emitted[2][-1] == EOS
+    return emitted
 
 
 def on_device(num_drafts: int, **fields: object) -> EngineConfig:
@@ -90,20 +90,20 @@ def on_device(num_drafts: int, **fields: object) -> EngineConfig:
 @pytest.mark.parametrize(
     ("fields", "count"), [({}, 4), ({"overlap": False, "enforce_eager": True}, 2)], ids=["graph", "eager"]
 )
-def test_free_tokens_are_those_of_a_cpu(
-    llama: LoadedModel, free_tokens: list[list[int]], fields: dict[str, bool], count: int
+def test_unguided_tokens_equal_those_of_a_cpu(
+    llama: LoadedModel, unguided_tokens: list[list[int]], fields: dict[str, bool], count: int
 ) -> None:
     with device_engine(llama, on_device(3, **fields)) as (engine, _):
-        assert answer_all(engine, [make() for make in FREE[:count]]) == free_tokens[:count]
+        assert answer_all(engine, [make() for make in UNGUIDED[:count]]) == unguided_tokens[:count]
         stats = engine.stats()
         counts = engine._loop.executor.runner.launcher.stats  # type: ignore[attr-defined]
-    assert stats.generated_tokens == sum(map(len, free_tokens[:count]))
+    assert stats.generated_tokens == sum(map(len, unguided_tokens[:count]))
     assert stats.accepted_draft_tokens > 3
     assert (counts.replays > 0, counts.eager_steps > 0) == (not fields, bool(fields))
 
 
 @pytest.mark.parametrize("sync", ["host_callback", "device_flag"])
-def test_guided_tokens_are_those_of_a_cpu(llama: LoadedModel, guided_tokens: list[list[int]], sync: str) -> None:
+def test_guided_tokens_equal_those_of_a_cpu(llama: LoadedModel, guided_tokens: list[list[int]], sync: str) -> None:
     settings = on_device(3, sync=sync, max_batch_size=4)  # three lanes are padded to four
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         answers = [make() for make in GUIDED]
@@ -121,16 +121,16 @@ def test_guided_tokens_are_those_of_a_cpu(llama: LoadedModel, guided_tokens: lis
         pytest.param("host_callback", "grammar", marks=pytest.mark.slow),
     ],
 )
-def test_what_the_grammar_proposes_changes_no_token(
+def test_jump_forward_tokens_change_no_answer(
     llama: LoadedModel, guided_tokens: list[list[int]], sync: str, drafter: str
 ) -> None:
     settings = replace(on_device(3, sync=sync, max_batch_size=4), drafter=drafter, jump_forward=True)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
-        # True for an odd number of tokens, and then two of them; else nonsense.
-        grammar.sidecar.proposes = lambda automaton, said: (
-            next((ids[len(said) :][:2] for ids in guided_tokens if ids[: len(said)] == said), [])
-            if len(said) % 2
-            else [len(said), 65, 66]
+        # After an odd number of tokens the proposal is two right tokens; otherwise it is wrong.
+        grammar.sidecar.proposes = lambda automaton, emitted: (
+            next((ids[len(emitted) :][:2] for ids in guided_tokens if ids[: len(emitted)] == emitted), [])
+            if len(emitted) % 2
+            else [len(emitted), 65, 66]
         )
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
         stats = engine.stats()
@@ -139,13 +139,11 @@ def test_what_the_grammar_proposes_changes_no_token(
 
 
 @pytest.mark.slow
-def test_a_draft_model_goes_on_behind_what_the_grammar_proposes(
-    llama: LoadedModel, guided_tokens: list[list[int]]
-) -> None:
+def test_a_draft_model_continues_after_jump_forward_tokens(llama: LoadedModel, guided_tokens: list[list[int]]) -> None:
     settings = on_device(2, draft_model=llama.name, max_batch_size=4, jump_forward=True)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
-        grammar.sidecar.proposes = lambda automaton, said: next(
-            (ids[len(said) :][:1] for ids in guided_tokens if ids[: len(said)] == said), []
+        grammar.sidecar.proposes = lambda automaton, emitted: next(
+            (ids[len(emitted) :][:1] for ids in guided_tokens if ids[: len(emitted)] == emitted), []
         )
         assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
         stats = engine.stats()
@@ -154,7 +152,7 @@ def test_a_draft_model_goes_on_behind_what_the_grammar_proposes(
 
 
 @pytest.mark.slow
-def test_a_draft_model_changes_no_token_and_its_rows_are_kept(
+def test_a_draft_model_changes_no_token_and_its_rows_are_cached(
     llama: LoadedModel, guided_tokens: list[list[int]]
 ) -> None:
     # Three lanes are padded to four.
@@ -164,16 +162,16 @@ def test_a_draft_model_changes_no_token_and_its_rows_are_kept(
         stats = engine.stats()
         verified = [record for record in grammar.sidecar.records if record.stage == Stage.VERIFY]
     assert stats.accepted_draft_tokens > stats.draft_tokens * 0.8
-    # Behind an end there is no row to keep.
+    # A stop token has no row after it that could be cached.
     assert {record.need_rows.bit_count() for record in verified if EOS not in record.drafts} == {1}
 
 
-def test_logprobs_come_along(llama: LoadedModel) -> None:
+def test_logprobs_equal_those_of_a_cpu(llama: LoadedModel) -> None:
     def made() -> list[Answer]:
         return [ask(tokens(8, 1), max_tokens=4, logprobs=3, ignore_eos=True), ask(tokens(8, 2), max_tokens=4)]
 
     expected, answers = made(), made()
-    with free_engine(llama, with_drafts(3, **SMALL)) as engine:
+    with unguided_engine(llama, with_drafts(3, **SMALL)) as engine:
         answer_all(engine, expected)
     with device_engine(llama, on_device(0)) as (engine, _):
         answer_all(engine, answers)
@@ -183,26 +181,26 @@ def test_logprobs_come_along(llama: LoadedModel) -> None:
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
-def test_an_aborted_request_leaves_its_slot_to_the_next(llama: LoadedModel, free_tokens: list[list[int]]) -> None:
+def test_the_slot_of_an_aborted_request_is_reused(llama: LoadedModel, unguided_tokens: list[list[int]]) -> None:
     with device_engine(llama, on_device(3, max_batch_size=1)) as (engine, _):
         endless = ask(tokens(5, 9), max_tokens=1000, ignore_eos=True)
         engine.submit(endless.request)
         until_false(lambda: len(endless.tokens) < 4)
-        following = FREE[0]()
+        following = UNGUIDED[0]()
         engine.submit(following.request)
         assert engine.abort(endless.request.request_id)
         assert endless.wait().finish is FinishReason.ABORTED
-        assert following.wait().tokens == free_tokens[0]
+        assert following.wait().tokens == unguided_tokens[0]
 
 
-def test_bans_that_fit_into_no_slot_are_refused_with_the_limit(llama: LoadedModel) -> None:
+def test_more_bad_tokens_than_a_slot_holds_are_rejected_with_the_limit(llama: LoadedModel) -> None:
     with device_engine(llama, on_device(0)) as (engine, _):
         request = ask(tokens(5, 1), bad_token_ids=tuple(range(600))).request
         with pytest.raises(InvalidRequest, match="rules of 604 numbers, at most 512"):
             engine.submit(request)
 
 
-def test_a_step_whose_sidecar_dies_drains_and_the_answers_go_on(
+def test_a_step_ends_when_its_sidecar_dies_and_answers_continue(
     llama: LoadedModel, guided_tokens: list[list[int]]
 ) -> None:
     with guided_device_engine(llama, on_device(3, row_timeout_ms=300.0)) as (engine, grammar, stream):
@@ -228,36 +226,36 @@ def test_a_step_whose_sidecar_dies_drains_and_the_answers_go_on(
         assert Automaton.parse("8").allows(answers[0].tokens)
 
 
-def test_a_record_that_a_callback_refuses_ends_its_own_requests_with_internal(
+def test_a_refused_post_ends_only_its_own_requests_with_internal(
     llama: LoadedModel, guided_tokens: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with guided_device_engine(llama, on_device(3)) as (engine, grammar, stream):
-        slot_writer, told = engine._loop.executor.slot_writer, [0]
+        slot_writer, broken = engine._loop.executor.slot_writer, [0]
         assert isinstance(slot_writer, DeviceSlotWriter)
 
         def break_the_count(answer: Answer) -> None:
-            if len(answer.tokens) >= 3 and not told[0]:
-                told[0] = 1
-                # More untold tokens than a record holds.
+            if len(answer.tokens) >= 3 and not broken[0]:
+                broken[0] = 1
+                # More tokens that are not yet posted than a record holds.
                 stream.kernel(slot_writer.buffers.posted_S.fill_, -1000)
 
-        guided, free = ask(tokens(20, 1), grammar="50", max_tokens=90, on_event=break_the_count), GUIDED[1]()
-        for answer in (guided, free):
+        guided, unguided = ask(tokens(20, 1), grammar="50", max_tokens=90, on_event=break_the_count), GUIDED[1]()
+        for answer in (guided, unguided):
             engine.submit(answer.request)
         assert isinstance(guided.wait().error, InternalError)
-        assert free.wait().tokens == guided_tokens[1]
+        assert unguided.wait().tokens == guided_tokens[1]
         assert "a step's post was refused" in caplog.text
-        assert answer_all(engine, [GUIDED[0]()]) == guided_tokens[:1], "the slot is sound for the next"
+        assert answer_all(engine, [GUIDED[0]()]) == guided_tokens[:1], "the next sequence can use the slot"
         assert engine.stats().failed == {"INTERNAL": 1}
-        # A step launched behind the refused one goes on from what the refused one told: the sidecar sees a gap, unless
-        # the matcher is closed by then. Nothing else, and of no other owner of a slot.
+        # A step launched after the refused post continues from the tokens of that post. The sidecar then sees a gap,
+        # unless the matcher is closed by then. It sees no other problem, and none of another slot generation.
         broken_gen = grammar.opened[0][1]
         problems = grammar.sidecar.problems
         assert [p for p in problems if f"slot_gen={broken_gen}," not in p or not p.endswith(" tokens")] == []
         problems.clear()
 
 
-def test_a_lost_device_ends_the_engine_and_says_so(llama: LoadedModel) -> None:
+def test_a_lost_device_ends_the_engine_and_is_reported(llama: LoadedModel) -> None:
     failures: list[Exception] = []
     with device_engine(llama, on_device(3)) as (engine, stream):
         engine.watch(failures.append)
@@ -272,10 +270,10 @@ def test_a_lost_device_ends_the_engine_and_says_so(llama: LoadedModel) -> None:
         with pytest.raises(InternalError, match="lost its device"):
             engine.submit(ask(tokens(5, 9)).request)
         engine.watch(failures.append)
-        assert len(failures) == 2, "who comes late is told, too"
+        assert len(failures) == 2, "a watcher that is added after the loss is called, too"
 
 
-def test_cuda_is_not_a_device_of_the_inline_sync() -> None:
+def test_the_inline_sync_rejects_cuda() -> None:
     with pytest.raises(ValueError, match="sync: 'inline' on cuda is not one of auto, host_callback, device_flag"):
         config(device="cuda", sync="inline")
     with pytest.raises(ValueError, match="sync: 'device_flag' on cpu is not one of auto, inline"):

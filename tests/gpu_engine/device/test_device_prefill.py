@@ -1,4 +1,4 @@
-"""Prompts that a device prefills together get the tokens that they get one by one on a CPU."""
+"""Prompts that a device prefills in one batch have the tokens that they have one by one on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine import eagle
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine, opaque_launches
 from tests.gpu_engine.device.recorded_stream import RecordedGraph, RecordedStream
-from tests.gpu_engine.harness import Answer, answer_each, ask, free_engine, tokens, with_drafts
+from tests.gpu_engine.harness import Answer, answer_each, ask, tokens, unguided_engine, with_drafts
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 pytestmark = [
@@ -41,7 +41,7 @@ MIX = [
     partial(ask, tokens(40, 6), max_tokens=3, temperature=0.9, seed=6, ignore_eos=True),
     partial(ask, tokens(1, 5), max_tokens=3, ignore_eos=True),
 ]
-"""Four that fit one launch, one longer than a chunk, one without anything to prefill."""
+"""Four prompts that fit one launch, one longer than a chunk, and one without a token to prefill."""
 GUIDED = [
     partial(ask, tokens(20, 1, repeat=8), grammar="5", max_tokens=30),
     partial(ask, tokens(33, 2), max_tokens=3, ignore_eos=True),
@@ -51,7 +51,7 @@ GUIDED = [
 
 @pytest.fixture(scope="module")
 def expected(llama: LoadedModel) -> list[list[int]]:
-    with free_engine(llama, with_drafts(0, **SMALL)) as engine:
+    with unguided_engine(llama, with_drafts(0, **SMALL)) as engine:
         return answer_each(engine, [make() for make in MIX])
 
 
@@ -62,7 +62,7 @@ def prefill_of(engine: Engine) -> Prefill:
 
 
 def answer_together(engine: Engine, answers: list[Answer]) -> list[list[int]]:
-    """Submit all of them between two turns of the engine, when another request has its first token."""
+    """Submit all requests between two iterations of the engine, when another request has its first token."""
 
     def submit(first: Answer) -> None:
         first.on_event = None
@@ -79,7 +79,7 @@ def answer_together(engine: Engine, answers: list[Answer]) -> list[list[int]]:
     "drafts_by",
     ["ngram", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "model", "trained eagle3"))],
 )
-def test_prompts_prefilled_together_get_the_tokens_of_each_alone(
+def test_prompts_prefilled_together_have_the_tokens_of_each_alone(
     llama: LoadedModel, expected: list[list[int]], tmp_path: Path, drafts_by: str
 ) -> None:
     draft_model = llama.name if drafts_by == "model" else ""
@@ -92,10 +92,10 @@ def test_prompts_prefilled_together_get_the_tokens_of_each_alone(
         prefill, answers = prefill_of(engine), [make() for make in MIX]
         warmed = prefill.launches.copy()
         assert set(warmed) == set(settings.prefill_shapes.every)
-        assert set(warmed.values()) == {2}, "before the captures, and again behind them"
+        assert set(warmed.values()) == {2}, "once before the captures, and again after them"
         assert answer_together(engine, answers) == expected
         stats = engine.stats()
-        assert set(prefill.launches) == set(warmed), "nothing has a shape that was not warmed up"
+        assert set(prefill.launches) == set(warmed), "every launch has a shape that was warmed up"
         assert {(4, 32), (1, 128)} <= set(prefill.launches - warmed)
     assert stats.prefill_tokens == 2 + sum(len(answer.request.prompt_ids) - 1 for answer in answers)
     for answer in answers:
@@ -103,7 +103,7 @@ def test_prompts_prefilled_together_get_the_tokens_of_each_alone(
         assert (times.prefilled_s > 0) == (len(answer.request.prompt_ids) > 1)
         assert times.prefilled_s <= times.first_token_s
     if drafts_by == "model":
-        # Drafts and tokens share their noise: one that has seen every prompt is always right.
+        # Drafts and tokens are drawn with the same noise, so every draft of a model with all prompts is accepted.
         assert stats.accepted_draft_tokens == stats.draft_tokens > 5
 
 
@@ -116,29 +116,29 @@ def test_guided_prompts_are_prefilled_together_with_others(llama: LoadedModel, d
     settings = replace(with_drafts(2, device="cuda", draft_model=draft_model, **SMALL, **PATIENT), drafter=drafter)
     with guided_device_engine(llama, settings) as (engine, _, _):
         assert answer_together(engine, [make() for make in GUIDED]) == expected
-        assert prefill_of(engine).launches[4, 32] == 3, "the warm-ups, and three at once"
+        assert prefill_of(engine).launches[4, 32] == 3, "two warm-ups, and one launch for three prompts"
         assert engine.stats().deferred_rows == 0
 
 
 @dataclass(eq=False)
-class NotedStream(RecordedStream):
-    """Notes the launches outside of captures, and the captures, in order."""
+class LoggedStream(RecordedStream):
+    """A stream that logs the launches outside of captures, and the captures, in order."""
 
-    noted: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
 
     def kernel(self, function: Callable[..., None], *args: object) -> None:
         if self._graph is None:
-            self.noted.append(function.__name__)
+            self.log.append(function.__name__)
         super().kernel(function, *args)
 
     def capture(self) -> AbstractContextManager[RecordedGraph]:
-        self.noted.append("capture")
+        self.log.append("capture")
         return super().capture()
 
 
-def test_the_prefill_is_warmed_up_again_behind_the_last_capture(llama: LoadedModel) -> None:
+def test_the_prefill_is_warmed_up_again_after_the_last_capture(llama: LoadedModel) -> None:
     """A capture empties the allocator's cache, which the first warm-up has filled."""
-    stream = NotedStream()
+    stream = LoggedStream()
     device = RecordedDevice(stream)
     settings = with_drafts(0, device="cuda", **SMALL, **PATIENT)
     try:
@@ -150,18 +150,18 @@ def test_the_prefill_is_warmed_up_again_behind_the_last_capture(llama: LoadedMod
     finally:
         stream.close()
     shapes = len(settings.prefill_shapes.every)
-    first, last = stream.noted.index("capture"), len(stream.noted) - stream.noted[::-1].index("capture")
-    assert stream.noted[:first].count("_run") == shapes, "kernels are loaded before the first wait is captured"
-    assert stream.noted[last:] == ["_run"] * shapes
+    first, last = stream.log.index("capture"), len(stream.log) - stream.log[::-1].index("capture")
+    assert stream.log[:first].count("_run") == shapes, "kernels are loaded before the first wait is captured"
+    assert stream.log[last:] == ["_run"] * shapes
 
 
-def test_a_request_aborted_between_two_chunks_leaves_pages_and_slot_to_the_next(
+def test_pages_and_slot_of_a_request_aborted_between_two_chunks_are_reused(
     llama: LoadedModel, expected: list[list[int]]
 ) -> None:
     settings = with_drafts(0, device="cuda", **{**SMALL, "prefill_chunk": 64, "max_batch_size": 2}, **PATIENT)
     long, following = ask(tokens(158, 8), name="long"), [MIX[0](), MIX[2]()]
 
-    def meddle(answer: Answer) -> None:
+    def submit_and_abort(answer: Answer) -> None:
         if len(answer.tokens) == 1:
             engine.submit(long.request)
             for later in following:
@@ -170,7 +170,7 @@ def test_a_request_aborted_between_two_chunks_leaves_pages_and_slot_to_the_next(
             engine.abort("long")
 
     with device_engine(llama, settings) as (engine, _):
-        first = ask(tokens(3, 9), max_tokens=5, ignore_eos=True, on_event=meddle)
+        first = ask(tokens(3, 9), max_tokens=5, ignore_eos=True, on_event=submit_and_abort)
         engine.submit(first.request)
         assert long.wait().finish is FinishReason.ABORTED
         assert [answer.wait().tokens for answer in following] == [expected[0], expected[2]]
@@ -180,11 +180,11 @@ def test_a_request_aborted_between_two_chunks_leaves_pages_and_slot_to_the_next(
     assert long.request.telemetry.prefilled_s > 0
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_request_preempted_between_two_chunks_comes_back_with_the_same_tokens(llama: LoadedModel, kept: bool) -> None:
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_request_preempted_between_two_chunks_has_the_same_tokens(llama: LoadedModel, prefix_cache: bool) -> None:
     late = partial(ask, tokens(150, 8), max_tokens=3, ignore_eos=True)
     small = {**SMALL, "prefill_chunk": 64, "max_batch_size": 2}
-    with free_engine(llama, with_drafts(0, **small)) as engine:
+    with unguided_engine(llama, with_drafts(0, **small)) as engine:
         expected = answer_each(engine, [late()])
     last = late()
 
@@ -192,15 +192,15 @@ def test_a_request_preempted_between_two_chunks_comes_back_with_the_same_tokens(
         if len(answer.tokens) == 19:
             engine.submit(last.request)
 
-    settings = with_drafts(0, device="cuda", kv_cache_tokens=160, prefix_cache=kept, **small, **PATIENT)
+    settings = with_drafts(0, device="cuda", kv_cache_tokens=160, prefix_cache=prefix_cache, **small, **PATIENT)
     with device_engine(llama, settings) as (engine, _):
-        # 12 pages, of which the late one takes 10; two tokens more bring the first one into its third.
+        # There are 12 pages; the late request takes 10, and two more tokens require a third page for the first one.
         first = ask(tokens(10, 9), max_tokens=26, ignore_eos=True, on_event=submit)
         engine.submit(first.request)
         assert [last.wait().tokens] == expected
         assert len(first.wait().tokens) == 26
         stats = engine.stats()
     assert stats.preemptions == 1
-    # The chunk that was prefilled before the preemption is prefilled twice, or found in the cache.
+    # The chunk that was prefilled before the preemption is prefilled again, or its pages are cached.
     assert stats.prefill_tokens + stats.cached_tokens - 9 - 149 in (64, 128)
-    assert (stats.cached_tokens > 0) == kept
+    assert (stats.cached_tokens > 0) == prefix_cache

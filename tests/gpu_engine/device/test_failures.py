@@ -1,4 +1,4 @@
-"""A captured step when the grammar process, the device or the host misbehaves: it drains, and it stays masked."""
+"""A captured step when the grammar process, the device or the host fails: the step ends, and no row goes unmasked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.gpu_engine.device.toy_step import expected
 from tests.gpu_engine.toy_sidecar import Automaton
 
 SHORT_MS = 20.0
-"""A deadline that a test waits for."""
+"""A deadline in milliseconds that a test waits for."""
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -38,19 +38,19 @@ def test_no_row_of_thousands_of_replays_is_stale_or_lost(mode: str, replays: int
         step = t.count_patterns()
         t.graphs.capture(t.channel)
         lanes = [Lane(slot, 1, True) for slot in (3, 0, 2)]
-        flying = t.start(lanes)
+        in_flight = t.start(lanes)
         seqs = []
         for _ in range(replays):
             following = t.start(lanes)
-            seqs.append(t.graphs.read(flying).seq)
-            flying = following
-        t.graphs.read(flying)
-        assert seqs == list(range(1, replays + 1)), "every replay posts under a sequence of its own"
+            seqs.append(t.graphs.read(in_flight).seq)
+            in_flight = following
+        t.graphs.read(in_flight)
+        assert seqs == list(range(1, replays + 1)), "every replay posts with a sequence number of its own"
         assert (step.wrong, step.missing) == (0, 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_peer_killed_between_replays_is_deferred_within_the_deadline(mode: str, tmp_path: Path) -> None:
+def test_rows_are_deferred_within_the_deadline_after_the_peer_is_killed(mode: str, tmp_path: Path) -> None:
     with toys(mode, row_timeout_ms=SHORT_MS) as t, pattern_peer(t, tmp_path) as peer:
         step = t.count_patterns()
         t.graphs.capture(t.channel)
@@ -63,12 +63,12 @@ def test_peer_killed_between_replays_is_deferred_within_the_deadline(mode: str, 
             t.graphs.read(launched)
         assert step.wrong == 0
         lost = step.missing // (2 * ROWS)
-        assert lost >= 19, "after the kill every row is deferred, and every replay comes to its end"
+        assert lost >= 19, "after the kill every row is deferred, and every replay ends"
         assert t.step.lane.kinds_BR[:2].eq(int(RowKind.DEFER)).all()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_late_rows_are_deferred_and_used_when_they_come(mode: str) -> None:
+def test_late_rows_are_deferred_and_used_when_they_arrive(mode: str) -> None:
     gate = threading.Event()
     with toys(mode, row_timeout_ms=SHORT_MS) as t:
         t.graphs.capture(t.channel)
@@ -81,24 +81,24 @@ def test_late_rows_are_deferred_and_used_when_they_come(mode: str) -> None:
             assert t.sync.late(outputs.seq, 1, 1) is None
             gate.set()
             deadline_s = time.monotonic() + PATIENCE_S
-            while (came := t.sync.late(outputs.seq, 1, 1)) is None:
+            while (num_rows := t.sync.late(outputs.seq, 1, 1)) is None:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.001)
-            assert came == 1
-            said: list[int] = []
+            assert num_rows == 1
+            emitted: list[int] = []
             for _ in range(12):
                 outputs = t.launch([1])
-                said += tokens_of(outputs)[1]
-            assert said == expected(Automaton(1500).legal, 1, len(said))
+                emitted += tokens_of(outputs)[1]
+            assert emitted == expected(Automaton(1500).legal, 1, len(emitted))
             verifies = [record for record in sidecar.records if record.stage == 0 and record.commit_pos == 0]
-            assert len([r for r in verifies if not r.drafts]) == 1, "what came late was not asked for again"
+            assert len([r for r in verifies if not r.drafts]) == 1, "the late row was not requested again"
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_abort_word_ends_a_wait_at_once(mode: str) -> None:
-    with toys(mode) as t:  # its deadlines are longer than the patience for this test's wait
+    with toys(mode) as t:  # the deadlines are longer than the wait that this test allows
         t.graphs.capture(t.channel)
-        t.sit(0)
+        t.assign_slot(0)
         begun = threading.Event()
         posted = t.channel.last_seq
         launched = t.start([Lane(0, 1, True)])
@@ -154,27 +154,27 @@ def test_a_slow_node_delays_and_changes_nothing(mode: str) -> None:
         with sidecar_of(t) as sidecar:
             open_slot(t, sidecar, 2)
             t.stream.before = slow
-            said: list[int] = []
+            emitted: list[int] = []
             for _ in range(10):
-                said += tokens_of(t.launch([2]))[2]
-            assert said == expected(Automaton(1500).legal, 2, len(said))
+                emitted += tokens_of(t.launch([2]))[2]
+            assert emitted == expected(Automaton(1500).legal, 2, len(emitted))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_late_drafts_go_unmasked_and_verification_guards_them(mode: str) -> None:
-    """Soft waits: with a grammar process that is too slow for drafts, tokens are the same and only come slower."""
+def test_late_drafts_are_unmasked_and_verification_still_masks(mode: str) -> None:
+    """With a grammar process that is too slow for drafts, the tokens are the same and take more steps."""
     with toys(mode, draft_timeout_ms=0.001) as t:
         t.graphs.capture(t.channel)
         with sidecar_of(t, before=lambda record: time.sleep(0.002 * (record.stage > 0))) as sidecar:
             open_slot(t, sidecar, 0)
-            said: list[int] = []
+            emitted: list[int] = []
             for _ in range(30):
-                said += tokens_of(t.launch([0]))[0]
-            assert len(said) >= 30
-            assert said == expected(Automaton(1500).legal, 0, len(said))
+                emitted += tokens_of(t.launch([0]))[0]
+            assert len(emitted) >= 30
+            assert emitted == expected(Automaton(1500).legal, 0, len(emitted))
 
 
-def test_an_answer_to_an_earlier_owner_is_none() -> None:
+def test_an_answer_to_an_earlier_slot_generation_is_ignored() -> None:
     with toys("host_callback", row_timeout_ms=SHORT_MS) as t:
         t.graphs.capture(t.channel)
         with sidecar_of(t) as sidecar:
@@ -183,10 +183,10 @@ def test_an_answer_to_an_earlier_owner_is_none() -> None:
             assert t.launch([0]).result.blocked_B[0] == RowKind.DEFER
 
 
-def test_a_stopped_slot_asks_for_nothing() -> None:
+def test_a_stopped_slot_posts_no_record() -> None:
     with toys("host_callback") as t:
         t.graphs.capture(t.channel)
-        t.sit(0)
+        t.assign_slot(0)
         t.stream.kernel(t.step.slot.done_S[:1].fill_, True)
         outputs = t.launch([0])
         assert (outputs.seq, t.channel.last_seq) == (0, 0)
@@ -196,8 +196,8 @@ def test_a_stopped_slot_asks_for_nothing() -> None:
 def test_a_refused_record_raises_and_names_its_lane(mode: str) -> None:
     with toys(mode, row_timeout_ms=SHORT_MS) as t:
         t.graphs.capture(t.channel)
-        t.sit(0)
-        t.stream.kernel(t.step.slot.length_S[:1].fill_, 500)  # more untold tokens than a record holds
+        t.assign_slot(0)
+        t.stream.kernel(t.step.slot.length_S[:1].fill_, 500)  # more tokens that are not yet posted than a record holds
         assert t.launch([0]).seq == 0
         with pytest.raises(InvalidField, match="lane 0 was refused"):
             t.sync.check(1)

@@ -1,4 +1,4 @@
-"""Captured steps whose forced drafts are longer than K: the tokens are those of a CPU without drafts."""
+"""Captured steps with more jump-forward tokens than K: the tokens are those of a CPU without drafts."""
 
 from __future__ import annotations
 
@@ -44,34 +44,37 @@ GUIDED = [
     partial(ask, tokens(9, 5), grammar="1", max_tokens=9),
     partial(ask, tokens(8, 6), grammar="13", max_tokens=20, temperature=0.5, seed=6),
 ]
-"""Ended by a stop, by `max_tokens` and by the model's length; one free."""
+"""Requests that end by a stop token, by `max_tokens` and by the model's length; one is unguided."""
 
 
 @pytest.fixture(scope="module")
 def expected(llama: LoadedModel) -> list[list[int]]:
     with guided_engine(llama, with_drafts(0, **SMALL)) as (engine, _):
-        said = answer_each(engine, [make() for make in GUIDED])
-    assert [len(ids) for ids in said] == [15, 6, 12, 7, 2, 14]
-    return said
+        emitted = answer_each(engine, [make() for make in GUIDED])
+    assert [len(ids) for ids in emitted] == [15, 6, 12, 7, 2, 14]
+    return emitted
 
 
 def sometimes(expected: list[list[int]]) -> Proposes:
-    """By the number of tokens: the whole rest and more, five that come and two that do not, nonsense, or nothing."""
+    """Return a proposer that varies with the number of tokens.
 
-    def proposes(automaton: Automaton, said: list[int]) -> list[int]:
-        rest = next((ids[len(said) :] for ids in expected if said and ids[: len(said)] == said), [])
-        return ([*rest, 65, 66], [*rest[:5], 67, 68], [len(said), 65, 66], [])[len(said) % 4]
+    It proposes the whole rest and more, five right tokens and two wrong ones, only wrong ones, or nothing.
+    """
+
+    def proposes(automaton: Automaton, emitted: list[int]) -> list[int]:
+        rest = next((ids[len(emitted) :] for ids in expected if emitted and ids[: len(emitted)] == emitted), [])
+        return ([*rest, 65, 66], [*rest[:5], 67, 68], [len(emitted), 65, 66], [])[len(emitted) % 4]
 
     return proposes
 
 
 def longest(grammar: ToyGrammar) -> int:
-    """Return the most drafts that were verified at once."""
+    """Return the largest number of drafts that one step verified."""
     return max(len(record.drafts) for record in grammar.sidecar.records if record.stage == Stage.VERIFY)
 
 
 def cut_short(grammar: ToyGrammar, proposed: list[int]) -> int:
-    """Return how often fewer drafts were verified than had been proposed to the step before; in order of proposals."""
+    """Return how often a step verified fewer drafts than were `proposed` to the step before it, in order."""
     counts, open_, cut = iter(proposed), dict[int, int](), 0
     for record in grammar.sidecar.records:
         if record.stage == Stage.PROPOSE:
@@ -85,7 +88,7 @@ def cut_short(grammar: ToyGrammar, proposed: list[int]) -> int:
     ("sync", "drafter", "num_drafts"),
     [("host_callback", "ngram", 2), ("device_flag", "grammar", 1)],
 )
-def test_tokens_are_those_of_a_cpu(
+def test_tokens_equal_those_of_a_cpu(
     llama: LoadedModel, expected: list[list[int]], sync: str, drafter: str, num_drafts: int
 ) -> None:
     settings = config(
@@ -108,7 +111,7 @@ def test_tokens_are_those_of_a_cpu(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafts_by", "masks"), [("model", "on"), ("model", "off"), ("eagle3", "on")])
-def test_a_net_goes_on_behind(
+def test_a_draft_net_continues_after_many_jump_forward_tokens(
     llama: LoadedModel, expected: list[list[int]], tmp_path: Path, drafts_by: str, masks: str
 ) -> None:
     folder = Path(llama.name)
@@ -131,8 +134,10 @@ def test_a_net_goes_on_behind(
 def test_a_draft_model_processes_jump_forward_tokens(llama: LoadedModel, expected: list[list[int]]) -> None:
     settings = with_drafts(2, device="cuda", draft_model=llama.name, jump_forward_tokens=5, **SMALL, **PATIENT)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
-        true = sometimes(expected)
-        grammar.sidecar.proposes = lambda automaton, said: true(automaton, said)[:5] if len(said) % 4 == 1 else []
+        propose = sometimes(expected)
+        grammar.sidecar.proposes = lambda automaton, emitted: (
+            propose(automaton, emitted)[:5] if len(emitted) % 4 == 1 else []
+        )
         assert answer_all(engine, [make() for make in GUIDED]) == expected
         stats = engine.stats()
     drawn, accepted = (
@@ -143,7 +148,7 @@ def test_a_draft_model_processes_jump_forward_tokens(llama: LoadedModel, expecte
 
 
 @pytest.mark.slow
-def test_slots_come_into_larger_buckets_with_more_drafts_than_these_verify(llama: LoadedModel) -> None:
+def test_drafts_beyond_the_rows_of_a_larger_bucket_are_cut(llama: LoadedModel) -> None:
     def six() -> list[Answer]:
         return [ask(tokens(8, seed), grammar="18", max_tokens=20) for seed in range(6)]
 
@@ -155,11 +160,11 @@ def test_slots_come_into_larger_buckets_with_more_drafts_than_these_verify(llama
         runner = engine._loop.executor.runner
         captured = {(key.num_lanes, key.guided): key.num_rows for key in runner.graphs.captured}  # type: ignore[attr-defined]
         assert captured == {(b, g): 16 if g and b <= 4 else 3 for b in (1, 2, 4, 6) for g in (True, False)}
-        # Always a token that comes and fourteen that hardly do.
+        # Each proposal is one right token and fourteen that are rarely right.
         proposed: list[int] = []
 
-        def proposes(automaton: Automaton, said: list[int]) -> list[int]:
-            rest = next((ids[len(said) :] for ids in expected if said and ids[: len(said)] == said), [])
+        def proposes(automaton: Automaton, emitted: list[int]) -> list[int]:
+            rest = next((ids[len(emitted) :] for ids in expected if emitted and ids[: len(emitted)] == emitted), [])
             proposed.append(15)
             return [*rest[:1], *range(65, 79), 79][:15]
 
@@ -168,7 +173,7 @@ def test_slots_come_into_larger_buckets_with_more_drafts_than_these_verify(llama
         for made in answers[:3]:
             engine.submit(made.request)
         until_false(lambda: min(len(made.tokens) for made in answers[:3]) < 3)
-        # Prefilled one a turn, these come while the first ones have long drafts.
+        # One of these is prefilled in each iteration, while the first ones have many drafts.
         assert answer_all(engine, answers[3:]) == expected[3:]
         assert [made.wait().tokens for made in answers[:3]] == expected[:3]
         assert engine.stats().deferred_rows == 0

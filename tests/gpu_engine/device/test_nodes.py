@@ -1,6 +1,6 @@
-"""How many nodes a step is besides its models, so that one more is somebody's decision and not an accident.
+"""The number of graph nodes of a step without its models, so that a new node is a decision and not an accident.
 
-A node costs a graph a microsecond or two at every step. What a model launches is its family's and transformers' affair.
+A node costs one or two microseconds of every step. The nodes of a model depend on its family and on transformers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ pytestmark = [
 
 ROWS = 3
 PAIR = {
-    # One copy each way, since a batch's arrays are one piece of memory; the fetch is a kernel of its own because its
-    # rows are named by the answer.
+    # One copy each way, since a batch's arrays are contiguous in memory. The fetch is a separate kernel because the
+    # answer determines its rows.
     "host_callback": (["_pack", "copy", "host"], ["host", "copy", "_fetch", "_cache_rows"]),
-    # The wait fetches, and keeps the count of its time where the ring finds it.
+    # The wait also fetches the rows, and stores the time that it took where the output ring reads it.
     "device_flag": (["_pack", "_post"], ["_wait", "_cache_rows"]),
 }
 """Names of the nodes of a post and of a wait. `_cache_rows` also reports the sequence."""
@@ -72,36 +72,36 @@ def test_nodes_of_a_guided_step(llama: LoadedModel, sync: str) -> None:
     post, wait = PAIR[sync]
     assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", "_propose", "_pack"]
     counts = [(name, count) for name, count in parts if name != "_forward"]
-    # Accept is rows, filters, walk and logprobs. Everything else is one launch: the sync's `_pack` looks at stopped
-    # slots in its own kernel, and the ring's `_pack` is one concatenation.
+    # `_accept` launches four kernels: rows, filters, acceptance and logprobs. Every other part is one launch: the
+    # `_pack` of the sync checks for stopped slots in its own kernel, and the `_pack` of the ring is one concatenation.
     assert {name: count for name, count in counts if count != 1} == {"_accept": 4}
     assert sum(count for _, count in counts) == {"host_callback": 15, "device_flag": 12}[sync]
 
 
-def test_nodes_of_a_free_step(llama: LoadedModel) -> None:
+def test_nodes_of_an_unguided_step(llama: LoadedModel) -> None:
     parts = parts_of(llama, False, sync="host_callback")
     assert named(parts) == ["_load", "_no_seq", "_forward", "free_rows", "_accept", "_advance", "_propose", "_pack"]
-    # Of its own: that it asked for nothing, and that every row is ALL.
+    # Two parts occur only here: `_no_seq` reports that nothing was posted, and `free_rows` makes every row ALL.
     assert sum(count for name, count in parts if name != "_forward") == 10
 
 
 @pytest.mark.parametrize("sync", list(PAIR))
-def test_a_masked_draft_costs_the_pair(llama: LoadedModel, sync: str) -> None:
-    masked, free = (
+def test_a_masked_draft_adds_a_post_and_a_wait(llama: LoadedModel, sync: str) -> None:
+    masked, unmasked = (
         parts_of(llama, True, sync=sync, draft_model=llama.name, draft_masks=masks) for masks in ("on", "off")
     )
-    # The chain's forward of every draft stands between its post and its wait, as the target's does.
-    assert named(masked).count("_forward") == named(free).count("_forward") == ROWS
+    # The chain's forward of every draft runs between its post and its wait, as the target's does.
+    assert named(masked).count("_forward") == named(unmasked).count("_forward") == ROWS
     pair = [*PAIR[sync][0], *PAIR[sync][1]]
-    counts = [sum(count for name, count in parts if name != "_forward") for parts in (masked, free)]
-    # Without masks a launch frees the row.
+    counts = [sum(count for name, count in parts if name != "_forward") for parts in (masked, unmasked)]
+    # Without masks one launch makes the row ALL.
     assert counts[0] - counts[1] == (ROWS - 1) * (len(pair) - 1)
 
 
 @pytest.mark.parametrize("sync", list(PAIR))
-def test_what_is_forced_costs_a_pair_without_a_fetch(llama: LoadedModel, sync: str) -> None:
+def test_jump_forward_adds_a_post_and_a_wait_without_a_fetch(llama: LoadedModel, sync: str) -> None:
     post, wait = PAIR[sync]
-    # A proposal brings no rows; the kernel behind the wait puts the tokens where drafters find them.
+    # A proposal has no rows; the kernel after the wait writes the tokens where drafters read them.
     pair = [*post, *(name for name in wait if name not in ("_fetch", "_cache_rows")), "_take_jump_forward"]
     parts = parts_of(llama, True, sync=sync, jump_forward=True)
     assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", *pair, "_propose", "_pack"]
@@ -110,5 +110,5 @@ def test_what_is_forced_costs_a_pair_without_a_fetch(llama: LoadedModel, sync: s
     assert sum(count for _, count in counts) == {"host_callback": 15 + 6, "device_flag": 12 + 4}[sync]
 
 
-def test_a_free_step_asks_nothing_of_the_grammar(llama: LoadedModel) -> None:
+def test_an_unguided_step_has_no_jump_forward_nodes(llama: LoadedModel) -> None:
     assert parts_of(llama, False, jump_forward=True) == parts_of(llama, False, jump_forward=False)

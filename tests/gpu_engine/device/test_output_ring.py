@@ -1,4 +1,4 @@
-"""The ring: what a reader gets is the step's own, whatever later steps do, and `collect.outcomes` takes it as it is."""
+"""The output ring: a reader gets the outputs of its own step, whatever later steps write, in the form of `outcomes`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stream() -> Iterator[RecordedStream]:
 
 
 def step(lane: LaneBuffers, first: int) -> None:
-    """A step whose lane b emits b tokens from `first + 10 b` on; lane 3 is deferred, lane 2 stops."""
+    """Write the outputs of a step: lane b emits b tokens from `first + 10 b` on; lane 3 is deferred, lane 2 stops."""
     lane_B = torch.arange(LANES, dtype=torch.int32)
     r = lane.result
     r.emitted_BR.copy_(first + 10 * lane_B[:, None] + torch.arange(R))
@@ -41,7 +41,7 @@ def step(lane: LaneBuffers, first: int) -> None:
     lane.slot_gens_B.fill_(first)
 
 
-def test_outputs_are_the_steps_own_and_become_outcomes(stream: RecordedStream) -> None:
+def test_outputs_belong_to_their_step_and_become_outcomes(stream: RecordedStream) -> None:
     lane, slot = LaneBuffers.allocate(LANES, R, 64), SlotBuffers.allocate(LANES, R, 64, 16)
     report = (torch.tensor([(1 << 40) + 7]), torch.tensor([123_456_789_012]))
     ring = OutputRing(stream, lane, report, max_inflight_steps=2)
@@ -54,15 +54,15 @@ def test_outputs_are_the_steps_own_and_become_outcomes(stream: RecordedStream) -
     early, late = (ring.read(entry) for entry in entries)
     assert (early.seq, early.waited_ns) == ((1 << 40) + 7, 123_456_789_012)
     assert (early.slots_B.tolist(), early.slot_gens_B.tolist()) == ([5, 6, 7, 8], [100] * 4)
-    told = outcomes(early, 4, guided=[True] * 4, logprobs=[None, 1, None, None])
-    assert [outcome.token_ids for outcome in told] == [(), (110,), (120, 121), ()]
-    assert [outcome.finish for outcome in told] == [None, None, FinishReason.STOP, None]
-    assert [outcome.deferred for outcome in told] == [False, False, False, True]
-    assert [outcome.num_drafts for outcome in told] == [2] * 4
-    assert told[1].logprobs[0].logprob == -110
-    assert [token for token, _ in told[1].logprobs[0].top] == [110]
+    results = outcomes(early, 4, guided=[True] * 4, logprobs=[None, 1, None, None])
+    assert [outcome.token_ids for outcome in results] == [(), (110,), (120, 121), ()]
+    assert [outcome.finish for outcome in results] == [None, None, FinishReason.STOP, None]
+    assert [outcome.deferred for outcome in results] == [False, False, False, True]
+    assert [outcome.num_drafts for outcome in results] == [2] * 4
+    assert results[1].logprobs[0].logprob == -110
+    assert [token for token, _ in results[1].logprobs[0].top] == [110]
     assert late.result.emitted_BR[1, 0] == 1010
-    assert late.result.logprob_BR.numel() == 0, "nobody asked"
+    assert late.result.logprob_BR.numel() == 0, "no request asked for log-probabilities"
 
 
 def test_part_of_the_lanes_is_copied_for_a_small_bucket(stream: RecordedStream) -> None:

@@ -1,4 +1,4 @@
-"""The stream of these tests behaves as CUDA's: order, asynchrony, capture, sticky errors."""
+"""The recorded stream behaves as a CUDA stream does: order, asynchrony, capture, sticky errors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def stream() -> Iterator[RecordedStream]:
 
 def test_capture_runs_nothing_and_a_replay_repeats_operations_in_order(stream: RecordedStream) -> None:
     x, y, host = torch.zeros(3), torch.zeros(3), torch.zeros(3)
-    said: list[object] = []
-    note = CALLBACK(lambda data: said.append((data, host.tolist())))
+    emitted: list[object] = []
+    note = CALLBACK(lambda data: emitted.append((data, host.tolist())))
 
     def body() -> None:
         y.copy_(torch.where(x > 1, x * 2, x + 1))
@@ -36,15 +36,15 @@ def test_capture_runs_nothing_and_a_replay_repeats_operations_in_order(stream: R
         stream.copy(host, y)
         stream.host(ctypes.cast(note, ctypes.c_void_p).value or 0, 5)
     assert graph.kinds == ["kernel", "copy", "host"]
-    assert (x.sum(), y.sum(), said) == (0, 0, [])
+    assert (x.sum(), y.sum(), emitted) == (0, 0, [])
     for _ in range(3):
         graph.replay()
     stream.synchronize()
-    assert said == [(5, [1.0] * 3), (5, [2.0] * 3), (5, [4.0] * 3)]
+    assert emitted == [(5, [1.0] * 3), (5, [2.0] * 3), (5, [4.0] * 3)]
     assert x.tolist() == [3.0] * 3
 
 
-def test_constants_of_the_host_are_baked_in(stream: RecordedStream) -> None:
+def test_a_replay_uses_the_host_constants_of_the_capture(stream: RecordedStream) -> None:
     x, count = torch.zeros(4, dtype=torch.int32), [1]
 
     def body() -> None:
@@ -110,8 +110,8 @@ def test_work_is_asynchronous(stream: RecordedStream) -> None:
 
 
 def test_after_an_error_no_host_function_runs(stream: RecordedStream) -> None:
-    said: list[object] = []
-    note = CALLBACK(said.append)
+    emitted: list[object] = []
+    note = CALLBACK(emitted.append)
     address = ctypes.cast(note, ctypes.c_void_p).value or 0
     stream.host(address, 1)
     stream.synchronize()
@@ -120,7 +120,7 @@ def test_after_an_error_no_host_function_runs(stream: RecordedStream) -> None:
         stream.host(address, 2)
     with pytest.raises(DeviceFailed):
         stream.synchronize()
-    assert said == [1]
+    assert emitted == [1]
 
 
 def test_untraced_kernels_are_called_at_every_replay() -> None:

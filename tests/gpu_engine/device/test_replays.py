@@ -1,6 +1,6 @@
-"""The pair of post and await alone, replayed very often, in both mechanisms: no row is stale, torn or lost.
+"""A graph of only a post and a wait, replayed very often, with both mechanisms: no row is stale, torn or lost.
 
-Whole steps are test_failures.py's; this has nothing but the pair, so that it can be replayed more often.
+Not responsible for: whole steps (see test_failures.py), which cannot be replayed as often.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.gpu_engine.device.recorded_stream import RecordedStream, opaque
 SLOTS, ROWS, VOCAB = 2, 2, 256
 TIMEOUT_NS = 20 * 10**9
 COUNT = 100_000
-"""Less than a minute; a GPU does a million in `python -m benchmarks bench_gpu`."""
+"""Replays of the long case, which take less than a minute; `python -m benchmarks bench_gpu` does a million on a GPU."""
 
 
 class Pair:
@@ -68,7 +68,7 @@ class Pair:
 
 @contextmanager
 def replays_of(mode: str) -> Iterator[tuple[Pair, Callable[[int], None]]]:
-    """Yield the pair and what replays its graph so many times."""
+    """Yield the pair, and a function that replays its graph a number of times."""
     stream = RecordedStream()
     try:
         with Segment.create(Layout(SLOTS, ROWS, VOCAB)) as segment:

@@ -1,7 +1,7 @@
-"""A whole step over the stream's seam: a made-up model, masks, verification, masked drafts, in torch operations.
+"""A whole step on a stream, in torch operations: an arithmetic model, masks, verification and masked drafts.
 
-The model likes token (37 p + 11 s + 5) mod V best at absolute position p of slot s, then the next ones in a circle. So
-what a slot must emit under a grammar is known without any of this, and losing or mixing up one row shows.
+At absolute position p of slot s the model prefers token (37 p + 11 s + 5) mod V, then the following ids in a circle. So
+the right tokens of a slot under a grammar are known without running the step, and a lost or exchanged row is noticed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.accept import RUN_ON
 from shared_mem.layout import RowKind
 
 V = 256
-"""Tokens of the model; the grammars know some more, one of which ends everything."""
+"""The number of tokens of the model; the grammars have some more, one of which is the stop token."""
 PROMPT = 3
 
 
@@ -28,16 +28,16 @@ def favourite(position: int, slot: int) -> int:
 
 def expected(legal: Callable[[list[int]], frozenset[int]], slot: int, count: int) -> list[int]:
     """Return the first tokens that the slot must emit under a grammar."""
-    said: list[int] = []
-    while len(said) < count:
-        best = favourite(PROMPT + len(said), slot)
-        said.append(min(legal(said), key=lambda token: (token - best) % V))
-    return said
+    emitted: list[int] = []
+    while len(emitted) < count:
+        best = favourite(PROMPT + len(emitted), slot)
+        emitted.append(min(legal(emitted), key=lambda token: (token - best) % V))
+    return emitted
 
 
 @dataclass(eq=False)
 class ToyStep:
-    """`slot` has one slot more than the segment: padded lanes use it."""
+    """The step program. `slot` has one slot more than the segment, which padded lanes use."""
 
     slot: SlotBuffers
     lane: LaneBuffers
@@ -123,12 +123,12 @@ class ToyStep:
 
 
 class PatternStep:
-    """Asks for every row of every lane, and counts words that are not the sequence of the post."""
+    """Requests every row of every lane, and counts rows with a word that is not the sequence number of the post."""
 
     def __init__(self, lane: LaneBuffers, sync: StreamSync, ring: OutputRing) -> None:
         self.lane, self.sync, self.ring = lane, sync, ring
         self.bad_2 = torch.zeros(2, dtype=torch.int64, device=sync.stream.device)
-        """Rows with a wrong word, rows that did not come."""
+        """The number of rows with a wrong word, and the number of missing rows."""
 
     def __call__(self, batch: StepBatch) -> None:
         self.sync.stream.kernel(self.begin, batch)

@@ -31,7 +31,7 @@ from gpu_engine.step.prefill import Chunks, Hidden
 from gpu_engine.step.program import Drafter
 from gpu_engine.step.stream import Stream
 from kernels.accept import StepTensors
-from tests.gpu_engine.harness import Answer, answer_all, ask, config, free_engine, running, tokens, with_drafts
+from tests.gpu_engine.harness import Answer, answer_all, ask, config, running, tokens, unguided_engine, with_drafts
 
 SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "jump_forward": False, "fuse": False}
 
@@ -82,7 +82,7 @@ def target(llama: LoadedModel) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def expected(target: LoadedModel) -> list[list[int]]:
-    with free_engine(target, with_drafts(0, **SMALL)) as engine:
+    with unguided_engine(target, with_drafts(0, **SMALL)) as engine:
         return answer_all(engine, requests())
 
 

@@ -41,24 +41,26 @@ def expected(llama: LoadedModel) -> list[list[int]]:
 def prophet(expected: list[list[int]]) -> Proposes:
     """Return a proposer of the right tokens: the rest of every expected answer."""
 
-    def proposes(automaton: Automaton, said: list[int]) -> list[int]:
-        return next((answer[len(said) :] for answer in expected if said and answer[: len(said)] == said), [])
+    def proposes(automaton: Automaton, emitted: list[int]) -> list[int]:
+        return next(
+            (answer[len(emitted) :] for answer in expected if emitted and answer[: len(emitted)] == emitted), []
+        )
 
     return proposes
 
 
-def liar(automaton: Automaton, said: list[int]) -> list[int]:
+def liar(automaton: Automaton, emitted: list[int]) -> list[int]:
     """Propose random tokens: illegal ones, stop tokens, too many."""
-    return random.Random(len(said)).choices(range(VOCAB), k=len(said) % 12)
+    return random.Random(len(emitted)).choices(range(VOCAB), k=len(emitted) % 12)
 
 
 def out_of_vocabulary(expected: list[list[int]]) -> Proposes:
     """Return a proposer of an id that the model cannot embed, alone or after one right token."""
     knows = prophet(expected)
 
-    def proposes(automaton: Automaton, said: list[int]) -> list[int]:
-        outside = (VOCAB, -1, 2**31 - 1, -(2**31))[len(said) % 4]
-        return [*knows(automaton, said)[: len(said) % 2], outside, 65]
+    def proposes(automaton: Automaton, emitted: list[int]) -> list[int]:
+        outside = (VOCAB, -1, 2**31 - 1, -(2**31))[len(emitted) % 4]
+        return [*knows(automaton, emitted)[: len(emitted) % 2], outside, 65]
 
     return proposes
 
@@ -66,7 +68,7 @@ def out_of_vocabulary(expected: list[list[int]]) -> Proposes:
 def half_right(expected: list[list[int]]) -> Proposes:
     """Return a proposer of two right tokens and then a wrong one."""
     knows = prophet(expected)
-    return lambda automaton, said: [*knows(automaton, said)[:2], len(said) % 256]
+    return lambda automaton, emitted: [*knows(automaton, emitted)[:2], len(emitted) % 256]
 
 
 def proposers(expected: list[list[int]]) -> dict[str, Proposes]:
@@ -190,7 +192,7 @@ def test_consecutive_deferred_answers_reopen_the_matcher(
         )
         assert answer_all(engine, made()) == expected
         assert len(grammar.opened) > 5
-        grammar.opened[:] = list({(slot, gen): (slot, gen, said) for slot, gen, said in grammar.opened}.values())
+        grammar.opened[:] = list({(slot, gen): (slot, gen, emitted) for slot, gen, emitted in grammar.opened}.values())
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])

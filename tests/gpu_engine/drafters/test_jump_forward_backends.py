@@ -60,7 +60,7 @@ def made() -> list[Answer]:
     return answers
 
 
-class NotedSlot(SlotMatcher):
+class LoggedSlot(SlotMatcher):
     """A slot matcher that records every filled row, by its slot generation and the tokens before it."""
 
     filled: list[tuple[int, tuple[int, ...]]]
@@ -70,11 +70,11 @@ class NotedSlot(SlotMatcher):
         return super().fill(rows, index, classifier)
 
     @classmethod
-    def of(cls, slot: SlotMatcher, filled: list[tuple[int, tuple[int, ...]]]) -> NotedSlot:
+    def of(cls, slot: SlotMatcher, filled: list[tuple[int, tuple[int, ...]]]) -> LoggedSlot:
         """Return a copy of `slot` that records its filled rows in `filled`."""
-        noted = cls(*(getattr(slot, part.name) for part in fields(slot)))
-        noted.filled = filled
-        return noted
+        logged = cls(*(getattr(slot, part.name) for part in fields(slot)))
+        logged.filled = filled
+        return logged
 
 
 @dataclass(eq=False)
@@ -101,7 +101,7 @@ class LibraryGrammar:
         loaded, plan = self.compiled[source]
         new_budget = partial(CompletionBudget, plan, request.sampling.max_tokens)
         bound = SlotMatcher.bind(slot_gen, loaded.matcher, committed, new_budget)
-        self.worker.bind(slot, NotedSlot.of(bound, self.filled[slot]))
+        self.worker.bind(slot, LoggedSlot.of(bound, self.filled[slot]))
         self.engine.grammar_opened(slot, slot_gen, compile_ms=1.0, cache_hit=True, backend=1)
 
     def close(self, slot: int, slot_gen: int) -> None:
@@ -165,14 +165,19 @@ def expected(sidecars: Sidecars) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("num_drafts", "most"), [*((number, 0) for number in range(1, 8)), (1, 7), (2, 7), (3, 7), (3, 15)]
+    ("num_drafts", "max_jump_forward"), [*((number, 0) for number in range(1, 8)), (1, 7), (2, 7), (3, 7), (3, 15)]
 )
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 def test_tokens_do_not_depend_on_jump_forward(
-    sidecars: Sidecars, expected: list[list[int]], drafter: str, num_drafts: int, most: int, overlap: bool
+    sidecars: Sidecars, expected: list[list[int]], drafter: str, num_drafts: int, max_jump_forward: int, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, num_draft_tokens=num_drafts, jump_forward_tokens=most, step_rows=64, overlap=overlap, **PATIENT
+        drafter=drafter,
+        num_draft_tokens=num_drafts,
+        jump_forward_tokens=max_jump_forward,
+        step_rows=64,
+        overlap=overlap,
+        **PATIENT,
     )
     with sidecars.engine(settings) as (engine, worker):
         assert answer_all(engine, made()) == expected
@@ -184,7 +189,9 @@ def test_tokens_do_not_depend_on_jump_forward(
 
 
 @pytest.mark.parametrize("drafts_by", ["same", "trained eagle3", "random eagle3"])
-@pytest.mark.parametrize(("masks", "num_drafts", "most"), [("on", 5, 0), ("off", 5, 0), ("on", 2, 7), ("off", 3, 15)])
+@pytest.mark.parametrize(
+    ("masks", "num_drafts", "max_jump_forward"), [("on", 5, 0), ("off", 5, 0), ("on", 2, 7), ("off", 3, 15)]
+)
 def test_draft_nets_continue_after_jump_forward_tokens(
     sidecars: Sidecars,
     expected: list[list[int]],
@@ -192,10 +199,10 @@ def test_draft_nets_continue_after_jump_forward_tokens(
     drafts_by: str,
     masks: str,
     num_drafts: int,
-    most: int,
+    max_jump_forward: int,
 ) -> None:
     settings = with_drafts(
-        num_drafts, draft_model=draft_models[drafts_by], jump_forward_tokens=most, max_batch_size=2,
+        num_drafts, draft_model=draft_models[drafts_by], jump_forward_tokens=max_jump_forward, max_batch_size=2,
         draft_masks=masks, **PATIENT,
     )  # fmt: skip
     with sidecars.engine(settings) as (engine, worker):
@@ -206,12 +213,12 @@ def test_draft_nets_continue_after_jump_forward_tokens(
     assert rows["filled_rows"] > 100
 
 
-@pytest.mark.parametrize(("num_drafts", "most"), [(7, 0), (7, 15), (1, 11)])
+@pytest.mark.parametrize(("num_drafts", "max_jump_forward"), [(7, 0), (7, 15), (1, 11)])
 def test_an_answer_of_jump_forward_tokens_takes_few_steps(
-    sidecars: Sidecars, expected: list[list[int]], num_drafts: int, most: int
+    sidecars: Sidecars, expected: list[list[int]], num_drafts: int, max_jump_forward: int
 ) -> None:
-    at, rows = 2 * SCHEMAS.index(LITERAL), max(num_drafts, most) + 1
-    settings = config(drafter="grammar", num_draft_tokens=num_drafts, jump_forward_tokens=most, **PATIENT)
+    at, rows = 2 * SCHEMAS.index(LITERAL), max(num_drafts, max_jump_forward) + 1
+    settings = config(drafter="grammar", num_draft_tokens=num_drafts, jump_forward_tokens=max_jump_forward, **PATIENT)
     with sidecars.engine(settings) as (engine, _):
         answer = made()[at]
         answer.request.jump_forward_tokens = 15

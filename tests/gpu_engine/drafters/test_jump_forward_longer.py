@@ -24,7 +24,7 @@ from tests.gpu_engine.harness import (
 from tests.gpu_engine.toy_sidecar import Automaton, ToySidecar, guided_engine
 
 PATIENT = {"row_timeout_ms": 2000.0, "draft_timeout_ms": 2000.0}
-MOST = 7
+MAX_JUMP_FORWARD = 7
 """The largest number of jump-forward tokens (F); K is smaller."""
 
 
@@ -40,13 +40,13 @@ def expected(llama: LoadedModel) -> list[list[int]]:
 def beyond_the_end(expected: list[list[int]]) -> Proposes:
     """Return a proposer of the right tokens and of more tokens after the end of the answer."""
     knows = prophet(expected)
-    return lambda automaton, said: [*knows(automaton, said), 70, 71, EOS, 72]
+    return lambda automaton, emitted: [*knows(automaton, emitted), 70, 71, EOS, 72]
 
 
 def wrong_late(expected: list[list[int]]) -> Proposes:
     """Return a proposer of four right tokens, a wrong one and two more, as if the target spelled the text otherwise."""
     knows = prophet(expected)
-    return lambda automaton, said: [*knows(automaton, said)[:4], len(said) % 256, 66, 67]
+    return lambda automaton, emitted: [*knows(automaton, emitted)[:4], len(emitted) % 256, 66, 67]
 
 
 def proposers(expected: list[list[int]]) -> dict[str, Proposes]:
@@ -72,7 +72,12 @@ def test_no_proposal_changes_a_token(
     llama: LoadedModel, expected: list[list[int]], num_drafts: int, proposes: str, drafter: str, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, num_draft_tokens=num_drafts, jump_forward_tokens=MOST, overlap=overlap, step_rows=64, **PATIENT
+        drafter=drafter,
+        num_draft_tokens=num_drafts,
+        jump_forward_tokens=MAX_JUMP_FORWARD,
+        overlap=overlap,
+        step_rows=64,
+        **PATIENT,
     )
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = proposers(expected)[proposes]
@@ -81,7 +86,7 @@ def test_no_proposal_changes_a_token(
         stats, seen = engine.stats(), lengths(grammar.sidecar)
     assert stats.deferred_rows == 0
     if proposes in ("prophet", "beyond the end", "liar"):
-        assert max(seen) == MOST
+        assert max(seen) == MAX_JUMP_FORWARD
     if proposes == "prophet":
         assert stats.accepted_jump_forward_tokens >= 0.9 * stats.jump_forward_tokens > 100
 
@@ -100,12 +105,12 @@ def test_a_draft_net_continues_after_jump_forward_tokens(
     num_drafts: int,
     waits: dict[str, object],
 ) -> None:
-    fields = {"draft_model": draft_models[drafts_by], "jump_forward_tokens": MOST, **PATIENT, **waits}
+    fields = {"draft_model": draft_models[drafts_by], "jump_forward_tokens": MAX_JUMP_FORWARD, **PATIENT, **waits}
     with guided_engine(llama, with_drafts(num_drafts, step_rows=64, **fields)) as (engine, grammar):
         grammar.sidecar.proposes = proposers(expected)[proposes]
         assert answer_all(engine, made()) == expected
         assert engine.stats().deferred_rows == 0
-        assert (max(lengths(grammar.sidecar)) == MOST) == (proposes != "forced")
+        assert (max(lengths(grammar.sidecar)) == MAX_JUMP_FORWARD) == (proposes != "forced")
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3])
@@ -117,14 +122,14 @@ def test_a_draft_model_processes_jump_forward_tokens(
     settings = with_drafts(
         num_drafts,
         draft_model=draft_models["same"],
-        jump_forward_tokens=MOST,
+        jump_forward_tokens=MAX_JUMP_FORWARD,
         draft_masks="on",
         overlap=overlap,
         step_rows=64,
         **PATIENT,
     )
     with guided_engine(llama, settings) as (engine, grammar):
-        grammar.sidecar.proposes = lambda automaton, said: knows(automaton, said)[:6] if len(said) % 3 else []
+        grammar.sidecar.proposes = lambda automaton, emitted: knows(automaton, emitted)[:6] if len(emitted) % 3 else []
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
     # A stop token ends a step and does not count as an accepted draft.
@@ -134,13 +139,13 @@ def test_a_draft_model_processes_jump_forward_tokens(
 
 
 def test_the_drafter_adds_drafts_only_up_to_k(llama: LoadedModel, expected: list[list[int]]) -> None:
-    settings = config(num_draft_tokens=3, jump_forward_tokens=MOST, step_rows=64, **PATIENT)
+    settings = config(num_draft_tokens=3, jump_forward_tokens=MAX_JUMP_FORWARD, step_rows=64, **PATIENT)
     knows = prophet(expected)
-    for count, most in ((0, 3), (2, 3), (5, 5)):
+    for count, max_drafts in ((0, 3), (2, 3), (5, 5)):
         with guided_engine(llama, settings) as (engine, grammar):
-            grammar.sidecar.proposes = lambda automaton, said, count=count: knows(automaton, said)[:count]
+            grammar.sidecar.proposes = lambda automaton, emitted, count=count: knows(automaton, emitted)[:count]
             assert answer_all(engine, made()) == expected
-            assert max(lengths(grammar.sidecar)) == most
+            assert max(lengths(grammar.sidecar)) == max_drafts
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
@@ -149,7 +154,12 @@ def test_late_rows_of_many_jump_forward_drafts_serve_the_repeated_step(
     llama: LoadedModel, expected: list[list[int]], drafter: str, there: int, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, num_draft_tokens=2, jump_forward_tokens=MOST, overlap=overlap, step_rows=64, **PATIENT
+        drafter=drafter,
+        num_draft_tokens=2,
+        jump_forward_tokens=MAX_JUMP_FORWARD,
+        overlap=overlap,
+        step_rows=64,
+        **PATIENT,
     )
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
@@ -162,7 +172,7 @@ def test_late_rows_of_many_jump_forward_drafts_serve_the_repeated_step(
 
 
 def test_a_number_of_drafts_in_the_request_limits_all_drafts(llama: LoadedModel) -> None:
-    settings = config(num_draft_tokens=3, jump_forward_tokens=MOST, **PATIENT)
+    settings = config(num_draft_tokens=3, jump_forward_tokens=MAX_JUMP_FORWARD, **PATIENT)
 
     def seen(own: int, forced: int | None) -> tuple[list[int], int, set[Stage]]:
         with guided_engine(llama, settings) as (engine, grammar):
@@ -173,10 +183,16 @@ def test_a_number_of_drafts_in_the_request_limits_all_drafts(llama: LoadedModel)
             records = grammar.sidecar.records
             return answer.tokens, max(lengths(grammar.sidecar)), {Stage(r.stage) for r in records}
 
-    said, longest, stages = seen(0, MOST)
+    emitted, longest, stages = seen(0, MAX_JUMP_FORWARD)
     assert (longest, stages) == (0, {Stage.VERIFY}), "without speculation the engine posts no PROPOSE record"
-    for own, forced, most in ((2, None, 2), (3, None, 3), (3, MOST, MOST), (3, 15, MOST), (15, None, MOST)):
-        assert seen(own, forced) == (said, most, {Stage.VERIFY, Stage.PROPOSE})
+    for own, forced, max_drafts in (
+        (2, None, 2),
+        (3, None, 3),
+        (3, MAX_JUMP_FORWARD, MAX_JUMP_FORWARD),
+        (3, 15, MAX_JUMP_FORWARD),
+        (15, None, MAX_JUMP_FORWARD),
+    ):
+        assert seen(own, forced) == (emitted, max_drafts, {Stage.VERIFY, Stage.PROPOSE})
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
@@ -202,7 +218,7 @@ def test_a_cpu_step_stays_within_its_target_of_rows(llama: LoadedModel) -> None:
     def run(count: int, step_rows: int) -> tuple[int, set[int]]:
         settings = config(num_draft_tokens=3, jump_forward_tokens=15, step_rows=step_rows, **PATIENT)
         with guided_engine(llama, settings) as (engine, grammar):
-            grammar.sidecar.proposes = lambda automaton, said: [105] * 20
+            grammar.sidecar.proposes = lambda automaton, emitted: [105] * 20
             answer_all(engine, [ask(tokens(9, 1), grammar="40", max_tokens=60) for _ in range(count)])
             stats, seen = engine.stats(), lengths(grammar.sidecar)
         # All steps but the last ones have `count` lanes, each with as many drafts as there is room for.

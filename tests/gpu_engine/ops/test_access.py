@@ -20,7 +20,7 @@ from tests.fakes import FakeEngine, FakeModel, says
 
 @pytest.fixture
 def access() -> Iterator[list[logging.LogRecord]]:
-    """What the access logger wrote."""
+    """The records of the access logger."""
     lines: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = lines.append  # type: ignore[method-assign]
@@ -34,7 +34,7 @@ def access() -> Iterator[list[logging.LogRecord]]:
     logger.setLevel(level)
 
 
-async def test_every_call_has_one_access_line_that_quotes_nothing(
+async def test_every_call_has_one_access_line_without_its_texts(
     tmp_path: Path, access: list[logging.LogRecord]
 ) -> None:
     parts = Parts(lambda config, progress: FakeModel(), lambda c, model, channel, grammar: FakeEngine(c, says("hush")))
@@ -57,7 +57,7 @@ async def test_every_call_has_one_access_line_that_quotes_nothing(
     assert not [line for line in map(str, lines) if "secret" in line or "hush" in line]
 
 
-async def test_a_refused_request_has_the_id_that_its_client_gave_it(
+async def test_a_rejected_request_is_logged_with_the_id_of_its_client(
     tmp_path: Path, access: list[logging.LogRecord]
 ) -> None:
     def build(config: EngineConfig, model: object, channel: object, grammar: object) -> FakeEngine:

@@ -1,4 +1,4 @@
-"""Which threads may use which cores, as the kernel reports it."""
+"""The cores that each thread may use, as the operating system reports them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="n
         (EngineConfig(device="cpu", num_threads=1), {0, 1, 2, 3}, 4, {1, 2, 3}),
         (EngineConfig(device="cuda"), {0, 1, 2}, 3, {1, 2}),
         (EngineConfig(device="cuda", sync="device_flag"), {0, 1, 2}, 3, {1, 2}),
-        # A process that polls would fill the only spare core.
+        # A polling process would occupy the only spare core.
         (EngineConfig(device="cuda", sync="device_flag"), {0, 1}, 2, None),
         # The model uses every core, or has more threads than cores.
         (EngineConfig(device="cpu"), {0, 1}, 2, None),
@@ -44,7 +44,7 @@ def test_the_split_of_cores(config: EngineConfig, cores: set[int], usable: int, 
     assert split == (None if rest is None else CoreSplit(frozenset(cores), frozenset(rest)))
 
 
-# In a process of its own: what it does is done to a whole process.
+# The script runs in its own process, because it changes the settings of the whole process.
 SCRIPT = """
 import os, subprocess, sys, threading
 from gpu_engine.ops.core_split import CoreSplit
@@ -110,7 +110,7 @@ print("ok")
 
 
 @needs_two_cores
-def test_a_process_is_confined_and_set_free() -> None:
+def test_the_cores_of_a_process_are_confined_and_released() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[3]
     )

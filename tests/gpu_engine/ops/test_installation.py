@@ -1,4 +1,4 @@
-"""What the server says of its own installation."""
+"""The server's checks of its own installation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_our_own_kernels_package_is_recognised() -> None:
 
 
 @pytest.mark.parametrize("files", [["__init__.py", "accept.py"], []])
-def test_a_kernels_package_of_another_distribution_is_named_with_the_remedy(tmp_path: Path, files: list[str]) -> None:
+def test_the_error_of_a_foreign_kernels_package_names_the_remedy(tmp_path: Path, files: list[str]) -> None:
     package = tmp_path / "kernels"
     package.mkdir()
     for name in files:

@@ -1,4 +1,4 @@
-"""One scrape of both processes: over a fake engine and a fake grammar process, then over real ones."""
+"""One scrape reports both processes: first with a fake engine and a fake grammar process, then with real ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def scrape(address: str) -> Scrape:
 
 
 class Grammar:
-    """A `GrammarSource` that answers with `text`, never when it is None and `hangs`."""
+    """A `GrammarSource` that answers with `text`; with `hangs` and no text it never answers."""
 
     attachments = 2
     process_starts = 1
@@ -185,7 +185,7 @@ async def test_without_the_setting_nothing_listens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["9464", ":9464", "host:", "host:99999"])
-def test_a_malformed_address_is_refused(value: str) -> None:
+def test_a_malformed_address_is_rejected(value: str) -> None:
     with pytest.raises(ValueError, match=f"metrics_listen: '{value}' is not host:port"):
         ServerConfig(metrics_listen=value)
 
@@ -212,7 +212,7 @@ async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_o
             await anext(client.generate(pb.GenerateRequest(text="hi", grammar=pb.Grammar(regex="("))))
         seen = await scrape(address)
         assert (seen["grammar_up", "engine"], seen["grammar_engine_attached", "sidecar"]) == (1, 1)
-        # The engine warms it up with a grammar of its own.
+        # The engine warms the grammar process up with one grammar.
         assert seen["grammar_cache_misses_total", "llguidance", "regex", "sidecar"] == 1
         assert seen["grammar_compile_seconds_count", "llguidance", "regex", "sidecar"] == 1
         assert seen["grammar_compile_refusals_total", "regex", "sidecar", "invalid"] == 1
@@ -220,7 +220,7 @@ async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_o
         assert seen["grammar_refused_early_total", "engine"] == 0
         for process in ("engine", "sidecar"):
             assert seen["process_resident_memory_bytes", process] > 0
-        # A family whose labels nothing has had yet is not in a scrape.
+        # A family without any label values yet is not in a scrape.
         assert families_of(seen) <= documented((root / "docs/metrics.md").read_text())
         assert sidecar.pid is not None
         os.kill(sidecar.pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""The device and the number of threads, resolved for a machine."""
+"""How the device and the number of threads are resolved for a machine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_default_confines_the_grammar_process_to_the_cores_left_free(cores: 
     assert len(split.rest) == cores - config.num_threads
 
 
-def test_a_setting_that_depends_on_the_device_is_not_read_before_it_is_resolved() -> None:
+def test_settings_of_the_device_cannot_be_read_before_it_is_resolved() -> None:
     with pytest.raises(ValueError, match="device: auto must be resolved"):
         _ = EngineConfig().max_inflight_steps
     assert resolved(cuda_devices=1).max_inflight_steps == 1

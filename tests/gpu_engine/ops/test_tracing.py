@@ -118,7 +118,7 @@ async def test_a_seed_of_64_bits_is_exported_whole(tmp_path: Path, spans: InMemo
     assert not [name for name, value in seen.items() if isinstance(value, int) and value >= 2**63]
 
 
-async def test_a_refused_call_says_why_and_is_not_the_servers_error(
+async def test_the_span_of_a_rejected_call_has_the_reason_and_is_no_server_error(
     tmp_path: Path, spans: InMemorySpanExporter
 ) -> None:
     (whole,) = await called(tmp_path, spans, pb.GenerateRequest(text="x", sampling=pb.SamplingParams(temperature=-1)))
@@ -126,7 +126,7 @@ async def test_a_refused_call_says_why_and_is_not_the_servers_error(
     assert whole.status.status_code is StatusCode.UNSET
 
 
-def test_an_internal_error_is_the_servers(spans: InMemorySpanExporter) -> None:
+def test_the_span_of_an_internal_error_is_a_server_error(spans: InMemorySpanExporter) -> None:
     tracer(spans).record(CallRecord(status="INTERNAL", ended_s=1.0))
     (whole,) = spans.get_finished_spans()
     assert whole.status.status_code is StatusCode.ERROR

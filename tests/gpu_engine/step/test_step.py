@@ -23,8 +23,8 @@ from tests.gpu_engine.harness import (
     answer_staggered,
     ask,
     config,
-    free_engine,
     tokens,
+    unguided_engine,
     with_drafts,
 )
 
@@ -48,7 +48,7 @@ def made() -> list[Answer]:
 @pytest.fixture(scope="module")
 def expected(llama: LoadedModel) -> list[list[int]]:
     """Return the answers of an engine that serves one request at a time and emits one token a step."""
-    with free_engine(llama, with_drafts(0)) as engine:
+    with unguided_engine(llama, with_drafts(0)) as engine:
         return answer_each(engine, made())
 
 
@@ -61,7 +61,7 @@ def test_tokens_do_not_depend_on_speculation_or_batching(
     answer: Callable[..., list[list[int]]],
     overlap: bool,
 ) -> None:
-    with free_engine(llama, with_drafts(num_drafts, overlap=overlap, max_batch_size=8)) as engine:
+    with unguided_engine(llama, with_drafts(num_drafts, overlap=overlap, max_batch_size=8)) as engine:
         assert answer(engine, made()) == expected
         stats = engine.stats()
     assert stats.generated_tokens == sum(map(len, expected))
@@ -88,7 +88,7 @@ def test_tokens_do_not_depend_on_a_draft_model(
     answer: Callable[..., list[list[int]]],
     overlap: bool,
 ) -> None:
-    with free_engine(llama, with_drafts(3, overlap=overlap, draft_model=draft_models[drafts_by])) as engine:
+    with unguided_engine(llama, with_drafts(3, overlap=overlap, draft_model=draft_models[drafts_by])) as engine:
         assert answer(engine, made()) == expected
         stats = engine.stats()
     # Drafts and tokens are drawn with the same noise, so every draft of the target itself is accepted.
@@ -100,7 +100,7 @@ def test_each_request_of_a_batch_gets_its_own_number_of_drafts(
     llama: LoadedModel, draft_models: dict[str, str]
 ) -> None:
     answers = [ask(tokens(20, drafts), max_tokens=25, ignore_eos=True, drafts=drafts) for drafts in range(4)]
-    with free_engine(llama, with_drafts(3, draft_model=draft_models["same"])) as engine:
+    with unguided_engine(llama, with_drafts(3, draft_model=draft_models["same"])) as engine:
         answer_all(engine, answers)
     # The first step has no drafts. Every later draft is accepted, since the target is its own drafter.
     assert [[len(event.token_ids) for event in answer.events] for answer in answers] == [
@@ -122,7 +122,7 @@ def test_preempted_requests_have_the_same_tokens(
         settings = with_drafts(
             3, overlap=overlap, max_model_len=128, draft_model=drafter, prefix_cache=prefix_cache, **fields
         )
-        with free_engine(llama, settings) as engine:
+        with unguided_engine(llama, settings) as engine:
             answers = [ask(tokens(20, s), max_tokens=90, temperature=0.5, seed=s, ignore_eos=True) for s in range(4)]
             return answer_all(engine, answers), engine.stats().preemptions
 
@@ -133,7 +133,7 @@ def test_preempted_requests_have_the_same_tokens(
 
 
 def test_a_request_may_draft_less_than_the_server(llama: LoadedModel, expected: list[list[int]]) -> None:
-    with free_engine(llama, with_drafts(7)) as engine:
+    with unguided_engine(llama, with_drafts(7)) as engine:
         answers = made()
         for answer in answers:
             answer.request.num_draft_tokens = 0
@@ -143,7 +143,7 @@ def test_a_request_may_draft_less_than_the_server(llama: LoadedModel, expected: 
 
 @pytest.mark.parametrize("chunk", [16, 21, 256])
 def test_tokens_do_not_depend_on_prefill_chunks(llama: LoadedModel, expected: list[list[int]], chunk: int) -> None:
-    with free_engine(llama, with_drafts(3, prefill_chunk=chunk)) as engine:
+    with unguided_engine(llama, with_drafts(3, prefill_chunk=chunk)) as engine:
         assert answer_all(engine, made()) == expected
         assert engine.stats().prefill_tokens == sum(len(answer.request.prompt_ids) - 1 for answer in made())
 
@@ -153,7 +153,7 @@ def test_seeds_matter_above_temperature_zero_only(llama: LoadedModel) -> None:
         prompt = tokens(12, 1)
         return answer_all(engine, [ask(prompt, temperature=temperature, seed=seed) for seed in (1, 2, 1)])
 
-    with free_engine(llama, config()) as engine:
+    with unguided_engine(llama, config()) as engine:
         first, other, again = answers(1.0)
         assert first == again != other
         first, other, again = answers(0.0)
@@ -166,7 +166,7 @@ def test_greedy_answers_equal_those_of_transformers(saved: Callable[[str], Path]
     prompts = [tokens(70, 1, repeat=20), tokens(9, 2)]
     expected = [tiny.generate(saved(family), prompt, 40) for prompt in prompts]
     assert all(len(set(answer)) > 5 for answer in expected)
-    with free_engine(model, with_drafts(7, prefill_chunk=32)) as engine:
+    with unguided_engine(model, with_drafts(7, prefill_chunk=32)) as engine:
         assert answer_all(engine, [ask(prompt, ignore_eos=True) for prompt in prompts]) == expected
 
 
@@ -220,7 +220,7 @@ def test_logprobs_are_computed_before_sampling_rules(llama: LoadedModel) -> None
     prompt = tokens(20, 3, repeat=8)
     rules: dict[str, Any] = {"temperature": 0.8, "top_k": 3, "repetition_penalty": 1.2, "bad_token_ids": (70,)}
     for num_drafts in (0, 7):
-        with free_engine(llama, with_drafts(num_drafts)) as engine:
+        with unguided_engine(llama, with_drafts(num_drafts)) as engine:
             answer, plain = ask(prompt, logprobs=4, **rules), ask(prompt, **rules)
             answer_all(engine, [answer, plain])
         assert answer.tokens == plain.tokens
@@ -246,7 +246,7 @@ def _all_logits(model: LoadedModel, ids: list[int]) -> torch.Tensor:
 
 def _looped(model: LoadedModel) -> tuple[list[int], list[int]]:
     """Return a prompt that holds its own greedy answer, so that nearly every draft is accepted, and the answer."""
-    with free_engine(model, with_drafts(0)) as engine:
+    with unguided_engine(model, with_drafts(0)) as engine:
         start = tokens(10, 11)
         (first,) = answer_all(engine, [ask(start, max_tokens=60, ignore_eos=True)])
         prompt = start + first + start
@@ -257,7 +257,7 @@ def _looped(model: LoadedModel) -> tuple[list[int], list[int]]:
 def test_stop_tokens_and_lengths_end_an_answer_inside_a_block_of_drafts(llama: LoadedModel, overlap: bool) -> None:
     prompt, answer = _looped(llama)
     places = sorted({answer.index(token) for token in answer})
-    with free_engine(llama, with_drafts(7, overlap=overlap)) as engine:
+    with unguided_engine(llama, with_drafts(7, overlap=overlap)) as engine:
         stopped = [ask(prompt, max_tokens=60, ignore_eos=True, stop_token_ids=(299, answer[at])) for at in places]
         cut = [ask(prompt, max_tokens=length, ignore_eos=True) for length in range(1, 30)]
         answer_all(engine, stopped + cut)
@@ -278,7 +278,7 @@ def test_stop_tokens_are_not_drawn_before_min_tokens(llama: LoadedModel) -> None
     stop = (answer[3],)
     runs = []
     for num_drafts in (0, 7):
-        with free_engine(llama, with_drafts(num_drafts)) as engine:
+        with unguided_engine(llama, with_drafts(num_drafts)) as engine:
             early, late = ask(prompt, stop_token_ids=stop), ask(prompt, stop_token_ids=stop, min_tokens=12)
             runs.append(answer_all(engine, [early, late]))
         assert early.tokens == answer[: answer.index(stop[0]) + 1]
@@ -287,7 +287,7 @@ def test_stop_tokens_are_not_drawn_before_min_tokens(llama: LoadedModel) -> None
 
 
 def test_the_model_length_ends_an_answer(llama: LoadedModel, overlap: bool) -> None:
-    with free_engine(llama, with_drafts(7, overlap=overlap, max_model_len=64)) as engine:
+    with unguided_engine(llama, with_drafts(7, overlap=overlap, max_model_len=64)) as engine:
         answer = ask(tokens(50, 1), max_tokens=1000, ignore_eos=True)
         last = ask(tokens(63, 2), max_tokens=1000, ignore_eos=True)
         answer_all(engine, [answer, last])
