@@ -61,7 +61,7 @@ def paged_attention(
     a multiple of 16, at most 256; T a multiple of 16.
     """
     if pages.token_major:
-        from kernels.cuda import paged_attention as device  # a CPU install has no Triton
+        from kernels.cuda.attention import paged as device  # a CPU install has no Triton
 
         return device.paged_attention(
             q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP, scale=scale, softcap=softcap, window=window

@@ -30,7 +30,7 @@ MAX_FUNCTION_LINES = 60
 LONGER_FUNCTIONS = {
     "gpu_engine.core.device_executor.device_executor": 65,  # allocates every buffer of a device once, in order
     "gpu_engine.server._start": 70,  # the numbered stages of a start, in one place
-    "kernels.cuda.paged_attention.paged_attention": 90,  # the arguments of three launches
+    "kernels.cuda.attention.paged.paged_attention": 90,  # the arguments of three launches
 }
 MAX_TRITON_KERNEL_LINES = 120
 """A Triton kernel is one launch: its loops share registers that a called function could not return."""
@@ -55,7 +55,7 @@ LAZY_IMPORTS = {
         ("gpu_engine.step", "kernels.cuda"),
         ("kernels.accept", "kernels.cuda.accept"),
         ("kernels.fused", "kernels.cuda.fused"),
-        ("kernels.paged_attention", "kernels.cuda.paged_attention"),
+        ("kernels.paged_attention", "kernels.cuda.attention.paged"),
     },
     "a backend's library is loaded where that backend is configured": {
         ("grammar_service.backends.registry", "grammar_service.backends"),

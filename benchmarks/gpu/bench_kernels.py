@@ -175,7 +175,7 @@ def attention_cases() -> Iterator[Case]:
 
 def attention(B: int, P: int, context: int, **options: object) -> tuple[list[Call], int]:
     """Return calls over as many caches as the L2 cannot hold, and the bytes of one."""
-    from kernels.cuda.paged_attention import paged_attention
+    from kernels.cuda.attention.paged import paged_attention
 
     pages = -(-context // PAGE) * B
     num_bytes = 2 * 2 * B * context * KV_HEADS * HEAD_DIM
@@ -245,7 +245,7 @@ def small_cases() -> Iterator[Case]:
 def sweep_cases() -> Iterator[Case]:
     """Other cuts of the kernels that matter."""
     from kernels.cuda.accept import accept
-    from kernels.cuda.paged_attention import DecodeTuning
+    from kernels.cuda.attention.paged import DecodeTuning
 
     cuts = itertools.product(((1, 4), (32, 4)), (128, 256, 512), (32, 64, 128), (4, 8), (2, 3))
     for (B, P), split, block, warps, stages in cuts:

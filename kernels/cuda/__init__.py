@@ -1,1 +1,5 @@
-"""CUDA kernels, compiled at run time. Nothing here is imported where there is no device."""
+"""GPU kernels, in Triton and CUDA C, compiled at run time. These modules are imported only where a device is used.
+
+The modules here are the kernels of a step, with what they share: posting and flags, inputs, sampling, drafting, and the
+operators of a decoder layer. Attention is in `attention/`.
+"""

@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.accept import AcceptResult, SlotParams, StepTensors
-from kernels.cuda import accept, advance, fused, ngram, noise, paged_attention, posting, skinny, step_inputs
+from kernels.cuda import accept, advance, fused, ngram, noise, posting, skinny, step_inputs
+from kernels.cuda.attention import paged
 from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
 from kernels.fused import Activation, NormKind, RMSNorm
@@ -127,7 +128,7 @@ def compile_attention(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: 
     q, k = torch.zeros(B, P, Hq, D, dtype=dtype), torch.zeros(B, P, Hkv, D, dtype=dtype)
     pages = KVPages(*(torch.zeros(4, Hkv, T, D, dtype=dtype) for _ in range(2)), token_major=True)
     softcap = 30.0 if D == 80 else 0.0
-    paged_attention.paged_attention(q, k, k, pages, ints(B, 2048 // T), ints(B, P), scale=0.1, softcap=softcap)
+    paged.paged_attention(q, k, k, pages, ints(B, 2048 // T), ints(B, P), scale=0.1, softcap=softcap)
 
 
 def compile_fused(rows: int, H: int, inner: int, heads: tuple[int, int], D: int, dtype: torch.dtype) -> None:

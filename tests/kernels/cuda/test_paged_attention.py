@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.cuda.paged_attention import DecodeTuning, paged_attention, split_length
+from kernels.cuda.attention.paged import DecodeTuning, paged_attention, split_length
 from kernels.paged_attention import KVPages
 from tests.kernels.attention_reference import paged_attention_reference
 

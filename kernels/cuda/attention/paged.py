@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from kernels.cuda.decode_attention import combine_kernel, decode_kernel
-from kernels.cuda.prefill_attention import prefill_kernel, store_kernel
+from kernels.cuda.attention.decode import combine_kernel, decode_kernel
+from kernels.cuda.attention.prefill import prefill_kernel, store_kernel
 from kernels.kv_pages import KVPages
 
 MAX_DECODE_QUERIES = 16

@@ -1,7 +1,7 @@
 """Paged attention for a chunk of a prompt: store the chunk's keys and values, then a tile of queries a program.
 
 Invariant: a tile reads only positions up to its last query, all of them already stored. Not responsible for: many
-sequences of few queries (see decode_attention.py).
+sequences of few queries (see decode.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention_block import MASKED, attend
+from kernels.cuda.attention.block import MASKED, attend
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 Invariant: a query's numbers do not depend on the tile that it is in: maxima are exact, and sums over keys are
 matrix products, whose order over keys is that of the keys. Triton functions. Not responsible for: loading keys and
-values (see decode_attention.py, prefill_attention.py).
+values (see decode.py, prefill.py).
 """
 
 from __future__ import annotations

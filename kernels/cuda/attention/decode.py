@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention_block import MASKED, attend
+from kernels.cuda.attention.block import MASKED, attend
 
 
 @triton.jit
