@@ -4,7 +4,7 @@ The rule: the token at absolute position p is argmax(filtered(masked logits) / T
 iff it equals that token. The noise is Philox4x32-10 keyed by (seed, position, token), so speculation changes no token.
 Greedy is T = 0. Invariant: a slot's result depends on its own rows alone. A step with `device` runs as Triton kernels
 (kernels/cuda/accept.py), any other as C (kernels/native/accept.h).
-Not responsible for: waiting for rows, and drafting (gpu_engine/step, gpu_engine/drafters).
+Not responsible for: waiting for rows, and drafting (see gpu_engine/step/, gpu_engine/drafters/).
 
 Shapes: B batch entries, S slots, R rows a slot, P rows of this step (P <= R), V vocabulary, W = ceil(V / 32).
 """

@@ -1,4 +1,4 @@
-"""What the fused operators take besides tensors, and what they ask of them, on any device.
+"""Arguments of the fused operators besides tensors, with their checks, on any device.
 
 Invariant: the values of both enumerations are those of kernels/native/fused.h. Not responsible for: the operators
 (see fused.py on a CPU, cuda/fused.py on a GPU).
@@ -32,7 +32,7 @@ class Activation(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RMSNorm:
-    """What an RMSNorm consists of; the weight belongs to the model."""
+    """The parts of an RMSNorm; the weight belongs to the model."""
 
     weight_H: torch.Tensor
     """In the model's dtype, contiguous."""
@@ -50,7 +50,7 @@ def check_rotate(
     q_norm: RMSNorm | None,
     k_norm: RMSNorm | None,
 ) -> None:
-    """Assert what `rotate` asks of its arguments, on any device."""
+    """Assert the shapes and dtypes that `rotate` takes, on any device."""
     assert qkv_NC.dtype == cos_NR.dtype == sin_NR.dtype, (qkv_NC.dtype, cos_NR.dtype, sin_NR.dtype)
     assert qkv_NC.stride(1) == 1, qkv_NC.stride()
     assert qkv_NC.shape[1] >= sum(heads) * head_dim, (qkv_NC.shape, heads, head_dim)

@@ -1,8 +1,9 @@
 """Attention over the pages straight from a joined q, k, v product: head norms, rotary, store, attend.
 
-What a layer asks never changes, so on a CPU its arguments are laid out once and a call fills in addresses and sizes:
-building them anew took as long as the kernels at one row. Invariant: the result is that of `rotate` and
-`paged_attention`, bit for bit. Not responsible for: products, and the ownership of pages.
+A layer's arguments never change, so on a CPU they are built once and a call fills in addresses and sizes: building
+them in every call took as long as the kernels at one row. Invariant: the result is that of `rotate` and
+`paged_attention`, bit for bit. Not responsible for: products, and the ownership of pages (see
+gpu_engine/core/kv_cache.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from kernels.paged_attention import AttentionArgs, KVPages, paged_attention
 
 
 class QkvAttention:
-    """One layer's attention behind its q, k, v product. Not for two threads at once: the arguments are its own."""
+    """One layer's attention behind its q, k, v product. Not for two threads at once: the arguments belong to the
+    object."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The memory of one layer's paged KV cache, in the layout of its device.
 
-Invariant: a page has the same index in `k` and `v`. Not responsible for: which page belongs to which sequence
+Invariant: a page has the same index in `k` and `v`. Not responsible for: the owners of pages
 (see gpu_engine/core/kv_cache.py), or attention over it (see paged_attention.py).
 
 Shapes: Hkv KV heads, D head size, T tokens a page.

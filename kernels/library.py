@@ -2,7 +2,7 @@
 
 Its parallel loops need an OpenMP runtime and must share torch's: two runtimes would mean two thread pools that spin
 against each other. So the library is linked without one, and torch's is made visible before it is opened. Not
-responsible for: any kernel.
+responsible for: the kernels (see native/).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class KernelLibraryMissing(ImportError):
-    """The native kernels were not built; reinstall the package with a C compiler at hand."""
+    """The native kernels were not built; reinstall the package where a C compiler is installed."""
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 Invariant: a query's result depends on its own sequence alone, bit for bit, whatever else is in the batch. Shapes:
 B sequences, P query positions, Hq query heads, Hkv KV heads, D head size, T tokens a page. Not responsible for: page
-allocation.
+allocation (see gpu_engine/core/kv_cache.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: equal to `RowKind` and `STEERED` of shared_mem/layout.py, which this package may not import; a test compares
 them, with those in the C headers. Triton kernels take their constants from here.
-Not responsible for: what an engine does about a row (see kernels/accept.py).
+Not responsible for: the use of a row (see kernels/accept.py).
 """
 
 ALL = 0

@@ -1,7 +1,7 @@
 """Rows of many slots that a matcher library has filled, before they are published: private arrays for one native call.
 
-Invariant: the library writes only into these arrays, so that a call which never returns can be abandoned together with
-its arrays; only `GrammarEnd.publish_chains` copies rows to where the engine reads them. One thread at a time. Not
+Invariant: the library writes only into these arrays, so that a call that never returns can be abandoned together with
+its arrays; only `GrammarEnd.publish_chains` copies rows to the segment. One thread at a time. Not
 responsible for: choosing the slots, and answering the chains that this call leaves out (see
 grammar_service/fill/batch.py).
 """

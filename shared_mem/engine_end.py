@@ -1,8 +1,8 @@
 """The engine's end of the step plane: posts records, awaits answers, reads mask rows, sets the engine's words.
 
 Invariant: writes REC and the engine's words, nothing else. One thread (or CUDA stream) posts and awaits; `set_abort`,
-`clear_abort`, `heartbeat` and the ages are for any thread. Not responsible for: using the answers (gpu_engine/step).
-See channel.py.
+`clear_abort`, `heartbeat` and the ages are for any thread. Not responsible for: using the answers (see
+gpu_engine/step/). See channel.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AwaitResult(NamedTuple):
     forced: Int32Array
     """[B, R] the one legal token of a FORCED row, else -1."""
     num_missing: int
-    """Lanes that were deferred because no answer of theirs was there."""
+    """Lanes that were deferred because their answer was missing."""
     waited_ns: int
     """0 when everything was there already."""
     num_late: int = 0
@@ -62,7 +62,7 @@ def _lanes(arrays: BatchArrays, batch: int | None) -> int:
 
 
 class EngineEnd:
-    """The engine's role. Keeps the mapping alive; does not close the segment.
+    """The engine's role. Holds the mapping; does not close the segment.
 
     Args:
         segment: of this process. Sequences go on from the newest one in it.
@@ -166,7 +166,7 @@ class EngineEnd:
         timeout_s: float = 0.2,
         deadline_ns: int = 0,
     ) -> AwaitResult:
-        """Wait until every lane's slot is answered under `seq`; lanes that are not become DEFER in every row.
+        """Wait until every lane's slot is answered under `seq`; lanes without an answer become DEFER in every row.
 
         Returns when all answers are there, at the deadline, or when the abort word is set. Releases the GIL
         when it has to wait.
@@ -231,7 +231,7 @@ class EngineEnd:
         return arrays, post, HostCall(native.function_address("ls_await"), arrays.await_pointer)
 
     def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
-        """Whether no answer will come: the record is gone from the ring, unless it was read just before that."""
+        """Return whether no answer will come: the record is gone from the ring, unless it was read just before that."""
         gone = native.load64(self._word(Word.REQ_SEQ)) - seq >= self.layout.num_recs
         return gone and bool(self.await_rows(seq, [slot], [slot_gen], timeout_s=0.0).num_missing)
 
@@ -279,7 +279,7 @@ class EngineEnd:
 
     @property
     def grammar_parked(self) -> bool:
-        """Whether the grammar process sleeps at this moment and waits for a post."""
+        """Return whether the grammar process sleeps at this moment and waits for a post."""
         return bool(native.load32(self._word(Word.GRAMMAR_PARKED)))
 
     @property

@@ -1,7 +1,8 @@
 """The grammar process's end of the step plane: waits for records, fills mask rows, publishes answers.
 
 Invariant: writes ANS, MASK and the grammar process's words, nothing else. One thread waits and reads records; threads
-with different slots may publish at the same time. Not responsible for: matchers (grammar_service/fill). See channel.py.
+with different slots may publish at the same time. Not responsible for: matchers (see grammar_service/fill/). See
+channel.py.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Record(NamedTuple):
 
 
 class GrammarEnd:
-    """The grammar process's role. Keeps the mapping alive; does not close the segment."""
+    """The grammar process's role. Holds the mapping; does not close the segment."""
 
     def __init__(self, segment: Segment) -> None:
         self.layout: Layout = segment.layout
@@ -68,7 +69,7 @@ class GrammarEnd:
         self._published = np.zeros((2, slots), dtype=np.int64)
 
     def wait(self, last_seq: int, timeout_s: float, spin_ns: int = DEFAULT_SPIN_NS) -> int:
-        """Wait until a sequence after `last_seq` is posted, and return the newest; `last_seq` when the time is over.
+        """Wait until a sequence after `last_seq` is posted, and return the newest; `last_seq` at the timeout.
 
         Spins for `spin_ns` and then sleeps. Releases the GIL. The call stamps the heartbeat at its start and its end,
         so `timeout_s` should be well under the age at which the engine considers this process hung.
@@ -110,13 +111,13 @@ class GrammarEnd:
             raise RingOverrun(seq)
         n = args.count
         self._records += n
-        found = []
+        records = []
         tokens = self._in_tokens[:n].tolist()
         for lane, row in zip(self._in[:, :n].T.tolist(), tokens, strict=True):
             slot, slot_gen, commit_pos, n_commit, n_draft, stage, need_rows = lane
             committed, drafts = tuple(row[:n_commit]), tuple(row[n_commit : n_commit + n_draft])
-            found.append(Record(slot, slot_gen, commit_pos, committed, drafts, stage, need_rows & 0xFFFFFFFF))
-        return found
+            records.append(Record(slot, slot_gen, commit_pos, committed, drafts, stage, need_rows & 0xFFFFFFFF))
+        return records
 
     def row_address(self, seq: int, slot: int, row: int) -> int:
         """Return where to write a mask row: W words of `row_stride` bytes. Rows of a slot follow each other."""
@@ -169,7 +170,7 @@ class GrammarEnd:
     def add_rows(self, seq: int, slot: int, kinds: Sequence[int], forced: Sequence[int], *, late: bool) -> bool:
         """Add rows to a late answer, after their mask rows are written. One thread per slot at a time.
 
-        A row that was published stays as it was; DEFER adds nothing. Arguments as those of `publish`; `late` False: no
+        A row that was published is unchanged; DEFER adds nothing. Arguments as those of `publish`; `late` False: no
         row will come any more. Returns False when another answer is there; nothing was written.
         """
         n = len(kinds)
@@ -189,9 +190,10 @@ class GrammarEnd:
     def publish_chains(
         self, seq: int, arrays: ChainArrays, count: int, special: SpecialWords, *, publishes: bool = True
     ) -> None:
-        """Publish the answers of the first `count` chains, each as `publish` does, after putting their rows in place.
+        """Publish the answers of the first `count` chains, each as `publish` does, after copying their rows into the
+        segment.
 
-        Chains whose state is SLOW then were left alone. Releases the GIL. `publishes` False: puts rows in place only.
+        Chains whose state is SLOW then were left alone. Releases the GIL. `publishes` False: only copies the rows.
         """
         arrays.publish(seq, self._address + self.layout.row_offset(seq, 0, 0), special, publishes=publishes)
         if publishes:

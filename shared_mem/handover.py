@@ -8,8 +8,8 @@
     hung_up(sock)                             hung_up(sock)
 
 Invariant: after the acknowledgement both sides have mapped the same layout version and generation, or both have
-raised. The kernel closes the socket of a killed process, so a hang-up is seen within a millisecond and across pid
-namespaces. Not responsible for: a process that is alive and stuck: heartbeats and deadlines detect that (see
+raised. The kernel closes the socket of a killed process, so the peer detects a hang-up within a millisecond and across
+pid namespaces. Not responsible for: a process that is alive and stuck: heartbeats and deadlines detect that (see
 channel.py).
 """
 
@@ -35,7 +35,7 @@ SOCKET_NAME = "segment.sock"
 RPC_SOCKET_NAME = "grammar.sock"
 """Name of the gRPC socket of the grammar process, in the same directory."""
 
-# These two messages stay as they are in every layout version, or a skew could not be reported.
+# These two messages are the same in every layout version, so that a skew can be reported.
 _MAGIC = b"LKSTPSEG"
 _HELLO = struct.Struct("<8sIIQQ")  # magic, layout version, pid, generation, total bytes
 _ACK = struct.Struct("<8sIIQIH")  # magic, status, layout version, generation, pid, bytes of the message that follows
@@ -116,7 +116,7 @@ def connect(path: str | os.PathLike[str], timeout_s: float = 5.0) -> socket.sock
 
 
 def send_segment(sock: socket.socket, segment: Segment, timeout_s: float = 5.0) -> Attachment:
-    """Send `segment` to the grammar process and wait until it is mapped there; both arguments stay the caller's.
+    """Send `segment` to the grammar process and wait until it is mapped there; the caller owns both arguments.
 
     Raises:
         VersionSkew: the peer was built with another layout; both versions are named.
@@ -148,7 +148,7 @@ def send_segment(sock: socket.socket, segment: Segment, timeout_s: float = 5.0) 
 
 
 def recv_segment(sock: socket.socket, timeout_s: float = 5.0) -> Segment:
-    """Receive a segment from the engine, map it, and say so. The socket stays the caller's.
+    """Receive a segment from the engine, map it, and acknowledge it. The caller owns the socket.
 
     Raises:
         VersionSkew: the engine was built with another layout; the acknowledgement names both versions.

@@ -157,7 +157,7 @@ class Layout:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of one record: R committed and R - 1 drafts."""
+        """Largest number of tokens of one record: R committed and R - 1 drafts."""
         return 2 * self.num_rows - 1
 
     @property

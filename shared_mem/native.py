@@ -33,7 +33,7 @@ BAD_COMMIT_POS = -4
 
 
 class View(ctypes.Structure):
-    """`struct ls_view`: where things are in this process's mapping."""
+    """`struct ls_view`: addresses and strides in this process's mapping."""
 
     _fields_: ClassVar = [
         ("words", c_void_p),
@@ -266,7 +266,7 @@ age_ns.restype = c_int64
 
 
 def releasing(name: str) -> Any:
-    """Return an exported function that releases the GIL; its types are the caller's to set."""
+    """Return an exported function that releases the GIL; the caller sets its types."""
     return getattr(_waiting, name)
 
 

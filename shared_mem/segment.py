@@ -35,7 +35,7 @@ class Segment:
         self._memory: npt.NDArray[np.uint8] | None = memory
         self.layout = layout
         self.start_seq: int = native.load64(native.address_of(memory) + layout.word_offset(Word.REQ_SEQ))
-        """Newest posted sequence when this process mapped the segment: what it may skip."""
+        """Newest posted sequence when this process mapped the segment; it may skip the posts up to that one."""
 
     @staticmethod
     def create(layout: Layout) -> Segment:
@@ -88,7 +88,7 @@ class Segment:
         return native.address_of(self.memory)
 
     def fileno(self) -> int:
-        """Return the file descriptor, which stays this object's."""
+        """Return the file descriptor, which this object owns."""
         if self._fd < 0:
             raise SegmentClosed("the segment is closed")
         return self._fd
@@ -99,7 +99,7 @@ class Segment:
         return self._fd < 0
 
     def close(self) -> None:
-        """Close the file descriptor and give up the mapping, which goes when its last view goes. Idempotent."""
+        """Close the file descriptor and release the mapping, which ends with its last view. Idempotent."""
         fd, self._fd, self._memory = self._fd, -1, None
         if fd >= 0:
             os.close(fd)
@@ -118,7 +118,7 @@ class Segment:
 
 
 def _map(fd: int, size: int) -> npt.NDArray[np.uint8]:
-    # The array owns the only reference to the mmap object: numpy's view count is what keeps the pages mapped.
+    # The array owns the only reference to the mmap object: the pages are mapped as long as numpy counts a view.
     mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return np.frombuffer(mapping, dtype=np.uint8)
 

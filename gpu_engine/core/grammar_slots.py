@@ -4,7 +4,7 @@ A guided sequence without its mask rows leaves the decode batch but holds its sl
 for it. Invariant: a guided sequence decodes only while its matcher is open and no row of its last answer is still to
 come. The engine thread alone calls in here.
 
-Not responsible for: the decode batch (see scheduler.py), which sequence is blamed for a crash (see
+Not responsible for: the decode batch (see scheduler.py), the attribution of crashes (see
 crash_attribution.py), connections and processes (see sidecar/).
 """
 
@@ -89,7 +89,7 @@ class GrammarSlots:
         """Take a sequence whose step lacked rows out of the batch until the rows arrive.
 
         Args:
-            seq: sequence number of the post that asked for the rows.
+            seq: sequence number of the post that requested the rows.
             advanced: the step emitted tokens, with the rows that had arrived.
         """
         state = sequence.payload
@@ -98,7 +98,7 @@ class GrammarSlots:
         if advanced:
             self._token_received(sequence)
         if sequence.grammar_state not in (GrammarState.OPEN, GrammarState.SILENT):
-            return  # the step asked a matcher that is gone: none of its rows will arrive
+            return  # the step posted to a matcher that is gone: none of its rows will arrive
         state.deferred_since_s = time.monotonic() if advanced else state.deferred_since_s or time.monotonic()
         state.deferred_seq, state.advanced = seq, advanced
         sequence.deferred = not advanced

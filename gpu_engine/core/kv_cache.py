@@ -9,7 +9,7 @@ A page is in exactly one of three states:
 Invariant: every page number is in one state, and the owner count of a page equals the number of lists that hold it. A
 page that is indexed is never written again. Pure: no tensors, no I/O.
 
-Not responsible for: which sequence gets pages (see scheduler.py), the tensors of keys and values (see model/).
+Not responsible for: the choice of sequences (see scheduler.py), the tensors of keys and values (see model/).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PageAllocator:
     def match_prefix(self, tokens: Sequence[int]) -> list[int]:
         """Return the full pages that already hold the first of `tokens`; the caller becomes an owner of each.
 
-        The caller reads these pages, never writes them, and gives them back with `free`.
+        The caller reads these pages, never writes them, and releases them with `free`.
         """
         pages = self._index.find(tokens)
         for page in pages:
@@ -83,7 +83,7 @@ class PageAllocator:
         pages.clear()
 
     def clear_index(self) -> None:
-        """Forget what every page holds, after a failed step for example. Not while two sequences own the same page."""
+        """Drop the index of every page, after a failed step for example. Not while two sequences own the same page."""
         self._index.clear()
         # Cleared before the pages become free: another thread that reads `num_used` meanwhile never sees less than 0.
         cached = list(self._cached)
@@ -148,15 +148,15 @@ class PrefixIndex:
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """Return the longest run of indexed full pages that hold the first of `tokens`."""
-        found: list[int] = []
+        matched: list[int] = []
         parent = _ROOT
         for at in range(0, len(tokens) - self._size + 1, self._size):
             page = self._pages.get((parent, tuple(tokens[at : at + self._size])))
             if page is None:
                 break
-            found.append(page)
+            matched.append(page)
             parent = page
-        return found
+        return matched
 
     def add(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0) -> int:
         """Index the full pages among `pages`, the first `num_indexed` of which are indexed; return how many then are.

@@ -1,7 +1,7 @@
-"""The engine's state of a running sequence, and how its numbers get into the static buffers.
+"""The engine's state of a running sequence, and the writer of its numbers into the static buffers.
 
-Invariant: the memory that a slot's `rules_S` points to is alive while the slot is held. Not responsible for: which
-sequence gets a slot (see scheduler.py).
+Invariant: the memory that a slot's `rules_S` points to is alive while the slot is held. Not responsible for: the
+choice of sequences (see scheduler.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.accept import pack_rules
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """The engine's notes on one sequence: the payload of the scheduler's `Sequence`."""
+    """The engine's state of one sequence: the payload of the scheduler's `Sequence`."""
 
     request: Request
     answer: list[int] = field(default_factory=list)
@@ -38,7 +38,7 @@ class SequenceState:
     trials: int = 0
     """Times that the sequence was opened in quarantine (see crash_attribution.py, also for the two counts before)."""
     bound: tuple[int, int] | None = None
-    """(slot, slot_gen) that the sidecar was asked to open; to be closed."""
+    """(slot, slot_gen) of the matcher that was requested; it must be closed."""
     num_jump_forward: int = 0
     """Jump-forward tokens among the drafts that its next step verifies."""
     pages_written: int = 0
@@ -105,7 +105,7 @@ class SlotWriter:
         """Set the number of answer tokens that the sequence's new matcher has consumed: later posts carry the tokens
         behind them.
 
-        `drafts` False: the sequence loses its drafts, and gets no more while it holds the slot.
+        `drafts` False: the sequence loses its drafts, and gets none while it holds the slot.
         """
         self.slot.posted_S[sequence.slot] = len(sequence.payload.answer)
         if not drafts:
@@ -113,7 +113,8 @@ class SlotWriter:
                 limit_S[sequence.slot] = 0
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest when a slot cannot hold what the request asks for. Any thread; before it has a slot."""
+        """Raise InvalidRequest when a slot cannot hold the request's stop and banned tokens. Any thread; called before
+        the request has a slot."""
 
     def write_pages(self, sequence: RunningSequence) -> None:
         """Bring the slot's row of the page table up to date."""

@@ -1,6 +1,6 @@
 """The EAGLE3 head as a draft net: pairs of three fused hidden states and a token (eagle3_head.py).
 
-Invariant: the embedding is the target's. Not responsible for: where pairs are stored (see pairs.py), the chain
+Invariant: the embedding is the target's. Not responsible for: the storage of pairs (see pairs.py), the chain
 (see chain.py).
 """
 

@@ -163,7 +163,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """The head. The token embedding is the target's, and stays its."""
+    """The head. The target owns the token embedding."""
 
     d2t: torch.Tensor
     t2d: torch.Tensor

@@ -1,9 +1,9 @@
 """The target's own multi-token-prediction layer as a draft net (Gloeckle et al. 2024; DeepSeek-V3, 2024).
 
-For model families whose transformers code has the layer (`MtpModel`): DeepSeek-like checkpoints carry it behind the
+For model families whose transformers code has the layer (`MtpModel`): DeepSeek-like checkpoints have it behind the
 last decoder layer. The first MTP layer runs recurrently, on the target's final hidden state and then on its own output,
 as in vLLM and TensorRT-LLM ("MTP Eagle"). Invariant: embedding, rotary embedding and output head are the target's.
-Not responsible for: where pairs are stored (see pairs.py), the chain (see chain.py).
+Not responsible for: the storage of pairs (see pairs.py), the chain (see chain.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def load_mtp(path: str, net: Any, dtype: torch.dtype) -> Any:
         raise ModelNotSupported(
             f"drafter: mtp: {config.model_type} has no multi-token-prediction layers in transformers"
         )
-    # Its classes and its shape, without weights: the target's own modules may have been replaced by fused ones.
+    # The layer's classes and shape, without weights: the target's own modules may have been replaced by fused ones.
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     shape.config.name_or_path = path

@@ -1,8 +1,8 @@
-"""The networks that a chain of drafts runs: a first link over tokens that are certain, and links behind it.
+"""The networks that a chain of drafts runs: a first link over emitted tokens, and links behind it.
 
 `ModelNet` is a whole language model. Invariant: a net's pages have the target's page numbers over tensors of its
-own, and before a first link its cache holds everything in front of the tokens that the link is given. Nets use tensor
-operations alone and never look at values, so that links can be captured. Not responsible for: the chain (see chain.py),
+own, and before a first link its cache holds every token in front of the ones that the link gets. Nets use tensor
+operations alone and never read values, so that links can be captured. Not responsible for: the chain (see chain.py),
 nets over pairs (see pairs.py).
 
 Shapes: B lanes, L tokens of history, N pages of a sequence, P rows of the step, H hidden size, Vd columns of the net.
@@ -22,7 +22,7 @@ from kernels.paged_attention import KVPages
 
 
 def put_jump_forward(batch: StepBatch, place_B: torch.Tensor, k: int) -> None:
-    """Replace draft k by the token that the grammar forces there, if any; a chain that met a dead end is not resumed.
+    """Replace draft k by the jump-forward token there, if any; a chain that met a dead end is not resumed.
 
     `place_B` int64 are the lanes' slots.
     """
@@ -53,7 +53,7 @@ class DraftNet(Protocol):
     """int32 [Vd]: added to a column to give its token; None where columns are tokens."""
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
-        """See some sequences' tokens; `hidden` has the target's states at them and at the padding."""
+        """Process the tokens of some sequences; `hidden` has the target's states at them and at the padding."""
 
     def first(
         self, batch: StepBatch, place_B: torch.Tensor, going_B: torch.Tensor, page_table_BN: torch.Tensor,

@@ -2,7 +2,7 @@
 
 The pair of position p is stored at position p of the net's own cache. Invariant: when a first link begins, the
 cache holds true pairs of every position before `length - 1 - emitted`; the link writes those of the step's emitted
-tokens itself, over whatever an older chain left there. Not responsible for: what a pair gives (see eagle3.py, mtp.py),
+tokens itself, over the pairs of an older chain. Not responsible for: the computation of a pair (see eagle3.py, mtp.py),
 the chain (see chain.py).
 
 Shapes: B lanes, P rows of the step, N = B * P rows, H hidden size, Vd columns of the net.
@@ -19,7 +19,7 @@ from gpu_engine.step.prefill import Chunks, Hidden
 
 
 class PairNet(ABC):
-    """Places pairs in the cache. A subclass computes what a pair gives."""
+    """Stores pairs in the cache. A subclass computes the result of a pair."""
 
     layers: tuple[int, ...]
     d2t_V: torch.Tensor | None = None

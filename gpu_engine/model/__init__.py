@@ -1,1 +1,3 @@
-"""The target model: loading it, its attention over the paged cache, its linear layers. Nothing here knows requests."""
+"""The target model: loading it, its attention over the paged cache, its linear layers. No module here knows
+requests.
+"""

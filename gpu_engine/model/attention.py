@@ -1,6 +1,6 @@
 """How a transformers model reaches our paged cache: its own attention modules, our attention function.
 
-The function is registered once, under a name that the model's config carries. The pages, page table and positions of
+The function is registered once, under a name that is set in the model's config. The pages, page table and positions of
 the step travel through the model's forward as a keyword argument.
 Invariant: the caller owns the tensors of a context; a forward writes only keys and values.
 Not responsible for: the assignment of pages to sequences (see core/kv_cache.py).
@@ -35,7 +35,7 @@ class LayerAttention:
 
 @dataclass(slots=True)
 class AttentionContext:
-    """Where a forward reads and writes keys and values."""
+    """The places where a forward reads and writes keys and values."""
 
     pages: list[KVPages]
     """One a layer."""

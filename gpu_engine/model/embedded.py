@@ -19,7 +19,7 @@ _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NAME = "SmolLM2-135M-Instruct-0.1.2"
 
 Progress = Callable[[str, float], None]
-"""Called with (the present stage, the share that is done in [0, 1])."""
+"""Called with (the present stage, the finished share in [0, 1])."""
 
 Convert = Callable[[Path, Path, Progress], None]
 """Writes the model of a GGUF file to a folder that does not exist yet."""
@@ -45,7 +45,7 @@ def weights_file() -> Path:
 
 
 def ensure_embedded(progress: Progress | None = None, *, convert: Convert | None = None) -> Path:
-    """Return a directory with the model in Hugging Face's format (float32), converting it the first time (some 20 s).
+    """Return a directory with the model in Hugging Face's format (float32); the first call converts it (some 20 s).
 
     Safe to call from several processes at once: one converts, the others wait. Raises EmbeddedModelMissing. `convert`
     is the real conversion, unless a test has another.

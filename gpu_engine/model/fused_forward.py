@@ -2,8 +2,7 @@
 
 A residual addition and the norm behind it are one kernel, so a layer returns (x, delta): the residual stream, and the
 output that the next norm adds to it. Invariant: a fused forward runs only after its logits were compared with those of
-the model itself (see fusion.py). Not
-responsible for: the computation of a layer's parts (see fused_layers.py).
+the model itself (see fusion.py). Not responsible for: the computation of a layer's parts (see fused_layers.py).
 """
 
 from __future__ import annotations
@@ -66,7 +65,8 @@ class FusedForward:
     logits_softcap: float
     """0: none."""
     pairs: bool
-    """A single row is computed as two equal rows: otherwise each packed product would double it again (linear.py)."""
+    """A single row is computed as two equal rows: otherwise each packed product would double it again (see
+    linear.py)."""
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]."""

@@ -1,7 +1,7 @@
-"""Replaces parts of a loaded model by fused ones, in place, and finds out whether its forward is one loop over them.
+"""Replaces parts of a loaded model by fused ones, in place, and checks whether its forward is one loop over them.
 
 Invariant: no fused part runs before it was compared, at load, with the module that it replaces: it must give the same
-output for the recorded input. A part that differs stays as it was, and the log names it.
+output for the recorded input. A part that differs is not replaced, and the log names it.
 Not responsible for: kernels (see kernels/fused.py), the parts (see fused_layers.py), the loop (see fused_forward.py).
 """
 

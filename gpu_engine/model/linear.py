@@ -1,8 +1,9 @@
-"""Linear layers behind `nn.Linear`'s face: oneDNN's prepacked products on a CPU, our kernel for few rows on a GPU.
+"""Linear layers with the interface of `nn.Linear`: oneDNN's prepacked products on a CPU, our kernel for few rows on a
+GPU.
 
-Packing once saves the reorder that a plain product does at every call (2x per step, measured in docs/log.md). One
-invariant: a row's result has the same bits for any number of rows; oneDNN guarantees that from two rows on, so one row
-is doubled; on a GPU it holds up to 16 rows, in the 16-bit types. Not responsible for: quantisation.
+Packing once saves the reorder that a plain product does at every call (2x per step, measured in docs/log.md).
+Invariant: a row's result has the same bits for any number of rows; oneDNN guarantees that from two rows on, so one row
+is doubled; on a GPU it holds up to 16 rows, in the 16-bit types. No weight is quantised.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _agrees(shape: torch.Size, dtype: torch.dtype, device: torch.device, biased:
 
 
 def thin_linears(model: nn.Module) -> int:
-    """Replace every `nn.Linear` of a model on a GPU in place, where `skinny` has something better; return how many."""
+    """Replace every `nn.Linear` of a model on a GPU in place, where `skinny` is better; return how many."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -112,7 +113,7 @@ def thin_linears(model: nn.Module) -> int:
 
 
 def can_pack() -> bool:
-    """Whether oneDNN's prepacked products are built in."""
+    """Return whether torch has oneDNN's prepacked products."""
     return bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

@@ -1,4 +1,4 @@
-"""A model that is ready to run: the transformers model, its fused forward, and the numbers that the engine asks for.
+"""A model that is ready to run: the transformers model, its fused forward, and the numbers that the engine needs.
 
 Invariant: every layer of it goes through our attention. Not responsible for: loading (see loader.py).
 """

@@ -95,7 +95,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None, *, settin
 def prepare(config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast) -> LoadedModel:
     """Prepare a transformers model that was loaded with the attention of `attention.NAME`.
 
-    Raises ModelNotSupported, or FusedModelDiffers when it must be loaded anew with `fuse` off.
+    Raises ModelNotSupported, or FusedModelDiffers when it must be loaded again with `fuse` off.
     """
     device = torch.device(config.device)
     dtype = resolve_dtype(config.dtype, device)

@@ -1,7 +1,7 @@
 """Runs a few tokens through a model at load: checks that it fits our attention, and records the output of each module.
 
-Invariant: a model that does not route every layer through our attention, or loses something there, is rejected.
-Not responsible for: using the records (see fusion.py).
+Invariant: a model that does not route every layer through our attention, or loses a part of its own attention there, is
+rejected. Not responsible for: using the records (see fusion.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def _context(model: LoadedModel) -> AttentionContext:
 
 @torch.inference_mode()
 def probe(model: LoadedModel) -> Probe:
-    """Run a few tokens and check that every layer uses our attention and that nothing of the model's is lost in it.
+    """Run a few tokens and check that every layer uses our attention and that no part of the model's own attention is
+    lost.
 
     Raises ModelNotSupported.
     """
@@ -83,7 +84,7 @@ def probe(model: LoadedModel) -> Probe:
             raise ModelNotSupported(f"model: layer {layer} of {model.model_type} is {kind}, which is not supported")
     if not bool(torch.isfinite(logits).all()):
         raise ModelNotSupported(f"model: {model.model_type} gives logits that are not finite in {model.dtype_name}")
-    # Sinks, biases and the like travel in arguments of the model's own attention: without them the logits differ.
+    # Sinks and biases are passed in arguments of the model's own attention: without them the logits differ.
     net: Any = model.net
     net.set_attn_implementation("eager")
     own = net(input_ids=ids, use_cache=False).logits[0].float()

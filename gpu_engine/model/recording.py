@@ -1,7 +1,7 @@
 """The arguments and the result of every module of a model in one forward.
 
 Invariant: values are those of the model as it was loaded; a fused module is measured against them. Not responsible for:
-any judgement.
+comparing (see fusion.py).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _Table = tuple[torch.Tensor, torch.Tensor]
 
 
 class RotaryTable(nn.Module):
-    """Takes the place of a decoder's rotary embedding: (x, positions [B, P], ...) -> cosines and sines [B, P, R].
+    """Replaces a decoder's rotary embedding: (x, positions [B, P], ...) -> cosines and sines [B, P, R].
 
     Args:
         inner: the model's module. It is called once for each set of further arguments, at the first such call.
@@ -74,7 +74,7 @@ class RotaryTable(nn.Module):
 def install_tables(decoder: nn.Module, num_positions: int, *, captured: bool = False) -> int:
     """Replace the rotary embeddings among the decoder's children; return how many were replaced.
 
-    A module whose result is not a pair [1, P, R] for positions [1, P] stays, and the log names it. Raises
+    A module whose result is not a pair [1, P, R] for positions [1, P] is not replaced, and the log names it. Raises
     ModelNotSupported when such a module also reads a tensor back and the forward is `captured`, as on a CUDA device.
     """
     count = 0

@@ -1,4 +1,4 @@
-"""Acceptance: from the best column of each row to what a lane emits. One tiny program a lane.
+"""Acceptance: from the best column of each row to the tokens that a lane emits. One tiny program a lane.
 
 A draft is accepted iff it is the token of its row, and acceptance ends at the first that is not, at a stop token, at
 the length limit, or at a row that may emit nothing. A slot that ended before emits nothing, as if its row were DEFER.
@@ -52,7 +52,7 @@ def acceptance_kernel(
     RULES: tl.constexpr,
     FILTERS: tl.constexpr,
 ) -> None:
-    """Grid (B): fill the lane's results, append to history, advance length, count what was emitted."""
+    """Grid (B): fill the lane's results, append to history, advance length, count the emitted tokens."""
     b = tl.program_id(0)
     s = tl.load(slots + b).to(tl.int64)
     if s < 0:
@@ -146,7 +146,7 @@ def draft_kernel(
     at = b * lane_stride + row
     kind = tl.load(kinds + at).to(tl.int32)
     if D2T:
-        # A row that was not looked at (DEFER, say) has left whatever was in the scratch.
+        # A row that was not computed (DEFER, say) leaves stale values in the scratch.
         known = (kind < DEFER) & (token >= 0) & (token < V)
         token += tl.load(d2t + tl.where(known, token, 0), mask=known, other=0)
         # A pruned vocabulary need not have the one legal token.

@@ -1,9 +1,10 @@
-"""Host functions through the CUDA driver: enqueue a C function, ask about a capture, give a graph something to own.
+"""Host functions through the CUDA driver: enqueue a C function, ask about a capture, make a graph own a callback.
 
-Invariant: function and user data reach the driver as the numbers that they are, and no callback needs the GIL. So
+Invariant: function and user data reach the driver as plain numbers, and no callback needs the GIL. So
 libcuda is called through ctypes: cuda-bindings (13.3, runtime and driver alike) puts a trampoline of its own into the
 graph, which takes the GIL and frees its argument after the first run; a replay finds nothing there. Not responsible
-for: Python functions (see kernels/hostfunc.py), and which C functions the engine enqueues.
+for: Python functions (see kernels/hostfunc.py), the C functions that the engine enqueues (see
+gpu_engine/step/post_buffers.py).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class CudaHostDriver:
         move = int(driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE)
         (status,) = driver.cuGraphRetainUserObject(graph, created, 1, move)
         if int(status) != 0:
-            # The last reference calls the destructor, later, on its own thread: the semaphore is then not ours to free.
+            # The last reference calls the destructor, later, on its own thread: only then may the semaphore be freed.
             raise HostFunctionError(f"cuGraphRetainUserObject: {status}")
         return True
 

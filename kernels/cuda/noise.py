@@ -1,8 +1,8 @@
-"""Shared noise and ordered floats for the sampling kernels: the device side of what kernels/native has for a CPU.
+"""Shared noise and ordered floats for the sampling kernels: the device's counterpart of kernels/native/accept.h.
 
 Invariant: the noise of (seed, position, token) is the CPU's value to a few ulp, whatever tile the token lies in, so
-a token drawn on either device is the same. Triton functions, called from other kernels. Not responsible for: any
-launch.
+a token drawn on either device is the same. Triton functions, called from other kernels. Not responsible for: launches
+(see accept.py).
 """
 
 from __future__ import annotations

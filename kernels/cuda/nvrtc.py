@@ -1,7 +1,8 @@
 """CUDA C at run time: compile a source file with NVRTC, launch its kernels on torch's current stream.
 
 Invariant: everything is loaded before the first launch that may wait, since loading a module during a wait can
-deadlock. Launches are captured like any other. Not responsible for: any kernel.
+deadlock. Launches are captured like any other. Not responsible for: the kernels
+(see flags.cu).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class CudaError(RuntimeError):
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """Return what a cuda-bindings call gave besides its status; raise CudaError when the status is not success."""
+    """Return the results of a cuda-bindings call besides its status; raise CudaError when the status is not success."""
     status, *values = result
     if int(status) != 0:
         raise CudaError(str(status))

@@ -1,7 +1,7 @@
 """State of sampling on a device, beside the slots' parameters: rules, token counts, mask rows, and scratch.
 
 Invariant: everything is allocated before capture and never moves. Needs no Triton, so that a CPU install may
-import it. Not responsible for: kernels.
+import it. Not responsible for: the kernels (see rows.py, filters.py).
 
 Shapes: S slots, R rows a slot, V vocabulary, W' words of a mask row's stride, X numbers of packed rules, N rows of a
 step at most (lanes times rows), C tiles of a row.

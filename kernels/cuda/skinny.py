@@ -1,9 +1,9 @@
-"""Products of a few rows with a large matrix: what a decode step of few sequences spends its time on.
+"""Products of a few rows with a large matrix: most of the time of a decode step of few sequences.
 
 Reading the weights bounds them, so a program streams a stripe of them through shared memory, many blocks in flight, and
 multiplies each by all of the rows at once. Invariant: a row's result has the same bits for any number of rows up to
-16, so a token does not depend on the drafts that were verified beside it. Not responsible for: more rows: cuBLAS
-multiplies those (see gpu_engine/model/linear.py).
+16, so a token does not depend on the drafts that were verified beside it. Not responsible for: more rows, which
+cuBLAS multiplies (see gpu_engine/model/linear.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def skinny_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTuning:
-    """How the kernel is cut; `block_k` is part of the result's bits, the rest is speed. All follow from the matrix."""
+    """Sizes of the kernel's blocks; `block_k` is part of the result's bits, the rest is speed. All follow from the
+    matrix."""
 
     block_n: int
     block_k: int
@@ -67,10 +68,10 @@ class SkinnyTuning:
 
     @classmethod
     def of(cls, N: int, K: int, shared_bytes: int) -> SkinnyTuning:
-        """Return what was best on an H200 (docs/log.md), within a multiprocessor's shared memory."""
+        """Return the fastest sizes measured on an H200 (docs/log.md), within a multiprocessor's shared memory."""
         if N * K < 4 << 20:
             return cls(16, 128, 2, 6)
-        # Small matrices are over before many blocks were in flight; large ones have programs enough.
+        # Small matrices end before many blocks are in flight; large ones have enough programs.
         return cls(64, 128, 4, 6 if N < 16_384 and shared_bytes >= 160 << 10 else 4)
 
 

@@ -44,7 +44,7 @@ static int is_full(const struct ls_chains_args *a, const uint32_t *row) {
     return !tail || row[whole] == (1u << tail) - 1;
 }
 
-/* What grammar_service.grammar.mask_rows.Classifier says; bits beyond the vocabulary are 0. */
+/* The classification of grammar_service.grammar.mask_rows.Classifier; bits beyond the vocabulary are 0. */
 static uint8_t kind_of(const struct ls_chains_args *a, const uint32_t *row, int32_t *forced) {
     uint32_t w = 0;
     while (w < a->words && !row[w]) w++;

@@ -19,9 +19,9 @@ struct ls_chains_args {
     const struct ls_view *view;
     uint32_t *rows; /* [count][R][W]: row first + r at [i][r]; changed in place */
     uint8_t *masks; /* the mask buffer of `seq` */
-    const int32_t *special_at; /* [num_special] words that hold tokens with a rule of their own, or bits of none */
-    const uint32_t *special_keep;  /* [num_special] what may always stay of such a word */
-    const uint32_t *special_stops; /* [num_special] its stop tokens: they stay where the answer is complete */
+    const int32_t *special_at; /* [num_special] words that hold tokens with a rule of their own, or bits of no token */
+    const uint32_t *special_keep;  /* [num_special] bits of such a word that are never cleared */
+    const uint32_t *special_stops; /* [num_special] its stop tokens: cleared where the answer is not complete */
     const int32_t *slots;          /* [count], like the next ones */
     const int32_t *slot_gens;
     const int32_t *first;
@@ -39,7 +39,7 @@ struct ls_chains_args {
     uint32_t vocab_size;
     int32_t num_special;
     int32_t count;
-    int32_t publishes; /* 0: write rows and kinds only, the answers are out as late ones */
+    int32_t publishes; /* 0: write rows and kinds only, the answers were published as late ones */
 };
 
 /* Puts the mark into every row of `count` chains, before the library fills them. */

@@ -1,7 +1,7 @@
 """One block of keys and values against a tile of queries: the online softmax that decode and prefill share.
 
 Invariant: a query's numbers do not depend on the tile that it is in: maxima are exact, and sums over keys are
-matrix products, whose order over keys is that of the keys. Triton functions. Not responsible for: loading keys and
+matrix products, which add the keys in their order. Triton functions. Not responsible for: loading keys and
 values (see decode.py, prefill.py).
 """
 

@@ -84,8 +84,8 @@ def decode_kernel(
         start = split * SPLIT
         end = tl.minimum(start + SPLIT, last + 1)
         if end > first:
-            # Every program stores what it will read itself, so programs need not wait for each other; equal bytes
-            # twice are no race.
+            # Every program stores the keys and values that it reads, so programs need not wait for each other. Several
+            # programs may write equal bytes, which is no race.
             i = tl.arange(0, QUERIES)
             token = first + i
             writes = (token >= start) & (token < end)

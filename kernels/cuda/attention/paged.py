@@ -25,10 +25,10 @@ _COMBINE = 16
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """How the decode kernels are cut; `block_n` is part of the result's bits, the rest is speed.
+    """Sizes of the decode kernels' blocks; `block_n` is part of the result's bits, the rest is speed.
 
-    Chosen on an H200 (docs/log.md): 128 sequences of 200 tokens take 56 us a layer so, and 188 with 4 warps for every
-    split that the page table has room for.
+    Chosen on an H200 (docs/log.md): 128 sequences of 200 tokens take 56 us a layer with these sizes, and 188 with 4
+    warps for every split that the page table has room for.
     """
 
     block_n: int
@@ -41,7 +41,7 @@ class DecodeTuning:
 
     @classmethod
     def of(cls, head_dim: int, itemsize: int, heads: int = 1) -> DecodeTuning:
-        """Return what suits the bytes of a head, and `heads` KV heads of a batch.
+        """Return the sizes that suit the bytes of a head, and `heads` KV heads of a batch.
 
         Shared memory holds two stages of keys and values. Where programs are many, small ones wait less for each other.
         """

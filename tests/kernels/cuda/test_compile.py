@@ -36,7 +36,7 @@ def test_every_kernel_compiles_ahead_of_time(root: Path) -> None:
 
 def test_the_list_of_kernels_is_complete(root: Path) -> None:
     defined = set()
-    for path in (root / "kernels/cuda").glob("*.py"):
+    for path in (root / "kernels/cuda").rglob("*.py"):
         lines = path.read_text().splitlines()
         heads = [line for before, line in itertools.pairwise(lines) if before == "@triton.jit"]
         defined |= {name for line in heads if (name := line[4:].split("(")[0]).endswith("_kernel")}
