@@ -1,4 +1,4 @@
-"""Cases for the accept kernels of every device, and the definition that they must follow, in float64."""
+"""Cases for the accept kernels of every device, and their definition in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.row_kinds import ALL, APPLY, DEFER, FORCED
 
 @dataclass
 class Case:
-    """One slot: what `accept` is given, with plain lists."""
+    """The inputs of `accept` for one slot, as plain lists."""
 
     history: list[int]
     prompt_length: int
@@ -38,7 +38,7 @@ class Case:
 
 
 def reference_token(case: Case, history: list[int], logits: torch.Tensor, row: int) -> int | None:
-    """The definition, in float64."""
+    """Return the token of a row by the definition, in float64; None for a row that emits nothing."""
     x = logits.double().clone()
     kind = case.kinds[row] if case.kinds else ALL
     if kind == APPLY:
@@ -91,7 +91,7 @@ def expected(case: Case, logits: torch.Tensor, first_row: int) -> list[int]:
 
 @dataclass
 class Inputs:
-    """The cases as tensors, in CPU memory; one slot and one lane a case."""
+    """The cases as tensors in CPU memory, with one slot and one lane for each case."""
 
     drafts_BR: torch.Tensor
     num_drafts_B: torch.Tensor
@@ -104,7 +104,7 @@ class Inputs:
 
 
 def tensors(cases: list[Case], V: int, R: int) -> Inputs:
-    """Lay the cases out; rules are the caller's."""
+    """Return the cases as tensors. The caller writes the rules."""
     B, words = len(cases), (V + 31) // 32
     history, length = torch.zeros(B, 200, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
     drafts, num = torch.zeros(B, R, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
@@ -121,7 +121,7 @@ def tensors(cases: list[Case], V: int, R: int) -> Inputs:
         for row, mask in c.masks.items():
             padded = torch.zeros(words * 32, dtype=torch.int64)
             padded[:V] = mask
-            padded[V:] = 1  # bits past the vocabulary mean nothing
+            padded[V:] = 1  # bits past the vocabulary are ignored
             masks[b, row] = (padded.view(-1, 32) << torch.arange(32)).sum(1)
         params.seed_S[b] = c.seed
         for name in ("prompt_length", "max_length", "min_tokens", "temperature", "top_p", "min_p", "repetition"):
@@ -133,7 +133,7 @@ def tensors(cases: list[Case], V: int, R: int) -> Inputs:
 
 
 def random_cases(g: torch.Generator, logits_NV: torch.Tensor, B: int, rows: int) -> list[Case]:
-    """Return B cases of everything at once, with drafts that are right for a while, so that acceptance is exercised."""
+    """Return B cases with random parameters of every kind. Their first drafts are right, so that some are accepted."""
     V = logits_NV.shape[1]
 
     def pick(n: int) -> int:

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the oracle of both kernels' tests. Not responsible for: any speed."""
+"""Paged attention in plain torch: the reference for the tests of both kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def paged_attention_reference(
     softcap: float = 0.0,
     window: int = 0,
 ) -> torch.Tensor:
-    """Do what `kernels.paged_attention.paged_attention` does, in plain torch and float32."""
+    """Compute `kernels.paged_attention.paged_attention` in plain torch and float32."""
     B, _, Hq, D = q_BPHD.shape
     Hkv, T = pages.v.shape[1], pages.v.shape[2]
     live_BP = positions_BP >= 0

@@ -25,7 +25,7 @@ def rotate(
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
 ) -> torch.Tensor:
-    """Return what `rotate` leaves in `qkv`."""
+    """Return the values that `rotate` writes to `qkv`."""
     qkv, turned, width = qkv.clone(), cos.shape[1], sum(heads) * head_dim
     parts = qkv[:, :width].reshape(len(qkv), sum(heads), head_dim)
     if q_norm and k_norm:

@@ -1,4 +1,4 @@
-"""The native accept kernel against a plain reference that follows the definition."""
+"""The native accept kernel has the results of a plain reference that follows the definition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.kernels.accept_cases import Case, expected, random_cases, tensors
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> list[int]:
-    """Philox4x32-10 from its paper, in plain integers."""
+    """Return the words of Philox4x32-10, computed in plain integers as in its paper."""
     c, (k0, k1) = list(counter), key
     for _ in range(10):
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -90,7 +90,7 @@ def test_accept_follows_the_definition_on_random_cases(dtype: torch.dtype, V: in
             assert history[b, : int(length[b])].tolist() == case.history + want
 
 
-def test_a_deferred_row_emits_nothing_and_keeps_what_came_before() -> None:
+def test_a_deferred_row_emits_nothing_and_earlier_tokens_remain() -> None:
     logits = torch.zeros(3, 50)
     logits[0, 7] = logits[1, 8] = logits[2, 9] = 5.0
     result, _, length = run([Case([1, 2], 2, drafts=[7, 8], kinds=[ALL, DEFER, ALL])], logits, 3, 3)
@@ -106,7 +106,7 @@ def test_a_row_without_a_legal_token_is_a_dead_end_and_never_token_zero() -> Non
     assert (int(result.num_emitted_B[0]), int(result.blocked_B[0]), int(length[0])) == (0, DEAD_END, 1)
 
 
-def test_a_stop_token_at_a_led_row_says_so() -> None:
+def test_a_stop_token_at_a_steered_row_is_reported() -> None:
     logits = torch.zeros(3, 50)
     for j, token in enumerate((7, 8, 9)):
         logits[j, token] = 5.0
@@ -120,7 +120,7 @@ def test_a_stop_token_at_a_led_row_says_so() -> None:
     assert result.num_emitted_B.tolist() == [2, 2]
 
 
-def test_stop_token_and_length_end_the_walk_inside_a_draft_block() -> None:
+def test_stop_tokens_and_lengths_end_acceptance_inside_a_block_of_drafts() -> None:
     logits = torch.zeros(4, 50)
     for j, token in enumerate((7, 8, 9, 10)):
         logits[j, token] = 5.0
@@ -142,7 +142,7 @@ def test_bad_words_ban_the_last_token_only_after_their_head() -> None:
     assert result.emitted_BR[:, 0].tolist() == [3, 9]
 
 
-def test_logprobs_are_of_the_models_own_distribution() -> None:
+def test_logprobs_have_the_distribution_of_the_model() -> None:
     logits = torch.randn(1, 70)
     mask = torch.zeros(70, dtype=torch.bool)
     mask[11] = True

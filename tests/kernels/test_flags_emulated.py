@@ -1,4 +1,4 @@
-"""The kernels of flags.cu, compiled as C++ and run on a CPU against the native end of the grammar process."""
+"""The kernels of flags.cu, compiled as C++ and run on a CPU with the native end of the grammar process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def library(root: Path, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL
 
 
 class Device:
-    """The device's end of one segment, with the buffers of one batch."""
+    """The device's end of one segment, and the buffers of one batch."""
 
     def __init__(self, library: ctypes.CDLL, segment: Segment) -> None:
         self._library = library
@@ -91,18 +91,18 @@ def test_records_arrive_as_posted(device: Device, segment: Segment) -> None:
     assert int(device.counter[LAST]) == 1
 
 
-def test_answers_and_their_mask_rows_are_taken(device: Device, segment: Segment) -> None:
+def test_answers_and_their_mask_rows_are_copied(device: Device, segment: Segment) -> None:
     grammar = GrammarEnd(segment)
     device.set([4, -1, 0])
     seq = device.post()
     grammar.mask_rows(seq)[4, 0] = 5
     grammar.mask_rows(seq)[4, 2] = 6
     grammar.publish(seq, 4, 10, [RowKind.APPLY, RowKind.FORCED, RowKind.APPLY], [-1, 42, -1])
-    grammar.publish(seq, 0, 11, [RowKind.ALL] * ROWS)  # for another owner of the slot
+    grammar.publish(seq, 0, 11, [RowKind.ALL] * ROWS)  # for another generation of the slot
     device.wait(rows_wanted=0b0111)
     assert device.kinds_BR[:, :3].tolist() == [[1, 2, 1], [0, 0, 0], [3, 3, 3]]
     assert device.forced_BR[:, :3].tolist() == [[-1, 42, -1], [-1] * 3, [-1] * 3]
-    assert device.kinds_BR[:, 3].tolist() == [77] * 3, "a row that is not wanted is left alone"
+    assert device.kinds_BR[:, 3].tolist() == [77] * 3, "a row that is not wanted is unchanged"
     assert device.mask_SRW[4].max(axis=1).tolist() == [5, 0, 6, 0]
     assert int(device.counter[MISSING]) == 1
 
@@ -117,7 +117,7 @@ def test_one_block_a_lane_reads_every_row_of_a_proposal(device: Device, segment:
     assert device.kinds_BR[:, :3].tolist() == [[RowKind.FORCED] * 3, [RowKind.DEFER] * 3]
     assert device.forced_BR[0, :3].tolist() == [5, 6, 7]
     assert wait_launch(2, 0b111, fetches=False)[0] == (2, 1)
-    assert wait_launch(2, 0b111, fetches=True)[0] == (2, 3), "no block for a row that is not wanted"
+    assert wait_launch(2, 0b111, fetches=True)[0] == (2, 3), "a row that is not wanted has no block"
 
 
 @pytest.mark.parametrize("fetches", [False, True])
@@ -126,14 +126,14 @@ def test_all_blocks_of_a_wait_share_one_deadline(device: Device, segment: Segmen
     device.post()
     begun = time.monotonic_ns()
     device.wait(fetches=fetches)
-    # Blocks run one after another here: six lanes with a deadline each would take six times as long.
+    # Blocks run one after another here, so separate deadlines of six lanes would take six times as long.
     assert SHORT_NS <= time.monotonic_ns() - begun < 5 * SHORT_NS
     assert (device.kinds_BR == RowKind.DEFER).all()
     assert int(device.counter[MISSING]) == 6
     assert SHORT_NS <= int(device.counter[WAITED_NS]) < 5 * SHORT_NS
     device.post()
     device.wait(rows_wanted=1)
-    assert int(device.counter[WAITED_NS]) >= 2 * SHORT_NS, "the next wait has a deadline of its own"
+    assert int(device.counter[WAITED_NS]) >= 2 * SHORT_NS, "the next wait has a new deadline"
 
 
 def test_the_abort_word_ends_a_wait(device: Device, segment: Segment) -> None:
@@ -155,12 +155,12 @@ def test_the_abort_word_ends_a_wait(device: Device, segment: Segment) -> None:
         ("commit_pos", -1, -4),
     ],
 )
-def test_an_invalid_record_posts_nothing_and_is_named(
+def test_an_invalid_record_posts_nothing_and_its_lane_is_reported(
     device: Device, segment: Segment, field: str, value: int, status: int
 ) -> None:
     engine = EngineEnd(segment)
     device.set([0, 1, -1, 3])
-    device.n_commit[2] = 1000  # a lane without a slot is not looked at
+    device.n_commit[2] = 1000  # a lane without a slot is ignored
     getattr(device, field)[1] = value
     before = segment.memory.copy()
     assert device.post() == 0
@@ -169,17 +169,19 @@ def test_an_invalid_record_posts_nothing_and_is_named(
     assert engine.last_seq == 0
     device.set([0, 1])
     assert device.post(Stage.DRAFT) == 1
-    assert refusal(torch.from_numpy(device.refused.view(np.int64))) == (1, status), "of this step still"
+    assert refusal(torch.from_numpy(device.refused.view(np.int64))) == (1, status), (
+        "the first refusal of the step remains"
+    )
     assert device.post() == 2
     assert refusal(torch.from_numpy(device.refused.view(np.int64))) is None
 
 
-def test_the_host_goes_on_from_the_sequence_of_the_device(device: Device, segment: Segment) -> None:
+def test_the_host_continues_from_the_sequence_of_the_device(device: Device, segment: Segment) -> None:
     engine = EngineEnd(segment)
     device.set([1])
     for _ in range(3):
         device.post()
-    assert engine.last_seq == 3, "the segment's newest sequence, whoever posted it"
+    assert engine.last_seq == 3, "the segment's newest sequence, from either poster"
     arrays = engine.batch_arrays(1)
     arrays.slots[0] = 1
     assert engine.post_batch(arrays) == 4

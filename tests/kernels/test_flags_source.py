@@ -1,4 +1,4 @@
-"""flags.cu compiles for the GPUs that matter, here without one, by whichever compiler there is."""
+"""flags.cu compiles for all supported GPUs on a machine without one, with nvcc or NVRTC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native small operators against plain torch, and against themselves with other rows."""
+"""The native small operators have the results of plain torch, which do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def norm_of(width: int, dtype: torch.dtype, kind: NormKind = NormKind.ROUND_THEN
 
 
 def assert_nearly_bits(got: torch.Tensor, want: torch.Tensor) -> None:
-    """fp32: a few ulp. bf16: the same bits but for a rare rounding to the other neighbour."""
+    """Assert a distance of a few ulp in float32, and in bfloat16 equal bits but for a rare rounding the other way."""
     assert got.shape == want.shape
     if got.dtype == torch.float32:
         torch.testing.assert_close(got, want, atol=1e-6, rtol=2e-6)
@@ -83,7 +83,7 @@ def test_gated_equals_reference(dtype: torch.dtype, act: Activation, rows: int, 
     if act == Activation.SILU:
         assert_nearly_bits(got, want)
     else:
-        # torch's own loses digits in 1 + tanh where that is near 0.
+        # torch's own operator loses digits in 1 + tanh near 0.
         torch.testing.assert_close(got.float(), want.float(), atol=1e-5, rtol=2**-6 if dtype != torch.float32 else 2e-6)
 
 

@@ -1,4 +1,4 @@
-"""Attention behind a joined product against its two parts, over calls of changing sizes."""
+"""Attention after a joined product has the results of its two parts, over calls of changing sizes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_it_has_the_bits_of_its_parts_whatever_came_before(dtype: torch.dtype, with_norm: bool) -> None:
+def test_it_has_the_bits_of_its_parts_after_any_earlier_calls(dtype: torch.dtype, with_norm: bool) -> None:
     norms = [
         RMSNorm(rand(D, dtype=dtype, seed=s), 1e-6, NormKind.ONE_PLUS_SCALE) if with_norm else None for s in (1, 2)
     ]
     attend = QkvAttention((Hq, Hkv), D, 0.2, 30.0, 21, *norms)
-    # Caches change too: a drafter's, a probe's.
+    # The caches change, too: the engine also calls it with those of a drafter and of the measurement at load.
     for B, P, cache, size in ((2, 3, 0, T), (1, 1, 0, T), (2, 3, 1, T), (3, 2, 1, T), (2, 3, 2, 2 * T)):
         ours, theirs = (KVPages.allocate(3 * N, Hkv, D, size, dtype, torch.device("cpu")) for _ in range(2))
         for pages in (ours, theirs):
@@ -46,7 +46,7 @@ def test_it_has_the_bits_of_its_parts_whatever_came_before(dtype: torch.dtype, w
         assert torch.equal(ours.v, theirs.v)
 
 
-def test_a_product_of_another_width_is_refused() -> None:
+def test_a_product_of_another_width_is_rejected() -> None:
     attend = QkvAttention((Hq, Hkv), D, 0.2)
     pages = KVPages.allocate(2, Hkv, D, T, torch.float32, torch.device("cpu"))
     angles, table, positions = torch.zeros(1, D), torch.zeros(1, 2).int(), torch.zeros(1, 1).int()

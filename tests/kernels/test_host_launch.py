@@ -1,4 +1,4 @@
-"""Host functions reach the driver as the numbers that they are: a driver library of C keeps what it is given."""
+"""Host functions reach the driver with unchanged addresses: a fake driver library in C stores its arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ int cuLaunchHostFunc_v2(void *stream, void *function, void *data, unsigned mode)
 int cuGetErrorName(int status, const char **name) { *name = "CUDA_ERROR_INVALID_HANDLE"; return status != 400; }
 """
 FUNCTION, DATA, STREAM = 0x7FFF_1234_5678, 0xFFFF_8765_4321, 0x1_2345_6789
-"""Wider than an int: what a call without types would cut off."""
+"""Values wider than an int, which a call without argument types would truncate."""
 
 
 def driver(folder: Path, *flags: str) -> ctypes.CDLL:
@@ -52,7 +52,7 @@ def test_the_driver_gets_the_function_itself(tmp_path: Path, low_latency: bool) 
 
 
 @pytest.mark.parametrize(("version", "mode"), [(13010, 0), (13020, 1)])
-def test_spinning_is_asked_for_where_the_driver_knows_it(tmp_path: Path, version: int, mode: int) -> None:
+def test_spinning_is_requested_if_the_driver_supports_it(tmp_path: Path, version: int, mode: int) -> None:
     library = driver(tmp_path, "-DSPINS")
     ctypes.c_int.in_dll(library, "version").value = version
     enqueue(library, STREAM, FUNCTION, DATA, low_latency=True)
@@ -62,9 +62,9 @@ def test_spinning_is_asked_for_where_the_driver_knows_it(tmp_path: Path, version
     assert given(library)[3] == 0
 
 
-@pytest.mark.parametrize(("status", "told"), [(400, "CUDA_ERROR_INVALID_HANDLE"), (999, "CUDA error 999")])
-def test_a_refusal_says_why(tmp_path: Path, status: int, told: str) -> None:
+@pytest.mark.parametrize(("status", "message"), [(400, "CUDA_ERROR_INVALID_HANDLE"), (999, "CUDA error 999")])
+def test_the_error_of_a_refused_launch_names_the_reason(tmp_path: Path, status: int, message: str) -> None:
     library = driver(tmp_path)
     ctypes.c_int.in_dll(library, "answer").value = status
-    with pytest.raises(CudaError, match=told):
+    with pytest.raises(CudaError, match=message):
         enqueue(library, STREAM, FUNCTION, DATA)

@@ -1,4 +1,4 @@
-"""`@hostfunc` over a driver that is not CUDA's: real C callbacks on a thread of their own, graphs as lists of calls."""
+"""`@hostfunc` with a fake driver: real C callbacks on a separate thread, and graphs as lists of calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @dataclass(eq=False)
 class FakeDriver:
-    """One stream with a thread of its own, as CUDA has; a captured graph is a list of (function, user data)."""
+    """One stream with its own thread, as in CUDA; a captured graph is a list of (function, user data)."""
 
     owns: bool = True
     refuse: bool = False
@@ -61,7 +61,7 @@ class FakeDriver:
             self._queue.put(node)
 
     def destroy_graph(self) -> None:
-        """As the driver does it: the destructors run on a thread that knows no Python."""
+        """Destroy a graph as the driver does: the destructors run on a thread that Python did not start."""
         self.nodes.clear()
         while self.owned:
             user_data, destroy = self.owned.pop()
@@ -91,7 +91,7 @@ def functions(driver: FakeDriver) -> HostFunctions:
 
 
 class Argument:
-    """Something with a life that can be watched."""
+    """An argument that can be referenced weakly."""
 
 
 def test_call_outside_a_graph_runs_once_on_the_other_thread_and_frees_its_arguments(
@@ -125,7 +125,7 @@ def captured(driver: FakeDriver, *calls: Callable[[], HostCall | None], capture:
     return [call for call in made if call is not None]
 
 
-def test_captured_twice_and_replayed_ten_times_runs_twenty_times(driver: FakeDriver, functions: HostFunctions) -> None:
+def test_two_captured_calls_replayed_ten_times_run_twenty_times(driver: FakeDriver, functions: HostFunctions) -> None:
     total = [0]
 
     @functions.hostfunc
@@ -142,7 +142,7 @@ def test_captured_twice_and_replayed_ten_times_runs_twenty_times(driver: FakeDri
     assert functions.stats().captured == 2
 
 
-def test_end_of_the_graph_frees_what_it_owned(driver: FakeDriver, functions: HostFunctions) -> None:
+def test_the_end_of_a_graph_frees_its_arguments(driver: FakeDriver, functions: HostFunctions) -> None:
     argument = Argument()
     watched = weakref.ref(argument)
 
@@ -161,7 +161,7 @@ def test_end_of_the_graph_frees_what_it_owned(driver: FakeDriver, functions: Hos
 
 
 @pytest.mark.parametrize("how", ["call", "context", "capture"])
-def test_release_frees_early_and_a_later_replay_is_an_error(
+def test_a_release_frees_early_and_a_later_replay_raises_an_error(
     driver: FakeDriver, functions: HostFunctions, how: str
 ) -> None:
     @functions.hostfunc
@@ -188,7 +188,7 @@ def test_release_frees_early_and_a_later_replay_is_an_error(
     assert functions.stats().captured == 0
 
 
-def test_release_of_one_capture_leaves_the_other(driver: FakeDriver, functions: HostFunctions) -> None:
+def test_a_release_of_one_capture_does_not_affect_the_other(driver: FakeDriver, functions: HostFunctions) -> None:
     @functions.hostfunc
     def nothing() -> None: ...
 
@@ -211,17 +211,17 @@ def test_without_user_objects_a_call_lives_until_its_release(driver: FakeDriver,
     assert functions.stats().captured == 0
 
 
-def test_errors_are_recorded_told_and_raised_at_the_next_call(driver: FakeDriver, functions: HostFunctions) -> None:
-    told: list[str] = []
+def test_errors_are_recorded_reported_and_raised_at_the_next_call(driver: FakeDriver, functions: HostFunctions) -> None:
+    reported: list[str] = []
 
-    @functions.hostfunc(on_error=lambda error: told.append(str(error)))
+    @functions.hostfunc(on_error=lambda error: reported.append(str(error)))
     def fail(text: str) -> None:
         raise ValueError(text)
 
     fail("first")
     fail_silently: HostFunction[[]] = functions.hostfunc(lambda: [][0])
     driver.synchronize()
-    assert told == ["first"]
+    assert reported == ["first"]
     with pytest.raises(HostFunctionError, match="fail: ValueError: first") as caught:
         fail("second")
     assert isinstance(caught.value.__cause__, ValueError)
@@ -247,7 +247,7 @@ def test_an_error_in_on_error_is_recorded_too(driver: FakeDriver, functions: Hos
         functions.check()
 
 
-def test_a_refused_launch_keeps_nothing(driver: FakeDriver, functions: HostFunctions) -> None:
+def test_a_refused_launch_holds_no_arguments(driver: FakeDriver, functions: HostFunctions) -> None:
     driver.refuse = True
 
     @functions.hostfunc

@@ -1,4 +1,4 @@
-"""The native attention against plain torch, and against itself in other batches."""
+"""The native attention has the results of plain torch, which do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_native_equals_reference(
     torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
 
 
-def test_result_is_the_same_bits_alone_and_in_a_batch_and_for_any_number_of_queries() -> None:
+def test_result_bits_do_not_depend_on_the_batch_or_the_number_of_queries() -> None:
     B, P, N = 4, 8, 8
     q, k, v, order = make(B, P, 9, 3, 64, 16, torch.float32, seed=3)
     table = order[: B * N].view(B, N).int()
@@ -89,7 +89,7 @@ def test_strided_heads_first_inputs_are_read_by_their_strides() -> None:
     assert torch.equal(*results)
 
 
-def test_what_an_earlier_owner_left_behind_the_last_position_does_no_harm() -> None:
+def test_old_values_after_the_last_position_have_no_effect() -> None:
     q, k, v, _ = make(1, 2, 4, 2, 64, 16, torch.float32, seed=6)
     table, positions = torch.arange(2).view(1, 2).int(), torch.tensor([[3, 4]], dtype=torch.int32)
     results = []

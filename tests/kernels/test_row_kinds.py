@@ -1,4 +1,4 @@
-"""Row kinds and other numbers that two leaves know: each has one value, in Python, C and CUDA."""
+"""Row kinds and other numbers that several packages define have the same value in Python, C and CUDA."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def constants(source: Path) -> dict[str, int]:
     return found
 
 
-def test_row_kinds_are_those_of_the_layout(root: Path) -> None:
+def test_row_kinds_equal_those_of_the_layout(root: Path) -> None:
     expected = {kind.name: int(kind) for kind in RowKind}
     assert {name: getattr(row_kinds, name) for name in expected} == expected
     assert row_kinds.STEERED == STEERED
@@ -37,7 +37,7 @@ def test_row_kinds_are_those_of_the_layout(root: Path) -> None:
     assert constants(root / "shared_mem/native/flags.h")["LS_KINDS"] == len(RowKind)
 
 
-def test_limits_and_outcomes_are_those_of_c(root: Path) -> None:
+def test_limits_and_outcomes_equal_those_of_c(root: Path) -> None:
     accept, flags = constants(root / "kernels/native/accept.h"), constants(root / "kernels/cuda/flags.cu")
     outcomes = ("RUN_ON", "STOP_TOKEN", "STOP_LENGTH", "STOP_STEERED")
     assert {name: accept[name] for name in outcomes} == {name: getattr(step_tensors, name) for name in outcomes}

@@ -1,4 +1,4 @@
-"""Segments for the tests of one process, and a peer process for the others. Nothing outlives its test."""
+"""Segments for the tests of one process, and a peer process for the others. Invariant: nothing outlives its test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ends(segment: Segment) -> Iterator[tuple[EngineEnd, GrammarEnd]]:
 
 @pytest.fixture
 def start_peer() -> Iterator[StartPeer]:
-    """Start `peer.py` with arguments; killed and reaped at the end of the test."""
+    """Return a function that starts `peer.py` with arguments; the test's end kills and reaps the process."""
     running: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object) -> subprocess.Popen[str]:

@@ -1,9 +1,9 @@
-"""A grammar process without grammars: answers every record with a pattern made from its sequence.
+"""A grammar process without grammars: it answers every record with a pattern made from its sequence number.
 
     python peer.py pattern PATH SPIN_NS    checks the tokens of every record, fills every word with the sequence
     python peer.py silent PATH             maps the segment and never answers
 
-Invariant: leaves by itself when the engine hangs up; status 1 and a line on stderr when a record was not as posted.
+Invariant: it ends when the engine closes the connection, with status 1 and a line on stderr if a record was damaged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORD = 0x7FFFFFFF
 
 
 def expected(seq: int, slot: int, rows: int) -> Record:
-    """Return the record that the stress test posts under `seq`: every field says the sequence."""
+    """Return the record that the stress test posts as `seq`: every field is computed from the sequence number."""
     n_commit, n_draft = seq % (rows + 1), seq % rows
     value = seq & WORD
     return Record(slot, value, value, (value,) * n_commit, (value,) * n_draft, seq % 3)

@@ -1,4 +1,4 @@
-"""The two ends in one process: what is posted arrives, what is not answered is DEFER, who sleeps is woken."""
+"""The two ends in one process: posts arrive, rows without an answer are DEFER, and sleeping threads are woken."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared_mem.segment import Segment
 Ends = tuple[EngineEnd, GrammarEnd]
 Background = Callable[[Callable[[], None]], threading.Thread]
 LONG_S = 30.0
-"""A bound that no passing test comes near."""
+"""A time limit in seconds that only a failing test reaches."""
 
 
 def post_one(engine: EngineEnd, slot: int = 0, slot_gen: int = 1) -> int:
@@ -34,7 +34,7 @@ def await_into(engine: EngineEnd, seq: int, missing: list[int]) -> None:
 
 
 def wait_for_word(segment: Segment, word: Word) -> None:
-    """Return when the other thread said that it is about to sleep."""
+    """Return when the other thread has announced that it is about to sleep."""
     deadline = time.monotonic() + LONG_S
     while not load32(segment.address + segment.layout.word_offset(word)):
         assert time.monotonic() < deadline
@@ -102,7 +102,7 @@ def test_consecutive_sequences_use_different_mask_buffers(ends: Ends) -> None:
     assert (engine.mask_rows(second)[0, 0] == 2).all()
 
 
-def test_a_batch_without_grammars_posts_nothing_and_waits_for_nothing(ends: Ends) -> None:
+def test_a_batch_without_grammars_is_not_posted_or_awaited(ends: Ends) -> None:
     engine, grammar = ends
     before = post_one(engine)
     assert engine.post([-1, -1], [0, 0], [0, 0], [0, 0], [0, 0], np.zeros((2, 6), dtype=np.int32)) == 0
@@ -112,13 +112,13 @@ def test_a_batch_without_grammars_posts_nothing_and_waits_for_nothing(ends: Ends
     assert (result.num_missing, result.waited_ns) == (0, 0)
 
 
-def test_an_empty_batch_is_nothing(ends: Ends) -> None:
+def test_an_empty_batch_is_not_posted(ends: Ends) -> None:
     engine, _ = ends
     assert engine.post([], [], [], [], [], np.zeros((0, 6), dtype=np.int32)) == 0
     assert engine.await_rows(0, [], []).kinds.shape == (0, 3)
 
 
-def test_a_slot_that_is_not_answered_is_deferred_and_its_neighbour_is_not(ends: Ends) -> None:
+def test_only_a_slot_without_an_answer_is_deferred(ends: Ends) -> None:
     engine, grammar = ends
     seq = engine.post([0, 1], [1, 1], [0, 0], [0, 0], [0, 0], np.zeros((2, 6), dtype=np.int32))
     grammar.publish(seq, 1, 1, [RowKind.ALL] * 3)
@@ -147,7 +147,7 @@ def test_a_deferred_answer_can_still_be_taken_later(ends: Ends) -> None:
     assert engine.await_rows(seq, [0], [1], timeout_s=0).num_missing == 0
 
 
-def test_an_old_answer_is_not_taken_for_a_new_request(ends: Ends) -> None:
+def test_an_old_answer_is_ignored_for_a_new_post(ends: Ends) -> None:
     engine, grammar = ends
     first = post_one(engine)
     grammar.publish(first, 0, 1, [RowKind.ALL] * 3)
@@ -155,14 +155,14 @@ def test_an_old_answer_is_not_taken_for_a_new_request(ends: Ends) -> None:
     assert (engine.await_rows(second, [0], [1], timeout_s=0).kinds == RowKind.DEFER).all()
 
 
-def test_a_newer_answer_is_not_taken_for_an_old_request(ends: Ends) -> None:
+def test_a_newer_answer_is_ignored_for_an_old_post(ends: Ends) -> None:
     engine, grammar = ends
     first, second = post_one(engine), post_one(engine)
     grammar.publish(second, 0, 1, [RowKind.ALL] * 3)
     assert (engine.await_rows(first, [0], [1], timeout_s=LONG_S).kinds == RowKind.DEFER).all()
 
 
-def test_an_answer_to_the_slots_former_owner_is_not_taken(ends: Ends) -> None:
+def test_an_answer_to_an_earlier_generation_of_the_slot_is_ignored(ends: Ends) -> None:
     engine, grammar = ends
     seq = post_one(engine, slot_gen=2)
     grammar.publish(seq, 0, 1, [RowKind.ALL] * 3)
@@ -181,7 +181,7 @@ def test_publish_never_goes_back(ends: Ends) -> None:
     assert grammar.stats()["stale_answers"] == 2
 
 
-def test_nothing_posted_means_nothing_to_wait_for(ends: Ends) -> None:
+def test_a_wait_without_a_post_returns_at_once(ends: Ends) -> None:
     engine, _ = ends
     result = engine.await_rows(0, [0], [1], timeout_s=LONG_S)
     assert (result.kinds == RowKind.DEFER).all()
@@ -202,7 +202,9 @@ def test_nothing_posted_means_nothing_to_wait_for(ends: Ends) -> None:
         ("slots", {"slots": [0] * 5}),
     ],
 )
-def test_a_bad_post_names_the_field_and_posts_nothing(ends: Ends, field: str, changed: dict[str, list[int]]) -> None:
+def test_the_error_of_an_invalid_post_names_the_field_and_nothing_is_posted(
+    ends: Ends, field: str, changed: dict[str, list[int]]
+) -> None:
     engine, grammar = ends
     good: dict[str, Any] = {
         "slots": [0],
@@ -218,7 +220,7 @@ def test_a_bad_post_names_the_field_and_posts_nothing(ends: Ends, field: str, ch
     assert grammar.wait(0, 0) == 0
 
 
-def test_a_bad_publish_names_the_field(ends: Ends) -> None:
+def test_the_error_of_an_invalid_publish_names_the_field(ends: Ends) -> None:
     _, grammar = ends
     with pytest.raises(InvalidField, match=r"^slot: 4 is not in \[0, 4\)"):
         grammar.publish(1, 4, 1, [0])
@@ -248,7 +250,7 @@ def test_a_record_that_is_being_overwritten_is_not_read(ends: Ends, segment: Seg
         with pytest.raises(RingOverrun):
             grammar.records(seq)
         segment.memory[position : position + 8] = saved
-    # counts and slots of a torn entry must not lead out of the arrays
+    # The counts and slots of a torn entry must not be used as indices outside the arrays.
     head = layout.rec_entry_offset(seq)
     for position, size in ((head + 8, 4), (head + 16, 2), (layout.record_offset(seq, 0) + 16, 4)):
         saved = segment.memory[position : position + size].copy()
@@ -259,7 +261,7 @@ def test_a_record_that_is_being_overwritten_is_not_read(ends: Ends, segment: Seg
     assert len(grammar.records(seq)) == 1
 
 
-def test_an_answer_is_given_up_once_its_record_is_gone_and_no_row_of_it_is_there(ends: Ends, layout: Layout) -> None:
+def test_a_record_counts_as_unread_once_it_is_overwritten_without_any_answer(ends: Ends, layout: Layout) -> None:
     engine, grammar = ends
     seq = post_one(engine, slot=0)
     late = engine.post([1], [1], [0], [0], [0], np.zeros((1, 6), dtype=np.int32))
@@ -272,22 +274,22 @@ def test_an_answer_is_given_up_once_its_record_is_gone_and_no_row_of_it_is_there
     assert engine.unread(seq, 0, 1)
     with pytest.raises(RingOverrun):
         grammar.records(seq)
-    # It was read: the rest of its answer comes.
+    # The record was read, so the rest of its answer will come.
     post_one(engine, slot=2)
     assert not engine.unread(late, 1, 1)
-    # So was this one, in the last moment.
+    # This record was read just before it was overwritten.
     grammar.publish(seq, 0, 1, [RowKind.ALL] * 3)
     assert not engine.unread(seq, 0, 1)
 
 
-def test_wait_ends_at_its_time(ends: Ends) -> None:
+def test_wait_ends_at_its_timeout(ends: Ends) -> None:
     _, grammar = ends
     assert grammar.wait(0, 0.003, spin_ns=0) == 0
     assert grammar.wait(0, 0.003, spin_ns=10**9) == 0
 
 
 @pytest.mark.parametrize("spin_ns", [0, int(LONG_S * 1e9)])
-def test_abort_ends_a_running_await_and_the_next_ones(
+def test_abort_ends_a_running_await_and_later_ones(
     ends: Ends, segment: Segment, background: Background, spin_ns: int
 ) -> None:
     engine, grammar = ends
@@ -308,14 +310,14 @@ def test_abort_ends_a_running_await_and_the_next_ones(
     assert not engine.aborted
 
 
-def test_rows_of_a_late_answer_come_one_by_one(ends: Ends) -> None:
+def test_rows_of_a_late_answer_are_added_one_by_one(ends: Ends) -> None:
     engine, grammar = ends
     seq = engine.post([1], [4], [0], [1], [2], [[9, 8, 7]])
     assert grammar.publish(seq, 1, 4, [RowKind.APPLY], [-1], late=True)
     result = engine.await_rows(seq, [1], [4], timeout_s=LONG_S)
     assert (result.num_missing, result.num_late) == (0, 1)
     assert result.kinds[0].tolist() == [RowKind.APPLY, RowKind.DEFER, RowKind.DEFER]
-    # What is there stays as it was, and DEFER adds nothing.
+    # Rows that have arrived do not change, and a DEFER row adds nothing.
     assert grammar.add_rows(seq, 1, [RowKind.ERROR, RowKind.FORCED, RowKind.DEFER], [3, 6, 3], late=True)
     result = engine.await_rows(seq, [1], [4], timeout_s=LONG_S)
     assert result.num_late == 1
@@ -331,10 +333,10 @@ def test_rows_of_a_late_answer_come_one_by_one(ends: Ends) -> None:
     assert engine.await_rows(newer, [1], [4], timeout_s=LONG_S).num_late == 0
 
 
-def test_another_thread_sees_how_long_the_worker_is_away(ends: Ends) -> None:
+def test_another_thread_can_read_how_long_the_worker_is_busy(ends: Ends) -> None:
     engine, grammar = ends
     limit_ns = 2_000_000
-    assert not grammar.overdue(limit_ns, 0.01)  # it has not begun
+    assert not grammar.overdue(limit_ns, 0.01)  # the worker has not begun
     engine.post([0], [1], [0], [0], [0], [[0]])
     assert grammar.wait(0, LONG_S, 0) == 1
     assert grammar.overdue(limit_ns, LONG_S)
@@ -342,13 +344,13 @@ def test_another_thread_sees_how_long_the_worker_is_away(ends: Ends) -> None:
     begun = time.monotonic_ns()
     assert grammar.overdue(limit_ns, LONG_S)
     assert time.monotonic_ns() - begun > limit_ns / 2
-    assert grammar.wait(1, 0.0, 0) == 1  # it came back: away from here on
+    assert grammar.wait(1, 0.0, 0) == 1  # the wait returned, so the worker counts as busy from here on
     waiting = threading.Thread(target=grammar.wait, args=(1, 0.3, 0))
     waiting.start()
     time.sleep(0.02)
     assert not grammar.overdue(limit_ns, 0.02)
     an_hour_ns = 3_600_000_000_000
-    assert not grammar.overdue(an_hour_ns, 0.01), "it looks again when its own time is over"
+    assert not grammar.overdue(an_hour_ns, 0.01), "the call returns at its timeout"
     waiting.join()
 
 
@@ -378,7 +380,7 @@ def test_a_parked_engine_is_woken_by_an_answer(ends: Ends, segment: Segment, bac
         assert missing.pop() == 0
 
 
-def test_heartbeats_and_flags_cross(ends: Ends) -> None:
+def test_heartbeats_and_flags_reach_the_other_end(ends: Ends) -> None:
     engine, grammar = ends
     assert engine.heartbeat_age_ns() is None
     assert grammar.heartbeat_age_ns() is None
@@ -417,14 +419,14 @@ def test_host_calls_need_no_python(ends: Ends) -> None:
         run_wait(wait.user_data)
         assert arrays.kinds[0].tolist() == [RowKind.FORCED] * 3
         assert arrays.forced[0].tolist() == [5] * 3
-    # a post that failed leaves no old answer to be taken for its own
+    # After a failed post no old answer can be taken for its answer.
     arrays.n_draft[0] = 99
     run_post(post.user_data)
     run_wait(wait.user_data)
     assert arrays.kinds[0].tolist() == [RowKind.DEFER] * 3
 
 
-def test_arrays_may_live_in_memory_of_the_caller(ends: Ends) -> None:
+def test_arrays_may_be_in_memory_of_the_caller(ends: Ends) -> None:
     engine, grammar = ends
     memory = np.zeros(BatchArrays.nbytes(2, 3), dtype=np.uint8)
     arrays = engine.batch_arrays(2, memory)
@@ -439,7 +441,7 @@ def test_arrays_may_live_in_memory_of_the_caller(ends: Ends) -> None:
         BatchArrays(0, 3)
 
 
-def test_a_failed_batch_raises_with_its_lane(ends: Ends) -> None:
+def test_the_error_of_a_failed_batch_names_its_lane(ends: Ends) -> None:
     engine, _ = ends
     arrays = engine.batch_arrays(2)
     arrays.slots[:] = (1, 4)
@@ -454,7 +456,7 @@ def test_a_failed_batch_raises_with_its_lane(ends: Ends) -> None:
         engine.post_batch(arrays)
 
 
-def test_reprs_say_what_is_going_on(ends: Ends) -> None:
+def test_reprs_show_the_current_state(ends: Ends) -> None:
     engine, grammar = ends
     seq = post_one(engine)
     grammar.wait(0, LONG_S)

@@ -1,4 +1,4 @@
-"""The descriptor: its arithmetic, its header, and that C and Python mean the same bytes."""
+"""The layout of the segment: its arithmetic, its header, and the same bytes in C and Python."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_strides_hold_their_content_and_are_aligned(layout: Layout) -> None:
     assert last_row + layout.row_stride <= layout.total_bytes
 
 
-def test_every_word_is_alone_on_its_lines() -> None:
+def test_every_word_has_its_own_cache_lines() -> None:
     assert all(offset % 128 == 0 for offset in Word)
     assert len(set(Word)) == len(Word)
 
@@ -79,13 +79,13 @@ def test_header_round_trip(layout: Layout) -> None:
         ("generation", 0),
     ],
 )
-def test_fields_out_of_range_are_named(field: str, value: int) -> None:
+def test_the_error_of_a_field_out_of_range_names_the_field(field: str, value: int) -> None:
     with pytest.raises(InvalidField, match=f"^{field}: {value} is not in") as caught:
         dataclasses.replace(Layout(4, 4, 1000), **{field: value})
     assert caught.value.field == field
 
 
-def test_version_skew_names_both_versions() -> None:
+def test_the_error_of_version_skew_names_both_versions() -> None:
     header = bytearray(Layout(4, 4, 1000).pack_header())
     struct.pack_into("<I", header, 8, LAYOUT_VERSION + 41)
     with pytest.raises(
@@ -96,7 +96,7 @@ def test_version_skew_names_both_versions() -> None:
 
 
 @pytest.mark.parametrize("position", range(0, HEADER_BYTES, 5))
-def test_a_damaged_header_is_refused(position: int) -> None:
+def test_a_damaged_header_is_rejected(position: int) -> None:
     header = bytearray(Layout(4, 4, 1000).pack_header())
     header[position] ^= 0x40
     with pytest.raises((LayoutError, VersionSkew)):
@@ -104,7 +104,7 @@ def test_a_damaged_header_is_refused(position: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 7, 20, HEADER_BYTES - 1])
-def test_a_short_header_is_refused(size: int) -> None:
+def test_a_short_header_is_rejected(size: int) -> None:
     with pytest.raises(LayoutError):
         Layout.from_header(Layout(4, 4, 1000).pack_header()[:size])
 
@@ -118,7 +118,7 @@ def test_c_has_the_same_word_offsets_and_abi() -> None:
     assert {name: names[name] for name in statuses} == {name: getattr(native, name) for name in statuses}
 
 
-def test_c_writes_records_where_the_picture_says(segment: Segment, layout: Layout) -> None:
+def test_c_writes_records_at_the_offsets_of_the_layout(segment: Segment, layout: Layout) -> None:
     engine = EngineEnd(segment)
     engine.post([0], [1], [0], [0], [0], [[0] * 6])
     seq = engine.post([3, 1], [9, 8], [70, 60], [3, 1], [2, 0], [[1, 2, 3, 4, 5, 0], [6, 0, 0, 0, 0, 0]], stage=2)
@@ -131,7 +131,7 @@ def test_c_writes_records_where_the_picture_says(segment: Segment, layout: Layou
     assert struct.unpack_from("<Q", memory, layout.word_offset(Word.REQ_SEQ)) == (seq,)
 
 
-def test_c_writes_answers_where_the_picture_says(segment: Segment, layout: Layout) -> None:
+def test_c_writes_answers_at_the_offsets_of_the_layout(segment: Segment, layout: Layout) -> None:
     end = GrammarEnd(segment)
     assert end.publish(5, 2, 4, [RowKind.APPLY, RowKind.FORCED], [-1, 77])
     at = layout.answer_offset(2)
@@ -142,7 +142,7 @@ def test_c_writes_answers_where_the_picture_says(segment: Segment, layout: Layou
     assert struct.unpack_from("<Q", memory, layout.word_offset(Word.DOORBELL)) == (1,)
 
 
-def test_mask_rows_are_where_the_addresses_say(segment: Segment, layout: Layout) -> None:
+def test_mask_rows_are_at_their_addresses(segment: Segment, layout: Layout) -> None:
     engine, grammar = EngineEnd(segment), GrammarEnd(segment)
     for seq, slot, row in itertools.product((4, 5), range(layout.num_slots), range(layout.num_rows)):
         grammar.mask_rows(seq)[slot, row] = np.int32(seq * 1000 + slot * 10 + row)

@@ -1,4 +1,4 @@
-"""The compiled library: one artefact for every Python, and nothing heavy behind it."""
+"""The compiled library: one file serves every Python version, and it imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_library_serves_every_python() -> None:
     assert b"PyInit_" not in path.read_bytes()
 
 
-def test_a_missing_library_says_how_to_build_it(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_library_names_the_build_command(tmp_path: Path) -> None:
     with pytest.raises(NativeMissing, match=r"pip install -e \."):
         native.library_path(tmp_path)
 
@@ -38,6 +38,6 @@ def test_an_unknown_function_is_an_error() -> None:
         native.function_address("ls_nothing")
 
 
-def test_the_step_plane_is_a_leaf() -> None:
+def test_shared_mem_imports_no_heavy_module() -> None:
     run = subprocess.run([sys.executable, "-c", LEAF], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""The memfd: its seals, its life, and the hand-over between two processes."""
+"""The memfd: its seals, its lifetime, and the hand-over between two processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELLO = struct.Struct("<8sIIQQ")
 
 
 def concurrently(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Start `call` on a thread; the returned function joins it and gives its result or its exception."""
+    """Start `call` on a thread; the returned function joins it and returns its result or raises its exception."""
     box: list[Any] = []
 
     def body() -> None:
@@ -88,7 +88,7 @@ def test_close_is_idempotent_and_views_survive_it(layout: Layout) -> None:
     assert open_fds() == before
 
 
-def test_attach_refuses_an_unsealed_file_and_closes_it(layout: Layout) -> None:
+def test_attach_rejects_an_unsealed_file_and_closes_it(layout: Layout) -> None:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.write(fd, layout.pack_header())
     os.ftruncate(fd, layout.total_bytes)
@@ -98,12 +98,12 @@ def test_attach_refuses_an_unsealed_file_and_closes_it(layout: Layout) -> None:
         os.fstat(fd)
 
 
-def test_attach_refuses_a_regular_file(tmp_path: Path) -> None:
+def test_attach_rejects_a_regular_file(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="not a memfd"):
         Segment.attach(os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR))
 
 
-def test_attach_refuses_a_file_of_another_size(layout: Layout) -> None:
+def test_attach_rejects_a_file_of_another_size(layout: Layout) -> None:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.write(fd, layout.pack_header())
     os.ftruncate(fd, layout.total_bytes - 4096)
@@ -128,7 +128,7 @@ def test_handover_gives_the_same_memory(segment: Segment) -> None:
     assert open_fds() == before
 
 
-def test_what_was_posted_before_the_attach_is_skipped(segment: Segment) -> None:
+def test_posts_before_the_attach_are_skipped(segment: Segment) -> None:
     engine = EngineEnd(segment)
     seqs = [engine.post([0], [1], [0], [0], [0], [[0] * 6]) for _ in range(3)]
     with Segment.attach(os.dup(segment.fileno())) as late:
@@ -136,7 +136,7 @@ def test_what_was_posted_before_the_attach_is_skipped(segment: Segment) -> None:
     assert EngineEnd(segment).post([0], [1], [0], [0], [0], [[0] * 6]) == seqs[-1] + 1
 
 
-def test_version_skew_is_told_to_both_sides(segment: Segment) -> None:
+def test_version_skew_is_reported_to_both_sides(segment: Segment) -> None:
     engine, grammar = socket.socketpair()
     with engine, grammar:
         hello = HELLO.pack(b"LKSTPSEG", LAYOUT_VERSION + 1, 1, 7, segment.layout.total_bytes)
@@ -147,7 +147,7 @@ def test_version_skew_is_told_to_both_sides(segment: Segment) -> None:
         assert answer[1:3] == (1, LAYOUT_VERSION)
 
 
-def test_the_engine_learns_the_version_of_a_newer_peer(segment: Segment) -> None:
+def test_the_engine_reports_the_version_of_a_newer_peer(segment: Segment) -> None:
     engine, grammar = socket.socketpair()
     with engine, grammar:
         grammar.sendall(struct.pack("<8sIIQIH", b"LKSTPSEG", 1, LAYOUT_VERSION + 5, 0, 1, 0))
@@ -178,7 +178,7 @@ def test_a_hello_carries_one_descriptor(segment: Segment, num_fds: int) -> None:
         assert open_fds() == before
 
 
-def test_a_stranger_is_refused(segment: Segment) -> None:
+def test_a_connection_of_another_protocol_is_rejected(segment: Segment) -> None:
     engine, grammar = socket.socketpair()
     with engine, grammar:
         socket.send_fds(engine, [b"GET / HTTP/1.1\r\n".ljust(HELLO.size)], [segment.fileno()])
@@ -186,17 +186,17 @@ def test_a_stranger_is_refused(segment: Segment) -> None:
             recv_segment(grammar)
 
 
-def test_a_silent_peer_is_not_waited_for_for_ever(segment: Segment) -> None:
+def test_the_handshake_with_a_silent_peer_times_out(segment: Segment) -> None:
     engine, grammar = socket.socketpair()
     with engine, grammar:
         with pytest.raises(HandshakeError, match="no acknowledgement within"):
             send_segment(engine, segment, timeout_s=0.01)
-        engine.close()  # the hello is still in the socket; only the acknowledgement finds nobody
+        engine.close()  # the hello is still in the socket; only the acknowledgement has no reader
         with pytest.raises(PeerGone):
             recv_segment(grammar)
 
 
-def test_a_peer_that_leaves_is_seen(segment: Segment) -> None:
+def test_a_peer_that_disconnects_is_noticed(segment: Segment) -> None:
     engine, grammar = socket.socketpair()
     with engine, grammar:
         assert not hung_up(engine)

@@ -1,4 +1,4 @@
-"""Two real processes: no stale, torn or lost row, and a killed peer is noticed. `peer.py` is the other one."""
+"""Two real processes, of which peer.py is one: no stale, torn or lost row, and a killed peer is noticed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG_S = 60.0
 LAYOUT = Layout(num_slots=3, num_rows=2, vocab_size=2000, generation=3)
 
 POLICIES = {"spin": 50_000, "park": 0}
-"""Spin so long before parking; both sides use the same."""
+"""Nanoseconds that both sides spin before they park."""
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def attached(
 
 
 def run_rounds(engine: EngineEnd, rounds: int) -> None:
-    """Post, await and check `rounds` times; every 97th post is left alone, so the peer must also take two at once."""
+    """Post, await and check `rounds` times. Every 97th post is not awaited, so the peer must also read two at once."""
     slots = np.array([2, 0], dtype=np.int32)
     arrays = engine.batch_arrays(2)
     arrays.slots[:] = slots
@@ -101,7 +101,7 @@ def test_a_killed_peer_hangs_up_and_its_rows_are_deferred(start_peer: StartPeer,
         assert engine.await_rows(seq, [1], [1], timeout_s=LONG_S).num_missing == 1
 
 
-def test_a_stopped_peer_keeps_its_socket_but_not_its_heartbeat(start_peer: StartPeer, tmp_path: Path) -> None:
+def test_a_stopped_peer_has_an_open_socket_and_an_old_heartbeat(start_peer: StartPeer, tmp_path: Path) -> None:
     with attached(start_peer, tmp_path / "s", "pattern", 0) as (segment, sock, peer):
         engine = EngineEnd(segment)
         run_rounds(engine, 10)
@@ -117,7 +117,7 @@ def test_a_stopped_peer_keeps_its_socket_but_not_its_heartbeat(start_peer: Start
         assert not hung_up(sock)
 
 
-def test_a_new_peer_takes_the_same_segment_over(start_peer: StartPeer, tmp_path: Path) -> None:
+def test_a_new_peer_can_attach_to_the_same_segment(start_peer: StartPeer, tmp_path: Path) -> None:
     with attached(start_peer, tmp_path / "a", "pattern", 0) as (segment, _, peer):
         engine = EngineEnd(segment)
         run_rounds(engine, 200)
@@ -131,7 +131,7 @@ def test_a_new_peer_takes_the_same_segment_over(start_peer: StartPeer, tmp_path:
         assert engine.stats()["missing_lanes"] == 0
 
 
-def test_the_peer_sees_the_engine_leave(start_peer: StartPeer, tmp_path: Path) -> None:
+def test_the_peer_notices_the_end_of_the_engine(start_peer: StartPeer, tmp_path: Path) -> None:
     with attached(start_peer, tmp_path / "s", "silent") as (_, sock, peer):
         assert peer.poll() is None
         sock.close()

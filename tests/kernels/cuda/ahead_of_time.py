@@ -1,7 +1,7 @@
-"""Compiles the kernels for a GPU that is not there: a Triton driver that loads and launches nothing.
+"""Compiles the kernels for a GPU that the machine lacks, with a Triton driver that loads and launches nothing.
 
-The wrappers run as they would, over CPU tensors, so each kernel is compiled with the very types, strides and constants
-that it gets on a device. Run in a process of its own: TRITON_INTERPRET must not be set before Triton is imported.
+The wrappers run unchanged on CPU tensors, so each kernel is compiled with the types, strides and constants that it has
+on a device. Run it in a separate process: TRITON_INTERPRET must not be set before Triton is imported.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class NoDevice:
 
 
 def install() -> NoDevice:
-    """Make the driver without a device Triton's own."""
+    """Make Triton use the driver without a device, and return it."""
     driver = NoDevice()
     triton.runtime.driver.set_active(driver)
     return driver
@@ -79,7 +79,7 @@ def flags(*shape: int) -> torch.Tensor:
 
 
 def compile_step(S: int, B: int, R: int, N: int) -> None:
-    """Run what a step runs but attention: S slots, B lanes, R rows, N pages, in a large vocabulary."""
+    """Launch all kernels of a step but attention: S slots, B lanes, R rows, N pages, a large vocabulary."""
     V, W, L = 128_256, 4008, 2052
     rows, scratch = SlotRows.allocate(S, V, ints(S, R, W), flags(S).bool()), RowScratch.allocate(B * R, V, "cpu")
     result, params = AcceptResult.allocate(B, R, V), SlotParams.allocate(S)
@@ -106,25 +106,25 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
             slots, history, length, *limits, *proposed, ngram_max=4, ngram_min=2, num_jump_forward_B=ahead
         )
 
-    kept = posting.CachedRows(rows.masks_SRW, flags(S, R), ints(S, R), flags(S, R).bool())
+    cached = posting.CachedRows(rows.masks_SRW, flags(S, R), ints(S, R), flags(S, R).bool())
     out = posting.PostTensors(*(ints(B) for _ in range(6)), ints(B, 2 * R), flags(B, R), ints(B, R))
     guided, lengths = flags(B).bool(), (history, length, params.prompt_length_S, ints(S))
-    told = (slots, guided, guided, ints(B), drafts, num_drafts, *lengths, kept, out)
+    post = (slots, guided, guided, ints(B), drafts, num_drafts, *lengths, cached, out)
     for k in (posting.VERIFY, 0, R - 1):
         verifies = k == posting.VERIFY
-        posting.pack_post(*told, k=k, done_S=rows.done_S if verifies else None)
-        told_seq = counter.clone() if k == posting.VERIFY else None
+        posting.pack_post(*post, k=k, done_S=rows.done_S if verifies else None)
+        reported_seq = counter.clone() if k == posting.VERIFY else None
         posting.cache_rows(
-            slots, guided, guided, out, counter, ints(2, S, R, W), kept, kinds, forced, k=k, reported_seq=told_seq
+            slots, guided, guided, out, counter, ints(2, S, R, W), cached, kinds, forced, k=k, reported_seq=reported_seq
         )
-    posting.pack_post(*told, k=posting.PROPOSE, limits=limits)
+    posting.pack_post(*post, k=posting.PROPOSE, limits=limits)
     taken = (out.slots_B, out.need_rows_B, out.kinds_BR, out.forced_BR, length, history, ints(S, R), ints(S), ints(B))
     take_jump_forward(slots, result.num_emitted_B, *taken, vocab_size=V)
-    advance.advance(slots, *results[:1], *results[2:4], guided, kept.cached_SR)
+    advance.advance(slots, *results[:1], *results[2:4], guided, cached.cached_SR)
 
 
 def compile_attention(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: torch.dtype) -> None:
-    """Run attention once: B sequences, P queries."""
+    """Launch attention once: B sequences, P queries."""
     q, k = torch.zeros(B, P, Hq, D, dtype=dtype), torch.zeros(B, P, Hkv, D, dtype=dtype)
     pages = KVPages(*(torch.zeros(4, Hkv, T, D, dtype=dtype) for _ in range(2)), token_major=True)
     softcap = 30.0 if D == 80 else 0.0
@@ -132,7 +132,7 @@ def compile_attention(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: 
 
 
 def compile_fused(rows: int, H: int, inner: int, heads: tuple[int, int], D: int, dtype: torch.dtype) -> None:
-    """Run a layer's small operators once, with every kind of norm and activation."""
+    """Launch a layer's small operators once, with every kind of norm and activation."""
     x, qkv = torch.zeros(rows, H, dtype=dtype), torch.zeros(rows, (heads[0] + 2 * heads[1]) * D, dtype=dtype)
     angles = torch.zeros(rows, D, dtype=dtype)
     for kind in NormKind:
@@ -146,7 +146,7 @@ def compile_fused(rows: int, H: int, inner: int, heads: tuple[int, int], D: int,
 
 
 def compile_products(M: int, N: int, K: int) -> None:
-    """Run a product of a few rows."""
+    """Launch a product of a few rows, with and without a bias."""
     x, weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((M, K), (N, K), (N,)))
     skinny.skinny_linear(x, weight)
     skinny.skinny_linear(x, weight, bias)
@@ -155,7 +155,7 @@ def compile_products(M: int, N: int, K: int) -> None:
 def main() -> None:
     """Compile all and print the kernels' names."""
     driver = install()
-    # Triton makes a constant of a number that is 1, so the smallest shapes are programs of their own.
+    # Triton makes a number that is 1 a constant, so the smallest shapes are separate programs.
     compile_step(1, 1, 1, 1)
     compile_step(8, 4, 4, 129)
     noise.noise_kernel[(1,)](torch.zeros(512), 1 << 40, 1, 512, ROWS=16)

@@ -1,4 +1,4 @@
-"""The Triton kernels run on a GPU where there is one, else in Triton's interpreter on a CPU: the same tests."""
+"""The same tests run the Triton kernels on a GPU if there is one, and else in Triton's interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def device() -> torch.device:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # The interpreter computes with numpy, which warns of what masks or a select throw away.
+        # The interpreter computes with numpy, which warns about values that masks or a select discard.
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))

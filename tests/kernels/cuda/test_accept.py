@@ -1,4 +1,4 @@
-"""The accept kernels against the CPU's and against the definition, on the same cases."""
+"""The accept kernels have the results of the CPU's kernel and of the definition, on the same cases."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(
 
 
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (0x0123456789ABCDEF, 77), (2**63 - 1, 2**31 - 1)])
-def test_noise_is_the_cpus(device: torch.device, seed: int, position: int) -> None:
+def test_noise_equals_that_of_the_cpu(device: torch.device, seed: int, position: int) -> None:
     out = torch.empty(600, device=device)
     noise_kernel[(3,)](out, seed, position, 600, ROWS=8)
     torch.testing.assert_close(out.cpu(), gumbel_noise(seed, position, 600), rtol=1e-6, atol=5e-7)
@@ -91,7 +91,7 @@ def test_accept_follows_the_definition_on_random_cases(device: torch.device, V: 
         {"top_k": 2, "top_p": 0.5, "min_p": 0.01, "temperature": 1e-30},
     ],
 )
-def test_filters_keep_what_exact_thresholds_keep(device: torch.device, sampling: dict[str, float]) -> None:
+def test_filters_keep_the_tokens_of_exact_thresholds(device: torch.device, sampling: dict[str, float]) -> None:
     V, rows = 300, 8
     logits = torch.randn(rows, V, generator=torch.Generator().manual_seed(4)).round(decimals=1)  # with ties
     cases = [Case([1, 2], 1, seed=j, **{"temperature": 1.3, **sampling}) for j in range(rows)]
@@ -100,14 +100,14 @@ def test_filters_keep_what_exact_thresholds_keep(device: torch.device, sampling:
         assert result.emitted_BR[j].tolist() == [reference_token(case, case.history, logits[j], 0)], case
 
 
-def test_a_program_without_filters_draws_the_same(device: torch.device) -> None:
+def test_a_kernel_without_filters_draws_the_same_tokens(device: torch.device) -> None:
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(2))
     cases = [Case([1], 1, temperature=0.8, seed=3), Case([1], 1)]
     tokens = [run(cases, logits, 1, 1, device, filters=f)[0].emitted_BR.tolist() for f in (True, False)]
     assert tokens[0] == tokens[1]
 
 
-def test_blocked_rows_emit_nothing_and_keep_what_came_before(device: torch.device) -> None:
+def test_blocked_rows_emit_nothing_and_earlier_tokens_remain(device: torch.device) -> None:
     logits = torch.zeros(3, 50)
     logits[0, 7] = logits[1, 8] = logits[2, 9] = 5.0
     empty = torch.zeros(50, dtype=torch.bool)
@@ -124,7 +124,7 @@ def test_blocked_rows_emit_nothing_and_keep_what_came_before(device: torch.devic
         assert state.done_S.tolist() == [want[1] > DEFER]
 
 
-def test_a_stop_token_at_a_led_row_says_so(device: torch.device) -> None:
+def test_a_stop_token_at_a_steered_row_is_reported(device: torch.device) -> None:
     logits = torch.zeros(6, 50)
     for j in range(6):
         logits[j, 7 + j % 3] = 5.0
@@ -137,7 +137,7 @@ def test_a_stop_token_at_a_led_row_says_so(device: torch.device) -> None:
     assert result.finish_B.tolist() == [STOP_STEERED, STOP_TOKEN]
 
 
-def test_stop_token_and_length_end_the_walk_inside_a_draft_block(device: torch.device) -> None:
+def test_stop_tokens_and_lengths_end_acceptance_inside_a_block_of_drafts(device: torch.device) -> None:
     logits = torch.zeros(12, 50)
     for j in range(12):
         logits[j, 7 + j % 4] = 5.0
@@ -151,7 +151,7 @@ def test_stop_token_and_length_end_the_walk_inside_a_draft_block(device: torch.d
     assert state.done_S.tolist() == [True, True, False]
 
 
-def test_bad_words_reach_into_the_drafts(device: torch.device) -> None:
+def test_bad_words_may_begin_in_the_drafts(device: torch.device) -> None:
     logits = torch.zeros(4, 50)
     logits[0, 7], logits[1, 9], logits[1, 3] = 5.0, 5.0, 4.0
     logits[2, 7], logits[3, 9], logits[3, 3] = 5.0, 5.0, 4.0
@@ -160,7 +160,7 @@ def test_bad_words_reach_into_the_drafts(device: torch.device) -> None:
     assert result.emitted_BR.tolist() == [[7, 3], [7, 9]]
 
 
-def test_logprobs_are_of_the_models_own_distribution(device: torch.device) -> None:
+def test_logprobs_have_the_distribution_of_the_model(device: torch.device) -> None:
     logits = torch.randn(2, 70, generator=torch.Generator().manual_seed(0))
     logits[:, 40] = logits[:, 20] = 9.0  # a tie: the lower id is listed first
     mask = torch.zeros(70, dtype=torch.bool)
@@ -178,7 +178,7 @@ def test_logprobs_are_of_the_models_own_distribution(device: torch.device) -> No
     torch.testing.assert_close(result.top_logprobs_BRN[0, 0].cpu(), values[:20], atol=1e-5, rtol=0)
 
 
-def test_a_slot_that_ended_emits_nothing_more(device: torch.device) -> None:
+def test_a_slot_that_has_ended_emits_nothing(device: torch.device) -> None:
     t = tensors([Case([1, 2], 1), Case([1, 2], 1)], 50, 1)
     state = SlotRows.allocate(2, 50, t.masks_SRW.to(device), torch.tensor([True, False], device=device))
     length, result = t.length_S.to(device), AcceptResult.allocate(2, 1, 50, device)
@@ -212,13 +212,16 @@ def test_idle_lanes_emit_nothing_and_touch_no_slot(device: torch.device) -> None
 
 @pytest.mark.parametrize("pruned", [False, True])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4, "top_p": 0.8}])
-def test_a_draft_is_what_its_row_will_draw(device: torch.device, sampling: dict[str, float], pruned: bool) -> None:
+def test_a_draft_is_the_token_that_its_row_draws_without_a_draft(
+    device: torch.device, sampling: dict[str, float], pruned: bool
+) -> None:
     V, R, row = 200, 4, 2
     g = torch.Generator().manual_seed(5)
-    kept = torch.randperm(V, generator=g)[:70].sort().values if pruned else torch.arange(V)
-    small = torch.randn(5, len(kept), generator=g)
-    full = torch.full((5, V), -torch.inf).index_copy(1, kept, small)
-    forced = 33 if not pruned else int(next(v for v in range(V) if v not in kept))  # not in the drafter's vocabulary
+    target_ids = torch.randperm(V, generator=g)[:70].sort().values if pruned else torch.arange(V)
+    small = torch.randn(5, len(target_ids), generator=g)
+    full = torch.full((5, V), -torch.inf).index_copy(1, target_ids, small)
+    # With a pruned vocabulary the forced token is outside the drafter's vocabulary.
+    forced = 33 if not pruned else int(next(v for v in range(V) if v not in target_ids))
     masks = [torch.rand(V, generator=g) < 0.5, torch.zeros(V, dtype=torch.bool)]
     cases = [
         Case(
@@ -234,7 +237,7 @@ def test_a_draft_is_what_its_row_will_draw(device: torch.device, sampling: dict[
     for b, c in enumerate(cases):
         state.count_seen(b, torch.tensor(c.history), c.prompt_length)
     scratch = RowScratch.allocate(5, V, device, block=64)
-    # What a row that is not looked at leaves there must never be used as an index.
+    # Rows that the kernel skips leave old values here, which must never be used as indices.
     scratch.chosen_N.fill_(1 << 30)
     scratch.best_column_NC.fill_(1 << 30)
     step = StepTensors(
@@ -243,7 +246,7 @@ def test_a_draft_is_what_its_row_will_draw(device: torch.device, sampling: dict[
         *(on(t.params, device), AcceptResult.allocate(5, R, V, device)),
         DeviceRows(state, scratch),
     )
-    d2t = (kept - torch.arange(len(kept))).int().to(device) if pruned else None
+    d2t = (target_ids - torch.arange(len(target_ids))).int().to(device) if pruned else None
     draw_drafts(small.to(device), step, row, d2t_V=d2t)
     tokens = step.drafts_BR[:, row].tolist()
     for b in (0, 1):
@@ -252,7 +255,7 @@ def test_a_draft_is_what_its_row_will_draw(device: torch.device, sampling: dict[
     assert step.history_SL[:, 4].tolist() == [max(token, 0) for token in tokens]
 
 
-def test_rules_that_do_not_fit_are_refused(device: torch.device) -> None:
+def test_rules_that_do_not_fit_are_rejected(device: torch.device) -> None:
     masks = torch.zeros(1, 1, 2, dtype=torch.int32, device=device)
     state = SlotRows.allocate(1, 50, masks, nobody(1, device), max_rules=4)
     with pytest.raises(ValueError, match="at most 4"):

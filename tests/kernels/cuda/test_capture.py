@@ -1,4 +1,4 @@
-"""A step's kernels in one CUDA graph: captured, replayed, and equal to the same launches without a graph."""
+"""The kernels of a step in one CUDA graph: replays have the results of the same launches without a graph."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Step:
             DeviceRows(rows, RowScratch.allocate(B * P, V, "cuda")),
         )
         self.emitted: list[torch.Tensor] = []
-        """What each step emitted, and how many, once it has run."""
+        """The emitted tokens of each step that has run, and their numbers."""
 
     def run(self) -> None:
         s = self.step
@@ -88,7 +88,7 @@ def test_replays_equal_plain_launches() -> None:
     assert torch.equal(plain.step.result.logprob_BR[1], captured.step.result.logprob_BR[1])
 
 
-def test_a_large_vocabulary_gives_the_cpus_tokens() -> None:
+def test_tokens_of_a_large_vocabulary_equal_those_of_the_cpu() -> None:
     large, rows = 128_256, 4
     logits = (torch.randn(rows, large, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
     kinds = torch.zeros(rows, 1, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Every kernel compiles for a Hopper GPU, here without one: what the interpreter accepts, a compiler may not."""
+"""Every kernel compiles for a Hopper GPU on a machine without one: the interpreter accepts more than the compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton small operators against plain torch, and against themselves with other rows."""
+"""The small operators in Triton have the results of plain torch, which do not depend on the other rows."""
 
 from __future__ import annotations
 

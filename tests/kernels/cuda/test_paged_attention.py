@@ -1,4 +1,4 @@
-"""The paged attention kernels against plain torch, and against themselves in other batches."""
+"""The paged attention kernels have the results of plain torch, which do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_kernels_equal_reference(
     torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
 
 
-def test_result_is_the_same_bits_alone_and_in_a_batch_and_for_any_number_of_queries(device: torch.device) -> None:
+def test_result_bits_do_not_depend_on_the_batch_or_the_number_of_queries(device: torch.device) -> None:
     B, P, N, dtype = 4, 8, 20, torch.float16
     q, k, v = inputs(B, P, 9, 3, 64, dtype, device)
     table = torch.randperm(B * N, generator=torch.Generator().manual_seed(2)).view(B, N).int().to(device)
@@ -86,7 +86,7 @@ def test_result_is_the_same_bits_alone_and_in_a_batch_and_for_any_number_of_quer
 
 
 @pytest.mark.parametrize("window", [0, 150])
-def test_how_splits_are_shared_out_changes_no_bit(device: torch.device, window: int) -> None:
+def test_the_distribution_of_splits_changes_no_bit(device: torch.device, window: int) -> None:
     B, P, N, dtype = 3, 4, 40, torch.float16
     q, k, v = inputs(B, P, 4, 2, 64, dtype, device)
     table = torch.randperm(B * N, generator=torch.Generator().manual_seed(2)).view(B, N).int().to(device)
@@ -103,8 +103,8 @@ def test_how_splits_are_shared_out_changes_no_bit(device: torch.device, window: 
 
 
 @pytest.mark.parametrize(("P", "window"), [(32, 0), (96, 41)])
-def test_chunks_of_several_prompts_are_those_of_each_alone(device: torch.device, P: int, window: int) -> None:
-    """Different starts and lengths, and lanes of padding alone, two of which name the same pages."""
+def test_chunks_of_several_prompts_equal_those_of_each_alone(device: torch.device, P: int, window: int) -> None:
+    """The chunks have different starts and lengths; some lanes are only padding, and two of these have one page."""
     starts, lengths, B, N = [0, 50, 7, 0, 0, 130], [P, 3, P - 1, 1, 0, 0], 6, 20
     tensors = inputs(B, P, 4, 2, 64, torch.float32, device)
     table = torch.randperm(B * N, generator=torch.Generator().manual_seed(2)).view(B, N).int().to(device)
@@ -134,7 +134,7 @@ def test_chunks_of_several_prompts_are_those_of_each_alone(device: torch.device,
         assert torch.equal(pages.k[table[b].long()], together.k[table[b].long()])
 
 
-def test_a_lane_of_padding_stores_nothing_and_gives_zeros(device: torch.device) -> None:
+def test_a_lane_of_padding_stores_nothing_and_returns_zeros(device: torch.device) -> None:
     q, k, v = inputs(1, 2, 4, 2, 64, torch.float32, device)
     pages = pages_of(4, 2, 16, 64, torch.float32, device, seed=1)
     before = pages.k.clone()
@@ -156,7 +156,7 @@ def test_strided_heads_first_inputs_are_read_by_their_strides(device: torch.devi
     assert torch.equal(*results)
 
 
-def test_splits_are_whole_blocks_and_bounded_in_number() -> None:
+def test_splits_are_whole_blocks_and_their_number_is_bounded() -> None:
     for max_tokens in (16, 2048, 8192, 32_768, 131_072, 1_000_000):
         split = split_length(max_tokens)
         assert -(-max_tokens // split) <= 128

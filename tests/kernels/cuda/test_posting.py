@@ -1,4 +1,4 @@
-"""Posts and kept rows against the engine's inline sync, over a channel that answers at random."""
+"""Posts and cached rows equal those of the engine's inline sync, on a channel that answers at random."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LANES = [4, 1, 5, 0]
 
 
 class RandomAnswers:
-    """The engine's end of a channel whose other end has an answer at once, any answer."""
+    """The engine's end of a channel that has a random answer at once."""
 
     def __init__(self) -> None:
         self.layout = Layout(num_slots=S, num_rows=R, vocab_size=V)
@@ -34,7 +34,7 @@ class RandomAnswers:
         self.masks = self.random.integers(-(2**31), 2**31, (2, S, R, words), dtype=np.int64).astype(np.int32)
         self.seq = 0
         self.posted: dict[str, Any] = {}
-        """The fields of the last post, as they were."""
+        """A copy of the fields of the last post."""
 
     def batch_arrays(self, num_lanes: int, memory: Any) -> BatchArrays:
         return BatchArrays(num_lanes, R, memory)
@@ -55,7 +55,7 @@ class RandomAnswers:
 
 
 class OnDevice:
-    """The same state, driven by the kernels."""
+    """A copy of the same state, on which the kernels work."""
 
     def __init__(self, inline: InlineSync, batch: StepBatch, device: torch.device) -> None:
         def there(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ class OnDevice:
         post = (*self.lanes, self.gens, self.drafts, self.num, *self.slot, self.rows, self.out)
         pack_post(*post, k=k)
 
-    def keep(self, inline: InlineSync, channel: RandomAnswers, k: int) -> None:
+    def cache(self, inline: InlineSync, channel: RandomAnswers, k: int) -> None:
         self.out.kinds_BR.copy_(inline._buffers(len(LANES)).kinds)
         self.out.forced_BR.copy_(inline._buffers(len(LANES)).forced)
         masks = torch.from_numpy(channel.masks)
@@ -114,7 +114,7 @@ def state() -> tuple[InlineSync, RandomAnswers, StepBatch]:
 
 
 @pytest.mark.parametrize("k", [VERIFY, 0, 2])
-def test_a_post_and_what_is_kept_are_those_of_the_inline_sync(device: torch.device, k: int) -> None:
+def test_a_post_and_its_cached_rows_equal_those_of_the_inline_sync(device: torch.device, k: int) -> None:
     inline, channel, batch = state()
     ours = OnDevice(inline, batch, device)
     if k == VERIFY:
@@ -136,7 +136,7 @@ def test_a_post_and_what_is_kept_are_those_of_the_inline_sync(device: torch.devi
         inline.await_rows(batch)
     else:
         inline.await_draft(batch, k)
-    ours.keep(inline, channel, k)
+    ours.cache(inline, channel, k)
     rows, store = ours.rows, inline.store
     for mine, theirs in (
         (rows.cached_SR, store.cached_SR[:S]),
@@ -152,7 +152,7 @@ def test_a_post_and_what_is_kept_are_those_of_the_inline_sync(device: torch.devi
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_a_draft_asks_for_its_row(device: torch.device, k: int) -> None:
+def test_a_draft_requests_its_row(device: torch.device, k: int) -> None:
     inline, channel, batch = state()
     # A lane that drafts has emitted a token, and so has no cached rows.
     inline.store.cached_SR[batch.slots_B[batch.lane.drafting_B].long()] = False
@@ -165,21 +165,21 @@ def test_a_draft_asks_for_its_row(device: torch.device, k: int) -> None:
     assert channel.seq == 1
 
 
-def test_idle_lanes_are_not_posted_and_are_free(device: torch.device) -> None:
+def test_idle_lanes_are_not_posted_and_are_unconstrained(device: torch.device) -> None:
     inline, channel, batch = state()
     batch.lane.slots_B[0] = -1
     ours = OnDevice(inline, batch, device)
-    kept = ours.rows.cached_SR.clone()
+    cached = ours.rows.cached_SR.clone()
     ours.post(VERIFY)
     assert int(ours.out.slots_B[0]) == -1
     assert int(ours.slot[3][4]) == 4
-    ours.keep(inline, channel, VERIFY)
+    ours.cache(inline, channel, VERIFY)
     assert ours.kinds[0].tolist() == [RowKind.ALL] * R
-    assert torch.equal(ours.rows.cached_SR[4], kept[4])
+    assert torch.equal(ours.rows.cached_SR[4], cached[4])
 
 
 def test_advance_drops_the_rows_of_lanes_that_emitted(device: torch.device) -> None:
-    """The kernel and the CPU's launch have one rule for the lanes that go on to draft."""
+    """The kernel and the CPU's launch also agree on the lanes that draft next."""
 
     def ints(values: list[int], where: torch.device | str = "cpu") -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=where)
@@ -207,13 +207,13 @@ def test_advance_drops_the_rows_of_lanes_that_emitted(device: torch.device) -> N
     assert torch.equal(store.cached_SR[:4], cached.cpu())
 
 
-def test_what_is_forced_is_asked_for_and_taken_as_by_the_inline_sync(device: torch.device) -> None:
+def test_jump_forward_tokens_equal_those_of_the_inline_sync(device: torch.device) -> None:
     for seed in range(8):
         inline, channel, batch = state()
         channel.random = np.random.default_rng(seed)
         lane, slot = batch.lane, batch.slot
         lane.drafting_B.copy_(torch.tensor([True, seed % 2 == 0, True, True]))
-        # Who drafts has moved; lane 1 now and then stands still, and lane 2 has no grammar.
+        # A lane that drafts has emitted tokens. Lane 1 does so for every second seed, and lane 2 has no grammar.
         lane.result.num_emitted_B.copy_(lane.drafting_B.int())
         slot.jump_forward_limit_S.copy_(torch.tensor([3, 2, 3, 3, seed % 4, 3]))
         slot.params.max_length_S.copy_(slot.length_S + torch.tensor([seed % 5, 20, 20, 20, 20, 20]))
@@ -228,15 +228,17 @@ def test_what_is_forced_is_asked_for_and_taken_as_by_the_inline_sync(device: tor
         )  # fmt: skip
         posted = channel.posted
         assert ours.out.slots_B.tolist() == posted["slots"].tolist()
-        asked = posted["slots"] >= 0
+        requested = posted["slots"] >= 0
         for name in ("slot_gens", "commit_pos", "n_commit", "n_draft", "need_rows"):
-            assert getattr(ours.out, f"{name}_B").cpu().numpy()[asked].tolist() == posted[name][asked].tolist(), name
+            assert (
+                getattr(ours.out, f"{name}_B").cpu().numpy()[requested].tolist() == posted[name][requested].tolist()
+            ), name
         assert ours.slot[3].tolist() == slot.posted_S.tolist()
 
         inline.await_jump_forward(batch)
         inline._buffers(len(LANES)).kinds[:, 0] = int(RowKind.FORCED)
         if channel.seq:
-            # Ids on both sides of the vocabulary's ends: in lane 0 they come first, in lane 3 behind one that is legal.
+            # Ids inside and outside the vocabulary: the first token of lane 0, and of lane 3 the one after a legal one.
             inline._buffers(len(LANES)).forced[0, 0] = (-1, 0, V - 1, V)[seed % 4]
             inline._buffers(len(LANES)).kinds[3, :2] = int(RowKind.FORCED)
             inline._buffers(len(LANES)).forced[3, 1] = (-(2**31), 2**31 - 1, V, 0)[seed % 4]

@@ -1,4 +1,4 @@
-"""Products of a few rows against plain torch, and against themselves with other rows beside them."""
+"""Products of a few rows have the results of plain torch, which do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_rows_of_a_wider_tensor_are_read_by_their_stride(device: torch.device) -
     assert torch.equal(skinny_linear(x[:, 64:128], weight), skinny_linear(x[:, 64:128].contiguous(), weight))
 
 
-def test_what_it_cannot_do_is_refused(device: torch.device) -> None:
+def test_unsupported_inputs_are_rejected(device: torch.device) -> None:
     weight = some(device, 16, 64)
     for x in (some(device, MAX_ROWS + 1, 64), some(device, 2, 64).float(), some(device, 2, 32)):
         with pytest.raises(AssertionError):
@@ -50,7 +50,7 @@ def test_stages_fit_into_shared_memory() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (2, 3, 64), (16, 64), (17, 64), (0, 64)])
-def test_a_linear_of_any_shape_gives_what_the_plain_one_gives(device: torch.device, shape: tuple[int, ...]) -> None:
+def test_a_linear_of_any_shape_equals_the_plain_one(device: torch.device, shape: tuple[int, ...]) -> None:
     x = some(device, *shape)
     plain = torch.nn.Linear(64, 48, device=device, dtype=x.dtype).requires_grad_(False)
     torch.testing.assert_close(SkinnyLinear(plain)(x), plain(x), atol=1e-2, rtol=1e-2)

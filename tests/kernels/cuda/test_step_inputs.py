@@ -1,4 +1,4 @@
-"""The beginning of a step against plain torch, and prompt lookup against the engine's drafter."""
+"""The inputs of a step equal those of plain torch, and prompt lookup has the drafts of the engine's drafter."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def test_load_cuts_the_last_token_and_the_drafts(device: torch.device, P: int, d
 
 
 @pytest.mark.parametrize(("longest", "shortest", "ids"), [(3, 1, 3), (4, 2, 4), (2, 2, 200)])
-def test_ngram_proposes_what_the_engines_drafter_does(
-    device: torch.device, longest: int, shortest: int, ids: int
-) -> None:
+def test_ngram_drafts_equal_those_of_the_engine(device: torch.device, longest: int, shortest: int, ids: int) -> None:
     S, R, L = 8, 4, 150
     slot, lane = SlotBuffers.allocate(S, R, L, 16), LaneBuffers.allocate(S, R, 8)
     slot.history_SL.copy_(ints(torch.device("cpu"), *slot.history_SL.shape, high=ids, seed=ids))
@@ -64,13 +62,13 @@ def test_ngram_proposes_what_the_engines_drafter_does(
 
 
 @pytest.mark.parametrize("ids", [2, 6])
-def test_ngram_goes_on_behind_forced_tokens(device: torch.device, ids: int) -> None:
+def test_ngram_drafts_continue_after_jump_forward_tokens(device: torch.device, ids: int) -> None:
     S, R, L = 8, 4, 150
     slot, lane = SlotBuffers.allocate(S, R, L, 16), LaneBuffers.allocate(S, R, 8)
     slot.history_SL.copy_(ints(torch.device("cpu"), *slot.history_SL.shape, high=ids, seed=ids))
     slot.drafts_SR.copy_(ints(torch.device("cpu"), S, R, high=ids, seed=3))
     slot.length_S.copy_(torch.tensor([4, 2, 5, 40, 90, 140, 60, 60]))
-    # What is forced may be more than a drafter may bring them to.
+    # There may be more jump-forward tokens than the limit of a drafter's drafts.
     slot.draft_limit_S.copy_(torch.tensor([3, 3, 3, 2, 1, 1, 3, 2]))
     slot.params.max_length_S.fill_(150)
     slot.num_drafts_S.fill_(2)
