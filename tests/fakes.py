@@ -76,7 +76,7 @@ class FakeModel:
 Script = Callable[[Request], Iterable[TokenEvent]]
 
 
-def says(text: str, tokens_per_step: int = 1) -> Script:
+def answers_with(text: str, tokens_per_step: int = 1) -> Script:
     """Return a script that answers every request with `text` and end of sequence."""
 
     def script(request: Request) -> Iterable[TokenEvent]:

@@ -24,7 +24,7 @@ from gpu_engine.server import GUIDED, SERVICE, Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.cores import usable_cores
 from shared_mem.handover import SOCKET_NAME, listen
-from tests.fakes import FakeEngine, FakeModel, Script, says
+from tests.fakes import FakeEngine, FakeModel, Script, answers_with
 from tests.waiting import eventually
 
 ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)
@@ -56,7 +56,7 @@ async def health_of(address: str, service: str = SERVICE) -> int:
 
 async def test_a_server_answers_and_reports_serving(tmp_path: Path) -> None:
     engines: list[FakeEngine] = []
-    async with open_server(ENGINE, config(tmp_path), parts=parts(says("yes"), engines)) as server:
+    async with open_server(ENGINE, config(tmp_path), parts=parts(answers_with("yes"), engines)) as server:
         async with Client(server.address) as client:
             responses = [r async for r in client.generate(pb.GenerateRequest(text="x"))]
         assert "".join(r.text for r in responses) == "yes"
@@ -81,7 +81,7 @@ async def test_the_model_has_cores_of_its_own_while_it_serves(tmp_path: Path) ->
 
     def build(config: EngineConfig, model: Any, channel: object, grammar: GrammarPort | None) -> FakeEngine:
         look("build")
-        return Placed(config, says("yes"))
+        return Placed(config, answers_with("yes"))
 
     every = sorted(os.sched_getaffinity(0))
     engine_config = EngineConfig(device="cpu", max_model_len=256, num_threads=max(1, len(every) - 1))
@@ -108,7 +108,7 @@ async def test_health_is_not_serving_during_the_warm_up(tmp_path: Path) -> None:
             loop.call_soon_threadsafe(warming.set)
             asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(20)
 
-    cold = Parts(lambda config, progress: FakeModel(), lambda c, m, channel, grammar: Cold(c, says("ok")))
+    cold = Parts(lambda config, progress: FakeModel(), lambda c, m, channel, grammar: Cold(c, answers_with("ok")))
     asked: list[pb.GenerateResponse] = []
 
     async def look() -> None:
@@ -153,7 +153,7 @@ async def test_malformed_bytes_are_an_invalid_argument(
     if method == "GetStats" and content[0] == 0x0A:
         content = b"\x0b"  # a message without fields takes any field, and no group that does not end
     async with (
-        open_server(ENGINE, config(tmp_path), parts=parts(says("yes"))) as server,
+        open_server(ENGINE, config(tmp_path), parts=parts(answers_with("yes"))) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -221,7 +221,7 @@ async def test_closing_drains_running_requests(tmp_path: Path) -> None:
 
 
 def _last(request: Request) -> TokenEvent:
-    return list(says("z")(request))[-1]
+    return list(answers_with("z")(request))[-1]
 
 
 async def test_a_model_that_fails_to_load_closes_every_part(tmp_path: Path) -> None:

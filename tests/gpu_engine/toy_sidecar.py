@@ -240,7 +240,7 @@ class ToySidecar:
         """Return the jump-forward tokens of a PROPOSE record. The next record repeats its committed tokens."""
         emitted = [*matcher.certain, *record.committed]
         if not matcher.automaton.allows(emitted) or record.drafts or not record.need_rows:
-            self.problems.append(f"{record} asks for forced tokens behind {emitted}")
+            self.problems.append(f"{record} requests jump-forward tokens after {emitted}")
         if self.refuse(record):
             return [], []
         tokens = self.proposes(matcher.automaton, emitted)[: record.need_rows.bit_count()]

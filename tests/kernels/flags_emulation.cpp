@@ -1,6 +1,6 @@
 // Runs the kernels of kernels/cuda/flags.cu on a CPU: a thread of a block is a thread here, and blocks run one after another.
 //
-// One block at a time is the smallest device there is, so a kernel that needs two resident blocks hangs or times out here.
+// One block at a time is the smallest possible device: a kernel that needs two resident blocks hangs or times out here.
 #include <barrier>
 #include <cstring>
 #include <thread>

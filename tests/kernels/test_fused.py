@@ -63,8 +63,8 @@ def test_rotate_equals_reference(
     norms = [norm_of(head_dim, dtype, NormKind.ONE_PLUS_SCALE, seed) if with_norm else None for seed in (4, 5)]
     want = reference.rotate(qkv, cos, sin, heads, head_dim, *norms)
     rotate(qkv, cos, sin, heads=heads, head_dim=head_dim, q_norm=norms[0], k_norm=norms[1])
-    behind = sum(heads) * head_dim
-    assert torch.equal(qkv[:, behind:], want[:, behind:])
+    end = sum(heads) * head_dim
+    assert torch.equal(qkv[:, end:], want[:, end:])
     if with_norm:
         torch.testing.assert_close(qkv.float(), want.float(), atol=1e-5 if dtype == torch.float32 else 0.05, rtol=0.02)
         assert (qkv != want).float().mean() < (1.0 if dtype == torch.float32 else 0.01)

@@ -18,7 +18,7 @@ def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_it_has_the_bits_of_its_parts_after_any_earlier_calls(dtype: torch.dtype, with_norm: bool) -> None:
+def test_fused_attention_has_the_bits_of_its_parts_after_any_earlier_calls(dtype: torch.dtype, with_norm: bool) -> None:
     norms = [
         RMSNorm(rand(D, dtype=dtype, seed=s), 1e-6, NormKind.ONE_PLUS_SCALE) if with_norm else None for s in (1, 2)
     ]

@@ -171,7 +171,7 @@ def test_an_answer_to_an_earlier_generation_of_the_slot_is_ignored(ends: Ends) -
     assert result.num_missing == 1
 
 
-def test_publish_never_goes_back(ends: Ends) -> None:
+def test_publish_never_replaces_a_newer_answer(ends: Ends) -> None:
     engine, grammar = ends
     first, second = post_one(engine), post_one(engine)
     assert grammar.publish(second, 0, 1, [RowKind.APPLY] * 3)

@@ -22,7 +22,7 @@ from gpu_engine.cli.request_flags import build_request
 from gpu_engine.cli.terminal import grammar_cost, loading_progress, summary
 from gpu_engine.server import Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
-from tests.fakes import FakeEngine, FakeModel, Script, says
+from tests.fakes import FakeEngine, FakeModel, Script, answers_with
 
 
 @asynccontextmanager
@@ -47,7 +47,7 @@ def flags(*arguments: str) -> pb.GenerateRequest:
 async def test_generate_streams_to_stdout_and_sums_up_on_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with serving(tmp_path, says("hello")) as address:
+    async with serving(tmp_path, answers_with("hello")) as address:
         assert await run("generate", "--server", address, "--prompt", "x", "--seed", "3") == cli.OK
     out, err = capsys.readouterr()
     assert out == "hello\n"
@@ -56,7 +56,7 @@ async def test_generate_streams_to_stdout_and_sums_up_on_stderr(
 
 
 async def test_generate_prints_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with serving(tmp_path, says("hello")) as address:
+    async with serving(tmp_path, answers_with("hello")) as address:
         assert await run("generate", "--server", address, "--prompt", "x", "--max-tokens", "0") == cli.FAILED
     out, err = capsys.readouterr()
     assert out == ""
@@ -88,7 +88,7 @@ async def test_no_server_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixt
 async def test_compile_needs_a_grammar_and_prints_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert await run("compile", "--server", "unix:nowhere") == cli.USAGE
     assert "a grammar is required" in capsys.readouterr().err
-    async with serving(tmp_path, says("x")) as address:
+    async with serving(tmp_path, answers_with("x")) as address:
         assert await run("compile", "--server", address, "--regex", "a") == cli.FAILED
     assert "FAILED_PRECONDITION" in capsys.readouterr().err
 
@@ -103,7 +103,7 @@ def test_the_cost_of_a_grammar_is_one_line() -> None:
 
 
 async def test_info_shows_model_and_counters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with serving(tmp_path, says("hello")) as address:
+    async with serving(tmp_path, answers_with("hello")) as address:
         assert await run("info", "--server", address) == cli.OK
     shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
     assert shown["model_type"] == ["fake"]

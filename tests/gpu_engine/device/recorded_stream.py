@@ -55,7 +55,7 @@ class _Tracer(TorchDispatchMode):
     """Records torch's operations; `restore` writes back the memory that they changed."""
 
     nodes: list[Node]
-    kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
+    saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Tracer(TorchDispatchMode):
         ]
         for tensor in written:
             storage = tensor.untyped_storage()
-            self.kept.setdefault(storage.data_ptr(), (storage, storage.clone()))
+            self.saved.setdefault(storage.data_ptr(), (storage, storage.clone()))
         out = func(*args, **kwargs)
         if written:
             self.nodes.append(lambda: func(*args, **kwargs))
@@ -87,7 +87,7 @@ class _Tracer(TorchDispatchMode):
         return out
 
     def restore(self) -> None:
-        for storage, before in self.kept.values():
+        for storage, before in self.saved.values():
             storage.copy_(before)
 
 

@@ -148,7 +148,7 @@ def test_a_draft_model_processes_jump_forward_tokens(llama: LoadedModel, expecte
 
 
 @pytest.mark.slow
-def test_drafts_beyond_the_rows_of_a_larger_bucket_are_cut(llama: LoadedModel) -> None:
+def test_drafts_beyond_the_rows_of_a_larger_bucket_are_dropped(llama: LoadedModel) -> None:
     def six() -> list[Answer]:
         return [ask(tokens(8, seed), grammar="18", max_tokens=20) for seed in range(6)]
 

@@ -174,25 +174,25 @@ def test_late_rows_of_many_jump_forward_drafts_serve_the_repeated_step(
 def test_a_number_of_drafts_in_the_request_limits_all_drafts(llama: LoadedModel) -> None:
     settings = config(num_draft_tokens=3, jump_forward_tokens=MAX_JUMP_FORWARD, **PATIENT)
 
-    def seen(own: int, forced: int | None) -> tuple[list[int], int, set[Stage]]:
+    def seen(own: int, jump_forward: int | None) -> tuple[list[int], int, set[Stage]]:
         with guided_engine(llama, settings) as (engine, grammar):
             grammar.sidecar.proposes = liar
             answer = ask(tokens(20, 3), grammar="40", max_tokens=60, drafts=own)
-            answer.request.jump_forward_tokens = forced
+            answer.request.jump_forward_tokens = jump_forward
             answer_all(engine, [answer])
             records = grammar.sidecar.records
             return answer.tokens, max(lengths(grammar.sidecar)), {Stage(r.stage) for r in records}
 
     emitted, longest, stages = seen(0, MAX_JUMP_FORWARD)
     assert (longest, stages) == (0, {Stage.VERIFY}), "without speculation the engine posts no PROPOSE record"
-    for own, forced, max_drafts in (
+    for own, jump_forward, max_drafts in (
         (2, None, 2),
         (3, None, 3),
         (3, MAX_JUMP_FORWARD, MAX_JUMP_FORWARD),
         (3, 15, MAX_JUMP_FORWARD),
         (15, None, MAX_JUMP_FORWARD),
     ):
-        assert seen(own, forced) == (emitted, max_drafts, {Stage.VERIFY, Stage.PROPOSE})
+        assert seen(own, jump_forward) == (emitted, max_drafts, {Stage.VERIFY, Stage.PROPOSE})
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])

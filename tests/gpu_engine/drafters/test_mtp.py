@@ -118,9 +118,9 @@ def test_tokens_do_not_depend_on_mtp_drafts(target: LoadedModel) -> None:
         assert engine.stats().draft_tokens > 20
 
 
-@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("jump_forward", [False, True])
 @pytest.mark.parametrize("masks", ["on", "off"])
-def test_guided_tokens_do_not_depend_on_mtp_drafts(target: LoadedModel, masks: str, forced: bool) -> None:
+def test_guided_tokens_do_not_depend_on_mtp_drafts(target: LoadedModel, masks: str, jump_forward: bool) -> None:
     """With and without jump-forward tokens before the drafts; masked and unmasked."""
 
     def made() -> list[Any]:
@@ -130,12 +130,12 @@ def test_guided_tokens_do_not_depend_on_mtp_drafts(target: LoadedModel, masks: s
     patient = {"model": target.name, "row_timeout_ms": 5000.0, "draft_timeout_ms": 5000.0, "max_batch_size": 2}
     with guided_engine(target, config(drafter="none", **patient)) as (engine, _):
         expected = answer_all(engine, made())
-    settings = config(drafter="mtp", num_draft_tokens=3, jump_forward=forced, draft_masks=masks, **patient)
+    settings = config(drafter="mtp", num_draft_tokens=3, jump_forward=jump_forward, draft_masks=masks, **patient)
     with guided_engine(target, settings) as (engine, grammar):
         assert answer_all(engine, made()) == expected
         stats = engine.stats()
     assert stats.draft_tokens > 10
-    assert (stats.jump_forward_tokens > 0) == forced
+    assert (stats.jump_forward_tokens > 0) == jump_forward
     assert stats.accepted_jump_forward_tokens == stats.jump_forward_tokens
     drawn = {record.stage for record in grammar.sidecar.records} - {Stage.VERIFY, Stage.PROPOSE}
     assert bool(drawn) == (masks != "off")

@@ -28,10 +28,10 @@ from gpu_engine.front.from_files import CHECK_EVERY_S, FromFiles
 from gpu_engine.front.listening import ServerError, exposure, is_local
 from gpu_engine.server import Parts, Server, open_server
 from protos.engine.v1 import engine_pb2 as pb
-from tests.fakes import FakeEngine, FakeModel, says
+from tests.fakes import FakeEngine, FakeModel, answers_with
 
 TOKEN, OTHER_TOKEN = "0123456789abcdef-one", "0123456789abcdef-two"
-PARTS = Parts(lambda config, progress: FakeModel(), lambda config, *rest: FakeEngine(config, says("yes")))
+PARTS = Parts(lambda config, progress: FakeModel(), lambda config, *rest: FakeEngine(config, answers_with("yes")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.servicer import EngineServicer
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
-from tests.fakes import EOS, FakeEngine, FakeGrammar, FakeModel, Script, says
+from tests.fakes import EOS, FakeEngine, FakeGrammar, FakeModel, Script, answers_with
 from tests.waiting import eventually
 
 
@@ -75,7 +75,7 @@ async def refusal(client: Client, request: pb.GenerateRequest) -> grpc.aio.AioRp
 
 
 async def test_an_answer_streams_and_ends_with_usage_and_telemetry(tmp_path: Path) -> None:
-    async with serving(tmp_path, says("h\u00e9llo")) as s:
+    async with serving(tmp_path, answers_with("h\u00e9llo")) as s:
         responses = await answer(s.client, ask(request_id="mine", sampling=pb.SamplingParams(seed=5)))
     assert "".join(r.text for r in responses) == "h\u00e9llo"
     assert [t for r in responses for t in r.token_ids] == [*"h\u00e9llo".encode(), EOS]
@@ -124,7 +124,7 @@ async def test_an_error_interrupts_the_pause_between_two_responses(tmp_path: Pat
 
 
 async def test_every_sequence_ends_once_with_its_own_index(tmp_path: Path) -> None:
-    async with serving(tmp_path, says("abc", tokens_per_step=2)) as s:
+    async with serving(tmp_path, answers_with("abc", tokens_per_step=2)) as s:
         responses = await answer(s.client, ask(sampling=pb.SamplingParams(n=3)))
         stats = await s.client.stats()
     for index in range(3):
@@ -137,7 +137,7 @@ async def test_every_sequence_ends_once_with_its_own_index(tmp_path: Path) -> No
 
 
 async def test_a_stop_string_ends_the_sequence_and_frees_it(tmp_path: Path) -> None:
-    async with serving(tmp_path, says("one two three", tokens_per_step=5)) as s:
+    async with serving(tmp_path, answers_with("one two three", tokens_per_step=5)) as s:
         responses = await answer(s.client, ask(sampling=pb.SamplingParams(stop=["two"])))
     assert "".join(r.text for r in responses) == "one "
     assert bytes(t for r in responses for t in r.token_ids) == b"one two"
@@ -270,7 +270,7 @@ async def test_a_request_id_is_free_again_after_its_request(tmp_path: Path) -> N
         assert "request_id" in (error.details() or "")
         s.engine.emit(s.engine.submitted[0], TokenEvent(0, finish=FinishReason.LENGTH))
         await task
-        s.engine.script = says("again")
+        s.engine.script = answers_with("again")
         assert (await answer(s.client, ask(request_id="a")))[-1].finish_reason == pb.FINISH_REASON_STOP
 
 
@@ -316,7 +316,7 @@ async def test_info_and_stats(tmp_path: Path) -> None:
 
 
 async def test_a_grammar_compiled_ahead_is_named_by_its_id(tmp_path: Path) -> None:
-    async with serving(tmp_path, says("ok")) as s:
+    async with serving(tmp_path, answers_with("ok")) as s:
         made = await s.client.compile(pb.Grammar(regex="[a-z]+", backend=pb.BACKEND_AUTO, allow_unenforced=True))
         assert (made.backend, made.memory_bytes) == (pb.BACKEND_LLGUIDANCE, 99)
         assert (made.min_tokens, made.known_answer_tokens) == (4, 6)
@@ -332,7 +332,7 @@ async def test_a_grammar_compiled_ahead_is_named_by_its_id(tmp_path: Path) -> No
 
 
 async def test_a_server_without_a_grammar_process_compiles_nothing(tmp_path: Path) -> None:
-    async with serving(tmp_path, says("ok"), with_grammar=False) as s:
+    async with serving(tmp_path, answers_with("ok"), with_grammar=False) as s:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await s.client.compile(pb.Grammar(regex="a"))
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -136,9 +136,9 @@ def test_the_real_model_answers_the_same_with_and_without_drafts(
     def run(num_drafts: int, together: Callable[..., list[list[int]]]) -> tuple[list[list[int]], int]:
         with unguided_engine(embedded, with_drafts(num_drafts, num_threads=0)) as engine:
             answers = [ask(prompt, max_tokens=24, temperature=temperature, seed=4) for prompt in prompts]
-            said = together(engine, answers)
+            token_ids = together(engine, answers)
             assert all(answer.finish in (FinishReason.STOP, FinishReason.LENGTH) for answer in answers)
-            return said, engine.stats().accepted_draft_tokens
+            return token_ids, engine.stats().accepted_draft_tokens
 
     plain, _ = run(0, answer_all)
     drafted, accepted = run(7, answer_all)

@@ -76,7 +76,7 @@ def test_requested_layer_inputs_are_returned(saved: Saved, fuse: bool) -> None:
     states = with_own(input_ids=ids, output_hidden_states=True).hidden_states
     table, positions = torch.arange(2).int().view(2, 1), torch.arange(12).int().expand(2, 12).contiguous()
     for run in (model.logits, model.prefill):
-        hidden: dict[int, torch.Tensor | None] = {0: None, 1: None, 2: None}  # 2: behind the last, normed
+        hidden: dict[int, torch.Tensor | None] = {0: None, 1: None, 2: None}  # 2: after the last layer and the norm
         run(ids, AttentionContext(model.allocate_pages(2, 16), table, positions, hidden=hidden))
         for layer, got in hidden.items():
             assert got is not None

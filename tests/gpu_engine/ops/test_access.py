@@ -15,7 +15,7 @@ from gpu_engine.cli.client import Client
 from gpu_engine.server import Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.logs import JsonFormatter, RequestIdFilter
-from tests.fakes import FakeEngine, FakeModel, says
+from tests.fakes import FakeEngine, FakeModel, answers_with
 
 
 @pytest.fixture
@@ -37,7 +37,9 @@ def access() -> Iterator[list[logging.LogRecord]]:
 async def test_every_call_has_one_access_line_without_its_texts(
     tmp_path: Path, access: list[logging.LogRecord]
 ) -> None:
-    parts = Parts(lambda config, progress: FakeModel(), lambda c, model, channel, grammar: FakeEngine(c, says("hush")))
+    parts = Parts(
+        lambda config, progress: FakeModel(), lambda c, model, channel, grammar: FakeEngine(c, answers_with("hush"))
+    )
     config = ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none")
     ask = pb.GenerateRequest(text="secret", request_id="r-1", sampling=pb.SamplingParams(n=2))
     wrong = pb.GenerateRequest(text="secret", request_id="r-2", grammar=pb.Grammar(regex="secret"))

@@ -61,33 +61,33 @@ def seen(thread_target):
 
 cores = sorted(os.sched_getaffinity(0))
 split = CoreSplit(frozenset(cores), frozenset(cores[-1:]))
-chosen, go, told, gone = (threading.Event() for _ in range(4))
-old, apart = [], []
+pinned, go, checked, released = (threading.Event() for _ in range(4))
+early, own_cores = [], []
 
 def wait():
     go.wait()
-    old.append(mine())
-    told.set()
-    gone.wait()
-    old.append(mine())
+    early.append(mine())
+    checked.set()
+    released.wait()
+    early.append(mine())
 
 def stay():
     os.sched_setaffinity(0, cores[:1])
-    chosen.set()
-    gone.wait()
-    apart.append(mine())
+    pinned.set()
+    released.wait()
+    own_cores.append(mine())
 
 waits = threading.Thread(target=wait, daemon=True)
 stays = threading.Thread(target=stay, daemon=True)
 waits.start()
 stays.start()
-chosen.wait()
+pinned.wait()
 assert split.confine()
 go.set()
-told.wait()
+checked.wait()
 assert mine() == cores[-1:], "the caller"
-assert old[0] == cores[-1:], "a thread that was there"
-assert seen(mine) == cores[-1:], "a thread that comes"
+assert early[0] == cores[-1:], "a thread that started before"
+assert seen(mine) == cores[-1:], "a thread that started later"
 child = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
 assert subprocess.check_output(child, text=True).strip() == str(cores[-1:]), "a child"
 assert split.on_every_core(lambda: (mine(), seen(mine))) == (cores, cores), "the model's threads"
@@ -100,11 +100,11 @@ else:
     raise AssertionError
 assert mine() == cores[-1:]
 split.release()
-gone.set()
+released.set()
 waits.join()
 stays.join()
-assert mine() == old[1] == cores
-assert apart[0] == cores[:1], "a thread whose cores other code has set"
+assert mine() == early[1] == cores
+assert own_cores[0] == cores[:1], "a thread whose cores other code has set"
 print("ok")
 """
 

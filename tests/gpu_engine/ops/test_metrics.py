@@ -27,7 +27,7 @@ from gpu_engine.ops.metrics_requests import RequestWatch
 from gpu_engine.server import Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from tests import metrics_table
-from tests.fakes import FakeEngine, FakeModel, Script, says
+from tests.fakes import FakeEngine, FakeModel, Script, answers_with
 
 ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)
 Scrape = Mapping[tuple[str, ...], float]
@@ -140,7 +140,7 @@ async def test_calls_are_counted_by_their_outcome(tmp_path: Path) -> None:
     def script(request: Any) -> Any:
         if len(request.prompt_ids) < 5:
             request.telemetry.scheduled_s = request.telemetry.first_token_s = request.telemetry.arrived_s + 0.25
-            return says("answer")(request)
+            return answers_with("answer")(request)
         return [TokenEvent(request.index, (65,))]
 
     async with open_server(ENGINE, config(tmp_path), parts=parts(script)) as server, Client(server.address) as client:

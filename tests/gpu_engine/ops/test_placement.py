@@ -27,7 +27,7 @@ def test_the_default_device_is_a_gpu_where_torch_sees_one() -> None:
     assert resolved(cuda_devices=2, device="cuda:1").device == "cuda:1"
 
 
-def test_one_log_line_says_which_device_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_log_line_names_the_chosen_device(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     resolved(cuda_devices=1)
     resolved(cuda_devices=0)
@@ -49,7 +49,7 @@ def test_with_four_cores_and_more_the_default_leaves_some_to_the_grammar_process
 
 
 @pytest.mark.parametrize("cores", [4, 8, 64])
-def test_the_default_confines_the_grammar_process_to_the_cores_left_free(cores: int) -> None:
+def test_the_default_confines_the_grammar_process_to_unused_cores(cores: int) -> None:
     config = resolved(cores=cores)
     split = CoreSplit.of(config, frozenset(range(cores)), cores)
     assert split is not None

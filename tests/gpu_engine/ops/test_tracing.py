@@ -29,7 +29,7 @@ from gpu_engine.ops.metrics_requests import RequestWatch
 from gpu_engine.ops.tracing import RequestTracer, open_tracing
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
-from tests.fakes import FakeEngine, FakeGrammar, FakeModel, says
+from tests.fakes import FakeEngine, FakeGrammar, FakeModel, answers_with
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -50,7 +50,7 @@ def timed(request: Request) -> Any:
     at = times.arrived_s
     times.scheduled_s, times.prefilled_s, times.first_token_s, times.last_token_s = at + 1, at + 3, at + 4, at + 9
     times.steps, times.accepted_draft_tokens, times.compile_cache_hit = 4, 2, True
-    return says("answer")(request)
+    return answers_with("answer")(request)
 
 
 async def called(tmp_path: Path, spans: InMemorySpanExporter, request: pb.GenerateRequest) -> list[ReadableSpan]:

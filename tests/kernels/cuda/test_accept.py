@@ -30,7 +30,7 @@ def on(params: SlotParams, device: torch.device) -> SlotParams:
     return SlotParams(**{f.name: getattr(params, f.name).to(device) for f in fields(params)})
 
 
-def nobody(num_slots: int, device: torch.device) -> torch.Tensor:
+def none_ended(num_slots: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(num_slots, dtype=torch.bool, device=device)
 
 
@@ -39,7 +39,7 @@ def run(
 ) -> tuple[AcceptResult, torch.Tensor, torch.Tensor, SlotRows]:
     B, V = len(cases), logits.shape[1]
     t = tensors(cases, V, R)
-    state = SlotRows.allocate(B, V, t.masks_SRW.to(device), nobody(B, device), max_rules=64)
+    state = SlotRows.allocate(B, V, t.masks_SRW.to(device), none_ended(B, device), max_rules=64)
     for b, c in enumerate(cases):
         state.write_rules(b, pack_rules(c.stop, c.bad, c.words))
         state.count_seen(b, torch.tensor(c.history), c.prompt_length)
@@ -52,7 +52,7 @@ def run(
     )
     accept(logits.to(device), step, num_rows=rows)
     for b, c in enumerate(cases):  # the counts are those of the new history
-        want = SlotRows.allocate(1, V, t.masks_SRW, nobody(1, t.masks_SRW.device))
+        want = SlotRows.allocate(1, V, t.masks_SRW, none_ended(1, t.masks_SRW.device))
         want.count_seen(0, history[b, : int(length[b])].cpu(), c.prompt_length)
         assert torch.equal(state.seen_SV[b].cpu(), want.seen_SV[0])
     return result, history.cpu(), length.cpu(), state
@@ -196,7 +196,7 @@ def test_a_slot_that_has_ended_emits_nothing(device: torch.device) -> None:
 def test_idle_lanes_emit_nothing_and_touch_no_slot(device: torch.device) -> None:
     t = tensors([Case([1, 2], 1)], 50, 2)
     history, length = t.history_SL.to(device), t.length_S.to(device)
-    state = SlotRows.allocate(1, 50, t.masks_SRW.to(device), nobody(1, device))
+    state = SlotRows.allocate(1, 50, t.masks_SRW.to(device), none_ended(1, device))
     result = AcceptResult.allocate(2, 2, 50, device)
     result.num_emitted_B.fill_(7)
     lanes = torch.zeros(2, 2, dtype=torch.int32, device=device)
@@ -233,7 +233,7 @@ def test_a_draft_is_the_token_that_its_row_draws_without_a_draft(
         )
     ]
     t = tensors(cases, V, R)
-    state = SlotRows.allocate(5, V, t.masks_SRW.to(device), nobody(5, device))
+    state = SlotRows.allocate(5, V, t.masks_SRW.to(device), none_ended(5, device))
     for b, c in enumerate(cases):
         state.count_seen(b, torch.tensor(c.history), c.prompt_length)
     scratch = RowScratch.allocate(5, V, device, block=64)
@@ -257,7 +257,7 @@ def test_a_draft_is_the_token_that_its_row_draws_without_a_draft(
 
 def test_rules_that_do_not_fit_are_rejected(device: torch.device) -> None:
     masks = torch.zeros(1, 1, 2, dtype=torch.int32, device=device)
-    state = SlotRows.allocate(1, 50, masks, nobody(1, device), max_rules=4)
+    state = SlotRows.allocate(1, 50, masks, none_ended(1, device), max_rules=4)
     with pytest.raises(ValueError, match="at most 4"):
         state.write_rules(0, pack_rules((1, 2, 3), (), ()))
     assert SEEN == 1 << 30
