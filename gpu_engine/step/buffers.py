@@ -130,6 +130,8 @@ class StepBatch:
     any_guided: bool
     max_rows: int = 16
     """Rows that the next step will have for a lane: a drafter proposes at most one less."""
+    place_B: torch.Tensor | None = None
+    """int64 [B], each lane's slot, where the launcher knows that no lane is padding; None: see `launches.place_of`."""
 
     @property
     def slots_B(self) -> torch.Tensor:

@@ -48,12 +48,13 @@ class DirectLauncher:
     def launch(self, handle: StepHandle[Any]) -> None:
         """Run the step."""
         lane, B = self._lane, len(handle.slots)
-        lane.slots_B[:B] = torch.tensor(handle.slots, dtype=torch.int32)
+        place_B = torch.tensor(handle.slots)
+        lane.slots_B[:B] = place_B
         lane.slot_gens_B[:B] = torch.tensor(handle.slot_gens, dtype=torch.int32)
         lane.guided_B[:B] = torch.tensor(handle.guided)
         share = max(1, min(lane.drafts_BR.shape[1], self._max_step_rows // B))
-        longest = 1 + int(self._slot.num_drafts_S[list(handle.slots)].max())
-        batch = StepBatch(self._slot, lane, B, min(longest, share), handle.any_guided, share)
+        longest = 1 + int(self._slot.num_drafts_S[place_B].max())
+        batch = StepBatch(self._slot, lane, B, min(longest, share), handle.any_guided, share, place_B)
         self._program(batch)
         handle.num_lanes, handle.num_rows = B, batch.num_rows
         handle.entry = self._ring.push(batch, logprobs=handle.wants_logprobs)

@@ -80,6 +80,8 @@ class StepLaunches(Protocol):
 
 def place_of(batch: StepBatch) -> torch.Tensor:
     """Return each lane's slot, int64 [B]; the spare slot for a padded lane."""
+    if batch.place_B is not None:
+        return batch.place_B
     return torch.where(batch.slots_B < 0, len(batch.slot.length_S) - 1, batch.slots_B).long()
 
 
@@ -125,7 +127,7 @@ class TorchLaunches:
     def pack(self, batch: StepBatch, store: RowStore, post: PostBuffers, k: int) -> None:
         """See `StepLaunches.pack`."""
         slot, lane, B, R = batch.slot, batch.lane, batch.num_lanes, len(self._row_R)
-        slots_B = batch.slots_B.clamp(min=0).long()
+        slots_B = place_of(batch)
         length_B, drafts_B = slot.length_S[slots_B], lane.num_drafts_B[:B]
         asking_B = lane.guided_B[:B] & (batch.slots_B >= 0)
         if k == VERIFY:
@@ -154,7 +156,7 @@ class TorchLaunches:
         post.n_commit.copy_(num_new_B)
         post.n_draft.copy_(torch.where(asked_B, drafts_B, 0))
         post.need_rows.copy_((missing_BR.int() << self._row_R).sum(dim=1))
-        # An addition, since a padded lane shares its index with slot 0: it adds nothing.
+        # An addition, since padded lanes share the spare slot: they add nothing.
         if k != PROPOSE:
             slot.posted_S.index_add_(0, slots_B, num_new_B)
 

@@ -77,6 +77,11 @@ class OutputRing:
         self._packed = torch.zeros(self._size(max_lanes), dtype=torch.int32, device=stream.device)
         self._entries = [self._entry(max_lanes, R) for _ in range(max_inflight_steps)]
         self._next = 0
+        # Slices that every step of B lanes needs; on a CPU a slice costs as much as a small copy.
+        self._parts: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
+        first = self._entries[0]
+        self._no_logprobs = (first.logprob_BR[:0], first.top_ids_BRN[:0], first.top_logprobs_BRN[:0])
+        self._no_scratch = (torch.empty(0), torch.empty(0, dtype=torch.int32))
 
     def pack(self, batch: StepBatch) -> None:
         """Gather the results of the first B lanes into one piece of device memory: the last launch of the step."""
@@ -115,11 +120,13 @@ class OutputRing:
         seq, waited_ns = numbers[:_HEAD].view(torch.int64).tolist()
         lanes = dict(zip(_PER_LANE, numbers[_HEAD : _HEAD + len(_PER_LANE) * B].view(-1, B), strict=True))
         emitted_BR = numbers[_HEAD + len(_PER_LANE) * B :].view(B, R)
-        count = B if entry.logprobs else 0
+        logprobs = self._no_logprobs
+        if entry.logprobs:
+            copied = (entry.logprob_BR, entry.top_ids_BRN, entry.top_logprobs_BRN)
+            logprobs = (copied[0][:B].clone(), copied[1][:B].clone(), copied[2][:B].clone())
         result = AcceptResult(
             *(emitted_BR, lanes["num_emitted"], lanes["num_accepted"], lanes["finish"], lanes["blocked"]),
-            *(entry.logprob_BR[:count].clone(), entry.top_ids_BRN[:count].clone()),
-            *(entry.top_logprobs_BRN[:count].clone(), torch.empty(0), torch.empty(0, dtype=torch.int32)),
+            *(*logprobs, *self._no_scratch),
         )
         per_lane = (lanes["num_drafts"], lanes["num_jump_forward"], lanes["slots"], lanes["slot_gens"])
         return StepOutputs(result, *per_lane, seq, waited_ns)
@@ -128,11 +135,18 @@ class OutputRing:
         return _HEAD + num_lanes * (len(_PER_LANE) + self._rows)
 
     def _pack(self, batch: StepBatch) -> None:
-        lane, r, B = batch.lane, batch.lane.result, batch.num_lanes
+        if batch.num_lanes not in self._parts:
+            self._parts[batch.num_lanes] = self._parts_of(batch.num_lanes)
+        parts, packed = self._parts[batch.num_lanes]
+        torch.cat(parts, out=packed)
+
+    def _parts_of(self, num_lanes: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return the results of the first lanes, and where they are packed."""
+        lane, r, B = self._lane, self._lane.result, num_lanes
         results = (r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B)
         per_lane = (*results, lane.num_drafts_B, lane.num_jump_forward_B, lane.slots_B, lane.slot_gens_B)
         parts = [*self._report, *(t[:B] for t in per_lane), r.emitted_BR[:B].reshape(-1)]
-        torch.cat(parts, out=self._packed[: self._size(B)])
+        return parts, self._packed[: self._size(B)]
 
     def _entry(self, lanes: int, rows: int) -> _Entry:
         def pinned(dtype: torch.dtype, *shape: int) -> torch.Tensor:

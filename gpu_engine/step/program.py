@@ -80,13 +80,15 @@ class StepProgram:
         self._ids = torch.zeros(lanes * R, dtype=torch.int64, device=stream.device)
         self._positions = torch.zeros(lanes * R, dtype=torch.int32, device=stream.device)
         self._table_BN = torch.zeros(lanes, N, dtype=torch.int32, device=stream.device)
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        """By (B, P): the views of the three buffers that such a step uses."""
         self._logits_NV: torch.Tensor | None = None
         self._hidden: Hidden = dict.fromkeys(drafter.layers)
         """Filled by every forward, for the drafter."""
 
     def __call__(self, batch: StepBatch) -> None:
         """Enqueue one verify step for every lane and the drafting behind it; the ring gets the results."""
-        kernel, table_BN, step = self.stream.kernel, self._table_BN[: batch.num_lanes], self._tensors(batch)
+        kernel, table_BN, step = self.stream.kernel, self._inputs(batch)[2], self._tensors(batch)
         kernel(self._load, batch)
         self.sync.post(batch)  # the sidecar rolls back, accepts and fills rows while the target runs
         kernel(self._forward, batch)
@@ -111,12 +113,11 @@ class StepProgram:
         slot.num_drafts_S[spare] = slot.length_S[spare] = 0
 
     def _load(self, batch: StepBatch) -> None:
-        self._launches.load(batch, *self._inputs(batch), self._table_BN[: batch.num_lanes])
+        self._launches.load(batch, *self._inputs(batch))
 
     @torch.no_grad()
     def _forward(self, batch: StepBatch) -> None:
-        ids_BP, positions_BP = self._inputs(batch)
-        table_BN = self._table_BN[: batch.num_lanes]
+        ids_BP, positions_BP, table_BN = self._inputs(batch)
         context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden)
         self._logits_NV = self.model.logits(ids_BP, context)
 
@@ -128,10 +129,13 @@ class StepProgram:
     def _advance(self, batch: StepBatch) -> None:
         self._launches.advance(batch, self.sync.store)
 
-    def _inputs(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and positions of this batch, [B, P]."""
-        shape, count = (batch.num_lanes, batch.num_rows), batch.num_lanes * batch.num_rows
-        return self._ids[:count].view(shape), self._positions[:count].view(shape)
+    def _inputs(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ids [B, P], positions [B, P] and page table [B, N] of this batch."""
+        B, P = batch.num_lanes, batch.num_rows
+        if (B, P) not in self._views:
+            ids_BP, positions_BP = self._ids[: B * P].view(B, P), self._positions[: B * P].view(B, P)
+            self._views[B, P] = (ids_BP, positions_BP, self._table_BN[:B])
+        return self._views[B, P]
 
     def _tensors(self, batch: StepBatch) -> StepTensors:
         slot, lane = batch.slot, batch.lane
