@@ -110,22 +110,31 @@ def device_executor(
         stream, model, pages, drafter, slot_writer, shapes.of, max_lanes=max(lanes for lanes, _ in shapes.every)
     )
 
-    def warm_up() -> None:
-        step_sync.reserve(buckets)
-        prefill.warm_up(shapes.every)  # loads every kernel before the first wait is captured
-        graphs.capture(channel)
-        # A capture empties the allocator's cache. A prefill that had to allocate again could wait for the device while
-        # a step there waits for the grammar process, so the cache is filled again.
-        prefill.warm_up(shapes.every)
-        stream.synchronize()
-
     return Executor(
         slot_writer,
         step_sync,
         LauncherRunner(graphs, slot_writer, step_sync, max_inflight_steps),
         prefill,
-        warm_up,
+        lambda: _warm_up(stream, step_sync, prefill, graphs, channel, shapes.every),
         enter=lambda: None,
         probe=stream.synchronize,
         close=graphs.close,
     )
+
+
+def _warm_up(
+    stream: Stream,
+    sync: Sync,
+    prefill: Prefill,
+    graphs: StepGraphs,
+    channel: EngineEnd | None,
+    shapes: tuple[tuple[int, int], ...],
+) -> None:
+    """Run every prefill shape and every step once, and capture the steps."""
+    sync.reserve(graphs.buckets)
+    prefill.warm_up(shapes)  # loads every kernel before the first wait is captured
+    graphs.capture(channel)
+    # A capture empties the allocator's cache. A prefill that had to allocate again could wait for the device while a
+    # step there waits for the grammar process, so the cache is filled again.
+    prefill.warm_up(shapes)
+    stream.synchronize()

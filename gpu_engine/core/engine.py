@@ -3,7 +3,7 @@
 Invariant: a public method of `Engine` returns at once and touches no sequence; it leaves a message in the inbox, which
 the engine thread drains before each iteration (see loop.py).
 
-Not responsible for: gRPC and tokenisation (see front/), what one iteration does (see loop.py).
+Not responsible for: gRPC and tokenisation (see front/), the content of an iteration (see loop.py).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Engine:
             return
 
     def start(self) -> None:
-        """Start the thread; block until it is warm and a request can be served. Raises what the warm-up raises."""
+        """Start the thread; block until it is warm and a request can be served. Raises the error of the warm-up."""
         self._thread.start()
         self._started.wait()
         if self._start_error is not None:

@@ -135,7 +135,7 @@ class PrefixIndex:
     """Finds full pages by the tokens of a sequence, from its first token on.
 
     A trie of pages in one table, as vLLM's block hashes are, with the page before in place of its hash: tokens are
-    compared, not hashes of them. Invariant: an indexed page holds the keys and values of its tokens behind those of its
+    compared, not hashes. Invariant: an indexed page holds the keys and values of its tokens behind those of its
     parent, and its parent is indexed, too. A page must therefore be removed before its parent.
     """
 

@@ -71,7 +71,7 @@ class Prefill:
         ]
         self._next = 0
         self.launches: Counter[tuple[int, int]] = Counter()
-        """By (B, P), with those of the warm-up."""
+        """Number of launches by (B, P), the warm-up included."""
 
     def __call__(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
         """Enqueue filling the caches with chunks of different sequences, which fit one of the shapes."""

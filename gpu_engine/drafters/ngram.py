@@ -46,7 +46,7 @@ class NgramDrafter:
 
 
 class NoDrafter:
-    """Proposes nothing of its own: a slot has no drafts, or those alone that the grammar forces."""
+    """Proposes nothing of its own: a slot has no drafts, or jump-forward tokens alone."""
 
     layers: tuple[int, ...] = ()
 

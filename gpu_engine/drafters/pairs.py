@@ -1,7 +1,7 @@
 """Draft nets over pairs: the target's hidden state of position p with the token at p + 1 (EAGLE, Li et al. 2024).
 
 The pair of position p is stored at position p of the net's own cache. Invariant: when a first link begins, the
-cache holds true pairs of every position before `length - 1 - emitted`; the link writes those of the step's emitted
+cache holds true pairs of every position before `length - 1 - emitted`; the link writes the pairs of the step's emitted
 tokens itself, over the pairs of an older chain. Not responsible for: the computation of a pair (see eagle3.py, mtp.py),
 the chain (see chain.py).
 

@@ -71,8 +71,8 @@ def _attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     num_heads, head_dim = query.shape[1], query.shape[3]
     scale = head_dim**-0.5 if scaling is None else scaling
-    asked = LayerAttention(num_heads, key.shape[1], head_dim, scale, softcap or 0.0, sliding_window or 0)
-    ctx.layers_seen[layer] = asked
+    parameters = LayerAttention(num_heads, key.shape[1], head_dim, scale, softcap or 0.0, sliding_window or 0)
+    ctx.layers_seen[layer] = parameters
     out = paged_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -80,9 +80,9 @@ def _attend(
         ctx.pages[layer],
         ctx.page_table_BN,
         ctx.positions_BP,
-        scale=asked.scale,
-        softcap=asked.softcap,
-        window=asked.window,
+        scale=parameters.scale,
+        softcap=parameters.softcap,
+        window=parameters.window,
     )
     return out, None
 

@@ -40,7 +40,7 @@ class Bounds:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Bounds:
-        """Return those of a model's dtype."""
+        """Return the bounds of a model's dtype."""
         return cls(1e-5, 1e-4, 1e-3) if dtype == torch.float32 else cls(1e-3, 1e-2, 4e-2)
 
 
@@ -162,11 +162,11 @@ class Fused:
         return f"<Fused {parts}, {'one loop' if self.forward else 'no loop'}, {len(self.left)} reasons>"
 
 
-def fuse_parts(net: Any, record: Recording, asked: Mapping[int, LayerAttention], dtype: torch.dtype) -> Fused:
+def fuse_parts(net: Any, record: Recording, layer_attention: Mapping[int, LayerAttention], dtype: torch.dtype) -> Fused:
     """Replace every recognised module of `net`.
 
-    `record` is of a forward over our attention, and `asked` holds the parameters of that attention by layer. A replaced
-    module is also removed from the record, which releases its weights: memory holds at most one layer twice.
+    `record` is of a forward over our attention, and `layer_attention` holds the parameters of that attention by layer.
+    A replaced module is also removed from the record, which releases its weights: memory holds at most one layer twice.
     """
     bounds, counts, left = Bounds.of(dtype), dict.fromkeys(("norms", "blocks", "attentions"), 0), dict[str, None]()
 
@@ -184,8 +184,8 @@ def fuse_parts(net: Any, record: Recording, asked: Mapping[int, LayerAttention],
     for parent, name, child in _children(net):
         parts = {part for part, _ in child.named_children()}
         layer_idx = getattr(child, "layer_idx", None)
-        if "o_proj" in parts and isinstance(layer_idx, int) and layer_idx in asked:
-            make = functools.partial(attention_of, child, record, asked[layer_idx], layer_idx, bounds)
+        if "o_proj" in parts and isinstance(layer_idx, int) and layer_idx in layer_attention:
+            make = functools.partial(attention_of, child, record, layer_attention[layer_idx], layer_idx, bounds)
             attempt("attentions", parent, name, child, make)
         elif "down_proj" in parts:
             attempt("blocks", parent, name, child, functools.partial(gated_of, child, record, bounds.block))

@@ -15,7 +15,7 @@ def load_kernels_eagerly() -> None:
     """Make CUDA load a module's kernels at once. Call before CUDA is initialised.
 
     A lazily loaded kernel is loaded at its first launch, which may wait for the device. The device may be inside a wait
-    of a step at that time, and that wait ends only after the grammar process was asked by a later launch. Raises
+    of a step at that time, and that wait may end only after a later launch posts to the grammar process. Raises
     RuntimeError when CUDA is initialised already without the setting.
     """
     if os.environ.get("CUDA_MODULE_LOADING") != "EAGER":

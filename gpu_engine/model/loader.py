@@ -109,7 +109,7 @@ def prepare(config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast) 
     install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
     seen = probe(model)
     if config.fuse:
-        model.fused = fuse_parts(net, seen.record, seen.asked, dtype)
+        model.fused = fuse_parts(net, seen.record, seen.layer_attention, dtype)
     if device.type == "cpu":
         pack_linears(net)
     elif config.fuse:

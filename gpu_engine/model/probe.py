@@ -31,12 +31,12 @@ class Probe:
     ids_BP: torch.Tensor
     logits_NV: torch.Tensor
     """Of the unfused model, over our attention."""
-    asked: dict[int, LayerAttention]
+    layer_attention: dict[int, LayerAttention]
     """By layer."""
     record: Recording
     noise: float
-    """Relative distance of those logits from the ones over the model's own attention: what rounding in another order
-    does to this model in its dtype, through all of its layers."""
+    """Relative distance of those logits from the ones over the model's own attention: the effect of rounding in another
+    order on this model in its dtype, through all of its layers."""
 
     def again(self, model: LoadedModel) -> Callable[[FusedForward | None], torch.Tensor]:
         """Return a function that computes the same tokens' logits by a fused, or by the model's own forward."""

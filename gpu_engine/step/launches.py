@@ -129,32 +129,32 @@ class TorchLaunches:
         slot, lane, B, R = batch.slot, batch.lane, batch.num_lanes, len(self._row_R)
         slots_B = place_of(batch)
         length_B, drafts_B = slot.length_S[slots_B], lane.num_drafts_B[:B]
-        asking_B = lane.guided_B[:B] & (batch.slots_B >= 0)
+        may_request_B = lane.guided_B[:B] & (batch.slots_B >= 0)
         if k == VERIFY:
-            asking_B &= ~slot.done_S[slots_B]
-            missing_BR = (self._row_R <= drafts_B[:, None]) & ~store.cached_SR[slots_B] & asking_B[:, None]
+            may_request_B &= ~slot.done_S[slots_B]
+            missing_BR = (self._row_R <= drafts_B[:, None]) & ~store.cached_SR[slots_B] & may_request_B[:, None]
         elif k == PROPOSE:
             room_B = slot.params.max_length_S[slots_B] - length_B - 1
             wanted_B = torch.minimum(slot.jump_forward_limit_S[slots_B], room_B).clamp(max=min(R, batch.max_rows) - 1)
-            missing_BR = (self._row_R < wanted_B[:, None]) & (asking_B & lane.drafting_B[:B])[:, None]
+            missing_BR = (self._row_R < wanted_B[:, None]) & (may_request_B & lane.drafting_B[:B])[:, None]
             drafts_B = torch.zeros_like(drafts_B)
         else:
-            missing_BR = (self._row_R == k) & (asking_B & lane.drafting_B[:B])[:, None]
+            missing_BR = (self._row_R == k) & (may_request_B & lane.drafting_B[:B])[:, None]
             drafts_B = torch.full_like(drafts_B, k)
-        asked_B, posted_B = missing_BR.any(dim=1), slot.posted_S[slots_B]
+        requested_B, posted_B = missing_BR.any(dim=1), slot.posted_S[slots_B]
         start_B = slot.params.prompt_length_S[slots_B] + posted_B
-        num_new_B = torch.where(asked_B, length_B - start_B, 0)
+        num_new_B = torch.where(requested_B, length_B - start_B, 0)
         where_BR = (start_B[:, None] + self._row_R).clamp(max=slot.history_SL.shape[1] - 1).long()
         committed_BR = slot.history_SL[slots_B[:, None], where_BR]
         # Committed tokens first, drafts right behind them.
         at_T, num_new_B1 = self._at_T, num_new_B[:, None]
         source_BT = torch.where(at_T < num_new_B1, at_T, R + at_T - num_new_B1).clamp(min=0, max=2 * R - 1)
         post.tokens.copy_(torch.cat([committed_BR, lane.drafts_BR[:B]], dim=1).gather(1, source_BT.long()))
-        post.slots.copy_(torch.where(asked_B, batch.slots_B, -1))
+        post.slots.copy_(torch.where(requested_B, batch.slots_B, -1))
         post.slot_gens.copy_(lane.slot_gens_B[:B])
         post.commit_pos.copy_(posted_B)
         post.n_commit.copy_(num_new_B)
-        post.n_draft.copy_(torch.where(asked_B, drafts_B, 0))
+        post.n_draft.copy_(torch.where(requested_B, drafts_B, 0))
         post.need_rows.copy_((missing_BR.int() << self._row_R).sum(dim=1))
         # An addition, since padded lanes share the spare slot: they add nothing.
         if k != PROPOSE:
@@ -167,10 +167,10 @@ class TorchLaunches:
         if post_seq is not None:
             post_seq.copy_(post.awaited)
         lane, B, place_B = batch.lane, batch.num_lanes, place_of(batch)
-        asked_BR = (post.need_rows[:, None] >> self._row_R & 1).bool() & (post.slots >= 0)[:, None]
-        kind_BR = torch.where(asked_BR, post.kinds, store.kind_SR[place_B])
-        forced_BR = torch.where(asked_BR, post.forced, store.forced_SR[place_B])
-        here_BR = torch.where(asked_BR, post.kinds != int(RowKind.DEFER), store.cached_SR[place_B])
+        requested_BR = (post.need_rows[:, None] >> self._row_R & 1).bool() & (post.slots >= 0)[:, None]
+        kind_BR = torch.where(requested_BR, post.kinds, store.kind_SR[place_B])
+        forced_BR = torch.where(requested_BR, post.forced, store.forced_SR[place_B])
+        here_BR = torch.where(requested_BR, post.kinds != int(RowKind.DEFER), store.cached_SR[place_B])
         store.kind_SR[place_B], store.forced_SR[place_B], store.cached_SR[place_B] = kind_BR, forced_BR, here_BR
         guided_B = lane.guided_B[:B]
         if k == VERIFY:
@@ -188,12 +188,12 @@ class TorchLaunches:
         # In Python: a lane has few tokens, and an operation on tensors costs more behind a forward than all of them.
         emitted = lane.result.num_emitted_B[:B].tolist()
         lanes = zip(batch.slots_B.tolist(), emitted, post.slots.tolist(), post.need_rows.tolist(), strict=True)
-        for b, (place, count, asked, need) in enumerate(lanes):
+        for b, (place, count, posted_slot, need) in enumerate(lanes):
             if place < 0 or not count:
                 lane.num_jump_forward_B[b] = -1
                 continue
-            asked_rows = need.bit_length() if asked >= 0 else 0
-            rows = zip(post.kinds[b, :asked_rows].tolist(), post.forced[b, :asked_rows].tolist(), strict=True)
+            num_requested = need.bit_length() if posted_slot >= 0 else 0
+            rows = zip(post.kinds[b, :num_requested].tolist(), post.forced[b, :num_requested].tolist(), strict=True)
             legal = itertools.takewhile(lambda row: row[0] == int(RowKind.FORCED) and 0 <= row[1] < vocab_size, rows)
             num_legal = len(list(legal))
             if num_legal:

@@ -1,7 +1,7 @@
 """The mask rows that the engine caches for each slot.
 
-The rows of the draft steps are the next verify's rows 0 to K - 1, since the matcher is in the same state, and the rows
-of an answer that came late are those of the repeated step. So a row is fetched once. Invariant: a cached row
+The rows of the draft steps are the next verify's rows 0 to K - 1, since the matcher is in the same state, and the
+rows of a late answer serve the repeated step. So a row is fetched once. Invariant: a cached row
 belongs to the slot's present history and drafts; `forget` and `StepLaunches.advance` drop rows when either changes. Not
 responsible for: the arrival of rows (see stream_sync.py).
 

@@ -35,7 +35,7 @@ class StepResults(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LaneOutcome:
-    """What one step did to one lane."""
+    """The effect of one step on one lane."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...]
@@ -55,7 +55,7 @@ class LaneOutcome:
 def outcomes(
     lane: StepResults, num_lanes: int, *, guided: Sequence[bool], logprobs: Sequence[int | None]
 ) -> list[LaneOutcome]:
-    """Return what the first `num_lanes` lanes did. `guided` and `logprobs` are those of the step's handle."""
+    """Return the outcomes of the first `num_lanes` lanes. `guided` and `logprobs` are those of the step's handle."""
     r = lane.result
     counts, accepted = r.num_emitted_B[:num_lanes].tolist(), r.num_accepted_B[:num_lanes].tolist()
     finish, blocked = r.finish_B[:num_lanes].tolist(), r.blocked_B[:num_lanes].tolist()

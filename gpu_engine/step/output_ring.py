@@ -35,7 +35,7 @@ class StepOutputs:
     slot_gens_B: torch.Tensor
     """int32 [B] as launched."""
     seq: int
-    """Sequence number of the step's verify post; 0: it asked for no row."""
+    """Sequence number of the step's verify post; 0: it requested no row."""
     waited_ns: int
     """Nanoseconds that all steps since the start waited, as `Sync.report` has them."""
 

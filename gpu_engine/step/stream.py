@@ -42,7 +42,7 @@ class Stream(Protocol):
 
     device: torch.device
     runs_at_once: bool
-    """A kernel has run when `kernel` returns, so the host may read what it wrote."""
+    """A kernel has run when `kernel` returns, so the host may read its results."""
 
     def kernel(self, function: Callable[..., None], *args: object) -> None:
         """Run `function(*args)`, which launches work. Unless `runs_at_once`, it may not read anything back to the

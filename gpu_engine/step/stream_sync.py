@@ -1,6 +1,6 @@
 """The part that all syncs share (the order of packing, posting, waiting and caching), and the sync of the CPU.
 
-Which rows are missing is data, so it travels in the record and never decides what is launched. Invariant: nothing
+The set of missing rows is data: it is a field of the record, and no launch depends on it. Invariant: nothing
 in `StreamSync` reads the device, and a launch depends only on `num_lanes`, `num_rows` and `any_guided` of the batch,
 which are constants of a graph. Every method enqueues; `late` also looks at an answer in host memory. Not responsible
 for: packing and caching on a device (see launches.py), the two CUDA mechanisms (see device/syncs.py).
@@ -219,8 +219,8 @@ class InlineSync(StreamSync):
     def _send(self, post: PostBuffers, stage: int, timeout_ns: int) -> None:
         assert isinstance(post, InlinePostBuffers)
         # Without a lane that requests a row no record is written, and the sequence number is 0.
-        asks = bool((post.slots >= 0).any())
-        post.awaited.fill_(self.channel.post_batch(post.arrays, stage=stage) if asks else 0)
+        requests = bool((post.slots >= 0).any())
+        post.awaited.fill_(self.channel.post_batch(post.arrays, stage=stage) if requests else 0)
 
     def _receive(self, post: PostBuffers, stage: int, rows_wanted: int, timeout_ns: int) -> None:
         assert isinstance(post, InlinePostBuffers)
@@ -231,8 +231,8 @@ class InlineSync(StreamSync):
         self._device_waited += answer.waited_ns
         if stage == Stage.PROPOSE:
             return
-        asked_BR = (post.kinds == int(RowKind.APPLY)) & (post.slots >= 0)[:, None]
-        lanes, rows = asked_BR.nonzero(as_tuple=True)
+        applied_BR = (post.kinds == int(RowKind.APPLY)) & (post.slots >= 0)[:, None]
+        lanes, rows = applied_BR.nonzero(as_tuple=True)
         if len(lanes):
             slots = post.slots[lanes].long()
             self.store.mask_SRW[slots, rows] = torch.from_numpy(self.channel.mask_rows(seq))[slots, rows]

@@ -25,7 +25,7 @@ class Sync(Protocol):
 
     @property
     def report(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The sequence number of the last step's verify post, 0 when it asked for no row, and the nanoseconds waited
+        """The sequence number of the last step's verify post, 0 when it requested no row, and the nanoseconds waited
         since the start: int64 [1] each, on the device. None: nothing is ever posted."""
 
     @property
@@ -99,14 +99,14 @@ class NoSync:
         self._stream.kernel(free_rows, batch)
 
     def post_draft(self, batch: StepBatch, k: int) -> None:
-        """Return: nothing is asked."""
+        """Return: nothing is requested."""
 
     def await_draft(self, batch: StepBatch, k: int) -> None:
         """Enqueue: row k is ALL."""
         self._stream.kernel(free_row, batch, k)
 
     def post_jump_forward(self, batch: StepBatch) -> None:
-        """Return: nothing is asked."""
+        """Return: nothing is requested."""
 
     def await_jump_forward(self, batch: StepBatch) -> None:
         """Return: there are no jump-forward tokens."""
@@ -123,7 +123,7 @@ class NoSync:
         return None
 
     def unread(self, seq: int, slot: int, slot_gen: int) -> bool:
-        """Return False: nothing is ever asked."""
+        """Return False: nothing is ever requested."""
         return False
 
     def forget(self, slot: int) -> None:

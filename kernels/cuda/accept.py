@@ -1,9 +1,8 @@
 """Verification and sampling of one step on a GPU: the launches behind `kernels.accept.accept`.
 
-Two to four kernels: rows (a tile of columns each), filters (rows that ask), acceptance, log-probabilities (rows that
-ask). Invariant: no launch depends on data, so the whole can be captured. A lane with a negative slot is idle: it
-emits nothing and touches no slot. The rule and the noise are those of kernels/accept.py.
-"""
+Two to four kernels: rows (a tile of columns each), filters (rows with filters), acceptance, log-probabilities (rows
+that return them). Invariant: no launch depends on data, so the whole can be captured. A lane with a negative slot is
+idle: it emits nothing and touches no slot. The rule and the noise are those of kernels/accept.py."""
 
 from __future__ import annotations
 

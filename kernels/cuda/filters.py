@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p for the rows that ask for them: one program a row, a few passes, no sort.
+"""Top-k, top-p and min-p for the rows that have them: one program a row, a few passes, no sort.
 
 A token passes iff fewer than k tokens and less than p of the mass lie above it, and it is not below the cut of min-p.
 Passing is monotone in the logit, so the draw is the best scored candidate that passes. The kernel tries the best

@@ -1,4 +1,4 @@
-"""Host functions through the CUDA driver: enqueue a C function, ask about a capture, make a graph own a callback.
+"""Host functions through the CUDA driver: enqueue a C function, query a capture, make a graph own a callback.
 
 Invariant: function and user data reach the driver as plain numbers, and no callback needs the GIL. So
 libcuda is called through ctypes: cuda-bindings (13.3, runtime and driver alike) puts a trampoline of its own into the

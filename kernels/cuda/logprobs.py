@@ -1,6 +1,6 @@
 """Log-probabilities of emitted tokens under the model's own distribution: no mask, no penalty, no temperature.
 
-One program a row, for the emitted rows of slots that ask for log-probabilities. Invariant: equal values are listed by
+One program a row, for the emitted rows of slots that return log-probabilities. Invariant: equal values are listed by
 lowest id first. Not responsible for: choosing the token (see acceptance.py).
 """
 

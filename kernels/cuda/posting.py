@@ -102,15 +102,15 @@ def post_kernel(
     need = tl.where(is_posted, tl.sum(tl.where(missing, 1 << j, 0), axis=0), 0)
     num_posted = tl.load(posted + s)
     start = tl.load(prompt_length + s) + num_posted
-    asked = need != 0
-    num_new = tl.where(asked, tl.load(length + s) - start, 0)
-    tl.store(slots + b, tl.where(asked, s, -1).to(tl.int32))
+    requested = need != 0
+    num_new = tl.where(requested, tl.load(length + s) - start, 0)
+    tl.store(slots + b, tl.where(requested, s, -1).to(tl.int32))
     tl.store(slot_gens + b, tl.load(gens + b))
     tl.store(commit_pos + b, num_posted)
     tl.store(n_commit + b, num_new)
-    tl.store(n_draft + b, tl.where(asked, count, 0))
+    tl.store(n_draft + b, tl.where(requested, count, 0))
     tl.store(need_rows + b, need)
-    if asked:
+    if requested:
         i = tl.arange(0, 2 * ROWS)
         committed = tl.load(history + s * history_stride + start + i, mask=i < num_new, other=0)
         draft = tl.load(drafts + b * R + i - num_new, mask=(i >= num_new) & (i - num_new < R), other=0)
@@ -138,12 +138,12 @@ def pack_post(
     limits: tuple[torch.Tensor, torch.Tensor] | None = None,
     max_rows: int = 16,
 ) -> None:
-    """Write what a step posts, and advance `posted_S` of the posted lanes.
+    """Write the records of a step, and advance `posted_S` of the posted lanes.
 
     To verify: guided lanes, for rows 0 to `num_drafts_B` that are not cached. To draft k: guided lanes in `drafting_B`,
     for row k behind k drafts. A lane without a missing row gets slot -1.
     int32 and contiguous; `guided_B` and `drafting_B` bool. At most R answer tokens may be unposted. A slot in `done_S`
-    (bool) asks for nothing.
+    (bool) requests nothing.
 
     PROPOSE: guided lanes in `drafting_B`, for as many tokens as they may have jump-forward drafts; `limits` are
     `jump_forward_limit_S` and `max_length_S`, and `max_rows` the rows of the next step. `posted_S` stays: the next post

@@ -99,6 +99,6 @@ class DeviceRows:
     slots: SlotRows
     scratch: RowScratch
     filters: bool = True
-    """Static: False leaves the kernel of top-k, top-p and min-p out, and no lane may ask for them."""
+    """Static: False leaves the kernel of top-k, top-p and min-p out, and no lane may need them."""
     logprobs: bool = True
-    """Static: False leaves the kernel of log-probabilities out, and no lane may ask for them."""
+    """Static: False leaves the kernel of log-probabilities out, and no lane may need them."""

@@ -1,7 +1,7 @@
 """One row of logits to its best column, a tile of columns a program: mask, bans, penalties, temperature, shared noise.
 
-Row j of a lane assumes that drafts[:j] were accepted, so all rows are computed at once. Invariant: what a program
-writes depends on its slot, row and tile alone, and the tile size is fixed by the workspace, never by the batch. `pick`
+Row j of a lane assumes that drafts[:j] were accepted, so all rows are computed at once. Invariant: the output of a
+program depends on its slot, row and tile alone, and the tile size is fixed by the workspace, never by the batch. `pick`
 chooses the best column of all tiles. Not responsible for: filters (see filters.py), acceptance (see acceptance.py).
 """
 

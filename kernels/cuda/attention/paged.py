@@ -77,42 +77,14 @@ def paged_attention(
     """
     B, P, Hq, D = q_BPHD.shape
     Hkv, T = pages.v.shape[1], pages.v.shape[2]
-    assert q_BPHD.dtype in (torch.bfloat16, torch.float16, torch.float32), q_BPHD.dtype
-    assert all(t.dtype == q_BPHD.dtype for t in (k_BPHD, v_BPHD, pages.k, pages.v))
-    assert k_BPHD.shape == v_BPHD.shape == (B, P, Hkv, D), (k_BPHD.shape, v_BPHD.shape)
-    assert pages.token_major
-    assert pages.k.shape == pages.v.shape == (pages.v.shape[0], Hkv, T, D)
-    assert pages.k.is_contiguous()
-    assert pages.v.is_contiguous()
-    assert all(t.stride(3) == 1 for t in (q_BPHD, k_BPHD, v_BPHD))
-    assert D % 16 == 0, D
-    assert D <= 256, D
-    assert T % 16 == 0, T
-    assert Hq % Hkv == 0, (Hq, Hkv)
-    assert page_table_BN.dtype == positions_BP.dtype == torch.int32
-    assert positions_BP.shape == (B, P)
-    assert positions_BP.is_contiguous()
-    assert page_table_BN.shape[0] >= B
-    assert page_table_BN.stride(1) == 1
+    _assert_arguments(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP)
     out = torch.empty(B, P, Hq, D, dtype=q_BPHD.dtype, device=q_BPHD.device)
     scales = (scale, softcap) if softcap else (scale * _LOG2_E, 0.0)
     strides = (*q_BPHD.stride()[:3], *k_BPHD.stride()[:3], *v_BPHD.stride()[:3], page_table_BN.stride(0))
     shape = {"D": D, "BLOCK_D": triton.next_power_of_2(D), "T": T, "G": Hq // Hkv, "SOFTCAP": softcap != 0.0}
     tuning = tuning or DecodeTuning.of(D, q_BPHD.element_size(), B * Hkv)
     if P > MAX_DECODE_QUERIES:
-        tensors = (k_BPHD, v_BPHD, pages.k, pages.v, page_table_BN, positions_BP)
-        store_kernel[(B * P,)](*tensors, *strides[3:], P, Hkv, D=D, BLOCK_D=shape["BLOCK_D"], T=T, num_warps=4)
-        big = shape["BLOCK_D"] * q_BPHD.element_size() > 256
-        rows = 64 if P <= 64 or big else 128
-        prefill_kernel[(-(-P // rows), Hq, B)](
-            *(q_BPHD, pages.k, pages.v, page_table_BN, positions_BP, out, *strides[:3], page_table_BN.stride(0)),
-            *(P, Hq, Hkv, window, *scales),
-            **shape,
-            BLOCK_M=rows,
-            BLOCK_N=32 if big else 64,
-            num_warps=8 if rows == 128 or big else 4,
-            num_stages=2,
-        )
+        _prefill(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP, out, strides, (window, *scales), shape)
         return out
     split = split_len or split_length(page_table_BN.shape[1] * T)
     assert split % tuning.block_n == 0, (split, tuning)
@@ -144,3 +116,63 @@ def paged_attention(
         num_warps=1 if D <= 128 else 2,
     )
     return out
+
+
+def _assert_arguments(
+    q_BPHD: torch.Tensor,
+    k_BPHD: torch.Tensor,
+    v_BPHD: torch.Tensor,
+    pages: KVPages,
+    page_table_BN: torch.Tensor,
+    positions_BP: torch.Tensor,
+) -> None:
+    """Assert every shape, dtype and stride that the kernels take."""
+    B, P, Hq, D = q_BPHD.shape
+    Hkv, T = pages.v.shape[1], pages.v.shape[2]
+    assert q_BPHD.dtype in (torch.bfloat16, torch.float16, torch.float32), q_BPHD.dtype
+    assert all(t.dtype == q_BPHD.dtype for t in (k_BPHD, v_BPHD, pages.k, pages.v))
+    assert k_BPHD.shape == v_BPHD.shape == (B, P, Hkv, D), (k_BPHD.shape, v_BPHD.shape)
+    assert pages.token_major
+    assert pages.k.shape == pages.v.shape == (pages.v.shape[0], Hkv, T, D)
+    assert pages.k.is_contiguous()
+    assert pages.v.is_contiguous()
+    assert all(t.stride(3) == 1 for t in (q_BPHD, k_BPHD, v_BPHD))
+    assert D % 16 == 0, D
+    assert D <= 256, D
+    assert T % 16 == 0, T
+    assert Hq % Hkv == 0, (Hq, Hkv)
+    assert page_table_BN.dtype == positions_BP.dtype == torch.int32
+    assert positions_BP.shape == (B, P)
+    assert positions_BP.is_contiguous()
+    assert page_table_BN.shape[0] >= B
+    assert page_table_BN.stride(1) == 1
+
+
+def _prefill(
+    q_BPHD: torch.Tensor,
+    k_BPHD: torch.Tensor,
+    v_BPHD: torch.Tensor,
+    pages: KVPages,
+    page_table_BN: torch.Tensor,
+    positions_BP: torch.Tensor,
+    out: torch.Tensor,
+    strides: tuple[int, ...],
+    limits: tuple[int, float, float],
+    shape: dict[str, int],
+) -> None:
+    """Launch the store and the attention of a chunk. `limits`: window, scale and softcap as the kernel takes them."""
+    B, P, Hq, _ = q_BPHD.shape
+    Hkv, D, T, BLOCK_D = pages.v.shape[1], shape["D"], shape["T"], shape["BLOCK_D"]
+    tensors = (k_BPHD, v_BPHD, pages.k, pages.v, page_table_BN, positions_BP)
+    store_kernel[(B * P,)](*tensors, *strides[3:], P, Hkv, D=D, BLOCK_D=BLOCK_D, T=T, num_warps=4)
+    big = BLOCK_D * q_BPHD.element_size() > 256
+    rows = 64 if P <= 64 or big else 128
+    prefill_kernel[(-(-P // rows), Hq, B)](
+        *(q_BPHD, pages.k, pages.v, page_table_BN, positions_BP, out, *strides[:3], page_table_BN.stride(0)),
+        *(P, Hq, Hkv, *limits),
+        **shape,
+        BLOCK_M=rows,
+        BLOCK_N=32 if big else 64,
+        num_warps=8 if rows == 128 or big else 4,
+        num_stages=2,
+    )
