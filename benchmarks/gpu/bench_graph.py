@@ -4,7 +4,9 @@
 
 A step is: post, some device work, await, a check of every row, outputs into the ring; the peer process answers with the
 sequence in every word. Shown for each way: microseconds a step on the device's clock, what that is above the unguided
-graph, microseconds of host time a launch takes, and rows that were wrong or did not come. Not here: models, grammars.
+graph, microseconds of host time a launch takes, and rows that were wrong or did not come.
+
+Not responsible for: models, grammars.
 """
 
 from __future__ import annotations

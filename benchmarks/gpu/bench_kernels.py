@@ -2,7 +2,7 @@
 
 Invariant: a case is captured several times in a row and the graph is replayed, so that a figure is what the kernels
 cost as nodes of the step's graph, gaps included; data larger than the L2 cache is rotated where a step would find it
-cold. Not here: the step, the model.
+cold. Not responsible for: the step, the model.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@
     random:llama-tiny  the same family, small enough for a CPU
 
 Invariant: the tokenizer has as many real tokens as the model has columns, so that a grammar's mask costs what it costs
-there. Its text is the embedded model's, filled up with pairs of its tokens. Not here: anything measured.
+there. Its text is the embedded model's, filled up with pairs of its tokens.
+
+Not responsible for: measuring (see sections.py).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -106,17 +107,19 @@ def differences(recorded: Mapping[str, Mapping[str, Any]], now: Mapping[str, Map
     return lines
 
 
-def report(recorded: Ids, now: Ids) -> int:
+def report(recorded: Ids, now: Ids, count: int | None = None) -> int:
     """Print a line for each variant and each difference; return the number of differences.
 
     A variant of the record that this run left out is named and not counted: `--dtypes` and `--drafts` choose variants.
+    `count` is the number of prompts of this run: the record has its answers in the order of the prompts, and those
+    behind are not compared. None: all of them are.
 
     bfloat16 rounds by the number of rows in a forward, and which sequences meet in a batch is a matter of time. Such a
     variant differs from itself between two runs of one build, so its differences are printed and not counted.
     """
     counted = 0
     for variant in now:
-        lines = differences(recorded.get(variant, {}), now[variant])
+        lines = differences(dict(islice(recorded.get(variant, {}).items(), count)), now[variant])
         exact = not (variant.startswith("bfloat16") and "batch" in variant)
         note = "" if exact else " (depends on which sequences meet in a batch; not counted)"
         print(f"{variant}: {len(now[variant]) - len(lines)} of {len(now[variant])} equal{note}")
@@ -174,7 +177,7 @@ def main(argv: Sequence[str] | None = None, start: Start = start_engine) -> int:
         args.record.write_text(json.dumps({"machine": platform.processor() or platform.machine(), "answers": ids}))
         print(f"{sum(len(answers) for answers in ids.values())} answers written to {args.record}")
         return 0
-    count = report(json.loads(args.compare.read_text())["answers"], ids)
+    count = report(json.loads(args.compare.read_text())["answers"], ids, args.count)
     print(f"{count} differences")
     return 1 if count else 0
 

@@ -50,10 +50,9 @@ class EngineLoop:
         self.config = config
         S, L, max_inflight_steps = config.max_batch_size, model.max_model_len, config.max_inflight_steps
         num_lookahead = lookahead(config, max_inflight_steps)
-        num_pages = -(-(config.kv_cache_tokens or S * L) // config.page_size) + S * -(
-            -num_lookahead // config.page_size
-        )
-        self.allocator = PageAllocator(num_pages, config.page_size)
+        num_tokens, page_size = config.kv_cache_tokens or S * L, config.page_size
+        num_pages = -(-num_tokens // page_size) + S * -(-num_lookahead // page_size)
+        self.allocator = PageAllocator(num_pages, page_size)
         shapes = config.prefill_shapes
         self.scheduler: Scheduler[SequenceState] = Scheduler(
             S,

@@ -1,6 +1,6 @@
 """A composed stack under a project name of its own: started from nothing, asked, broken, and taken away again.
 
-Not here: what must hold.
+Not responsible for: what must hold (see test_containers.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What compose.yaml and the Dockerfiles promise about containers, read from the files: no Docker is needed.
 
-Not here: the containers themselves (`test_containers.py`).
+Not responsible for: the containers themselves (see test_containers.py).
 """
 
 from __future__ import annotations
