@@ -33,7 +33,7 @@ EXAMPLES = """
 examples:
   python -m benchmarks builds --old ../lockstep-0.2.0                     three rounds at 1 and at 8
   python -m benchmarks builds --old DIR --rounds 1 --count 2 --max-tokens 16          does it run at all?
-  python -m benchmarks builds --old DIR --old-flags='--forced-tokens 15' --new-flags='--jump-forward-tokens 15'
+  python -m benchmarks builds --old DIR --old-flags='--forced-draft-tokens 15' --new-flags='--jump-forward-tokens 15'
   python -m benchmarks builds --old DIR --at-least 0.98                   exit 1 where a median ratio is below 0.98
 
 Build the native libraries of each checkout first: python setup.py build_ext --inplace
