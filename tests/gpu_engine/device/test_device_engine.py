@@ -140,7 +140,7 @@ def test_jump_forward_tokens_change_no_answer(
 
 @pytest.mark.slow
 def test_a_draft_model_continues_after_jump_forward_tokens(llama: LoadedModel, guided_tokens: list[list[int]]) -> None:
-    settings = on_device(2, draft_model=llama.name, max_batch_size=4, jump_forward=True)
+    settings = on_device(2, draft_model=llama.name, draft_masks="on", max_batch_size=4, jump_forward=True)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         grammar.sidecar.proposes = lambda automaton, emitted: next(
             (ids[len(emitted) :][:1] for ids in guided_tokens if ids[: len(emitted)] == emitted), []

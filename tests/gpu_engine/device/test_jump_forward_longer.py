@@ -132,7 +132,8 @@ def test_a_draft_net_continues_after_many_jump_forward_tokens(
 
 @pytest.mark.slow
 def test_a_draft_model_processes_jump_forward_tokens(llama: LoadedModel, expected: list[list[int]]) -> None:
-    settings = with_drafts(2, device="cuda", draft_model=llama.name, jump_forward_tokens=5, **SMALL, **PATIENT)
+    fields = {"draft_model": llama.name, "draft_masks": "on", "jump_forward_tokens": 5}
+    settings = with_drafts(2, device="cuda", **fields, **SMALL, **PATIENT)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         propose = sometimes(expected)
         grammar.sidecar.proposes = lambda automaton, emitted: (
@@ -158,7 +159,7 @@ def test_drafts_beyond_the_rows_of_a_larger_bucket_are_dropped(llama: LoadedMode
     settings = config(device="cuda", **{**SMALL, "max_batch_size": 6}, **fields)
     with guided_device_engine(llama, settings) as (engine, grammar, _):
         runner = engine._loop.executor.runner
-        captured = {(key.num_lanes, key.guided): key.num_rows for key in runner.graphs.captured}  # type: ignore[attr-defined]
+        captured = {(lanes, guided): rows for lanes, rows, guided in runner.launcher.captured}  # type: ignore[attr-defined]
         assert captured == {(b, g): 16 if g and b <= 4 else 3 for b in (1, 2, 4, 6) for g in (True, False)}
         # Each proposal is one right token and fourteen that are rarely right.
         proposed: list[int] = []
