@@ -53,9 +53,15 @@ def cuda_executor(
         sync: HostCallbackSync | DeviceFlagSync | None = None
         if channel is not None:
             pinned = stack.enter_context(PinnedSegment(channel.segment))
-            timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
             mode = "host_callback" if config.sync == "auto" else config.sync
-            sync = cuda_sync(mode, stream, channel, pinned, **timeouts)
+            sync = cuda_sync(
+                mode,
+                stream,
+                channel,
+                pinned,
+                row_timeout_ms=config.row_timeout_ms,
+                draft_timeout_ms=config.draft_timeout_ms,
+            )
         made = device_executor(config, model, channel, num_pages, max_inflight_steps, stream=stream, sync=sync)
         registered = stack.pop_all()
 
