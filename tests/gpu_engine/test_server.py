@@ -6,6 +6,7 @@ import asyncio
 import os
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ async def test_a_server_answers_and_reports_serving(tmp_path: Path) -> None:
         assert "".join(r.text for r in responses) == "yes"
         assert await health_of(server.address) == health_pb2.HealthCheckResponse.SERVING
     assert engines[0].closed
+
+
+@pytest.mark.parametrize(("num_devices", "device"), [(0, "cpu"), (1, "cuda")])
+async def test_the_engine_gets_the_device_that_auto_resolves_to(tmp_path: Path, num_devices: int, device: str) -> None:
+    engines: list[FakeEngine] = []
+    on_device = replace(parts(answers_with("yes"), engines), num_cuda_devices=lambda: num_devices)
+    async with open_server(ENGINE, config(tmp_path), parts=on_device):
+        assert ENGINE.device == "auto"
+        assert engines[0].config.device == device
 
 
 async def test_the_model_has_cores_of_its_own_while_it_serves(tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ def test_a_wait_without_a_post_returns_at_once(ends: Ends) -> None:
         ("n_commit", {"n_commit": [4]}),
         ("n_commit", {"n_commit": [-1]}),
         ("n_draft", {"n_draft": [3]}),
+        ("n_draft", {"n_draft": [-1]}),
         ("commit_pos", {"commit_pos": [-1]}),
         ("tokens", {"tokens": [[0] * 7]}),
         ("tokens", {"tokens": [0]}),

@@ -86,11 +86,11 @@ class RecordedToys(Toys):
 
 
 class OpaqueLaunches:
-    """Launches of Triton's interpreter, which reads tensors freely; the stream therefore treats them as native."""
+    """Launches that read tensors freely, as those of Triton's interpreter; the stream treats them as native."""
 
     def __init__(self, launches: StepLaunches) -> None:
         self.pack, self.advance = opaque(launches.pack), opaque(launches.advance)
-        self.cache_rows = opaque(launches.cache_rows)
+        self.cache_rows, self.take_jump_forward = opaque(launches.cache_rows), opaque(launches.take_jump_forward)
 
 
 def start(graphs: StepGraphs, lanes: list[Lane]) -> StepHandle[Lane]:

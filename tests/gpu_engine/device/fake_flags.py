@@ -22,6 +22,8 @@ class FakeFlags:
         self.mask_SRW = torch.zeros(layout.num_slots, layout.num_rows, layout.row_stride // 4, dtype=torch.int32)
         self.counter = torch.zeros(COUNTER_WORDS, dtype=torch.int64)
         self.refused = torch.zeros(1, dtype=torch.int64)
+        self.waits: list[tuple[int, bool]] = []
+        """`rows_wanted` and `fetches` of every wait."""
 
     @opaque
     def post(
@@ -68,6 +70,7 @@ class FakeFlags:
         fetches: bool = True,
     ) -> None:
         a, B, seq = self._arrays, len(slots_B), int(self.counter[1])
+        self.waits.append((rows_wanted, fetches))
         a.slots[:B], a.slot_gens[:B] = slots_B.numpy(), slot_gens_B.numpy()
         answer = self._channel.await_batch(a, seq, B, timeout_s=timeout_ns / 1e9)
         self.counter[2] += answer.waited_ns

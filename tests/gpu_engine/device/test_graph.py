@@ -5,8 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.device.graphs import StepRows, lane_buckets
-from tests.gpu_engine.device.bench_of_toys import MODES, ROWS, SLOTS, Lane, open_slot, sidecar_of, tokens_of, toys
+from tests.gpu_engine.device.bench_of_toys import (
+    MODES,
+    ROWS,
+    SLOTS,
+    Lane,
+    OpaqueLaunches,
+    open_slot,
+    sidecar_of,
+    tokens_of,
+    toys,
+)
+from tests.gpu_engine.device.fake_flags import FakeFlags
 from tests.gpu_engine.device.toy_step import expected
 from tests.gpu_engine.toy_sidecar import Automaton
 
@@ -185,6 +197,20 @@ def test_triton_kernels_post_and_cache_the_same_rows(mode: str) -> None:
             assert emitted[2] == expected(lambda _: frozenset(range(256)), 2, len(emitted[2]))
             requested = [record.need_rows for record in sidecar.records if record.stage == 0]
             assert set(requested[2:]) == {1 << ROWS - 1}
+
+
+@pytest.mark.parametrize(("max_rows", "rows"), [(1, 0b0), (2, 0b1), (ROWS, 0b11), (ROWS + 1, 0b11)])
+def test_the_wait_for_a_proposal_reads_one_row_less_than_the_next_step_has(max_rows: int, rows: int) -> None:
+    with toys("device_flag", row_timeout_ms=1.0, draft_timeout_ms=1.0) as t:
+        flags = t.sync._flags  # type: ignore[union-attr]
+        assert isinstance(flags, FakeFlags)
+        t.sync.launches = OpaqueLaunches(t.sync.launches)  # type: ignore[assignment]
+        batch = StepBatch(t.step.slot, t.step.lane, 4, ROWS, any_guided=True, max_rows=max_rows)
+        t.sync.await_rows(batch)
+        t.sync.await_jump_forward(batch)
+        t.stream.synchronize()
+        # An answer to a proposal has no mask row, so one small block a lane reads it.
+        assert flags.waits == [((1 << ROWS) - 1, True), (rows, False)]
 
 
 def test_close_waits_and_destroys_the_graphs() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loaded_model import ModelNotSupported
-from gpu_engine.model.loader import load_model
+from gpu_engine.model.loader import load_model, prepare
 from gpu_engine.model.rotary import RotaryTable, install_tables
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.tiny import FAMILIES, save
@@ -118,3 +118,19 @@ def test_a_module_that_reads_a_tensor_back_is_rejected_where_the_forward_is_capt
     assert install_tables(decoder, 16, captured=False) == 0, "a CPU runs it as it is"
     with pytest.raises(ModelNotSupported, match="ReadingRotaryEmbedding reads a tensor back"):
         install_tables(decoder, 16, captured=True)
+
+
+class NetOfADevice(LlamaForCausalLM):
+    """Stays in host memory: the check comes before the first work on the device."""
+
+    def to(self, device: torch.device) -> NetOfADevice:  # type: ignore[override]
+        assert device.type == "cuda"
+        return self
+
+
+def test_the_loader_rejects_such_a_module_for_a_cuda_device(tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(save(FAMILIES["llama"](), tmp_path))
+    net = NetOfADevice(FAMILIES["llama"]())
+    net.model.rotary_emb = ReadingRotaryEmbedding()
+    with pytest.raises(ModelNotSupported, match="ReadingRotaryEmbedding reads a tensor back"):
+        prepare(config(device="cuda"), net, tokenizer)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -37,3 +40,21 @@ def test_looking_for_the_package_does_not_import_it(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('imported')\n")
     assert overwritten_kernels(lambda name: importlib.util.spec_from_file_location(name, package / "__init__.py"))
+
+
+def test_the_start_ends_with_one_line_where_another_package_is_named_kernels(tmp_path: Path, root: Path) -> None:
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("from kernels.hub import get_kernel\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu_engine", "serve", "--grammar", "none", "--listen", f"unix:{tmp_path}/s"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{root}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"kernels: {package / '__init__.py'} is not the package of {DISTRIBUTION}" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from grammar_service.errors import InvalidGrammar
+from grammar_service.errors import InvalidGrammar, NotSupported
 from grammar_service.grammar.value import Kind
 from tests.grammar_service.conftest import Library
 
@@ -81,6 +83,21 @@ def test_xgrammar_refuses_categories_and_flags_by_name(library: Library, regex: 
             library.compiled(Kind.REGEX, regex)
     else:
         assert library.accepts(library.compiled(Kind.REGEX, regex), text)
+
+
+def test_a_regex_of_a_structural_tag_has_the_same_dialect(library: Library) -> None:
+    def tag(regex: str) -> str:
+        return json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": regex}})
+
+    if library.name == "llguidance":
+        with pytest.raises(NotSupported, match="supports only 'triggered_tags', not 'regex'"):
+            library.compiled(Kind.STRUCTURAL_TAG, tag(r"\s"))
+        return
+    compiled = library.compiled(Kind.STRUCTURAL_TAG, tag(r"\s\x2db"))
+    assert library.accepts(compiled, f"{LINE_SEPARATOR}-b")
+    assert not library.accepts(compiled, f"{NEXT_LINE}-b")
+    with pytest.raises(InvalidGrammar, match=r"^regex: character 2: a word boundary"):
+        library.compiled(Kind.STRUCTURAL_TAG, tag(r"a\b"))
 
 
 @pytest.mark.parametrize("source", [r'root ::= "a\x2db"', r"root ::= [a] [\x2d] [b]"])
