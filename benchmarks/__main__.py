@@ -12,7 +12,7 @@ import sys
 DEFAULT = "serve"
 
 HARNESSES = {
-    "serve": ("speed", "tokens per second of this engine, transformers and vLLM on the same prompts"),
+    "serve": ("speed", "speed of this engine, OpenVINO, llama.cpp, vLLM and transformers on the same prompts"),
     "builds": ("speed", "tokens per second of two builds of this engine, in turn"),
     "prefixes": ("speed", "time to the first token with and without the prefix cache"),
     "bench_forward": ("speed", "time of a forward with fused and with separate layers"),

@@ -6,21 +6,40 @@ Invariant: a system that failed has a row that says so and a line with the reaso
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 
 from benchmarks.harness.measure import GuidanceCost, Summary
 from benchmarks.harness.tables import number, share, table
 
-BASELINE = "transformers + xgrammar processor"
-"""The system that the ratio column divides by."""
-
 Cell = tuple[str, int]
 """(workload, concurrency)."""
 
+Results = Mapping[Cell, Mapping[str, Summary | str]]
+"""Per cell and system the summary, or why the system failed."""
 
-def result_table(cell: Mapping[str, Summary | str]) -> str:
-    """Return the table of one workload at one concurrency."""
-    base = cell.get(BASELINE)
+Peers = Mapping[str, Collection[str]]
+"""Per workload the systems that count as peers of this engine."""
+
+
+def best_peer(cell: Mapping[str, Summary | str], peers: Collection[str]) -> tuple[str, float] | None:
+    """Return the name and the tokens/s of the fastest of `peers` in a cell; None when none of them has a figure."""
+    speeds = {
+        system: summary.tokens_per_s
+        for system, summary in cell.items()
+        if system in peers and isinstance(summary, Summary) and summary.tokens_per_s > 0
+    }
+    return max(speeds.items(), key=lambda entry: entry[1]) if speeds else None
+
+
+def ratio_to_best(summary: Summary, cell: Mapping[str, Summary | str], peers: Collection[str]) -> float:
+    """Return tokens/s over those of the cell's best peer; NaN without one."""
+    best = best_peer(cell, peers)
+    return math.nan if best is None else summary.tokens_per_s / best[1]
+
+
+def result_table(cell: Mapping[str, Summary | str], peers: Collection[str]) -> str:
+    """Return the table of one workload at one concurrency, with every figure."""
     header = (
         "system",
         "tok/s",
@@ -39,11 +58,10 @@ def result_table(cell: Mapping[str, Summary | str]) -> str:
         if isinstance(summary, str):
             rows.append([system, "fails", "", "", "", "", "", "", "", "", ""])
             continue
-        ratio = number(summary.tokens_per_s / base.tokens_per_s, 2, "x") if isinstance(base, Summary) else "-"
         rows.append([
             system,
             number(summary.tokens_per_s),
-            ratio,
+            number(ratio_to_best(summary, cell, peers), 2, "x"),
             number(summary.requests_per_s, 2),
             number(summary.ttft_p50_ms, 0, " ms"),
             number(summary.tpot_p50_ms, 1, " ms"),
@@ -55,6 +73,42 @@ def result_table(cell: Mapping[str, Summary | str]) -> str:
         ])  # fmt: skip
     failures = [f"fails: {system}: {words}" for system, words in cell.items() if isinstance(words, str)]
     return "\n".join([table(header, rows), *failures])
+
+
+def overview_table(results: Results, peers: Peers) -> str:
+    """Return one table over all workloads: a row per system, a column per concurrency.
+
+    A cell holds tokens/s, the median time to the first token, and tokens/s over those of the cell's best peer. The
+    best peer's own cell has a star.
+    """
+    workloads = list(dict.fromkeys(name for name, _ in results))
+    levels = list(dict.fromkeys(level for _, level in results))
+    rows = []
+    for name in workloads:
+        for system in dict.fromkeys(system for level in levels for system in results[name, level]):
+            cells = [_overview(system, results[name, level], peers[name]) for level in levels]
+            rows.append([name, system, *cells])
+    return table(["workload", "system", *(f"{level} at a time" for level in levels)], rows)
+
+
+def _overview(system: str, cell: Mapping[str, Summary | str], peers: Collection[str]) -> str:
+    summary = cell[system]
+    if isinstance(summary, str):
+        return "fails"
+    best = best_peer(cell, peers)
+    star = "*" if best is not None and best[0] == system else ""
+    ratio = number(ratio_to_best(summary, cell, peers), 2, "x")
+    return f"{number(summary.tokens_per_s, 0)} tok/s, {number(summary.ttft_p50_ms, 0, ' ms')}, {ratio}{star}"
+
+
+def skipped_line(absent: Mapping[str, str]) -> str:
+    """Return one line that names every system that did not start, by reason; "" when all did."""
+    names: dict[str, list[str]] = {}
+    for name, reason in absent.items():
+        first = reason.strip().splitlines() or ["no reason given"]
+        names.setdefault(first[0], []).append(name)
+    parts = [f"{', '.join(these)} ({reason})" for reason, these in names.items()]
+    return f"skipped: {'; '.join(parts)}" if parts else ""
 
 
 def guidance_table(costs: Mapping[Cell, GuidanceCost | str]) -> str:
@@ -90,17 +144,27 @@ def guidance_table(costs: Mapping[Cell, GuidanceCost | str]) -> str:
 
 
 def as_json(
-    results: Mapping[Cell, Mapping[str, Summary | str]], costs: Mapping[Cell, GuidanceCost | str]
+    results: Results, costs: Mapping[Cell, GuidanceCost | str], peers: Peers, absent: Mapping[str, str]
 ) -> dict[str, object]:
-    """Return what was measured as plain data; a failure is its message."""
+    """Return what was measured as plain data; a failure is its message. NaN becomes None."""
 
     def plain(value: Summary | GuidanceCost | str) -> object:
-        return value if isinstance(value, str) else dataclasses.asdict(value)
+        if isinstance(value, str):
+            return value
+        fields = dataclasses.asdict(value)
+        return {key: None if isinstance(field, float) and math.isnan(field) else field for key, field in fields.items()}
 
+    workloads = []
+    for (name, level), cell in results.items():
+        best = best_peer(cell, peers[name])
+        workloads.append({
+            "workload": name,
+            "concurrency": level,
+            "best_peer": None if best is None else best[0],
+            "systems": {system: plain(row) for system, row in cell.items()},
+        })  # fmt: skip
     return {
-        "workloads": [
-            {"workload": name, "concurrency": level, "systems": {system: plain(row) for system, row in cell.items()}}
-            for (name, level), cell in results.items()
-        ],
+        "workloads": workloads,
         "guidance": [{"system": name, "concurrency": level, "cost": plain(c)} for (name, level), c in costs.items()],
+        "skipped": dict(absent),
     }

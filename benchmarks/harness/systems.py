@@ -37,6 +37,10 @@ class System(Protocol):
 
     name: str
 
+    @property
+    def guided(self) -> bool:
+        """Whether the system enforces a schema; one that does not is no peer on a guided workload."""
+
     def run(self, prompts: Sequence[Prompt], concurrency: int, on_answer: Callable[[], None]) -> Run:
         """Answer all prompts, `concurrency` at a time, greedily. `on_answer` is called once per prompt.
 
@@ -88,6 +92,8 @@ def hf_directory(model: str, given: str | None) -> Path:
 
 class Lockstep:
     """This engine, over gRPC, in a process of its own; or, given its address, an engine that runs already."""
+
+    guided = True
 
     def __init__(self, options: ServerOptions, address: str | None = None) -> None:
         self.options = options

@@ -1,1 +1,1 @@
-"""Other serving systems on the same prompts: transformers in this process, vLLM in an environment of its own."""
+"""Other serving systems on the same prompts: in this process, in an environment of their own, or over HTTP."""

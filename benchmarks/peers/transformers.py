@@ -73,7 +73,7 @@ class Transformers:
     def __init__(self, weights: Weights, *, lookup: int = 0, grammar: bool = True) -> None:
         self._weights = weights
         self._lookup = lookup
-        self._grammar = grammar
+        self.guided = grammar
         parts = [
             "transformers",
             *(["xgrammar processor"] if grammar else []),
@@ -133,7 +133,7 @@ class Transformers:
 
     def _processors(self, prompts: Sequence[Prompt]) -> list[Any]:
         schemas = [prompt.item.schema for prompt in prompts]
-        if not self._grammar or schemas[0] is None:
+        if not self.guided or schemas[0] is None:
             return []
         compiled = [self._weights.compiler.compile_json_schema(schema or "{}") for schema in schemas]
         return [xgrammar.contrib.hf.LogitsProcessor(compiled)]

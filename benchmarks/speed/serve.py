@@ -1,7 +1,8 @@
-"""`python -m benchmarks serve`: this engine and its peers on the same prompts, model, dtype and threads, in one run.
+"""`python -m benchmarks serve`: this engine and its peers on the same prompts, model and threads, in one run.
 
 Invariant: every figure of a table comes from this run; all systems run in every round, and their order rotates.
-Not responsible for: the correctness of answers beyond `jsonschema` (see quality/schemas.py and quality/lossless.py).
+Not responsible for: starting systems (see serve_systems.py); the correctness of answers beyond `jsonschema` (see
+quality/schemas.py and quality/lossless.py).
 """
 
 from __future__ import annotations
@@ -11,40 +12,46 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle, islice
 from pathlib import Path
 
+from benchmarks.harness import tool_calls
 from benchmarks.harness.measure import Answer, GuidanceCost, Run, Summary, guidance_cost, summarize
 from benchmarks.harness.plot import draw
-from benchmarks.harness.report import Cell, as_json, guidance_table, result_table
-from benchmarks.harness.server import ServerFailed, ServerOptions
+from benchmarks.harness.report import Cell, as_json, guidance_table, overview_table, result_table, skipped_line
+from benchmarks.harness.server import ServerOptions
 from benchmarks.harness.systems import Lockstep, Prompt, System, SystemFailed, hf_directory, load_prompts
 from benchmarks.harness.tables import Progress
 from benchmarks.harness.validity import Judge
-from benchmarks.harness.workloads import WORKLOADS, workload
-
-SYSTEMS = (
-    "lockstep",
-    "lockstep-k0",
-    "transformers",
-    "transformers-lookup",
-    "transformers-lookup-free",
-    "vllm",
-    "vllm-ngram",
+from benchmarks.harness.workloads import WORKLOADS, Item, workload
+from benchmarks.speed.serve_systems import (
+    SYSTEMS,
+    Settings,
+    found_llama_server,
+    gguf_file,
+    makers,
+    peer_names,
+    start_systems,
 )
+
+ALL_WORKLOADS = (*WORKLOADS, tool_calls.NAME)
 
 EXAMPLES = """
 examples:
   python -m benchmarks serve                                        everything that is installed, all workloads
   python -m benchmarks serve --count 4 --workloads extraction --systems lockstep,transformers   a quick look
-  python -m benchmarks serve --vllm-python ~/vllm/bin/python --repeat 3 --plot serve.png        with vLLM, and a picture
+  python -m benchmarks serve --openvino-python ~/peers/bin/python --bfcl-python ~/peers/bin/python \\
+      --llama-server ~/llama.cpp/build/bin/llama-server --threads 2 --repeat 3 --plot serve.png
 
-reading the table:
+reading the tables:
   tok/s     generated tokens / wall time of the pass          TTFT  time to first token, at the client
-  ratio     tok/s over transformers + xgrammar's processor    TPOT  time per token after the first, per answer
+  ratio     tok/s over those of the fastest peer in the cell  TPOT  time per token after the first, per answer
   tok/step  tokens per arrival (acceptance length)            valid answers that jsonschema accepts; cut-off are not
+
+At concurrency c a pass has at least 2c requests; a workload with fewer prompts sends them again.
 """
 
 
@@ -52,40 +59,56 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks serve",
-        description="Compare guided generation of this engine with transformers and vLLM in one run.",
+        description="Compare guided and free generation of this engine with other systems in one run.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", default="embedded", help="model of this engine: a directory, a GGUF file or 'embedded' (default)")
-    add("--hf-model", metavar="DIR", help="the same model as a Hugging Face directory, for the peers")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add("--hf-model", metavar="DIR", help="the same model as a Hugging Face directory, for transformers and vLLM")
+    add("--gguf", type=Path, metavar="FILE", help="the same model as a GGUF file, for OpenVINO and llama.cpp")
+    add(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="of this engine, transformers and vLLM; OpenVINO and llama.cpp run the GGUF file as it is",
+    )
     add(
         "--device",
         default="cpu",
-        help="device of this engine and of transformers (default cpu); vLLM takes what its build is for",
+        help="device of this engine and of transformers (default cpu); the others run on the CPU",
     )
     add(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of every system (default: all cores)"
     )
     add("--k", type=int, default=7, help="draft tokens per step of this engine (default 7)")
+    add(
+        "--engine-flag", action="append", default=[], metavar="FLAG", help="for this engine: --engine-flag=--name=value"
+    )
     add("--lookup", type=int, default=7, help="prompt lookup tokens of transformers (default 7)")
+    add("--openvino-lookup", type=int, default=5, help="prompt lookup tokens of OpenVINO (default 5, as in its sample)")
+    add("--llama-ngram", type=int, default=7, help="n-gram draft tokens of llama.cpp (default 7)")
     add("--vllm-ngram", type=int, default=4, help="n-gram draft tokens of vLLM (default 4)")
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"), help="backend of this engine")
-    add("--workloads", default=",".join(WORKLOADS), help=f"comma-separated, of {', '.join(WORKLOADS)}")
-    add("--concurrency", default="1,8", help="comma-separated (default 1,8)")
+    add("--workloads", help=f"comma-separated (default: all that are installed, of {', '.join(ALL_WORKLOADS)})")
+    add("--concurrency", default="1,4,8,16", help="comma-separated (default 1,4,8,16)")
     add("--systems", default=",".join(SYSTEMS), help=f"comma-separated, of {', '.join(SYSTEMS)}")
     add("--count", type=int, help="only the first COUNT prompts of every workload")
     add("--max-tokens", type=int, help="lower the token budget of every prompt")
     add("--repeat", type=int, default=1, help="rounds; each system runs once in each (default 1)")
+    python = "python of an environment with"
+    add("--openvino-python", type=Path, metavar="PATH", help=f"{python} openvino-genai; without it that is skipped")
+    add("--llama-server", type=Path, metavar="PATH", help="llama.cpp's server (default: llama-server on the PATH)")
+    add("--vllm-python", type=Path, metavar="PATH", help=f"{python} vLLM; without it vLLM is skipped")
     add(
-        "--vllm-python",
+        "--bfcl-python",
         type=Path,
         metavar="PATH",
-        help="python of an environment with vLLM; without it vLLM is skipped",
+        default=Path(sys.executable),
+        help=f"{python} bfcl-eval, whose data the workload tools is made from (default: this one)",
     )
     add("--no-guidance-cost", action="store_true", help="leave out the guided / free comparison")
-    add("--plot", type=Path, metavar="PNG", help="draw the tokens/s")
+    add("--plot", type=Path, metavar="PNG", help="draw tokens/s and the time to the first token over the concurrency")
     add("--json", type=Path, metavar="FILE", help="write the summaries as JSON")
     return parser
 
@@ -108,14 +131,41 @@ def cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown processor")
 
 
-def start_systems(
-    args: argparse.Namespace, names: Sequence[str], directory: Path
-) -> tuple[list[System], dict[str, str]]:
-    """Start the systems named; return the started ones, and for each of the others the reason."""
-    started: list[System] = []
+def load_items(args: argparse.Namespace) -> tuple[dict[str, list[Item]], dict[str, str]]:
+    """Return the items of each workload, and the workloads whose data is not installed, with the reason.
+
+    Raises:
+        ValueError: a workload is unknown, or it was asked for by name and its data is not installed.
+
+    """
+    names = ALL_WORKLOADS if args.workloads is None else tuple(args.workloads.split(","))
+    items: dict[str, list[Item]] = {}
     absent: dict[str, str] = {}
-    batch = max(16, *(int(level) for level in args.concurrency.split(",")))
-    options = ServerOptions(
+    for name in names:
+        if name != tool_calls.NAME:
+            items[name] = workload(name, args.count, args.max_tokens)
+            continue
+        try:
+            folder = tool_calls.data_folder(args.bfcl_python)
+            items[name] = tool_calls.tool_calls(folder, args.count, args.max_tokens)
+        except tool_calls.ToolDataMissing as missing:
+            if args.workloads is not None:
+                raise ValueError(f"--workloads: {name}: {missing}") from missing
+            absent[f"workload {name}"] = str(missing)
+    return items, absent
+
+
+def settings_of(args: argparse.Namespace, directory: Path, levels: Sequence[int]) -> Settings:
+    """Return what the systems are started with.
+
+    The prefix cache of this engine is off: every round sends the same prompts, and each prefill is measured.
+
+    Raises:
+        ValueError: `--gguf` is not a file.
+
+    """
+    batch = max(16, *levels)
+    engine = ServerOptions(
         model=args.model,
         dtype=args.dtype,
         num_threads=args.threads,
@@ -124,49 +174,35 @@ def start_systems(
         grammar_backend=args.grammar_backend,
         prefix_cache=False,
         device=args.device,
+        extra=tuple(args.engine_flag),
+    )
+    return Settings(
+        engine=engine,
+        directory=directory,
+        gguf=gguf_file(args.model, args.gguf),
+        batch=batch,
+        lookup=args.lookup,
+        vllm_ngram=args.vllm_ngram,
+        openvino_lookup=args.openvino_lookup,
+        llama_ngram=args.llama_ngram,
+        openvino_python=args.openvino_python,
+        llama_server=found_llama_server(args.llama_server),
+        vllm_python=args.vllm_python,
     )
 
-    def vllm(ngram: int) -> System:
-        from benchmarks.peers.vllm import Vllm
 
-        if args.vllm_python is None:
-            raise SystemFailed("skipped: no --vllm-python")
-        return Vllm(args.vllm_python, directory, dtype=args.dtype, num_threads=args.threads, batch=batch, ngram=ngram)
-
-    weights = None
-
-    def transformers(lookup: int, grammar: bool) -> System:
-        nonlocal weights
-        from benchmarks.peers.transformers import Transformers, Weights
-
-        weights = weights or Weights(directory, args.dtype, args.threads, args.device)
-        return Transformers(weights, lookup=lookup, grammar=grammar)
-
-    makers: dict[str, Callable[[], System]] = {
-        "lockstep": lambda: Lockstep(options),
-        "lockstep-k0": lambda: Lockstep(dataclasses.replace(options, num_draft_tokens=0, drafter="none")),
-        "transformers": lambda: transformers(0, True),
-        "transformers-lookup": lambda: transformers(args.lookup, True),
-        "transformers-lookup-free": lambda: transformers(args.lookup, False),
-        "vllm": lambda: vllm(0),
-        "vllm-ngram": lambda: vllm(args.vllm_ngram),
-    }
-    for name in names:
-        print(f"starting {name} ...", file=sys.stderr)
-        try:
-            started.append(makers[name]())
-        except (SystemFailed, ServerFailed, ImportError) as failure:
-            absent[name] = str(failure)
-    return started, absent
+def requests(prompts: Sequence[Prompt], level: int) -> list[Prompt]:
+    """Return the requests of one pass: all prompts, and again from the first until there are at least 2 per slot."""
+    return list(islice(cycle(prompts), max(len(prompts), 2 * level)))
 
 
 def warm_up(system: System, prompts: dict[str, list[Prompt]], levels: Sequence[int]) -> None:
     """Let a system do everything once, uncounted; its failures show up where they count."""
     for level in levels:
         for name, ready in prompts.items():
-            short = [Prompt(dataclasses.replace(p.item, max_tokens=8), p.token_ids) for p in ready[:level]]
+            short = [Prompt(dataclasses.replace(p.item, max_tokens=8), p.token_ids) for p in requests(ready, level)]
             try:
-                system.run(short, level, lambda: None)
+                system.run(short[:level], level, lambda: None)
             except SystemFailed as failure:
                 print(f"warm-up of {system.name} on {name} c={level}: {failure}", file=sys.stderr)
 
@@ -175,29 +211,27 @@ def measure(
     systems: Sequence[System], prompts: dict[str, list[Prompt]], levels: Sequence[int], repeat: int, judge: Judge
 ) -> dict[Cell, dict[str, Summary | str]]:
     """Run every system on every cell, `repeat` rounds, the order rotating; return a summary or a failure for each."""
-    total = len(systems) * len(levels) * repeat * sum(len(ready) for ready in prompts.values())
-    progress = Progress(total)
+    passes = {(name, level): requests(ready, level) for name, ready in prompts.items() for level in levels}
+    progress = Progress(len(systems) * repeat * sum(len(sent) for sent in passes.values()))
     results: dict[Cell, dict[str, Summary | str]] = {}
-    for name, ready in prompts.items():
-        schemas = {prompt.item.name: prompt.item.schema for prompt in ready}
-        for level in levels:
-            runs: dict[str, list[Run]] = {system.name: [] for system in systems}
-            failures: dict[str, str] = {}
-            for turn in range(repeat):
-                first = turn % max(len(systems), 1)
-                for system in [*systems[first:], *systems[:first]]:
-                    label = f"{name} c={level} {system.name}"
-                    before = progress.done
-                    try:
-                        if system.name not in failures:
-                            runs[system.name].append(system.run(ready, level, partial(progress.step, label)))
-                    except SystemFailed as failure:
-                        failures[system.name] = str(failure)
-                    progress.step(label, before + len(ready) - progress.done)
-            results[name, level] = {
-                system.name: failures.get(system.name) or summarize(runs[system.name], schemas, judge)
-                for system in systems
-            }
+    for (name, level), sent in passes.items():
+        schemas = {prompt.item.name: prompt.item.schema for prompt in sent}
+        runs: dict[str, list[Run]] = {system.name: [] for system in systems}
+        failures: dict[str, str] = {}
+        for turn in range(repeat):
+            first = turn % max(len(systems), 1)
+            for system in [*systems[first:], *systems[:first]]:
+                label = f"{name} c={level} {system.name}"
+                before = progress.done
+                try:
+                    if system.name not in failures:
+                        runs[system.name].append(system.run(sent, level, partial(progress.step, label)))
+                except SystemFailed as failure:
+                    failures[system.name] = str(failure)
+                progress.step(label, before + len(sent) - progress.done)
+        results[name, level] = {
+            system.name: failures.get(system.name) or summarize(runs[system.name], schemas, judge) for system in systems
+        }
     progress.close()
     return results
 
@@ -222,6 +256,39 @@ def measure_guidance(
     return costs
 
 
+def measure_and_report(
+    args: argparse.Namespace,
+    systems: Sequence[System],
+    prompts: dict[str, list[Prompt]],
+    levels: Sequence[int],
+    absent: dict[str, str],
+) -> None:
+    """Warm up, measure, print the tables, and write the files that were asked for."""
+    for system in systems:
+        warm_up(system, prompts, levels)
+    peers = {name: peer_names(systems, ready[0].item.schema is not None) for name, ready in prompts.items()}
+    results = measure(systems, prompts, levels, args.repeat, Judge())
+    for (name, level), cell in results.items():
+        print(f"\n{name}, concurrency {level}\n\n{result_table(cell, peers[name])}", flush=True)
+    print(
+        f"\nall: tokens/s, TTFT p50, tokens/s over the best peer's (*)\n\n{overview_table(results, peers)}", flush=True
+    )
+    ours = [system for system in systems if isinstance(system, Lockstep)]
+    guided = next((ready for ready in prompts.values() if ready[0].item.schema), None)
+    costs: dict[Cell, GuidanceCost | str] = {}
+    if ours and guided and not args.no_guidance_cost:
+        costs = measure_guidance(ours, guided, levels, args.repeat)
+        print(f"\nguided / free, time per decode step of the same prompts and token counts\n\n{guidance_table(costs)}")
+    if args.json:
+        args.json.write_text(json.dumps(as_json(results, costs, peers, absent), indent=1))
+    if args.plot:
+        title = f"{args.model}, {args.threads} threads, {cpu_name()}"
+        try:
+            draw(results, [system.name for system in systems], title, args.plot)
+        except ImportError as missing:
+            print(f"no plot: {missing}: pip install matplotlib", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the harness; returns the exit code (1 when no system could be started)."""
     parser = build_parser()
@@ -233,43 +300,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if min([args.repeat, args.threads, *levels]) < 1:
         parser.error("--repeat, --threads and --concurrency must be at least 1")
     try:
-        items = {name: workload(name, args.count, args.max_tokens) for name in args.workloads.split(",")}
+        items, no_data = load_items(args)
         directory = hf_directory(args.model, args.hf_model)
+        settings = settings_of(args, directory, levels)
     except ValueError as error:
         parser.error(str(error))
     prompts = {name: load_prompts(these, directory) for name, these in items.items()}
-    systems, absent = start_systems(args, names, directory)
+    systems, not_started = start_systems(names, makers(settings))
+    absent = not_started | no_data
     try:
-        print(f"model {args.model} ({args.dtype}), {args.threads} threads on {cpu_name()}")
+        print(f"model {args.model}, {args.threads} threads on {cpu_name()}")
         print(versions())
         print(f"greedy; {args.repeat} round(s); prompts: " + ", ".join(f"{n} {len(p)}" for n, p in prompts.items()))
         for system in systems:
             print(f"- {system.name}: {system.describe()}")
-        for name, reason in absent.items():
-            print(f"- {name}: {reason}")
+        if absent:
+            print(skipped_line(absent))
         if not systems:
             return 1
-        for system in systems:
-            warm_up(system, prompts, levels)
-        results = measure(systems, prompts, levels, args.repeat, Judge())
-        for (name, level), cell in results.items():
-            print(f"\n{name}, concurrency {level}\n\n{result_table(cell)}", flush=True)
-        ours = [system for system in systems if isinstance(system, Lockstep)]
-        guided = next((ready for ready in prompts.values() if ready[0].item.schema), None)
-        costs = {}
-        if ours and guided and not args.no_guidance_cost:
-            costs = measure_guidance(ours, guided, levels, args.repeat)
-            print(
-                f"\nguided / free, time per decode step of the same prompts and token counts\n\n{guidance_table(costs)}"
-            )
+        measure_and_report(args, systems, prompts, levels, absent)
     finally:
         for system in systems:
             system.close()
-    if args.plot:
-        title = f"{args.model}, {args.dtype}, {args.threads} threads, {cpu_name()}"
-        draw(results, [system.name for system in systems], title, args.plot)
-    if args.json:
-        args.json.write_text(json.dumps(as_json(results, costs), indent=1))
     return 0
 
 

@@ -15,7 +15,7 @@ PROGRAMS = (
     "benchmarks.faults.compile_alone",
     "benchmarks.gpu.server",
     "benchmarks.gpu.sync_peer",
-    "benchmarks.peers.vllm_worker",
+    "benchmarks.peers.worker",
 )
 """Modules that a harness starts as processes of their own."""
 

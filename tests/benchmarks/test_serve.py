@@ -10,13 +10,14 @@ import grpc
 import pytest
 
 from benchmarks.harness.measure import Answer, Run, Summary
-from benchmarks.harness.plot import draw
+from benchmarks.harness.plot import curve, draw
 from benchmarks.harness.report import as_json
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.systems import Lockstep, Prompt, SystemFailed, hf_directory
 from benchmarks.harness.validity import Judge
 from benchmarks.harness.workloads import workload
 from benchmarks.speed import serve
+from benchmarks.speed.serve_systems import SYSTEMS, gguf_file, makers, peer_names, start_systems
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script
 
@@ -26,6 +27,7 @@ class FakeSystem:
 
     def __init__(self, name: str, turns: list[str], fails: bool = False) -> None:
         self.name = name
+        self.guided = True
         self._turns = turns
         self._fails = fails
 
@@ -63,7 +65,7 @@ def test_a_failure_is_kept_and_not_tried_again() -> None:
     results = serve.measure(systems, prompts(1), [1], 2, Judge())
     assert results["chat", 1]["bad"] == "AssertionError: hf.py:96"
     assert turns.count("bad") == 1
-    data = as_json(results, {})
+    data = as_json(results, {}, {"chat": ["good", "bad"]}, {})
     assert json.loads(json.dumps(data))["workloads"][0]["systems"]["bad"] == "AssertionError: hf.py:96"
 
 
@@ -86,6 +88,52 @@ def test_a_refusal_is_a_failed_system(serve_fake: Serve) -> None:
     ours.close()
 
 
+def test_a_pass_has_two_requests_per_slot_at_least() -> None:
+    ready = prompts(3)["chat"]
+    assert serve.requests(ready, 1) == ready
+    assert [p.item.name for p in serve.requests(ready, 4)] == [ready[i % 3].item.name for i in range(8)]
+
+
+def test_every_system_can_be_named_and_starts_nothing_until_then(tmp_path: Path) -> None:
+    arguments = serve.build_parser().parse_args(["--llama-server", str(tmp_path / "none"), "--engine-flag=--a=b"])
+    settings = serve.settings_of(arguments, tmp_path, [1, 32])
+    assert tuple(makers(settings)) == SYSTEMS
+    assert (settings.batch, settings.engine.max_batch_size, settings.engine.extra) == (32, 32, ("--a=b",))
+
+
+def test_a_system_that_is_not_installed_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    arguments = serve.build_parser().parse_args(["--llama-server", str(tmp_path / "none"), "--gguf", __file__])
+    known = makers(serve.settings_of(arguments, tmp_path, [1]))
+    started, absent = start_systems(["openvino", "llamacpp", "vllm"], known)
+    assert started == []
+    assert (absent["openvino"], absent["vllm"]) == ("no --openvino-python", "no --vllm-python")
+    assert str(tmp_path / "none") in absent["llamacpp"]
+
+
+def test_a_system_that_ignores_schemas_is_no_peer_on_a_guided_workload() -> None:
+    guided, free = FakeSystem("guided", []), FakeSystem("free", [])
+    free.guided = False
+    assert peer_names([guided, free], guided=True) == ["guided"]
+    assert peer_names([guided, free], guided=False) == ["guided", "free"]
+
+
+def test_a_gguf_file_is_the_one_given_or_the_model_itself(tmp_path: Path) -> None:
+    given = tmp_path / "a.gguf"
+    given.touch()
+    assert gguf_file("embedded", given) == given
+    assert gguf_file("m.gguf", None) == Path("m.gguf")
+    assert gguf_file(str(tmp_path), None) is None
+    with pytest.raises(ValueError, match=r"--gguf: .*b\.gguf is not a file"):
+        gguf_file("embedded", tmp_path / "b.gguf")
+
+
+def test_a_curve_leaves_out_the_cells_where_its_system_failed() -> None:
+    turns: list[str] = []
+    good = serve.measure([FakeSystem("a", turns)], prompts(1), [4, 1], 1, Judge())
+    results = good | {("chat", 8): {"a": "out of memory"}}
+    assert curve(results, "chat", "a", lambda summary: summary.ttft_p50_ms) == ([1, 4], [100.0, 100.0])
+
+
 def test_a_plot_is_written_for_results_with_failures(tmp_path: Path) -> None:
     turns: list[str] = []
     systems = [FakeSystem("good", turns), FakeSystem("bad", turns, fails=True)]
@@ -101,7 +149,8 @@ def test_a_plot_is_written_for_results_with_failures(tmp_path: Path) -> None:
         (["--systems", "nope"], "--systems: nope not among"),
         (["--workloads", "nope", "--hf-model", "/"], "workload: 'nope'"),
         (["--concurrency", "0"], "must be at least 1"),
-        (["--hf-model", "/nonexistent"], "--hf-model: /nonexistent is not a directory"),
+        (["--workloads", "chat", "--hf-model", "/nonexistent"], "--hf-model: /nonexistent is not a directory"),
+        (["--workloads", "tools", "--bfcl-python", "/nonexistent"], "--workloads: tools: /nonexistent does not run"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
