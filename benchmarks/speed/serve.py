@@ -11,8 +11,10 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle, islice
@@ -289,6 +291,20 @@ def measure_and_report(
             print(f"no plot: {missing}: pip install matplotlib", file=sys.stderr)
 
 
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that the systems are closed and none of their processes stays behind."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the harness; returns the exit code (1 when no system could be started)."""
     parser = build_parser()
@@ -306,9 +322,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     prompts = {name: load_prompts(these, directory) for name, these in items.items()}
-    systems, not_started = start_systems(names, makers(settings))
-    absent = not_started | no_data
-    try:
+    with exit_on_sigterm(), ExitStack() as running:
+        systems, not_started = start_systems(names, makers(settings), running)
+        absent = not_started | no_data
         print(f"model {args.model}, {args.threads} threads on {cpu_name()}")
         print(versions())
         print(f"greedy; {args.repeat} round(s); prompts: " + ", ".join(f"{n} {len(p)}" for n, p in prompts.items()))
@@ -319,9 +335,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not systems:
             return 1
         measure_and_report(args, systems, prompts, levels, absent)
-    finally:
-        for system in systems:
-            system.close()
     return 0
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,17 +169,25 @@ def _vllm(settings: Settings, ngram: int) -> System:
     )
 
 
-def start_systems(names: Sequence[str], known: Mapping[str, Maker]) -> tuple[list[System], dict[str, str]]:
-    """Start the systems named; return the started ones, and for each of the others the reason."""
+def start_systems(
+    names: Sequence[str], known: Mapping[str, Maker], running: ExitStack
+) -> tuple[list[System], dict[str, str]]:
+    """Start the systems named; return the started ones, and for each of the others the reason.
+
+    `running` closes what was started, also when this function does not return.
+    """
     started: list[System] = []
     absent: dict[str, str] = {}
     for name in names:
         print(f"starting {name} ...", file=sys.stderr)
         try:
-            started.append(known[name]())
+            system = known[name]()
         except (SystemFailed, ServerFailed, ImportError, OSError) as failure:
             absent[name] = str(failure)
             print(f"{name}: {failure}", file=sys.stderr)
+            continue
+        running.callback(system.close)
+        started.append(system)
     return started, absent
 
 

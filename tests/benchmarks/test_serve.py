@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -104,10 +106,27 @@ def test_every_system_can_be_named_and_starts_nothing_until_then(tmp_path: Path)
 def test_a_system_that_is_not_installed_is_skipped_with_its_reason(tmp_path: Path) -> None:
     arguments = serve.build_parser().parse_args(["--llama-server", str(tmp_path / "none"), "--gguf", __file__])
     known = makers(serve.settings_of(arguments, tmp_path, [1]))
-    started, absent = start_systems(["openvino", "llamacpp", "vllm"], known)
+    with ExitStack() as running:
+        started, absent = start_systems(["openvino", "llamacpp", "vllm"], known, running)
     assert started == []
     assert (absent["openvino"], absent["vllm"]) == ("no --openvino-python", "no --vllm-python")
     assert str(tmp_path / "none") in absent["llamacpp"]
+
+
+def test_started_systems_are_closed_when_the_process_is_told_to_end() -> None:
+    turns: list[str] = []
+
+    def told_to_end() -> FakeSystem:
+        signal.raise_signal(signal.SIGTERM)
+        return FakeSystem("late", turns)
+
+    known = {"first": lambda: FakeSystem("first", turns), "second": told_to_end}
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end, serve.exit_on_sigterm(), ExitStack() as running:
+        start_systems(["first", "second"], known, running)
+    assert end.value.code == 143
+    assert turns == ["closed first"]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_system_that_ignores_schemas_is_no_peer_on_a_guided_workload() -> None:
