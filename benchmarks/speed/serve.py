@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -210,9 +210,17 @@ def warm_up(system: System, prompts: dict[str, list[Prompt]], levels: Sequence[i
 
 
 def measure(
-    systems: Sequence[System], prompts: dict[str, list[Prompt]], levels: Sequence[int], repeat: int, judge: Judge
+    systems: Sequence[System],
+    prompts: dict[str, list[Prompt]],
+    levels: Sequence[int],
+    repeat: int,
+    judge: Judge,
+    on_cell: Callable[[dict[Cell, dict[str, Summary | str]]], None] = lambda results: None,
 ) -> dict[Cell, dict[str, Summary | str]]:
-    """Run every system on every cell, `repeat` rounds, the order rotating; return a summary or a failure for each."""
+    """Run every system on every cell, `repeat` rounds, the order rotating; return a summary or a failure for each.
+
+    `on_cell` gets the results so far after each cell, the newest last: a long run that is ended early has left them.
+    """
     passes = {(name, level): requests(ready, level) for name, ready in prompts.items() for level in levels}
     progress = Progress(len(systems) * repeat * sum(len(sent) for sent in passes.values()))
     results: dict[Cell, dict[str, Summary | str]] = {}
@@ -234,6 +242,7 @@ def measure(
         results[name, level] = {
             system.name: failures.get(system.name) or summarize(runs[system.name], schemas, judge) for system in systems
         }
+        on_cell(results)
     progress.close()
     return results
 
@@ -269,20 +278,27 @@ def measure_and_report(
     for system in systems:
         warm_up(system, prompts, levels)
     peers = {name: peer_names(systems, ready[0].item.schema is not None) for name, ready in prompts.items()}
-    results = measure(systems, prompts, levels, args.repeat, Judge())
-    for (name, level), cell in results.items():
+    costs: dict[Cell, GuidanceCost | str] = {}
+
+    def report(so_far: dict[Cell, dict[str, Summary | str]]) -> None:
+        (name, level), cell = list(so_far.items())[-1]
         print(f"\n{name}, concurrency {level}\n\n{result_table(cell, peers[name])}", flush=True)
+        write(so_far)
+
+    def write(so_far: dict[Cell, dict[str, Summary | str]]) -> None:
+        if args.json:
+            args.json.write_text(json.dumps(as_json(so_far, costs, peers, absent), indent=1))
+
+    results = measure(systems, prompts, levels, args.repeat, Judge(), report)
     print(
         f"\nall: tokens/s, TTFT p50, tokens/s over the best peer's (*)\n\n{overview_table(results, peers)}", flush=True
     )
     ours = [system for system in systems if isinstance(system, Lockstep)]
     guided = next((ready for ready in prompts.values() if ready[0].item.schema), None)
-    costs: dict[Cell, GuidanceCost | str] = {}
     if ours and guided and not args.no_guidance_cost:
         costs = measure_guidance(ours, guided, levels, args.repeat)
         print(f"\nguided / free, time per decode step of the same prompts and token counts\n\n{guidance_table(costs)}")
-    if args.json:
-        args.json.write_text(json.dumps(as_json(results, costs, peers, absent), indent=1))
+        write(results)
     if args.plot:
         title = f"{args.model}, {args.threads} threads, {cpu_name()}"
         try:

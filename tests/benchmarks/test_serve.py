@@ -61,6 +61,12 @@ def test_systems_take_turns_and_the_first_one_changes() -> None:
     assert (summary.answers, summary.tokens, summary.tokens_per_s) == (6, 12, 4.0)
 
 
+def test_the_results_so_far_are_handed_on_after_each_cell() -> None:
+    seen: list[list[tuple[str, int]]] = []
+    serve.measure([FakeSystem("a", [])], prompts(1), [1, 2], 1, Judge(), lambda results: seen.append(list(results)))
+    assert seen == [[("chat", 1)], [("chat", 1), ("chat", 2)]]
+
+
 def test_a_failure_is_kept_and_not_tried_again() -> None:
     turns: list[str] = []
     systems = [FakeSystem("good", turns), FakeSystem("bad", turns, fails=True)]
