@@ -60,6 +60,7 @@ def draw(results: Results, systems: Sequence[str], title: str, path: Path) -> No
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     workloads = list(dict.fromkeys(workload for workload, _ in results))
     levels = sorted({level for _, level in results})
@@ -72,6 +73,7 @@ def draw(results: Results, systems: Sequence[str], title: str, path: Path) -> No
                 x, y = curve(results, workload, system, value)
                 axis.plot(x, y, label=system, markersize=5, **look[system])
             axis.set_xscale("log", base=2)
+            axis.set_xlim(levels[0] / 1.2, levels[-1] * 1.2)
             axis.set_xticks(levels, [str(level) for level in levels])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
@@ -81,7 +83,12 @@ def draw(results: Results, systems: Sequence[str], title: str, path: Path) -> No
                 axis.set_ylabel(label, fontsize=9)
         axes[0][column].set_ylim(bottom=0)
         axes[0][column].set_title(workload, fontsize=10)
-        axes[1][column].set_yscale("log")
+        if any(curve(results, workload, system, _ROWS[1][1])[1] for system in systems):
+            lower = axes[1][column]
+            lower.set_yscale("log")
+            lower.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            lower.yaxis.set_major_formatter("{x:g}")
+            lower.minorticks_off()
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=9)

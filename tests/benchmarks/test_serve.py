@@ -163,9 +163,11 @@ def test_a_plot_is_written_for_results_with_failures(tmp_path: Path) -> None:
     turns: list[str] = []
     systems = [FakeSystem("good", turns), FakeSystem("bad", turns, fails=True)]
     results = serve.measure(systems, prompts(1), [1, 2], 1, Judge())
-    path = tmp_path / "plot.png"
-    draw(results, ["good", "bad"], "title", path)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    nothing = {("tools", level): {"good": "failed", "bad": "failed, too"} for level in (1, 2)}
+    for number, drawn in enumerate((results, results | nothing, nothing)):
+        path = tmp_path / f"{number}.png"
+        draw(drawn, ["good", "bad"], "title", path)
+        assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
