@@ -230,7 +230,7 @@ def small_cases() -> Iterator[Case]:
         inputs = (slots, history, length, drafts, num, done, table_BN, ids, ints(B, P), ints(B, P), ints(B))
         post = (slots, flags, flags, gens, drafts, num, history, length, length, posted, kept, out)
         keep = (slots, flags, flags, out, counter, masks, kept, step.kinds_BR, step.forced_BR)
-        lookup = (slots, history, length, limit, step.params.max_length_S, drafts, num)
+        lookup = (slots, history, length, length // 2, limit, step.params.max_length_S, drafts, num)
         row_bytes = B * P * words * 4
 
         def call(function: Callable[..., None], *arguments: object, **options: object) -> list[Call]:

@@ -205,9 +205,11 @@ class TorchLaunches:
     def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
         """See `StepLaunches.propose_ngram`. Looks at values.
 
-        The longest match wins, then the first: behind it there is the most text, and in a prompt that lists its fields
-        the first one is the list. A match of n tokens is good for 2 n + 1 drafts; more were hardly ever accepted
-        (docs/log.md). Cost: `ngram_max` comparisons over the history.
+        The longest match wins, then the last one in the answer: a draft that was rejected there is not made again. Of
+        matches in the prompt alone the first wins: behind it there is the most text, and in a prompt that lists its
+        fields the first one is the list. A match of n tokens is good for 2 n + 1 drafts; more were hardly ever accepted
+        (docs/log.md). Cost: `ngram_max` comparisons over the history. (On a CPU the drafter `ngram` uses the votes of
+        drafters/suffix.py instead; this is what the kernel is compared with.)
         """
         slot, slots, R = batch.slot, place_of(batch), len(self._row_R)
         last_B1 = slot.length_S[slots][:, None].long()
@@ -225,14 +227,16 @@ class TorchLaunches:
             suffix_B1 = history_BL.gather(1, (length_B1 - 1 - t).clamp(min=0))
             alive_BL = alive_BL & (at_L >= t) & (history_BL.roll(t, dims=1) == suffix_B1)
             run_BL += alive_BL
-        score_BL = torch.where(run_BL >= ngram_min, run_BL.long() * L + (L - 1 - at_L), -1)
+        written_BL = at_L + 1 >= slot.params.prompt_length_S[slots][:, None]  # the token behind the match
+        rank_BL = torch.where(written_BL, L + at_L, L - 1 - at_L)
+        score_BL = torch.where(run_BL >= ngram_min, run_BL.long() * 2 * L + rank_BL, -1)
         best_B, end_B = score_BL.max(dim=1)
         at_R = torch.arange(R, device=end_B.device)
         follow_BR = torch.where(
             at_R < num_jump_forward_B1, last_B1 + at_R, end_B[:, None] + 1 + at_R - num_jump_forward_B1
         ).clamp(max=L - 1)
         room_B = slot.params.max_length_S[slots] - length_B1[:, 0] - 1
-        trust_B = 2 * torch.div(best_B, L, rounding_mode="floor") + 1
+        trust_B = 2 * torch.div(best_B, 2 * L, rounding_mode="floor") + 1
         available_B = torch.where(best_B >= 0, torch.minimum(length_B1[:, 0] - 1 - end_B, trust_B), 0)
         limit_B = slot.draft_limit_S[slots].clamp(max=batch.max_rows - 1) - num_jump_forward_B1[:, 0]
         count_B = (

@@ -1,6 +1,7 @@
 """Prompt lookup in one kernel: the tokens behind an earlier occurrence of the answer's own suffix.
 
-The longest run wins, then the first; a run of n is good for 2 n + 1 drafts (Saxena 2023; LLMA, Yang 2023).
+The longest run wins, then the last one in the answer, then the first one in the prompt: a draft that was rejected is
+not made again at the same suffix. A run of n is good for 2 n + 1 drafts (Saxena 2023; LLMA, Yang 2023).
 Invariant: only tokens of the slot's own history are proposed.
 """
 
@@ -16,6 +17,7 @@ def ngram_kernel(
     slots: tl.tensor,
     history: tl.tensor,
     length: tl.tensor,
+    prompt_length: tl.tensor,
     draft_limit: tl.tensor,
     max_length: tl.tensor,
     drafts: tl.tensor,
@@ -38,7 +40,9 @@ def ngram_kernel(
     if (s < 0) | (num_forward < 0):
         return
     n = tl.load(length + s) + num_forward
+    prompt = tl.load(prompt_length + s)
     tokens = history + s * history_stride
+    # Scores differ: run, then the place's rank in [0, 2 n).
     best = tl.full([BLOCK], -1, tl.int32)
     best_end = tl.full([BLOCK], 0, tl.int32)
     for first in range(0, n - 1, BLOCK):  # a match ends before the last token
@@ -49,11 +53,13 @@ def ngram_kernel(
             suffix = tl.load(tokens + tl.maximum(n - 1 - t, 0))
             alive = alive & (at >= t) & (tl.load(tokens + at - t, mask=alive & (at >= t), other=-1) == suffix)
             run += alive.to(tl.int32)
-        better = (run >= LEAST) & (run > best)
-        best = tl.where(better, run, best)
+        score = run * 2 * n + tl.where(at + 1 >= prompt, n + at, n - 1 - at)
+        better = (run >= LEAST) & (score > best)
+        best = tl.where(better, score, best)
         best_end = tl.where(better, at, best_end)
-    longest = tl.max(best, axis=0)
-    end = tl.min(tl.where(best == longest, best_end, n), axis=0)
+    highest = tl.max(best, axis=0)
+    longest = tl.where(highest < 0, 0, highest // (2 * n))
+    end = tl.min(tl.where(best == highest, best_end, n), axis=0)
     count = tl.minimum(tl.minimum(n - 1 - end, max_drafts - num_forward), tl.load(draft_limit + s) - num_forward)
     count = tl.minimum(count, 2 * longest + 1)
     count = tl.maximum(tl.minimum(count, tl.load(max_length + s) - n - 1), 0)
@@ -68,6 +74,7 @@ def propose_ngram(
     slots_B: torch.Tensor,
     history_SL: torch.Tensor,
     length_S: torch.Tensor,
+    prompt_length_S: torch.Tensor,
     draft_limit_S: torch.Tensor,
     max_length_S: torch.Tensor,
     drafts_SR: torch.Tensor,
@@ -88,12 +95,12 @@ def propose_ngram(
     the lookup goes on from there, and adds nothing where they reach beyond draft_limit. A lane of -1 is
     unchanged.
     """
-    tensors = (slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S)
+    tensors = (slots_B, history_SL, length_S, prompt_length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
     assert 1 <= ngram_min <= ngram_max, (ngram_min, ngram_max)
     R = drafts_SR.shape[1]
     ngram_kernel[(slots_B.shape[0],)](
-        *(slots_B, history_SL, length_S, draft_limit_S, max_length_S, drafts_SR, num_drafts_S, num_jump_forward_B),
+        *(*tensors, num_jump_forward_B),
         *(history_SL.stride(0), R, min(max_rows, R + 1) - 1),
         MOST=ngram_max,
         LEAST=ngram_min,

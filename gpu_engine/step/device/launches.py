@@ -95,8 +95,8 @@ class TritonLaunches:
         """See `StepLaunches.propose_ngram`."""
         slot = batch.slot
         propose_ngram(
-            *(batch.slots_B, slot.history_SL, slot.length_S, slot.draft_limit_S, slot.params.max_length_S),
-            *(slot.drafts_SR, slot.num_drafts_S),
+            *(batch.slots_B, slot.history_SL, slot.length_S, slot.params.prompt_length_S, slot.draft_limit_S),
+            *(slot.params.max_length_S, slot.drafts_SR, slot.num_drafts_S),
             ngram_max=ngram_max,
             ngram_min=ngram_min,
             max_rows=batch.max_rows,

@@ -30,9 +30,18 @@ def batch_of(slots: list[int]) -> StepBatch:
     return StepBatch(slot, lane, len(slots), ROWS, any_guided=False)
 
 
-def write(batch: StepBatch, slot: int, history: list[int], *, limit: int = ROWS - 1, max_length: int = LENGTH) -> None:
+def write(
+    batch: StepBatch,
+    slot: int,
+    history: list[int],
+    *,
+    limit: int = ROWS - 1,
+    max_length: int = LENGTH,
+    prompt: int | None = None,
+) -> None:
     batch.slot.history_SL[slot, : len(history)] = torch.tensor(history, dtype=torch.int32)
     batch.slot.length_S[slot] = len(history)
+    batch.slot.params.prompt_length_S[slot] = len(history) if prompt is None else prompt
     batch.slot.draft_limit_S[slot] = limit
     batch.slot.params.max_length_S[slot] = max_length
 
@@ -52,14 +61,16 @@ def drafts(batch: StepBatch, slot: int) -> list[int]:
     return batch.slot.drafts_SR[slot, : int(batch.slot.num_drafts_S[slot])].tolist()
 
 
-def reference(history: list[int], most: int, least: int, limit: int, max_length: int) -> list[int]:
-    """Return the tokens that follow the first earlier occurrence of the longest suffix that occurred before."""
+def reference(history: list[int], most: int, least: int, limit: int, max_length: int, prompt: int) -> list[int]:
+    """Return the tokens that follow the longest suffix that occurred before: its last occurrence in front of a token of
+    the answer, else its first one."""
     n = len(history)
     room = max(min(limit, max_length - n - 1), 0)
     for size in range(min(most, n - 1), least - 1, -1):
-        for end in range(size, n):
-            if history[end - size : end] == history[n - size :]:
-                return history[end:][: min(room, 2 * size + 1)]
+        ends = [end for end in range(size, n) if history[end - size : end] == history[n - size :]]
+        if ends:
+            end = ends[-1] if ends[-1] >= prompt else ends[0]
+            return history[end:][: min(room, 2 * size + 1)]
     return []
 
 
@@ -74,8 +85,9 @@ def test_drafts_equal_those_of_a_plain_search(most: int, least: int) -> None:
             letters = draw.randint(1, 6)
             history = [draw.randrange(letters) for _ in range(draw.randint(1, LENGTH - 1))]
             limit, max_length = draw.randint(0, ROWS - 1), draw.choice([LENGTH, len(history) + draw.randint(1, 4)])
-            write(batch, slot, history, limit=limit, max_length=max_length)
-            expected[slot] = reference(history, most, least, limit, max_length)
+            prompt = draw.randint(1, len(history))
+            write(batch, slot, history, limit=limit, max_length=max_length, prompt=prompt)
+            expected[slot] = reference(history, most, least, limit, max_length, prompt)
         propose(drafter, batch)
         assert {slot: drafts(batch, slot) for slot in slots} == expected
         assert all(int(batch.slot.num_drafts_S[slot]) == -7 for slot in range(SLOTS) if slot not in slots)
@@ -100,6 +112,13 @@ def test_the_longest_match_wins_and_then_the_first(history: list[int], expected:
     write(batch, 2, history)
     propose(NgramDrafter(STREAM, LAUNCHES, 4, 1), batch)
     assert drafts(batch, 2) == expected
+
+
+def test_a_draft_that_the_answer_rejected_is_not_made_again() -> None:
+    batch = batch_of([2])
+    write(batch, 2, [1, 2, 7, 7, 7, 1, 2, 8, 9, 1, 2], prompt=5)
+    propose(NgramDrafter(STREAM, LAUNCHES, 4, 1), batch)
+    assert drafts(batch, 2) == [8, 9, 1, 2]
 
 
 def test_drafts_of_a_lane_do_not_depend_on_other_lanes() -> None:

@@ -103,7 +103,15 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
     for ahead in (None, ints(B)):
         proposed = (ints(S, R), ints(S))
         ngram.propose_ngram(
-            slots, history, length, *limits, *proposed, ngram_max=4, ngram_min=2, num_jump_forward_B=ahead
+            slots,
+            history,
+            length,
+            params.prompt_length_S,
+            *limits,
+            *proposed,
+            ngram_max=4,
+            ngram_min=2,
+            num_jump_forward_B=ahead,
         )
 
     cached = posting.CachedRows(rows.masks_SRW, flags(S, R), ints(S, R), flags(S, R).bool())

@@ -50,7 +50,9 @@ def test_ngram_drafts_equal_those_of_the_engine(device: torch.device, longest: i
     slot.draft_limit_S.copy_(torch.tensor([3, 3, 3, 3, 0, 3, 3, 2]))
     slot.params.max_length_S.fill_(150)
     lane.slots_B.copy_(torch.arange(S).flip(0))
-    ours = [t.to(device) for t in (lane.slots_B, slot.history_SL, slot.length_S, slot.draft_limit_S)]
+    slot.params.prompt_length_S.copy_(slot.length_S // 2)
+    ours = [t.to(device) for t in (lane.slots_B, slot.history_SL, slot.length_S)]
+    ours += [slot.params.prompt_length_S.to(device), slot.draft_limit_S.to(device)]
     drafts, num = slot.drafts_SR.to(device), slot.num_drafts_S.to(device)
     limit = slot.params.max_length_S.to(device)
     propose_ngram(*ours, limit, drafts, num, ngram_max=longest, ngram_min=shortest)
@@ -77,7 +79,9 @@ def test_ngram_drafts_continue_after_jump_forward_tokens(device: torch.device, i
     for s, count in enumerate(lane.num_jump_forward_B.clamp(min=0).tolist()):
         slot.drafts_SR[s, :count] = slot.history_SL[s, int(slot.length_S[s]) :][:count]
     before = slot.drafts_SR.clone()
-    ours = [t.to(device) for t in (lane.slots_B, slot.history_SL, slot.length_S, slot.draft_limit_S)]
+    slot.params.prompt_length_S.copy_(slot.length_S // 2)
+    ours = [t.to(device) for t in (lane.slots_B, slot.history_SL, slot.length_S)]
+    ours += [slot.params.prompt_length_S.to(device), slot.draft_limit_S.to(device)]
     drafts, num = slot.drafts_SR.clone().to(device), slot.num_drafts_S.clone().to(device)
     limit, ahead = slot.params.max_length_S.to(device), lane.num_jump_forward_B.to(device)
     propose_ngram(*ours, limit, drafts, num, ngram_max=4, ngram_min=1, num_jump_forward_B=ahead)
