@@ -1,4 +1,5 @@
-"""The three workloads: `extraction` (facts in the prompt), `schema` (facts to invent) and `chat` (unguided text).
+"""The workloads: `extraction` (facts in the prompt), `schema` (facts to invent), `chat` (unguided text) and `repeated`
+(extraction jobs and tool calls, many under each of three schemas).
 
 Invariant: equal arguments give equal items in the same order on any machine. Prompts have the form of JSON Mode Eval:
 the schema is in the system message.
@@ -11,8 +12,11 @@ import json
 from dataclasses import dataclass
 
 from benchmarks.harness.domains import EXTRACTION, INVENTION, Json
+from benchmarks.harness.jobs import repeated_jobs
 
 WORKLOADS = ("extraction", "schema", "chat")
+"""What `serve` runs if nothing else is asked for; `repeated` is one more."""
+NUM_REPEATED = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +96,20 @@ def _chat() -> list[Item]:
     return [Item(name=name, messages=(("user", task),), schema=None, max_tokens=128) for name, task in _CHAT]
 
 
+def _repeated() -> list[Item]:
+    return [_guided(job.name, job.schema, job.task, 192, job.facts) for job in repeated_jobs(NUM_REPEATED)]
+
+
 def workload(name: str, count: int | None = None, max_tokens: int | None = None) -> list[Item]:
     """Return the first `count` items of a workload (all when None), their budgets lowered to `max_tokens`.
 
     Raises:
-        ValueError: `name` is none of `WORKLOADS`, or `count` or `max_tokens` is below 1.
+        ValueError: `name` is no workload, or `count` or `max_tokens` is below 1.
 
     """
-    makers = {"extraction": _extraction, "schema": _schema, "chat": _chat}
+    makers = {"extraction": _extraction, "schema": _schema, "chat": _chat, "repeated": _repeated}
     if name not in makers:
-        raise ValueError(f"workload: {name!r} is not one of {', '.join(WORKLOADS)}")
+        raise ValueError(f"workload: {name!r} is not one of {', '.join(makers)}")
     if count is not None and count < 1:
         raise ValueError("count: must be at least 1")
     if max_tokens is not None and max_tokens < 1:

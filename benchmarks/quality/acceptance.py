@@ -20,20 +20,22 @@ from benchmarks.harness.client import CallRefused, EngineClient
 from benchmarks.harness.measure import Answer
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, table
-from benchmarks.quality.acceptance_plot import PUBLISHED, draw
-from benchmarks.quality.acceptance_prompts import AcceptancePrompt, own_prompts, read_prompts
+from benchmarks.quality.acceptance_plot import PUBLISHED, PUBLISHED_GROUPS, draw
+from benchmarks.quality.acceptance_prompts import OWN_GROUPS, AcceptancePrompt, own_prompts, read_prompts
 from gpu_engine.api.config import MAX_DRAFT_TOKENS
 
 EXAMPLES = """
-Two groups of prompts: "extraction", where the prompt states the facts that the answer is made of, and "generation",
-where it states the schema alone. With --data FILE.jsonl (MaskBench's form) they are its JME_* schemas with the facts of
-a valid instance, and a spread over its other groups; without it they are the workloads of `serve`.
+Groups of prompts: "extraction", where the prompt states the facts that the answer is made of, "generation", where it
+states the schema alone, and "repeated", jobs and tool calls with three schemas in turn. With --data FILE.jsonl
+(MaskBench's form) the first two are its JME_* schemas with the facts of a valid instance, and a spread over its other
+groups, and the third is left out; without it they are the workloads of `serve` and `repeated`. Every K has a server of
+its own, so that the suffix index has seen nothing but the prompts before.
 
 A variant is a drafter with marks: +masked or +free for a network's drafts with or without masks (default: without),
 +forced or +unforced for jump-forward tokens in front of its drafts or not ("grammar": jump-forward tokens alone), +fN
 for at most N of them (--jump-forward-tokens; only with the largest K, because a request that names its K has no more
-drafts in all):
-  ngram   ngram+unforced   ngram+f15   grammar   eagle3:DIR+masked   eagle3:DIR+free   model:DIR
+drafts in all), +noindex for prompt lookup without the suffix index:
+  ngram   ngram+noindex   ngram+unforced   ngram+f15   grammar   eagle3:DIR+masked   eagle3:DIR+free   model:DIR
 
 examples:
   python -m benchmarks acceptance --variants ngram+unforced,ngram+forced --drafts 1,3,7
@@ -60,10 +62,11 @@ class Variant:
             "masked": ("--draft-masks", "on"),
             "forced": ("--jump-forward", "true"),
             "unforced": ("--jump-forward", "false"),
+            "noindex": ("--draft-index-bytes", "0"),
             **{f"f{most}": ("--jump-forward-tokens", str(most)) for most in range(MAX_DRAFT_TOKENS + 1)},
         }
         if unknown := [mark for mark in marks if mark not in known]:
-            raise ValueError(f"{text}: {', '.join(unknown)} is none of free, masked, forced, unforced, fN")
+            raise ValueError(f"{text}: {', '.join(unknown)} is none of free, masked, forced, unforced, noindex, fN")
         flags = tuple(flag for mark in marks for flag in known[mark])
         name = "+".join([drafter, *marks])
         return Variant(name, drafter, folder, ("--draft-model", folder, *flags) if folder else flags)
@@ -135,10 +138,11 @@ def result_table(cells: Sequence[Cell]) -> str:
         row = [cell for cell in cells if (cell.variant, cell.drafts) == (variant, drafts)]
         rows.append([variant, str(drafts), *[number(cell.length, 2) for cell in row], *[number(c.speed) for c in row]])
         rows[-1] += [number(cell.speed / base[cell.group], 2) if cell.group in base else "-" for cell in row]
-    theirs = [
-        [f"published: {name}", "3", number(jme, 2), number(jsb, 2), "", "", "", ""] for name, _, jme, jsb in PUBLISHED
-    ]
-    return table(header, rows + [row[: len(header)] for row in theirs])
+    for name, _, *lengths in PUBLISHED:
+        figures = dict(zip(PUBLISHED_GROUPS, lengths, strict=True))
+        shown = [number(figures[group], 2) if group in figures else "" for group in groups]
+        rows.append([f"published: {name}", "3", *shown, *[""] * (2 * len(groups))])
+    return table(header, rows)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -156,7 +160,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
     add("--data", type=Path, metavar="FILE.jsonl", help="schemas with instances, in MaskBench's form")
-    add("--count", type=int, default=12, help="prompts of each group (default 12)")
+    add("--count", type=int, default=12, help="prompts of each group, four times as many of repeated (default 12)")
+    add("--groups", default=",".join(OWN_GROUPS), metavar="NAME,...", help="without --data (default: all)")
     add("--max-tokens", type=int, default=128)
     add("--drafts", default="1,2,3,5,7", metavar="K,...", help="drafts a step to try (default 1,2,3,5,7)")
     add("--variants", default="ngram+unforced,ngram+forced,grammar", metavar="NAME,...", help="see below")
@@ -167,7 +172,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, variants: Sequence[Variant], drafts: Sequence[int]) -> tuple[list[Cell], list[str]]:
     """Measure every variant; return the cells and what differed."""
-    prompts = read_prompts(args.data, args.count) if args.data else own_prompts(args.count)
+    prompts = read_prompts(args.data, args.count) if args.data else own_prompts(args.count, args.groups.split(","))
+    num_groups = len({prompt.group for prompt in prompts})
     progress = Progress(len(prompts) * (1 + len(variants) * len(drafts)))
     cells: list[Cell] = []
     wrong: list[str] = []
@@ -178,13 +184,13 @@ def run(args: argparse.Namespace, variants: Sequence[Variant], drafts: Sequence[
             drafter=variant.drafter, num_draft_tokens=max(drafts), max_batch_size=4,
             device=args.device, extra=variant.flags,
         )  # fmt: skip
-        with EngineServer(options) as server:
-            for k in [0, *drafts] if number_ == 0 else drafts:
+        for k in [0, *drafts] if number_ == 0 else drafts:
+            with EngineServer(options) as server:
                 named = k != max(drafts)
                 found = asyncio.run(answer(server.address, prompts, k, args.max_tokens, progress, named=named))
-                name = variant.name if k else "no drafts"
-                cells += [Cell(name, k, cell.group, cell.answers, cell.wall_s) for cell in found]
-                wrong += [f"{variant.name} K={k}: {name}" for name in differing(found, cells[:2])]
+            name = variant.name if k else "no drafts"
+            cells += [Cell(name, k, cell.group, cell.answers, cell.wall_s) for cell in found]
+            wrong += [f"{variant.name} K={k}: {name}" for name in differing(found, cells[:num_groups])]
     progress.close()
     return cells, wrong
 

@@ -15,6 +15,8 @@ PUBLISHED = (
     ("n-gram", "Llama 3.1 8B", 2.59, 1.89),
 )
 """At K = 3: (drafter, model, JSON Mode Eval, JSON Schema Bench)."""
+PUBLISHED_GROUPS = ("extraction", "generation")
+"""The groups that those two benchmarks are like."""
 
 
 class Measured(Protocol):
@@ -51,8 +53,9 @@ def draw(cells: Sequence[Measured], title: str, path: Path) -> None:
         for variant in dict.fromkeys(cell.variant for cell in cells if cell.drafts):
             line = sorted((c.drafts, c.length) for c in cells if (c.variant, c.group) == (variant, group) and c.drafts)
             axis.plot([k for k, _ in line], [length for _, length in line], marker="o", label=variant)
-        for name, model, *lengths in PUBLISHED:
-            axis.plot([3], [lengths[place % 2]], marker="x", linestyle="", label=f"published: {name} ({model})")
+        for name, model, *lengths in PUBLISHED if group in PUBLISHED_GROUPS else ():
+            length = lengths[PUBLISHED_GROUPS.index(group)]
+            axis.plot([3], [length], marker="x", linestyle="", label=f"published: {name} ({model})")
         axis.set_title(group, fontsize=10)
         axis.set_xlabel("drafts a step", fontsize=8)
         axis.legend(fontsize=6)

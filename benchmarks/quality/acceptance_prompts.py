@@ -1,4 +1,4 @@
-"""The prompts of `acceptance`: facts to extract under a schema, and schemas alone.
+"""The prompts of `acceptance`: facts to extract under a schema, schemas alone, and many requests under few schemas.
 
 Invariant: equal arguments give equal prompts in the same order; a schema that is too long for a prompt is skipped,
 never cut.
@@ -8,7 +8,7 @@ Not responsible for: sending the prompts (see acceptance.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from benchmarks.harness.client import Call, make_call
 from benchmarks.harness.workloads import workload
 from benchmarks.quality.schemas import PROMPT_SCHEMA_CHARS
 from protos.engine.v1 import engine_pb2 as pb
+
+OWN_GROUPS = {"extraction": "extraction", "generation": "schema", "repeated": "repeated"}
+"""Group -> workload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +76,15 @@ def _spread(prompts: list[AcceptancePrompt], count: int) -> list[AcceptancePromp
     return [prompts[number * len(prompts) // count] for number in range(count)] if count < len(prompts) else prompts
 
 
-def own_prompts(count: int) -> list[AcceptancePrompt]:
-    """Return at most `count` prompts of each group from the workloads of `serve`."""
-    kinds = {"extraction": "extraction", "generation": "schema"}
+def own_prompts(count: int, groups: Sequence[str] = tuple(OWN_GROUPS)) -> list[AcceptancePrompt]:
+    """Return at most `count` prompts of each group from the workloads, and four times as many that repeat schemas.
+
+    Raises ValueError for a group that is not one of `OWN_GROUPS`.
+    """
+    if unknown := [group for group in groups if group not in OWN_GROUPS]:
+        raise ValueError(f"--groups: {', '.join(unknown)} is none of {', '.join(OWN_GROUPS)}")
     return [
         AcceptancePrompt(item.name, group, item.messages, item.schema or "")
-        for group, name in kinds.items()
-        for item in workload(name, count)
+        for group in groups
+        for item in workload(OWN_GROUPS[group], count * 4 if group == "repeated" else count)
     ]

@@ -26,6 +26,11 @@ class Limits:
     max_prompt_bytes: int
     stream_pace_s: float = 0.0
     grammar_handles_bytes: int = 64 << 20
+    draft_index: bool = False
+    """The server has a suffix index."""
+    draft_index_shared: bool = False
+    checks_tokens: bool = False
+    """Every call has a bearer token that the server knows."""
 
     @classmethod
     def of(cls, engine: EngineConfig, server: ServerConfig, *, vocab_size: int, max_model_len: int) -> Limits:
@@ -39,6 +44,9 @@ class Limits:
             max_prompt_bytes=server.max_prompt_bytes,
             stream_pace_s=server.stream_pace_ms / 1e3,
             grammar_handles_bytes=server.grammar_handles_bytes,
+            draft_index=engine.max_draft_index_bytes > 0,
+            draft_index_shared=engine.draft_index_shared,
+            checks_tokens=bool(server.auth_token_file),
         )
 
 
@@ -69,6 +77,8 @@ class Checked:
     num_draft_tokens: int
     jump_forward_tokens: int
     """The server's F, or the request's own number for all drafts."""
+    draft_index: bool
+    """The suffix index may draft for the request and keep its answer, if the server has one."""
     grammar: GrammarSpec | None
     seed: int
     """Of the first sequence; given by the client or drawn."""

@@ -20,6 +20,9 @@ EMBEDDED_MODEL = "embedded"
 MAX_DRAFT_TOKENS = 15
 """Upper bound of K and F, the drafts of a step: with the target's own token, 16 rows per slot."""
 
+DRAFT_INDEX_BYTES = 64 << 20
+"""The suffix index where `draft_index_bytes` is -1."""
+
 
 def _require(condition: bool, name: str, problem: str) -> None:
     if not condition:
@@ -68,8 +71,8 @@ class EngineConfig:
     """Reuse KV pages of requests that share a prefix, as whole pages, until their memory is needed. Off with a drafting
     network (drafter=model, eagle3, mtp), whose cache depends on the tokens that follow."""
     drafter: str = "ngram"
-    """Source of drafts: "ngram" (a lookup in the sequence's own text), "model", "eagle3", "mtp" (the model's own
-    multi-token-prediction layer), "grammar" (jump-forward tokens alone) or "none"."""
+    """Source of drafts: "ngram" (a lookup in the sequence's own text, and on a CPU in earlier answers), "model",
+    "eagle3", "mtp" (the model's own multi-token-prediction layer), "grammar" (jump-forward tokens alone) or "none"."""
     draft_model: str = ""
     """With drafter=model: a model with the same tokenizer, in any form of the setting model. With drafter=eagle3: the
     directory of an EAGLE-3 head for the model; the embedded model comes with a head."""
@@ -95,6 +98,13 @@ class EngineConfig:
     """Longest suffix that the n-gram drafter looks up, in tokens."""
     ngram_min: int = 1
     """Shortest suffix that the n-gram drafter looks up, in tokens."""
+    draft_index_bytes: int = -1
+    """Memory of the suffix index, in bytes: earlier answers, by client and grammar, that drafter=ngram drafts from,
+    too. The least recently used are dropped. 0: none. -1: 64 MiB with drafter=ngram on a CPU, and none elsewhere, where
+    another number is refused."""
+    draft_index_shared: bool = False
+    """Requests without a grammar, a bearer token and a client certificate draft from each other's answers, too. The
+    answers stay the same; how fast they come may tell one client what another one got."""
     overlap: bool | None = None
     """Launch a step before the tokens of the last one are read; a stop is then found one step late. Unset: on with a
     GPU, off with a CPU."""
@@ -142,6 +152,12 @@ class EngineConfig:
             _require(0 <= getattr(self, name) <= MAX_DRAFT_TOKENS, name, f"must be in [0, {MAX_DRAFT_TOKENS}]")
         _require(self.step_rows >= 0, "step_rows", "must not be negative")
         _require(1 <= self.ngram_min <= self.ngram_max <= 8, "ngram_min", "needs 1 <= ngram_min <= ngram_max <= 8")
+        _require(self.draft_index_bytes >= -1, "draft_index_bytes", "must be -1, 0 or a number of bytes")
+        _require(
+            self.draft_index_bytes <= 0 or (self.drafter == "ngram" and self.device in ("auto", "cpu")),
+            "draft_index_bytes",
+            "the suffix index works with drafter=ngram on a CPU alone",
+        )
         _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
         _require(self.max_queue_size >= 1, "max_queue_size", "must be at least 1")
         _require(
@@ -172,6 +188,13 @@ class EngineConfig:
     def num_drafts(self) -> int:
         """K, or 0 without a drafter."""
         return self.num_draft_tokens if self.drafter != "none" else 0
+
+    @property
+    def max_draft_index_bytes(self) -> int:
+        """`draft_index_bytes`, with -1 resolved for the drafter and the device, once that is known; 0: no index."""
+        if self.drafter != "ngram" or self.num_drafts == 0 or self.device != "cpu":
+            return 0
+        return DRAFT_INDEX_BYTES if self.draft_index_bytes < 0 else self.draft_index_bytes
 
     @property
     def num_jump_forward(self) -> int:

@@ -129,6 +129,16 @@ class TokenEvent:
     error: LockstepError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DraftScope:
+    """Whose answers the suffix index may draft from, for one request; its own answer joins them."""
+
+    key: bytes
+    """A digest; two requests share answers if and only if their keys are equal."""
+    seeds: tuple[tuple[int, ...], ...] = ()
+    """Texts, as tokens, with which a new scope begins."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence. Two requests are equal only if they are the same object; `key` names it in logs."""
@@ -145,6 +155,8 @@ class Request:
     """Drafts per step for this sequence, at most the server's K."""
     jump_forward_tokens: int | None = None
     """Jump-forward tokens per step for this sequence, at most the server's F. None: as many as `num_draft_tokens`."""
+    draft_scope: DraftScope | None = None
+    """None: the suffix index neither drafts for this sequence nor keeps its answer."""
     telemetry: Telemetry = field(default_factory=Telemetry)
 
     @property

@@ -64,6 +64,9 @@ class EngineStats:
     jump_forward_tokens: int = 0
     """Drafts that the grammar forced."""
     accepted_jump_forward_tokens: int = 0
+    index_draft_tokens: int = 0
+    """Drafts from earlier answers."""
+    accepted_index_draft_tokens: int = 0
     mask_wait_ms: float = 0.0
     deferred_rows: int = 0
     preemptions: int = 0

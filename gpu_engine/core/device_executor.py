@@ -101,7 +101,7 @@ def device_executor(
     buckets, guided = lane_buckets(S), sync is not None
     step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows)
     pages = model.allocate_pages(num_pages, config.page_size, token_major=True)
-    parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, token_major=True)
+    parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, True, slot, lane)
     drafter = build_drafter(parts, drafter_builders)
     scratch = RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device)
     sampling = DeviceRows(rows, scratch)

@@ -17,7 +17,8 @@ from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner, StepRunner
 from gpu_engine.core.running import SequenceState, SlotWriter
 from gpu_engine.core.scheduler import Chunk
-from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter
+from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, suffix_drafter
+from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.direct import DirectLauncher
@@ -47,6 +48,8 @@ class Executor:
     """Wait for the device. Raises when the device has failed: errors of a device are permanent."""
     close: Callable[[], None]
     """Wait for the device and free the memory that it may have used. Once, at the end."""
+    answers: SuffixDrafter | None = None
+    """The drafter, if it drafts from earlier answers: it learns which sequence has a slot, and what each answered."""
 
 
 def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
@@ -83,7 +86,7 @@ def cpu_executor(
     if channel is not None:
         timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
         sync = InlineSync(stream, channel, launches, **timeouts)
-    parts = DrafterParts(config, model, stream, launches, sync, num_pages, token_major=False)
+    parts = DrafterParts(config, model, stream, launches, sync, num_pages, False, slot, lane)
     drafter = build_drafter(parts, drafter_builders)
     pages = model.allocate_pages(num_pages, config.page_size)
     ring = OutputRing(stream, lane, sync.report, max_inflight_steps + 1)
@@ -107,4 +110,5 @@ def cpu_executor(
         pass
 
     runner = LauncherRunner(launcher, slot_writer, sync, max_inflight_steps)
-    return Executor(slot_writer, sync, runner, prefill, warm_up, enter=nothing, probe=nothing, close=nothing)
+    idle = {"enter": nothing, "probe": nothing, "close": nothing}
+    return Executor(slot_writer, sync, runner, prefill, warm_up, **idle, answers=suffix_drafter(drafter))

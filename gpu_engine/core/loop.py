@@ -68,6 +68,7 @@ class EngineLoop:
             self.executor.sync,
             self.executor.runner,
         )
+        self._answers = self.executor.answers
         self._in_flight: deque[LaunchedStep] = deque()
         self.sequences: dict[Request, RunningSequence] = {}
         self.stats = EngineStats(num_slots=S, num_pages=num_pages)
@@ -99,6 +100,8 @@ class EngineLoop:
     def _slot_assigned(self, sequence: RunningSequence) -> None:
         self._slot_writer.assign(sequence)
         self._sync.forget(sequence.slot)
+        if self._answers is not None:
+            self._answers.assign(sequence.slot, sequence.payload.request.draft_scope)
         telemetry = sequence.payload.request.telemetry
         telemetry.scheduled_s = telemetry.scheduled_s or time.monotonic()
         if sequence.guided:
@@ -194,6 +197,8 @@ class EngineLoop:
             self.live -= 1
         self.scheduler.remove(sequence)
         request.telemetry.finished_s = time.monotonic()
+        if self._answers is not None and error is None:
+            self._answers.add(request.draft_scope, request.prompt_ids, sequence.payload.answer)
         if error is not None:
             self.stats.failed[status_of(error).name] += 1
         else:
@@ -205,6 +210,11 @@ class EngineLoop:
             matched = ids[-1] if finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and ids else None
             request.sink(TokenEvent(request.index, ids, logprobs, finish, matched, error))
         self.grammar_slots.close(sequence)  # last: the client gets its last event even if the port fails
+
+    @property
+    def num_index_drafts(self) -> tuple[int, int]:
+        """Drafts from earlier answers that were verified, and accepted, since the start."""
+        return self._answers.num_index_drafts if self._answers is not None else (0, 0)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,12 @@ from gpu_engine.drafters.jump_forward import JumpForwardDrafter
 from gpu_engine.drafters.mtp import MtpNet, load_mtp
 from gpu_engine.drafters.nets import DraftNet, ModelNet
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
+from gpu_engine.drafters.suffix import SuffixDrafter
+from gpu_engine.drafters.suffix_index import SuffixIndex
 from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.launches import StepLaunches
 from gpu_engine.step.program import Drafter
 from gpu_engine.step.stream import Stream
@@ -50,6 +53,9 @@ class DrafterParts:
     """KV pages of the target; a drafting network gets as many of its own."""
     token_major: bool
     """Layout of KV pages that the device's kernels read."""
+    slot: SlotBuffers
+    lane: LaneBuffers
+    """Of the step program, as are the slot's."""
 
 
 Builder = Callable[[DrafterParts], Drafter]
@@ -67,14 +73,24 @@ def build_drafter(parts: DrafterParts, builders: Mapping[str, Builder] | None = 
     return JumpForwardDrafter(drafter, parts.sync) if config.jump_forward_first else drafter
 
 
+def suffix_drafter(drafter: Drafter) -> SuffixDrafter | None:
+    """Return the drafter that keeps answers, if `drafter` is one or has one behind jump-forward tokens."""
+    own = drafter.behind if isinstance(drafter, JumpForwardDrafter) else drafter
+    return own if isinstance(own, SuffixDrafter) and own.index is not None else None
+
+
 def _no_drafter(parts: DrafterParts) -> Drafter:
     return NoDrafter()
 
 
 def _ngram(parts: DrafterParts) -> Drafter:
     config = parts.config
-    sizes = (config.ngram_max, config.ngram_min)
-    return NgramDrafter(parts.stream, parts.launches, *sizes, jump_forward=config.jump_forward_first)
+    sizes, forced = (config.ngram_max, config.ngram_min), config.jump_forward_first
+    if not parts.stream.runs_at_once:
+        return NgramDrafter(parts.stream, parts.launches, *sizes, jump_forward=forced)
+    max_bytes = config.max_draft_index_bytes
+    index = SuffixIndex(max_bytes, len(parts.slot.length_S)) if max_bytes else None
+    return SuffixDrafter(parts.stream, parts.slot, parts.lane, index, *sizes, jump_forward=forced)
 
 
 def _chain(parts: DrafterParts, net: DraftNet) -> Drafter:

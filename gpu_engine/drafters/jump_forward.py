@@ -21,19 +21,19 @@ class JumpForwardDrafter:
     """Asks the grammar before another drafter proposes."""
 
     def __init__(self, behind: Drafter, sync: Sync) -> None:
-        self._behind, self._sync = behind, sync
+        self.behind, self._sync = behind, sync
         self.layers = behind.layers
 
     def prefill(self, chunks: Chunks, hidden: Hidden) -> None:
         """Let the other drafter see the tokens."""
-        self._behind.prefill(chunks, hidden)
+        self.behind.prefill(chunks, hidden)
 
     def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         """Enqueue the question, a short wait, and the other drafter."""
         if batch.any_guided:
             self._sync.post_jump_forward(batch)
             self._sync.await_jump_forward(batch)
-        self._behind.propose(batch, step, page_table_BN, hidden)
+        self.behind.propose(batch, step, page_table_BN, hidden)
 
     def __repr__(self) -> str:
-        return f"<JumpForwardDrafter, then {self._behind!r}>"
+        return f"<JumpForwardDrafter, then {self.behind!r}>"

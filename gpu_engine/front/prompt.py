@@ -15,7 +15,7 @@ from jinja2.exceptions import TemplateError
 from gpu_engine.api.checked import Chat, Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import Tokenizer
-from gpu_engine.api.request import Request, SamplingParams, Telemetry, TokenEvent
+from gpu_engine.api.request import DraftScope, Request, SamplingParams, Telemetry, TokenEvent
 from gpu_engine.front.validation import check_prompt_length
 
 LARGE_PROMPT_CHARS = 8 << 10
@@ -47,8 +47,9 @@ def build_requests(
     limits: Limits,
     sink: Callable[[TokenEvent], None],
     arrived_s: float,
+    draft_scope: DraftScope | None = None,
 ) -> list[Request]:
-    """Return the n sequences of a request, which share `sink`. Raises InvalidRequest."""
+    """Return the n sequences of a request, which share `sink` and `draft_scope`. Raises InvalidRequest."""
     field, prompt_ids = _prompt_ids(checked.prompt, tokenizer, limits)
     if not prompt_ids:
         raise InvalidRequest(field, "has no tokens")
@@ -90,6 +91,7 @@ def build_requests(
             grammar=checked.grammar,
             num_draft_tokens=checked.num_draft_tokens,
             jump_forward_tokens=checked.jump_forward_tokens,
+            draft_scope=draft_scope,
             telemetry=Telemetry(arrived_s=arrived_s),
         )
         for i in range(checked.n)

@@ -24,7 +24,8 @@ from prometheus_client import CollectorRegistry
 from gpu_engine.api.checked import Checked, Limits
 from gpu_engine.api.errors import GrammarNotConfigured, InternalError, LockstepError, ShuttingDown, status_of
 from gpu_engine.api.ports import EngineCore, GrammarAccess, GrammarStats, Model
-from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
+from gpu_engine.api.request import DraftScope, FinishReason, GrammarSpec, Request, TokenEvent
+from gpu_engine.front.draft_scopes import DraftScopes, client_identity
 from gpu_engine.front.grammar_handles import GrammarHandles
 from gpu_engine.front.mailbox import Inbox, Mailbox
 from gpu_engine.front.pacing import StreamPacer
@@ -81,6 +82,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self._version = version
         self._watch = watch or RequestWatch(CollectorRegistry())
         self._handles = GrammarHandles(limits.grammar_handles_bytes)
+        self._scopes = DraftScopes(model.tokenizer, limits)
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._pacer = pacer or StreamPacer(limits.stream_pace_s)
         self._calls: dict[str, _Call] = {}
@@ -168,7 +170,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         try:
             if checked.grammar:
                 self._start_compile(checked.request_id, checked.grammar, call.inbox)
-            for request in await self._build(checked, call.inbox, arrived_s):
+            scope = self._scopes.of(checked, self._client_of(context))
+            for request in await self._build(checked, call.inbox, arrived_s, scope):
                 if call.aborted:
                     request.sink(TokenEvent(request.index, finish=FinishReason.ABORTED))
                 else:
@@ -185,9 +188,13 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         # An invalid grammar ends the request at once, not when a slot is free.
         self._grammar.prepare(request_id, grammar, inbox.fail)
 
-    async def _build(self, checked: Checked, inbox: Inbox, arrived_s: float) -> list[Request]:
+    def _client_of(self, context: Context) -> bytes:
+        metadata = tuple(context.invocation_metadata() or ())
+        return client_identity(metadata, context.peer_identities(), checks_tokens=self._limits.checks_tokens)
+
+    async def _build(self, checked: Checked, inbox: Inbox, arrived_s: float, scope: DraftScope | None) -> list[Request]:
         sink = self._mailbox.sink(inbox)
-        arguments = (checked, self._model.tokenizer, self._limits, sink, arrived_s)
+        arguments = (checked, self._model.tokenizer, self._limits, sink, arrived_s, scope)
         if is_large(checked):
             return await asyncio.to_thread(build_requests, *arguments)
         return build_requests(*arguments)

@@ -56,6 +56,7 @@ def check(
         n=_integer(sampling, "n", 1, low=1, high=limits.max_n),
         num_draft_tokens=num_drafts,
         jump_forward_tokens=num_jump_forward,
+        draft_index=not request.speculation.HasField("draft_index") or request.speculation.draft_index,
         grammar=grammar,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         max_tokens=_integer(sampling, "max_tokens", 1, low=1) if sampling.HasField("max_tokens") else None,

@@ -50,6 +50,16 @@ _BY_DRAFTER = (
         "Jump-forward tokens that were equal to the target's own token",
         "accepted_jump_forward_tokens",
     ),
+    (
+        "index_draft_tokens",
+        "Drafts from earlier answers that were verified; they are drafts, too",
+        "index_draft_tokens",
+    ),
+    (
+        "accepted_index_draft_tokens",
+        "Drafts from earlier answers that were equal to the target's own token",
+        "accepted_index_draft_tokens",
+    ),
 )
 _HISTOGRAMS = (
     ("step_seconds", "Time of a decode step", "step_seconds"),

@@ -64,7 +64,11 @@ def test_prompts_come_from_a_file_by_group(tmp_path: Path) -> None:
 
 def test_own_prompts_have_schemas_and_ask_for_the_drafts() -> None:
     prompts = own_prompts(2)
-    assert [prompt.group for prompt in prompts] == ["extraction"] * 2 + ["generation"] * 2
+    assert [prompt.group for prompt in prompts] == ["extraction"] * 2 + ["generation"] * 2 + ["repeated"] * 8
+    assert len({prompt.schema for prompt in prompts[4:]}) == 3
+    assert own_prompts(2, ["repeated"]) == prompts[4:]
+    with pytest.raises(ValueError, match="--groups: wild is none of"):
+        own_prompts(2, ["wild"])
     request = prompts[0].call(5, 64).request
     assert request.speculation.num_draft_tokens == 5
     assert request.sampling.temperature == 0.0
@@ -81,6 +85,9 @@ def test_the_table_has_tokens_a_step_and_the_ratio_to_no_drafts() -> None:
     row = next(line for line in text.splitlines() if line.startswith("| ngram"))
     assert [part.strip() for part in row.split("|")[1:-1]] == ["ngram", "3", "2.00", "4.0", "2.00"]
     assert "2.86" in text
+    repeated = result_table([*cells, cell("ngram", 3, "repeated", made("a", 1, 2))])
+    published = next(line for line in repeated.splitlines() if "published: n-gram" in line)
+    assert [part.strip() for part in published.split("|")[3:5]] == ["2.59", ""], "nothing like it was published"
 
 
 def test_an_answer_that_differs_or_was_never_given_is_named() -> None:
@@ -92,7 +99,7 @@ def test_an_answer_that_differs_or_was_never_given_is_named() -> None:
 
 def test_every_prompt_is_asked_with_its_drafts(serve_fake: Serve) -> None:
     address, engine = serve_fake(Script())
-    prompts = own_prompts(2)
+    prompts = own_prompts(2, ["extraction", "generation"])
     cells = asyncio.run(answer(address, prompts, 4, 16, Progress(4)))
     assert [(found.group, len(found.answers)) for found in cells] == [("extraction", 2), ("generation", 2)]
     assert {request.speculation.num_draft_tokens for request in engine.requests} == {4}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from benchmarks.harness.workloads import WORKLOADS, workload
+from benchmarks.harness.jobs import repeated_jobs
+from benchmarks.harness.workloads import NUM_REPEATED, WORKLOADS, workload
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -20,7 +21,7 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", [*WORKLOADS, "repeated"])
 def test_two_calls_give_equal_items_with_distinct_names(name: str) -> None:
     items = workload(name)
     assert items == workload(name)
@@ -38,6 +39,23 @@ def test_every_fact_stands_in_the_prompt_and_satisfies_the_schema(item: Any) -> 
     prompt = item.messages[-1][1].lower()
     missing = [leaf for leaf in leaves(facts) if str(leaf).lower() not in prompt]
     assert missing == []
+
+
+def test_repeated_jobs_have_three_schemas_and_many_texts() -> None:
+    items = workload("repeated")
+    assert len(items) == NUM_REPEATED
+    assert [len({item.schema for item in items[at::3]}) for at in range(3)] == [1, 1, 1]
+    assert len({item.messages[-1] for item in items}) > 0.9 * NUM_REPEATED
+    assert repeated_jobs(7) == repeated_jobs(40)[:7]
+
+
+@pytest.mark.parametrize("item", workload("repeated"), ids=lambda item: item.name)
+def test_the_facts_of_a_job_satisfy_its_schema_and_are_in_its_messages(item: Any) -> None:
+    facts = json.loads(item.facts)
+    Draft202012Validator(json.loads(item.schema)).validate(facts)
+    messages = " ".join(content for _, content in item.messages)
+    # The text says in words whether a reply is wanted; the schema has the name of the tool.
+    assert [leaf for leaf in leaves(facts) if not isinstance(leaf, bool) and str(leaf) not in messages] == []
 
 
 @pytest.mark.parametrize("name", ["extraction", "schema"])

@@ -161,10 +161,12 @@ class Choice(_message.Message):
     def __init__(self, choices: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("num_draft_tokens",)
+    __slots__ = ("num_draft_tokens", "draft_index")
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_INDEX_FIELD_NUMBER: _ClassVar[int]
     num_draft_tokens: int
-    def __init__(self, num_draft_tokens: _Optional[int] = ...) -> None: ...
+    draft_index: bool
+    def __init__(self, num_draft_tokens: _Optional[int] = ..., draft_index: _Optional[bool] = ...) -> None: ...
 
 class ResponseOptions(_message.Message):
     __slots__ = ("omit_text", "omit_token_ids")

@@ -338,3 +338,15 @@ async def test_a_server_without_a_grammar_process_compiles_nothing(tmp_path: Pat
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         error = await refusal(s.client, ask(grammar=pb.Grammar(grammar_id="g-1")))
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_requests_with_one_grammar_share_their_answers_unless_they_say_otherwise(tmp_path: Path) -> None:
+    guided = {"grammar": pb.Grammar(json_schema='{"const": "abcdef"}')}
+    async with serving(tmp_path, answers_with("x"), device="cpu") as s:  # type: ignore[arg-type]
+        for fields in (guided, guided, {**guided, "speculation": pb.Speculation(draft_index=False)}, {}):
+            await answer(s.client, ask(**fields))
+        one, again, off, free = (request.draft_scope for request in s.engine.submitted)
+    assert one == again
+    assert one is not None
+    assert one.seeds == (tuple(b' "abcdef"'),)
+    assert off is free is None

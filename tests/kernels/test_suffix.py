@@ -1,0 +1,251 @@
+"""The votes of kernels/native/suffix.c are those of a plain search, and a ring keeps the newest tokens."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kernels.suffix import MIN_CAPACITY, SEPARATOR, AnswerRing, SuffixLanes, SuffixSlots, SuffixVotes
+
+SLOTS, ROWS, LENGTH = 4, 8, 160
+BASE, WRITTEN, UNKNOWN, WORTH, MAX_RING_PLACES, MAX_SEARCHES = 4.0, 16.0, 32.0, 0.1, 64, 2
+
+
+def ints(*shape: int, value: int = 0) -> torch.Tensor:
+    return torch.full(shape, value, dtype=torch.int32)
+
+
+@dataclass
+class Bench:
+    """The arrays of one engine, and its votes."""
+
+    min_run: int = 1
+    max_run: int = 4
+    lanes: SuffixLanes = field(init=False)
+    slots: SuffixSlots = field(init=False)
+    votes: SuffixVotes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lanes = SuffixLanes(
+            slots_B=torch.arange(SLOTS, dtype=torch.int32),
+            num_emitted_B=ints(SLOTS, value=1),
+            num_jump_forward_B=ints(SLOTS),
+            num_verified_B=ints(SLOTS),
+            num_accepted_B=ints(SLOTS),
+        )
+        self.slots = SuffixSlots(
+            history_SL=ints(SLOTS, LENGTH + ROWS, value=77),
+            length_S=ints(SLOTS, value=1),
+            prompt_length_S=ints(SLOTS, value=1),
+            draft_limit_S=ints(SLOTS, value=ROWS - 1),
+            max_length_S=ints(SLOTS, value=LENGTH),
+            rings_S=torch.zeros(SLOTS, dtype=torch.int64),
+            drafts_SR=ints(SLOTS, ROWS),
+            num_drafts_S=ints(SLOTS, value=-7),
+            from_ring_S=ints(SLOTS),
+        )
+        self.votes = SuffixVotes(self.lanes, self.slots, self.min_run, self.max_run)
+
+    def write(self, slot: int, prompt: list[int], answer: list[int], forced: tuple[int, ...] = ()) -> None:
+        history = [*prompt, *answer, *forced]
+        self.slots.history_SL[slot, : len(history)] = torch.tensor(history, dtype=torch.int32)
+        self.slots.length_S[slot], self.slots.prompt_length_S[slot] = len(prompt) + len(answer), len(prompt)
+        self.lanes.num_jump_forward_B[slot] = len(forced)
+        self.slots.drafts_SR[slot, : len(forced)] = torch.tensor(forced, dtype=torch.int32)
+
+    def draft(self, slot: int, *, num_lanes: int = SLOTS, max_drafts: int = ROWS - 1) -> list[int]:
+        self.votes.draft(num_lanes, max_drafts, jump_forward=True)
+        return self.slots.drafts_SR[slot, : int(self.slots.num_drafts_S[slot])].tolist()
+
+
+def ring_of(*texts: list[int], capacity: int = MIN_CAPACITY) -> AnswerRing:
+    ring = AnswerRing(capacity)
+    for text in texts:
+        ring.add(text)
+    return ring
+
+
+def run_at(text: list[int], end: int, context: list[int], most: int) -> int:
+    """Return how many tokens before `end` equal the end of the context, at most `most`."""
+    run = 0
+    while run < min(most, end, len(context)) and text[end - 1 - run] == context[-1 - run]:
+        run += 1
+    return run
+
+
+def places_of(
+    prompt: list[int], answer: list[int], texts: list[list[int]], runs: tuple[int, int]
+) -> list[tuple[list[int], int, float]]:
+    """Return (text, position of the next token, weight) of every place, the ring's first, the newest first."""
+    least, most = runs
+    context, stream = prompt + answer, [token for text in texts for token in (*text, SEPARATOR)]
+    found = []
+    for end in range(len(stream), 1, -1):
+        if (run := run_at(stream, end, context, max(most, 2))) >= max(least, 2):
+            found.append((stream, end, BASE ** (run - 1) * WRITTEN))
+    found = found[:MAX_RING_PLACES]
+    for end in range(len(context) - 1, 0, -1):
+        if (run := run_at(context, end, context, most)) >= least:
+            found.append((context, end, BASE ** (run - 1) * (WRITTEN if end >= len(prompt) else 1.0)))
+    return found
+
+
+def reference(
+    prompt: list[int], answer: list[int], texts: list[list[int]], room: int, runs: tuple[int, int]
+) -> list[int]:
+    """Return the drafts, by lists and a dictionary."""
+    drafts: list[int] = []
+    worth = 1.0
+    for _ in range(MAX_SEARCHES):
+        places, before = places_of(prompt, answer + drafts, texts, runs), len(drafts)
+        while len(drafts) < room:
+            votes: dict[int, float] = defaultdict(float)
+            won, most = SEPARATOR, 0.0
+            for text, at, weight in places:
+                if at < len(text) and text[at] != SEPARATOR:
+                    votes[text[at]] += weight
+                    if votes[text[at]] > most:
+                        won, most = text[at], votes[text[at]]
+            if won == SEPARATOR:
+                break
+            worth *= most / (sum(votes.values()) + UNKNOWN)
+            if worth < WORTH:
+                return drafts
+            drafts.append(won)
+            places = [(text, at + 1, weight) for text, at, weight in places if at < len(text) and text[at] == won]
+        if len(drafts) == before:
+            break
+    return drafts
+
+
+def made_text(draw: random.Random, pattern: list[int], letters: int, size: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < size:
+        tokens += pattern if draw.random() < 0.7 else [draw.randrange(letters)]
+    return tokens[:size]
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (1, 4), (2, 4), (3, 8)])
+def test_drafts_equal_those_of_a_plain_search(least: int, most: int) -> None:
+    bench, draw = Bench(least, most), random.Random(least * 10 + most)
+    lengths = []
+    for _ in range(200):
+        letters = draw.randint(2, 9)
+        pattern = [draw.randrange(letters) for _ in range(draw.randint(3, 12))]
+        prompt, answer = (made_text(draw, pattern, letters, draw.randint(1, 40)) for _ in range(2))
+        texts = [made_text(draw, pattern, letters, draw.randint(1, 30)) for _ in range(draw.randint(0, 4))]
+        ring, slot, limit = ring_of(*texts), draw.randrange(SLOTS), draw.randint(0, ROWS - 1)
+        bench.slots.rings_S[:] = 0
+        bench.slots.rings_S[slot] = ring.address
+        bench.slots.draft_limit_S[slot] = limit
+        bench.write(slot, prompt, answer)
+        assert bench.draft(slot) == reference(prompt, answer, texts, limit, (least, most))
+        lengths.append(int(bench.slots.num_drafts_S[slot]))
+    assert sum(map(bool, lengths)) > 60
+    assert sum(length > 2 for length in lengths) > 20
+
+
+def test_the_index_goes_on_where_the_own_text_has_no_place() -> None:
+    bench, ring = Bench(), ring_of([1, 2, 3, 4, 5, 6])
+    bench.slots.rings_S[0] = ring.address
+    bench.write(0, [9, 8], [1, 2])
+    bench.write(1, [9, 8], [1, 2])
+    assert bench.draft(0)[:2] == [3, 4]
+    assert bench.slots.from_ring_S.tolist()[:2] == [(1 << int(bench.slots.num_drafts_S[0])) - 1, 0]
+    assert int(bench.slots.num_drafts_S[1]) == 0, "a slot without a ring does not look into one"
+
+
+def test_a_continuation_that_was_rejected_is_not_drafted_again_at_the_same_suffix() -> None:
+    """The prompt says 5 behind (3, 4), and the target wrote 6 there: prompt lookup would draft 5 for ever."""
+    bench = Bench()
+    prompt, answer = [3, 4, 5, 5, 5], [3, 4, 6, 7, 7, 3, 4]
+    bench.write(0, prompt, answer)
+    assert bench.draft(0)[:1] == [6]
+
+
+def test_many_equal_answers_win_over_one_other() -> None:
+    bench, ring = Bench(), ring_of(*[[1, 2, 3, 4]] * 5, [1, 2, 9, 9])
+    bench.slots.rings_S[0] = ring.address
+    bench.write(0, [50], [1, 2])
+    assert bench.draft(0) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [({"draft_limit": 2}, 2), ({"max_length": 8}, 3), ({"max_drafts": 1}, 1), ({"max_length": 4}, 0)],
+)
+def test_drafts_keep_every_limit(limits: dict[str, int], expected: int) -> None:
+    bench, ring = Bench(), ring_of([1, 2, 3, 4, 5, 6, 7, 8, 9], *[[1, 2, 3, 4, 5, 6, 7, 8, 9]] * 9)
+    bench.slots.rings_S[0] = ring.address
+    bench.write(0, [50, 51], [1, 2])
+    bench.slots.draft_limit_S[0] = limits.get("draft_limit", ROWS - 1)
+    bench.slots.max_length_S[0] = limits.get("max_length", LENGTH)
+    assert len(bench.draft(0, max_drafts=limits.get("max_drafts", ROWS - 1))) == expected
+
+
+def test_drafts_go_on_behind_jump_forward_tokens() -> None:
+    bench, ring = Bench(), ring_of(*[[1, 2, 3, 4, 5, 6]] * 9)
+    bench.slots.rings_S[:2] = ring.address
+    bench.write(0, [50], [1], forced=(2, 3))
+    assert bench.draft(0) == [2, 3, 4, 5, 6]
+    assert int(bench.slots.from_ring_S[0]) == 0b11100
+    bench.slots.draft_limit_S[0] = 2
+    assert bench.draft(0) == [2, 3], "jump-forward tokens may exceed the limit of the others"
+
+
+def test_a_lane_that_emitted_nothing_keeps_its_drafts() -> None:
+    bench, ring = Bench(), ring_of(*[[1, 2, 3]] * 9)
+    bench.slots.rings_S[:] = ring.address
+    for slot in range(SLOTS):
+        bench.write(slot, [50], [1, 2])
+    bench.lanes.num_emitted_B[0] = 0
+    bench.lanes.num_jump_forward_B[1] = -1
+    bench.lanes.slots_B[2] = -1
+    bench.votes.draft(3, ROWS - 1, jump_forward=True)
+    assert bench.slots.num_drafts_S.tolist() == [-7] * 4
+
+
+def test_the_drafts_of_rings_are_counted_by_their_bits() -> None:
+    bench = Bench()
+    bench.slots.from_ring_S[:] = torch.tensor([0b1101, 0b1111, 0b11, 0b1])
+    bench.lanes.num_verified_B[:] = torch.tensor([4, 2, 2, 1])
+    bench.lanes.num_accepted_B[:] = torch.tensor([3, 0, 2, 1])
+    bench.lanes.num_emitted_B[2] = 0
+    bench.votes.count(3)
+    assert (bench.votes.num_verified, bench.votes.num_accepted) == (3 + 2, 2 + 0)
+
+
+def test_a_full_ring_keeps_the_newest_tokens() -> None:
+    bench, ring = Bench(), AnswerRing(MIN_CAPACITY)
+    for number in range(200):
+        ring.add([1, 2, 3, 4] if number < 100 else [5, 6, 7, 8])
+    bench.slots.rings_S[0] = ring.address
+    bench.write(0, [50], [1, 2])
+    assert bench.draft(0) == []
+    bench.write(0, [50], [5, 6])
+    assert bench.draft(0) == [7, 8]
+
+
+def test_a_text_longer_than_the_ring_leaves_its_end() -> None:
+    bench, ring = Bench(), AnswerRing(MIN_CAPACITY)
+    ring.add(list(range(1000, 1000 + 3 * MIN_CAPACITY)))
+    bench.slots.rings_S[0] = ring.address
+    bench.write(0, [50], [1000, 1001])
+    assert bench.draft(0) == []
+    end = 1000 + 3 * MIN_CAPACITY
+    bench.write(0, [50], [end - 4, end - 3])
+    assert bench.draft(0)[:1] == [end - 2]
+
+
+def test_a_grown_ring_has_the_same_texts() -> None:
+    bench, ring = Bench(), ring_of(*[[1, 2, 3, 4]] * 3)
+    larger = ring.grown(4 * MIN_CAPACITY)
+    assert (larger.num_tokens, larger.num_bytes) == (ring.num_tokens, 4 * ring.num_bytes)
+    larger.add([1, 2, 3, 4])
+    bench.slots.rings_S[0] = larger.address
+    bench.write(0, [50], [1, 2])
+    assert bench.draft(0) == [3, 4]
