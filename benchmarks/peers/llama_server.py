@@ -63,8 +63,9 @@ def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 def read_answer(name: str, started_s: float, pieces: Iterable[dict[str, Any]]) -> Answer:
     """Return the answer that the events of one request make.
 
-    The server counts the end-of-sequence token and does not send it: its id here is -1. Tokens of one decode step
-    arrive as pieces of their own, so the number of steps is the number of tokens less the accepted drafts.
+    The server may count tokens whose ids it does not send, such as the first bytes of a character: -1 stands in for
+    those. Tokens of one decode step arrive as pieces of their own, so the number of steps is the number of
+    tokens less the accepted drafts.
 
     Raises:
         SystemFailed: the stream ended without its last event.
@@ -200,4 +201,4 @@ class LlamaServer:
 def _message(event: dict[str, Any]) -> str:
     error = event.get("error", event)
     words = error.get("message", error) if isinstance(error, dict) else error
-    return str(words).splitlines()[0][:200]
+    return " ".join(str(words).split())[:200]

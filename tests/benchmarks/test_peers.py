@@ -357,7 +357,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         job = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if "nonsense" in json.dumps(job):
-            error = {{"error": {{"message": "failed to parse the schema"}}}}
+            error = {{"error": {{"message": "failed to parse the schema:\\n unknown type"}}}}
             return self.reply(400, json.dumps(error).encode())
         self.send_response(200)
         self.end_headers()
@@ -395,7 +395,7 @@ def test_llama_server_is_driven_over_http(llama: LlamaServer) -> None:
 
 
 def test_a_schema_that_llama_server_refuses_is_a_failure_with_its_words(llama: LlamaServer) -> None:
-    with pytest.raises(SystemFailed, match="bad: failed to parse the schema"):
+    with pytest.raises(SystemFailed, match="bad: failed to parse the schema: unknown type"):
         llama.run([*PROMPTS, prompt("bad", (1,), schema='{"type":"nonsense"}')], 2, lambda: None)
 
 
