@@ -24,7 +24,8 @@ from gpu_engine.front.grammar_handles import grammar_id
 
 MAX_SEEDED_CHARS = 64 << 10
 """A longer grammar gives no seeds: reading it would delay the event loop."""
-MAX_LITERALS = 256
+MAX_LITERALS = 64
+"""More would delay the event loop: 64 take half a millisecond to tokenise, once for each grammar."""
 MAX_LITERAL_CHARS = 128
 MAX_SEEDED_SCOPES = 256
 """Scopes whose seeds are remembered; the seeds of others are made again."""
