@@ -19,6 +19,7 @@ import numpy.typing as npt
 from shared_mem import native
 from shared_mem.batch import ByteArray, Int32Array
 from shared_mem.layout import Layout, RowKind
+from shared_mem.records import Records
 
 DONE, STALE, SLOW = 0, 1, 2
 """States of a chain: `LS_CHAIN_...` in native/chains.h."""
@@ -40,8 +41,8 @@ class _Args(ctypes.Structure):
     _fields_: ClassVar = [
         ("view", POINTER(native.View)),
         *((name, c_void_p) for name in ("rows", "masks", "special_at", "special_keep", "special_stops")),
-        *((name, c_void_p) for name in ("slots", "slot_gens", "first", "n_draft", "accepting", "states", "drafts")),
-        *((name, c_void_p) for name in ("kinds", "forced", "tallies")),
+        *((name, c_void_p) for name in ("which", "slots", "slot_gens", "first", "n_draft", "accepting", "states")),
+        *((name, c_void_p) for name in ("drafts", "kinds", "forced", "tallies", "published")),
         ("seq", c_uint64),
         ("mark", c_uint64),
         ("row_stride", c_uint32),
@@ -50,46 +51,58 @@ class _Args(ctypes.Structure):
         ("num_special", c_int32),
         ("count", c_int32),
         ("publishes", c_int32),
+        ("answered", c_int32),
+        ("num_rows", c_int32),
     ]
 
+    answered: int
+    num_rows: int
 
-_mark = native.releasing("ls_mark_chains")
-_mark.argtypes, _mark.restype = [c_void_p], None
+
+_take = native.holding("ls_take_chains")
+_take.argtypes, _take.restype = [c_void_p, c_void_p], None
 _publish = native.releasing("ls_publish_chains")
 _publish.argtypes, _publish.restype = [c_void_p], None
+_publish_answers = native.holding("ls_publish_answers")
+_publish_answers.argtypes, _publish_answers.restype = [c_void_p], None
 
 
 class ChainArrays:
-    """At most `max_chains` chains: fill the first `count` of the arrays below, then call the methods in order.
+    """At most `max_chains` chains: `take` records, let the library write `rows`, then `publish`; or `take` records,
+    write `kinds` and `forced`, then `publish_answers`.
 
     A chain is the rows `first`, `first` + 1, ... `n_draft` of one slot's answer, and the drafts between them.
     """
 
+    which: Int32Array
+    """[max_chains] numbers of the records, written by `take`."""
     slots: Int32Array
-    """[max_chains] in."""
+    """[max_chains] written by `take`."""
     slot_gens: Int32Array
-    """[max_chains] in."""
+    """[max_chains] written by `take`."""
     first: Int32Array
-    """[max_chains] in: the first row that is wanted."""
+    """[max_chains] written by `take`: the first row that is wanted."""
     n_draft: Int32Array
-    """[max_chains] in: drafts of the record; the last row."""
+    """[max_chains] written by `take`: drafts of the record; the last row."""
+    drafts: Int32Array
+    """[max_chains, R] written by `take`: the drafts behind the first row, each a token of the vocabulary."""
     accepting: ByteArray
     """[max_chains] in: 1 where the answer is complete at the first row."""
     states: ByteArray
-    """[max_chains] in: SLOW leaves a chain out; out: DONE, STALE or SLOW."""
-    drafts: Int32Array
-    """[max_chains, R] in: the drafts behind the first row, each a token of the vocabulary."""
+    """[max_chains] in: SLOW leaves a chain out (`take` sets DONE); out: DONE, STALE or SLOW."""
     kinds: ByteArray
-    """[max_chains, R] out."""
+    """[max_chains, R] out of `publish`, in of `publish_answers`."""
     forced: Int32Array
-    """[max_chains, R] out."""
+    """[max_chains, R] like `kinds`."""
 
     def __init__(self, layout: Layout, max_chains: int) -> None:
         rows = layout.num_rows
-        self.max_chains = max_chains
+        self.max_chains, self.count = max_chains, 0
         self.rows = np.zeros((max_chains * rows, layout.words), dtype=np.int32)
         """[max_chains * R, W] in, by the library: row `first` of chain i at i * R, and so on."""
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("slots", "slot_gens", "first", "n_draft"), (max_chains,))
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("which", "slots", "slot_gens", "first", "n_draft"), (max_chains,)
+        )
         shapes |= dict.fromkeys(("drafts", "forced"), (max_chains, rows))
         for name, shape in shapes.items():
             setattr(self, name, np.zeros(shape, dtype=np.int32))
@@ -100,31 +113,59 @@ class ChainArrays:
             setattr(self._args, name, native.address_of(getattr(self, name)))
         self._pointer = ctypes.addressof(self._args)
         self._references: tuple[object, ...] = ()
+        self._special: SpecialWords | None = None
 
-    def bind(self, view: native.View, tallies: npt.NDArray[np.int64]) -> None:
-        """Set the view that answers are published to, and the row counts, int64 [num_slots, kinds].
-        Holds references to both."""
-        if tallies.shape != (view.num_slots, len(RowKind)) or tallies.dtype != np.int64:
-            raise ValueError(f"tallies: must be int64 [{view.num_slots}, {len(RowKind)}]")
-        self._args.view, self._args.tallies = ctypes.pointer(view), native.address_of(tallies)
-        self._references = (view, tallies)
+    def bind(self, view: native.View, tallies: npt.NDArray[np.int64], published: npt.NDArray[np.int64]) -> None:
+        """Set the view that answers are published to, the row counts, int64 [num_slots, kinds], and the counts of
+        published and of stale answers, int64 [2, num_slots]. Holds references to all of them."""
+        for name, array, shape in (
+            ("tallies", tallies, (view.num_slots, len(RowKind))),
+            ("published", published, (2, view.num_slots)),
+        ):
+            if array.shape != shape or array.dtype != np.int64:
+                raise ValueError(f"{name}: must be int64 {list(shape)}")
+            setattr(self._args, name, native.address_of(array))
+        self._args.view = ctypes.pointer(view)
+        self._references = (view, tallies, published)
 
-    def mark(self, count: int) -> None:
-        """Mark every row of `count` chains as not written."""
-        self._args.count, self._args.mark = count, secrets.randbits(64)
-        _mark(self._pointer)
+    def take(self, records: Records, which: list[int]) -> None:
+        """Take the records of these numbers, at most `max_chains`, and mark every row as not written.
+
+        Each record has a first wanted row, and each of its tokens is a token of the vocabulary.
+        """
+        self.count = self._args.count = len(which)
+        self.which[: self.count] = which
+        self._args.mark = secrets.randbits(64)
+        _take(self._pointer, records.pointer)
 
     def publish(self, seq: int, masks: int, special: SpecialWords, *, publishes: bool) -> None:
-        """Classify the rows of the marked chains, copy them to the mask buffer at `masks`, and publish.
+        """Classify the rows of the taken chains, copy them to the mask buffer at `masks`, and publish.
         Releases the GIL.
 
         `publishes` False: does not publish.
         """
         args = self._args
         args.seq, args.masks, args.publishes = seq, masks, publishes
-        args.num_special = len(special.at)
-        args.special_at, args.special_keep, args.special_stops = map(native.address_of, special)
+        if special is not self._special:
+            self._special = special
+            args.num_special = len(special.at)
+            args.special_at, args.special_keep, args.special_stops = map(native.address_of, special)
         _publish(self._pointer)
+
+    def publish_answers(self, seq: int) -> None:
+        """Publish `kinds` and `forced` of the taken chains."""
+        self._args.seq = seq
+        _publish_answers(self._pointer)
+
+    @property
+    def num_answered(self) -> int:
+        """Chains that `publish` did not leave alone."""
+        return self._args.answered
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of these chains that were written."""
+        return self._args.num_rows
 
     def __repr__(self) -> str:
         return f"ChainArrays(max_chains={self.max_chains}, {self.rows.nbytes >> 10} KiB of rows)"

@@ -17,7 +17,8 @@ thread. On the other side one thread waits and reads records; threads with diffe
 from __future__ import annotations
 
 from shared_mem.engine_end import AwaitResult, EngineEnd, HostCall
-from shared_mem.grammar_end import GrammarEnd, Record
+from shared_mem.grammar_end import GrammarEnd
 from shared_mem.native import DEFAULT_SPIN_NS
+from shared_mem.records import Record, Records
 
-__all__ = ["DEFAULT_SPIN_NS", "AwaitResult", "EngineEnd", "GrammarEnd", "HostCall", "Record"]
+__all__ = ["DEFAULT_SPIN_NS", "AwaitResult", "EngineEnd", "GrammarEnd", "HostCall", "Record", "Records"]

@@ -10,32 +10,18 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shared_mem import native
 from shared_mem.batch import Int32Array
-from shared_mem.chains import STALE, ChainArrays, SpecialWords
+from shared_mem.chains import ChainArrays, SpecialWords
 from shared_mem.errors import InvalidField, RingOverrun
 from shared_mem.layout import Layout, RowKind, Word
 from shared_mem.native import DEFAULT_SPIN_NS
+from shared_mem.records import NUM_FIELDS, Record, Records
 from shared_mem.segment import Segment, mask_views
-
-
-class Record(NamedTuple):
-    """One slot's record of one post."""
-
-    slot: int
-    slot_gen: int
-    commit_pos: int
-    """Answer tokens committed before `committed`."""
-    committed: tuple[int, ...]
-    drafts: tuple[int, ...]
-    stage: int
-    need_rows: int = 0xFFFFFFFF
-    """Bit j set: row j is wanted."""
 
 
 class GrammarEnd:
@@ -51,7 +37,7 @@ class GrammarEnd:
         self._view = native.View.of(self.layout, self._address)
         self._masks = mask_views(self.layout, self._memory)
         slots, rows = self.layout.num_slots, self.layout.num_rows
-        self._in = np.zeros((7, slots), dtype=np.int32)
+        self._in = np.zeros((NUM_FIELDS, slots), dtype=np.int32)
         self._in_tokens = np.zeros((slots, 2 * rows), dtype=np.int32)
         at = native.address_of
         self._records_args = native.RecordsArgs(ctypes.pointer(self._view), *map(at, self._in), at(self._in_tokens))
@@ -97,8 +83,8 @@ class GrammarEnd:
         """
         native.store64(self._working_address, time.monotonic_ns() + ahead_ns)
 
-    def records(self, seq: int) -> list[Record]:
-        """Return the records of `seq`, a copy.
+    def read(self, seq: int) -> Records:
+        """Return the records of `seq`, a copy as arrays. One native call reads all of them.
 
         Raises:
             RingOverrun: they were overwritten (this end is `num_recs` behind), before or during the copy.
@@ -111,13 +97,11 @@ class GrammarEnd:
             raise RingOverrun(seq)
         n = args.count
         self._records += n
-        records = []
-        tokens = self._in_tokens[:n].tolist()
-        for lane, row in zip(self._in[:, :n].T.tolist(), tokens, strict=True):
-            slot, slot_gen, commit_pos, n_commit, n_draft, stage, need_rows = lane
-            committed, drafts = tuple(row[:n_commit]), tuple(row[n_commit : n_commit + n_draft])
-            records.append(Record(slot, slot_gen, commit_pos, committed, drafts, stage, need_rows & 0xFFFFFFFF))
-        return records
+        return Records(seq, self._in[:, :n].copy(), self._in_tokens[:n].copy())
+
+    def records(self, seq: int) -> list[Record]:
+        """Return the records of `seq` as values; see `read`."""
+        return list(self.read(seq))
 
     def row_address(self, seq: int, slot: int, row: int) -> int:
         """Return where to write a mask row: W words of `row_stride` bytes. Rows of a slot follow each other."""
@@ -184,21 +168,19 @@ class GrammarEnd:
     def chains(self, max_chains: int, tallies: npt.NDArray[np.int64]) -> ChainArrays:
         """Return arrays for at most `max_chains` slots that are answered together; rows are counted in `tallies`."""
         arrays = ChainArrays(self.layout, max_chains)
-        arrays.bind(self._view, tallies)
+        arrays.bind(self._view, tallies, self._published)
         return arrays
 
-    def publish_chains(
-        self, seq: int, arrays: ChainArrays, count: int, special: SpecialWords, *, publishes: bool = True
-    ) -> None:
-        """Publish the answers of the first `count` chains, each as `publish` does, after copying their rows into the
-        segment.
+    def publish_chains(self, seq: int, arrays: ChainArrays, special: SpecialWords, *, publishes: bool = True) -> None:
+        """Publish the answers of the chains, each as `publish` does, after copying their rows into the segment.
 
         Chains whose state is SLOW then were left alone. Releases the GIL. `publishes` False: only copies the rows.
         """
         arrays.publish(seq, self._address + self.layout.row_offset(seq, 0, 0), special, publishes=publishes)
-        if publishes:
-            for stale in (False, True):
-                self._published[int(stale), arrays.slots[:count][arrays.states[:count] == stale * STALE]] += 1
+
+    def publish_answers(self, seq: int, arrays: ChainArrays) -> None:
+        """Publish the kinds and forced tokens of the chains, each as `publish` does. No mask row is written."""
+        arrays.publish_answers(seq)
 
     @property
     def permissive(self) -> bool:

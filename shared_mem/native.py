@@ -18,7 +18,7 @@ import numpy as np
 from shared_mem.errors import NativeMissing
 from shared_mem.layout import Layout
 
-ABI = 6
+ABI = 7
 
 DEFAULT_SPIN_NS = 20_000
 """Spin so long before parking: longer than a futex round trip on an idle machine, shorter than a scheduler tick."""
@@ -145,6 +145,7 @@ class RecordsArgs(ctypes.Structure):
         ("n_draft", c_void_p),
         ("stage", c_void_p),
         ("need_rows", c_void_p),
+        ("first", c_void_p),
         ("tokens", c_void_p),
         ("seq", c_uint64),
         ("count", c_int32),
@@ -268,6 +269,11 @@ age_ns.restype = c_int64
 def releasing(name: str) -> Any:
     """Return an exported function that releases the GIL; the caller sets its types."""
     return getattr(_waiting, name)
+
+
+def holding(name: str) -> Any:
+    """Return an exported function that holds the GIL, for calls of a few microseconds; the caller sets its types."""
+    return getattr(_short, name)
 
 
 def function_address(name: str) -> int:

@@ -100,48 +100,53 @@ class Matcher(Protocol):
         ...
 
 
-class Chain(NamedTuple):
-    """Consecutive mask rows of one matcher: the row at its state, and one row after each draft."""
-
-    matcher: Any
-    """A matcher of the filler's own library, in the state of the first row."""
-    row: int
-    """Index of the first row. The row after draft i has index `row + 1 + i`."""
-    drafts: list[int]
-    """Tokens between the rows. All of them are plain tokens (see `ChainFiller.all_plain`)."""
-
-
 class Filled(NamedTuple):
-    """The result of `ChainFiller.fill`; both lists have one entry for each chain."""
+    """The result of `ChainFiller.fill`."""
 
-    num_accepted: list[int]
-    """The number of drafts that the matcher has accepted and keeps; -1: the matcher failed and must not be used."""
-    accepting: list[bool]
-    """Whether the answer is complete at the first row. False if the library has written the stop tokens itself."""
+    failed: list[int]
+    """Numbers of the chains whose matcher failed and must not be used."""
+    accepting: list[int]
+    """Numbers of the chains whose answer is complete at the first row. Only chains count whose first row has a stop
+    token that `special` would clear."""
 
 
 class ChainFiller(Protocol):
-    """Fills rows of many matchers in one call, on threads of its own and without the GIL. One for each backend.
+    """Moves many matchers and fills their rows in few calls. One for each backend.
 
-    Rows come as the library writes them. The caller must then apply `special` to them.
+    A chain is consecutive mask rows of one matcher: the row at its state, and one row after each draft. Rows come as
+    the library writes them. The caller must then apply `special` to them.
     """
 
     special: SpecialWords
-    follows_drafts: bool
-    """Whether `fill` is faster than single rows for chains with drafts too, and not only for chains without."""
+    threaded: bool
+    """Whether `fill` spreads its chains over threads of the library. If not, several threads should call it at once."""
+    plain: NDArray[np.uint8]
+    """[V] 1 for each token that is neither special nor a stop token."""
 
     def all_plain(self, tokens: Sequence[int]) -> bool:
-        """Return whether every token is in range and neither special nor a stop token."""
+        """Return whether every token is in range and plain."""
         ...
 
     def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
         """Advance over plain tokens up to the first illegal one. Return how many. Raises MatcherFailed."""
         ...
 
-    def fill(self, chains: Sequence[Chain], rows: NDArray[np.int32], threads: int) -> Filled:
-        """Write the rows of each chain, up to its first illegal draft, into int32 [N, W]. Later rows do not change.
+    def accept_each(self, matchers: Sequence[Any], tokens: Sequence[list[int]]) -> list[int]:
+        """Advance each matcher over its own plain tokens, as `accept` does. Return how many; -1 if the matcher failed.
 
-        Several threads may call `fill` at once with different matchers. A failed matcher raises nothing; see `Filled`.
+        Raises nothing of the library's.
+        """
+        ...
+
+    def fill(
+        self, matchers: Sequence[Any], drafts: Sequence[list[int]], rows: NDArray[np.int32], stride: int, threads: int
+    ) -> Filled:
+        """Write the rows of each chain, up to its first illegal draft; afterwards each matcher is where it was.
+
+        Row 0 of chain i is row i * stride of `rows`, int32 [N, W]. The row after an illegal draft is unchanged or
+        empty, later rows do not change. Every draft is a plain token. Most of the work releases the GIL, on `threads`
+        threads where the library has them. Several threads may call `fill` at once with different matchers. A failed
+        matcher raises nothing; see `Filled`.
         """
         ...
 

@@ -18,8 +18,8 @@ from grammar_service.fill.counters import Counters
 from grammar_service.fill.matchers import Answer, MatcherTable
 from grammar_service.fill.tasks import FillTask
 from grammar_service.fill.work_queues import WorkQueues
-from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind
+from shared_mem.records import Record
 
 logger = logging.getLogger(__name__)
 

@@ -1,37 +1,37 @@
 """Records of many slots answered together: each matcher moves, one native call writes the rows, another publishes them.
 
-    split:   fast records in batches, slow records in batches of their own, the rest one by one
-    answer:  bring each matcher to the record's first needed row; a record that is not *simple* is left out
-             one call of the library fills the rows of all chains, on its own threads and without the GIL
+    split:   fast records in batches, slow records and proposals in batches of their own, the rest one by one
+    answer:  move each matcher to its record's first needed row (chain_moves.py)
+             one call of the library fills the rows of all chains, without the GIL
              one native call copies the rows into place and publishes the answers
-             the records that were left out, or that the native calls could not finish, become `FillTask`s
+    propose: move each matcher behind the committed tokens, and ask it for jump-forward tokens
+             one native call publishes the answers
+    both:    the records that are not simple, or that the native calls could not finish, become `FillTask`s
 
-A record is simple when its matcher is good and at or behind the record's position, the answer's end is far, and all
-rows behind the first needed one are needed.
-
-Invariant: a row that is published here equals the row that `RecordAnswerer` would have published.
+Invariant: an answer that is published here equals the answer that `RecordAnswerer` would have published.
 
 Not responsible for: single records (see answers.py), which thread holds the slots (see work_queues.py).
 """
 
 from __future__ import annotations
 
-import collections
 import logging
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import NamedTuple
 
-from grammar_service.backends.backend import Chain, ChainFiller, Filled, MatcherFailed
+import numpy as np
+
+from grammar_service.backends.backend import ChainFiller, Filled
+from grammar_service.fill.chain_moves import MovedChains, move_chains
 from grammar_service.fill.channel import Channel
 from grammar_service.fill.counters import Counters
-from grammar_service.fill.matchers import Health, MatcherTable, SlotMatcher
-from grammar_service.fill.tasks import BatchTask, ChangeTask, FillTask, is_batchable
+from grammar_service.fill.matchers import MatcherTable, SlotMatcher
+from grammar_service.fill.tasks import BatchTask, ChangeTask, FillTask
 from grammar_service.fill.work_queues import Task
 from shared_mem.chains import SLOW, ChainArrays
-from shared_mem.grammar_end import Record
-from shared_mem.layout import RowKind
+from shared_mem.layout import RowKind, Stage
+from shared_mem.records import Records
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +45,9 @@ MAX_SLOW_NS = 4_000_000
 """A slot whose last record took longer is never batched."""
 SURPRISE_NS, TIMING_INTERVAL = 2_000_000, 64
 """A batch that takes four times as long as its slots took before, and SURPRISE_NS more, has a slow slot: each slot is
-then timed by itself once, but not again within TIMING_INTERVAL records."""
-
-
-class _SimpleRecord(NamedTuple):
-    """A record whose matcher is at the first needed row."""
-
-    record: Record
-    slot: SlotMatcher
-    first: int
+then timed by itself once, but not again within TIMING_INTERVAL posts."""
+PROPOSALS_PER_LOOK = 8
+"""Proposals between two looks whether the engine still waits for them."""
 
 
 class BatchAnswerer:
@@ -85,45 +79,51 @@ class BatchAnswerer:
         self._free: list[ChainArrays] = []
         self._max_batch_ns = max_batch_ns
 
-    def split(
-        self, seq: int, records: Sequence[Record], min_records: int = MIN_RECORDS
-    ) -> tuple[list[BatchTask], list[Record]]:
-        """Return batches of at least `min_records` fast or slow records, and the records that are not in a batch."""
-        fast: list[Record] = []
-        slow: list[Record] = []
-        for record in records:
-            slot = self._table.slots.get(record.slot)
-            if slot is None or not slot.last_fill_ns or not is_batchable(slot.filler, record):
+    def split(self, records: Records, min_records: int = MIN_RECORDS) -> tuple[list[BatchTask], list[int]]:
+        """Return batches of at least `min_records` records, and the numbers of the records that are not in a batch."""
+        slots = self._table.slots
+        fast: list[int] = []
+        slow: list[int] = []
+        proposals: list[int] = []
+        for index, (number, first, stage) in enumerate(zip(records.slots, records.first, records.stage, strict=True)):
+            slot = slots.get(number)
+            if slot is None or first < 0 or slot.filler is None:
                 continue
-            if slot.last_fill_ns <= SLOW_NS:
-                fast.append(record)
-            elif slot.last_fill_ns <= MAX_SLOW_NS:
-                slow.append(record)
+            if stage == Stage.PROPOSE:
+                proposals.append(index)
+            elif 0 < slot.last_fill_ns <= SLOW_NS:
+                fast.append(index)
+            elif 0 < slot.last_fill_ns <= MAX_SLOW_NS:
+                slow.append(index)
         batches = []
-        for group, slowest_ns in ((fast, SLOW_NS), (slow, MAX_SLOW_NS)):
+        for group, slowest_ns, fill in (
+            (proposals, 0, self.propose),
+            (fast, SLOW_NS, self.answer),
+            (slow, MAX_SLOW_NS, self.answer),
+        ):
             if len(group) >= min_records:
-                size = self._batch_size(group, slowest_ns)
-                batches += [BatchTask(seq, group[at : at + size], self.answer) for at in range(0, len(group), size)]
-        taken = {slot for batch in batches for slot in batch.slots}
-        return batches, [record for record in records if record.slot not in taken]
+                size = self._batch_size(records, group, slowest_ns)
+                batches += [BatchTask(records, group[at : at + size], fill) for at in range(0, len(group), size)]
+        taken = {index for batch in batches for index in batch.which}
+        return batches, [index for index in range(len(records)) if index not in taken]
 
-    def _batch_size(self, group: list[Record], slowest_ns: int) -> int:
-        rows = 1 + max(len(record.drafts) for record in group)
-        in_time = self._max_batch_ns * self._threads // slowest_ns
-        return min(MAX_SLOTS, max(MIN_RECORDS, min(MAX_ROWS // rows, in_time)))
+    def _batch_size(self, records: Records, group: list[int], slowest_ns: int) -> int:
+        rows = 1 + max([records.n_draft[index] for index in group])
+        in_time = self._max_batch_ns * self._threads // slowest_ns if slowest_ns else MAX_SLOTS
+        filler = self._table.slots[records.slots[group[0]]].filler
+        alone = rows > 1 and filler is not None and not filler.threaded
+        share = -(-len(group) // self._threads) if alone else MAX_SLOTS
+        return min(MAX_SLOTS, max(MIN_RECORDS, min(MAX_ROWS // rows, in_time, share)))
 
-    def single(self, batch: BatchTask, record: Record) -> FillTask:
+    def single(self, batch: BatchTask, index: int) -> FillTask:
         """Return the task of one record of a batch."""
-        task = FillTask(batch.seq, record, self._answer_alone)
+        task = FillTask(batch.seq, batch.records[index], self._answer_alone)
         task.late = batch.late
         return task
 
     def part(self, batch: BatchTask, slots: Sequence[int]) -> list[FillTask]:
         """Take slots out of a batch that has not begun."""
-        taken = [self.single(batch, record) for record in batch.records if record.slot in slots]
-        batch.records = [record for record in batch.records if record.slot not in slots]
-        batch.slots = tuple(record.slot for record in batch.records)
-        return taken
+        return [self.single(batch, index) for index in batch.leave_out(slots)]
 
     def publish_late(self, batch: BatchTask) -> None:
         """Publish answers without rows, once, unless complete answers are being published. Under the queues' lock."""
@@ -131,7 +131,7 @@ class BatchAnswerer:
         if batch.late or batch.publishing:
             return
         batch.late = True
-        for record in batch.records:
+        for record in map(batch.records.__getitem__, batch.which):
             none = [-1] * (len(record.drafts) + 1)
             answer = record.slot, record.slot_gen, [int(RowKind.DEFER)] * len(none), none
             self._counters.late_answers += self._channel.publish(batch.seq, *answer, late=True)
@@ -145,9 +145,9 @@ class BatchAnswerer:
             return []
         batch.abandoned = True
         tasks: list[Task] = []
-        for record in batch.records:
-            tasks.append(ChangeTask(record.slot, lambda slot=record.slot: self._renew(slot)))  # type: ignore[misc]
-            tasks.append(self.single(batch, record))
+        for index, number in zip(batch.which, batch.slots, strict=True):
+            tasks.append(ChangeTask(number, lambda slot=number: self._renew(slot)))  # type: ignore[misc]
+            tasks.append(self.single(batch, index))
         return tasks
 
     def _renew(self, number: int) -> None:
@@ -163,161 +163,181 @@ class BatchAnswerer:
     def expected_ns(self, batch: BatchTask) -> int:
         """Return the sum of the last fill times of the batch's slots."""
         slots = self._table.slots
-        return sum(slots[number].last_fill_ns for number in batch.slots if number in slots)
+        return sum([slots[number].last_fill_ns for number in batch.slots if number in slots])
 
     def answer(self, batch: BatchTask) -> list[FillTask]:
         """Answer the simple records of a batch; return tasks for the others."""
-        groups: dict[ChainFiller, list[_SimpleRecord]] = collections.defaultdict(list)
-        rest = []
         begun = time.perf_counter_ns()
+        groups, rest = self._move(batch)
+        for filler, chains in groups:
+            rest += self._fill(batch, filler, chains, begun)
+            begun = time.perf_counter_ns()
+        return self._singles(batch, rest)
+
+    def _move(self, batch: BatchTask) -> tuple[list[tuple[ChainFiller, MovedChains]], list[int]]:
         with self._lock:
             # This thread uses these objects alone, even after another thread has abandoned the batch and replaced them.
             held = [self._table.slots.get(number) for number in batch.slots]
-        for record, slot in zip(batch.records, held, strict=True):
-            first = self._move(slot, record) if slot is not None else -1
-            if first >= 0 and slot is not None and slot.filler is not None:
-                groups[slot.filler].append(_SimpleRecord(record, slot, first))
-            else:
-                rest.append(record)
-        for filler, simple in groups.items():
-            rest += self._fill(batch, filler, simple, begun)
-            begun = time.perf_counter_ns()
+        return move_chains(self._table, batch.records, batch.which, held)
+
+    def _singles(self, batch: BatchTask, rest: list[int]) -> list[FillTask]:
         with self._lock:
             batch.publishing = True
-            return [] if batch.abandoned else [self.single(batch, record) for record in rest]
+            return [] if batch.abandoned else [self.single(batch, index) for index in rest]
 
-    def _move(self, slot: SlotMatcher, record: Record) -> int:
-        """Bring the matcher to the first needed row and return the row's number; -1: the record is not simple.
-
-        The tokens that the matcher has moved over by then are those that `RecordAnswerer` would move over, too. Raises
-        nothing.
-        """
-        try:
-            return self._move_to_first_row(slot, record)
-        except MatcherFailed:
-            pass
-        except Exception:
-            # A defect of ours or of a library ends one request at most, when the record is answered by itself.
-            logger.exception("slot %d: record %r", record.slot, record, extra={"request_id": slot.request_id})
-        # The matcher's position is not known.
-        self._table.rebuild(slot)
-        return -1
-
-    def _move_to_first_row(self, slot: SlotMatcher, record: Record) -> int:
-        drafts, committed, start = record.drafts, record.committed, record.commit_pos
-        filler, count, tokens = slot.filler, len(record.drafts), slot.tokens
-        needed = record.need_rows & ((2 << count) - 1)
-        first = (needed & -needed).bit_length() - 1
-        is_good = slot.slot_gen == record.slot_gen and slot.health is Health.GOOD and start <= slot.num_committed
-        if filler is None or not is_good or slot.matcher.terminated:
-            return -1
-        # Exactly the rows from `first` to the last one.
-        if not needed or needed + (1 << first) != 2 << count:
-            return -1
-        end = start + len(committed)
-        common = start
-        while common < end and common < len(tokens) and tokens[common] == committed[common - start]:
-            common += 1
-        if slot.budget is not None and not slot.budget.is_far(common, end + count):
-            return -1
-        new = [*committed[common - start :], *drafts[:first]]
-        if not filler.all_plain(new) or not filler.all_plain(drafts[first:]):
-            return -1
-        slot.rollback(common)
-        slot.num_committed = common
-        accepted = filler.accept(slot.matcher, new) if new else 0
-        tokens += new[:accepted]
-        slot.num_committed = min(end, common + accepted)
-        return first if accepted == len(new) else -1
-
-    def _fill(self, batch: BatchTask, filler: ChainFiller, simple: list[_SimpleRecord], begun: int) -> list[Record]:
-        """Fill the rows of one backend's records and publish them; return the records that are still to be answered."""
-        count = len(simple)
-        arrays = self._take_arrays(simple)
-        filled = self._fill_chains(batch, filler, simple, arrays)
-        arrays.accepting[:count] = filled.accepting
-        arrays.states[:count] = [SLOW if accepted < 0 else 0 for accepted in filled.num_accepted]
-        with self._lock:
-            if batch.abandoned:
-                return []
-            late, batch.publishing = batch.late, True
-        self._channel.publish_chains(batch.seq, arrays, count, filler.special, publishes=not late)
-        took = time.perf_counter_ns() - begun
-        self._note_times(simple, took)
-        rest = self._finish(batch, simple, filled, arrays, late=late)
-        self._counters.took_together(arrays.slots[:count][arrays.states[:count] != SLOW], took // count)
-        self._free.append(arrays)
-        self._channel.heartbeat()
-        with self._lock:
-            batch.publishing = False
-            if batch.late_after_publishing:
-                self.publish_late(batch)
-        return rest
-
-    def _take_arrays(self, simple: list[_SimpleRecord]) -> ChainArrays:
-        """Return arrays with the records' slots, drafts and first rows."""
-        count, rows = len(simple), self._channel.layout.num_rows
+    def _take_arrays(self, batch: BatchTask, which: list[int]) -> ChainArrays:
+        """Return arrays that have taken the records of these numbers."""
         try:
             arrays = self._free.pop()
         except IndexError:
             arrays = self._channel.chains(self._max_slots, self._counters.tallies)
-        arrays.slots[:count] = [one.record.slot for one in simple]
-        arrays.slot_gens[:count] = [one.record.slot_gen for one in simple]
-        arrays.n_draft[:count] = [len(one.record.drafts) for one in simple]
-        arrays.first[:count] = [one.first for one in simple]
-        drafts = [list(one.record.drafts[one.first :]) for one in simple]
-        if any(drafts):
-            arrays.drafts[:count] = [tokens + [0] * (rows - len(tokens)) for tokens in drafts]
-        arrays.mark(count)
+        arrays.take(batch.records, which)
         return arrays
 
-    def _fill_chains(
-        self, batch: BatchTask, filler: ChainFiller, simple: list[_SimpleRecord], arrays: ChainArrays
-    ) -> Filled:
-        rows = self._channel.layout.num_rows
-        chains = [
-            Chain(one.slot.matcher, i * rows, list(one.record.drafts[one.first :])) for i, one in enumerate(simple)
-        ]
+    def _begin_publishing(self, batch: BatchTask) -> bool:
+        """Return False if the batch was abandoned: then nothing of it may be published or counted."""
+        with self._lock:
+            batch.publishing = not batch.abandoned
+            return batch.publishing
+
+    def _end_publishing(self, batch: BatchTask, arrays: ChainArrays, num_records: int) -> None:
+        self._free.append(arrays)
+        self._channel.heartbeat()
+        with self._lock:
+            self._counters.records += num_records
+            self._counters.batched_records += num_records
+            batch.publishing = False
+            if batch.late_after_publishing:
+                self.publish_late(batch)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def _fill(self, batch: BatchTask, filler: ChainFiller, chains: MovedChains, begun: int) -> list[int]:
+        """Fill the rows of one backend's records and publish them; return the records that are still to be answered."""
+        count = len(chains.which)
+        arrays = self._take_arrays(batch, chains.which)
+        filled = self._fill_chains(batch, filler, chains, arrays)
+        arrays.accepting[:count] = 0
+        arrays.accepting[filled.accepting] = 1
+        arrays.states[filled.failed] = SLOW
+        if not self._begin_publishing(batch):
+            return []
+        late = batch.late
+        self._channel.publish_chains(batch.seq, arrays, filler.special, publishes=not late)
+        took = time.perf_counter_ns() - begun
+        self._note_times(batch.seq, chains.slots, took)
+        rest = self._finish(batch, chains, filled, arrays, late=late)
+        self._count_rows(arrays, took // count, late=late)
+        self._end_publishing(batch, arrays, arrays.num_answered)
+        return rest
+
+    def _fill_chains(self, batch: BatchTask, filler: ChainFiller, chains: MovedChains, arrays: ChainArrays) -> Filled:
+        records, drafts = batch.records, []
+        for index in chains.which:
+            behind = records.n_commit[index] + records.first[index]
+            drafts.append(records.tokens[index][behind : records.n_commit[index] + records.n_draft[index]])
+        matchers = [slot.matcher for slot in chains.slots]
         try:
-            return filler.fill(chains, arrays.rows, self._threads)
+            return filler.fill(matchers, drafts, arrays.rows, self._channel.layout.num_rows, self._threads)
         except Exception:
             # A defect of ours must not end the worker. Answered one by one, the records end one request at most.
             logger.exception("%r", batch)
-            return Filled([-1] * len(simple), [False] * len(simple))
+            return Filled(list(range(len(matchers))), [])
 
-    def _note_times(self, simple: list[_SimpleRecord], took: int) -> None:
+    def _note_times(self, seq: int, slots: list[SlotMatcher], took: int) -> None:
         """Give each slot its share of the batch's time, or have each timed by itself if the batch took far too long."""
-        surprised = took > 4 * sum(one.slot.last_fill_ns for one in simple) + SURPRISE_NS
-        for one in simple:
-            alone = surprised and not one.slot.records_until_timing
-            one.slot.records_until_timing = TIMING_INTERVAL if alone else max(0, one.slot.records_until_timing - 1)
-            one.slot.last_fill_ns = 0 if alone else took // len(simple)
+        surprised = took > 4 * sum([slot.last_fill_ns for slot in slots]) + SURPRISE_NS
+        share = took // len(slots)
+        for slot in slots:
+            if surprised and seq >= slot.next_timing_seq:
+                slot.last_fill_ns, slot.next_timing_seq = 0, seq + TIMING_INTERVAL
+            else:
+                slot.last_fill_ns = share
 
     def _finish(
-        self, batch: BatchTask, simple: list[_SimpleRecord], filled: Filled, arrays: ChainArrays, *, late: bool
-    ) -> list[Record]:
-        """Move the matchers' tokens, count the rows, and add rows to answers that were published without them."""
-        count, rest = len(simple), []
-        states = arrays.states[:count].tolist()
-        answers = (array[:count].tolist() for array in (arrays.kinds, arrays.forced))
-        for one, accepted, state, *answer in zip(simple, filled.num_accepted, states, *answers, strict=True):
-            record, slot, first = one
-            if accepted < 0:
-                self._table.rebuild(slot)
-            elif accepted:
-                slot.tokens += record.drafts[first : first + accepted]
-            if state == SLOW:
-                rest.append(record)
-            elif late:
-                self._channel.add_rows(batch.seq, record.slot, *answer, late=False)
-        done = arrays.states[:count] != SLOW
-        num_records, num_rows = int(done.sum()), int((arrays.kinds[:count][done] != RowKind.DEFER).sum())
-        counters = self._counters
-        counters.records += num_records
-        counters.batched_records += num_records
-        counters.filled_rows += num_rows
-        counters.late_rows += num_rows * late
-        return rest
+        self, batch: BatchTask, chains: MovedChains, filled: Filled, arrays: ChainArrays, *, late: bool
+    ) -> list[int]:
+        """Rebuild the matchers that failed, and add rows to answers that were published without them.
+
+        Returns the records that the native call left alone.
+        """
+        for i in filled.failed:
+            self._table.rebuild(chains.slots[i])
+        count = len(chains.which)
+        left_alone = arrays.states[:count] == SLOW
+        if late:
+            for i in np.flatnonzero(~left_alone).tolist():
+                self._add_rows(batch, arrays, i)
+        if arrays.num_answered == count:
+            return []
+        return [chains.which[i] for i in np.flatnonzero(left_alone).tolist()]
+
+    def _add_rows(self, batch: BatchTask, arrays: ChainArrays, i: int) -> None:
+        answer = int(arrays.slots[i]), arrays.kinds[i].tolist(), arrays.forced[i].tolist()
+        self._channel.add_rows(batch.seq, *answer, late=False)
+
+    def _count_rows(self, arrays: ChainArrays, share_ns: int, *, late: bool) -> None:
+        counters, count = self._counters, arrays.count
+        slots = arrays.slots[:count]
+        counters.took_together(
+            slots if arrays.num_answered == count else slots[arrays.states[:count] != SLOW], share_ns
+        )
+        with self._lock:
+            counters.filled_rows += arrays.num_rows
+            counters.late_rows += arrays.num_rows * late
+
+    # -- jump-forward tokens ------------------------------------------------------------------------------------------
+
+    def propose(self, batch: BatchTask) -> list[FillTask]:
+        """Answer the simple proposals of a batch; return tasks for the others.
+
+        A proposal that the engine no longer waits for is answered with nothing: the slot's next record commits the same
+        tokens again.
+        """
+        if self._is_stale(batch):
+            self._publish_proposals(batch, batch.which, [()] * len(batch.which))
+            self._counters.dropped_proposals += len(batch.which)
+            return self._singles(batch, [])
+        groups, rest = self._move(batch)
+        for _, chains in groups:
+            self._publish_proposals(batch, chains.which, self._proposed(batch, chains))
+        return self._singles(batch, rest)
+
+    def _is_stale(self, batch: BatchTask) -> bool:
+        # The engine posts and waits in program order, so a newer sequence shows that it has stopped waiting.
+        return self._channel.newest_seq() > batch.seq
+
+    def _proposed(self, batch: BatchTask, chains: MovedChains) -> list[tuple[int, ...]]:
+        """Return the jump-forward tokens of each slot, none from the moment on at which the engine stops waiting."""
+        proposed: list[tuple[int, ...]] = []
+        for index, slot in zip(chains.which, chains.slots, strict=True):
+            if len(proposed) % PROPOSALS_PER_LOOK == 0 and self._is_stale(batch):
+                break
+            try:
+                proposed.append(self._table.propose(slot, batch.records.need_rows[index].bit_count()))
+            except Exception:
+                # A proposal is a convenience: a defect in it ends nothing.
+                logger.exception("%r", batch, extra={"request_id": slot.request_id})
+                proposed.append(())
+        num_dropped = len(chains.which) - len(proposed)
+        self._counters.dropped_proposals += num_dropped
+        self._counters.proposed_tokens += sum(map(len, proposed))
+        return proposed + [()] * num_dropped
+
+    def _publish_proposals(self, batch: BatchTask, which: list[int], proposed: list[tuple[int, ...]]) -> None:
+        arrays, count = self._take_arrays(batch, which), len(which)
+        arrays.kinds[:count], arrays.forced[:count] = RowKind.DEFER, -1
+        for i, tokens in enumerate(proposed):
+            if tokens:
+                arrays.kinds[i, : len(tokens)], arrays.forced[i, : len(tokens)] = RowKind.FORCED, tokens
+        if not self._begin_publishing(batch):
+            return
+        if batch.late:
+            for i in range(count):
+                self._add_rows(batch, arrays, i)
+        else:
+            self._channel.publish_answers(batch.seq, arrays)
+        self._end_publishing(batch, arrays, count)
 
     def __repr__(self) -> str:
         return f"<BatchAnswerer of at most {self._max_slots} slots, {self._threads} threads>"

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared_mem.chains import ChainArrays, SpecialWords
-from shared_mem.grammar_end import Record
 from shared_mem.layout import Layout
+from shared_mem.records import Records
 
 
 class Channel(Protocol):
@@ -31,7 +31,7 @@ class Channel(Protocol):
         """Return the newest posted sequence without waiting. Any thread."""
         ...
 
-    def records(self, seq: int) -> Sequence[Record]:
+    def read(self, seq: int) -> Records:
         """Return the records of `seq`. The thread that waits calls it. Raises RingOverrun."""
         ...
 
@@ -60,10 +60,12 @@ class Channel(Protocol):
         """Return arrays for the rows of at most `most` slots that are answered together."""
         ...
 
-    def publish_chains(
-        self, seq: int, arrays: ChainArrays, count: int, special: SpecialWords, *, publishes: bool = True
-    ) -> None:
-        """Copy the rows of the first `count` chains into place and publish their answers."""
+    def publish_chains(self, seq: int, arrays: ChainArrays, special: SpecialWords, *, publishes: bool = True) -> None:
+        """Copy the rows of the chains into place and publish their answers."""
+        ...
+
+    def publish_answers(self, seq: int, arrays: ChainArrays) -> None:
+        """Publish the kinds and forced tokens of the chains."""
         ...
 
     def overdue(self, limit_ns: int, timeout_s: float) -> bool:

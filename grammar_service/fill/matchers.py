@@ -27,8 +27,8 @@ from typing import NamedTuple
 from grammar_service.backends.backend import ChainFiller, Matcher, MatcherFailed, Rows, chain_filler_of
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.grammar.mask_rows import Classifier
-from shared_mem.grammar_end import Record
 from shared_mem.layout import STEERED, RowKind, Stage
+from shared_mem.records import Record
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ class SlotMatcher:
     last_fill_ns: int = 0
     """Time of the slot's last record; slots that took less come first. 0: not known."""
     proposals_to_skip: int = 0
-    records_until_timing: int = 0
-    """Records until the slot may be taken out of a batch again to be timed by itself."""
+    next_timing_seq: int = 0
+    """The slot may be taken out of a batch to be timed by itself from this sequence on."""
     filler: ChainFiller | None = None
     """Fills rows of this slot together with rows of other slots. None: the backend has no such call."""
 
@@ -217,7 +217,8 @@ class MatcherTable:
             return _same(RowKind.ERROR, count)
         slot.health = Health.GOOD
         if record.stage == Stage.PROPOSE:
-            return self._propose(slot, record.need_rows.bit_count())
+            tokens = self.propose(slot, record.need_rows.bit_count())
+            return Answer([RowKind.FORCED] * len(tokens), list(tokens))
         return self._fill_rows(slot, record, rows, first, on_row)
 
     def _commit(self, slot: SlotMatcher, record: Record) -> bool:
@@ -269,11 +270,11 @@ class MatcherTable:
             self.rebuild(slot)
         return answer
 
-    def _propose(self, slot: SlotMatcher, limit: int) -> Answer:
-        """Return at most `limit` jump-forward tokens behind the committed tokens. Fills no row."""
+    def propose(self, slot: SlotMatcher, limit: int) -> tuple[int, ...]:
+        """Return at most `limit` jump-forward tokens behind the tokens of a good matcher. Fills no row."""
         if slot.proposals_to_skip:
             slot.proposals_to_skip -= 1
-            return Answer([], [])
+            return ()
         begun_ns = time.thread_time_ns()
         try:
             tokens = slot.jump_forward_tokens(limit)
@@ -283,7 +284,7 @@ class MatcherTable:
             self.rebuild(slot)
         took_ns = time.thread_time_ns() - begun_ns
         slot.proposals_to_skip = min(MAX_SKIPPED_PROPOSALS, took_ns // SLOW_PROPOSAL_NS * SKIPPED_PROPOSALS)
-        return Answer([RowKind.FORCED] * len(tokens), list(tokens))
+        return tokens
 
     def rebuild(self, slot: SlotMatcher) -> None:
         """Rebuild the matcher from the committed tokens. If the new matcher rejects one, the slot has failed."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grammar_service.backends.backend import ChainFiller
 from grammar_service.fill.matchers import Answer
 from grammar_service.fill.work_queues import Task
-from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind, Stage
+from shared_mem.records import Record, Records
 
 
 class FillTask:
@@ -92,13 +91,33 @@ class ChangeTask:
 
 
 class BatchTask:
-    """Records of one sequence and of different slots, which it holds all at once."""
+    """Records of one post and of different slots, which it holds all at once.
 
-    __slots__ = ("_fill", "abandoned", "late", "late_after_publishing", "publishing", "records", "seq", "slots")
+    Args:
+        records: of the post.
+        which: the numbers of the task's records.
+        fill: answers the task.
+    """
 
-    def __init__(self, seq: int, records: list[Record], fill: Callable[[BatchTask], list[FillTask]]) -> None:
-        self.seq, self.records = seq, records
-        self.slots: tuple[int, ...] = tuple(record.slot for record in records)
+    __slots__ = (
+        "_fill",
+        "abandoned",
+        "late",
+        "late_after_publishing",
+        "publishing",
+        "records",
+        "slots",
+        "which",
+    )
+
+    def __init__(
+        self,
+        records: Records,
+        which: list[int],
+        fill: Callable[[BatchTask], Sequence[FillTask]],
+    ) -> None:
+        self.records, self.which = records, which
+        self.slots: tuple[int, ...] = tuple([records.slots[i] for i in which])
         self.late = False
         """Answers without rows were published. This and the flags below are guarded by the queues' lock."""
         self.abandoned = False
@@ -109,20 +128,25 @@ class BatchTask:
         """The rest of the answers became late in the meantime."""
         self._fill = fill
 
+    @property
+    def seq(self) -> int:
+        """Sequence of the records."""
+        return self.records.seq
+
     def __call__(self) -> Sequence[Task]:
         """Answer the records; return a task for each record that the batch cannot answer."""
         return self._fill(self)
+
+    def leave_out(self, slots: Sequence[int]) -> list[int]:
+        """Take slots out of a batch that has not begun; return the numbers of their records."""
+        taken = [i for i in self.which if self.records.slots[i] in slots]
+        self.which = [i for i in self.which if i not in taken]
+        self.slots = tuple([self.records.slots[i] for i in self.which])
+        return taken
 
     def replaces(self, other: Any) -> bool:
         """Return False: a batch never waits in the queue of a slot."""
         return False
 
     def __repr__(self) -> str:
-        return f"<BatchTask {self.seq} of {len(self.records)} slots{' late' if self.late else ''}>"
-
-
-def is_batchable(filler: ChainFiller | None, record: Record) -> bool:
-    """Return whether a backend answers such a record in one call with others."""
-    if filler is None or record.stage == Stage.PROPOSE:
-        return False
-    return filler.follows_drafts or not record.drafts or record.need_rows == 1 << len(record.drafts)
+        return f"<BatchTask {self.seq} of {len(self.which)} slots{' late' if self.late else ''}>"

@@ -2,7 +2,9 @@
 
 The leader waits for records and does their tasks itself, so a quick step costs no hand-over between threads. When the
 leader has been away from `wait` for too long, an idle thread takes the lead: it reports the late tasks and
-goes on with the others, while the slow thread finishes its task and then helps or becomes idle.
+goes on with the others, while the slow thread finishes its task and then helps or becomes idle. Where a sequence has
+several large tasks, the leader calls idle threads to help (`call_helpers`), so that one core runs Python while another
+is inside a library.
 
 Invariant: one thread leads, and it waits for records only when no other thread has a task in hand that may still become
 late. One thread at a time works on a slot, in the order of `put`. A slow slot holds one thread and no other slot.
@@ -75,6 +77,8 @@ class WorkDelegate(Protocol):
 class WorkQueues:
     """`threads` daemon threads and the queues of the slots. With two threads or more, a slow slot is harmless."""
 
+    idle_wait_s: float = IDLE_WAIT_S
+
     def __init__(self, threads: int, delegate: WorkDelegate) -> None:
         self.lock = threading.Lock()
         """Guards everything below, and what the delegate guards by it."""
@@ -93,7 +97,9 @@ class WorkQueues:
         """The leader waits for records or reads them. It has no task in hand, and no other thread takes the lead."""
         self._leader: threading.Thread
         self._watch = threading.Lock()
-        """Held by the thread that watches the leader; the others queue here."""
+        """Held by the thread that watches the leader."""
+        self._called = threading.Condition(self.lock)
+        """The other idle threads wait here until the watch is free, or their help is wanted."""
         self._overdue_since_s: dict[Task, float] = {}
         """Task in hand -> `time.monotonic()` when it was found overdue."""
         self._stopping = threading.Event()
@@ -114,6 +120,8 @@ class WorkQueues:
     def stop(self, timeout_s: float) -> bool:
         """End each thread after the task in its hand. False: a thread did not end in time."""
         self._stopping.set()
+        with self.lock:
+            self._called.notify_all()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread.ident is not None:
@@ -129,6 +137,12 @@ class WorkQueues:
         """Append a task, which is done after the earlier tasks of its slots. Only the leader puts tasks."""
         with self.lock:
             self._todo.append(task)
+
+    def call_helpers(self, count: int) -> None:
+        """Let at most `count` idle threads, one of which always watches, do tasks beside the leader."""
+        if count > 0:
+            with self.lock:
+                self._called.notify(count)
 
     def stuck_s(self) -> float:
         """Return how long the slowest task in hand is overdue, in seconds; 0: none is."""
@@ -174,7 +188,7 @@ class WorkQueues:
                 elif self._leader is me:
                     self._delegate.handle(self._delegate.wait())
                 else:
-                    self._watch_leader(me)
+                    self._stand_by(me)
         except BaseException as error:
             self.error = error
             self._stopping.set()
@@ -237,23 +251,32 @@ class WorkQueues:
                 task = waiting[0]
                 self._overdue_since_s[task] = time.monotonic()
 
-    def _watch_leader(self, me: threading.Thread) -> None:
-        if not self._watch.acquire(timeout=IDLE_WAIT_S):
+    def _stand_by(self, me: threading.Thread) -> None:
+        """Watch the leader, or wait until the watch is free or help is wanted."""
+        if self._watch.acquire(blocking=False):
+            try:
+                self._watch_leader(me)
+            finally:
+                self._watch.release()
+                with self.lock:
+                    self._called.notify()
             return
-        try:
-            if not self._delegate.overdue(IDLE_WAIT_S) or self._stopping.is_set():
+        with self.lock:
+            if self._watch.locked():
+                self._called.wait(self.idle_wait_s)
+
+    def _watch_leader(self, me: threading.Thread) -> None:
+        if not self._delegate.overdue(IDLE_WAIT_S) or self._stopping.is_set():
+            return
+        with self.lock:
+            if not self._idle:
+                self._leader = me
+                self.leader_handoffs += 1
+                self._delegate.leader_changed()
+                for task in self._overdue():
+                    self._delegate.late(task)
                 return
-            with self.lock:
-                if not self._idle:
-                    self._leader = me
-                    self.leader_handoffs += 1
-                    self._delegate.leader_changed()
-                    for task in self._overdue():
-                        self._delegate.late(task)
-                    return
-            time.sleep(RETRY_S)
-        finally:
-            self._watch.release()
+        time.sleep(RETRY_S)
 
     def _overdue(self) -> Iterator[Task]:
         """Yield the tasks in hand, and the tasks that have not begun since an earlier change of leaders."""

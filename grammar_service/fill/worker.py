@@ -31,9 +31,9 @@ from grammar_service.fill.work_queues import Task, WorkQueues
 from grammar_service.grammar.mask_rows import Classifier
 from service_runtime.cores import usable_cores
 from shared_mem.errors import RingOverrun
-from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind
 from shared_mem.native import DEFAULT_SPIN_NS
+from shared_mem.records import Record
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,9 @@ class Worker:
         self._spin_ns = int(spin_s * 1e9)
         self._deadline_ns = int(row_deadline_ms * 1e6)
         self._queues = WorkQueues(threads + 1, self)
+        num_cores = min(threads, usable_cores())
+        self._max_helpers = num_cores - 1
+        """Threads beside the leader that may take a batch of the same sequence."""
         self._on_time_until_ns = self._on_time_limit_ns = 0
         """`time.monotonic_ns()` until which tasks of the sequence are on time, and the most that it may become."""
         self._inbox: collections.deque[ChangeTask] = collections.deque()
@@ -87,7 +90,7 @@ class Worker:
             self._counters,
             self._queues.lock,
             self._answerer.answer,
-            min(threads, usable_cores()),
+            num_cores,
             self._deadline_ns * _MAX_DEADLINES // 4,
         )
 
@@ -218,7 +221,7 @@ class Worker:
 
     def _read(self, seq: int) -> None:
         try:
-            records = self._channel.records(seq)
+            records = self._channel.read(seq)
         except RingOverrun:
             # The engine has overwritten this step; the next record of each slot shows the gap.
             self._counters.overruns += 1
@@ -228,15 +231,17 @@ class Worker:
                 kinds = [int(RowKind.ALL)] * (len(record.drafts) + 1)
                 self._channel.publish(seq, record.slot, record.slot_gen, kinds, [-1] * len(kinds))
             return
-        num_tasks = sum(1 + len(record.drafts) // 2 for record in records)
+        num_tasks = len(records) + sum(records.n_draft) // 2
         deadlines = min(_MAX_DEADLINES, 1 + num_tasks // _TASKS_PER_DEADLINE)
         now_ns = time.monotonic_ns()
         self._on_time_until_ns = now_ns + self._deadline_ns * deadlines
         self._on_time_limit_ns = now_ns + self._deadline_ns * _MAX_DEADLINES
-        batches, rest = self._batches.split(seq, records, self.min_batch)
+        batches, rest = self._batches.split(records, self.min_batch)
         for batch in batches:
             self._queues.put(batch)
-        for record in sorted(rest, key=self._last_fill_ns) if len(rest) > 1 else rest:
+        self._queues.call_helpers(min(len(batches) - 1, self._max_helpers))
+        singles = [records[index] for index in rest]
+        for record in sorted(singles, key=self._last_fill_ns) if len(singles) > 1 else singles:
             self._queues.put(FillTask(seq, record, self._answerer.answer))
 
     def _last_fill_ns(self, record: Record) -> int:

@@ -11,6 +11,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from grammar_service.errors import InvalidField, InvalidGrammar
 from grammar_service.grammar.value import Grammar, Kind
 
@@ -52,6 +55,12 @@ class Vocabulary:
         digest = hashlib.blake2b(tokenizer_json, digest_size=16)
         digest.update(json.dumps([size, stops]).encode())
         return Vocabulary(tokenizer_json, size, stops, digest.hexdigest(), special)
+
+    def plain_tokens(self) -> NDArray[np.uint8]:
+        """Return 1 for each token that is neither special nor a stop token, else 0: uint8 [size]."""
+        plain = np.ones(self.size, dtype=np.uint8)
+        plain[[*self.special, *self.stop_ids]] = 0
+        return plain
 
     def refuse_special(self, grammar: Grammar) -> None:
         """Raise InvalidGrammar if an EBNF or Lark grammar contains the text of a special token.

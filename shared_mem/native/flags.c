@@ -338,6 +338,14 @@ int32_t ls_overdue(const struct ls_view *v, const uint64_t *working, int64_t lim
     return 0;
 }
 
+/* The first of the rows 0..n_draft that is wanted, if all rows behind it are wanted too; else -1. */
+static int32_t first_wanted(uint32_t need_rows, uint32_t n_draft) {
+    const uint32_t beyond = 2u << n_draft, wanted = need_rows & (beyond - 1);
+    if (!wanted) return -1;
+    const uint32_t lowest = wanted & -wanted;
+    return wanted + lowest == beyond ? __builtin_ctz(lowest) : -1;
+}
+
 /* A seqlock's reader: copy, then look whether the entry is still the same. Counts are bounded while they may be torn. */
 void ls_records(struct ls_records_args *a) {
     const struct ls_view *v = a->view;
@@ -362,6 +370,7 @@ void ls_records(struct ls_records_args *a) {
         a->n_draft[k] = (int32_t)n_draft;
         a->stage[k] = (int32_t)(counts >> 24);
         a->need_rows[k] = get32(record, REC_NEED_ROWS);
+        a->first[k] = first_wanted(a->need_rows[k], n_draft);
         int32_t *tokens = a->tokens + (uint64_t)k * 2 * v->num_rows;
         for (uint32_t t = 0; t < n_commit + n_draft; t++) tokens[t] = (int32_t)get32(record, REC_TOKENS + 4 * t);
     }

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Grows with every change of a struct or function here; native.py rejects a library with another number. */
-#define LS_ABI 6
+#define LS_ABI 7
 
 #define LS_EXPORT __attribute__((visibility("default")))
 
@@ -105,6 +105,7 @@ struct ls_records_args {
     int32_t *n_draft;
     int32_t *stage;
     uint32_t *need_rows;
+    int32_t *first; /* the first wanted row, if every row behind it is wanted too; else -1 */
     int32_t *tokens; /* [num_slots][2 * num_rows], out */
     uint64_t seq;
     int32_t count;  /* out */

@@ -8,7 +8,7 @@ import pytest
 from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.fill.matchers import MatcherTable, SlotMatcher
 from grammar_service.grammar.mask_rows import Classifier
-from shared_mem.grammar_end import Record
+from shared_mem.records import Record
 from tests.grammar_service.toy import ToyMatcher
 
 

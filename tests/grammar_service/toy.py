@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from grammar_service.backends.backend import Chain, Filled, MatcherFailed, Rows
+from grammar_service.backends.backend import Filled, MatcherFailed, Rows
 from shared_mem.chains import SpecialWords
 
 STOP = 9
@@ -72,10 +72,14 @@ class ToyMatcher:
 class ToyFiller:
     """A chain filler that uses the methods of each matcher, and rolls the drafts back."""
 
+    threaded = True
+
     def __init__(self) -> None:
         none = np.zeros(0, dtype=np.uint32)
         self.special = SpecialWords(np.zeros(0, dtype=np.int32), none, none)
-        self.fills, self.follows_drafts = 0, True
+        self.plain = np.ones(VOCAB, dtype=np.uint8)
+        self.plain[STOP] = 0
+        self.fills = 0
 
     def all_plain(self, tokens: Sequence[int]) -> bool:
         return all(0 <= token < VOCAB and token != STOP for token in tokens)
@@ -83,21 +87,25 @@ class ToyFiller:
     def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
         return next((i for i, token in enumerate(tokens) if not matcher.accept(token)), len(tokens))
 
-    def fill(self, chains: Sequence[Chain], rows: Any, threads: int) -> Filled:
+    def accept_each(self, matchers: Sequence[Any], tokens: Sequence[list[int]]) -> list[int]:
+        return [self.accept(matcher, new) for matcher, new in zip(matchers, tokens, strict=True)]
+
+    def fill(
+        self, matchers: Sequence[Any], drafts: Sequence[list[int]], rows: Any, stride: int, threads: int
+    ) -> Filled:
         self.fills += 1
-        num_accepted = []
-        for matcher, row, drafts in chains:
+        failed = []
+        for i, (matcher, tokens) in enumerate(zip(matchers, drafts, strict=True)):
             view, passed = Rows(rows), 0
             try:
-                matcher.fill(view, row)
-                while passed < len(drafts) and matcher.accept(drafts[passed]):
+                matcher.fill(view, i * stride)
+                while passed < len(tokens) and matcher.accept(tokens[passed]):
                     passed += 1
-                    matcher.fill(view, row + passed)
+                    matcher.fill(view, i * stride + passed)
                 matcher.rollback(passed)
-                num_accepted.append(0)
             except MatcherFailed:
-                num_accepted.append(-1)
-        return Filled(num_accepted, [False] * len(chains))
+                failed.append(i)
+        return Filled(failed, [])
 
 
 def row_of(legal: Iterable[int], words: int) -> Any:

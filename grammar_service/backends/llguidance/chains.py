@@ -1,6 +1,6 @@
-"""Fills the rows of many llguidance matchers in one call, on the library's own thread pool.
+"""Moves many llguidance matchers and fills their rows, with one call of the library on its own thread pool.
 
-Invariant: after a call every matcher is in the state that it had before, because the library rolls the drafts back. A
+Invariant: after a fill every matcher is in the state that it had before, because the library rolls the drafts back. A
 matcher that fails is reported. Rows are written as the library computes them: the caller applies `special` to them.
 Not responsible for: the rows of a single matcher (see backend.py).
 """
@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLExecutor
 from numpy.typing import NDArray
 
-from grammar_service.backends.backend import Chain, Filled, MatcherFailed
+from grammar_service.backends.backend import Filled, MatcherFailed
 from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.chains import SpecialWords
 
@@ -22,12 +22,15 @@ from shared_mem.chains import SpecialWords
 class LlguidanceFiller:
     """The chain filler of all llguidance matchers over one vocabulary; see `ChainFiller`."""
 
-    follows_drafts = True
+    threaded = True
 
     def __init__(self, vocabulary: Vocabulary, special: SpecialWords) -> None:
         self.special = special
+        self.plain = vocabulary.plain_tokens()
         self._size = vocabulary.size
         self._never = frozenset(vocabulary.special) | frozenset(vocabulary.stop_ids)
+        has_stop = special.stops != 0
+        self._stop_columns, self._stop_bits = special.at[has_stop], special.stops[has_stop].view(np.int32)
         self._idle: list[LLExecutor] = []
         """Executors that no call uses now. Each has its own threads,
         so a call that hangs does not block the next one."""
@@ -45,20 +48,40 @@ class LlguidanceFiller:
             raise MatcherFailed(inner.get_error())
         return accepted
 
-    def fill(self, chains: Sequence[Chain], rows: NDArray[np.int32], threads: int) -> Filled:
+    def accept_each(self, matchers: Sequence[Any], tokens: Sequence[list[int]]) -> list[int]:
+        """Make one call of the library for each matcher. Its parallel call would break a matcher on an illegal token,
+        and accepts one token."""
+        pairs = list(zip((matcher.inner for matcher in matchers), tokens, strict=True))
+        counts = [inner.try_consume_tokens(new) if new else 0 for inner, new in pairs]
+        return [
+            -1 if count < len(new) and inner.is_error() else count
+            for count, (inner, new) in zip(counts, pairs, strict=True)
+        ]
+
+    def fill(
+        self, matchers: Sequence[Any], drafts: Sequence[list[int]], rows: NDArray[np.int32], stride: int, threads: int
+    ) -> Filled:
         """Fill all single rows in one call of the library, and all chains with drafts in another."""
         try:
             executor = self._idle.pop()
         except IndexError:
             executor = LLExecutor(threads)  # made on demand, because compile workers never fill chains
         place = rows.ctypes.data, rows.strides[0], len(rows)
-        if single := [(chain.matcher.inner, chain.row) for chain in chains if not chain.drafts]:
-            executor.unsafe_compute_mask_ptr(single, *place)
-        if longer := [(chain.matcher.inner, chain.row, chain.drafts) for chain in chains if chain.drafts]:
+        inners = [matcher.inner for matcher in matchers]
+        first = range(0, len(inners) * stride, stride)
+        chains = list(zip(inners, first, drafts, strict=True))
+        if longer := [chain for chain in chains if chain[2]]:
             executor.unsafe_compute_mask_ptr_with_draft_token(longer, *place)
+        if len(longer) < len(chains):
+            executor.unsafe_compute_mask_ptr([chain[:2] for chain in chains if not chain[2]], *place)
         self._idle.append(executor)
-        inners = [chain.matcher.inner for chain in chains]
-        return Filled([-inner.is_error() for inner in inners], [inner.is_accepting() for inner in inners])
+        # The library's own state after a failure allows a stop token alone, and an answer that is complete allows one,
+        # too. So a first row without a stop token needs no further question.
+        ends = rows[first.start : first.stop : stride][:, self._stop_columns] & self._stop_bits
+        asked = np.flatnonzero(ends.any(axis=1)).tolist()
+        return Filled(
+            [i for i, inner in enumerate(inners) if inner.is_error()], [i for i in asked if inners[i].is_accepting()]
+        )
 
     def __repr__(self) -> str:
         return f"<LlguidanceFiller idle pools={len(self._idle)}>"

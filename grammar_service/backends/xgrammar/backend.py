@@ -218,23 +218,23 @@ class XgrammarMatcher:
         self._vocabulary = vocabulary
         self._vocab_size = vocabulary.size
         self._never = filler.never
+        self._stops = frozenset(vocabulary.stop_ids)
+        self.terminated = False
         self._num_words = vocabulary.num_words
         self._all = _full_row(vocabulary)
         self._has_tail = vocabulary.size % 32 != 0
 
-    @property
-    def terminated(self) -> bool:
-        """Whether a stop token was accepted."""
-        return bool(self.inner.is_terminated())
-
     def accept(self, token: int) -> bool:
         """Advance over `token`; see `Matcher.accept`."""
-        if not 0 <= token < self._vocab_size or token in self._never or self.inner.is_terminated():
+        if not 0 <= token < self._vocab_size or token in self._never or self.terminated:
             return False
         try:
-            return bool(self.inner.accept_token(token))
+            accepted = bool(self.inner.accept_token(token))
         except RuntimeError as error:
             raise MatcherFailed(_clean(str(error))) from None
+        if token in self._stops:
+            self.terminated = bool(self.inner.is_terminated())
+        return accepted
 
     def rollback(self, count: int) -> None:
         """Take back `count` tokens; see `Matcher.rollback`."""
@@ -243,10 +243,13 @@ class XgrammarMatcher:
                 self.inner.rollback(count)
             except RuntimeError as error:
                 raise MatcherFailed(_clean(str(error))) from None
+            self.terminated = False
 
     def copy(self) -> XgrammarMatcher:
         """Return a copy that shares the compiled grammar."""
-        return XgrammarMatcher(self.inner.fork(), self._vocabulary, self.filler, self._spelling)
+        twin = XgrammarMatcher(self.inner.fork(), self._vocabulary, self.filler, self._spelling)
+        twin.terminated = self.terminated
+        return twin
 
     def fill(self, rows: Rows, index: int) -> None:
         """Write the row in place, through a tensor over the same memory; see `Matcher.fill`."""

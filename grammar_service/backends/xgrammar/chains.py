@@ -1,8 +1,9 @@
-"""Fills the rows of many xgrammar matchers: level by level, each level in one call of the library on its own threads.
+"""Moves many xgrammar matchers and fills their rows: chains with drafts one after the other, single rows in one call.
 
-Invariant: after a call a matcher has advanced over the drafts that it accepted, and the result says how many. The
+Invariant: after a fill every matcher is in the state that it had before, because the library rolls the drafts back. The
 library handles stop tokens and special tokens itself; `special` clears only the bits beyond the vocabulary.
-Not responsible for: the rows of a single matcher (see backend.py).
+Not responsible for: the rows of a single matcher (see backend.py), more than one thread (see
+grammar_service/fill/work_queues.py).
 """
 
 from __future__ import annotations
@@ -15,13 +16,10 @@ import torch
 import xgrammar
 from numpy.typing import NDArray
 
-from grammar_service.backends.backend import Chain, Filled, MatcherFailed
+from grammar_service.backends.backend import Filled, MatcherFailed
 from grammar_service.grammar.vocabulary import Vocabulary
-from service_runtime.cores import usable_cores
 from shared_mem.chains import SpecialWords
-
-CORES_FOR_DRAFTS = 8
-"""The fewest cores with which chains with drafts are faster in one call than row by row (docs/log.md)."""
+from shared_mem.layout import MAX_ROWS
 
 
 class XgrammarFiller:
@@ -30,16 +28,18 @@ class XgrammarFiller:
     `never`: tokens that no row allows and no matcher accepts. `full`: the row of all tokens, int32 [W].
     """
 
+    threaded = False
+
     def __init__(self, vocabulary: Vocabulary, never: frozenset[int], full: NDArray[np.int32]) -> None:
         self.never = never
         tail = full[-1:].view(np.uint32)
         self.special = SpecialWords(np.array([len(full) - 1], dtype=np.int32), tail, np.zeros_like(tail))
-        # Each level of drafts is one call, which pays only if several threads share its rows.
-        self.follows_drafts = usable_cores() >= CORES_FOR_DRAFTS
+        self.plain = vocabulary.plain_tokens()
         self._size = vocabulary.size
         self._apart = never | frozenset(vocabulary.stop_ids)
-        self._pools: list[xgrammar.BatchGrammarMatcher] = []
-        """Thread pools of the library that no call uses now."""
+        # A chain of n rows as the library's tree: row i has the child i + 1 and no sibling.
+        self._children = [torch.tensor([*range(1, n), -1]) for n in range(1, MAX_ROWS + 1)]
+        self._siblings = [torch.full((n,), -1) for n in range(1, MAX_ROWS + 1)]
 
     def all_plain(self, tokens: Sequence[int]) -> bool:
         """Check each token: the library prints a line about each special token."""
@@ -57,33 +57,50 @@ class XgrammarFiller:
             raise MatcherFailed(str(error)) from None
         return len(tokens)
 
-    def fill(self, chains: Sequence[Chain], rows: NDArray[np.int32], threads: int) -> Filled:
-        """Fill the first row of every chain, then the next row of each chain whose draft is legal, and so on."""
-        try:
-            pool = self._pools.pop()
-        except IndexError:
-            pool = xgrammar.BatchGrammarMatcher(max_threads=threads)
-        tensor = torch.from_numpy(rows)
-        num_accepted = [0] * len(chains)
-        active, level = list(range(len(chains))), 0
-        try:
-            while active:
-                active = [i for i in active if not level or self._accepts_draft(chains[i], level, num_accepted, i)]
-                if active:
-                    inners, places = [chains[i].matcher.inner for i in active], [chains[i].row + level for i in active]
-                    pool.batch_fill_next_token_bitmask(inners, tensor, places)
-                level += 1
-        except RuntimeError:
-            # The library does not say which matcher failed, so all of them count as failed.
-            return Filled([-1] * len(chains), [False] * len(chains))
-        self._pools.append(pool)
-        return Filled(num_accepted, [False] * len(chains))
+    def accept_each(self, matchers: Sequence[Any], tokens: Sequence[list[int]]) -> list[int]:
+        """Advance one matcher after the other: the library's call for many takes as long (docs/log.md)."""
+        return [self._accepted(matcher, new) if new else 0 for matcher, new in zip(matchers, tokens, strict=True)]
 
-    def _accepts_draft(self, chain: Chain, level: int, num_accepted: list[int], i: int) -> bool:
-        if level > len(chain.drafts) or not chain.matcher.inner.accept_token(chain.drafts[level - 1]):
+    def _accepted(self, matcher: Any, tokens: list[int]) -> int:
+        try:
+            return self.accept(matcher, tokens)
+        except MatcherFailed:
+            return -1
+
+    def fill(
+        self, matchers: Sequence[Any], drafts: Sequence[list[int]], rows: NDArray[np.int32], stride: int, threads: int
+    ) -> Filled:
+        """Fill each chain with drafts in one call, which follows them and comes back, and all other chains in another.
+
+        Both calls run on the calling thread, without the GIL: on two cores the library's own threads cost more than
+        they save (docs/log.md).
+        """
+        tensor = torch.from_numpy(rows)
+        failed, single = [], []
+        for i, (matcher, tokens) in enumerate(zip(matchers, drafts, strict=True)):
+            if not tokens:
+                single.append(i)
+            elif not self._fill_chain(matcher.inner, tokens, tensor[i * stride : i * stride + len(tokens) + 1]):
+                failed.append(i)
+        if single:
+            pool = xgrammar.BatchGrammarMatcher(max_threads=1)
+            try:
+                pool.batch_fill_next_token_bitmask(
+                    [matchers[i].inner for i in single], tensor, [i * stride for i in single]
+                )
+            except RuntimeError:
+                # The library does not say which matcher failed, so all of them count as failed.
+                failed += single
+        return Filled(failed, [])
+
+    def _fill_chain(self, inner: xgrammar.GrammarMatcher, drafts: list[int], rows: torch.Tensor) -> bool:
+        count = len(drafts)
+        try:
+            # The root of the tree has no token.
+            inner.traverse_draft_tree(self._children[count], self._siblings[count], torch.tensor([0, *drafts]), rows)
+        except RuntimeError:
             return False
-        num_accepted[i] = level
         return True
 
     def __repr__(self) -> str:
-        return f"<XgrammarFiller idle pools={len(self._pools)}>"
+        return f"<XgrammarFiller vocabulary={self._size}>"

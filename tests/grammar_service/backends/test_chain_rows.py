@@ -32,16 +32,14 @@ class Table:
     ) -> tuple[list[int], list[int], int, int]:
         """Publish one chain of an unanswered record.
         Return the kinds, the forced tokens, its state and its sequence."""
-        seq = self.engine.post([slot], [1], [0], [0], [first + len(drafts)], [[0] * first + drafts])
+        tokens, wanted = [[0] * first + drafts], [(1 << ROWS) - (1 << first)]
+        seq = self.engine.post([slot], [1], [0], [0], [first + len(drafts)], tokens, need_rows=wanted)
         arrays = self.arrays
-        arrays.slots[0], arrays.slot_gens[0], arrays.first[0] = slot, 1, first
-        arrays.n_draft[0], arrays.states[0] = first + len(drafts), DONE
-        arrays.drafts[0, : len(drafts)] = drafts
-        arrays.mark(1)
+        arrays.take(self.grammar.read(seq), [0])
         for at, row in enumerate(rows):
             if row is not None:
                 arrays.rows[at] = row_of(row, self.layout.words)
-        self.grammar.publish_chains(seq, arrays, 1, special)
+        self.grammar.publish_chains(seq, arrays, special)
         state = int(arrays.states[0])
         if state == SLOW:
             return [], [], state, seq
@@ -85,6 +83,13 @@ def test_rows_after_an_illegal_draft_are_deferred(small: Table) -> None:
     assert small.tallies[0].tolist() == [0, 1, 1, 2, 0, 0]
 
 
+def test_an_empty_row_after_an_illegal_draft_is_no_row(small: Table) -> None:
+    # xgrammar clears the row after a draft that it refuses, and touches none behind it.
+    kinds, _, state, _ = small.publish(0, [{1, 2}, set(), None, None], [5, 6, 7])
+    assert (kinds, state) == ([RowKind.APPLY, RowKind.DEFER, RowKind.DEFER, RowKind.DEFER], DONE)
+    assert small.arrays.num_rows == 1
+
+
 @pytest.mark.parametrize(
     ("rows", "drafts"),
     [
@@ -124,9 +129,9 @@ def test_rows_begin_at_the_first_wanted_row(small: Table) -> None:
 
 def test_an_answer_older_than_the_published_one_is_not_published(small: Table) -> None:
     _, _, _, seq = small.publish(0, [{1, 2}], [])
-    small.arrays.mark(1)
+    small.arrays.take(small.grammar.read(seq), [0])
     small.arrays.rows[0] = row_of({5, 6}, 3)
-    small.grammar.publish_chains(seq - 1, small.arrays, 1, NONE)
+    small.grammar.publish_chains(seq - 1, small.arrays, NONE)
     assert small.arrays.states[0] == STALE
     assert small.grammar.stats()["stale_answers"] == 1
     assert tokens_in(small.engine.mask_rows(seq)[0, 0, :3]) == {1, 2}

@@ -22,8 +22,8 @@ from grammar_service.fill.matchers import MatcherTable, SlotMatcher
 from grammar_service.grammar.mask_rows import Classifier, token_ids
 from grammar_service.grammar.value import Kind
 from grammar_service.grammar.vocabulary import Vocabulary
-from shared_mem.grammar_end import Record
 from shared_mem.layout import STEERED, RowKind, Stage
+from shared_mem.records import Record
 from tests.grammar_service.conftest import Library
 from tests.grammar_service.toy import PADDED, STOPS, spell
 

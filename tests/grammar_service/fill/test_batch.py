@@ -12,19 +12,17 @@ from threading import Lock
 import numpy as np
 import pytest
 
-from grammar_service.backends.backend import Compiled, Matcher, chain_filler_of
+from grammar_service.backends.backend import Compiled, Matcher
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.fill.batch import BatchAnswerer
 from grammar_service.fill.counters import Counters
 from grammar_service.fill.matchers import MatcherTable, SlotMatcher
-from grammar_service.fill.tasks import is_batchable
 from grammar_service.fill.worker import Worker
 from grammar_service.grammar.mask_rows import Classifier
 from grammar_service.grammar.value import Kind, Whitespace, parse
 from shared_mem.channel import EngineEnd, GrammarEnd
-from shared_mem.grammar_end import Record
 from shared_mem.layout import Layout, RowKind, Stage
 from shared_mem.segment import Segment
 from tests.grammar_service.conftest import Library
@@ -154,12 +152,6 @@ def test_a_batch_gives_the_rows_of_single_records(library: Library, sides: tuple
     ]
     using: dict[int, Compiled] = {}
 
-    for compiled in grammars:
-        # By default xgrammar's filler takes no drafts, because that needs many cores.
-        filler = chain_filler_of(compiled.matcher())
-        assert filler is not None
-        filler.follows_drafts = True
-
     def bind(lane: Lane) -> None:
         number = rng.randrange(len(grammars))
         using[lane.slot] = grammars[number]
@@ -179,9 +171,18 @@ def test_a_batch_gives_the_rows_of_single_records(library: Library, sides: tuple
 
     lanes = [Lane(slot, rng, bind) for slot in range(SLOTS)]
     seen: set[int] = set()
+    proposed = 0
     for step in range(STEPS):
         asked = [lane for lane in lanes if rng.random() < 0.9] or lanes[:1]
         records = [lane.record(walk) for lane in asked]
+        if rng.random() < 0.5:
+            # The record that follows commits the same tokens again.
+            proposals = [(gen, start, committed, [], 0b111) for gen, start, committed, _, _ in records]
+            one, other = (_ask(side.engine, asked, proposals, Stage.PROPOSE) for side in sides)
+            told = [[answer[1] for answer in answers] for answers in (one, other)]
+            # A side leaves proposals out after one that took long.
+            assert all(a == b or -1 in {a[0], b[0]} for a, b in zip(*told, strict=True)), f"step {step}"
+            proposed += sum(tokens[0] >= 0 for tokens in told[0])
         answers = [_ask(side.engine, asked, records) for side in sides]
         for lane, (_, _, committed, drafts, _), one, other in zip(asked, records, *answers, strict=True):
             told = f"step {step} {lane.slot=} {lane.gen=} {committed=} {drafts=}"
@@ -191,19 +192,25 @@ def test_a_batch_gives_the_rows_of_single_records(library: Library, sides: tuple
     batched, alone = (side.worker.stats() for side in sides)
     assert alone["batched_records"] == 0
     assert batched["batched_records"] > STEPS
+    assert proposed
     assert {RowKind.APPLY, RowKind.FORCED, RowKind.DEFER, RowKind.ERROR} <= seen
     for name in ("filled_rows", "records", "late_answers"):
         assert batched[name] == alone[name], name
     assert sides[0].worker.rows_by_kind() == sides[1].worker.rows_by_kind()
 
 
-def _ask(engine: EngineEnd, lanes: list[Lane], records: list[tuple[int, int, int, list[int], list[int], int]]) -> list:
+def _ask(
+    engine: EngineEnd,
+    lanes: list[Lane],
+    records: list[tuple[int, int, int, list[int], list[int], int]],
+    stage: Stage = Stage.VERIFY,
+) -> list:
     arrays = engine.batch_arrays(len(lanes))
     for i, (lane, (gen, start, committed, drafts, need)) in enumerate(zip(lanes, records, strict=True)):
         arrays.slots[i], arrays.slot_gens[i], arrays.commit_pos[i] = lane.slot, gen, start
         arrays.n_commit[i], arrays.n_draft[i], arrays.need_rows[i] = len(committed), len(drafts), need
         arrays.tokens[i, : len(committed) + len(drafts)] = committed + drafts
-    seq = engine.post_batch(arrays)
+    seq = engine.post_batch(arrays, stage=stage)
     result = engine.await_batch(arrays, seq, timeout_s=PATIENCE_S)
     assert result.num_missing == 0
     out = []
@@ -216,20 +223,6 @@ def _ask(engine: EngineEnd, lanes: list[Lane], records: list[tuple[int, int, int
         ]
         out.append((kinds, forced, rows))
     return out
-
-
-def test_records_with_drafts_are_single_for_a_filler_without_chains() -> None:
-    filler = ToyFiller()
-    filler.follows_drafts = False
-    longer = Record(0, 1, 0, (), (5, 6), Stage.VERIFY, 0b111)
-    single = longer._replace(need_rows=0b100, stage=1)
-    assert not is_batchable(filler, longer)
-    assert is_batchable(filler, single)
-    assert is_batchable(filler, longer._replace(drafts=(), need_rows=1))
-    filler.follows_drafts = True
-    assert is_batchable(filler, longer)
-    assert not is_batchable(filler, longer._replace(stage=Stage.PROPOSE))
-    assert not is_batchable(None, longer)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +238,9 @@ def test_the_size_of_a_batch_is_bounded_by_its_expected_time(cost_ms: float, mos
             table.bind(number, slot)
         limits = 2, int(most * 1e6)
         made = BatchAnswerer(GrammarEnd(segment), table, Counters(count), Lock(), lambda task: None, *limits)
-        batches, rest = made.split(1, [Record(number, 1, 0, (), (), Stage.VERIFY, 1) for number in range(count)])
-    assert [len(batch.records) for batch in batches] == sizes
+        seq = EngineEnd(segment).post(
+            list(range(count)), [1] * count, [0] * count, [0] * count, [0] * count, [[0]] * count
+        )
+        batches, rest = made.split(GrammarEnd(segment).read(seq))
+    assert [len(batch.which) for batch in batches] == sizes
     assert not rest

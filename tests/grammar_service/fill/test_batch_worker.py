@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from grammar_service.backends.backend import Chain, Filled, MatcherFailed, Rows
+from grammar_service.backends.backend import Filled, MatcherFailed, Rows
+from grammar_service.fill.batch import PROPOSALS_PER_LOOK
 from grammar_service.fill.matchers import SlotMatcher
 from grammar_service.fill.worker import Worker
 from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd
-from shared_mem.layout import Layout, RowKind
+from shared_mem.layout import Layout, RowKind, Stage
 from shared_mem.segment import Segment
 from tests.grammar_service.toy import VOCAB, ToyFiller, ToyMatcher, tokens_in
 
@@ -126,8 +127,10 @@ def test_a_thread_that_returns_to_an_abandoned_batch_moves_no_matcher_in_use(seg
                 assert gate.wait(10 * PATIENCE_S)
             return super().accept(matcher, tokens)
 
-        def fill(self, chains: Sequence[Chain], rows: Any, threads: int) -> Filled:
-            filled = super().fill(chains, rows, threads)
+        def fill(
+            self, matchers: Sequence[Any], drafts: Sequence[list[int]], rows: Any, stride: int, threads: int
+        ) -> Filled:
+            filled = super().fill(matchers, drafts, rows, stride, threads)
             if gate.is_set():
                 back.set()
             return filled
@@ -231,3 +234,61 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.002)
+
+
+def test_proposals_of_a_batch_are_dropped_when_a_newer_record_arrives(segment: Segment, worker: Worker) -> None:
+    """A batch looks between proposals whether the engine still waits for them."""
+    engine, filler = EngineEnd(segment), ToyFiller()
+    begun, gate, asked = threading.Event(), threading.Event(), list[int]()
+
+    class Proposing(Member):
+        def jump_forward_tokens(self, limit: int) -> tuple[int, ...]:
+            asked.append(1)
+            begun.set()
+            assert gate.wait(10 * PATIENCE_S)
+            return super().jump_forward_tokens(limit)
+
+    for slot in range(MANY):
+        worker.bind(slot, SlotMatcher.bind(1, lambda: Proposing(filler), []))
+    # The first record of a slot is answered by itself.
+    whole(engine, step(engine, MANY, 0, [1], [])[0], list(range(MANY)))
+    arrays = engine.batch_arrays(MANY)
+    arrays.slots[:], arrays.slot_gens[:], arrays.commit_pos[:] = range(MANY), 1, 1
+    arrays.n_commit[:], arrays.n_draft[:], arrays.need_rows[:], arrays.tokens[:, 0] = 1, 0, 7, 6
+    stale = engine.post_batch(arrays, stage=Stage.PROPOSE)
+    try:
+        assert begun.wait(PATIENCE_S)
+        seq = engine.post([0], [1], [1], [1], [0], [[6]])
+    finally:
+        gate.set()
+    assert whole(engine, seq, [0]) == [[RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]]
+    # Two threads may have begun a batch each; on a busy machine a third one begins again what seems to hang.
+    assert len(asked) <= 3 * PROPOSALS_PER_LOOK
+    assert worker.stats()["dropped_proposals"] >= MANY // 2
+    # Every proposal has an answer, so that no wait of the engine lasts until its deadline.
+    slots = list(range(1, MANY))
+    assert engine.await_rows(stale, slots, [1] * len(slots), timeout_s=PATIENCE_S).num_missing == 0
+
+
+def test_proposals_of_many_slots_are_answered_together(segment: Segment, worker: Worker) -> None:
+    engine, filler = EngineEnd(segment), ToyFiller()
+    for slot in range(MANY):
+        worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), []))
+    # The first record of a slot is answered by itself.
+    whole(engine, step(engine, MANY, 0, [1], [])[0], list(range(MANY)))
+    before, fills = worker.stats(), filler.fills
+    arrays = engine.batch_arrays(MANY)
+    arrays.slots[:], arrays.slot_gens[:], arrays.commit_pos[:] = range(MANY), 1, 1
+    arrays.n_commit[:], arrays.n_draft[:], arrays.need_rows[:] = 1, 0, 3
+    arrays.tokens[::2, 0], arrays.tokens[1::2, 0] = 6, 2
+    # On a busy machine an answer may be late, and its tokens come later.
+    seq = engine.post_batch(arrays, stage=Stage.PROPOSE)
+    whole(engine, seq, list(range(MANY)))
+    answer = engine.await_rows(seq, list(range(MANY)), [1] * MANY, timeout_s=0)
+    assert answer.forced[::2].tolist() == [[7, 8, -1]] * (MANY // 2)
+    assert answer.kinds[::2].tolist() == [[RowKind.FORCED, RowKind.FORCED, RowKind.DEFER]] * (MANY // 2)
+    assert answer.forced[1::2].tolist() == [[-1] * 3] * (MANY // 2)
+    # Counted behind the publication.
+    _until(lambda: worker.stats()["batched_records"] == before["batched_records"] + MANY)
+    assert worker.stats()["proposed_tokens"] == MANY
+    assert (worker.stats()["filled_rows"], filler.fills) == (before["filled_rows"], fills)

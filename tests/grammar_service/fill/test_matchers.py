@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from grammar_service.backends.backend import Rows
 from grammar_service.fill.matchers import Answer, Health, MatcherRejected, MatcherTable, SlotMatcher
 from grammar_service.grammar.mask_rows import Classifier
-from shared_mem.grammar_end import Record
 from shared_mem.layout import RowKind, Stage
+from shared_mem.records import Record
 from tests.grammar_service.toy import STOP, VOCAB, ToyMatcher, row_of, tokens_in
 
 TEXTS = [(1, 2, 3, 4), (1, 2, 5), (1, 6, 7, 8), (2,)]

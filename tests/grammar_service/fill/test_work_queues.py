@@ -21,10 +21,15 @@ class FakeTask:
     def __init__(self, *slots: int) -> None:
         self.slots, self.rest = slots, list[FakeTask]()
         self.begun, self.gate = threading.Event(), threading.Event()
+        self.meet: threading.Barrier | None = None
+        self.met = threading.Event()
 
     def __call__(self) -> list[FakeTask]:
         self.begun.set()
         assert self.gate.wait(10 * PATIENCE_S)
+        if self.meet is not None:
+            self.meet.wait(PATIENCE_S)
+            self.met.set()
         return self.rest
 
     def replaces(self, other: object) -> bool:
@@ -42,6 +47,7 @@ class FakeDelegate:
         self.patient = True
         self.time_left = False
         self.began: list[FakeTask] = []
+        self.num_helpers = 0
         self._away = False
 
     def wait(self) -> int:
@@ -54,6 +60,7 @@ class FakeDelegate:
         while self.arrived:
             for task in self.arrived.popleft():
                 self.queues.put(task)
+            self.queues.call_helpers(self.num_helpers)
 
     def overdue(self, timeout_s: float) -> bool:
         time.sleep(0.001)
@@ -104,6 +111,33 @@ def test_a_slow_task_is_reported_late_whichever_thread_does_it(delegate: FakeDel
     finally:
         first.gate.set()
         second.gate.set()
+
+
+def test_called_helpers_do_tasks_beside_a_leader_that_is_not_late() -> None:
+    """One idle thread keeps the watch, so three threads do two tasks at once."""
+    delegate = FakeDelegate()
+    delegate.queues = WorkQueues(3, delegate)  # type: ignore[arg-type]
+    # Without the call the third thread would look for tasks when the test has failed.
+    delegate.queues.idle_wait_s = 10 * PATIENCE_S
+    delegate.queues.start()
+    tasks = [FakeTask(0, 1), FakeTask(2, 3)]
+    for task in tasks:
+        task.gate.set()
+    together = threading.Barrier(2)
+    for task in tasks:
+        task.meet = together
+    delegate.num_helpers = 1
+    delegate.arrived.append(tasks)
+    try:
+        for task in tasks:
+            assert task.met.wait(PATIENCE_S)
+        assert delegate.queues.leader_handoffs == 0
+        behind = FakeTask(0)
+        behind.gate.set()
+        delegate.arrived.append([behind])
+        assert behind.begun.wait(PATIENCE_S)
+    finally:
+        assert delegate.queues.stop(PATIENCE_S)
 
 
 def test_another_thread_takes_the_lead_from_a_stuck_leader(delegate: FakeDelegate) -> None:
