@@ -140,6 +140,8 @@ def result_table(cells: Sequence[Cell]) -> str:
         rows[-1] += [number(cell.speed / base[cell.group], 2) if cell.group in base else "-" for cell in row]
     for name, _, *lengths in PUBLISHED:
         figures = dict(zip(PUBLISHED_GROUPS, lengths, strict=True))
+        if not figures.keys() & set(groups):
+            continue
         shown = [number(figures[group], 2) if group in figures else "" for group in groups]
         rows.append([f"published: {name}", "3", *shown, *[""] * (2 * len(groups))])
     return table(header, rows)

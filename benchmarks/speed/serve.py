@@ -160,7 +160,8 @@ def load_items(args: argparse.Namespace) -> tuple[dict[str, list[Item]], dict[st
 def settings_of(args: argparse.Namespace, directory: Path, levels: Sequence[int]) -> Settings:
     """Return what the systems are started with.
 
-    The prefix cache of this engine is off: every round sends the same prompts, and each prefill is measured.
+    The prefix cache of this engine is off: every round sends the same prompts, and each prefill is measured. Its index
+    of earlier answers is off, too: it would draft the answers of the round before. `--engine-flag` can turn it on.
 
     Raises:
         ValueError: `--gguf` is not a file.
@@ -176,7 +177,7 @@ def settings_of(args: argparse.Namespace, directory: Path, levels: Sequence[int]
         grammar_backend=args.grammar_backend,
         prefix_cache=False,
         device=args.device,
-        extra=tuple(args.engine_flag),
+        extra=("--draft-index-bytes=0", *args.engine_flag),
     )
     return Settings(
         engine=engine,

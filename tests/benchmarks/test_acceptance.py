@@ -88,6 +88,7 @@ def test_the_table_has_tokens_a_step_and_the_ratio_to_no_drafts() -> None:
     repeated = result_table([*cells, cell("ngram", 3, "repeated", made("a", 1, 2))])
     published = next(line for line in repeated.splitlines() if "published: n-gram" in line)
     assert [part.strip() for part in published.split("|")[3:5]] == ["2.59", ""], "nothing like it was published"
+    assert "published" not in result_table([cell("ngram", 3, "repeated", made("a", 1, 2))])
 
 
 def test_an_answer_that_differs_or_was_never_given_is_named() -> None:
