@@ -13,6 +13,7 @@ DEFAULT = "serve"
 
 HARNESSES = {
     "serve": ("speed", "speed of this engine, OpenVINO, llama.cpp, vLLM and transformers on the same prompts"),
+    "drafts": ("speed", "tokens per second with drafts and without, in turn"),
     "builds": ("speed", "tokens per second of two builds of this engine, in turn"),
     "prefixes": ("speed", "time to the first token with and without the prefix cache"),
     "bench_forward": ("speed", "time of a forward with fused and with separate layers"),

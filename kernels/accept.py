@@ -60,7 +60,7 @@ _POINTERS = (
         "seed",
     ),
     *("num_logprobs", "rules", "emitted", "num_emitted", "num_accepted", "finish", "blocked", "logprob", "top_ids"),
-    *("top_logprobs", "scratch", "counts"),
+    *("top_logprobs", "scratch", "counts", "first_row"),
 )
 _LONGS = ("logits_stride", "row_stride", "history_stride", "mask_slot_stride", "mask_row_stride", "scratch_stride")
 _INTS = ("num_batch", "num_rows", "vocab_size", "bf16")
@@ -77,11 +77,11 @@ class _Args(ctypes.Structure):
 
 
 def _arguments(step: StepTensors, logits_NV: torch.Tensor, num_rows: int) -> _Args:
-    """Return the native arguments for logits [B * num_rows, V], bf16 or fp32; asserts every shape and dtype."""
+    """Return the native arguments for logits [N, V], bf16 or fp32; asserts every shape and dtype."""
     B, R = step.slots_B.shape[0], step.kinds_BR.shape[1]
     V, stride = logits_NV.shape[1], step.result.scratch_BV.shape[1]
     assert logits_NV.dtype in (torch.bfloat16, torch.float32), logits_NV.dtype
-    assert logits_NV.shape[0] >= B * num_rows
+    assert step.first_row_B is not None or logits_NV.shape[0] >= B * num_rows
     assert logits_NV.stride(1) == 1
     assert 1 <= num_rows <= R == step.drafts_BR.shape[1] == step.result.emitted_BR.shape[1]
     assert stride >= V
@@ -95,11 +95,13 @@ def _arguments(step: StepTensors, logits_NV: torch.Tensor, num_rows: int) -> _Ar
         *(p.num_logprobs_S, p.rules_S, r.emitted_BR, r.num_emitted_B, r.num_accepted_B, r.finish_B, r.blocked_B),
         *(r.logprob_BR, r.top_ids_BRN, r.top_logprobs_BRN, r.scratch_BV, r.counts_BV),
     )
+    first_row = None if step.first_row_B is None else address(step.first_row_B)
     batch = (logits_NV, step.slots_B, step.drafts_BR, step.num_drafts_B, step.kinds_BR, step.forced_BR)
     return _Args(
         *[address(t) for t in batch],
         step.mask_address,
         *[address(t) for t in tensors],
+        first_row,
         *(logits_NV.stride(0), R, step.history_SL.stride(0), *step.mask_strides, stride),
         *(B, num_rows, V, int(logits_NV.dtype == torch.bfloat16)),
     )
@@ -108,8 +110,9 @@ def _arguments(step: StepTensors, logits_NV: torch.Tensor, num_rows: int) -> _Ar
 def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None:
     """Verify and sample; append the emitted tokens to `history_SL` and advance `length_S`; fill `result`.
 
-    `logits_NV` [B * P, V], row b * P + j; `num_rows` is P; `num_drafts_B` < P. A row of kind DEFER, DEAD_END or ERROR
-    emits nothing and ends the slot's step; a row without any legal token does the same as DEAD_END.
+    `logits_NV` [N, V], row first_row_B[b] + j, without `first_row_B` row b * P + j; `num_rows` is P; `num_drafts_B`
+    < P. A row of kind DEFER, DEAD_END or ERROR emits nothing and ends the slot's step; a row without any legal token
+    does the same as DEAD_END.
     """
     if step.device is not None:
         from kernels.cuda import accept as device  # a CPU install has no Triton

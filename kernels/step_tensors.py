@@ -123,3 +123,5 @@ class StepTensors:
     result: AcceptResult
     device: DeviceRows | None = None
     """Needed on a GPU; None on a CPU."""
+    first_row_B: torch.Tensor | None = None
+    """int32 [B], where the rows of each lane begin in the logits of `accept`, on a CPU. None: at b * P."""

@@ -34,7 +34,8 @@ def engine_families() -> list[Metric]:
     """Return the engine's families, each with a sample that carries its labels."""
     registry = CollectorRegistry()
     about = dict.fromkeys(("version", "model", "dtype", "device"), "")
-    registry.register(EngineCollector(EngineStats, drafter="ngram", about=about))
+    stats = EngineStats(step_ms_by_rows={False: {1: 1.0}})
+    registry.register(EngineCollector(lambda: stats, drafter="ngram", about=about))
     watch = RequestWatch(registry)
     watch.metrics.requests.labels("OK")
     watch.metrics.sequences.labels("stop")

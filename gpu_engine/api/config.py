@@ -86,14 +86,16 @@ class EngineConfig:
     """Longest wait for the mask row of a draft, in milliseconds; the draft is then made without a mask. Also the
     longest wait for jump-forward tokens; the step then has none."""
     num_draft_tokens: int = 7
-    """K: drafts per step, as a default and as the upper limit of a request."""
+    """K: the most drafts per step, as a default and as the upper limit of a request. The engine chooses how many drafts
+    of each sequence a step verifies, from the measured time of steps and from each sequence's accepted drafts."""
     jump_forward_tokens: int = 15
     """F: the most jump-forward tokens per step; a number below num_draft_tokens counts as num_draft_tokens. A request
-    that sets num_draft_tokens has no more than that in all. Used when rows are left: on a CPU within step_rows, on a
-    GPU in guided steps of at most 64 rows."""
+    that sets num_draft_tokens has no more than that in all. On a GPU more than num_draft_tokens are used in guided
+    steps of at most 64 rows."""
     step_rows: int = 0
-    """Target for the rows of a decode step: with more sequences, each verifies fewer drafts. 0: 24 on a CPU, where each
-    row costs time; 256 on a GPU, where more than about 200 rows cost more time than reading the weights."""
+    """Upper bound of the rows of a decode step; every sequence has at least one, and two on a GPU with a drafting
+    network. 0: none on a CPU, and 256 on a GPU, whose steps of every size are captured. Fewer rows are used where the
+    measured times say so."""
     ngram_max: int = 4
     """Longest suffix that the n-gram drafter looks up, in tokens."""
     ngram_min: int = 1
@@ -203,8 +205,8 @@ class EngineConfig:
 
     @property
     def max_step_rows(self) -> int:
-        """`step_rows`, with 0 resolved for the device."""
-        return self.step_rows or (24 if self.on_cpu else 256)
+        """`step_rows` of a captured step."""
+        return self.step_rows or 256
 
     @property
     def num_rows(self) -> int:

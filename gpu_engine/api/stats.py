@@ -83,6 +83,10 @@ class EngineStats:
     """Of steps with a guided sequence alone."""
     token_gap_seconds: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))
     """Time between two steps in a row that gave a sequence tokens."""
+    drafts_per_step: Histogram = field(default_factory=lambda: Histogram(TOKENS_BOUNDS))
+    """Drafts of a sequence that a step verified."""
+    step_ms_by_rows: dict[bool, dict[int, float]] = field(default_factory=dict)
+    """Expected time of a step by the rows of its forward, as learned; by whether it has a guided sequence."""
     tokens_per_step: Histogram = field(default_factory=lambda: Histogram(TOKENS_BOUNDS))
     """Tokens that a step gave a sequence: its accepted drafts and the target's own token; 0: its rows were deferred."""
 
@@ -99,6 +103,7 @@ class EngineStats:
     def count_tokens(self, num_tokens: int, num_drafts: int, num_accepted: int, num_jump_forward: int = 0) -> None:
         """Count one step of one sequence; its first `num_jump_forward` drafts were jump-forward tokens."""
         self.tokens_per_step.observe(num_tokens)
+        self.drafts_per_step.observe(num_drafts)
         self.generated_tokens += num_tokens
         if num_tokens:
             self.draft_tokens += num_drafts

@@ -15,7 +15,8 @@ import torch
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.core.device_slot_writer import DeviceSlotWriter
-from gpu_engine.core.executor import Executor, history_tokens
+from gpu_engine.core.draft_budget import DraftBudget
+from gpu_engine.core.executor import Executor, draft_budget, history_tokens
 from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter
@@ -99,7 +100,7 @@ def device_executor(
     rows = SlotRows.allocate(S + 1, V, step_sync.store.mask_SRW, slot.done_S, max_rules=MAX_RULES)
     ring = OutputRing(stream, lane, step_sync.report)
     buckets, guided = lane_buckets(S), sync is not None
-    step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows)
+    step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows, links=config.drafts_by_net)
     pages = model.allocate_pages(num_pages, config.page_size, token_major=True)
     parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, True, slot, lane)
     drafter = build_drafter(parts, drafter_builders)
@@ -109,6 +110,7 @@ def device_executor(
     graphs = StepGraphs(
         stream, program, slot, lane, ring, buckets, step_rows, guided=guided, eager=config.enforce_eager
     )
+    budget = draft_budget(config)
     limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
     slot_writer = DeviceSlotWriter(stream, slot, rows, eos_token_ids=model.eos_token_ids, **limits)
     shapes = config.prefill_shapes
@@ -119,9 +121,9 @@ def device_executor(
     return Executor(
         slot_writer,
         step_sync,
-        LauncherRunner(graphs, slot_writer, step_sync, max_inflight_steps),
+        LauncherRunner(graphs, slot_writer, step_sync, budget, max_inflight_steps),
         prefill,
-        lambda: _warm_up(stream, step_sync, prefill, graphs, channel, shapes.every),
+        lambda: _warm_up(stream, step_sync, prefill, graphs, budget, channel, shapes.every),
         enter=lambda: None,
         probe=stream.synchronize,
         close=graphs.close,
@@ -133,13 +135,15 @@ def _warm_up(
     sync: Sync,
     prefill: Prefill,
     graphs: StepGraphs,
+    budget: DraftBudget,
     channel: EngineEnd | None,
     shapes: tuple[tuple[int, int], ...],
 ) -> None:
-    """Run every prefill shape and every step once, and capture the steps."""
+    """Run every prefill shape and every step once, capture the steps, and measure them."""
     sync.reserve(graphs.buckets)
     prefill.warm_up(shapes)  # loads every kernel before the first wait is captured
     graphs.capture(channel)
+    budget.seed(graphs.ms_by_rows)
     # A capture empties the allocator's cache. A prefill that had to allocate again could wait for the device while a
     # step there waits for the grammar process, so the cache is filled again.
     prefill.warm_up(shapes)

@@ -224,6 +224,7 @@ class Engine:
         counted = self._loop.stats
         # `copy` is atomic: the engine thread may be adding a key.
         stats = dataclasses.replace(counted, finished=counted.finished.copy(), failed=counted.failed.copy())
+        stats.step_ms_by_rows = self._loop.step_ms_by_rows
         stats.running = len(self._loop.scheduler.running)
         stats.waiting = max(self._loop.live - stats.running, 0)
         stats.cached_tokens = self._loop.scheduler.num_cached_tokens

@@ -8,11 +8,13 @@ loop.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.prefill_shapes import padded
+from gpu_engine.core.draft_budget import DraftBudget
 from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner, StepRunner
 from gpu_engine.core.running import SequenceState, SlotWriter
@@ -29,6 +31,9 @@ from gpu_engine.step.stream import ImmediateStream
 from gpu_engine.step.stream_sync import InlineSync
 from gpu_engine.step.sync import NoSync, Sync
 from shared_mem.channel import EngineEnd
+
+_WARM_UP_S = 2.0
+"""Time after which the warm-up measures no more numbers of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,26 @@ def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
     return config.num_rows * (max_inflight_steps + 1) + max(chain, 0)
 
 
+def draft_budget(config: EngineConfig) -> DraftBudget:
+    """Return the budget of the drafter that the configuration names."""
+    return DraftBudget(
+        most_rows=config.step_rows, by_length=not config.drafts_by_net, may_pause=not config.drafts_by_net
+    )
+
+
+def _forward_ms(warm_up: Callable[[int], float], max_rows: int) -> dict[int, float]:
+    """Run forwards of 1 to `max_rows` rows; return the shortest of three times of each, in milliseconds, by rows.
+
+    The first run of a number of rows makes libraries plan. With a slow model the larger numbers are left out.
+    """
+    measured: dict[int, float] = {}
+    ends_s = time.perf_counter() + _WARM_UP_S
+    for num_rows in (1, 16, 4, 8, 2, 32, 24, 64):
+        if num_rows <= max(max_rows, 1) and (len(measured) < 2 or time.perf_counter() < ends_s):
+            measured[num_rows] = min(warm_up(num_rows) for _ in range(3)) * 1e3
+    return measured
+
+
 def history_tokens(config: EngineConfig, model: LoadedModel, max_inflight_steps: int) -> int:
     """Return the longest history: a sequence's tokens, and the positions that the steps in flight may write."""
     return model.max_model_len + lookahead(config, max_inflight_steps)
@@ -93,7 +118,8 @@ def cpu_executor(
     program = StepProgram(stream, launches, model, pages, sync, drafter, slot, lane, ring)
     limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
     slot_writer = SlotWriter(slot, eos_token_ids=model.eos_token_ids, **limits)
-    launcher = DirectLauncher(program, slot, lane, ring, config.max_step_rows)
+    launcher = DirectLauncher(program, slot, lane, ring)
+    budget = draft_budget(config)
     # One sequence at a time: on a CPU tokens cost the same together and alone.
     fill = Prefill(stream, model, pages, drafter, slot_writer, lambda _, longest: (1, padded(longest)), max_lanes=1)
 
@@ -103,12 +129,11 @@ def cpu_executor(
 
     def warm_up() -> None:
         sync.reserve(tuple(range(1, S + 1)))
-        for num_rows in sorted({1, R}):
-            program.warm_up(num_rows)
+        budget.seed(_forward_ms(program.warm_up, min(S * R, config.step_rows or S * R)))
 
     def nothing() -> None:
         pass
 
-    runner = LauncherRunner(launcher, slot_writer, sync, max_inflight_steps)
+    runner = LauncherRunner(launcher, slot_writer, sync, budget, max_inflight_steps)
     idle = {"enter": nothing, "probe": nothing, "close": nothing}
     return Executor(slot_writer, sync, runner, prefill, warm_up, **idle, answers=suffix_drafter(drafter))

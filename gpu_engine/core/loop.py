@@ -130,8 +130,7 @@ class EngineLoop:
         Sequences that lost their slot after the launch are skipped.
         """
         self._runner.collect(step)
-        num_rows = step.num_rows * len(step.sequences)
-        self.stats.count_step(num_rows, step.step_ms, step.waited_ms, guided=step.any_guided)
+        self.stats.count_step(step.forward_rows, step.step_ms, step.waited_ms, guided=step.any_guided)
         for b, (sequence, outcome) in enumerate(zip(step.sequences, step.outcomes, strict=True)):
             if not step.holds(b):
                 continue
@@ -215,6 +214,11 @@ class EngineLoop:
     def num_index_drafts(self) -> tuple[int, int]:
         """Drafts from earlier answers that were verified, and accepted, since the start."""
         return self._answers.num_index_drafts if self._answers is not None else (0, 0)
+
+    @property
+    def step_ms_by_rows(self) -> dict[bool, dict[int, float]]:
+        """See `EngineStats`. Any thread: a step that is observed meanwhile may be in a part of the values."""
+        return {guided: times.table() for guided, times in self._runner.budget.times.items()}
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

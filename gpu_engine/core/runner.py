@@ -1,5 +1,7 @@
 """Launching steps and collecting their outcomes: the seam between the loop and the execution of a step.
 
+The runner measures each step, and asks the draft budget how many drafts of each sequence the next one verifies.
+
 A step is launched for running sequences and collected later, up to `max_inflight_steps` launches behind; the collected
 results were copied at the launch's own end, so later steps cannot change them. Invariant: a launch never waits
 for a step in flight; `collect` waits for its own step. Not responsible for: the choice of a step's sequences
@@ -11,10 +13,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from gpu_engine.api.errors import InternalError
+from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.step.direct import StepLauncher
 from gpu_engine.step.handle import StepHandle
@@ -29,6 +33,9 @@ LaunchedStep = StepHandle[RunningSequence]
 
 class StepRunner(Protocol):
     """Executes steps in the order of their launches. Used by the engine thread alone."""
+
+    budget: DraftBudget
+    """Chooses the drafts of each step."""
 
     @property
     def max_inflight_steps(self) -> int:
@@ -48,15 +55,21 @@ class LauncherRunner:
         launcher: captured, if it captures.
         slot_writer: of the same slots.
         sync: of the same steps.
+        budget: of the same drafter.
         max_inflight_steps: 1 to launch a step before the last one is read, else 0.
     """
 
     def __init__(
-        self, launcher: StepLauncher, slot_writer: SlotWriter, sync: Sync, max_inflight_steps: int = 0
+        self,
+        launcher: StepLauncher,
+        slot_writer: SlotWriter,
+        sync: Sync,
+        budget: DraftBudget,
+        max_inflight_steps: int = 0,
     ) -> None:
-        self.launcher = launcher
+        self.launcher, self.budget = launcher, budget
         self._slot_writer, self._sync, self._max_inflight_steps = slot_writer, sync, max_inflight_steps
-        self._in_flight: deque[LaunchedStep] = deque()
+        self._in_flight: deque[tuple[LaunchedStep, Plan]] = deque()
         self._waited_ns = 0
         """Of all collected steps, as `Sync.report` counts it."""
         self._collected_s = 0.0
@@ -75,13 +88,29 @@ class LauncherRunner:
         logprobs = tuple(sequence.payload.request.sampling.logprobs for sequence in sequences)
         handle = StepHandle(sequences, guided, logprobs)
         handle.launched_s = begun_s
+        plan = self._plan(handle)
         self.launcher.launch(handle)
-        self._in_flight.append(handle)
+        self._in_flight.append((handle, plan))
         return handle
+
+    def _plan(self, handle: LaunchedStep) -> Plan:
+        """Choose the drafts of the step."""
+        guided, launcher = handle.any_guided, self.launcher
+        drafts: Sequence[tuple[int, ...] | None] = launcher.drafts(handle.slots) or [None] * len(handle.slots)
+        states = [sequence.payload for sequence in handle.sequences]
+        proposals = [
+            Proposal(state.drafts, state.num_jump_forward if tokens else 0, tokens, launcher.max_drafts)
+            for state, tokens in zip(states, drafts, strict=True)
+        ]
+        shapes = launcher.shapes(len(handle.slots), guided=guided)
+        plan = self.budget.choose(proposals, None if shapes is None else [Shape(*s) for s in shapes], guided=guided)
+        handle.draft_limits = plan.limits
+        handle.propose_rows = self.budget.rows_to_propose(plan, launcher.max_drafts + 1)
+        return plan
 
     def collect(self, handle: LaunchedStep) -> None:
         """Wait for the oldest launched step. Raises when the device failed."""
-        oldest = self._in_flight.popleft()
+        oldest, plan = self._in_flight.popleft()
         assert oldest is handle, "steps are collected in the order of their launches"
         outputs = self.launcher.read(handle)
         ended_s = handle.ended_s or time.perf_counter()
@@ -93,6 +122,14 @@ class LauncherRunner:
             waited_ns += self._sync.waited_ns
         handle.waited_ms, handle.seq = waited_ns / 1e6, outputs.seq
         results = outcomes(outputs, len(handle.slots), guided=handle.guided, logprobs=handle.logprobs)
+        self.budget.observe(
+            plan,
+            [(outcome.token_ids, outcome.num_accepted) for outcome in results],
+            rows=handle.forward_rows,
+            verify_ms=handle.step_ms - handle.propose_ms,
+            propose_ms=handle.propose_ms,
+            proposed_rows=handle.propose_rows if handle.ended_s else 0,
+        )
         handle.outcomes = self._refused(handle, results) if handle.any_guided else results
 
     def _refused(self, handle: LaunchedStep, results: list[LaneOutcome]) -> list[LaneOutcome]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gpu_engine.api.request import Request
+from gpu_engine.core.draft_budget import DraftRecord
 from gpu_engine.core.scheduler import Sequence
 from gpu_engine.step.buffers import SlotBuffers
 from kernels.accept import pack_rules
@@ -41,6 +42,8 @@ class SequenceState:
     """(slot, slot_gen) of the matcher that was requested; it must be closed."""
     num_jump_forward: int = 0
     """Jump-forward tokens among the drafts that its next step verifies."""
+    drafts: DraftRecord = field(default_factory=DraftRecord)
+    """How many of its drafts were accepted lately."""
     pages_written: int = 0
     """Entries of the page table that are written."""
 

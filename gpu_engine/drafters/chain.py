@@ -71,7 +71,7 @@ class ChainDrafter:
 
     def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
         """Enqueue up to K links; the drafts of a lane that emitted nothing are unchanged."""
-        kernel, links = self._stream.kernel, min(self._links, batch.max_rows - 1)
+        kernel, links = self._stream.kernel, min(self._links, batch.max_links, batch.max_rows - 1)
         kernel(self._begin, batch, links)
         if self._stream.runs_at_once:
             links = self._links_needed(batch)

@@ -29,8 +29,8 @@ class JumpForwardDrafter:
         self.behind.prefill(chunks, hidden)
 
     def propose(self, batch: StepBatch, step: StepTensors, page_table_BN: torch.Tensor, hidden: Hidden) -> None:
-        """Enqueue the question, a short wait, and the other drafter."""
-        if batch.any_guided:
+        """Enqueue the question, a short wait, and the other drafter. Where nothing is proposed, nothing is asked."""
+        if batch.any_guided and batch.max_rows > 1:
             self._sync.post_jump_forward(batch)
             self._sync.await_jump_forward(batch)
         self.behind.propose(batch, step, page_table_BN, hidden)

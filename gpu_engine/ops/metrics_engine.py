@@ -70,6 +70,7 @@ _HISTOGRAMS = (
         "token_gap_seconds",
     ),
     ("tokens_per_step", "Tokens that a step gave a sequence; 0: the sequence was deferred", "tokens_per_step"),
+    ("drafts_per_step", "Drafts of a sequence that a step verified", "drafts_per_step"),
 )
 
 
@@ -96,6 +97,15 @@ class EngineCollector(Collector):
             drafted = CounterMetricFamily(f"lockstep_{name}", documentation, labels=("drafter",))
             drafted.add_metric((self._drafter,), getattr(stats, attribute))
             yield drafted
+        expected = GaugeMetricFamily(
+            "lockstep_expected_step_seconds",
+            "Expected time of a decode step by the rows of its forward, from which the number of drafts is chosen",
+            labels=("guided", "rows"),
+        )
+        for guided, by_rows in stats.step_ms_by_rows.items():
+            for rows, ms in by_rows.items():
+                expected.add_metric((str(guided).lower(), str(rows)), ms / 1e3)
+        yield expected
         for name, documentation, attribute in _HISTOGRAMS:
             yield _family(f"lockstep_{name}", documentation, getattr(stats, attribute))
 

@@ -76,6 +76,8 @@ class LaneBuffers:
     """int32. Writer: the engine, before the step."""
     guided_B: torch.Tensor
     """bool, the lane waits for rows. Writer: the engine, before the step."""
+    draft_limit_B: torch.Tensor
+    """int32, the most drafts that the step verifies; R before the first step. Writer: the engine, before the step."""
     slot_gens_B: torch.Tensor
     """int32. Writer: the engine, before the step."""
     drafting_B: torch.Tensor
@@ -107,6 +109,7 @@ class LaneBuffers:
         return cls(
             slots_B=ints(num_lanes),
             guided_B=torch.zeros(num_lanes, dtype=torch.bool, device=device),
+            draft_limit_B=ints(num_lanes) + num_rows,
             slot_gens_B=ints(num_lanes),
             drafting_B=torch.zeros(num_lanes, dtype=torch.bool, device=device),
             drafts_BR=ints(num_lanes, num_rows),
@@ -129,9 +132,11 @@ class StepBatch:
     """P: 1 + the largest number of drafts of a lane."""
     any_guided: bool
     max_rows: int = 16
-    """Rows that the next step will have for a lane: a drafter proposes at most one less."""
+    """Rows that the next step will have for a lane: a drafter proposes at most one less. 1: nothing is proposed."""
     place_B: torch.Tensor | None = None
     """int64 [B], each lane's slot, where the launcher knows that no lane is padding; None: see `launches.place_of`."""
+    max_links: int = 15
+    """The most drafts of a lane that a drafting network computes."""
 
     @property
     def slots_B(self) -> torch.Tensor:

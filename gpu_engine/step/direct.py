@@ -1,7 +1,8 @@
 """Launches steps on a stream that runs at once: the CPU's counterpart of `device/graphs.py`.
 
-A batch has exactly its lanes and as many rows as its longest draft needs. Invariant: when `launch` returns, the
-step has run and its results are in the ring. Not responsible for: the content of a step (see program.py).
+A batch has exactly its lanes, and as many rows a lane as the most drafts that one of them verifies. Invariant: when
+`launch` returns, the step has run and its results are in the ring. Not responsible for: the content of a step (see
+program.py).
 """
 
 from __future__ import annotations
@@ -20,8 +21,22 @@ from gpu_engine.step.program import StepProgram
 class StepLauncher(Protocol):
     """Launches steps and reads them back, in one order. Used by the engine thread alone."""
 
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts of a lane in any step."""
+
+    def drafts(self, slots: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+        """Return the drafts that the slots have for their next step; None where the host cannot know them yet."""
+
+    def shapes(self, num_lanes: int, *, guided: bool) -> list[tuple[int, int]] | None:
+        """Return (rows a lane, rows in all) of every forward that such a step may have, ascending; None: the forward
+        has the rows of the lanes' drafts, and no others."""
+
     def launch(self, handle: StepHandle[Any]) -> None:
-        """Start the step and fill the handle's `num_lanes`, `num_rows` and `entry`. Does not wait for a device."""
+        """Start the step and fill the handle's fields of the launch. Does not wait for a device.
+
+        At most `handle.draft_limits` drafts are verified.
+        """
 
     def read(self, handle: StepHandle[Any]) -> StepOutputs:
         """Wait for the step and return its outputs, padded lanes at the end. Raises when the device failed."""
@@ -34,31 +49,62 @@ class DirectLauncher:
         program: over a stream that runs at once.
         slot, lane: the program's buffers.
         ring: the program's.
-        max_step_rows: rows that all lanes of a step may have together.
     """
 
-    def __init__(
-        self, program: StepProgram, slot: SlotBuffers, lane: LaneBuffers, ring: OutputRing, max_step_rows: int
-    ) -> None:
+    def __init__(self, program: StepProgram, slot: SlotBuffers, lane: LaneBuffers, ring: OutputRing) -> None:
         assert program.stream.runs_at_once
         self._program, self._slot, self._lane, self._ring = program, slot, lane, ring
-        self._max_step_rows = max_step_rows
+        self._slots: tuple[int, ...] = ()
+        self._place_B = torch.zeros(0, dtype=torch.int64)
+        """`_slots` as a tensor: a batch has the slots of the last one in most steps."""
+        self._limits: tuple[int, ...] = ()
+        """The limits in the lane buffers."""
+
+    @property
+    def max_drafts(self) -> int:
+        """K, or F where that is more."""
+        return self._lane.drafts_BR.shape[1] - 1
+
+    def drafts(self, slots: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the drafts: every step so far has run."""
+        place_B = self._place_of(slots)
+        counts = self._slot.num_drafts_S[place_B].tolist()
+        if not any(counts):
+            return [()] * len(slots)
+        rows = self._slot.drafts_SR[place_B].tolist()
+        return [tuple(row[:count]) for row, count in zip(rows, counts, strict=True)]
+
+    def shapes(self, num_lanes: int, *, guided: bool) -> list[tuple[int, int]] | None:
+        """Return None where the program packs rows; else any number of rows, for all lanes alike."""
+        if self._program.packs:
+            return None
+        return [(rows, num_lanes * rows) for rows in range(1, self.max_drafts + 2)]
 
     @torch.inference_mode()
     def launch(self, handle: StepHandle[Any]) -> None:
         """Run the step."""
-        lane, B = self._lane, len(handle.slots)
-        place_B = torch.tensor(handle.slots)
+        lane, B, R = self._lane, len(handle.slots), self.max_drafts + 1
+        place_B, limits = self._place_of(handle.slots), handle.draft_limits or (R - 1,) * B
         lane.slots_B[:B] = place_B
         lane.slot_gens_B[:B] = torch.tensor(handle.slot_gens, dtype=torch.int32)
         lane.guided_B[:B] = torch.tensor(handle.guided)
-        share = max(1, min(lane.drafts_BR.shape[1], self._max_step_rows // B))
-        longest = 1 + int(self._slot.num_drafts_S[place_B].max())
-        batch = StepBatch(self._slot, lane, B, min(longest, share), handle.any_guided, share, place_B)
+        if limits != self._limits:
+            lane.draft_limit_B[:B] = torch.tensor(limits, dtype=torch.int32)
+            self._limits = limits
+        num_drafts = self._slot.num_drafts_S[place_B].tolist() if any(limits) else ()
+        P = 1 + max(map(min, num_drafts, limits), default=0)
+        max_rows, max_links = 1 if handle.propose_rows == 1 else R, (handle.propose_rows or R) - 1
+        batch = StepBatch(self._slot, lane, B, P, handle.any_guided, max_rows, place_B, max_links)
         self._program(batch)
-        handle.num_lanes, handle.num_rows = B, batch.num_rows
+        handle.num_lanes, handle.num_rows, handle.forward_rows = B, P, self._program.forward_rows
         handle.entry = self._ring.push(batch, logprobs=handle.wants_logprobs)
-        handle.ended_s = time.perf_counter()
+        handle.propose_ms, handle.ended_s = self._program.propose_s * 1e3, time.perf_counter()
+
+    def _place_of(self, slots: tuple[int, ...]) -> torch.Tensor:
+        """Return the slots as int64 [B]; the tensor is not written to."""
+        if slots != self._slots:
+            self._slots, self._place_B = slots, torch.tensor(slots)
+        return self._place_B
 
     def read(self, handle: StepHandle[Any]) -> StepOutputs:
         """Return the outputs."""

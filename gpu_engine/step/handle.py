@@ -37,13 +37,22 @@ class StepHandle(Generic[Holder]):
     """The lane waits for mask rows."""
     logprobs: tuple[int | None, ...] = ()
     """Log-probabilities that each lane wants; empty: none wants any."""
+    draft_limits: tuple[int, ...] = ()
+    """The most drafts that the step verifies, for each lane; empty: as many as the lanes have."""
+    propose_rows: int = 0
+    """1: nothing is proposed for the next step. Else 1 + the most drafts of a lane that a drafting network computes;
+    0: as many as it may. A captured step has its own number."""
     slots: tuple[int, ...] = field(init=False)
     slot_gens: tuple[int, ...] = field(init=False)
 
     num_lanes: int = 0
-    """B of the step, padding included. Writer of this and the next four: the launch."""
+    """B of the step, padding included. Writer of this and the next six: the launch."""
     num_rows: int = 0
     """P of the step."""
+    forward_rows: int = 0
+    """Rows of the forward, padding included."""
+    propose_ms: float = 0.0
+    """Time of proposing at the end of a step that ran at once."""
     entry: int = -1
     """Where the output ring has its results."""
     launched_s: float = 0.0

@@ -43,7 +43,7 @@ class StepLaunches(Protocol):
         """Cut the step's inputs from the slots: the last token and the drafts behind it.
 
         Fills `ids_BP` (int64, 0 for padding), `positions_BP` (int32, -1 for padding), `page_table_BN`, `drafts_BR` and
-        `num_drafts_B` (at most P - 1).
+        `num_drafts_B` (at most P - 1 and the lane's `draft_limit_B`).
         """
 
     def accept(self, batch: StepBatch, logits_NV: torch.Tensor, step: StepTensors) -> None:
@@ -99,7 +99,7 @@ class TorchLaunches:
         slot, lane, B, P, place_B = batch.slot, batch.lane, batch.num_lanes, batch.num_rows, place_of(batch)
         last_B1 = slot.length_S[place_B][:, None] - 1
         lane.drafts_BR[:B] = slot.drafts_SR[place_B]
-        lane.num_drafts_B[:B] = slot.num_drafts_S[place_B].clamp(max=P - 1)
+        lane.num_drafts_B[:B] = torch.minimum(slot.num_drafts_S[place_B], lane.draft_limit_B[:B]).clamp(max=P - 1)
         row_P = self._row_R[:P]
         live_BP = (row_P <= lane.num_drafts_B[:B, None]) & ~slot.done_S[place_B][:, None]
         positions_BP.copy_(torch.where(live_BP, last_B1 + row_P, -1))

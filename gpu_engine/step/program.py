@@ -11,6 +11,9 @@ Shapes: B lanes, P rows of this step, R rows a slot, N pages of a sequence, V co
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import time
 from typing import Protocol
 
 import torch
@@ -18,7 +21,7 @@ import torch
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.launches import StepLaunches
+from gpu_engine.step.launches import StepLaunches, place_of
 from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.prefill import Chunks, Hidden
 from gpu_engine.step.stream import Stream
@@ -83,8 +86,17 @@ class StepProgram:
         self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         """By (B, P): the views of the three buffers that such a step uses."""
         self._logits_NV: torch.Tensor | None = None
+        self._first_row_B: torch.Tensor | None = None
+        """Of a packed forward: where the rows of each lane begin in the logits."""
         self._hidden: Hidden = dict.fromkeys(drafter.layers)
         """Filled by every forward, for the drafter."""
+        self.packs = stream.runs_at_once and not drafter.layers
+        """The forward has the rows of the lanes' drafts alone, and none of padding. A drafter that reads the target's
+        states needs them in P rows a lane."""
+        self.forward_rows = 0
+        """Rows of the last step's forward, on a stream that runs at once."""
+        self.propose_s = 0.0
+        """Time of the last step's proposing, in seconds; the same."""
 
     def __call__(self, batch: StepBatch) -> None:
         """Enqueue one verify step for every lane and the drafting behind it; the ring gets the results."""
@@ -95,22 +107,26 @@ class StepProgram:
         self.sync.await_rows(batch)
         kernel(self._accept, batch, step)
         kernel(self._advance, batch)
+        begun_s = time.perf_counter()
+        if self.stream.runs_at_once and batch.max_rows == 1:
+            kernel(self._drop_drafts, batch)
         self.drafter.propose(batch, step, table_BN, self._hidden)
+        self.propose_s = time.perf_counter() - begun_s
         self.ring.pack(batch)
 
-    def warm_up(self, num_rows: int) -> None:
-        """Run the target over a made-up token of the spare slot, in page 0, so that libraries plan and allocate early.
+    @torch.no_grad()
+    def warm_up(self, num_rows: int) -> float:
+        """Run the target over so many rows of a made-up token in page 0, so that libraries plan and allocate early.
 
-        For a stream that runs at once; a device runs the whole step over padding before it captures.
+        Returns the time in seconds. For a stream that runs at once; a device runs the whole step over padding before
+        it captures.
         """
-        slot, lane = self._slot, self._lane
-        spare = len(slot.length_S) - 1
-        slot.length_S[spare], slot.num_drafts_S[spare], lane.slots_B[0] = 1, num_rows - 1, spare
-        batch = StepBatch(slot, lane, 1, num_rows, any_guided=False)
-        self.stream.kernel(self._load, batch)
-        self.stream.kernel(self._forward, batch)
-        self._logits_NV = None
-        slot.num_drafts_S[spare] = slot.length_S[spare] = 0
+        ids_N1 = torch.zeros(num_rows, 1, dtype=torch.int64)
+        table_NN = self._table_BN[:1].expand(num_rows, -1).contiguous()
+        context = AttentionContext(self._pages, table_NN, ids_N1.int(), hidden=self._hidden)
+        begun_s = time.perf_counter()
+        self.model.logits(ids_N1, context)
+        return time.perf_counter() - begun_s
 
     def _load(self, batch: StepBatch) -> None:
         self._launches.load(batch, *self._inputs(batch))
@@ -118,16 +134,46 @@ class StepProgram:
     @torch.no_grad()
     def _forward(self, batch: StepBatch) -> None:
         ids_BP, positions_BP, table_BN = self._inputs(batch)
+        B, P = batch.num_lanes, batch.num_rows
+        if self.packs and B > 1 and P > 1:
+            ids_BP, positions_BP, table_BN = self._packed(batch, ids_BP, positions_BP, table_BN)
+        self.forward_rows = ids_BP.numel()
         context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden)
         self._logits_NV = self.model.logits(ids_BP, context)
 
+    def _packed(
+        self, batch: StepBatch, ids_BP: torch.Tensor, positions_BP: torch.Tensor, table_BN: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the same inputs with each row as a sequence of its own, P = 1, and without the padding.
+
+        The keys of all rows are stored before any row reads them. Looks at values.
+        """
+        lane, B, P = batch.lane, batch.num_lanes, batch.num_rows
+        counts_B = (lane.num_drafts_B[:B] + 1).tolist()
+        if sum(counts_B) == B * P:
+            return ids_BP, positions_BP, table_BN
+        rows = [b * P + j for b, count in enumerate(counts_B) for j in range(count)]
+        rows_N = torch.tensor(rows)
+        self._first_row_B = torch.tensor([0, *itertools.accumulate(counts_B[:-1])], dtype=torch.int32)
+        ids_N1, positions_N1 = ids_BP.view(-1, 1)[rows_N], positions_BP.view(-1, 1)[rows_N]
+        return ids_N1, positions_N1, table_BN[torch.div(rows_N, P, rounding_mode="floor")]
+
     def _accept(self, batch: StepBatch, step: StepTensors) -> None:
         assert self._logits_NV is not None, "the forward comes first"
+        if self._first_row_B is not None:
+            step, self._first_row_B = dataclasses.replace(step, first_row_B=self._first_row_B), None
         self._launches.accept(batch, self._logits_NV, step)
         self._logits_NV = None  # the next launches, or the next capture, may use its memory
 
     def _advance(self, batch: StepBatch) -> None:
         self._launches.advance(batch, self.sync.store)
+
+    def _drop_drafts(self, batch: StepBatch) -> None:
+        """Leave no drafts, and no jump-forward tokens, to the lanes that emitted a token."""
+        slot, lane, B, place_B = batch.slot, batch.lane, batch.num_lanes, place_of(batch)
+        emitted_B = lane.result.num_emitted_B[:B] > 0
+        slot.num_drafts_S[place_B] = torch.where(emitted_B, 0, slot.num_drafts_S[place_B])
+        lane.num_jump_forward_B[:B] = torch.where(emitted_B, 0, -1)
 
     def _inputs(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ids [B, P], positions [B, P] and page table [B, N] of this batch."""

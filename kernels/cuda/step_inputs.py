@@ -27,6 +27,7 @@ def load_kernel(
     drafts: tl.tensor,
     num_drafts: tl.tensor,
     table: tl.tensor,
+    draft_limit: tl.tensor,
     history_stride: tl.tensor,
     R: tl.tensor,
     P: tl.tensor,
@@ -43,7 +44,8 @@ def load_kernel(
     s = tl.maximum(s, 0)
     j = tl.arange(0, ROWS)
     n = tl.load(length + s)
-    count = tl.where(busy, tl.minimum(tl.load(slot_num_drafts + s), P - 1), 0)
+    most = tl.minimum(tl.load(draft_limit + b), P - 1)
+    count = tl.where(busy, tl.minimum(tl.load(slot_num_drafts + s), most), 0)
     tl.store(num_drafts + b, count)
     tl.store(drafts + b * R + j, tl.load(slot_drafts + s * R + j, mask=j < R, other=0), mask=j < R)
     live = j <= tl.where(busy & (n > 0) & (tl.load(done + s) == 0), count, -1)
@@ -71,16 +73,17 @@ def load_step(
     drafts_BR: torch.Tensor,
     num_drafts_B: torch.Tensor,
     page_table_BN: torch.Tensor,
+    draft_limit_B: torch.Tensor,
 ) -> None:
     """Cut a step's inputs: the last token and the drafts behind it, their positions, the drafts, and the page table.
 
     All int32 and contiguous, but `done_S` is bool, `ids_BP` may be int64, and tables may have wider rows. A slot in
     `done_S` is padding. Written: `ids_BP` (0 where padding),
-    `positions_BP` (-1 where padding), `drafts_BR`, `num_drafts_B` (at most P - 1), `page_table_BN`.
+    `positions_BP` (-1 where padding), `drafts_BR`, `num_drafts_B` (at most P - 1 and `draft_limit_B`), `page_table_BN`.
     """
     (B, P), R, N = ids_BP.shape, drafts_SR.shape[1], page_table_BN.shape[1]
     tensors = (slots_B, history_SL, length_S, drafts_SR, num_drafts_S, positions_BP, drafts_BR, num_drafts_B)
-    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors)
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (*tensors, draft_limit_B))
     assert done_S.dtype == torch.bool
     assert ids_BP.dtype in (torch.int32, torch.int64)
     assert ids_BP.is_contiguous()
@@ -91,7 +94,7 @@ def load_step(
     assert page_table_SN.shape[1] >= N
     load_kernel[(B,)](
         *(slots_B, history_SL, length_S, drafts_SR, num_drafts_S, done_S.view(torch.uint8), page_table_SN),
-        *(ids_BP, positions_BP, drafts_BR, num_drafts_B, page_table_BN),
+        *(ids_BP, positions_BP, drafts_BR, num_drafts_B, page_table_BN, draft_limit_B),
         *(history_SL.stride(0), R, P, page_table_SN.stride(0), page_table_BN.stride(0), N),
         ROWS=triton.next_power_of_2(R),
         PAGES=1024,

@@ -22,7 +22,7 @@ enum { STEERED = -2 };
 
 struct accept_args {
     /* The batch, B entries. */
-    const void *logits;        /* [B * P][logits_stride], V columns used */
+    const void *logits;        /* [N][logits_stride], V columns used */
     const int32_t *slots;      /* [B] */
     int32_t *drafts;           /* [B][row_stride]; accept reads it, draft writes column k */
     const int32_t *num_drafts; /* [B], at most P - 1 */
@@ -52,6 +52,7 @@ struct accept_args {
     /* Scratch, B entries of padded V. */
     float *scratch;            /* [B][scratch_stride] */
     int32_t *counts;           /* [B][scratch_stride], all zero between calls */
+    const int32_t *first_row;  /* [B], where a lane's rows of the logits begin; NULL: at b * P */
     int64_t logits_stride, row_stride, history_stride, mask_slot_stride, mask_row_stride, scratch_stride;
     int32_t num_batch, num_rows, vocab_size, bf16;
 };
@@ -287,8 +288,9 @@ INLINE void accept_slot(const struct accept_args *a, int64_t b, int bf16) {
     const int32_t *rule = (const int32_t *)(intptr_t)a->rules[s];
     float *x = a->scratch + b * a->scratch_stride;
     int32_t emitted = 0, accepted = 0, finish = RUN_ON, blocked = 0;
+    int64_t first = a->first_row ? a->first_row[b] : b * a->num_rows;
     for (int32_t j = 0; j <= a->num_drafts[b] && finish == RUN_ON; j++) {
-        int64_t out = b * a->row_stride + j, row = b * a->num_rows + j;
+        int64_t out = b * a->row_stride + j, row = first + j;
         int kind = a->kinds[out];
         if (kind >= KIND_DEFER) {
             blocked = kind;

@@ -10,13 +10,14 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec, Logprobs, Request, SamplingParams, TokenEvent
+from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 
@@ -110,6 +111,21 @@ def with_drafts(num_drafts: int, **fields: object) -> EngineConfig:
     return config(drafter=drafter, num_draft_tokens=num_drafts, **fields)
 
 
+class EveryDraft(DraftBudget):
+    """Verifies every draft, whatever its row costs, so that the number of steps does not depend on the machine."""
+
+    def __init__(self, most_rows: int = 0) -> None:
+        super().__init__()
+        self._rows = most_rows or 1 << 30
+
+    def choose(self, proposals: Sequence[Proposal], shapes: Sequence[Shape] | None, *, guided: bool) -> Plan:
+        share = max(0, self._rows // len(proposals) - 1) if shapes is None else shapes[-1].rows_per_lane - 1
+        return Plan(tuple(proposals), tuple(min(share, proposal.most) for proposal in proposals), guided)
+
+    def rows_to_propose(self, plan: Plan, most: int, *, least: int = 1) -> int:
+        return most
+
+
 def until_false(condition: Callable[[], bool]) -> None:
     """Wait until another thread makes `condition()` false."""
     deadline_s = time.monotonic() + PATIENCE_S
@@ -120,7 +136,11 @@ def until_false(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def running(engine: Engine) -> Iterator[Engine]:
-    """Start the engine; at the end no request may be running or waiting, and no page may be used."""
+    """Start the engine; at the end no request may be running or waiting, and no page may be used.
+
+    Its steps verify every draft, unless the test gives the runner another budget before the first request.
+    """
+    engine._loop.executor.runner.budget = EveryDraft(engine.config.step_rows)
     engine.start()
     try:
         yield engine

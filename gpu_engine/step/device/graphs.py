@@ -18,6 +18,7 @@ Shapes: B lanes of a bucket, P rows of a step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -32,6 +33,8 @@ from gpu_engine.step.stream import Event, Graph, Stream
 EnqueueStep = Callable[[StepBatch], None]
 """Enqueues one step over the batch's buffers. A launch depends on nothing but `num_lanes`, `num_rows`, `any_guided`."""
 
+_FEW_ROWS = 4
+"""Between a step without drafts and one with all of them."""
 _WARM_UPS = 2
 """Libraries choose at the first run and allocate at the second."""
 
@@ -54,7 +57,9 @@ class _Shape(NamedTuple):
 class StepRows:
     """P, the rows a lane, of the steps of a bucket. A captured step verifies P rows whatever its lanes have drafted.
 
-    The drafter needs K + 1 rows. A bucket has them while its lanes together have at most `max_step_rows` rows; a larger
+    A bucket has up to three such numbers: none of its lanes' drafts, a few, or the most, which `of` says. A launch
+    takes the smallest that holds the drafts that were chosen for the step. The drafter needs K + 1 rows for the most.
+    A bucket has them while its lanes together have at most `max_step_rows` rows; a larger
     bucket has fewer rows a lane. A forward of few rows is bound by reading the weights (below about 200 rows on an H100
     or an H200, 150 on an RTX 4090). More rows take time in proportion, most of it for drafts that are not accepted.
     There may be more than K jump-forward tokens: guided steps of at most `max_guided_rows` rows verify up to
@@ -69,9 +74,17 @@ class StepRows:
     """R = max(K, F) + 1."""
     max_step_rows: int = 1 << 30
     max_guided_rows: int = 64
+    links: bool = False
+    """A drafting network reads the rows of the forward, so there are at least two; it drafts one less than the step
+    has rows."""
+
+    def choices(self, num_lanes: int, guided: bool) -> tuple[int, ...]:
+        """Return every P of a bucket of so many lanes, ascending."""
+        most, least = self.of(num_lanes, guided), 1 + self.links
+        return tuple(sorted({min(rows, most) for rows in (least, _FEW_ROWS, most)}))
 
     def of(self, num_lanes: int, guided: bool) -> int:
-        """Return P of a bucket of so many lanes."""
+        """Return the largest P of a bucket of so many lanes."""
         if guided and num_lanes * self.max_rows <= min(self.max_guided_rows, self.max_step_rows):
             return self.max_rows
         return min(self.drafter_rows, max(2, self.max_step_rows // num_lanes))
@@ -103,6 +116,7 @@ class _Inputs:
 
     slots_B: torch.Tensor
     slot_gens_B: torch.Tensor
+    draft_limit_B: torch.Tensor
     guided_B: torch.Tensor
     copied: Event
     used: bool = False
@@ -136,6 +150,8 @@ class StepGraphs:
     eager: bool = False
     max_inflight_steps: int = 2
     stats: GraphStats = field(default_factory=GraphStats)
+    ms_by_rows: dict[int, float] = field(default_factory=dict)
+    """Milliseconds of the captured steps over padding, by their rows in all; `capture` measures them."""
     _graphs: dict[_Shape, Graph] = field(default_factory=dict)
     _ready: bool = False
 
@@ -145,6 +161,7 @@ class StepGraphs:
         assert len(self.lane.slots_B) >= max_lanes
         self._inputs = [
             _Inputs(
+                self.stream.pinned(4 * max_lanes).view(torch.int32),
                 self.stream.pinned(4 * max_lanes).view(torch.int32),
                 self.stream.pinned(4 * max_lanes).view(torch.int32),
                 self.stream.pinned(max_lanes).view(torch.bool),
@@ -163,7 +180,8 @@ class StepGraphs:
     def _shapes(self) -> list[_Shape]:
         """Every shape, the largest first: the later graphs fit into its memory."""
         kinds = (False, True) if self.guided else (False,)
-        return sorted((_Shape(b, self.rows.of(b, g), g) for b in self.buckets for g in kinds), reverse=True)
+        every = (_Shape(b, rows, g) for b in self.buckets for g in kinds for rows in self.rows.choices(b, g))
+        return sorted(every, reverse=True)
 
     def capture(self, channel: PermissiveWord | None = None) -> None:
         """Run every shape over padding, then capture it. Blocks; no step may be in flight.
@@ -187,20 +205,55 @@ class StepGraphs:
                 # The first replay uploads the graph, which allocates.
                 graph.replay()
             self.stream.synchronize()
+            self._measure()
         finally:
             if channel is not None:
                 channel.permissive = False
         self.stats.graphs = len(self._graphs)
         self._ready = True
 
-    def _shape_of(self, num_lanes: int, guided: bool) -> _Shape:
-        """Return the smallest shape that holds such a step. Raises ValueError when there is none."""
+    def _measure(self) -> None:
+        """Run every captured shape once over padding and fill `ms_by_rows`. The device is idle, and idle again after
+        it."""
+        for shape in self._shapes:
+            if shape.guided == self.guided and shape in self._graphs:
+                self._fill(None, shape)
+                self.stream.synchronize()
+                begun_s = time.perf_counter()
+                self._graphs[shape].replay()
+                self.stream.synchronize()
+                ms, rows = (time.perf_counter() - begun_s) * 1e3, shape.num_lanes * shape.num_rows
+                self.ms_by_rows[rows] = min(ms, self.ms_by_rows.get(rows, ms))
+
+    def _bucket_of(self, num_lanes: int, guided: bool) -> int:
+        """Return the smallest bucket that holds such a step. Raises ValueError when there is none."""
         bucket = next((b for b in self.buckets if b >= num_lanes), None)
         if bucket is None or num_lanes < 1:
             raise ValueError(f"a step of {num_lanes} lanes does not fit: there are 1 to {self.buckets[-1]}")
         if guided and not self.guided:
             raise ValueError("a guided step, but graphs were captured without a grammar process")
-        return _Shape(bucket, self.rows.of(bucket, guided), guided)
+        return bucket
+
+    def _shape_of(self, num_lanes: int, guided: bool, max_drafts: int) -> _Shape:
+        """Return the smallest shape that holds such a step, with at most so many drafts of a lane where it can."""
+        bucket = self._bucket_of(num_lanes, guided)
+        choices = self.rows.choices(bucket, guided)
+        rows = next((rows for rows in choices if rows > max_drafts), choices[-1])
+        return _Shape(bucket, rows, guided)
+
+    @property
+    def max_drafts(self) -> int:
+        """See `StepLauncher.max_drafts`."""
+        return self.rows.max_rows - 1
+
+    def drafts(self, slots: tuple[int, ...]) -> None:
+        """Return None: the step that makes the drafts may be in flight."""
+        return
+
+    def shapes(self, num_lanes: int, *, guided: bool) -> list[tuple[int, int]]:
+        """See `StepLauncher.shapes`."""
+        bucket = self._bucket_of(num_lanes, guided)
+        return [(rows, bucket * rows) for rows in self.rows.choices(bucket, guided)]
 
     def launch(self, handle: StepHandle[Any]) -> None:
         """Enqueue one step over the handle's lanes; does not wait for the device. See `StepLauncher.launch`.
@@ -209,7 +262,7 @@ class StepGraphs:
         """
         assert self._ready, "capture first"
         lanes = len(handle.slots)
-        shape = self._shape_of(lanes, handle.any_guided)
+        shape = self._shape_of(lanes, handle.any_guided, max(handle.draft_limits, default=self.max_drafts))
         self._fill(handle, shape)
         graph, batch = self._graphs.get(shape), self._batch(shape)
         if graph is None:
@@ -221,6 +274,7 @@ class StepGraphs:
         self.stats.lanes += lanes
         self.stats.padded_lanes += shape.num_lanes - lanes
         handle.num_lanes, handle.num_rows = shape.num_lanes, shape.num_rows
+        handle.forward_rows = shape.num_lanes * shape.num_rows
         handle.entry = self.ring.push(batch, logprobs=handle.wants_logprobs)
 
     def ready(self, handle: StepHandle[Any]) -> bool:
@@ -242,7 +296,12 @@ class StepGraphs:
 
     def _batch(self, shape: _Shape) -> StepBatch:
         # The next step is assumed to be of the same bucket; a larger one verifies only the drafts that it has rows for.
-        return StepBatch(self.slot, self.lane, shape.num_lanes, shape.num_rows, shape.guided, max_rows=shape.num_rows)
+        # A drafting network drafts as many as this step has rows for; other drafts cost next to nothing.
+        most = self.rows.of(shape.num_lanes, shape.guided)
+        links = shape.num_rows - 1 if self.rows.links else most - 1
+        return StepBatch(
+            self.slot, self.lane, shape.num_lanes, shape.num_rows, shape.guided, max_rows=most, max_links=links
+        )
 
     def _fill(self, handle: StepHandle[Any] | None, shape: _Shape) -> None:
         """Enqueue the lanes and the padding behind them; None: padding alone."""
@@ -251,13 +310,16 @@ class StepGraphs:
         if inputs.used:
             inputs.copied.wait()
         slots, gens, guided = ((), (), ()) if handle is None else (handle.slots, handle.slot_gens, handle.guided)
+        limits = () if handle is None else handle.draft_limits or (self.max_drafts,) * len(slots)
         pad = B - len(slots)
         inputs.slots_B[:B] = torch.tensor([*slots, *[-1] * pad], dtype=torch.int32)
         inputs.slot_gens_B[:B] = torch.tensor([*gens, *[0] * pad], dtype=torch.int32)
+        inputs.draft_limit_B[:B] = torch.tensor([*limits, *[0] * pad], dtype=torch.int32)
         inputs.guided_B[:B] = torch.tensor([*guided, *[False] * pad])
         for target, source in (
             (self.lane.slots_B, inputs.slots_B),
             (self.lane.slot_gens_B, inputs.slot_gens_B),
+            (self.lane.draft_limit_B, inputs.draft_limit_B),
             (self.lane.guided_B, inputs.guided_B),
         ):
             self.stream.copy(target[:B], source[:B])

@@ -43,6 +43,7 @@ class TritonLaunches:
         load_step(
             *(batch.slots_B, slot.history_SL, slot.length_S, slot.drafts_SR, slot.num_drafts_S, slot.done_S),
             *(slot.page_table_SN, ids_BP, positions_BP, lane.drafts_BR, lane.num_drafts_B, page_table_BN),
+            lane.draft_limit_B,
         )
 
     def accept(self, batch: StepBatch, logits_NV: torch.Tensor, step: StepTensors) -> None:

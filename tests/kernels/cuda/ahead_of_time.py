@@ -96,7 +96,8 @@ def compile_step(S: int, B: int, R: int, N: int) -> None:
 
     for dtype in (torch.int32, torch.int64):
         inputs = (slots, history, length, ints(S, R), ints(S), rows.done_S, ints(S, N))
-        step_inputs.load_step(*inputs, torch.zeros(B, R, dtype=dtype), ints(B, R), drafts, num_drafts, ints(B, N))
+        outs = (torch.zeros(B, R, dtype=dtype), ints(B, R), drafts, num_drafts, ints(B, N))
+        step_inputs.load_step(*inputs, *outs, ints(B) + R)
     counter = torch.zeros(1, dtype=torch.int64)
     results = (result.num_emitted_B, result.num_accepted_B, result.finish_B, result.blocked_B, result.emitted_BR)
     limits = (ints(S), params.max_length_S)

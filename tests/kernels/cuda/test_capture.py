@@ -31,7 +31,7 @@ class Step:
         self.pages = KVPages.allocate(B * N, 1, 64, 16, torch.bfloat16, torch.device("cuda"))
         self.table_SN = torch.arange(B * N, device="cuda").int().view(B, N)
         self.ids, self.positions, self.table = ints(B, P).long(), ints(B, P), ints(B, N)
-        self.drafts_SR, self.num_drafts = ints(B, P), ints(B) + P - 1
+        self.drafts_SR, self.num_drafts, self.draft_limits = ints(B, P), ints(B) + P - 1, ints(B) + P - 1
         params = SlotParams.allocate(B, "cuda")
         params.temperature_S.copy_(torch.tensor([0.0, 0.9, 1.2]))
         params.top_p_S.copy_(torch.tensor([1.0, 1.0, 0.9]))
@@ -55,7 +55,7 @@ class Step:
         done = s.device.slots.done_S
         load_step(
             *(s.slots_B, s.history_SL, s.length_S, self.drafts_SR, self.num_drafts, done, self.table_SN, self.ids),
-            *(self.positions, s.drafts_BR, s.num_drafts_B, self.table),
+            *(self.positions, s.drafts_BR, s.num_drafts_B, self.table, self.draft_limits),
         )
         x = self.embed[self.ids][:, :, None]
         out = paged_attention(x, x, x, self.pages, self.table, self.positions, scale=0.1)

@@ -26,10 +26,11 @@ def test_load_cuts_the_last_token_and_the_drafts(device: torch.device, P: int, d
     slots = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=device)
     ids, positions = torch.full((4, P), 9, dtype=dtype, device=device), ints(device, 4, P)
     out_drafts, out_num, out_table = ints(device, 4, R), ints(device, 4), ints(device, 4, N)
+    limits = torch.tensor([1, 9, 3, 9], dtype=torch.int32, device=device)
     done = torch.tensor([False, True, False, False], device=device)
-    load_step(slots, history, length, drafts, num, done, table, ids, positions, out_drafts, out_num, out_table)
+    load_step(slots, history, length, drafts, num, done, table, ids, positions, out_drafts, out_num, out_table, limits)
     for b, s in enumerate([2, -1, 0, 1]):
-        count = min(int(num[s]), P - 1) if s >= 0 else 0
+        count = min(int(num[s]), P - 1, int(limits[b])) if s >= 0 else 0
         live = s >= 0 and not done[s]
         want = [int(history[s, length[s] - 1]), *drafts[s, :count].tolist()] if live else []
         padding = P - len(want)

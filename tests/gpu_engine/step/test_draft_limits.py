@@ -1,0 +1,115 @@
+"""Any number of drafts in any step gives the same tokens: alone, in a batch, guided, deferred, with a network."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
+from gpu_engine.core.engine import Engine
+from gpu_engine.model.loader import LoadedModel
+from tests.gpu_engine.core.test_guided import made as guided_requests
+from tests.gpu_engine.harness import answer_all, answer_each, answer_staggered, unguided_engine, with_drafts
+from tests.gpu_engine.step.test_step import made
+from tests.gpu_engine.toy_sidecar import guided_engine
+
+
+class RandomBudget(DraftBudget):
+    """Chooses by chance, and records what it chose."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._rng = random.Random(seed)
+        self.limits: set[tuple[int, ...]] = set()
+
+    def choose(self, proposals: Sequence[Proposal], shapes: Sequence[Shape] | None, *, guided: bool) -> Plan:
+        most = self._rng.choice((0, 2, 7))
+        limits = tuple(self._rng.randint(0, most) for _ in proposals)
+        self.limits.add(limits)
+        return Plan(tuple(proposals), limits, guided)
+
+    def rows_to_propose(self, plan: Plan, most: int, *, least: int = 1) -> int:
+        return self._rng.choice((1, 2, 4, most, most))
+
+
+def by_chance(engine: Engine, seed: int) -> RandomBudget:
+    budget = RandomBudget(seed)
+    engine._loop.executor.runner.budget = budget
+    return budget
+
+
+@pytest.fixture(scope="module")
+def expected(llama: LoadedModel) -> list[list[int]]:
+    with unguided_engine(llama, with_drafts(0)) as engine:
+        return answer_each(engine, made())
+
+
+@pytest.mark.parametrize("drafter", ["", "same", "trained eagle3"])
+def test_tokens_do_not_depend_on_the_limits(
+    llama: LoadedModel, draft_models: dict[str, str], expected: list[list[int]], drafter: str, overlap: bool
+) -> None:
+    settings = with_drafts(7, overlap=overlap, draft_model=draft_models.get(drafter, ""))
+    with unguided_engine(llama, settings) as engine:
+        budget = by_chance(engine, seed=3)
+        assert answer_all(engine, made()) == expected
+        assert answer_staggered(engine, made()) == expected
+        stats = engine.stats()
+    assert len(budget.limits) > 20
+    assert 0 < stats.accepted_draft_tokens <= stats.draft_tokens
+    assert stats.step_rows >= stats.draft_tokens + stats.steps
+
+
+@pytest.mark.parametrize("drafter", ["", "same"])
+def test_the_measured_choice_gives_the_same_tokens_and_shows_its_times(
+    llama: LoadedModel, draft_models: dict[str, str], expected: list[list[int]], drafter: str
+) -> None:
+    with unguided_engine(llama, with_drafts(7, draft_model=draft_models.get(drafter, ""))) as engine:
+        by_net = {"by_length": False, "may_pause": False} if drafter else {}
+        engine._loop.executor.runner.budget = DraftBudget(**by_net)
+        assert engine.stats().step_ms_by_rows == {False: {}, True: {}}, "without seeds nothing is known"
+        for _ in range(3):
+            assert answer_all(engine, made()) == expected
+        stats = engine.stats()
+    times = list(stats.step_ms_by_rows[False].values())
+    assert times == sorted(times)
+    assert times[0] > 0.0
+    assert stats.step_ms_by_rows[True] == {}, "no sequence was guided"
+    assert sum(stats.drafts_per_step.counts) == sum(stats.tokens_per_step.counts)
+
+
+def test_the_warm_up_measures_the_forward(llama: LoadedModel) -> None:
+    engine = Engine(with_drafts(7), llama)
+    engine.start()
+    try:
+        assert len(engine.stats().step_ms_by_rows[True]) > 5
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("row_timeout_ms", [2000.0, 0.5])
+def test_guided_tokens_do_not_depend_on_the_limits(llama: LoadedModel, row_timeout_ms: float, overlap: bool) -> None:
+    patient = {"row_timeout_ms": 2000.0}
+    with guided_engine(llama, with_drafts(0, **patient)) as (engine, _):
+        wanted = answer_each(engine, guided_requests())
+
+    def settings() -> EngineConfig:
+        return with_drafts(7, overlap=overlap, jump_forward=True, row_timeout_ms=row_timeout_ms)
+
+    with guided_engine(llama, settings()) as (engine, grammar):
+        # A deferred step is repeated with another limit, over the rows that are cached.
+        by_chance(engine, seed=5)
+        assert answer_all(engine, guided_requests()) == wanted
+    assert grammar.sidecar.problems == []
+
+
+def test_a_packed_forward_has_a_row_for_each_verified_draft_and_no_others(llama: LoadedModel) -> None:
+    with unguided_engine(llama, with_drafts(7)) as engine:
+        by_chance(engine, seed=7)
+        answer_all(engine, made())
+        stats = engine.stats()
+    # Each sequence has one row more than drafts in each of its steps.
+    num_lanes = sum(stats.drafts_per_step.counts)
+    assert stats.step_rows == num_lanes + int(stats.drafts_per_step.total)
