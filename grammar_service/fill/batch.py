@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 MIN_RECORDS = 4
 """Fewer records are answered one by one: the calls for a batch cost as much as so many records save."""
-MAX_SLOTS, MAX_ROWS = 32, 256
+MAX_SLOTS, MAX_ROWS = 64, 256
 """Of one batch. Its answers are out while the next batch is filled, and its rows fit a second-level cache."""
 SLOW_NS = 500_000
 """A slot whose last record took longer is slow: it is batched with other slow slots, behind the fast ones."""
@@ -96,21 +96,19 @@ class BatchAnswerer:
             elif 0 < slot.last_fill_ns <= MAX_SLOW_NS:
                 slow.append(index)
         batches = []
-        for group, slowest_ns, fill in (
-            (proposals, 0, self.propose),
-            (fast, SLOW_NS, self.answer),
-            (slow, MAX_SLOW_NS, self.answer),
-        ):
+        for group, fill in ((proposals, self.propose), (fast, self.answer), (slow, self.answer)):
             if len(group) >= min_records:
-                size = self._batch_size(records, group, slowest_ns)
+                size = self._batch_size(records, group)
                 batches += [BatchTask(records, group[at : at + size], fill) for at in range(0, len(group), size)]
         taken = {index for batch in batches for index in batch.which}
         return batches, [index for index in range(len(records)) if index not in taken]
 
-    def _batch_size(self, records: Records, group: list[int], slowest_ns: int) -> int:
+    def _batch_size(self, records: Records, group: list[int]) -> int:
+        slots = [self._table.slots[records.slots[index]] for index in group]
         rows = 1 + max([records.n_draft[index] for index in group])
-        in_time = self._max_batch_ns * self._threads // slowest_ns if slowest_ns else MAX_SLOTS
-        filler = self._table.slots[records.slots[group[0]]].filler
+        slowest_ns = max(1, *[slot.last_fill_ns for slot in slots])
+        in_time = self._max_batch_ns * self._threads // slowest_ns
+        filler = slots[0].filler
         alone = rows > 1 and filler is not None and not filler.threaded
         share = -(-len(group) // self._threads) if alone else MAX_SLOTS
         return min(MAX_SLOTS, max(MIN_RECORDS, min(MAX_ROWS // rows, in_time, share)))
@@ -218,8 +216,10 @@ class BatchAnswerer:
         arrays = self._take_arrays(batch, chains.which)
         filled = self._fill_chains(batch, filler, chains, arrays)
         arrays.accepting[:count] = 0
-        arrays.accepting[filled.accepting] = 1
-        arrays.states[filled.failed] = SLOW
+        if filled.accepting:
+            arrays.accepting[filled.accepting] = 1
+        if filled.failed:
+            arrays.states[filled.failed] = SLOW
         if not self._begin_publishing(batch):
             return []
         late = batch.late

@@ -85,8 +85,10 @@ class WorkQueues:
         self._delegate = delegate
         self._todo: collections.deque[Task] = collections.deque()
         """Tasks that have not begun, in order."""
-        self._busy: dict[int, collections.deque[Task]] = {}
-        """Slot -> its task in hand, then the tasks that wait behind it. Slots without a task in hand are absent."""
+        self._busy: dict[int, Task] = {}
+        """Slot -> its task in hand."""
+        self._waiting: dict[int, collections.deque[Task]] = {}
+        """Slot -> the tasks that wait behind its task in hand; absent if there are none."""
         self._in_hand: dict[Task, threading.Thread] = {}
         """Task in hand -> its thread, while the task is not known to be late."""
         self._abandoned: set[Task] = set()
@@ -169,14 +171,13 @@ class WorkQueues:
         """Release the slots of a task. The rest of the task comes next, then the tasks that waited behind it."""
         waiting: list[Task] = []
         for slot in task.slots:
-            queue = self._busy.pop(slot)
-            queue.popleft()
-            waiting += queue
+            del self._busy[slot]
+            waiting += self._waiting.pop(slot, ())
         self._todo.extendleft(reversed([*rest, *waiting]))
 
     def superseded(self, slot: int) -> bool:
         """Return whether a newer task waits behind the slot's task in hand."""
-        return len(self._busy[slot]) > 1
+        return slot in self._waiting
 
     def _run(self) -> None:
         me = threading.current_thread()
@@ -200,14 +201,14 @@ class WorkQueues:
             leads = self._leader is me
             while self._todo:
                 task = self._todo.popleft()
-                if held := [slot for slot in task.slots if slot in self._busy]:
+                if not self._busy.keys().isdisjoint(task.slots):
+                    held = [slot for slot in task.slots if slot in self._busy]
                     single = len(task.slots) == 1
                     for part in (task,) if single else self._delegate.part(task, held):
                         self._wait_behind(part)
                     if single or not task.slots:
                         continue
-                for slot in task.slots:
-                    self._busy[slot] = collections.deque((task,))
+                self._busy.update(dict.fromkeys(task.slots, task))
                 self._in_hand[task] = me
                 if leads:
                     self._idle = False
@@ -215,16 +216,19 @@ class WorkQueues:
                 return task
             if leads and self._in_hand:
                 # Only the leader is watched, so a thread with a task in hand has to lead; this thread becomes idle.
-                self._leader = next(iter(self._in_hand.values()))
+                task, self._leader = next(iter(self._in_hand.items()))
                 self._delegate.leader_changed()
+                if len(task.slots) > 1:
+                    # A task of several slots has more time than one of a single slot.
+                    self._delegate.begins(task)
             elif leads:
                 self._idle = True
             return None
 
     def _wait_behind(self, task: Task) -> None:
         # The slot's task in hand is slow, or the slot would be free: this task is reported late now.
-        waiting = self._busy[task.slots[0]]
-        if len(waiting) > 1 and task.replaces(waiting[-1]):
+        waiting = self._waiting.setdefault(task.slots[0], collections.deque())
+        if waiting and task.replaces(waiting[-1]):
             waiting.pop()
         waiting.append(task)
         self._delegate.late(task)
@@ -242,13 +246,14 @@ class WorkQueues:
                 if rest or len(task.slots) > 1:
                     self._release(task, rest)
                     return True
-                waiting = self._busy[task.slots[0]]
-                waiting.popleft()
-                if not waiting:
-                    del self._busy[task.slots[0]]
+                (slot,) = task.slots
+                if (waiting := self._waiting.get(slot)) is None:
+                    del self._busy[slot]
                     return True
                 # The next task was reported late when it came to this queue, so it is overdue from its beginning.
-                task = waiting[0]
+                task = self._busy[slot] = waiting.popleft()
+                if not waiting:
+                    del self._waiting[slot]
                 self._overdue_since_s[task] = time.monotonic()
 
     def _stand_by(self, me: threading.Thread) -> None:
@@ -281,8 +286,10 @@ class WorkQueues:
     def _overdue(self) -> Iterator[Task]:
         """Yield the tasks in hand, and the tasks that have not begun since an earlier change of leaders."""
         self._in_hand.clear()
-        for waiting in self._busy.values():
-            self._overdue_since_s.setdefault(waiting[0], time.monotonic())
+        for task in dict.fromkeys(self._busy.values()):
+            self._overdue_since_s.setdefault(task, time.monotonic())
+            yield task
+        for waiting in self._waiting.values():
             yield from waiting
         if not self._delegate.has_time_left():
             yield from (task for task in self._todo if task in self._passed_over)

@@ -226,10 +226,11 @@ def _ask(
 
 
 @pytest.mark.parametrize(
-    ("cost_ms", "most", "sizes"), [(0.4, 8.0, [32, 8]), (3.9, 8.0, [4] * 10), (3.9, 80.0, [32, 8])]
+    ("cost_ms", "most", "sizes"),
+    [(0.4, 8.0, [40, 40]), (0.1, 8.0, [64, 16]), (3.9, 8.0, [4] * 10), (3.9, 80.0, [41, 9])],
 )
 def test_the_size_of_a_batch_is_bounded_by_its_expected_time(cost_ms: float, most: float, sizes: list[int]) -> None:
-    count, layout = sum(sizes), Layout(num_slots=40, num_rows=3, vocab_size=VOCAB)
+    count, layout = sum(sizes), Layout(num_slots=80, num_rows=3, vocab_size=VOCAB)
     with Segment.create(layout) as segment:
         table = MatcherTable(Classifier(VOCAB))
         for number in range(count):

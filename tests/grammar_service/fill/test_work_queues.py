@@ -140,6 +140,27 @@ def test_called_helpers_do_tasks_beside_a_leader_that_is_not_late() -> None:
         assert delegate.queues.stop(PATIENCE_S)
 
 
+def test_a_helper_that_gets_the_lead_keeps_the_time_of_its_task() -> None:
+    """The leader has nothing left to do, and the helper's task of several slots is not late for that."""
+    delegate = FakeDelegate()
+    delegate.queues = WorkQueues(3, delegate)  # type: ignore[arg-type]
+    delegate.queues.start()
+    tasks = [FakeTask(0, 1), FakeTask(2, 3)]
+    delegate.num_helpers = 1
+    delegate.arrived.append(tasks)
+    try:
+        for task in tasks:
+            assert task.begun.wait(PATIENCE_S)
+        (first,) = delegate.began
+        first.gate.set()
+        (other,) = (task for task in tasks if task is not first)
+        _until(lambda: delegate.began == [first, other])
+    finally:
+        for task in tasks:
+            task.gate.set()
+        assert delegate.queues.stop(PATIENCE_S)
+
+
 def test_another_thread_takes_the_lead_from_a_stuck_leader(delegate: FakeDelegate) -> None:
     stuck, others = FakeTask(0), [FakeTask(slot) for slot in range(1, 4)]
     for task in others:
