@@ -130,7 +130,7 @@ class QkvAttention:
             setattr(args, f"{part}_stride_p", width)
             setattr(args, f"{part}_stride_b", width * P)
         args.k_pages, args.v_pages, args.table_stride = pages.k.data_ptr(), pages.v.data_ptr(), page_table_BN.stride(0)
-        args.num_batch, args.num_queries, args.page_size, args.bf16 = B, P, T, bf16
+        args.num_batch, args.num_queries, args.page_size, args.bf16, args.io_bf16 = B, P, T, bf16, bf16
         rotary = self._rotary
         rotary.rows, rotary.stride, rotary.rotated, rotary.bf16 = B * P, width, cos_NR.shape[1], bf16
 

@@ -38,6 +38,7 @@ class AttentionArgs(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in _INTS],
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
+        ("io_bf16", ctypes.c_int32),
     ]
 
 
@@ -94,6 +95,7 @@ def paged_attention(
         *(B, P, Hq, Hkv, D, T, int(q_BPHD.dtype == torch.bfloat16), window),
         scale,
         softcap,
+        int(q_BPHD.dtype == torch.bfloat16),
     )
     native().lockstep_paged_attention(ctypes.byref(args))
     return out_BPHD

@@ -45,6 +45,10 @@ class EngineConfig:
     """A directory in Hugging Face's format, a GGUF file, or "embedded" (SmolLM2-135M-Instruct)."""
     dtype: str = "auto"
     """"bfloat16", "float32", or "auto": bfloat16 if the device multiplies it natively, else float32."""
+    quantization: str = "auto"
+    """Weights of the model's products: "none" (the dtype); "int8" or "q4" (on a CPU: blocks of 32 weights with 8 or 4
+    bits, and activations of 8 bits); or "auto": with dtype=auto on a CPU, the blocks of a quantised GGUF file, which
+    lose nothing that is in the file, and none for other models."""
     device: str = "auto"
     """"auto" (the first CUDA device if torch sees one, else the CPU), "cpu", "cuda" or "cuda:N"."""
     fuse: bool = True
@@ -125,6 +129,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         dtypes = ("auto", "bfloat16", "float32")
         _require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32")
+        kinds = ("auto", "none", "int8", "q4")
+        _require(self.quantization in kinds, "quantization", f"{self.quantization!r} is not one of {', '.join(kinds)}")
+        with_cuda = self.device.startswith("cuda")
+        _require(
+            not with_cuda or self.quantization in ("auto", "none"),
+            "quantization",
+            f"{self.quantization} runs on a CPU, and device is {self.device}",
+        )
         known = re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device) is not None
         _require(known, "device", f"{self.device!r} is not auto, cpu, cuda or cuda:N")
         on_cpu, on_gpu = ("auto", "inline"), ("auto", "host_callback", "device_flag")

@@ -7,9 +7,8 @@ the model itself (see fusion.py). Not responsible for: the computation of a laye
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,12 +24,26 @@ class NotALoop(Exception):
     """The model's forward is not a plain loop over fused layers; the message says why."""
 
 
+class WholeForward(Protocol):
+    """A forward without transformers' modules."""
+
+    @property
+    def skips_padding(self) -> bool:
+        """True: rows of padding take no time."""
+
+    def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        """Return [B * P, V], until the next call. Rows of padding have no defined content."""
+
+    def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
+        """Write keys and values, and the states that `ctx.hidden` wants."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """x += post(attention(pre(x))), then the same with the block; either norm of each may be missing."""
 
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
-    block: Callable[[torch.Tensor], torch.Tensor]
+    attention: FusedAttention
+    gated: FusedGated
     angles: int
     """Index into `FusedForward.rotary`: the call whose angles this layer uses."""
     pre_attention: RMSNorm | None
@@ -68,6 +81,11 @@ class FusedForward:
     """A single row is computed as two equal rows: otherwise each packed product would double it again (see
     linear.py)."""
 
+    @property
+    def skips_padding(self) -> bool:
+        """False: padding is computed like any row."""
+        return False
+
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Return [B * P, V]."""
         logits_NV: torch.Tensor = self.head(self._last(ids_BP, ctx))
@@ -102,12 +120,12 @@ class FusedForward:
             h = _normed(x, delta, layer.pre_attention)
             if ctx.hidden is not None and at in ctx.hidden:
                 ctx.hidden[at] = x[: ids_BP.numel()].clone()
-            delta = layer.attend(h, *angles[layer.angles], ctx)
+            delta = layer.attention.attend(h, *angles[layer.angles], ctx)
             if only_fill and layer is self.layers[-1]:
                 break
             if layer.post_attention is not None:
                 delta = rms_norm(delta, layer.post_attention)
-            delta = layer.block(_normed(x, delta, layer.pre_block))
+            delta = layer.gated.of_rows(_normed(x, delta, layer.pre_block))
             if layer.post_block is not None:
                 delta = rms_norm(delta, layer.post_block)
         return x, delta
@@ -171,8 +189,8 @@ def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], dec
     if set(norms) != {name for name in names if name}:
         raise NotALoop(f"a layer with the norms {sorted(norms)}")
     return Layer(
-        attentions[0].attend,
-        blocks[0].of_rows,
+        attentions[0],
+        blocks[0],
         _angles_of(layer, record, rotary, decoder),
         *(norms[name] if name else None for name in names),
     )

@@ -61,6 +61,7 @@ class FusedAttention(nn.Module):
         self.qkv, self.output, self.shape, self.layer_idx = qkv, output, shape, layer_idx
         self._qkv, self._output = qkv.forward, output.forward
         heads = (shape.num_heads, shape.num_kv_heads)
+        self.q_norm, self.k_norm = q_norm, k_norm
         self._core = QkvAttention(heads, shape.head_dim, shape.scale, shape.softcap, shape.window, q_norm, k_norm)
 
     def forward(

@@ -11,15 +11,16 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 
 from gpu_engine.model.attention import LayerAttention
-from gpu_engine.model.fused_forward import FusedForward, NotALoop, fused_forward_of
+from gpu_engine.model.fused_forward import NotALoop, WholeForward, fused_forward_of
 from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm
 from gpu_engine.model.linear import joined
+from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import Call, Recording, distance
 from kernels.fused_arguments import Activation, NormKind, RMSNorm
 
@@ -100,11 +101,11 @@ def _only(record: Recording, module: nn.Module) -> Call:
         raise NotRecognised(str(error)) from error
 
 
-def _linears(module: nn.Module, but: Iterable[nn.Module] = ()) -> dict[str, nn.Linear]:
+def _linears(module: nn.Module, but: Iterable[nn.Module] = ()) -> dict[str, nn.Linear | BlockLinear]:
     """Return the products among a module's children; raise NotRecognised where another part has weights."""
     left = set(but)
     children = {name: child for name, child in module.named_children() if child not in left}
-    linears = {name: child for name, child in children.items() if type(child) is nn.Linear}
+    linears = {name: child for name, child in children.items() if _is_product(child)}
     rest = [
         name for name, child in children.items() if name not in linears and next(child.parameters(), None) is not None
     ]
@@ -114,7 +115,11 @@ def _linears(module: nn.Module, but: Iterable[nn.Module] = ()) -> dict[str, nn.L
     return linears
 
 
-def _joined(linears: list[nn.Linear]) -> nn.Module:
+def _is_product(module: nn.Module) -> TypeGuard[nn.Linear | BlockLinear]:
+    return type(module) in (nn.Linear, BlockLinear)
+
+
+def _joined(linears: list[nn.Linear | BlockLinear]) -> nn.Module:
     try:
         return joined(linears)
     except ValueError as error:
@@ -152,7 +157,7 @@ class Fused:
     norms: int = 0
     blocks: int = 0
     attentions: int = 0
-    forward: FusedForward | None = None
+    forward: WholeForward | None = None
     """None where the model's own forward runs, over the parts."""
     left: tuple[str, ...] = ()
     """The reasons why modules were not replaced, one line each."""
@@ -200,7 +205,7 @@ def verified(
     fused: Fused,
     record: Recording,
     want_NV: torch.Tensor,
-    run: Callable[[FusedForward | None], torch.Tensor],
+    run: Callable[[WholeForward | None], torch.Tensor],
     dtype: torch.dtype,
     noise: float = 0.0,
 ) -> Fused:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from gpu_engine.model.quantised.linear import BlockLinear, joined_blocks
 from gpu_engine.model.recording import distance
 
 log = logging.getLogger(__name__)
@@ -117,11 +118,20 @@ def can_pack() -> bool:
     return bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def joined(linears: Sequence[nn.Linear]) -> nn.Module:
+def joined(linears: Sequence[nn.Linear | BlockLinear]) -> nn.Module:
     """Return one product for several of the same input, outputs side by side, in the form that suits its device.
 
     Holds a copy of the weights. Raises ValueError when inputs or biases differ in kind.
     """
+    over_blocks = [item for item in linears if isinstance(item, BlockLinear)]
+    if over_blocks:
+        if len(over_blocks) < len(linears):
+            raise ValueError(f"products of different kinds: {list(linears)}")
+        return joined_blocks(over_blocks)
+    return _joined_floats([item for item in linears if isinstance(item, nn.Linear)])
+
+
+def _joined_floats(linears: Sequence[nn.Linear]) -> nn.Module:
     first, biases = linears[0], [_bias(item) for item in linears]
     given = [bias for bias in biases if bias is not None]
     if any(item.in_features != first.in_features for item in linears) or len(given) not in (0, len(linears)):

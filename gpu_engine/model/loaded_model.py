@@ -40,6 +40,8 @@ class LoadedModel:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    quantised: bool = False
+    """The products are over blocks of 4 or 8 bits."""
     fused: Fused = field(default_factory=Fused)
     """The parts of it that are fused kernels."""
 
@@ -47,6 +49,11 @@ class LoadedModel:
     def dtype_name(self) -> str:
         """ "bfloat16" or "float32"."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def skips_padding(self) -> bool:
+        """True: the forward computes no row of padding."""
+        return self.fused.forward is not None and self.fused.forward.skips_padding
 
     def allocate_pages(self, num_pages: int, page_size: int, *, token_major: bool | None = None) -> list[KVPages]:
         """Return the KV cache, one entry a layer; in the layout of the device unless it is named."""

@@ -6,6 +6,7 @@ Not responsible for: running it (see step/).
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
 from gpu_engine.model import attention
-from gpu_engine.model.embedded import Progress, ensure_embedded
+from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
 from gpu_engine.model.fusion import FusedModelDiffers, fuse_parts, verified
 from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.probe import probe
+from gpu_engine.model.quantised.choice import quantise
+from gpu_engine.model.quantised.linear import release_blocks
+from gpu_engine.model.quantised.native import with_native
 from gpu_engine.model.rotary import install_tables
 from service_runtime.cores import usable_cores
 
@@ -83,17 +87,29 @@ def load_model(config: EngineConfig, progress: Progress | None = None, *, settin
     except (OSError, ValueError) as error:
         raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
     report("preparing the weights", 0.8)
+    gguf_file = weights_file() if config.model == EMBEDDED_MODEL else path if path.is_file() else None
     try:
-        model = prepare(config, net, tokenizer)
+        model = prepare(config, net, tokenizer, gguf_file)
     except FusedModelDiffers as why:
         log.warning("loading %s again, unfused: %s", config.model, why)
         return load_model(replace(config, fuse=False), progress, setting=setting)
+    _return_freed_memory()
     report("loaded", 1.0)
     return model
 
 
-def prepare(config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast) -> LoadedModel:
-    """Prepare a transformers model that was loaded with the attention of `attention.NAME`.
+def _return_freed_memory() -> None:
+    """Return what loading has freed to the system: glibc keeps it, some 800 MB for the embedded model."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def prepare(
+    config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast, gguf_file: Path | None = None
+) -> LoadedModel:
+    """Prepare a transformers model that was loaded with the attention of `attention.NAME`, from `gguf_file` if it came
+    from one.
 
     Raises ModelNotSupported, or FusedModelDiffers when it must be loaded again with `fuse` off.
     """
@@ -106,16 +122,23 @@ def prepare(config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast) 
         model = _describe(config, net, tokenizer, dtype, device, num_parameters)
     except AttributeError as error:
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
+    model.quantised = quantise(config, net, gguf_file)
     install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
     seen = probe(model)
+    # Activations of 8 bits hide a float32's rounding: another order of a sum may give another integer.
+    compared = torch.bfloat16 if model.quantised else dtype
     if config.fuse:
-        model.fused = fuse_parts(net, seen.record, seen.layer_attention, dtype)
+        model.fused = fuse_parts(net, seen.record, seen.layer_attention, compared)
     if device.type == "cpu":
         pack_linears(net)
     elif config.fuse:
         thin_linears(net)
     if config.fuse:
-        model.fused = verified(net, model.fused, seen.record, seen.logits_NV, seen.again(model), dtype, seen.noise)
+        model.fused = verified(net, model.fused, seen.record, seen.logits_NV, seen.again(model), compared, seen.noise)
+    if model.quantised:
+        if model.fused.forward:
+            model.fused = with_native(model.fused, seen.logits_NV, seen.again(model))
+        release_blocks(net)
     return model
 
 

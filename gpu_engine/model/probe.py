@@ -14,7 +14,7 @@ import torch
 
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext, LayerAttention
-from gpu_engine.model.fused_forward import FusedForward
+from gpu_engine.model.fused_forward import WholeForward
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.recording import Recording, distance, recording
 
@@ -38,11 +38,11 @@ class Probe:
     """Relative distance of those logits from the ones over the model's own attention: the effect of rounding in another
     order on this model in its dtype, through all of its layers."""
 
-    def again(self, model: LoadedModel) -> Callable[[FusedForward | None], torch.Tensor]:
+    def again(self, model: LoadedModel) -> Callable[[WholeForward | None], torch.Tensor]:
         """Return a function that computes the same tokens' logits by a fused, or by the model's own forward."""
 
         @torch.inference_mode()
-        def run(fused: FusedForward | None) -> torch.Tensor:
+        def run(fused: WholeForward | None) -> torch.Tensor:
             ctx = _context(model)
             return fused.logits(self.ids_BP, ctx) if fused else model.logits(self.ids_BP, ctx)
 

@@ -54,12 +54,17 @@ class RotaryTable(nn.Module):
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *rest: Any, **options: Any) -> _Table:
         """Look the positions up; `x` gives device and dtype."""
+        cos_LR, sin_LR = self.table(x, rest, options)
+        return nn.functional.embedding(position_ids, cos_LR), nn.functional.embedding(position_ids, sin_LR)
+
+    def table(self, x: torch.Tensor, rest: tuple[Any, ...], options: dict[str, Any]) -> _Table:
+        """Return cosines and sines of every position, [L, R] each, for these further arguments. They belong to the
+        module."""
         key = (x.dtype, rest, *sorted(options.items()))
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = self._made(x, rest, options)
-        cos_LR, sin_LR = table
-        return nn.functional.embedding(position_ids, cos_LR), nn.functional.embedding(position_ids, sin_LR)
+        return table
 
     @torch.no_grad()
     def _made(self, x: torch.Tensor, rest: tuple[Any, ...], options: dict[str, Any]) -> _Table:

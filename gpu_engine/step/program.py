@@ -90,9 +90,9 @@ class StepProgram:
         """Of a packed forward: where the rows of each lane begin in the logits."""
         self._hidden: Hidden = dict.fromkeys(drafter.layers)
         """Filled by every forward, for the drafter."""
-        self.packs = stream.runs_at_once and not drafter.layers
-        """The forward has the rows of the lanes' drafts alone, and none of padding. A drafter that reads the target's
-        states needs them in P rows a lane."""
+        self.packs = stream.runs_at_once and (model.skips_padding or not drafter.layers)
+        """The forward computes the rows of the lanes' drafts alone, and none of padding. A drafter that reads the
+        target's states needs them in P rows a lane, so there the model itself must skip padding."""
         self.forward_rows = 0
         """Rows of the last step's forward, on a stream that runs at once."""
         self.propose_s = 0.0
@@ -135,9 +135,11 @@ class StepProgram:
     def _forward(self, batch: StepBatch) -> None:
         ids_BP, positions_BP, table_BN = self._inputs(batch)
         B, P = batch.num_lanes, batch.num_rows
-        if self.packs and B > 1 and P > 1:
+        if self.packs and B > 1 and P > 1 and not self.model.skips_padding:
             ids_BP, positions_BP, table_BN = self._packed(batch, ids_BP, positions_BP, table_BN)
         self.forward_rows = ids_BP.numel()
+        if self.model.skips_padding:
+            self.forward_rows = B + int(batch.lane.num_drafts_B[:B].sum())
         context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden)
         self._logits_NV = self.model.logits(ids_BP, context)
 

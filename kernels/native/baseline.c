@@ -1,4 +1,4 @@
-/* The CPU kernels for whatever the compiler targets by default. */
+/* The CPU kernels for whatever the compiler targets by default; products over blocks need AVX2. */
 #define VARIANT(name) name##_baseline
 #include "accept.h"
 #include "fused.h"

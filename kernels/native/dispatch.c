@@ -2,6 +2,8 @@
 #include <stdint.h>
 
 struct accept_args;
+struct block_linear_args;
+struct forward_args;
 struct gated_args;
 struct paged_attention_args;
 struct rms_norm_args;
@@ -19,8 +21,15 @@ struct rotary_args;
 DECLARE(baseline)
 
 #if defined(__x86_64__)
-DECLARE(x86_64_v3)
-DECLARE(x86_64_v4)
+#define DECLARE_BLOCKS(variant)                                                                                         \
+    DECLARE(variant)                                                                                                    \
+    void lockstep_block_linear_##variant(const struct block_linear_args *);                                             \
+    int64_t lockstep_forward_scratch_##variant(const struct forward_args *);                                            \
+    void lockstep_forward_##variant(const struct forward_args *);
+
+DECLARE_BLOCKS(x86_64_v3)
+DECLARE_BLOCKS(x86_64_v4)
+DECLARE_BLOCKS(x86_64_vnni)
 
 static int level(void) {
     static int known; /* racing threads store the same value */
@@ -30,13 +39,21 @@ static int level(void) {
         int v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                  __builtin_cpu_supports("avx512cd");
-        known = v4 ? 4 : v3 ? 3 : 1;
+        int vnni = v4 && __builtin_cpu_supports("avx512vnni");
+        known = vnni ? 5 : v4 ? 4 : v3 ? 3 : 1;
     }
     return known;
 }
 
 #define CALL(name, ...)                                                                                                 \
-    (level() == 4 ? name##_x86_64_v4(__VA_ARGS__) : level() == 3 ? name##_x86_64_v3(__VA_ARGS__) : name##_baseline(__VA_ARGS__))
+    (level() == 5   ? name##_x86_64_vnni(__VA_ARGS__)                                                                   \
+     : level() == 4 ? name##_x86_64_v4(__VA_ARGS__)                                                                     \
+     : level() == 3 ? name##_x86_64_v3(__VA_ARGS__)                                                                     \
+                    : name##_baseline(__VA_ARGS__))
+#define CALL_BLOCKS(name, ...)                                                                                          \
+    (level() == 5   ? name##_x86_64_vnni(__VA_ARGS__)                                                                   \
+     : level() == 4 ? name##_x86_64_v4(__VA_ARGS__)                                                                     \
+                    : name##_x86_64_v3(__VA_ARGS__))
 #else
 #define CALL(name, ...) name##_baseline(__VA_ARGS__)
 #endif
@@ -54,3 +71,21 @@ void lockstep_rotary(const struct rotary_args *a) { CALL(lockstep_rotary, a); }
 void lockstep_gated(const struct gated_args *a) { CALL(lockstep_gated, a); }
 
 void lockstep_gumbel(uint64_t seed, uint32_t position, int64_t n, float *out) { CALL(lockstep_gumbel, seed, position, n, out); }
+
+/* 1: no AVX2; 3: AVX2 and FMA; 4: AVX-512; 5: AVX-512 with VNNI. Other architectures: 0. */
+int32_t lockstep_cpu_level(void) {
+#if defined(__x86_64__)
+    return level();
+#else
+    return 0;
+#endif
+}
+
+#if defined(__x86_64__)
+/* Products over blocks: the caller has seen that lockstep_cpu_level is at least 3. */
+void lockstep_block_linear(const struct block_linear_args *a) { CALL_BLOCKS(lockstep_block_linear, a); }
+
+int64_t lockstep_forward_scratch(const struct forward_args *a) { return CALL_BLOCKS(lockstep_forward_scratch, a); }
+
+void lockstep_forward(const struct forward_args *a) { CALL_BLOCKS(lockstep_forward, a); }
+#endif

@@ -16,6 +16,11 @@
 #define BLOCK (16 * SUBS)
 #define MAX_D 256
 #define UNROLL _Pragma("GCC unroll 8")
+#if defined(__AVX512F__)
+#define GATHER 6  /* queries whose sums of values fit into registers */
+#else
+#define GATHER 2
+#endif
 
 struct paged_attention_args {
     const void *q;            /* [B][P][Hq][D] by strides below, D contiguous */
@@ -30,9 +35,10 @@ struct paged_attention_args {
     int64_t v_stride_b, v_stride_p, v_stride_h;
     int64_t table_stride;
     int32_t num_batch, num_queries, num_heads, num_kv_heads, head_dim, page_size;
-    int32_t bf16;
+    int32_t bf16;             /* the pages */
     int32_t window;           /* sliding window in tokens, 0: none */
     float scale, softcap;     /* softcap 0: none */
+    int32_t io_bf16;          /* q, k, v and out; fp32 values are rounded when they are stored in pages of bf16 */
 };
 
 INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p, int bf16) {
@@ -45,7 +51,14 @@ INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p
         int64_t ks = b * a->k_stride_b + p * a->k_stride_p + h * a->k_stride_h;
         int64_t vs = b * a->v_stride_b + p * a->v_stride_p + h * a->v_stride_h;
         int64_t head = (page * a->num_kv_heads + h) * d * ps;
-        if (bf16) {
+        if (bf16 && !a->io_bf16) {
+            const float *k = (const float *)a->k + ks, *v = (const float *)a->v + vs;
+            uint16_t *kp = (uint16_t *)a->k_pages + head + off, *vp = (uint16_t *)a->v_pages + head + off * d;
+            for (int64_t i = 0; i < d; i++) {
+                kp[i * ps] = to_bf16(k[i]);
+                vp[i] = to_bf16(v[i]);
+            }
+        } else if (bf16) {
             const uint16_t *k = (const uint16_t *)a->k + ks;
             uint16_t *kp = (uint16_t *)a->k_pages + head + off;
             for (int64_t i = 0; i < d; i++)
@@ -71,11 +84,11 @@ struct tile {
 };
 
 INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int64_t b, int64_t hkv, int64_t first, int64_t d,
-                      int bf16) {
+                      int n) {
     const int64_t group = a->num_heads / a->num_kv_heads, total = a->num_queries * group;
     w->begin = INT32_MAX;
     w->last = -1;
-    for (int t = 0; t < TILE; t++) {
+    for (int t = 0; t < n; t++) {
         int64_t i = first + t;
         w->pos[t] = i < total ? a->positions[b * a->num_queries + i / group] : -1;
         w->first_key[t] = a->window > 0 && w->pos[t] >= a->window ? w->pos[t] - a->window + 1 : 0;
@@ -85,7 +98,7 @@ INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int6
             w->acc[t][c] = splat(0.0f);
         int64_t src = b * a->q_stride_b + (i / group) * a->q_stride_p + (hkv * group + i % group) * a->q_stride_h;
         for (int64_t c = 0; c < d; c++)
-            w->q[c][t] = w->pos[t] < 0 ? 0.0f : load1(a->q, src + c, bf16) * a->scale;
+            w->q[c][t] = w->pos[t] < 0 ? 0.0f : load1(a->q, src + c, a->io_bf16) * a->scale;
         if (w->pos[t] < 0)
             continue;
         w->last = w->pos[t] > w->last ? w->pos[t] : w->last;
@@ -93,44 +106,66 @@ INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int6
     }
 }
 
-/* Scores of 16 * subs keys into s, and their values as fp32 into v. */
-INLINE void load_block(const struct paged_attention_args *a, const struct tile *w, int64_t b, int64_t hkv, int64_t at, int subs,
-                       v16f s[TILE][SUBS], float *v, int64_t d, int bf16) {
+/* Where 16 * SUBS tokens lie: offsets of their keys' first channel, and of their values, in the pages. */
+struct block {
+    int64_t key[SUBS], value[SUBS];
+    int subs;   /* sub-blocks with a token that some query sees */
+    int tokens; /* of these, tokens up to the tile's last position: values behind it are of the page's earlier owner */
+};
+
+INLINE struct block block_at(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t at, int64_t last, int64_t d) {
     const int64_t ps = a->page_size;
-    int64_t key[SUBS];
-    for (int i = 0; i < subs; i++) {
+    struct block k;
+    /* Keys past the tile's last position may lie in no page at all. */
+    k.subs = last - at >= BLOCK - 16 ? SUBS : (int)((last - at) / 16 + 1);
+    k.tokens = last - at + 1 < BLOCK ? (int)(last - at + 1) : BLOCK;
+    for (int i = 0; i < k.subs; i++) {
         int64_t token = at + 16 * i, page = a->page_table[b * a->table_stride + token / ps];
         int64_t head = (page * a->num_kv_heads + hkv) * d * ps;
-        key[i] = head + token % ps;
-        /* Behind the last position are values of the page's earlier owner. Their weight is 0, but 0 * NaN is NaN. */
-        int64_t fresh = w->last - token + 1 < 16 ? w->last - token + 1 : 16;
-        for (int64_t c = 0; c < 16 * d; c += 16) {
-            v16f x = c < fresh * d ? load(a->v_pages, head + token % ps * d + c, bf16) : splat(0.0f);
-            memcpy(v + 16 * i * d + c, &x, sizeof x);
-        }
+        k.key[i] = head + token % ps;
+        k.value[i] = head + token % ps * d;
     }
-    for (int t = 0; t < TILE; t++)
+    return k;
+}
+
+/* Start to load a block: its sub-blocks are not neighbours in memory, so no stream of addresses foretells them. */
+INLINE void fetch(const struct paged_attention_args *a, const struct block *k, int64_t d, int bf16) {
+    const int64_t size = bf16 ? 2 : 4, ps = a->page_size;
+    for (int i = 0; i < k->subs; i++)
+        for (int64_t c = 0; c < d; c++) {
+            if (c * ps * size % 64 == 0)
+                __builtin_prefetch((const char *)a->k_pages + (k->key[i] + c * ps) * size);
+            if (c * 16 * size % 64 == 0)
+                __builtin_prefetch((const char *)a->v_pages + (k->value[i] + c * 16) * size);
+        }
+}
+
+/* Scores of the block's keys into s. */
+INLINE void score(const struct paged_attention_args *a, const struct tile *w, const struct block *k, v16f s[TILE][SUBS], int64_t d,
+                  int bf16, int n) {
+    const int64_t ps = a->page_size;
+    for (int t = 0; t < n; t++)
         for (int i = 0; i < SUBS; i++)
             s[t][i] = splat(0.0f);
-    if (subs == SUBS) {
+    if (k->subs == SUBS) {
         v16f r[TILE][SUBS] = {0};
         for (int64_t c = 0; c < d; c++) {
-            v16f k[SUBS];
-            UNROLL for (int i = 0; i < SUBS; i++) k[i] = load(a->k_pages, key[i] + c * ps, bf16);
-            UNROLL for (int t = 0; t < TILE; t++) {
+            v16f x[SUBS];
+            UNROLL for (int i = 0; i < SUBS; i++) x[i] = load(a->k_pages, k->key[i] + c * ps, bf16);
+            UNROLL for (int t = 0; t < n; t++) {
                 v16f q = splat(w->q[c][t]);
-                UNROLL for (int i = 0; i < SUBS; i++) r[t][i] += q * k[i];
+                UNROLL for (int i = 0; i < SUBS; i++) r[t][i] += q * x[i];
             }
         }
-        memcpy(s, r, sizeof r);
+        memcpy(s, r, (size_t)n * sizeof r[0]);
     } else
-        for (int i = 0; i < subs; i++) {
+        for (int i = 0; i < k->subs; i++) {
             v16f part[TILE] = {0};
             for (int64_t c = 0; c < d; c++) {
-                v16f k = load(a->k_pages, key[i] + c * ps, bf16);
-                UNROLL for (int t = 0; t < TILE; t++) part[t] += splat(w->q[c][t]) * k;
+                v16f x = load(a->k_pages, k->key[i] + c * ps, bf16);
+                UNROLL for (int t = 0; t < n; t++) part[t] += splat(w->q[c][t]) * x;
             }
-            for (int t = 0; t < TILE; t++)
+            for (int t = 0; t < n; t++)
                 s[t][i] = part[t];
         }
 }
@@ -166,77 +201,95 @@ INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, i
     w->denom[t] += sum16(total);
 }
 
-/* acc += p . v for two queries: eight sums in registers keep both multipliers busy. */
-INLINE void gather(struct tile *w, int t, const float *p0, const float *p1, const float *v, int tokens, int64_t d) {
-    for (int64_t c = 0; c < d / 16; c += 4) {
-        int n = d / 16 - c < 4 ? (int)(d / 16 - c) : 4;
-        v16f x[4], y[4];
-        for (int e = 0; e < n; e++) {
-            x[e] = w->acc[t][c + e];
-            y[e] = w->acc[t + 1][c + e];
+/* acc += p . v for `n` queries from `t` on, 16 * wide channels from 16 * c on: the sums stay in registers. */
+INLINE void gather_part(const struct paged_attention_args *a, struct tile *w, const struct block *k, float p[TILE][BLOCK], int64_t d,
+                        int bf16, int t, int n, int64_t c, int wide) {
+    v16f x[TILE][4];
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int e = 0; e < wide; e++) x[i][e] = w->acc[t + i][c + e];
+    for (int j = 0; j < k->tokens; j++) {
+        const int64_t at = k->value[j / 16] + j % 16 * d + c * 16;
+        v16f v[4];
+        UNROLL for (int e = 0; e < wide; e++) v[e] = load(a->v_pages, at + e * 16, bf16);
+        UNROLL for (int i = 0; i < n; i++) {
+            v16f q = splat(p[t + i][j]);
+            UNROLL for (int e = 0; e < wide; e++) x[i][e] += q * v[e];
         }
-        if (n == 4)
-            for (int j = 0; j < tokens; j++) {
-                v16f q0 = splat(p0[j]), q1 = splat(p1[j]);
-                UNROLL for (int e = 0; e < 4; e++) {
-                    v16f value = load_f32(v + j * d + (c + e) * 16);
-                    x[e] += q0 * value;
-                    y[e] += q1 * value;
-                }
-            }
-        else
-            for (int j = 0; j < tokens; j++)
-                for (int e = 0; e < n; e++) {
-                    v16f value = load_f32(v + j * d + (c + e) * 16);
-                    x[e] += splat(p0[j]) * value;
-                    y[e] += splat(p1[j]) * value;
-                }
-        for (int e = 0; e < n; e++) {
-            w->acc[t][c + e] = x[e];
-            w->acc[t + 1][c + e] = y[e];
-        }
+    }
+    UNROLL for (int i = 0; i < n; i++)
+        UNROLL for (int e = 0; e < wide; e++) w->acc[t + i][c + e] = x[i][e];
+}
+
+INLINE void gather(const struct paged_attention_args *a, struct tile *w, const struct block *k, float p[TILE][BLOCK], int64_t d,
+                   int bf16, int n) {
+    UNROLL for (int t = 0; t < n; t += GATHER) {
+        const int some = n - t < GATHER ? n - t : GATHER;
+        int64_t c = 0;
+        for (; c + 4 <= d / 16; c += 4)
+            gather_part(a, w, k, p, d, bf16, t, some, c, 4);
+        for (; c < d / 16; c++)
+            gather_part(a, w, k, p, d, bf16, t, some, c, 1);
     }
 }
 
-/* TILE queries of one (sequence, KV head): query number i is (p, g) = (i / group, i % group). */
-INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first, int64_t d, int bf16) {
+/* n queries, up to TILE, of one (sequence, KV head): query number i is (p, g) = (i / group, i % group). */
+INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first, int64_t d, int bf16, int n) {
     const int64_t group = a->num_heads / a->num_kv_heads, total = a->num_queries * group;
     struct tile w __attribute__((aligned(64)));
-    float v[BLOCK * MAX_D] __attribute__((aligned(64))), p[TILE][BLOCK] __attribute__((aligned(64)));
-    open_tile(a, &w, b, hkv, first, d, bf16);
-    for (int64_t at = w.last < 0 ? 0 : w.begin / BLOCK * BLOCK; at <= w.last; at += BLOCK) {
+    float p[TILE][BLOCK] __attribute__((aligned(64)));
+    struct block now, next;
+    open_tile(a, &w, b, hkv, first, d, n);
+    int64_t at = w.last < 0 ? 0 : w.begin / BLOCK * BLOCK;
+    if (w.last >= 0)
+        now = block_at(a, b, hkv, at, w.last, d);
+    for (; at <= w.last; at += BLOCK, now = next) {
         v16f s[TILE][SUBS];
-        /* Keys past the tile's last position may lie in no page at all. */
-        int subs = w.last - at >= BLOCK - 16 ? SUBS : (int)((w.last - at) / 16 + 1);
-        load_block(a, &w, b, hkv, at, subs, s, v, d, bf16);
-        for (int t = 0; t < TILE; t++)
+        if (at + BLOCK <= w.last) {
+            next = block_at(a, b, hkv, at + BLOCK, w.last, d);
+            fetch(a, &next, d, bf16);
+        }
+        score(a, &w, &now, s, d, bf16, n);
+        for (int t = 0; t < n; t++)
             weigh(a, &w, t, at, s[t], p[t], d);
-        for (int t = 0; t < TILE; t += 2)
-            gather(&w, t, p[t], p[t + 1], v, 16 * subs, d);
+        gather(a, &w, &now, p, d, bf16, n);
     }
-    for (int t = 0; t < TILE && first + t < total; t++) {
+    for (int t = 0; t < n && first + t < total; t++) {
         int64_t i = first + t;
         int64_t dst = ((b * a->num_queries + i / group) * a->num_heads + hkv * group + i % group) * d;
         float inverse = w.denom[t] > 0.0f ? 1.0f / w.denom[t] : 0.0f;
         for (int64_t c = 0; c < d; c++)
-            store1(a->out, dst + c, w.acc[t][c / 16][c % 16] * inverse, bf16);
+            store1(a->out, dst + c, w.acc[t][c / 16][c % 16] * inverse, a->io_bf16);
     }
 }
 
+#if defined(__AVX512F__)
+/* A decode step of one row has as many queries as a group has heads: three are usual. */
+#define ATTEND(d, bf16)                                                                                                 \
+    do {                                                                                                                \
+        if (left > 3)                                                                                                   \
+            attend_tile(a, b, hkv, first, d, bf16, 6);                                                                  \
+        else                                                                                                            \
+            attend_tile(a, b, hkv, first, d, bf16, 3);                                                                  \
+    } while (0)
+#else
+#define ATTEND(d, bf16) attend_tile(a, b, hkv, first, d, bf16, TILE)
+#endif
+
 static void attend(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first) {
-    int64_t d = a->head_dim;
+    int64_t d = a->head_dim, left = (int64_t)a->num_queries * (a->num_heads / a->num_kv_heads) - first;
+    (void)left; /* read in some variants */
     if (a->bf16) {
         if (d == 64)
-            attend_tile(a, b, hkv, first, 64, 1);
+            ATTEND(64, 1);
         else if (d == 128)
-            attend_tile(a, b, hkv, first, 128, 1);
+            ATTEND(128, 1);
         else
-            attend_tile(a, b, hkv, first, d, 1);
+            ATTEND(d, 1);
     } else {
         if (d == 64)
-            attend_tile(a, b, hkv, first, 64, 0);
+            ATTEND(64, 0);
         else
-            attend_tile(a, b, hkv, first, d, 0);
+            ATTEND(d, 0);
     }
 }
 

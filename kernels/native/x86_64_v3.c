@@ -3,6 +3,5 @@
 #pragma GCC target("arch=x86-64-v3")
 #define VARIANT(name) name##_x86_64_v3
 #include "accept.h"
-#include "fused.h"
-#include "paged_attention.h"
+#include "forward.h"
 #endif

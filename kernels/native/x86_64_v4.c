@@ -3,6 +3,5 @@
 #pragma GCC target("arch=x86-64-v4")
 #define VARIANT(name) name##_x86_64_v4
 #include "accept.h"
-#include "fused.h"
-#include "paged_attention.h"
+#include "forward.h"
 #endif

@@ -115,7 +115,7 @@ def prompts(embedded: LoadedModel) -> list[list[int]]:
         found: list[int] = embedded.tokenizer.encode(rendered, add_special_tokens=False)
         return found
 
-    return [ids("What is the capital of France?"), ids("Repeat after me, twice: one two three four five six seven.")]
+    return [ids("What is 2+3?"), ids("Repeat after me, twice: one two three four five six seven.")]
 
 
 @pytest.mark.model
@@ -144,5 +144,5 @@ def test_the_real_model_answers_the_same_with_and_without_drafts(
     drafted, accepted = run(7, answer_all)
     assert drafted == plain
     if temperature == 0:
-        assert "Paris" in embedded.tokenizer.decode(plain[0])
+        assert "5" in embedded.tokenizer.decode(plain[0])
         assert accepted > 0

@@ -1,0 +1,145 @@
+"""Reads the quantised matrices of a GGUF file as they are, for the products of a model that was loaded from it.
+
+A matrix is found by the library's own table of names. Invariant: blocks are used only where they give the weight that
+was loaded; the rows that a converter has reordered for the rotary embedding are put back. Not responsible for: loading
+the model (see loader.py), multiplying (see kernels/blocks.py).
+
+The layouts are those of ggml (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h): Q4_0, Q4_1, Q8_0 have
+blocks of 32, Q4_K has eight of them under one scale.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, get_tensor_name_map
+from torch import nn
+
+from gpu_engine.model.recording import distance
+from kernels.blocks import BLOCK, BlockKind, Blocks, quantised
+
+log = logging.getLogger(__name__)
+
+_Bytes = npt.NDArray[np.uint8]
+
+_SAME = 1e-2
+"""Largest relative distance of two roundings of one matrix; a matrix in another order is more than 1 away."""
+
+_FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+
+
+class GGUFBlocks:
+    """The matrices of one GGUF file, by the names that a transformers model gives them."""
+
+    def __init__(self, file: Path) -> None:
+        self._reader = GGUFReader(file)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        arch = self._field("general.architecture")
+        known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
+        layers = int(self._field(f"{arch}.block_count"))
+        self._names = get_tensor_name_map(known[arch], layers)
+        self._heads = [int(self._field(f"{arch}.attention.{name}")) for name in ("head_count", "head_count_kv")]
+        self.used: Counter[str] = Counter()
+        """Matrices that `of` returned as they are, by their type in the file."""
+        self.requantised: Counter[str] = Counter()
+        """Matrices whose type has no product here, or that were not found: 8 bits now."""
+
+    def _field(self, name: str) -> Any:
+        field = self._reader.get_field(name)
+        return field.contents() if field is not None else 0
+
+    @property
+    def quantised(self) -> bool:
+        """True: most matrices of the file are quantised."""
+        kinds = [tensor.tensor_type in _FLOATS for tensor in self._tensors.values() if len(tensor.shape) == 2]
+        return sum(kinds) * 2 < len(kinds)
+
+    def of(self, name: str, linear: nn.Linear) -> Blocks:
+        """Return the blocks of a product: the file's own, where it has them in a type that is multiplied here."""
+        tensor = self._tensors.get(f"{self._names.get_name(name)}.weight")
+        if tensor is None and name == "lm_head":
+            tensor = self._tensors.get("token_embd.weight")  # tied to the embedding
+        blocks = None if tensor is None else _blocks_of(np.asarray(tensor.data), tensor.tensor_type)
+        if blocks is not None:
+            blocks = self._in_order(blocks, linear.weight)
+        if tensor is None or blocks is None:
+            self.requantised["missing" if tensor is None else tensor.tensor_type.name] += 1
+            return quantised(linear.weight, BlockKind.Q8)
+        self.used[tensor.tensor_type.name] += 1
+        return blocks
+
+    def _in_order(self, blocks: Blocks, weight_NK: torch.Tensor) -> Blocks | None:
+        """Return the blocks with the rows of the loaded weight, or None when no known order gives it."""
+        want_NK = weight_NK.float()
+        for heads in (0, *self._heads):
+            if blocks.shape != tuple(want_NK.shape) or (heads and len(want_NK) % (2 * heads)):
+                continue
+            tried = _rows_put_back(blocks, heads) if heads else blocks
+            if distance(tried.dequantised(), want_NK) < _SAME:
+                return tried
+        return None
+
+    def __repr__(self) -> str:
+        return (
+            f"<GGUFBlocks {len(self._tensors)} tensors, used {dict(self.used)}, requantised {dict(self.requantised)}>"
+        )
+
+
+def _rows_put_back(blocks: Blocks, heads: int) -> Blocks:
+    """Undo llama.cpp's order of a head's rows, which interleaves the halves that rotate together."""
+    N = blocks.shape[0]
+    order = torch.arange(N).view(heads, N // heads // 2, 2).transpose(1, 2).reshape(N)
+    offsets = None if blocks.offsets_NB is None else blocks.offsets_NB[order]
+    return Blocks(blocks.kind, blocks.quants_NK[order], blocks.scales_NB[order], offsets)
+
+
+def _halves(raw_NBk: _Bytes) -> torch.Tensor:
+    """Two bytes of every block as float16, [N, B]."""
+    return torch.from_numpy(np.ascontiguousarray(raw_NBk).view(np.float16)[..., 0].copy())
+
+
+def _nibbles(raw_NBk: _Bytes) -> torch.Tensor:
+    """Low halves, then high halves of every block's bytes, uint8."""
+    return torch.from_numpy(np.concatenate([raw_NBk & 15, raw_NBk >> 4], axis=-1))
+
+
+def _blocks_of(raw: npt.NDArray[Any], kind: GGMLQuantizationType) -> Blocks | None:
+    """Return the blocks of a matrix's bytes [N, ...], or None for a type without a product here."""
+    N = raw.shape[0]
+    if kind is GGMLQuantizationType.Q8_0:
+        raw_NBk = raw.reshape(N, -1, 2 + BLOCK)
+        quants = np.ascontiguousarray(raw_NBk[..., 2:]).view(np.int8).reshape(N, -1)
+        return Blocks(BlockKind.Q8, torch.from_numpy(quants.copy()), _halves(raw_NBk[..., :2]), None)
+    if kind is GGMLQuantizationType.Q4_0:
+        raw_NBk = raw.reshape(N, -1, 2 + BLOCK // 2)
+        scales_NB = _halves(raw_NBk[..., :2])
+        return Blocks(BlockKind.Q4, _nibbles(raw_NBk[..., 2:]).reshape(N, -1), scales_NB, -8 * scales_NB)
+    if kind is GGMLQuantizationType.Q4_1:
+        raw_NBk = raw.reshape(N, -1, 4 + BLOCK // 2)
+        quants_NK = _nibbles(raw_NBk[..., 4:]).reshape(N, -1)
+        return Blocks(BlockKind.Q4, quants_NK, _halves(raw_NBk[..., :2]), _halves(raw_NBk[..., 2:4]))
+    return _blocks_of_q4_k(raw) if kind is GGMLQuantizationType.Q4_K else None
+
+
+def _blocks_of_q4_k(raw: npt.NDArray[Any]) -> Blocks:
+    """Q4_K: 256 inputs under two halves; eight blocks have a scale and a minimum of 6 bits each.
+
+    The products of scales are rounded to half precision, a relative error of at most 5e-4 of a scale.
+    """
+    N = raw.shape[0]
+    raw_NSk = raw.reshape(N, -1, 144)
+    d_NS1, least_NS1 = (_halves(raw_NSk[..., at : at + 2]).float()[..., None] for at in (0, 2))
+    packed = raw_NSk[..., 4:16].reshape(N, -1, 3, 4)
+    low, high, mixed = packed[..., 0, :], packed[..., 1, :], packed[..., 2, :]
+    scales = np.concatenate([low & 63, (mixed & 15) | ((low >> 2) & 48)], axis=-1)
+    minima = np.concatenate([high & 63, (mixed >> 4) | ((high >> 2) & 48)], axis=-1)
+    quants_NK = _nibbles(raw_NSk[..., 16:].reshape(N, -1, 4, BLOCK)).reshape(N, -1)
+    scales_NB = (d_NS1 * torch.from_numpy(scales.astype(np.float32))).half().reshape(N, -1)
+    offsets_NB = (-least_NS1 * torch.from_numpy(minima.astype(np.float32))).half().reshape(N, -1)
+    return Blocks(BlockKind.Q4, quants_NK, scales_NB, offsets_NB)

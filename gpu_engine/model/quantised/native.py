@@ -1,0 +1,164 @@
+"""A fused forward over block-quantised weights as one native call.
+
+Invariant: the native forward runs only after its logits were compared with those of the loop that it replaces. Not
+responsible for: the loop (see fused_forward.py), the arithmetic (see kernels/forward.py).
+
+Shapes: B sequences, P positions of each, V columns of the logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
+from gpu_engine.model.fusion import Fused
+from gpu_engine.model.quantised.linear import BlockLinear
+from gpu_engine.model.recording import distance
+from gpu_engine.model.rotary import RotaryTable
+from kernels.blocks import PackedBlocks
+from kernels.forward import Forward, ForwardLayer, Norm
+from kernels.fused_arguments import NormKind, RMSNorm
+
+log = logging.getLogger(__name__)
+
+
+class NotNative(Exception):
+    """The forward has a part that the native one lacks; the message names it."""
+
+
+class NativeForward:
+    """Has the methods of `FusedForward`. Logits are float32, and the next call overwrites them."""
+
+    def __init__(self, forward: Forward, num_layers: int) -> None:
+        self._forward, self._num_layers = forward, num_layers
+        self._starts: dict[tuple[int, int], torch.Tensor] = {}
+        """By (B, P)."""
+
+    @property
+    def skips_padding(self) -> bool:
+        """True."""
+        return True
+
+    def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        """Return [B * P, V]; rows of padding have no defined content."""
+        return self._run(ids_BP, ctx, ids_BP.numel())
+
+    def fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
+        """Write keys and values, and what `ctx.hidden` wants."""
+        self._run(ids_BP, ctx, 0)
+
+    def _run(self, ids_BP: torch.Tensor, ctx: AttentionContext, num_logits: int) -> torch.Tensor:
+        B, P = ids_BP.shape
+        if (B, P) not in self._starts:
+            self._starts[B, P] = torch.arange(0, B * P + 1, P, dtype=torch.int32)
+        taps = {layer: self._forward.new_tap(B * P) for layer in ctx.hidden or {}}
+        logits_NV = self._forward(
+            *(ids_BP.reshape(-1).contiguous(), ctx.positions_BP.reshape(-1).contiguous(), self._starts[B, P]),
+            *(ctx.pages, ctx.page_table_BN),
+            num_logits=num_logits,
+            taps=taps,
+        )
+        if ctx.hidden is not None:
+            ctx.hidden.update(taps)
+        return logits_NV
+
+    def __repr__(self) -> str:
+        return f"<NativeForward of {self._num_layers} layers>"
+
+
+_BLOCKS = 0.1
+"""Largest relative distance of the logits: the loop quantises activations that it has rounded to the model's dtype
+first, so other integers come out of it."""
+
+
+def with_native(fused: Fused, want_NV: torch.Tensor, run: Callable[[WholeForward | None], torch.Tensor]) -> Fused:
+    """Return `fused` with its loop as one native call, where that gives the same logits; the log says why not.
+
+    `run` computes logits [N, V] of the probe's tokens, `want_NV` are those of the loop's products.
+    """
+    assert isinstance(fused.forward, FusedForward)
+    try:
+        native = native_forward_of(fused.forward)
+        far = distance(run(native), want_NV)
+        if far > _BLOCKS:
+            raise NotNative(f"its logits are {far:.1e} away")
+    except (NotNative, AssertionError) as why:
+        log.info("not native: %s", why)
+        return fused
+    return replace(fused, forward=native)
+
+
+def native_forward_of(fused: FusedForward) -> NativeForward:
+    """Return the same forward as one native call. Does not check its numbers.
+
+    Raises NotNative.
+    """
+    if not isinstance(fused.embedding, nn.Embedding):
+        raise NotNative(f"its embedding is a {type(fused.embedding).__name__}")
+    head = _packed(fused.head, "head")
+    embedding_VH = fused.embedding.weight.detach()
+    # Gemma's; another kind of embedding that does more gives other logits, and is not used.
+    scale = float(torch.as_tensor(getattr(fused.embedding, "embed_scale", 1.0)).to(embedding_VH.dtype))
+    tables = [_table_of(call, embedding_VH) for call in fused.rotary]
+    layers = [_layer_of(layer, *tables[layer.angles]) for layer in fused.layers]
+    shapes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in (layer.attention.shape for layer in fused.layers)}
+    if len(shapes) > 1:
+        raise NotNative(f"its layers have the attention shapes {sorted(shapes)}")
+    ((num_heads, num_kv_heads, head_dim),) = shapes
+    heads = (num_heads, num_kv_heads)
+    forward = Forward(
+        *(embedding_VH, layers, _norm(fused.norm), head, heads, head_dim),
+        logits_softcap=fused.logits_softcap,
+        embedding_scale=scale,
+    )
+    return NativeForward(forward, len(layers))
+
+
+def _packed(module: nn.Module, name: str) -> PackedBlocks:
+    if not isinstance(module, BlockLinear):
+        raise NotNative(f"its {name} is no product over blocks")
+    return module.packed
+
+
+def _table_of(call: RotaryCall, weight_VH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(call.module, RotaryTable):
+        raise NotNative("its rotary embedding is no table")
+    cos_LR, sin_LR = call.module.table(weight_VH[:1, None], call.rest, call.kwargs)
+    return cos_LR.float().contiguous(), sin_LR.float().contiguous()
+
+
+def _norm(norm: RMSNorm) -> Norm:
+    weight = norm.weight_H.float()
+    return Norm(weight + 1.0 if norm.kind is NormKind.ONE_PLUS_SCALE else weight.clone(), norm.eps)
+
+
+def _norm_or_none(norm: RMSNorm | None) -> Norm | None:
+    return None if norm is None else _norm(norm)
+
+
+def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> ForwardLayer:
+    attention, gated = layer.attention, layer.gated
+    return ForwardLayer(
+        qkv=_packed(attention.qkv, "q, k, v product"),
+        output=_packed(attention.output, "output product"),
+        gate_up=_packed(gated.gate_up, "gate product"),
+        down=_packed(gated.down, "down product"),
+        pre_attention=_norm_or_none(layer.pre_attention),
+        post_attention=_norm_or_none(layer.post_attention),
+        pre_block=_norm_or_none(layer.pre_block),
+        post_block=_norm_or_none(layer.post_block),
+        q_norm=_norm_or_none(attention.q_norm),
+        k_norm=_norm_or_none(attention.k_norm),
+        cos_LR=cos_LR,
+        sin_LR=sin_LR,
+        scale=attention.shape.scale,
+        softcap=attention.shape.softcap,
+        window=attention.shape.window,
+        act=gated.act,
+    )

@@ -1,0 +1,253 @@
+"""A decoder's whole forward over block-quantised weights in one native call, on a CPU.
+
+Invariant: a row depends on its own sequence alone, bit for bit, whatever else is in the call; padding is not computed.
+Between products everything is float32; keys and values have the pages' dtype. Not responsible for: which models have
+this form (see gpu_engine/model/quantised/native.py), and the ownership of pages (see gpu_engine/core/kv_cache.py).
+
+Shapes: N rows, S sequences, V columns of the logits, H hidden size, I inner size of the gated block, D head size,
+L positions of a rotary table, R rotated channels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.blocks import BLOCK, BlockWeightsArgs, PackedBlocks
+from kernels.fused_arguments import Activation
+from kernels.kv_pages import KVPages
+from kernels.library import native
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """An RMSNorm: float32 [H] or [D], and its epsilon."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardLayer:
+    """The weights and numbers of one layer: x += post(attention(pre(x))), then the same with the gated block."""
+
+    qkv: PackedBlocks
+    output: PackedBlocks
+    gate_up: PackedBlocks
+    """The gate's outputs, then those of up."""
+    down: PackedBlocks
+    pre_attention: Norm | None
+    post_attention: Norm | None
+    pre_block: Norm | None
+    post_block: Norm | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    cos_LR: torch.Tensor
+    """float32, contiguous."""
+    sin_LR: torch.Tensor
+    scale: float
+    softcap: float
+    """0: none."""
+    window: int
+    """0: none."""
+    act: Activation
+
+
+_NORMS = ("pre_attention", "post_attention", "pre_block", "post_block")
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+
+class _LayerArgs(ctypes.Structure):
+    """Mirror of `struct forward_layer`."""
+
+    _fields_ = [
+        *[(name, BlockWeightsArgs) for name in ("qkv", "output", "gate_up", "down")],
+        *[(name, ctypes.c_void_p) for name in (*_NORMS, *_HEAD_NORMS, "cos", "sin", "k_pages", "v_pages", "tap")],
+        ("rotated", ctypes.c_int64),
+        *[
+            (name, ctypes.c_float)
+            for name in (*(f"{norm}_eps" for norm in _NORMS), "q_eps", "k_eps", "scale", "softcap")
+        ],
+        *[(name, ctypes.c_int32) for name in ("window", "act")],
+    ]
+
+    @classmethod
+    def of(cls, layer: ForwardLayer) -> _LayerArgs:
+        """Return the arguments that no call changes. The layer outlives them."""
+        args = cls(*(part.args for part in (layer.qkv, layer.output, layer.gate_up, layer.down)))
+        for name in (*_NORMS, *_HEAD_NORMS):
+            norm = getattr(layer, name)
+            if norm is not None:
+                setattr(args, name, norm.weight.data_ptr())
+                setattr(args, f"{name.removesuffix('_norm')}_eps", norm.eps)
+        args.cos, args.sin, args.rotated = layer.cos_LR.data_ptr(), layer.sin_LR.data_ptr(), layer.cos_LR.shape[1]
+        args.scale, args.softcap, args.window, args.act = layer.scale, layer.softcap, layer.window, layer.act
+        return args
+
+
+_POINTERS = ("norm", "embedding", "ids", "positions", "row_starts", "page_table", "logits", "tap", "scratch")
+_SIZES = ("hidden", "inner", "num_heads", "num_kv_heads", "head_dim", "page_size")
+
+
+class _ForwardArgs(ctypes.Structure):
+    """Mirror of `struct forward_args`."""
+
+    _fields_ = [
+        ("layers", ctypes.POINTER(_LayerArgs)),
+        ("head", BlockWeightsArgs),
+        *[(name, ctypes.c_void_p) for name in _POINTERS],
+        *[(name, ctypes.c_int64) for name in ("table_stride", "logits_stride")],
+        *[(name, ctypes.c_int64) for name in ("num_rows", "num_sequences", "num_layers", "num_logits", *_SIZES)],
+        *[(name, ctypes.c_float) for name in ("embedding_scale", "norm_eps", "logits_softcap")],
+        ("bf16", ctypes.c_int32),
+    ]
+
+
+class Forward:
+    """The forward of one model. Owns its scratch memory and its logits: not for two threads at once.
+
+    Args:
+        embedding_VH: bfloat16 or float32, the dtype of pages and taps; the model owns it.
+        layers: of equal shapes.
+        norm: in front of the head.
+        head: the output product.
+        heads: (query heads, KV heads).
+        head_dim: D.
+        logits_softcap: 0: none.
+        embedding_scale: multiplies the embedding.
+    """
+
+    def __init__(
+        self,
+        embedding_VH: torch.Tensor,
+        layers: Sequence[ForwardLayer],
+        norm: Norm,
+        head: PackedBlocks,
+        heads: tuple[int, int],
+        head_dim: int,
+        *,
+        logits_softcap: float = 0.0,
+        embedding_scale: float = 1.0,
+    ) -> None:
+        self._owned = (embedding_VH, tuple(layers), norm, head)
+        self._dtype, H, inner = embedding_VH.dtype, embedding_VH.shape[1], layers[0].down.num_inputs
+        self._check(H, inner, heads, head_dim)
+        self._layers = (_LayerArgs * len(layers))(*(_LayerArgs.of(layer) for layer in layers))
+        self._args = _ForwardArgs(self._layers, head.args)
+        args = self._args
+        args.embedding, args.embedding_scale = embedding_VH.data_ptr(), embedding_scale
+        args.norm, args.norm_eps, args.logits_softcap = norm.weight.data_ptr(), norm.eps, logits_softcap
+        args.num_layers, args.hidden, args.inner, args.head_dim = len(layers), H, inner, head_dim
+        (args.num_heads, args.num_kv_heads), args.bf16 = heads, self._dtype == torch.bfloat16
+        self._logits_NV = torch.empty(0, head.num_outputs)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._pages: list[KVPages] | None = None
+
+    def _check(self, H: int, inner: int, heads: tuple[int, int], head_dim: int) -> None:
+        """Assert what the native code relies on."""
+        embedding_VH, layers, _, head = self._owned
+        channels = heads[0] * head_dim
+        assert embedding_VH.dtype in (torch.bfloat16, torch.float32), embedding_VH.dtype
+        assert embedding_VH.is_contiguous()
+        assert H % BLOCK == inner % BLOCK == channels % BLOCK == 0, (H, inner, channels)
+        assert head_dim % 16 == 0, head_dim
+        assert head_dim <= 256, head_dim
+        assert heads[0] % heads[1] == 0, heads
+        assert head.num_inputs == H, head
+        for layer in layers:
+            shapes = [
+                (part.num_inputs, part.num_outputs) for part in (layer.qkv, layer.output, layer.gate_up, layer.down)
+            ]
+            assert shapes == [(H, channels + 2 * heads[1] * head_dim), (channels, H), (H, 2 * inner), (inner, H)], (
+                shapes
+            )
+            assert layer.cos_LR.shape == layer.sin_LR.shape, layer.cos_LR.shape
+            assert layer.cos_LR.dtype == layer.sin_LR.dtype == torch.float32
+            assert layer.cos_LR.is_contiguous()
+            assert layer.sin_LR.is_contiguous()
+            assert layer.cos_LR.shape[1] % 2 == 0, layer.cos_LR.shape
+            assert layer.cos_LR.shape[1] <= head_dim, layer.cos_LR.shape
+
+    def __call__(
+        self,
+        ids_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        row_starts: torch.Tensor,
+        pages: list[KVPages],
+        page_table_SN: torch.Tensor,
+        *,
+        num_logits: int,
+        taps: Mapping[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Store the rows' keys and values; return the logits of the first `num_logits` rows, float32 [num_logits, V].
+
+        The result is a view of memory that the next call overwrites; a row of padding has no defined content. With
+        `num_logits` 0 and no tap behind the last layer, the last layer only fills the pages.
+
+        `ids_N` int64, `positions_N` int32: negative is padding, behind the other rows of its sequence. `row_starts`
+        int32 [S + 1]: sequence s has rows [row_starts[s], row_starts[s + 1]). `page_table_SN` int32. `taps`: layer ->
+        [N, H] in the model's dtype, which gets that layer's input; the number of layers stands for the head's input.
+        """
+        args, N = self._args, len(ids_N)
+        assert ids_N.dtype == torch.int64, ids_N.dtype
+        assert positions_N.dtype == row_starts.dtype == page_table_SN.dtype == torch.int32
+        assert ids_N.is_contiguous()
+        assert positions_N.is_contiguous()
+        assert row_starts.is_contiguous()
+        assert page_table_SN.stride(1) == 1
+        assert num_logits <= N == len(positions_N), (num_logits, N, len(positions_N))
+        assert len(row_starts) <= len(page_table_SN) + 1
+        self._use_pages(pages)
+        args.num_rows, args.num_sequences, args.num_logits = N, len(row_starts) - 1, num_logits
+        self._reserve()
+        args.ids, args.positions, args.row_starts = ids_N.data_ptr(), positions_N.data_ptr(), row_starts.data_ptr()
+        args.page_table, args.table_stride = page_table_SN.data_ptr(), page_table_SN.stride(0)
+        self._use_taps(taps or {}, N)
+        native().lockstep_forward(ctypes.byref(args))
+        return self._logits_NV[:num_logits]
+
+    def new_tap(self, num_rows: int) -> torch.Tensor:
+        """Return memory for a tap, [num_rows, H]."""
+        return torch.empty(num_rows, self._args.hidden, dtype=self._dtype)
+
+    def _use_pages(self, pages: list[KVPages]) -> None:
+        """Point the layers at the pages, unless they are those of the last call."""
+        if pages is self._pages:
+            return
+        assert len(pages) == len(self._layers), (len(pages), len(self._layers))
+        (Hkv, D), T = (self._args.num_kv_heads, self._args.head_dim), pages[0].v.shape[2]
+        for args, page in zip(self._layers, pages, strict=True):
+            assert not page.token_major, "the pages have the layout of a GPU"
+            assert page.k.dtype == page.v.dtype == self._dtype, (page.k.dtype, self._dtype)
+            assert page.k.shape == (len(page.v), Hkv, D, T), page.k.shape
+            assert page.v.shape[1:] == (Hkv, T, D), page.v.shape
+            args.k_pages, args.v_pages = page.k.data_ptr(), page.v.data_ptr()
+        self._args.page_size, self._pages = T, pages
+
+    def _reserve(self) -> None:
+        """Have memory for the call. It only grows."""
+        args, library = self._args, native()
+        library.lockstep_forward_scratch.restype = ctypes.c_int64
+        size = library.lockstep_forward_scratch(ctypes.byref(args)) + 64
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+            args.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
+        if len(self._logits_NV) < args.num_logits:
+            self._logits_NV = torch.empty(args.num_logits, self._logits_NV.shape[1])
+        args.logits, args.logits_stride = self._logits_NV.data_ptr(), self._logits_NV.shape[1]
+
+    def _use_taps(self, taps: Mapping[int, torch.Tensor], num_rows: int) -> None:
+        for tap in taps.values():
+            assert tap.shape == (num_rows, self._args.hidden), tap.shape
+            assert tap.dtype == self._dtype, tap.dtype
+            assert tap.is_contiguous()
+        for at, args in enumerate(self._layers):
+            args.tap = taps[at].data_ptr() if at in taps else None
+        last = taps.get(len(self._layers))
+        self._args.tap = None if last is None else last.data_ptr()
+
+    def __repr__(self) -> str:
+        return f"<Forward of {len(self._layers)} layers, hidden {self._args.hidden}>"

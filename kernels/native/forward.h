@@ -1,0 +1,316 @@
+/* A decoder's whole forward over block-quantised weights, for CPUs: one call, one team of threads, no Python in between.
+ *
+ * A layer is x += post(attention(pre(x))), then the same with a gated block; the steps between two barriers are the functions
+ * below, in their order. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding is
+ * dropped in front: only rows with a position are computed. Invariant: a row depends on its own sequence alone, bit for bit,
+ * whatever else is in the call. Not responsible for: the ownership of pages and weights.
+ */
+#include "blocks.h"
+#include "fused.h"
+#include "paged_attention.h"
+
+struct forward_layer {
+    struct block_weights qkv, output, gate_up, down; /* gate_up: the gate's outputs, then those of up */
+    /* fp32 [hidden]; null: no such norm */
+    const float *pre_attention, *post_attention, *pre_block, *post_block;
+    const float *q_norm, *k_norm; /* fp32 [head_dim]; null: none */
+    const float *cos, *sin;       /* fp32 [positions][rotated] */
+    void *k_pages, *v_pages;      /* see paged_attention.h */
+    void *tap;                    /* [num_rows][hidden] in the pages' dtype: gets the layer's input; null: not wanted */
+    int64_t rotated;              /* the first channels of a head, which are rotated */
+    float pre_attention_eps, post_attention_eps, pre_block_eps, post_block_eps, q_eps, k_eps;
+    float scale, softcap;         /* of attention */
+    int32_t window, act;
+};
+
+struct forward_args {
+    const struct forward_layer *layers;
+    struct block_weights head;
+    const float *norm;          /* fp32 [hidden], in front of the head */
+    const void *embedding;      /* [vocabulary][hidden] in the pages' dtype */
+    const int64_t *ids;         /* [num_rows] */
+    const int32_t *positions;   /* [num_rows]; negative is padding, behind the other rows of its sequence */
+    const int32_t *row_starts;  /* [num_sequences + 1], ascending: sequence b has rows [row_starts[b], row_starts[b + 1]) */
+    const int32_t *page_table;  /* [num_sequences][table_stride] */
+    float *logits;              /* [num_logits][logits_stride]: rows of padding are not written */
+    void *tap;                  /* [num_rows][hidden]: gets the input of the head; null: not wanted */
+    uint8_t *scratch;           /* lockstep_forward_scratch bytes, on a 64-byte boundary */
+    int64_t table_stride, logits_stride;
+    int64_t num_rows, num_sequences, num_layers;
+    int64_t num_logits;         /* the first rows, whose logits are wanted; 0: fill the pages and return */
+    int64_t hidden, inner, num_heads, num_kv_heads, head_dim, page_size;
+    float embedding_scale, norm_eps, logits_softcap; /* softcap 0: none */
+    int32_t bf16;               /* pages, embedding and taps */
+};
+
+/* Memory of one call, cut from the scratch. R rows that are no padding. */
+struct forward_work {
+    float *x, *delta, *qkv, *attended; /* [R][hidden], [R][hidden], [R][(Hq + 2 Hkv) D], [R][Hq D] */
+    struct block_rows normed, heads, gated; /* inputs of products: of hidden, Hq D and inner channels; the first two share memory */
+    int32_t *place, *position;         /* [R]: number among the caller's rows, and position */
+    int32_t *first;                    /* [num_sequences + 1]: sequence b has rows [first[b], first[b + 1]) of R */
+    int32_t (*tasks)[3];               /* sequence, KV head, first query of a tile */
+    int64_t rows, num_tasks, num_logits;
+};
+
+static uint8_t *carve(uint8_t **memory, int64_t bytes) {
+    uint8_t *at = *memory;
+    *memory += (bytes + 63) & ~(int64_t)63;
+    return at;
+}
+
+/* Lay the work out from `memory` on for so many rows; return the end. With a null `work` it only counts. */
+static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t rows, struct forward_work *work) {
+    const int64_t attended = a->num_heads * a->head_dim, channels = attended + 2 * a->num_kv_heads * a->head_dim;
+    const int64_t narrow = attended > a->hidden ? attended : a->hidden, group = a->num_heads / a->num_kv_heads;
+    const int64_t tiles = (rows * group + TILE - 1) / TILE + a->num_sequences;
+    struct forward_work w;
+    w.x = (float *)carve(&memory, rows * a->hidden * 4);
+    w.delta = (float *)carve(&memory, rows * a->hidden * 4);
+    w.qkv = (float *)carve(&memory, rows * channels * 4);
+    w.attended = (float *)carve(&memory, rows * attended * 4);
+    uint8_t *shared = carve(&memory, block_rows_bytes(rows, narrow));
+    w.normed = block_rows_at(shared, rows, a->hidden);
+    w.heads = block_rows_at(shared, rows, attended);
+    w.gated = block_rows_at(carve(&memory, block_rows_bytes(rows, a->inner)), rows, a->inner);
+    w.place = (int32_t *)carve(&memory, rows * 4);
+    w.position = (int32_t *)carve(&memory, rows * 4);
+    w.first = (int32_t *)carve(&memory, (a->num_sequences + 1) * 4);
+    w.tasks = (int32_t (*)[3])carve(&memory, tiles * a->num_kv_heads * 12);
+    if (work)
+        *work = w;
+    return memory;
+}
+
+/* Drop padding, and list the tiles of attention. */
+static void open_work(const struct forward_args *a, struct forward_work *w) {
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    w->rows = w->num_tasks = w->num_logits = 0;
+    for (int64_t b = 0; b < a->num_sequences; b++) {
+        w->first[b] = (int32_t)w->rows;
+        for (int32_t r = a->row_starts[b]; r < a->row_starts[b + 1] && a->positions[r] >= 0; r++) {
+            w->place[w->rows] = r;
+            w->position[w->rows++] = a->positions[r];
+            w->num_logits += r < a->num_logits;
+        }
+        for (int64_t q = 0; q < (w->rows - w->first[b]) * group; q += TILE)
+            for (int64_t h = 0; h < a->num_kv_heads; h++) {
+                int32_t *task = w->tasks[w->num_tasks++];
+                task[0] = (int32_t)b;
+                task[1] = (int32_t)h;
+                task[2] = (int32_t)q;
+            }
+    }
+    w->first[a->num_sequences] = (int32_t)w->rows;
+}
+
+/* x * weight / rms(x), n a multiple of 16; `out` may be `x`. */
+INLINE void norm32(const float *x, const float *weight, float eps, float *out, int64_t n) {
+    v16f squares = splat(0.0f);
+    for (int64_t i = 0; i < n; i += 16)
+        squares += load_f32(x + i) * load_f32(x + i);
+    float inverse = 1.0f / sqrtf(sum16(squares) / (float)n + eps);
+    for (int64_t i = 0; i < n; i += 16) {
+        v16f y = load_f32(x + i) * splat(inverse) * load_f32(weight + i);
+        memcpy(out + i, &y, sizeof y);
+    }
+}
+
+static void tap_row(const struct forward_args *a, const struct forward_work *w, void *tap, int64_t r, const float *x) {
+    for (int64_t i = 0; i < a->hidden; i++)
+        store1(tap, w->place[r] * a->hidden + i, x[i], a->bf16);
+}
+
+/* x += post(delta), then delta = pre(x): the input of the next product. `post` and `pre` may be null. */
+INLINE void add_and_norm(const struct forward_args *a, const struct forward_work *w, int64_t r, const float *post, float post_eps,
+                         const float *pre, float pre_eps, void *tap) {
+    const int64_t n = a->hidden;
+    float *x = w->x + r * n, *delta = w->delta + r * n;
+    if (post)
+        norm32(delta, post, post_eps, delta, n);
+    for (int64_t i = 0; i < n; i += 16) {
+        v16f y = load_f32(x + i) + load_f32(delta + i);
+        memcpy(x + i, &y, sizeof y);
+    }
+    if (tap)
+        tap_row(a, w, tap, r, x);
+    if (pre)
+        norm32(x, pre, pre_eps, delta, n);
+    else
+        memcpy(delta, x, (size_t)n * 4);
+}
+
+/* Rows of the embedding; the pending output is zero. */
+static void embed(const struct forward_args *a, const struct forward_work *w) {
+    const int64_t n = a->hidden;
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < w->rows; r++)
+        for (int64_t i = 0; i < n; i += 16) {
+            v16f y = load(a->embedding, a->ids[w->place[r]] * n + i, a->bf16) * splat(a->embedding_scale), zero = splat(0.0f);
+            memcpy(w->x + r * n + i, &y, sizeof y);
+            memcpy(w->delta + r * n + i, &zero, sizeof zero);
+        }
+}
+
+static void before_product(const struct forward_args *a, const struct forward_work *w, const float *post, float post_eps,
+                           const float *pre, float pre_eps, void *tap) {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < w->rows; r++) {
+        add_and_norm(a, w, r, post, post_eps, pre, pre_eps, tap);
+        quantise_row(w->delta + r * a->hidden, &w->normed, r);
+    }
+}
+
+static void product(const struct block_weights *m, const struct block_rows *x, int64_t rows, float *out) {
+#pragma omp for schedule(static)
+    for (int64_t g = 0; g < groups_of(m); g++)
+        group_into(m, g, x, rows, out, m->outputs, 0);
+}
+
+INLINE void rotate32(float *head, const float *cos, const float *sin, int64_t rotated) {
+    const int64_t half = rotated / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float x = head[i], y = head[half + i];
+        head[i] = x * cos[i] - y * sin[i];
+        head[half + i] = y * cos[half + i] + x * sin[half + i];
+    }
+}
+
+/* Head norms and rotary, then keys and values into the pages. */
+static void rotate_and_store(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w,
+                             const struct paged_attention_args *attention) {
+    const int64_t d = a->head_dim, channels = (a->num_heads + 2 * a->num_kv_heads) * d;
+#pragma omp for schedule(static)
+    for (int64_t b = 0; b < a->num_sequences; b++)
+        for (int64_t r = w->first[b]; r < w->first[b + 1]; r++) {
+            const int64_t angle = w->position[r] * l->rotated;
+            for (int64_t h = 0; h < a->num_heads + a->num_kv_heads; h++) {
+                float *head = w->qkv + r * channels + h * d;
+                if (l->q_norm && h < a->num_heads)
+                    norm32(head, l->q_norm, l->q_eps, head, d);
+                else if (l->k_norm && h >= a->num_heads)
+                    norm32(head, l->k_norm, l->k_eps, head, d);
+                rotate32(head, l->cos + angle, l->sin + angle, l->rotated);
+            }
+            struct paged_attention_args row = *attention;
+            row.k = (const float *)row.k + r * channels;
+            row.v = (const float *)row.v + r * channels;
+            row.positions = w->position + r;
+            row.page_table += b * a->table_stride;
+            store_row(&row, 0, 0, a->bf16);
+        }
+}
+
+static void attend_all(const struct forward_args *a, const struct forward_work *w, const struct paged_attention_args *attention) {
+    const int64_t channels = (a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < w->num_tasks; task++) {
+        int64_t b = w->tasks[task][0], r = w->first[b];
+        struct paged_attention_args part = *attention;
+        part.q = (const float *)part.q + r * channels;
+        part.out = (float *)part.out + r * a->num_heads * a->head_dim;
+        part.positions = w->position + r;
+        part.page_table += b * a->table_stride;
+        part.num_queries = w->first[b + 1] - (int32_t)r;
+        attend(&part, 0, w->tasks[task][1], w->tasks[task][2]);
+    }
+}
+
+static void quantise_attended(const struct forward_args *a, const struct forward_work *w) {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < w->rows; r++)
+        quantise_row(w->attended + r * a->num_heads * a->head_dim, &w->heads, r);
+}
+
+/* act(gate) * up of 32 channels at a time, quantised at once: the input of the product `down`. */
+static void gate_and_up(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w) {
+    const int64_t blocks = a->inner / GROUP;
+#pragma omp for schedule(static)
+    for (int64_t c = 0; c < blocks; c++)
+        for (int64_t r = 0, n; r < w->rows; r += n) {
+            v16f gate[ROW_TILE][2], up[ROW_TILE][2], z[2];
+            n = tile_of(w->rows - r);
+            group_rows(&l->gate_up, c, &w->normed, r, n, gate);
+            group_rows(&l->gate_up, blocks + c, &w->normed, r, n, up);
+            for (int64_t t = 0; t < n; t++) {
+                for (int half = 0; half < 2; half++) {
+                    v16f g = gate[t][half], u = g;
+                    if (l->act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
+                        u = splat(2.0f * 0.7978845608028654f) * (g + splat(0.044715f) * g * g * g);
+                    z[half] = g * sigmoid16(u) * up[t][half];
+                }
+                quantise_block((const float *)z, &w->gated, r + t, c);
+            }
+        }
+}
+
+static void head(const struct forward_args *a, const struct forward_work *w) {
+#pragma omp for schedule(static)
+    for (int64_t g = 0; g < groups_of(&a->head); g++)
+        group_into(&a->head, g, &w->normed, w->num_logits, a->logits, a->logits_stride, w->place);
+    if (a->logits_softcap > 0.0f) {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < w->num_logits; r++)
+            for (int64_t i = 0; i < a->head.outputs; i++) {
+                float *y = a->logits + w->place[r] * a->logits_stride + i;
+                *y = tanhf(*y / a->logits_softcap) * a->logits_softcap;
+            }
+    }
+}
+
+/* One layer, called by every thread of the team. Each function ends with a barrier. */
+static void layer(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w, const float *post,
+                  float post_eps, int fill) {
+    const int64_t d = a->head_dim, attended = a->num_heads * d, channels = attended + 2 * a->num_kv_heads * d;
+    struct paged_attention_args attention = {
+        .q = w->qkv, .k = w->qkv + attended, .v = w->qkv + attended + a->num_kv_heads * d, .out = w->attended,
+        .k_pages = l->k_pages, .v_pages = l->v_pages, .page_table = a->page_table, .positions = w->position,
+        .q_stride_p = channels, .q_stride_h = d, .k_stride_p = channels, .k_stride_h = d, .v_stride_p = channels,
+        .v_stride_h = d, .table_stride = a->table_stride, .num_batch = 1, .num_queries = 1,
+        .num_heads = (int32_t)a->num_heads, .num_kv_heads = (int32_t)a->num_kv_heads, .head_dim = (int32_t)d,
+        .page_size = (int32_t)a->page_size, .bf16 = a->bf16, .window = l->window, .scale = l->scale, .softcap = l->softcap,
+    };
+    before_product(a, w, post, post_eps, l->pre_attention, l->pre_attention_eps, l->tap);
+    product(&l->qkv, &w->normed, w->rows, w->qkv);
+    rotate_and_store(a, l, w, &attention);
+    if (fill)
+        return;
+    attend_all(a, w, &attention);
+    quantise_attended(a, w);
+    product(&l->output, &w->heads, w->rows, w->delta);
+    before_product(a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0);
+    gate_and_up(a, l, w);
+    product(&l->down, &w->gated, w->rows, w->delta);
+}
+
+int64_t VARIANT(lockstep_forward_scratch)(const struct forward_args *a) {
+    return (int64_t)(intptr_t)lay_out(a, 0, a->num_rows, 0);
+}
+
+void VARIANT(lockstep_forward)(const struct forward_args *a) {
+    const int only_fill = a->num_logits == 0 && !a->tap;
+    struct forward_work w;
+    lay_out(a, a->scratch, a->num_rows, &w);
+    open_work(a, &w);
+    if (w.rows == 0)
+        return;
+#pragma omp parallel
+    {
+        const struct forward_layer *last = 0;
+        embed(a, &w);
+        for (int64_t i = 0; i < a->num_layers; i++) {
+            const struct forward_layer *l = a->layers + i;
+            layer(a, l, &w, last ? last->post_block : 0, last ? last->post_block_eps : 0.0f, only_fill && i + 1 == a->num_layers);
+            last = l;
+        }
+        if (!only_fill) {
+            before_product(a, &w, last->post_block, last->post_block_eps, a->norm, a->norm_eps, 0);
+            if (a->tap) {
+#pragma omp for schedule(static)
+                for (int64_t r = 0; r < w.rows; r++)
+                    tap_row(a, &w, a->tap, r, w.delta + r * a->hidden);
+            }
+            head(a, &w);
+        }
+    }
+}

@@ -1,0 +1,7 @@
+/* The CPU kernels for AVX-512 with its dot products of bytes (VNNI). The target must be set before the first vector type is seen. */
+#if defined(__x86_64__)
+#pragma GCC target("arch=x86-64-v4,avx512vnni")
+#define VARIANT(name) name##_x86_64_vnni
+#include "accept.h"
+#include "forward.h"
+#endif

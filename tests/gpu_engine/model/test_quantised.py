@@ -1,0 +1,177 @@
+"""Models over blocks: the native forward's numbers and bits, a file's own blocks, and refusals."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from gpu_engine.model.quantised import choice, gguf_blocks
+from gpu_engine.model.quantised.linear import BlockLinear, joined_blocks, quantise_linears
+from gpu_engine.model.quantised.native import NativeForward
+from gpu_engine.model.recording import distance
+from kernels.blocks import BlockKind, Blocks, can_multiply_blocks, quantised
+from tests.gpu_engine import tiny
+from tests.gpu_engine.harness import config
+
+pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+
+Saved = Callable[[str], Path]
+
+
+def some_ids(B: int, P: int) -> torch.Tensor:
+    return torch.randint(0, 256, (B, P), generator=torch.Generator().manual_seed(P))
+
+
+def context(model: LoadedModel, B: int, P: int, *, start: int = 0) -> AttentionContext:
+    table = torch.randperm(4 * B, generator=torch.Generator().manual_seed(0)).view(B, 4).int()
+    positions_BP = (start + torch.arange(P, dtype=torch.int32)).expand(B, P).contiguous()
+    return AttentionContext(model.allocate_pages(4 * B, 16), table, positions_BP)
+
+
+@torch.inference_mode()
+def logits(model: LoadedModel, ids_BP: torch.Tensor) -> torch.Tensor:
+    """[B, P, V], in memory of their own."""
+    B, P = ids_BP.shape
+    return model.logits(ids_BP, context(model, B, P)).view(B, P, -1).clone()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["int8", "q4"])
+def test_every_family_runs_as_one_native_call(saved: Saved, family: str, dtype: str, quantization: str) -> None:
+    settings = {"model": str(saved(family)), "dtype": dtype, "quantization": quantization}
+    loop, native = (load_model(config(**settings, fuse=fuse)) for fuse in (False, True))
+    assert loop.quantised
+    assert loop.fused.forward is None
+    assert isinstance(native.fused.forward, NativeForward), native.fused.left
+    ids_BP = some_ids(3, 40)
+    # The loop rounds to the dtype in front of each quantisation, which then finds other integers.
+    assert distance(logits(native, ids_BP), logits(loop, ids_BP).float()) < (2e-2 if dtype == "float32" else 5e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_a_row_has_the_same_bits_whatever_else_is_in_the_call(saved: Saved, family: str) -> None:
+    model = load_model(config(model=str(saved(family)), dtype="bfloat16", quantization="q4"))
+    ids_BP = some_ids(5, 33)
+    whole_BPV = logits(model, ids_BP)
+    assert torch.equal(logits(model, ids_BP[2:3]), whole_BPV[2:3])
+    assert torch.equal(logits(model, ids_BP[:, :20]), whole_BPV[:, :20])
+    with torch.inference_mode():  # token by token, and in chunks
+        ctx = context(model, 5, 33)
+        for begin, end in ((0, 1), (1, 9), (9, 32), (32, 33)):
+            part = AttentionContext(ctx.pages, ctx.page_table_BN, ctx.positions_BP[:, begin:end].contiguous())
+            if end < 10:
+                model.prefill(ids_BP[:, begin:end], part)
+                continue
+            got_NV = model.logits(ids_BP[:, begin:end], part)
+            assert torch.equal(got_NV.view(5, end - begin, -1), whole_BPV[:, begin:end])
+
+
+@torch.inference_mode()
+def test_padding_is_not_computed_and_writes_nothing(saved: Saved) -> None:
+    model = load_model(config(model=str(saved("llama")), dtype="bfloat16", quantization="int8"))
+    ids_BP, ctx = some_ids(3, 8), context(model, 3, 8)
+    want_BPV = model.logits(ids_BP, ctx).view(3, 8, -1).clone()
+    padded = context(model, 3, 8)
+    padded.positions_BP[0, 5:] = padded.positions_BP[1] = -1
+    got_BPV = model.logits(ids_BP, padded).view(3, 8, -1)
+    assert torch.equal(got_BPV[0, :5], want_BPV[0, :5])
+    assert torch.equal(got_BPV[2], want_BPV[2])
+    for page, whole in zip(padded.pages, ctx.pages, strict=True):
+        for sequence, tokens in ((0, 5), (1, 0), (2, 8)):
+            at = int(padded.page_table_BN[sequence, 0])
+            assert torch.equal(page.v[at, :, :tokens], whole.v[at, :, :tokens])
+            assert not page.v[at, :, tokens:].any()
+            assert not page.k[at, :, :, tokens:].any()
+
+
+@torch.inference_mode()
+def test_the_states_that_a_drafter_wants_are_those_of_the_loop(saved: Saved) -> None:
+    settings = {"model": str(saved("llama")), "dtype": "float32", "quantization": "int8"}
+    loop, native = (load_model(config(**settings, fuse=fuse)) for fuse in (False, True))
+    ids_BP, taken = some_ids(2, 9), []
+    for model in (loop, native):
+        ctx = context(model, 2, 9)
+        ctx.hidden = {0: None, 1: None, 2: None}
+        model.prefill(ids_BP, ctx)
+        taken.append(ctx.hidden)
+    for layer, want in taken[0].items():
+        assert distance(taken[1][layer], want) < 2e-2, layer
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_a_files_blocks_are_those_of_the_gguf_library(kind: str) -> None:
+    weight_NK = np.random.default_rng(0).standard_normal((6, 64), dtype=np.float32)
+    raw = gguf.quants.quantize(weight_NK, gguf.GGMLQuantizationType[kind])
+    made = gguf_blocks._blocks_of(raw, gguf.GGMLQuantizationType[kind])
+    assert made is not None
+    want = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+    torch.testing.assert_close(made.dequantised(), want, rtol=1e-6, atol=1e-6)
+
+
+def test_blocks_of_q4_k_are_those_of_the_gguf_library() -> None:
+    raw = np.random.default_rng(0).integers(0, 256, (3, 2 * 144), dtype=np.uint8)
+    for at in range(0, 2 * 144, 144):  # scales that are no NaN
+        raw[:, at : at + 4] = np.array([0.01, 0.02], dtype=np.float16).view(np.uint8)
+    made = gguf_blocks._blocks_of(raw, gguf.GGMLQuantizationType.Q4_K)
+    assert made is not None
+    want = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_K))
+    assert distance(made.dequantised(), want) < 1e-3
+
+
+def test_a_type_without_a_product_is_requantised() -> None:
+    assert gguf_blocks._blocks_of(np.zeros((2, 210), dtype=np.uint8), gguf.GGMLQuantizationType.Q6_K) is None
+
+
+def test_products_with_inputs_that_are_no_whole_blocks_stay(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Sequential(nn.Linear(64, 8), nn.Linear(40, 8)).requires_grad_(False)
+    with caplog.at_level(logging.INFO):
+        assert quantise_linears(net, lambda _, linear: quantised(linear.weight, BlockKind.Q8)) == 1
+    assert isinstance(net[0], BlockLinear)
+    assert type(net[1]) is nn.Linear
+    assert "1 has 40 inputs" in caplog.text
+
+
+def test_a_product_that_differs_from_its_matrix_is_an_error() -> None:
+    class Wrong(Blocks):
+        def dequantised(self) -> torch.Tensor:
+            return 2 * super().dequantised()
+
+    right = quantised(torch.randn(8, 64), BlockKind.Q8)
+    wrong = Wrong(right.kind, right.quants_NK, right.scales_NB, None)
+    with pytest.raises(RuntimeError, match="0 is 5"):
+        quantise_linears(nn.Sequential(nn.Linear(64, 8)).requires_grad_(False), lambda *_: wrong)
+
+
+def test_products_with_and_without_a_bias_are_not_joined() -> None:
+    matrix = quantised(torch.randn(8, 64), BlockKind.Q8)
+    with pytest.raises(ValueError, match="biases"):
+        joined_blocks([BlockLinear(matrix, None), BlockLinear(matrix, torch.zeros(8))])
+
+
+def test_a_quantisation_that_this_cpu_cannot_run_is_refused_by_name() -> None:
+    with pytest.raises(ModelNotSupported, match="quantization: q4 needs a CPU with AVX2"):
+        choice.quantise(config(quantization="q4"), nn.Linear(32, 32), None, can_multiply=lambda: False)
+
+
+def test_auto_is_none_on_a_cpu_that_cannot_multiply_blocks(tmp_path: Path) -> None:
+    wanted = config(quantization="auto", dtype="auto")
+    assert not choice.quantise(wanted, nn.Linear(32, 32), tmp_path / "m.gguf", can_multiply=lambda: False)
+
+
+def test_an_unknown_quantisation_is_refused() -> None:
+    with pytest.raises(ValueError, match="quantization: 'fp3' is not one of auto, none, int8, q4"):
+        config(quantization="fp3")
+
+
+def test_auto_leaves_a_model_in_its_dtype_when_it_came_from_no_gguf_file(saved: Saved) -> None:
+    assert not load_model(config(model=str(saved("llama")), dtype="auto")).quantised

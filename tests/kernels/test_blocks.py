@@ -1,0 +1,105 @@
+"""Products over blocks: their numbers, their rows' bits, and what joins them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from kernels import blocks
+from kernels.blocks import BLOCK, BlockKind, Blocks, PackedBlocks, can_multiply_blocks, quantised
+from kernels.library import native
+
+pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_offsets(N: int, K: int) -> Blocks:
+    """8 bits with offsets, and integers of the whole range."""
+    made = quantised(rand(N, K), BlockKind.Q8)
+    quants_NK = torch.randint(-128, 128, (N, K), generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    return Blocks(BlockKind.Q8, quants_NK, made.scales_NB, rand(N, K // BLOCK).half())
+
+
+def rounded(x_MK: torch.Tensor) -> torch.Tensor:
+    """The activations as the product sees them: 8 bits with a scale for every 32."""
+    x_MBk = x_MK.view(len(x_MK), -1, BLOCK)
+    top_MB1 = x_MBk.abs().amax(dim=2, keepdim=True)
+    q_MBk = (x_MBk * torch.where(top_MB1 > 0, 127 / top_MB1, 0)).round()
+    return (q_MBk.double() * (top_MB1 / 127).double()).view(x_MK.shape)
+
+
+CASES = {
+    "4 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q4),
+    "8 bits": lambda N, K: quantised(rand(N, K), BlockKind.Q8),
+    "8 bits with offsets": with_offsets,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [(50, 64), (96, 32), (33, 160)])
+def test_a_product_is_that_of_its_matrix_and_the_rounded_activations(case: str, shape: tuple[int, int]) -> None:
+    matrix, bias_N = CASES[case](*shape), rand(shape[0], seed=2)
+    x_MK = rand(7, shape[1], seed=3)
+    x_MK[2] = 0  # a row without a scale
+    got_MN = PackedBlocks(matrix, bias_N)(x_MK)
+    want_MN = rounded(x_MK) @ matrix.dequantised().double().T + bias_N
+    torch.testing.assert_close(got_MN.double(), want_MN, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_for_any_number_of_rows(case: str, dtype: torch.dtype) -> None:
+    product = PackedBlocks(CASES[case](70, 96))
+    x_MK = rand(64, 96).to(dtype)
+    whole_MN = product(x_MK)
+    for rows in range(1, 65):
+        assert torch.equal(product(x_MK[:rows].contiguous()), whole_MN[:rows]), rows
+    assert torch.equal(product(x_MK[37:40].contiguous()), whole_MN[37:40])
+
+
+@pytest.mark.parametrize("kind", list(BlockKind))
+def test_quantising_rounds_to_the_nearest_step(kind: BlockKind) -> None:
+    weight_NK = rand(6, 64)
+    weight_NK[0, :32] = 0.25  # a block without a range
+    weight_NK[1, :32] = 0
+    made = quantised(weight_NK, kind)
+    error_NBk = (made.dequantised() - weight_NK).view(6, 2, BLOCK).abs()
+    # Half a step, and half precision's rounding of the scale and of the offset.
+    bound_NB = made.scales_NB.float() * 0.5 + weight_NK.view(6, 2, BLOCK).abs().amax(dim=2) * 2e-3
+    assert bool((error_NBk <= bound_NB[..., None]).all())
+
+
+def test_joined_matrices_of_different_kinds_lose_nothing() -> None:
+    parts = [quantised(rand(16, 64, seed=s), kind) for s, kind in enumerate(BlockKind)]
+    whole = Blocks.joined(parts)
+    assert whole.kind is BlockKind.Q8
+    assert torch.equal(whole.dequantised(), torch.cat([part.dequantised() for part in parts]))
+    same = Blocks.joined([parts[0], parts[0]])
+    assert same.kind is BlockKind.Q4
+    x_MK = rand(3, 64)
+    torch.testing.assert_close(PackedBlocks(whole)(x_MK)[:, :16], PackedBlocks(parts[0])(x_MK), rtol=1e-5, atol=1e-5)
+
+
+def test_every_variant_that_this_cpu_runs_gives_the_same_numbers() -> None:
+    """The slower variants are compiled for CPUs without the instruction, which no test machine may be."""
+    names = {3: ["x86_64_v3"], 4: ["x86_64_v3", "x86_64_v4"], 5: ["x86_64_v3", "x86_64_v4", "x86_64_vnni"]}
+    library, x_MK = native(), rand(5, 96)
+    for case in CASES.values():
+        product = PackedBlocks(case(40, 96))
+        want_MN = product(x_MK)
+        for name in names[int(library.lockstep_cpu_level())]:
+            out_MN = torch.empty_like(want_MN)
+            scratch = torch.empty(5 * (96 + 3 * 12) + 256, dtype=torch.uint8)
+            args = blocks._LinearArgs(product.args, x_MK.data_ptr(), out_MN.data_ptr(), scratch.data_ptr(), 5, 0)
+            library[f"lockstep_block_linear_{name}"](ctypes.byref(args))
+            torch.testing.assert_close(out_MN, want_MN, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_of_another_width_are_rejected() -> None:
+    with pytest.raises(AssertionError, match="32"):
+        PackedBlocks(quantised(rand(4, 64), BlockKind.Q8))(rand(2, 32))
