@@ -225,7 +225,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", default="embedded")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     add("--device", default="cpu")
     spare = max(1, cores - 1)
     add(

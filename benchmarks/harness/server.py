@@ -29,7 +29,8 @@ class ServerOptions:
 
     model: str = "embedded"
     device: str = "cpu"
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
+    quantization: str = "auto"
     num_threads: int = 2
     num_draft_tokens: int = 7
     drafter: str = "ngram"
@@ -54,6 +55,8 @@ class ServerOptions:
             "--max-batch-size", str(self.max_batch_size),
             "--grammar-backend", self.grammar_backend,
             "--prefix-cache", str(self.prefix_cache).lower(),
+            # An older build, which runs to be compared, does not know the setting.
+            *(() if self.quantization == "auto" else ("--quantization", self.quantization)),
             *self.extra,
         ]  # fmt: skip
 

@@ -157,7 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", default="embedded")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     add("--device", default="cpu")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))

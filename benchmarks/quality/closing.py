@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--concurrency", type=int, default=8)
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
     add("--model", default="embedded")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--k", type=int, default=7, help="draft tokens per step (default 7)")
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))

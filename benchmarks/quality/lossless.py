@@ -1,8 +1,8 @@
 """`python -m benchmarks lossless`: are the tokens the same with speculation on or off, alone or in a batch?
 
 Invariant: every variant is compared, token by token, with one reference: the run without drafts at concurrency 1. In
-float32 any difference fails the run; in bfloat16 the share is reported, because rounding there depends on the number
-of rows.
+float32, and with products of 4 or 8 bits, any difference fails the run; in bfloat16 the share is reported, because
+rounding there depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ EXAMPLES = """
 examples:
   python -m benchmarks lossless                        float32, exits 1 on any difference
   python -m benchmarks lossless --dtype bfloat16       reports the share of equal answers
+  python -m benchmarks lossless --quantization q4      the file's own 4 bits; exits 1 on any difference
   python -m benchmarks lossless --transformers         also compares greedy free text with transformers' generate
 """
 
@@ -168,6 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", default="embedded", help="model of the engine (default 'embedded')")
     add("--hf-model", metavar="DIR", help="the same model as a Hugging Face directory, for --transformers")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--quantization", default="none", choices=("none", "int8", "q4"), help="as the engine's setting (default none)")
     add("--device", default="cpu", help="device of the engine (default cpu)")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
@@ -197,7 +199,7 @@ def report(
             print(f"differs from transformers: {difference}")
         failed = failed or bool(peer)
     if failed and strict:
-        print("\nFAILED: float32 answers differ")
+        print("\nFAILED: answers differ")
         return 1
     return 0
 
@@ -216,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = ServerOptions(
         model=args.model,
         dtype=args.dtype,
+        quantization=args.quantization,
         num_threads=args.threads,
         num_draft_tokens=max(drafts),
         max_batch_size=max(16, args.batch),
@@ -228,7 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         directory = hf_directory(args.model, args.hf_model) if args.transformers else None
         with engine_address(args.address, options) as address:
-            print(f"{args.model}, {args.dtype}, {args.threads} threads, {len(cases)} prompts, {args.max_tokens} tokens")
+            kind = args.dtype if args.quantization == "none" else f"{args.dtype} with {args.quantization}"
+            print(f"{args.model}, {kind}, {args.threads} threads, {len(cases)} prompts, {args.max_tokens} tokens")
             results = asyncio.run(run_variants(address, cases, variants))
             if directory is not None:
                 prompts = load_prompts(workload("chat", None, args.max_tokens), directory)
@@ -237,7 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, ServerFailed, SystemFailed, CallRefused) as failure:
         print(f"cannot run: {failure}", file=sys.stderr)
         return 2
-    return report(results, peer, len(prompts), strict=args.dtype == "float32")
+    exact = args.dtype == "float32" or args.quantization != "none"
+    return report(results, peer, len(prompts), strict=exact)
 
 
 if __name__ == "__main__":

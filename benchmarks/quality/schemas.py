@@ -162,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--formats", action="store_true", help="let the judge assert `format`; without, it is an annotation (2020-12)")
     add("--address", metavar="HOST:PORT", help="use a running server instead of starting one")
     add("--model", default="embedded")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     add("--device", default="cpu")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--k", type=int, default=7, help="draft tokens per step (default 7)")

@@ -36,7 +36,7 @@ reading the table:
   ratio           with / without, of the two passes of a round
   tok/step        tokens per decode step of a sequence, with drafts
   drafts/step     drafts that a step verified for a sequence, with drafts
-  equal           answers with the same token ids (in bfloat16, ids of a batch depend on timing)
+  equal           answers with the same token ids (with dtype=bfloat16, ids of a batch depend on timing)
 """
 
 
@@ -110,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--count", type=int, help="only the first COUNT prompts of every workload")
     add("--max-tokens", type=int, help="lower the token budget of every prompt")
     add("--model", default="embedded", help="a directory, a GGUF file or 'embedded' (default)")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     add("--device", default="cpu", help="device of both engines (default cpu)")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each engine (default: all cores)")
     add("--drafter", default="ngram", help="drafter of the server with drafts (default ngram)")

@@ -143,7 +143,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--model", default="embedded")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     add("--device", default="cpu")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each model (default: the cores)")
     add("--count", type=int, default=16, help="extraction prompts (default 16)")

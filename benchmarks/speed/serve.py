@@ -73,7 +73,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--dtype",
         default="bfloat16",
         choices=("bfloat16", "float32"),
-        help="of this engine, transformers and vLLM; OpenVINO and llama.cpp run the GGUF file as it is",
+        help="of transformers and vLLM, and of this engine unless --quantization is auto; OpenVINO and llama.cpp run "
+        "the GGUF file as it is",
+    )
+    add(
+        "--quantization",
+        default="auto",
+        choices=("auto", "none", "int8", "q4"),
+        help="as this engine's setting (default auto: the blocks of a GGUF file)",
     )
     add(
         "--device",
@@ -170,7 +177,8 @@ def settings_of(args: argparse.Namespace, directory: Path, levels: Sequence[int]
     batch = max(16, *levels)
     engine = ServerOptions(
         model=args.model,
-        dtype=args.dtype,
+        dtype="auto" if args.quantization == "auto" else args.dtype,
+        quantization=args.quantization,
         num_threads=args.threads,
         num_draft_tokens=args.k,
         max_batch_size=batch,
@@ -181,6 +189,7 @@ def settings_of(args: argparse.Namespace, directory: Path, levels: Sequence[int]
     )
     return Settings(
         engine=engine,
+        dtype=args.dtype,
         directory=directory,
         gguf=gguf_file(args.model, args.gguf),
         batch=batch,

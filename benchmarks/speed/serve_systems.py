@@ -28,7 +28,9 @@ class Settings:
     """What the systems are started with. A path that is None means that its systems are skipped."""
 
     engine: ServerOptions
-    """This engine's options; its dtype, device and threads are those of the other systems, too."""
+    """This engine's options; its device and threads are those of the other systems, too."""
+    dtype: str
+    """Of the systems that do not run a GGUF file."""
     directory: Path
     """The model as a Hugging Face directory."""
     gguf: Path | None
@@ -116,7 +118,7 @@ def _transformers(settings: Settings) -> dict[str, Maker]:
         from benchmarks.peers.transformers import Transformers, Weights
 
         engine = settings.engine
-        weights = weights or Weights(settings.directory, engine.dtype, engine.num_threads, engine.device)
+        weights = weights or Weights(settings.directory, settings.dtype, engine.num_threads, engine.device)
         return Transformers(weights, lookup=lookup, grammar=grammar)
 
     return {
@@ -162,7 +164,7 @@ def _vllm(settings: Settings, ngram: int) -> System:
     return foreign.vllm(
         settings.vllm_python,
         settings.directory,
-        dtype=settings.engine.dtype,
+        dtype=settings.dtype,
         num_threads=settings.engine.num_threads,
         batch=settings.batch,
         ngram=ngram,
