@@ -22,6 +22,7 @@ HARNESSES = {
     "lossless": ("quality", "token ids with speculation and without, alone and in a batch"),
     "token_ids": ("quality", "token ids of this build, recorded or compared with a record"),
     "acceptance": ("quality", "tokens per step of guided answers, by drafter"),
+    "quantisation": ("quality", "perplexity, divergence, greedy answers and extraction, by quantisation"),
     "schemas": ("quality", "validity of complete answers, judged by jsonschema"),
     "closing": ("quality", "answers that end within max_tokens, and whether they are valid"),
     "maskbench": ("quality", "masks of the backends on MaskBench's instances: time and correctness"),
