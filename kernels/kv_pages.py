@@ -34,6 +34,28 @@ class KVPages:
         return self.k if self.token_major else self.k.transpose(2, 3)
 
     @classmethod
+    def allocate_layers(
+        cls,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        token_major: bool | None = None,
+    ) -> list[KVPages]:
+        """Return the zeroed pages of some layers, as `allocate` does for one.
+
+        All layers are one allocation: the C library takes a large one from the system, whose memory is zero and not
+        resident until it is written; small ones it would clear in memory that loading the model has used.
+        """
+        shape = (num_layers * num_pages, num_kv_heads, head_dim, page_size)
+        whole = cls.allocate(*shape, dtype, device, token_major)
+        parts = zip(whole.k.split(num_pages), whole.v.split(num_pages), strict=True)
+        return [cls(k, v, whole.token_major) for k, v in parts]
+
+    @classmethod
     def allocate(
         cls,
         num_pages: int,

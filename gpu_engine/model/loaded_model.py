@@ -59,7 +59,7 @@ class LoadedModel:
         """Return the KV cache, one entry a layer; in the layout of the device unless it is named."""
         shape = (num_pages, self.num_kv_heads, self.head_dim, page_size)
         kind = (self.dtype, self.device, token_major)
-        return [KVPages.allocate(*shape, *kind) for _ in range(self.num_layers)]
+        return KVPages.allocate_layers(self.num_layers, *shape, *kind)
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Run the target over B sequences of P positions; return logits [B * P, V]. Padding rows are garbage."""

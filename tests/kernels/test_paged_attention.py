@@ -100,3 +100,12 @@ def test_old_values_after_the_last_position_have_no_effect() -> None:
         results.append(paged_attention(q, k, v, pages, table, positions, scale=0.125))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_the_pages_of_all_layers_are_zero_contiguous_and_apart() -> None:
+    layers = KVPages.allocate_layers(3, 4, 2, 32, 16, torch.float32, torch.device("cpu"))
+    assert [tuple(pages.k.shape) for pages in layers] == [(4, 2, 32, 16)] * 3
+    assert all(pages.k.is_contiguous() and pages.v.is_contiguous() for pages in layers)
+    layers[1].k.fill_(1)
+    layers[1].v.fill_(2)
+    assert not any(pages.k.any() or pages.v.any() for pages in (layers[0], layers[2]))
