@@ -210,8 +210,8 @@ class Forward:
         return self._logits_NV[:num_logits]
 
     def new_tap(self, num_rows: int) -> torch.Tensor:
-        """Return memory for a tap, [num_rows, H]."""
-        return torch.empty(num_rows, self._args.hidden, dtype=self._dtype)
+        """Return memory for a tap, [num_rows, H]; rows of padding stay zero."""
+        return torch.zeros(num_rows, self._args.hidden, dtype=self._dtype)
 
     def _use_pages(self, pages: list[KVPages]) -> None:
         """Point the layers at the pages, unless they are those of the last call."""
