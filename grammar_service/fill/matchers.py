@@ -32,9 +32,10 @@ from shared_mem.records import Record
 
 logger = logging.getLogger(__name__)
 
-SLOW_PROPOSAL_NS, SKIPPED_PROPOSALS, MAX_SKIPPED_PROPOSALS = 500_000, 8, 255
+SLOW_PROPOSAL_NS, SKIPPED_PROPOSALS, MAX_SKIPPED_PROPOSALS = 1_000_000, 8, 255
 """For each SLOW_PROPOSAL_NS that a proposal took, the slot's next SKIPPED_PROPOSALS are skipped. A long jump-forward
-text may cost a library as much as a row at every step, and a step does not need it."""
+text may cost a library as much as a row at every step, and a step does not need it. The first proposal of a process
+may take half of it on a busy machine."""
 
 
 class Answer(NamedTuple):

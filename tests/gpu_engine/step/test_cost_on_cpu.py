@@ -31,6 +31,8 @@ class StubModel:
     vocab_size, max_model_len, eos_token_ids = 256, 128, (0,)
     device, dtype, name = torch.device("cpu"), torch.float32, "stub"
 
+    skips_padding = False
+
     def allocate_pages(self, *_: Any, **__: Any) -> list[Any]:
         return []
 

@@ -349,5 +349,5 @@ def test_slow_proposals_are_skipped_for_a_while() -> None:
     table.table.bind(0, SlotMatcher.bind(1, lambda: DearMatcher(TEXTS), []))
     answers = [proposed(table, 0, [1, 6]) for _ in range(40)]
     assert answers[0] == [7, 8, STOP]
-    assert answers[1:33] == [[]] * 32
+    assert answers[1:17] == [[]] * 16
     assert table.ask(0, [1, 6]).kinds == [RowKind.FORCED]
