@@ -3,7 +3,8 @@ GPU.
 
 Packing once saves the reorder that a plain product does at every call (2x per step, measured in docs/log.md).
 Invariant: a row's result has the same bits for any number of rows; oneDNN guarantees that from two rows on, so one row
-is doubled; on a GPU it holds up to 16 rows, in the 16-bit types. No weight is quantised.
+is doubled; on a GPU it holds up to 16 rows, in the 16-bit types. Not responsible for:
+weights in blocks (see quantised/linear.py).
 """
 
 from __future__ import annotations
