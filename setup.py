@@ -37,7 +37,15 @@ def kernels() -> list[Extension]:
             "kernels._native",
             sources=sources,
             depends=sorted(glob("kernels/native/*.h")),
-            extra_compile_args=["-O3", "-std=gnu11", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *WARNINGS],
+            extra_compile_args=[
+                "-O3",
+                "-std=gnu11",
+                "-pthread",
+                "-fopenmp",
+                "-fno-math-errno",
+                "-fno-trapping-math",
+                *WARNINGS,
+            ],
             py_limited_api=True,
         )
     ]

@@ -1,8 +1,9 @@
 """Loads the CPU kernels: one plain shared library, no Python ABI, called with the GIL released.
 
-Its parallel loops need an OpenMP runtime and must share torch's: two runtimes would mean two thread pools that spin
-against each other. So the library is linked without one, and torch's is made visible before it is opened. Not
-responsible for: the kernels (see native/).
+The parallel loops of a dense model's kernels need an OpenMP runtime and must share torch's: two runtimes would mean two
+thread pools that spin against each other. So the library is linked without one, and torch's is made visible before it
+is opened. Forwards over blocks and sampling have a team of threads of their own (native/team.h), of the size that
+`torch.set_num_threads` gives. Not responsible for: the kernels (see native/).
 """
 
 from __future__ import annotations

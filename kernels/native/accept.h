@@ -9,6 +9,7 @@
  * the row. Slots run in parallel and touch only their own lines. Not responsible for: the wait for the rows.
  */
 #include "simd.h"
+#include "team.h"
 
 enum { KIND_ALL, KIND_APPLY, KIND_FORCED, KIND_DEFER, KIND_DEAD_END, KIND_ERROR };
 enum { RUN_ON, STOP_TOKEN, STOP_LENGTH, STOP_STEERED };
@@ -332,10 +333,17 @@ static void accept_one(const struct accept_args *a, int64_t b) {
         accept_slot(a, b, 0);
 }
 
-void VARIANT(lockstep_accept)(const struct accept_args *a) {
-#pragma omp parallel for schedule(dynamic) if (a->num_batch > 1)
-    for (int64_t b = 0; b < a->num_batch; b++)
+static void accept_body(struct member *m, void *context) {
+    const struct accept_args *a = context;
+    TEAM_FOR_CHUNKS(m, b, a->num_batch, 1)
         accept_one(a, b);
+}
+
+void VARIANT(lockstep_accept)(const struct accept_args *a) {
+    if (a->num_batch == 1)
+        accept_one(a, 0);
+    else
+        team_run(accept_body, (void *)(intptr_t)a);
 }
 
 /* Draft number k of slot s: the target's own rule at position length + k, over the drafter's logits (row b). The draft goes
@@ -355,14 +363,29 @@ INLINE void draft_slot(const struct accept_args *a, int64_t b, int32_t k, int bf
     history[n] = token < 0 ? 0 : token;
 }
 
+struct draft_call {
+    const struct accept_args *args;
+    int32_t k;
+};
+
+static void draft_one(const struct accept_args *a, int64_t b, int32_t k) {
+    if (a->bf16)
+        draft_slot(a, b, k, 1);
+    else
+        draft_slot(a, b, k, 0);
+}
+
+static void draft_body(struct member *m, void *context) {
+    const struct draft_call *call = context;
+    TEAM_FOR_CHUNKS(m, b, call->args->num_batch, 1)
+        draft_one(call->args, b, call->k);
+}
+
 void VARIANT(lockstep_draft)(const struct accept_args *a, int32_t k) {
-#pragma omp parallel for schedule(dynamic) if (a->num_batch > 1)
-    for (int64_t b = 0; b < a->num_batch; b++) {
-        if (a->bf16)
-            draft_slot(a, b, k, 1);
-        else
-            draft_slot(a, b, k, 0);
-    }
+    if (a->num_batch == 1)
+        draft_one(a, 0, k);
+    else
+        team_run(draft_body, &(struct draft_call){a, k});
 }
 
 /* The noise alone, for tests and for comparing devices: out[0..n). */

@@ -14,6 +14,7 @@
 #define LOCKSTEP_BLOCKS_H
 
 #include "simd.h"
+#include "team.h"
 
 #include <immintrin.h>
 
@@ -259,35 +260,33 @@ INLINE void group_into(const struct block_weights *w, int64_t g, const struct bl
     }
 }
 
-/* A product on its own: any thread's rows are quantised before any thread multiplies. */
-void VARIANT(lockstep_block_linear)(const struct block_linear_args *a) {
+/* A product on its own: all rows are quantised before any member multiplies. */
+static void block_linear_body(struct member *m, void *context) {
+    const struct block_linear_args *a = context;
     const struct block_weights *w = &a->weights;
     struct block_rows x = block_rows_at(a->scratch, a->rows, w->inputs);
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < a->rows; r++)
-            for (int64_t block = 0; block < w->inputs / QBLOCK; block++) {
-                float part[QBLOCK];
-                for (int64_t i = 0; i < QBLOCK; i += 16) {
-                    v16f y = load(a->x, r * w->inputs + block * QBLOCK + i, (int)a->bf16);
-                    memcpy(part + i, &y, sizeof y);
-                }
-                quantise_block(part, &x, r, block);
+    TEAM_FOR(m, r, a->rows)
+        for (int64_t block = 0; block < w->inputs / QBLOCK; block++) {
+            float part[QBLOCK];
+            for (int64_t i = 0; i < QBLOCK; i += 16) {
+                v16f y = load(a->x, r * w->inputs + block * QBLOCK + i, (int)a->bf16);
+                memcpy(part + i, &y, sizeof y);
             }
-#pragma omp for schedule(static)
-        for (int64_t g = 0; g < groups_of(w); g++) {
-            const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
-            v16f y[ROW_TILE][2];
-            for (int64_t r = 0, n; r < a->rows; r += n) {
-                n = tile_of(a->rows - r);
-                group_rows(w, g, &x, r, n, y);
-                for (int64_t t = 0; t < n; t++)
-                    for (int64_t i = 0; i < count; i++)
-                        store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i / LANES][i % LANES], (int)a->bf16);
-            }
+            quantise_block(part, &x, r, block);
+        }
+    TEAM_FOR(m, g, groups_of(w)) {
+        const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
+        v16f y[ROW_TILE][2];
+        for (int64_t r = 0, n; r < a->rows; r += n) {
+            n = tile_of(a->rows - r);
+            group_rows(w, g, &x, r, n, y);
+            for (int64_t t = 0; t < n; t++)
+                for (int64_t i = 0; i < count; i++)
+                    store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i / LANES][i % LANES], (int)a->bf16);
         }
     }
 }
+
+void VARIANT(lockstep_block_linear)(const struct block_linear_args *a) { team_run(block_linear_body, (void *)(intptr_t)a); }
 
 #endif

@@ -1,13 +1,14 @@
 /* A decoder's whole forward over block-quantised weights, for CPUs: one call, one team of threads, no Python in between.
  *
- * A layer is x += post(attention(pre(x))), then the same with a gated block; the steps between two barriers are the functions
- * below, in their order. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding is
+ * A layer is x += post(attention(pre(x))), then the same with a gated block; each function below is a loop that the team shares,
+ * in their order. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding is
  * dropped in front: only rows with a position are computed. Invariant: a row depends on its own sequence alone, bit for bit,
  * whatever else is in the call. Not responsible for: the ownership of pages and weights.
  */
 #include "blocks.h"
 #include "fused.h"
 #include "paged_attention.h"
+#include "team.h"
 
 struct forward_layer {
     struct block_weights qkv, output, gate_up, down; /* gate_up: the gate's outputs, then those of up */
@@ -47,7 +48,7 @@ struct forward_args {
 struct forward_work {
     float *x, *delta, *qkv, *attended; /* [R][hidden], [R][hidden], [R][(Hq + 2 Hkv) D], [R][Hq D] */
     struct block_rows normed, heads, gated; /* inputs of products: of hidden, Hq D and inner channels; the first two share memory */
-    int32_t *place, *position;         /* [R]: number among the caller's rows, and position */
+    int32_t *place, *position, *sequence; /* [R]: number among the caller's rows, position, and whose row it is */
     int32_t *first;                    /* [num_sequences + 1]: sequence b has rows [first[b], first[b + 1]) of R */
     int32_t (*tasks)[3];               /* sequence, KV head, first query of a tile */
     int64_t rows, num_tasks, num_logits;
@@ -75,6 +76,7 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
     w.gated = block_rows_at(carve(&memory, block_rows_bytes(rows, a->inner)), rows, a->inner);
     w.place = (int32_t *)carve(&memory, rows * 4);
     w.position = (int32_t *)carve(&memory, rows * 4);
+    w.sequence = (int32_t *)carve(&memory, rows * 4);
     w.first = (int32_t *)carve(&memory, (a->num_sequences + 1) * 4);
     w.tasks = (int32_t (*)[3])carve(&memory, tiles * a->num_kv_heads * 12);
     if (work)
@@ -90,6 +92,7 @@ static void open_work(const struct forward_args *a, struct forward_work *w) {
         w->first[b] = (int32_t)w->rows;
         for (int32_t r = a->row_starts[b]; r < a->row_starts[b + 1] && a->positions[r] >= 0; r++) {
             w->place[w->rows] = r;
+            w->sequence[w->rows] = (int32_t)b;
             w->position[w->rows++] = a->positions[r];
             w->num_logits += r < a->num_logits;
         }
@@ -141,10 +144,9 @@ INLINE void add_and_norm(const struct forward_args *a, const struct forward_work
 }
 
 /* Rows of the embedding; the pending output is zero. */
-static void embed(const struct forward_args *a, const struct forward_work *w) {
+static void embed(struct member *m, const struct forward_args *a, const struct forward_work *w) {
     const int64_t n = a->hidden;
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < w->rows; r++)
+    TEAM_FOR(m, r, w->rows)
         for (int64_t i = 0; i < n; i += 16) {
             v16f y = load(a->embedding, a->ids[w->place[r]] * n + i, a->bf16) * splat(a->embedding_scale), zero = splat(0.0f);
             memcpy(w->x + r * n + i, &y, sizeof y);
@@ -152,19 +154,17 @@ static void embed(const struct forward_args *a, const struct forward_work *w) {
         }
 }
 
-static void before_product(const struct forward_args *a, const struct forward_work *w, const float *post, float post_eps,
-                           const float *pre, float pre_eps, void *tap) {
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < w->rows; r++) {
+static void before_product(struct member *m, const struct forward_args *a, const struct forward_work *w, const float *post,
+                           float post_eps, const float *pre, float pre_eps, void *tap) {
+    TEAM_FOR(m, r, w->rows) {
         add_and_norm(a, w, r, post, post_eps, pre, pre_eps, tap);
         quantise_row(w->delta + r * a->hidden, &w->normed, r);
     }
 }
 
-static void product(const struct block_weights *m, const struct block_rows *x, int64_t rows, float *out) {
-#pragma omp for schedule(static)
-    for (int64_t g = 0; g < groups_of(m); g++)
-        group_into(m, g, x, rows, out, m->outputs, 0);
+static void product(struct member *m, const struct block_weights *weights, const struct block_rows *x, int64_t rows, float *out) {
+    TEAM_FOR(m, g, groups_of(weights))
+        group_into(weights, g, x, rows, out, weights->outputs, 0);
 }
 
 INLINE void rotate32(float *head, const float *cos, const float *sin, int64_t rotated) {
@@ -177,34 +177,32 @@ INLINE void rotate32(float *head, const float *cos, const float *sin, int64_t ro
 }
 
 /* Head norms and rotary, then keys and values into the pages. */
-static void rotate_and_store(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w,
-                             const struct paged_attention_args *attention) {
+static void rotate_and_store(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                             const struct forward_work *w, const struct paged_attention_args *attention) {
     const int64_t d = a->head_dim, channels = (a->num_heads + 2 * a->num_kv_heads) * d;
-#pragma omp for schedule(static)
-    for (int64_t b = 0; b < a->num_sequences; b++)
-        for (int64_t r = w->first[b]; r < w->first[b + 1]; r++) {
-            const int64_t angle = w->position[r] * l->rotated;
-            for (int64_t h = 0; h < a->num_heads + a->num_kv_heads; h++) {
-                float *head = w->qkv + r * channels + h * d;
-                if (l->q_norm && h < a->num_heads)
-                    norm32(head, l->q_norm, l->q_eps, head, d);
-                else if (l->k_norm && h >= a->num_heads)
-                    norm32(head, l->k_norm, l->k_eps, head, d);
-                rotate32(head, l->cos + angle, l->sin + angle, l->rotated);
-            }
-            struct paged_attention_args row = *attention;
-            row.k = (const float *)row.k + r * channels;
-            row.v = (const float *)row.v + r * channels;
-            row.positions = w->position + r;
-            row.page_table += b * a->table_stride;
-            store_row(&row, 0, 0, a->bf16);
+    TEAM_FOR(m, r, w->rows) {
+        const int64_t angle = w->position[r] * l->rotated;
+        for (int64_t h = 0; h < a->num_heads + a->num_kv_heads; h++) {
+            float *head = w->qkv + r * channels + h * d;
+            if (l->q_norm && h < a->num_heads)
+                norm32(head, l->q_norm, l->q_eps, head, d);
+            else if (l->k_norm && h >= a->num_heads)
+                norm32(head, l->k_norm, l->k_eps, head, d);
+            rotate32(head, l->cos + angle, l->sin + angle, l->rotated);
         }
+        struct paged_attention_args row = *attention;
+        row.k = (const float *)row.k + r * channels;
+        row.v = (const float *)row.v + r * channels;
+        row.positions = w->position + r;
+        row.page_table += w->sequence[r] * a->table_stride;
+        store_row(&row, 0, 0, a->bf16);
+    }
 }
 
-static void attend_all(const struct forward_args *a, const struct forward_work *w, const struct paged_attention_args *attention) {
+static void attend_all(struct member *m, const struct forward_args *a, const struct forward_work *w,
+                       const struct paged_attention_args *attention) {
     const int64_t channels = (a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < w->num_tasks; task++) {
+    TEAM_FOR_CHUNKS(m, task, w->num_tasks, 1) {
         int64_t b = w->tasks[task][0], r = w->first[b];
         struct paged_attention_args part = *attention;
         part.q = (const float *)part.q + r * channels;
@@ -216,17 +214,16 @@ static void attend_all(const struct forward_args *a, const struct forward_work *
     }
 }
 
-static void quantise_attended(const struct forward_args *a, const struct forward_work *w) {
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < w->rows; r++)
+static void quantise_attended(struct member *m, const struct forward_args *a, const struct forward_work *w) {
+    TEAM_FOR(m, r, w->rows)
         quantise_row(w->attended + r * a->num_heads * a->head_dim, &w->heads, r);
 }
 
 /* act(gate) * up of 32 channels at a time, quantised at once: the input of the product `down`. */
-static void gate_and_up(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w) {
+static void gate_and_up(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                        const struct forward_work *w) {
     const int64_t blocks = a->inner / GROUP;
-#pragma omp for schedule(static)
-    for (int64_t c = 0; c < blocks; c++)
+    TEAM_FOR(m, c, blocks)
         for (int64_t r = 0, n; r < w->rows; r += n) {
             v16f gate[ROW_TILE][2], up[ROW_TILE][2], z[2];
             n = tile_of(w->rows - r);
@@ -244,13 +241,11 @@ static void gate_and_up(const struct forward_args *a, const struct forward_layer
         }
 }
 
-static void head(const struct forward_args *a, const struct forward_work *w) {
-#pragma omp for schedule(static)
-    for (int64_t g = 0; g < groups_of(&a->head); g++)
+static void head(struct member *m, const struct forward_args *a, const struct forward_work *w) {
+    TEAM_FOR(m, g, groups_of(&a->head))
         group_into(&a->head, g, &w->normed, w->num_logits, a->logits, a->logits_stride, w->place);
     if (a->logits_softcap > 0.0f) {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < w->num_logits; r++)
+        TEAM_FOR(m, r, w->num_logits)
             for (int64_t i = 0; i < a->head.outputs; i++) {
                 float *y = a->logits + w->place[r] * a->logits_stride + i;
                 *y = tanhf(*y / a->logits_softcap) * a->logits_softcap;
@@ -258,9 +253,9 @@ static void head(const struct forward_args *a, const struct forward_work *w) {
     }
 }
 
-/* One layer, called by every thread of the team. Each function ends with a barrier. */
-static void layer(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w, const float *post,
-                  float post_eps, int fill) {
+/* One layer, called by every member of the team. Each function is a loop that all of them share. */
+static void layer(struct member *m, const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w,
+                  const float *post, float post_eps, int fill) {
     const int64_t d = a->head_dim, attended = a->num_heads * d, channels = attended + 2 * a->num_kv_heads * d;
     struct paged_attention_args attention = {
         .q = w->qkv, .k = w->qkv + attended, .v = w->qkv + attended + a->num_kv_heads * d, .out = w->attended,
@@ -270,47 +265,54 @@ static void layer(const struct forward_args *a, const struct forward_layer *l, c
         .num_heads = (int32_t)a->num_heads, .num_kv_heads = (int32_t)a->num_kv_heads, .head_dim = (int32_t)d,
         .page_size = (int32_t)a->page_size, .bf16 = a->bf16, .window = l->window, .scale = l->scale, .softcap = l->softcap,
     };
-    before_product(a, w, post, post_eps, l->pre_attention, l->pre_attention_eps, l->tap);
-    product(&l->qkv, &w->normed, w->rows, w->qkv);
-    rotate_and_store(a, l, w, &attention);
+    before_product(m, a, w, post, post_eps, l->pre_attention, l->pre_attention_eps, l->tap);
+    product(m, &l->qkv, &w->normed, w->rows, w->qkv);
+    rotate_and_store(m, a, l, w, &attention);
     if (fill)
         return;
-    attend_all(a, w, &attention);
-    quantise_attended(a, w);
-    product(&l->output, &w->heads, w->rows, w->delta);
-    before_product(a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0);
-    gate_and_up(a, l, w);
-    product(&l->down, &w->gated, w->rows, w->delta);
+    attend_all(m, a, w, &attention);
+    quantise_attended(m, a, w);
+    product(m, &l->output, &w->heads, w->rows, w->delta);
+    before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0);
+    gate_and_up(m, a, l, w);
+    product(m, &l->down, &w->gated, w->rows, w->delta);
 }
 
 int64_t VARIANT(lockstep_forward_scratch)(const struct forward_args *a) {
     return (int64_t)(intptr_t)lay_out(a, 0, a->num_rows, 0);
 }
 
-void VARIANT(lockstep_forward)(const struct forward_args *a) {
+struct forward_call {
+    const struct forward_args *args;
+    const struct forward_work *work;
+};
+
+static void forward_body(struct member *m, void *context) {
+    const struct forward_call *call = context;
+    const struct forward_args *a = call->args;
+    const struct forward_work *w = call->work;
     const int only_fill = a->num_logits == 0 && !a->tap;
+    const struct forward_layer *last = 0;
+    embed(m, a, w);
+    for (int64_t i = 0; i < a->num_layers; i++) {
+        const struct forward_layer *l = a->layers + i;
+        layer(m, a, l, w, last ? last->post_block : 0, last ? last->post_block_eps : 0.0f, only_fill && i + 1 == a->num_layers);
+        last = l;
+    }
+    if (only_fill)
+        return;
+    before_product(m, a, w, last->post_block, last->post_block_eps, a->norm, a->norm_eps, 0);
+    if (a->tap) {
+        TEAM_FOR(m, r, w->rows)
+            tap_row(a, w, a->tap, r, w->delta + r * a->hidden);
+    }
+    head(m, a, w);
+}
+
+void VARIANT(lockstep_forward)(const struct forward_args *a) {
     struct forward_work w;
     lay_out(a, a->scratch, a->num_rows, &w);
     open_work(a, &w);
-    if (w.rows == 0)
-        return;
-#pragma omp parallel
-    {
-        const struct forward_layer *last = 0;
-        embed(a, &w);
-        for (int64_t i = 0; i < a->num_layers; i++) {
-            const struct forward_layer *l = a->layers + i;
-            layer(a, l, &w, last ? last->post_block : 0, last ? last->post_block_eps : 0.0f, only_fill && i + 1 == a->num_layers);
-            last = l;
-        }
-        if (!only_fill) {
-            before_product(a, &w, last->post_block, last->post_block_eps, a->norm, a->norm_eps, 0);
-            if (a->tap) {
-#pragma omp for schedule(static)
-                for (int64_t r = 0; r < w.rows; r++)
-                    tap_row(a, &w, a->tap, r, w.delta + r * a->hidden);
-            }
-            head(a, &w);
-        }
-    }
+    if (w.rows > 0)
+        team_run(forward_body, &(struct forward_call){a, &w});
 }
