@@ -45,8 +45,8 @@ demo: $(VENV)/.runtime ## Start both processes on the embedded model and stream 
 serve: $(VENV)/.runtime ## Serve the embedded model; ARGS="--model DIR --listen HOST:PORT ..."
 	$(PY) -m gpu_engine serve $(ARGS)
 
-# Files of tests are given to the workers in the order of collection, the longest folders first.
-PYTEST := $(PY) -m pytest --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
+# tests/conftest.py says what the workers take, and in which order.
+PYTEST := $(PY) -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder
 
 test: check ## Lint, type-check and run the tests that are not slow; ARGS="-k NAME ..." goes to pytest
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -11,8 +11,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 ONE_WORKER = ("tests/e2e", "tests/compose")
 """Folders whose files share a server or a set of containers."""
+
+FIRST = ("tests/e2e/", "tests/gpu_engine/core/", "tests/gpu_engine/drafters/", "tests/gpu_engine/device/")
+"""The longest folders, in the order in which workers take their files. Short files last keep both workers busy."""
 
 
 @cache
@@ -79,18 +84,51 @@ _NEEDS: dict[str, Callable[[], str | None]] = {
 """Marker -> the requirement that this machine does not meet, or None."""
 
 
-def _worker_group(nodeid: str) -> str:
+def worker_group(nodeid: str) -> str:
+    """Return the folder or file whose tests run in one worker with the test of this id."""
     file = nodeid.partition("::")[0]
     return next((folder for folder in ONE_WORKER if file.startswith(f"{folder}/")), file)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def _turn(item: pytest.Item) -> int:
+    """Return the place of the test's folder or file in `FIRST`."""
+    return next((place for place, prefix in enumerate(FIRST) if item.nodeid.startswith(prefix)), len(FIRST))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)
     for item in items:
-        if config.pluginmanager.hasplugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group(_worker_group(item.nodeid)))
         for marker, missing in _NEEDS.items():
             if item.get_closest_marker(marker) is not None and (reason := missing()) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Distribute groups, in the order of collection.
+
+    xdist's own groups (`--dist=loadgroup`) are a part of a test's id that it writes to a private attribute. Since 9.2
+    pytest keeps the id elsewhere, and xdist 3.8 then silently distributes single tests.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return worker_group(nodeid)
+
+    return Groups(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_one_worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Fail where tests of one group run in two workers: each would start the group's server, or save its models."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None:
+        group = worker_group(request.node.nodeid)
+        owner = tmp_path_factory.getbasetemp().parent / f"worker-of-{group.replace('/', '-')}"
+        with suppress(FileExistsError), owner.open("x") as file:
+            file.write(worker)
+        assert owner.read_text() == worker, f"{group} is split between workers"
 
 
 @pytest.fixture(scope="session")
