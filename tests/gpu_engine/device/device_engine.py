@@ -8,7 +8,7 @@ Not responsible for: expected tokens, which the tests have from an engine on a C
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -48,9 +48,14 @@ def opaque_launches() -> Iterator[None]:
 
 @dataclass(eq=False)
 class RecordedDevice:
-    """Builds executors that run on a recorded stream. Closing the stream ends its thread."""
+    """Builds executors that run on a recorded stream. Closing the stream ends its thread.
+
+    Without `warms_up` the steps are captured, but the runs over padding before and after the captures are left out.
+    They load and choose kernels on a GPU, change nothing here, and take the interpreter four steps for each graph.
+    """
 
     stream: RecordedStream = field(default_factory=RecordedStream)
+    warms_up: bool = False
     drafter_builders: Mapping[str, Builder] | None = None
 
     def build_executor(
@@ -61,7 +66,7 @@ class RecordedDevice:
         num_pages: int,
         max_inflight_steps: int,
     ) -> Executor:
-        return device_executor(
+        executor = device_executor(
             config,
             model,
             channel,
@@ -71,6 +76,14 @@ class RecordedDevice:
             sync=self._sync(config, channel),
             drafter_builders=self.drafter_builders,
         )
+        return executor if self.warms_up else replace(executor, warm_up=lambda: self._capture_only(executor.warm_up))
+
+    def _capture_only(self, warm_up: Callable[[], None]) -> None:
+        self.stream.drops = True
+        try:
+            warm_up()
+        finally:
+            self.stream.drops = False
 
     def _sync(self, config: EngineConfig, channel: EngineEnd | None) -> HostCallbackSync | DeviceFlagSync | None:
         if channel is None:
@@ -84,9 +97,11 @@ class RecordedDevice:
 
 
 @contextmanager
-def device_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[Engine, RecordedStream]]:
+def device_engine(
+    model: LoadedModel, settings: EngineConfig, device: RecordedDevice | None = None
+) -> Iterator[tuple[Engine, RecordedStream]]:
     """Run an engine without a grammar process."""
-    device = RecordedDevice()
+    device = device or RecordedDevice()
     model = replace(model, max_model_len=settings.max_model_len)
     try:
         with opaque_launches(), running(Engine(settings, model, build_executor=device.build_executor)) as engine:

@@ -160,6 +160,8 @@ class RecordedStream:
 
     before: Callable[[Node], None] | None = None
     runs_at_once: bool = False
+    drops: bool = False
+    """While it is set, nodes are captured as usual, and the device runs none; events are reached."""
     trace: bool = True
     """False: every kernel counts as native: replays call it again, and it may read tensors (Triton's interpreter)."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -251,6 +253,8 @@ class RecordedStream:
 
     def _enqueue(self, node: Node) -> None:
         self._raise()
+        if self.drops:
+            return
         self._queue.put(functools.partial(self._run, node))
 
     def _run(self, node: Node) -> None:

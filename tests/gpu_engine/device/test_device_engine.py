@@ -17,7 +17,7 @@ from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
 from tests.fakes import EOS
-from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
+from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
@@ -113,6 +113,25 @@ def test_guided_tokens_equal_those_of_a_cpu(llama: LoadedModel, guided_tokens: l
         assert len({record.slot for record in grammar.sidecar.records}) == 2
 
 
+@pytest.mark.parametrize("sync", ["host_callback", "device_flag"])
+def test_the_runs_of_the_warm_up_change_no_token(llama: LoadedModel, guided_tokens: list[list[int]], sync: str) -> None:
+    """Every other test leaves them out."""
+    device = RecordedDevice(warms_up=True)
+    with guided_device_engine(llama, on_device(1, sync=sync, max_batch_size=1), device) as (engine, _, stream):
+        warmed = stream.ran
+        assert answer_all(engine, [GUIDED[0]()]) == guided_tokens[:1]
+        assert warmed > 100
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_runs_of_the_warm_up_need_no_grammar_process(
+    llama: LoadedModel, unguided_tokens: list[list[int]], eager: bool
+) -> None:
+    settings = on_device(1, max_batch_size=1, enforce_eager=eager)
+    with device_engine(llama, settings, RecordedDevice(warms_up=True)) as (engine, _):
+        assert answer_all(engine, [UNGUIDED[0]()]) == unguided_tokens[:1]
+
+
 @pytest.mark.parametrize(
     ("sync", "drafter"),
     [
@@ -203,7 +222,9 @@ def test_more_bad_tokens_than_a_slot_holds_are_rejected_with_the_limit(llama: Lo
 def test_a_step_ends_when_its_sidecar_dies_and_answers_continue(
     llama: LoadedModel, guided_tokens: list[list[int]]
 ) -> None:
-    with guided_device_engine(llama, on_device(3, row_timeout_ms=300.0)) as (engine, grammar, stream):
+    # A proposal that nobody answers takes its whole timeout, too.
+    settings = on_device(3, row_timeout_ms=300.0, draft_timeout_ms=300.0)
+    with guided_device_engine(llama, settings) as (engine, grammar, stream):
         first, answers = grammar.sidecar, [make() for make in GUIDED]
 
         def die(record: Record) -> None:
