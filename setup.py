@@ -8,9 +8,13 @@ Not responsible for: device code, which is compiled at run time.
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
+from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror=implicit-function-declaration"]
 
@@ -51,4 +55,26 @@ def kernels() -> list[Extension]:
     ]
 
 
-setup(ext_modules=[FLAGS, *kernels()], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+class ParallelBuild(build_ext):
+    """Compiles the sources of an extension side by side: one for each vector unit, and each takes 8 s to 16 s."""
+
+    def build_extensions(self) -> None:
+        """Build all extensions."""
+        compile_in_turn = self.compiler.compile
+
+        def compile_sources(sources: list[str], *positional: Any, **options: Any) -> list[str]:
+            def compile_one(source: str) -> list[str]:
+                return compile_in_turn([source], *positional, **options)
+
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return [path for paths in pool.map(compile_one, sources) for path in paths]
+
+        self.compiler.compile = compile_sources
+        super().build_extensions()
+
+
+setup(
+    ext_modules=[FLAGS, *kernels()],
+    cmdclass={"build_ext": ParallelBuild},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)
