@@ -165,7 +165,9 @@ def expected(sidecars: Sidecars) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("num_drafts", "max_jump_forward"), [*((number, 0) for number in range(1, 8)), (1, 7), (2, 7), (3, 7), (3, 15)]
+    ("num_drafts", "max_jump_forward"),
+    [(1, 0), (2, 0), (4, 0), (7, 0), (1, 7), (2, 7), (3, 7), (3, 15)]
+    + [pytest.param(number, 0, marks=pytest.mark.slow) for number in (3, 5, 6)],
 )
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 def test_tokens_do_not_depend_on_jump_forward(

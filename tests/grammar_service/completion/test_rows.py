@@ -135,8 +135,10 @@ def test_a_token_that_ends_one_text_and_opens_another_gets_a_new_table(
     schema = {"type": "array", "prefixItems": [{"type": "string"} | item for item in items], "items": False}
     texts = TokenTexts.of(vocabulary)
     joint = texts.tokens.ids[b'","']
+    source = json.dumps(schema | {"minItems": 1})
+    compiled = library.compiled(Kind.JSON_SCHEMA, source)
     for limit in range(8, 30):
-        told = answer(library, vocabulary, schema | {"minItems": 1}, limit)
+        told = Answer(compiled, source, vocabulary, limit)
         luck = random.Random(limit)
         for token in (*spell('["wo'), joint, *spell("ca"), joint):
             words = told.row()
