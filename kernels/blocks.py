@@ -54,11 +54,17 @@ class Blocks:
 
     def dequantised(self) -> torch.Tensor:
         """Return the weights, float32 [N, K]."""
-        scales_NK = self.scales_NB.float().repeat_interleave(BLOCK, dim=1)
-        weights_NK = self.quants_NK.float() * scales_NK
-        return (
-            weights_NK if self.offsets_NB is None else weights_NK + self.offsets_NB.float().repeat_interleave(BLOCK, 1)
-        )
+        N, K = self.shape
+        weights_NBk = self.quants_NK.float().view(N, K // BLOCK, BLOCK)
+        weights_NBk *= self.scales_NB.float()[..., None]
+        if self.offsets_NB is not None:
+            weights_NBk += self.offsets_NB.float()[..., None]
+        return weights_NBk.view(N, K)
+
+    def rows(self, rows: torch.Tensor) -> Blocks:
+        """Return the matrix of some outputs, in the order of `rows`."""
+        offsets = None if self.offsets_NB is None else self.offsets_NB[rows]
+        return Blocks(self.kind, self.quants_NK[rows], self.scales_NB[rows], offsets)
 
     @classmethod
     def joined(cls, parts: Sequence[Blocks]) -> Blocks:

@@ -95,8 +95,7 @@ def _rows_put_back(blocks: Blocks, heads: int) -> Blocks:
     """Undo llama.cpp's order of a head's rows, which interleaves the halves that rotate together."""
     N = blocks.shape[0]
     order = torch.arange(N).view(heads, N // heads // 2, 2).transpose(1, 2).reshape(N)
-    offsets = None if blocks.offsets_NB is None else blocks.offsets_NB[order]
-    return Blocks(blocks.kind, blocks.quants_NK[order], blocks.scales_NB[order], offsets)
+    return blocks.rows(order)
 
 
 def _halves(raw_NBk: _Bytes) -> torch.Tensor:
