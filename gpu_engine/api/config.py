@@ -47,8 +47,8 @@ class EngineConfig:
     """"bfloat16", "float32", or "auto": bfloat16 if the device multiplies it natively, else float32."""
     quantization: str = "auto"
     """Weights of the model's products: "none" (the dtype); "int8" or "q4" (on a CPU: blocks of 32 weights with 8 or 4
-    bits, and activations of 8 bits); or "auto": with dtype=auto on a CPU, the blocks of a quantised GGUF file, which
-    lose nothing that is in the file, and none for other models."""
+    bits, and activations of 8 bits); or "auto": with dtype=auto on a CPU, the blocks of a quantised GGUF file or the
+    integers of a quantised checkpoint, which lose nothing that is in the file, and none for other models."""
     device: str = "auto"
     """"auto" (the first CUDA device if torch sees one, else the CPU), "cpu", "cuda" or "cuda:N"."""
     fuse: bool = True

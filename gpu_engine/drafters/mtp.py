@@ -8,6 +8,7 @@ Not responsible for: the storage of pairs (see pairs.py), the chain (see chain.p
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from gpu_engine.drafters.pairs import PairNet
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loaded_model import ModelNotSupported
+from gpu_engine.model.quantised.checkpoint import open_checkpoint
 from gpu_engine.step.prefill import Hidden
 from kernels.paged_attention import KVPages
 
@@ -79,6 +81,8 @@ def load_mtp(path: str, net: Any, dtype: torch.dtype) -> Any:
         raise ModelNotSupported(
             f"drafter: mtp: {config.model_type} has no multi-token-prediction layers in transformers"
         )
+    if (Path(path) / "config.json").is_file() and open_checkpoint(Path(path)) is not None:
+        raise ModelNotSupported(f"drafter: mtp: {path} is quantised, and its multi-token-prediction layer is not read")
     # The layer's classes and shape, without weights: the target's own modules may have been replaced by fused ones.
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)

@@ -23,6 +23,7 @@ from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.probe import probe
+from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, open_checkpoint
 from gpu_engine.model.quantised.choice import quantise
 from gpu_engine.model.quantised.linear import release_blocks
 from gpu_engine.model.quantised.native import with_native
@@ -81,21 +82,28 @@ def load_model(config: EngineConfig, progress: Progress | None = None, *, settin
         )
     report("loading the weights", 0.2)
     dtype = resolve_dtype(config.dtype, device)
-    options = {"dtype": dtype, "attn_implementation": attention.NAME, **source}
     try:
-        net: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+        checkpoint = None if source else open_checkpoint(folder)
+        net = _network(folder, dtype, source, checkpoint)
     except (OSError, ValueError) as error:
         raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
     report("preparing the weights", 0.8)
     gguf_file = weights_file() if config.model == EMBEDDED_MODEL else path if path.is_file() else None
     try:
-        model = prepare(config, net, tokenizer, gguf_file)
+        model = prepare(config, net, tokenizer, gguf_file, checkpoint)
     except FusedModelDiffers as why:
         log.warning("loading %s again, unfused: %s", config.model, why)
         return load_model(replace(config, fuse=False), progress, setting=setting)
     _return_freed_memory()
     report("loaded", 1.0)
     return model
+
+
+def _network(folder: Path, dtype: torch.dtype, source: dict[str, Any], checkpoint: QuantisedCheckpoint | None) -> Any:
+    """Return the transformers model with our attention. Raises OSError or ValueError."""
+    if checkpoint is not None:
+        return checkpoint.load(dtype, attention.NAME)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, **source)
 
 
 def _return_freed_memory() -> None:
@@ -106,10 +114,14 @@ def _return_freed_memory() -> None:
 
 
 def prepare(
-    config: EngineConfig, net: Any, tokenizer: PreTrainedTokenizerFast, gguf_file: Path | None = None
+    config: EngineConfig,
+    net: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    gguf_file: Path | None = None,
+    checkpoint: QuantisedCheckpoint | None = None,
 ) -> LoadedModel:
-    """Prepare a transformers model that was loaded with the attention of `attention.NAME`, from `gguf_file` if it came
-    from one.
+    """Prepare a transformers model that was loaded with the attention of `attention.NAME`, from `gguf_file` or
+    `checkpoint` if it came from one of them.
 
     Raises ModelNotSupported, or FusedModelDiffers when it must be loaded again with `fuse` off.
     """
@@ -122,7 +134,7 @@ def prepare(
         model = _describe(config, net, tokenizer, dtype, device, num_parameters)
     except AttributeError as error:
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
-    model.quantised = quantise(config, net, gguf_file)
+    model.quantised = quantise(config, net, gguf_file, checkpoint)
     install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
     seen = probe(model)
     # Activations of 8 bits hide a float32's rounding: another order of a sum may give another integer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,16 @@ def test_a_model_without_mtp_layers_is_rejected(target: LoadedModel, folder: Pat
             load_mtp(str(folder), target.net, torch.float32)
     finally:
         target.net.config.num_mtp_layers = count
+
+
+def test_the_mtp_layer_of_a_quantised_checkpoint_is_refused(target: LoadedModel, tmp_path: Path) -> None:
+    """Its weights alone, without their scales, would draft nonsense."""
+    folder = tmp_path / "quantised"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    save_file(
+        {"a.weight": torch.zeros(1, 1).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1)},
+        folder / "model.safetensors",
+    )
+    with pytest.raises(ModelNotSupported, match=r"drafter: mtp: .* is quantised"):
+        load_mtp(str(folder), target.net, torch.float32)
