@@ -1,4 +1,4 @@
-"""Loads the CPU kernels: one plain shared library, no Python ABI, called with the GIL released.
+"""Loads the CPU kernels: one plain shared library, no Python ABI.
 
 The parallel loops of a dense model's kernels need an OpenMP runtime and must share torch's: two runtimes would mean two
 thread pools that spin against each other. So the library is linked without one, and torch's is made visible before it
@@ -22,12 +22,24 @@ class KernelLibraryMissing(ImportError):
 @functools.cache
 def native() -> ctypes.CDLL:
     """Return the native kernels; raise KernelLibraryMissing when they were not built."""
+    return ctypes.CDLL(_path())
+
+
+@functools.cache
+def native_short() -> ctypes.PyDLL:
+    """Return the same kernels, called with the GIL held: for calls of a microsecond, which would wait longer to get it
+    back."""
+    return ctypes.PyDLL(_path())
+
+
+@functools.cache
+def _path() -> str:
     built = sorted(Path(__file__).parent.glob("_native*.so"))
     if not built:
         raise KernelLibraryMissing("kernels/_native*.so is missing: install the package with gcc available")
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(built[0]))
+    return str(built[0])
 
 
 def address(tensor: torch.Tensor) -> int:

@@ -24,7 +24,7 @@ from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.direct import DirectLauncher
-from gpu_engine.step.launches import TorchLaunches
+from gpu_engine.step.native_launches import NativeLaunches
 from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.program import StepProgram
 from gpu_engine.step.stream import ImmediateStream
@@ -103,10 +103,11 @@ def cpu_executor(
 ) -> Executor:
     """Return an executor whose steps run at their launch, on the calling thread."""
     S, R = config.max_batch_size, config.num_rows
-    stream, launches = ImmediateStream(), TorchLaunches(R)
+    stream = ImmediateStream()
     # One slot more than sequences have, for padding and the warm-up.
     slot = SlotBuffers.allocate(S + 1, R, history_tokens(config, model, max_inflight_steps), config.page_size)
     lane = LaneBuffers.allocate(S, R, model.vocab_size)
+    launches = NativeLaunches(slot, lane, None if channel is None else channel.mask_rows)
     sync: Sync = NoSync(stream, S, R)
     if channel is not None:
         timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}

@@ -219,20 +219,10 @@ class InlineSync(StreamSync):
     def _send(self, post: PostBuffers, stage: int, timeout_ns: int) -> None:
         assert isinstance(post, InlinePostBuffers)
         # Without a lane that requests a row no record is written, and the sequence number is 0.
-        requests = bool((post.slots >= 0).any())
-        post.awaited.fill_(self.channel.post_batch(post.arrays, stage=stage) if requests else 0)
+        arrays = post.arrays
+        arrays.awaited[0] = self.channel.post_batch(arrays, stage=stage) if (arrays.slots >= 0).any() else 0
 
     def _receive(self, post: PostBuffers, stage: int, rows_wanted: int, timeout_ns: int) -> None:
         assert isinstance(post, InlinePostBuffers)
-        seq = int(post.awaited)
-        if not seq:
-            return
-        answer = self.channel.await_batch(post.arrays, seq, timeout_s=timeout_ns / 1e9)
-        self._device_waited += answer.waited_ns
-        if stage == Stage.PROPOSE:
-            return
-        applied_BR = (post.kinds == int(RowKind.APPLY)) & (post.slots >= 0)[:, None]
-        lanes, rows = applied_BR.nonzero(as_tuple=True)
-        if len(lanes):
-            slots = post.slots[lanes].long()
-            self.store.mask_SRW[slots, rows] = torch.from_numpy(self.channel.mask_rows(seq))[slots, rows]
+        if seq := int(post.arrays.awaited[0]):
+            self._device_waited += self.channel.await_batch(post.arrays, seq, timeout_s=timeout_ns / 1e9).waited_ns

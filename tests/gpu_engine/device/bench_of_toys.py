@@ -18,7 +18,7 @@ from gpu_engine.step.device.graphs import StepGraphs, StepRows
 from gpu_engine.step.device.pinned import segment_rows
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
 from gpu_engine.step.handle import StepHandle
-from gpu_engine.step.launches import StepLaunches, TorchLaunches
+from gpu_engine.step.launches import StepLaunches
 from gpu_engine.step.output_ring import OutputRing, StepOutputs
 from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.handover import connect, send_segment
@@ -27,6 +27,7 @@ from shared_mem.segment import Segment
 from tests.gpu_engine.device.fake_flags import FakeFlags
 from tests.gpu_engine.device.recorded_stream import PATIENCE_S, RecordedStream, opaque
 from tests.gpu_engine.device.toy_step import PROMPT, PatternStep, ToyStep
+from tests.gpu_engine.step.torch_launches import TorchLaunches
 from tests.gpu_engine.tiny import VOCAB
 from tests.gpu_engine.toy_sidecar import Automaton, Matcher, ToySidecar
 

@@ -9,10 +9,10 @@ import torch
 
 from gpu_engine.drafters.ngram import NgramDrafter, NoDrafter
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.launches import TorchLaunches
 from gpu_engine.step.program import Drafter
 from gpu_engine.step.stream import ImmediateStream
 from kernels.accept import StepTensors
+from tests.gpu_engine.step.torch_launches import TorchLaunches
 
 SLOTS, ROWS, LENGTH = 6, 5, 96
 STREAM, LAUNCHES = ImmediateStream(), TorchLaunches(ROWS)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.launches import TorchLaunches
 from gpu_engine.step.mask_rows import RowStore
 from gpu_engine.step.stream import ImmediateStream
 from gpu_engine.step.stream_sync import InlineSync
@@ -19,6 +18,7 @@ from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.posting import PROPOSE, VERIFY, CachedRows, PostTensors, cache_rows, pack_post
 from shared_mem.batch import BatchArrays
 from shared_mem.layout import Layout, RowKind
+from tests.gpu_engine.step.torch_launches import TorchLaunches
 
 S, R, V, L = 6, 4, 100, 60
 LANES = [4, 1, 5, 0]
@@ -106,7 +106,7 @@ def state() -> tuple[InlineSync, RandomAnswers, StepBatch]:
     lane.drafts_BR.copy_(torch.randint(V, lane.drafts_BR.shape, generator=g))
     lane.num_drafts_B.copy_(torch.tensor([3, 0, 2, 1]))
     channel: Any = RandomAnswers()
-    inline = InlineSync(ImmediateStream(), channel, TorchLaunches(R), row_timeout_ms=1.0)
+    inline = InlineSync(ImmediateStream(), channel, TorchLaunches(R, mask_rows=channel.mask_rows), row_timeout_ms=1.0)
     inline.store.cached_SR[:S] = torch.rand(S, R, generator=g) < 0.4
     inline.store.cached_SR[0, :2] = True  # nothing is missing
     inline.store.kind_SR[:S] = torch.randint(3, (S, R), generator=g).to(torch.uint8)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
-from gpu_engine.step.launches import TorchLaunches
 from kernels.cuda.ngram import propose_ngram
 from kernels.cuda.step_inputs import load_step
+from tests.gpu_engine.step.torch_launches import TorchLaunches
 
 
 def ints(device: torch.device, *shape: int, low: int = 0, high: int = 1000, seed: int = 0) -> torch.Tensor:
