@@ -183,6 +183,7 @@ def test_import_contracts_cover_every_package(root: Path) -> None:
             ("grammar_service.backends.xgrammar.backend", "grammar_service.backends.xgrammar.chains"),
             ("torch", "transformers", "xgrammar"),
         ),
+        ("gpu_engine", ("gpu_engine.model.quantised.gguf_blocks",), ("gguf",)),
     ],
 )
 def test_importing_a_whole_package_leaves_heavy_modules_out(

@@ -16,7 +16,6 @@ from torch import nn
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
-from gpu_engine.model.quantised.gguf_blocks import GGUFBlocks
 from gpu_engine.model.quantised.linear import BlocksOf, quantise_linears
 from kernels.blocks import BlockKind, Blocks, can_multiply_blocks, quantised
 
@@ -50,7 +49,11 @@ def quantise(
         return True
     if wanted == "none" or (wanted == "auto" and not (possible and gguf_file and config.dtype == "auto")):
         return False
-    file = None if gguf_file is None else GGUFBlocks(gguf_file)
+    file = None
+    if gguf_file is not None:
+        from gpu_engine.model.quantised.gguf_blocks import GGUFBlocks  # its library is installed for GGUF files alone
+
+        file = GGUFBlocks(gguf_file)
     if wanted == "auto" and not (file and file.quantised):
         return False
     count = quantise_linears(net, file.of if file is not None and wanted != "int8" else _rounded(wanted, None))
