@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from tests.fakes import EOS, byte_tokenizer
@@ -82,6 +83,12 @@ def bloom() -> PreTrainedConfig:
 def gpt_oss() -> PreTrainedConfig:
     """Return a family with attention sinks."""
     return GptOssConfig(**_SHAPE, **_LAYERS, head_dim=32, num_local_experts=2, num_experts_per_tok=1)
+
+
+def qwen3_moe() -> PreTrainedConfig:
+    """Return a family whose blocks are four experts and a router."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    return Qwen3MoeConfig(**_SHAPE, head_dim=32, **experts)
 
 
 def mamba() -> PreTrainedConfig:

@@ -167,8 +167,11 @@ class QuantisedCheckpoint:
 
     @property
     def usage(self) -> str:
-        """For the log: how many products `of` gave their own integers, and how many it did not."""
-        return f"{self._used} from {self}, {self._rounded} rounded from the weights"
+        """For the log: how many products `of` gave their own integers, how many it did not, and the matrices of no
+        such product, for example of experts."""
+        left = len(self._matrices) - self._used
+        dequantised = f", {left} of the matrices dequantised" if left else ""
+        return f"{self._used} from {self}, {self._rounded} rounded from the weights{dequantised}"
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} matrices of {kind}" for kind, count in self._kinds.items())

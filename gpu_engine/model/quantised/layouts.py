@@ -15,7 +15,7 @@ Shapes: N outputs, K inputs, G groups of inputs, W words of 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,13 +258,15 @@ def _gptq(config: Mapping[str, Any]) -> Layout:
     if config.get("bits", 4) not in _BITS:
         raise UnsupportedCheckpoint(f"quantization_config.bits is {config['bits']}; read are 4, 8")
 
+    likely = sorted(_BITS, key=lambda bits: bits != config.get("bits"))
+
     def read(parts: Parts) -> Matrix:
-        return _gptq_matrix(parts, adds_one=name == "gptq", symmetric=bool(config.get("sym")))
+        return _gptq_matrix(parts, likely, adds_one=name == "gptq", symmetric=bool(config.get("sym")))
 
     return Layout(name, ("qweight",), frozenset({"qweight", "qzeros", "scales", "g_idx"}), read)
 
 
-def _gptq_matrix(parts: Parts, *, adds_one: bool, symmetric: bool) -> Matrix:
+def _gptq_matrix(parts: Parts, likely: Sequence[int], *, adds_one: bool, symmetric: bool) -> Matrix:
     """Inputs of an output side by side along the rows; zero points side by side along the outputs.
 
     The first format stores zero points less one, subtracted from the packed words: they are added there, too, so that a
@@ -274,13 +276,13 @@ def _gptq_matrix(parts: Parts, *, adds_one: bool, symmetric: bool) -> Matrix:
     N = words_WN.shape[1]
     if scales_GN.dim() != 2 or scales_GN.shape[1] != N:
         raise parts.broken("scales", f"[groups, {N}]")
-    bits = next((bits for bits in _BITS if zeros_GW.shape == (len(scales_GN), N * bits // 32)), None)
-    if bits is None or N * bits % 32:
+    bits = next((bits for bits in likely if zeros_GW.shape == (len(scales_GN), -(-N * bits // 32))), None)
+    if bits is None:
         raise parts.broken("qzeros", f"[{len(scales_GN)}, {N}] of 4 or 8 bits")
-    stored_GN = unpacked(zeros_GW, bits)
+    stored_GN = unpacked(zeros_GW, bits)[:, :N]
     # Some writers name the first format and store the second: the middle is a symmetric matrix's only zero point.
     right = symmetric and bool((stored_GN == 1 << (bits - 1)).all())
-    zeros_GN = unpacked(zeros_GW + _ONES[bits], bits) if adds_one and not right else stored_GN
+    zeros_GN = unpacked(zeros_GW + _ONES[bits], bits)[:, :N] if adds_one and not right else stored_GN
     return _grouped(parts, unpacked(words_WN.T, bits), bits, scales_GN.T, zeros_GN.T, "g_idx")
 
 

@@ -23,7 +23,7 @@ from gpu_engine.model.quantised.matrices import NoBlocks
 from gpu_engine.model.quantised.native import NativeForward
 from gpu_engine.model.recording import distance
 from kernels.blocks import can_multiply_blocks
-from tests.gpu_engine import published
+from tests.gpu_engine import published, tiny
 from tests.gpu_engine.harness import config
 from tests.gpu_engine.published import Kind
 
@@ -194,6 +194,21 @@ def test_families_with_biases_tied_heads_and_joined_products_load(write: Write, 
         native = load(quantised, dtype="float32", quantization="q4")
         assert isinstance(native.fused.forward, NativeForward), native.fused.left
         assert distance(logits(native, some_ids(1, 20)), logits(want, some_ids(1, 20))) < 4e-2
+
+
+@with_blocks
+def test_experts_are_dequantised_and_the_line_counts_them(
+    write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers joins the experts of a layer into one tensor. A router has fewer outputs than a word."""
+    source = tiny.save(tiny.qwen3_moe(), tmp_path / "source")
+    quantised, floats = published.write(source, published.gptq(), tmp_path / "made")
+    got, want = (load(folder, dtype="float32", quantization="none") for folder in (quantised, floats))
+    assert distance(logits(got, some_ids(1, 20)), logits(want, some_ids(1, 20))) < 1e-5
+    with caplog.at_level(logging.INFO):
+        assert load(quantised, dtype="auto").quantised
+    assert "quantised 9 products: auto, 8 from gptq (34 matrices of 4 bits)" in caplog.text
+    assert "1 rounded from the weights, 26 of the matrices dequantised" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["gptq of 4 bits", "w4a16, asymmetric", "fp8 by tile"])
