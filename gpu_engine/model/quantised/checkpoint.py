@@ -79,6 +79,8 @@ class QuantisedCheckpoint:
         for name, _, end in names:
             if name in marked and end in self._layout.parts:
                 self._matrices[name].append(end)
+            elif end in self._layout.parts - {"weight"}:  # of AutoAWQ's scaled activations, or of half a matrix
+                raise UnsupportedCheckpoint(f"{name}.{end} is no part of a matrix of {self._layout.kind}")
             elif end not in STATISTICS:
                 self._plain.append(f"{name}.{end}" if name else end)
         if not marked:
@@ -86,7 +88,7 @@ class QuantisedCheckpoint:
         for name in self._plain:
             dtype = self._files[name].get_slice(name).get_dtype()
             if dtype in _PACKED:
-                raise UnsupportedCheckpoint(f"{name} is {dtype} and no part of a {self._layout.kind} matrix")
+                raise UnsupportedCheckpoint(f"{name} is {dtype} and no part of a matrix of {self._layout.kind}")
 
     def _tensor(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[name].get_tensor(name)

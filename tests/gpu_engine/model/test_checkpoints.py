@@ -359,7 +359,7 @@ BROKEN: dict[str, tuple[Callable[[], Kind], Callable[[dict[str, torch.Tensor]], 
         published.w8a8,
         lambda t: t.update({f"{Q_PROJ}.weight": torch.zeros(64, 64)}),
     ),
-    r"q_proj.weight is I8 and no part of a compressed-tensors int-quantized matrix": (
+    r"q_proj.weight is I8 and no part of a matrix of compressed-tensors int-quantized": (
         published.w8a8,
         lambda t: t.pop(f"{Q_PROJ}.weight_scale"),
     ),
@@ -367,6 +367,11 @@ BROKEN: dict[str, tuple[Callable[[], Kind], Callable[[dict[str, torch.Tensor]], 
         published.w8a8,
         lambda t: t.update({f"{Q_PROJ}.{end}": t[f"{Q_PROJ}.{end}"][:8].clone() for end in ("weight", "weight_scale")}),
     ),
+    "layers.0.mlp.act.scales is no part of a matrix of awq": (
+        published.awq,
+        lambda t: t.update({"model.layers.0.mlp.act.scales": torch.ones(96)}),
+    ),
+    "q_proj.g_idx is no part of a matrix of gptq": (published.gptq, lambda t: t.pop(f"{Q_PROJ}.qweight")),
     "it has no weights for model.norm.weight": (published.awq, lambda t: t.pop("model.norm.weight")),
 }
 
