@@ -71,6 +71,9 @@ class EngineConfig:
     prefill_chunk: int = 0
     """Prompt tokens per prefill call; decode steps run between the calls. On a GPU one call may hold chunks of several
     sequences. 0: 256 on a CPU, 512 on a GPU."""
+    max_batched_tokens: int = 0
+    """Tokens of one forward, prompts and decoding sequences together, for a quantised model on a CPU: several prompts
+    share it, and no gap between two tokens is longer than such a forward. 0: prefill_chunk."""
     prefix_cache: bool = True
     """Reuse KV pages of requests that share a prefix, as whole pages, until their memory is needed. Off with a drafting
     network (drafter=model, eagle3, mtp), whose cache depends on the tokens that follow."""
@@ -146,6 +149,11 @@ class EngineConfig:
         _require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
         _require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
         _require(self.page_size in (16, 32, 64, 128), "page_size", "must be 16, 32, 64 or 128")
+        _require(
+            self.max_batched_tokens == 0 or self.max_batched_tokens >= max(16, self.max_batch_size),
+            "max_batched_tokens",
+            "must be 0, or at least 16 and max_batch_size",
+        )
         _require(self.prefill_chunk == 0 or self.prefill_chunk >= 16, "prefill_chunk", "must be 0 or at least 16")
         drafters = ("ngram", "model", "eagle3", "mtp", "grammar", "none")
         _require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")

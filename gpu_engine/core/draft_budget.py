@@ -337,12 +337,12 @@ class DraftBudget:
             plan: of the step.
             results: for each lane its new tokens, and how many drafts among them were accepted.
             rows: of the forward, padding included.
-            verify_ms: the step without its proposing, where the two can be told apart.
+            verify_ms: the step without its proposing, where the two can be told apart; 0: it had other work, too.
             propose_ms: proposing for the next step.
             proposed_rows: `rows_to_propose` of that step; 0: not measured apart.
         """
         times, lanes, num_tokens = self.times[plan.guided], len(plan.proposals), 0
-        if plan.is_probe and verify_ms < _SURPRISE * times.ms(rows):
+        if plan.is_probe and 0 < verify_ms < _SURPRISE * times.ms(rows):
             self._probe.surprised()
         times.observe(rows, verify_ms)
         for proposal, limit, (token_ids, num_accepted) in zip(plan.proposals, plan.limits, results, strict=True):

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.prefill_shapes import padded
 from gpu_engine.core.draft_budget import DraftBudget
@@ -21,11 +23,12 @@ from gpu_engine.core.running import SequenceState, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, suffix_drafter
 from gpu_engine.drafters.suffix import SuffixDrafter
-from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.direct import DirectLauncher
 from gpu_engine.step.native_launches import NativeLaunches
 from gpu_engine.step.output_ring import OutputRing
+from gpu_engine.step.prefill import fill_prompts, prompt_rows
 from gpu_engine.step.program import StepProgram
 from gpu_engine.step.stream import ImmediateStream
 from gpu_engine.step.stream_sync import InlineSync
@@ -53,6 +56,9 @@ class Executor:
     """Wait for the device. Raises when the device has failed: errors of a device are permanent."""
     close: Callable[[], None]
     """Wait for the device and free the memory that it may have used. Once, at the end."""
+    mixes: bool = False
+    """Chunks may share the forward of a step: `runner.launch` takes them. Then `prefill` puts any number of chunks into
+    one forward."""
     answers: SuffixDrafter | None = None
     """The drafter, if it drafts from earlier answers: it learns which sequence has a slot, and what each answered."""
 
@@ -128,6 +134,13 @@ def cpu_executor(
         for chunk in chunks:
             fill((chunk,))
 
+    def prefill_together(chunks: tuple[Chunk[SequenceState], ...]) -> None:
+        for chunk in chunks:
+            slot_writer.write_pages(chunk.sequence)
+        with torch.inference_mode():
+            rows = prompt_rows(slot, [(chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks])
+            fill_prompts(model, pages, rows)
+
     def warm_up() -> None:
         sync.reserve(tuple(range(1, S + 1)))
         budget.seed(_forward_ms(program.warm_up, min(S * R, config.step_rows or S * R)))
@@ -137,4 +150,9 @@ def cpu_executor(
 
     runner = LauncherRunner(launcher, slot_writer, sync, budget, max_inflight_steps)
     idle = {"enter": nothing, "probe": nothing, "close": nothing}
-    return Executor(slot_writer, sync, runner, prefill, warm_up, **idle, answers=suffix_drafter(drafter))
+    if config.max_batched_tokens and not program.mixes:
+        reason = "reads the model's states" if drafter.layers else f"does not run the {model.dtype_name} model"
+        raise ModelNotSupported(f"max_batched_tokens: prompts share a step's forward for quantised models: {reason}")
+    fills = prefill_together if program.mixes else prefill
+    answers = suffix_drafter(drafter)
+    return Executor(slot_writer, sync, runner, fills, warm_up, **idle, mixes=program.mixes, answers=answers)

@@ -53,6 +53,7 @@ class EngineLoop:
         num_tokens, page_size = config.kv_cache_tokens or S * L, config.page_size
         num_pages = -(-num_tokens // page_size) + S * -(-num_lookahead // page_size)
         self.allocator = PageAllocator(num_pages, page_size)
+        self.executor = build_executor(config, model, channel, num_pages, max_inflight_steps)
         shapes = config.prefill_shapes
         self.scheduler: Scheduler[SequenceState] = Scheduler(
             S,
@@ -61,8 +62,8 @@ class EngineLoop:
             lookahead=num_lookahead,
             shapes=shapes,
             tokens_of=_tokens_of if config.caches_prefixes else None,
+            max_batched_tokens=config.max_batched_tokens or shapes.budget if self.executor.mixes else 0,
         )
-        self.executor = build_executor(config, model, channel, num_pages, max_inflight_steps)
         self._slot_writer, self._sync, self._runner = (
             self.executor.slot_writer,
             self.executor.sync,
@@ -80,17 +81,22 @@ class EngineLoop:
         )
 
     def run_iteration(self) -> bool:
-        """Plan, prefill some chunks, launch one step, process an earlier one; False when there was nothing to do."""
+        """Plan, prefill some chunks, launch one step, process an earlier one; False when there was nothing to do.
+
+        Where the executor mixes, the chunks share the step's forward."""
         self.grammar_slots.poll()
         plan = self.scheduler.plan()
         for sequence in plan.preempted:
             self._slot_lost(sequence)
         for sequence in plan.assigned:
             self._slot_assigned(sequence)
-        if plan.prefill:
-            self._prefill(plan.prefill)
+        shared = plan.prefill if plan.decode and self.executor.mixes else ()
+        if plan.prefill and not shared:
+            self.executor.prefill(plan.prefill)
+            self._prefilled(plan.prefill)
         if plan.decode:
-            self._in_flight.append(self._runner.launch(plan.decode))
+            self._in_flight.append(self._runner.launch(plan.decode, shared))
+            self._prefilled(shared)
         if len(self._in_flight) > (self._runner.max_inflight_steps if plan.decode else 0):
             self._process_outputs(self._in_flight.popleft())
         return not plan.idle or bool(self._in_flight)
@@ -112,8 +118,7 @@ class EngineLoop:
         self.stats.preemptions += 1
         self.grammar_slots.close(sequence)
 
-    def _prefill(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
-        self.executor.prefill(chunks)
+    def _prefilled(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
         now_s = time.monotonic()
         for chunk in chunks:
             chunk.sequence.prefilled = chunk.end
@@ -130,7 +135,9 @@ class EngineLoop:
         Sequences that lost their slot after the launch are skipped.
         """
         self._runner.collect(step)
-        self.stats.count_step(step.forward_rows, step.step_ms, step.waited_ms, guided=step.any_guided)
+        self.stats.count_step(
+            step.forward_rows + step.prompt_tokens, step.step_ms, step.waited_ms, guided=step.any_guided
+        )
         for b, (sequence, outcome) in enumerate(zip(step.sequences, step.outcomes, strict=True)):
             if not step.holds(b):
                 continue

@@ -19,7 +19,8 @@ from typing import Protocol
 
 from gpu_engine.api.errors import InternalError
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
-from gpu_engine.core.running import RunningSequence, SlotWriter
+from gpu_engine.core.running import RunningSequence, SequenceState, SlotWriter
+from gpu_engine.core.scheduler import Chunk
 from gpu_engine.step.direct import StepLauncher
 from gpu_engine.step.handle import StepHandle
 from gpu_engine.step.outcomes import LaneOutcome, outcomes
@@ -41,8 +42,11 @@ class StepRunner(Protocol):
     def max_inflight_steps(self) -> int:
         """Steps that may be in flight when the next is launched: 0, each is collected before the next; 1, overlap."""
 
-    def launch(self, sequences: tuple[RunningSequence, ...]) -> LaunchedStep:
-        """Start a step; returns without knowing a token."""
+    def launch(
+        self, sequences: tuple[RunningSequence, ...], chunks: tuple[Chunk[SequenceState], ...] = ()
+    ) -> LaunchedStep:
+        """Start a step; returns without knowing a token. `chunks` of prompts share its forward, where that may have
+        them."""
 
     def collect(self, handle: LaunchedStep) -> None:
         """Wait for the oldest launched step and fill the handle with its outcomes."""
@@ -79,14 +83,17 @@ class LauncherRunner:
         """As given."""
         return self._max_inflight_steps
 
-    def launch(self, sequences: tuple[RunningSequence, ...]) -> LaunchedStep:
+    def launch(
+        self, sequences: tuple[RunningSequence, ...], chunks: tuple[Chunk[SequenceState], ...] = ()
+    ) -> LaunchedStep:
         """Start a step."""
         begun_s = time.perf_counter()
-        for sequence in sequences:
+        for sequence in (*sequences, *(chunk.sequence for chunk in chunks)):
             self._slot_writer.write_pages(sequence)
         guided = tuple(sequence.guided for sequence in sequences)
         logprobs = tuple(sequence.payload.request.sampling.logprobs for sequence in sequences)
         handle = StepHandle(sequences, guided, logprobs)
+        handle.chunks = tuple((chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks)
         handle.launched_s = begun_s
         plan = self._plan(handle)
         self.launcher.launch(handle)
@@ -126,7 +133,8 @@ class LauncherRunner:
             plan,
             [(outcome.token_ids, outcome.num_accepted) for outcome in results],
             rows=handle.forward_rows,
-            verify_ms=handle.step_ms - handle.propose_ms,
+            # What rows of prompts take says nothing of a step without them.
+            verify_ms=0.0 if handle.chunks else handle.step_ms - handle.propose_ms,
             propose_ms=handle.propose_ms,
             proposed_rows=handle.propose_rows if handle.ended_s else 0,
         )

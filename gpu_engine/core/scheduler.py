@@ -72,8 +72,12 @@ class Sequence(Generic[Payload]):
     @property
     def decoding(self) -> bool:
         """The sequence may be in a decode batch."""
+        return self.decodes_behind(self.prefilled)
+
+    def decodes_behind(self, prefilled: int) -> bool:
+        """Return whether the sequence may be in a decode batch once so many of its tokens are prefilled."""
         ready = self.grammar_state in (GrammarState.UNCONSTRAINED, GrammarState.OPEN)
-        return self.slot >= 0 and ready and not self.deferred and self.prefilled >= self.prefill_end
+        return self.slot >= 0 and ready and not self.deferred and prefilled >= self.prefill_end
 
     def __repr__(self) -> str:
         state = "waiting" if self.slot < 0 else f"slot {self.slot} gen {self.slot_gen} pages {len(self.pages)}"
@@ -120,6 +124,7 @@ class Scheduler(Generic[Payload]):
         lookahead: int,
         shapes: PrefillShapes,
         tokens_of: Callable[[Sequence[Payload]], list[int]] | None = None,
+        max_batched_tokens: int = 0,
     ) -> None:
         """Args: see below.
 
@@ -127,9 +132,11 @@ class Scheduler(Generic[Payload]):
         lookahead: tokens beyond its length that the steps in flight may write for a sequence.
         shapes: the padded shapes that one prefill forward may have.
         tokens_of: returns the tokens of a sequence, by which the prefix cache is searched; None: no prefix cache.
+        max_batched_tokens: tokens of one forward, over decoding sequences and prompts together: a prompt whose last
+            chunk is in it decodes in it, too. 0: prompts have forwards of their own, with `prefill_chunk` and `shapes`.
         """
         self.allocator, self._shapes, self._tokens_of = allocator, shapes, tokens_of
-        self._chunk, self._lookahead = prefill_chunk, lookahead
+        self._chunk, self._lookahead, self._max_batched_tokens = prefill_chunk, lookahead, max_batched_tokens
         self._slots: list[Sequence[Payload] | None] = [None] * num_slots
         self._gens = [0] * num_slots
         self._waiting: deque[Sequence[Payload]] = deque()
@@ -157,8 +164,9 @@ class Scheduler(Generic[Payload]):
         preempted = self._make_room()
         assigned = () if preempted else self._assign_slots()
         # Before the decode batch: the search of the prefix cache may leave nothing of a prompt to prefill.
-        chunks = self._chunks()
-        decode = tuple(s for s in self.running if s.decoding)
+        chunks = self._mixed_chunks() if self._max_batched_tokens else self._chunks()
+        ends = {c.sequence: c.end for c in chunks} if self._max_batched_tokens else {}
+        decode = tuple(s for s in self.running if s.decodes_behind(ends.get(s, s.prefilled)))
         return Plan(tuple(preempted), tuple(assigned), chunks, decode)
 
     def index_pages(self, sequence: Sequence[Payload]) -> None:
@@ -195,6 +203,32 @@ class Scheduler(Generic[Payload]):
                 chosen.append(Chunk(s, s.prefilled, end))
                 longest = length
         return tuple(chosen)
+
+    def _mixed_chunks(self) -> tuple[Chunk[Payload], ...]:
+        """Return what the prompts have of the next forward: the oldest first, as much as the budget leaves.
+
+        A decoding sequence has one token of the budget: its drafts are bounded elsewhere. A prompt that begins as an
+        older one in the same forward begins waits, because it finds these pages in the prefix cache afterwards.
+        """
+        prompts = sorted((s for s in self.running if s.prefilled < s.prefill_end), key=lambda s: s.order)
+        room = self._max_batched_tokens - sum(s.decoding for s in self.running)
+        chosen: list[Chunk[Payload]] = []
+        for s in prompts:
+            if room <= 0:
+                break
+            if self._search_again(s) or any(self._shares_next_page(s, chunk) for chunk in chosen):
+                continue
+            end = min(s.prefill_end, s.prefilled + room)
+            chosen.append(Chunk(s, s.prefilled, end))
+            room -= end - s.prefilled
+        return tuple(chosen)
+
+    def _shares_next_page(self, sequence: Sequence[Payload], chunk: Chunk[Payload]) -> bool:
+        """Return whether `chunk` computes the next full page that the sequence needs."""
+        end = sequence.prefilled + self.allocator.page_size
+        if self._tokens_of is None or not chunk.start < end <= min(chunk.end, sequence.prefill_end):
+            return False
+        return self._tokens_of(sequence)[:end] == self._tokens_of(chunk.sequence)[:end]
 
     def _make_room(self) -> list[Sequence[Payload]]:
         """Give every decoding sequence pages for its next step; preempt the youngest sequences while pages lack."""

@@ -33,6 +33,23 @@ class LayerAttention:
     """In tokens; 0: none."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Tokens of prompts that share a forward with other rows, for their keys and values alone.
+
+    C chunks, of different sequences, in the order of the chunks.
+    """
+
+    ids_N: torch.Tensor
+    """int64."""
+    positions_N: torch.Tensor
+    """int32; no padding."""
+    counts: tuple[int, ...]
+    """Tokens of each chunk."""
+    page_table_CN: torch.Tensor
+    """int32."""
+
+
 @dataclass(slots=True)
 class AttentionContext:
     """The places where a forward reads and writes keys and values."""
@@ -49,6 +66,9 @@ class AttentionContext:
 
     The index after the last layer is the input of the output head: the normed final hidden state.
     """
+    prompts: PromptRows | None = None
+    """Further rows of the forward. All keys of a layer are stored before any row reads them, so the last token of a
+    prompt may be a row of the batch while the tokens in front of it are here. For models that skip padding alone."""
     layers_seen: dict[int, LayerAttention] = field(default_factory=dict)
     """Layers that called attention through transformers' interface; the probe reads it."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_engine.model.attention import PromptRows
 from kernels.accept import AcceptResult, SlotParams
 
 
@@ -135,6 +136,8 @@ class StepBatch:
     """Rows that the next step will have for a lane: a drafter proposes at most one less. 1: nothing is proposed."""
     place_B: torch.Tensor | None = None
     """int64 [B], each lane's slot, where the launcher knows that no lane is padding; None: see `launches.place_of`."""
+    prompts: PromptRows | None = None
+    """Tokens of prompts that share the step's forward, on a stream that runs at once."""
     max_links: int = 15
     """The most drafts of a lane that a drafting network computes."""
 

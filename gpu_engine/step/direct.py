@@ -15,6 +15,7 @@ import torch
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.handle import StepHandle
 from gpu_engine.step.output_ring import OutputRing, StepOutputs
+from gpu_engine.step.prefill import prompt_rows
 from gpu_engine.step.program import StepProgram
 
 
@@ -94,7 +95,8 @@ class DirectLauncher:
         num_drafts = self._slot.num_drafts_S[place_B].tolist() if any(limits) else ()
         P = 1 + max(map(min, num_drafts, limits), default=0)
         max_rows, max_links = 1 if handle.propose_rows == 1 else R, (handle.propose_rows or R) - 1
-        batch = StepBatch(self._slot, lane, B, P, handle.any_guided, max_rows, place_B, max_links)
+        prompts = prompt_rows(self._slot, handle.chunks) if handle.chunks else None
+        batch = StepBatch(self._slot, lane, B, P, handle.any_guided, max_rows, place_B, prompts, max_links)
         self._program(batch)
         handle.num_lanes, handle.num_rows, handle.forward_rows = B, P, self._program.forward_rows
         handle.entry = self._ring.push(batch, logprobs=handle.wants_logprobs)

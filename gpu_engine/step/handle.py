@@ -42,6 +42,8 @@ class StepHandle(Generic[Holder]):
     propose_rows: int = 0
     """1: nothing is proposed for the next step. Else 1 + the most drafts of a lane that a drafting network computes;
     0: as many as it may. A captured step has its own number."""
+    chunks: tuple[tuple[int, int, int], ...] = ()
+    """(slot, start, end) of prompts that share the forward."""
     slots: tuple[int, ...] = field(init=False)
     slot_gens: tuple[int, ...] = field(init=False)
 
@@ -50,7 +52,7 @@ class StepHandle(Generic[Holder]):
     num_rows: int = 0
     """P of the step."""
     forward_rows: int = 0
-    """Rows of the forward, padding included."""
+    """Rows of the forward, padding included, prompts not."""
     propose_ms: float = 0.0
     """Time of proposing at the end of a step that ran at once."""
     entry: int = -1
@@ -76,6 +78,11 @@ class StepHandle(Generic[Holder]):
         """Return whether the sequence of lane b still has the slot that it had at the launch."""
         sequence = self.sequences[b]
         return sequence.slot == self.slots[b] and sequence.slot_gen == self.slot_gens[b]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Rows of the forward that prompts have."""
+        return sum(end - start for _, start, end in self.chunks)
 
     @property
     def any_guided(self) -> bool:

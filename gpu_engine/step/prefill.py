@@ -9,11 +9,12 @@ Shapes: B chunks, P padded length, S slots, L tokens of a full sequence, N pages
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.attention import AttentionContext, PromptRows
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.buffers import SlotBuffers
 from kernels.paged_attention import KVPages
@@ -55,6 +56,21 @@ class Chunks:
         """Return the tokens `offset` places behind the positions, int32; padding repeats the last one."""
         at_BP = torch.minimum(self.at_BP, self.end_B1 - 1) + offset
         return self.history_SL[self.place_B1, at_BP.clamp(min=0).long()]
+
+
+def prompt_rows(slot: SlotBuffers, chunks: Sequence[tuple[int, int, int]]) -> PromptRows:
+    """Return the rows of (slot, start, end) chunks, whose history and pages the slots have. Runs at once."""
+    ids = [slot.history_SL[place, start:end] for place, start, end in chunks]
+    positions = [torch.arange(start, end, dtype=torch.int32) for _, start, end in chunks]
+    counts = tuple(end - start for _, start, end in chunks)
+    table_CN = slot.page_table_SN[[place for place, _, _ in chunks]]
+    return PromptRows(torch.cat(ids).long(), torch.cat(positions), counts, table_CN)
+
+
+def fill_prompts(model: LoadedModel, pages: list[KVPages], prompts: PromptRows) -> None:
+    """Fill `pages` with the prompts in one forward of a model that skips padding."""
+    nothing = prompts.ids_N[:0].view(0, 1), prompts.page_table_CN[:0], prompts.positions_N[:0].view(0, 1)
+    model.prefill(nothing[0], AttentionContext(pages, *nothing[1:], prompts=prompts))
 
 
 def prefill(model: LoadedModel, pages: list[KVPages], chunks: Chunks, hidden: Hidden | None = None) -> None:

@@ -94,7 +94,10 @@ class StepProgram:
         """The forward computes the rows of the lanes' drafts alone, and none of padding. A drafter that reads the
         target's states needs them in P rows a lane, so there the model itself must skip padding."""
         self.forward_rows = 0
-        """Rows of the last step's forward, on a stream that runs at once."""
+        """Rows of the last step's forward without those of prompts, on a stream that runs at once."""
+        self.mixes = stream.runs_at_once and model.skips_padding and not drafter.layers
+        """A step's forward may have rows of prompts, too. A drafter that reads the target's states has its own prefill
+        of them."""
         self.propose_s = 0.0
         """Time of the last step's proposing, in seconds; the same."""
 
@@ -140,7 +143,7 @@ class StepProgram:
         self.forward_rows = ids_BP.numel()
         if self.model.skips_padding:
             self.forward_rows = B + int(batch.lane.num_drafts_B[:B].sum())
-        context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden)
+        context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden, prompts=batch.prompts)
         self._logits_NV = self.model.logits(ids_BP, context)
 
     def _packed(

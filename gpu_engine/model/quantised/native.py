@@ -8,6 +8,7 @@ Shapes: B sequences, P positions of each, V columns of the logits.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,14 +57,17 @@ class NativeForward:
     def _run(self, ids_BP: torch.Tensor, ctx: AttentionContext, num_logits: int) -> torch.Tensor:
         B, P = ids_BP.shape
         if (B, P) not in self._starts:
-            self._starts[B, P] = torch.arange(0, B * P + 1, P, dtype=torch.int32)
-        taps = {layer: self._forward.new_tap(B * P) for layer in ctx.hidden or {}}
-        logits_NV = self._forward(
-            *(ids_BP.reshape(-1).contiguous(), ctx.positions_BP.reshape(-1).contiguous(), self._starts[B, P]),
-            *(ctx.pages, ctx.page_table_BN),
-            num_logits=num_logits,
-            taps=taps,
-        )
+            self._starts[B, P] = torch.arange(0, B * P + 1, max(P, 1), dtype=torch.int32)
+        ids_N, positions_N = ids_BP.reshape(-1).contiguous(), ctx.positions_BP.reshape(-1).contiguous()
+        starts, table_SN = self._starts[B, P], ctx.page_table_BN
+        if (prompts := ctx.prompts) is not None:
+            ids_N, positions_N = torch.cat([ids_N, prompts.ids_N]), torch.cat([positions_N, prompts.positions_N])
+            ends = itertools.accumulate(prompts.counts, initial=B * P)
+            starts = torch.cat([starts[:-1], torch.tensor(list(ends), dtype=torch.int32)])
+            table_SN = torch.cat([table_SN, prompts.page_table_CN])
+        taps = {layer: self._forward.new_tap(len(ids_N)) for layer in ctx.hidden or {}}
+        rows = (ids_N, positions_N, starts, ctx.pages, table_SN)
+        logits_NV = self._forward(*rows, num_logits=num_logits, taps=taps)
         if ctx.hidden is not None:
             ctx.hidden.update(taps)
         return logits_NV

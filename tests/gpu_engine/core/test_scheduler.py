@@ -26,6 +26,7 @@ def scheduler(
     chunk: int = CHUNK,
     lanes: int = 1,
     tokens_of: Callable[[Sequence[str]], list[int]] | None = None,
+    max_batched_tokens: int = 0,
 ) -> Names:
     return Scheduler(
         num_slots,
@@ -34,6 +35,7 @@ def scheduler(
         lookahead=ROWS,
         shapes=PrefillShapes(chunk, lanes, chunk),
         tokens_of=tokens_of,
+        max_batched_tokens=max_batched_tokens,
     )
 
 
@@ -131,6 +133,63 @@ def test_company_neither_delays_a_prompt_nor_changes_its_chunks(lengths: list[in
         before = turns(lengths[:count], lanes)
         for name in map(str, range(count)):
             assert ends(name, together) == ends(name, before), "later arrivals change nothing"
+
+
+def test_prompts_share_a_budget_and_decode_in_the_forward_that_ends_them() -> None:
+    machine = scheduler(num_slots=4, num_pages=40, max_batched_tokens=50)
+    for name, length in (("a", 31), ("b", 81), ("c", 6), ("d", 1)):
+        machine.add(sequence(name, length))
+    seen = []
+    while (plan := machine.plan()).prefill:
+        seen.append(([(c.sequence.payload, c.start, c.end) for c in plan.prefill], names(plan.decode)))
+        act(machine, plan)
+    assert seen == [
+        ([("a", 0, 30), ("b", 0, 19)], ["a", "d"]),  # d has no prompt to prefill, and one token of the budget
+        ([("b", 19, 67)], ["a", "d"]),
+        ([("b", 67, 80), ("c", 0, 5)], ["a", "b", "c", "d"]),
+    ]
+
+
+@given(lengths=LINE, budget=st.sampled_from([16, 20, 64, 250]))
+def test_every_token_is_prefilled_once_and_within_the_budget(lengths: list[int], budget: int) -> None:
+    machine = scheduler(num_slots=len(lengths), num_pages=400, max_batched_tokens=budget)
+    for at, length in enumerate(lengths):
+        machine.add(sequence(str(at), length))
+    ended = dict.fromkeys(map(str, range(len(lengths))), 0)
+    decoded = set()
+    while (plan := machine.plan()).prefill:
+        assert sum(c.end - c.start for c in plan.prefill) + sum(s.decoding for s in plan.decode) <= budget
+        for chunk in plan.prefill:
+            assert chunk.start == ended[chunk.sequence.payload] < chunk.end
+            ended[chunk.sequence.payload] = chunk.end
+        decoded |= {s.payload for s in plan.decode}
+        act(machine, plan)
+    assert ended == {str(at): length - 1 for at, length in enumerate(lengths)}
+    assert decoded | {s.payload for s in machine.plan().decode} == set(ended)
+
+
+def test_a_guided_prompt_that_ends_before_its_matcher_is_there_does_not_decode() -> None:
+    machine = scheduler(max_batched_tokens=64)
+    machine.add(sequence("guided", 20, guided=True))
+    plan = machine.plan()
+    assert [c.end for c in plan.prefill] == [19]
+    assert plan.decode == ()
+
+
+def test_a_prompt_that_begins_as_one_in_the_same_forward_waits_for_its_pages() -> None:
+    texts = {"a": [1] * 60, "b": [1] * 40 + [2] * 10, "c": [3] * 30}
+    machine = scheduler(
+        num_slots=3, num_pages=40, max_batched_tokens=200, tokens_of=lambda s: texts[s.payload][: s.length]
+    )
+    for name, text in texts.items():
+        machine.add(sequence(name, len(text)))
+    plan = machine.plan()
+    assert [c.sequence.payload for c in plan.prefill] == ["a", "c"]
+    for chunk in plan.prefill:
+        chunk.sequence.prefilled = chunk.end
+        machine.index_pages(chunk.sequence)
+    (chunk,) = machine.plan().prefill
+    assert (chunk.sequence.payload, chunk.start, chunk.end) == ("b", 32, 49)
 
 
 def ends(name: str, turns: list[list[tuple[str, int, int]]]) -> list[tuple[int, int]]:

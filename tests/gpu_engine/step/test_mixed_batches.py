@@ -1,0 +1,86 @@
+"""Prompts that share a step's forward with decoding sequences: no token changes, and the budget holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.core.engine import Engine
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from kernels.blocks import can_multiply_blocks
+from tests.gpu_engine.harness import (
+    Answer,
+    answer_all,
+    answer_each,
+    answer_staggered,
+    ask,
+    config,
+    tokens,
+    unguided_engine,
+    with_drafts,
+)
+
+pytestmark = pytest.mark.skipif(not can_multiply_blocks(), reason="products over blocks need AVX2")
+
+
+def made() -> list[Answer]:
+    """Prompts of many lengths; the last three begin alike."""
+    prompts = [tokens(n, n, repeat=n // 3) for n in (1, 2, 30, 70, 150)]
+    prompts += [[*tokens(40, 9), *tokens(n, n)] for n in (3, 17, 33)]
+    return [
+        ask(prompt, max_tokens=30, temperature=0.6 * (i % 2), seed=i, ignore_eos=True)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def blocks(saved: Callable[[str], Path]) -> LoadedModel:
+    return load_model(config(model=str(saved("llama")), dtype="bfloat16", quantization="q4"))
+
+
+@pytest.fixture(scope="module")
+def expected(blocks: LoadedModel) -> list[list[int]]:
+    """The answers of an engine that serves one request at a time."""
+    with unguided_engine(blocks, with_drafts(0, prefill_chunk=256)) as engine:
+        return answer_each(engine, made())
+
+
+@pytest.mark.parametrize("budget", [16, 64, 1000])
+@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize("answer", [answer_all, answer_staggered])
+def test_company_changes_no_token(
+    blocks: LoadedModel,
+    expected: list[list[int]],
+    budget: int,
+    num_drafts: int,
+    answer: Callable[[Engine, list[Answer]], list[list[int]]],
+) -> None:
+    with unguided_engine(blocks, with_drafts(num_drafts, max_batched_tokens=budget)) as engine:
+        assert answer(engine, made()) == expected
+        stats = engine.stats()
+        if num_drafts == 0:
+            # Without drafts a sequence has one row for each token, so the other rows of steps are prompts'.
+            assert stats.step_rows > stats.generated_tokens
+        if answer is answer_all:
+            assert stats.cached_tokens > 0, "prompts that begin alike still share pages"
+
+
+def test_preempted_sequences_are_prefilled_again_beside_others(blocks: LoadedModel, expected: list[list[int]]) -> None:
+    with unguided_engine(blocks, with_drafts(3, max_batched_tokens=32, kv_cache_tokens=256)) as engine:
+        assert answer_all(engine, made()) == expected
+        assert engine.stats().preemptions > 0
+
+
+def test_a_model_whose_forward_has_no_prompts_is_refused_by_name(llama: LoadedModel) -> None:
+    with (
+        pytest.raises(ModelNotSupported, match=r"max_batched_tokens: .* quantised models.*float32"),
+        unguided_engine(llama, config(max_batched_tokens=64)),
+    ):
+        pass
+
+
+def test_a_budget_below_the_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_batched_tokens: must be 0, or at least 16 and max_batch_size"):
+        config(max_batched_tokens=20, max_batch_size=32)
