@@ -28,7 +28,7 @@ from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.direct import DirectLauncher
 from gpu_engine.step.native_launches import NativeLaunches
 from gpu_engine.step.output_ring import OutputRing
-from gpu_engine.step.prefill import fill_prompts, prompt_rows
+from gpu_engine.step.prefill import chunks_of, fill_prompts, prompt_rows
 from gpu_engine.step.program import StepProgram
 from gpu_engine.step.stream import ImmediateStream
 from gpu_engine.step.stream_sync import InlineSync
@@ -138,8 +138,9 @@ def cpu_executor(
         for chunk in chunks:
             slot_writer.write_pages(chunk.sequence)
         with torch.inference_mode():
-            rows = prompt_rows(slot, [(chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks])
-            fill_prompts(model, pages, rows)
+            parts = [(chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks]
+            fill_prompts(model, pages, prompt_rows(slot, parts))
+            drafter.prefill(chunks_of(slot, parts), {})
 
     def warm_up() -> None:
         sync.reserve(tuple(range(1, S + 1)))

@@ -15,7 +15,7 @@ import torch
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.handle import StepHandle
 from gpu_engine.step.output_ring import OutputRing, StepOutputs
-from gpu_engine.step.prefill import prompt_rows
+from gpu_engine.step.prefill import chunks_of, prompt_rows
 from gpu_engine.step.program import StepProgram
 
 
@@ -95,7 +95,11 @@ class DirectLauncher:
         num_drafts = self._slot.num_drafts_S[place_B].tolist() if any(limits) else ()
         P = 1 + max(map(min, num_drafts, limits), default=0)
         max_rows, max_links = 1 if handle.propose_rows == 1 else R, (handle.propose_rows or R) - 1
-        prompts = prompt_rows(self._slot, handle.chunks) if handle.chunks else None
+        prompts = None
+        if handle.chunks:
+            prompts = prompt_rows(self._slot, handle.chunks)
+            # In front of the step, behind which the drafter may already propose for a prompt that ends here.
+            self._program.drafter.prefill(chunks_of(self._slot, handle.chunks), {})
         batch = StepBatch(self._slot, lane, B, P, handle.any_guided, max_rows, place_B, prompts, max_links)
         self._program(batch)
         handle.num_lanes, handle.num_rows, handle.forward_rows = B, P, self._program.forward_rows

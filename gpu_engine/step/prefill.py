@@ -67,6 +67,12 @@ def prompt_rows(slot: SlotBuffers, chunks: Sequence[tuple[int, int, int]]) -> Pr
     return PromptRows(torch.cat(ids).long(), torch.cat(positions), counts, table_CN)
 
 
+def chunks_of(slot: SlotBuffers, chunks: Sequence[tuple[int, int, int]]) -> Chunks:
+    """Return the same (slot, start, end) for a drafter, padded to the longest. Runs at once."""
+    place_B, start_B, end_B = torch.tensor(chunks, dtype=torch.int32).T.contiguous()
+    return Chunks.cut(slot, place_B.long(), start_B, end_B, max(end - start for _, start, end in chunks))
+
+
 def fill_prompts(model: LoadedModel, pages: list[KVPages], prompts: PromptRows) -> None:
     """Fill `pages` with the prompts in one forward of a model that skips padding."""
     nothing = prompts.ids_N[:0].view(0, 1), prompts.page_table_CN[:0], prompts.positions_N[:0].view(0, 1)

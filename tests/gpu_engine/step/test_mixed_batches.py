@@ -67,6 +67,18 @@ def test_company_changes_no_token(
             assert stats.cached_tokens > 0, "prompts that begin alike still share pages"
 
 
+def test_a_draft_model_sees_the_prompts_too(
+    saved: Callable[[str], Path], blocks: LoadedModel, expected: list[list[int]]
+) -> None:
+    """Its drafts are right from the first on, because it is the target."""
+    same = {"draft_model": str(saved("llama")), "dtype": "bfloat16", "quantization": "q4"}
+    settings = with_drafts(3, max_batched_tokens=64, **same)
+    with unguided_engine(blocks, settings) as engine:
+        assert answer_all(engine, made()) == expected
+        stats = engine.stats()
+        assert stats.accepted_draft_tokens > 0.9 * stats.draft_tokens > 0
+
+
 def test_preempted_sequences_are_prefilled_again_beside_others(blocks: LoadedModel, expected: list[list[int]]) -> None:
     with unguided_engine(blocks, with_drafts(3, max_batched_tokens=32, kv_cache_tokens=256)) as engine:
         assert answer_all(engine, made()) == expected
