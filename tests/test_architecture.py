@@ -55,6 +55,9 @@ LAZY_IMPORTS = {
         ("kernels.fused", "kernels.cuda.fused"),
         ("kernels.paged_attention", "kernels.cuda.attention.paged"),
     },
+    "the GGUF library is loaded for GGUF files, and is not in the extra `engine`": {
+        ("gpu_engine.model.quantised.choice", "gpu_engine.model.quantised.gguf_blocks"),
+    },
     "a backend's library is loaded where that backend is configured": {
         ("grammar_service.backends.registry", "grammar_service.backends"),
     },
