@@ -230,6 +230,11 @@ def fp8_channel(*, per_tensor: bool = False) -> Kind:
     return Kind(_compressed("float-quantized", weights, {"num_bits": 8, "type": "float", "dynamic": True}), store)
 
 
+def fp8_by(method: str, config: dict[str, Any], extra: dict[str, torch.Tensor], *, per_tensor: bool) -> Kind:
+    """FP8 of another writer with the same names: fbgemm's by output, AutoFP8's (vLLM's `fp8`) by tensor."""
+    return Kind({"quant_method": method, **config}, fp8_channel(per_tensor=per_tensor).store, extra)
+
+
 def fp8_tiles(tile: int = 40, *, compressed: bool = False) -> Kind:
     """transformers' `fp8`: a scale for each square tile; the last tiles of a side may be smaller. compressed-tensors
     names the same tensors differently."""

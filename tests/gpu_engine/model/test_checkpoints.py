@@ -57,6 +57,18 @@ NOT_INTEGERS: dict[str, tuple[Callable[[], Kind], str]] = {
     "w4a16 with actorder": (lambda: published.w4a16(act_order=True), "its groups are not of neighbouring inputs"),
     "fp8 by channel": (lambda: published.fp8_channel(), "FP8 has no product on a CPU"),
     "fp8 by tensor": (lambda: published.fp8_channel(per_tensor=True), "FP8 has no product on a CPU"),
+    "fbgemm_fp8": (
+        lambda: published.fp8_by(
+            "fbgemm_fp8", {"activation_scale_ub": 1200.0}, {"input_scale_ub": torch.tensor([1200.0])}, per_tensor=False
+        ),
+        "FP8 has no product on a CPU",
+    ),
+    "fp8 by tensor, static inputs": (
+        lambda: published.fp8_by(
+            "fp8", {"activation_scheme": "static"}, {"input_scale": torch.tensor(0.02)}, per_tensor=True
+        ),
+        "fp8 (14 matrices of FP8; without effect: activation_scheme)",
+    ),
     "fp8 by tile": (lambda: published.fp8_tiles(), "FP8 has no product on a CPU"),
     "fp8 by tile, compressed-tensors": (lambda: published.fp8_tiles(compressed=True), "FP8 has no product on a CPU"),
 }
