@@ -32,7 +32,7 @@ _ONES = {4: 0x11111111, 8: 0x01010101}
 
 STATISTICS = frozenset(
     f"{whose}_{what}" for whose in ("input", "output", "q", "k", "v") for what in ("scale", "scale_ub", "zero_point")
-) | {"activation_scale", "weight_observer"}
+) | {"activation_scale"}
 """Ends of the names of tensors that describe activations and caches; nothing here quantises these by them."""
 
 
