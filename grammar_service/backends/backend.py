@@ -123,12 +123,11 @@ class ChainFiller(Protocol):
     plain: NDArray[np.uint8]
     """[V] 1 for each token that is neither special nor a stop token."""
 
-    def all_plain(self, tokens: Sequence[int]) -> bool:
-        """Return whether every token is in range and plain."""
-        ...
+    def may_follow(self, matcher: Any, tokens: Sequence[int]) -> bool:
+        """Return whether the matcher would accept all of `tokens`, of which only the last may be a stop token.
 
-    def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
-        """Advance over plain tokens up to the first illegal one. Return how many. Raises MatcherFailed."""
+        The matcher does not move. Raises MatcherFailed.
+        """
         ...
 
     def accept_each(self, matchers: Sequence[Any], tokens: Sequence[list[int]]) -> list[int]:

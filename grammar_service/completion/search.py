@@ -17,6 +17,7 @@ The second line is limited discrepancy search (Harvey and Ginsberg 1995).
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -38,8 +39,9 @@ _SHALLOW = 48
 """Tokens of the first, shallow descent. A grammar that can go on for ever is given up at this depth."""
 _MAX_HALVES = 2
 """Tokens that are tried as the second half of an escape or of a character."""
-_ACCEPT_WORK, _FILL_WORK = 1, 8
+_ACCEPT_WORK, _FILL_WORK, _TOKENS_PER_UNIT = 1, 8, 8
 """Units of work. A fill takes five to ten times as long as an accept (measured)."""
+_JOINT, _MAX_JOINTS = re.compile(rb'[\[\]{}",:]'), 48
 _BYTES_PER_UNIT = 32
 """Bytes of certain text per unit of work. A library that tokenizes all of it for a row needs 25 ms for 100 KB."""
 
@@ -78,6 +80,12 @@ class Search:
         self._measures = measures
         self._texts = texts
         self._filler = chain_filler_of(matcher)
+        self._carried: Path | None = None
+        """The path of the last `carry`, its text, and what is left of it by the number of bytes that were written."""
+        self._carried_text = b""
+        self._carried_rests: dict[int, Path | None] = {}
+        self._ended: Path | None = None
+        self._ended_rests: list[Path] = []
         self._words = np.zeros(texts.num_words, dtype=np.int32)
         self._rows = Rows(self._words[None])
 
@@ -101,12 +109,19 @@ class Search:
                     break
         return best
 
-    def along(self, text: bytes, limit: int) -> Path | None:
-        """Return a path of at most `limit` tokens that spells `text` under the masks and then stops, or None."""
+    def along(self, text: bytes, limit: int, spelled_before: Path = ()) -> Path | None:
+        """Return a path of at most `limit` tokens that spells `text` under the masks and then stops, or None.
+
+        `spelled_before` is a path that was spelled so at an earlier state. Where the rest of the text has the tokens of
+        its end, they are checked by one call, without their masks.
+        """
         taken: list[int] = []
         try:
             spelled = self._texts.spell(text)
             while spelled is not None and len(taken) < limit:
+                rest = spelled_before[-1 - len(spelled) :]
+                if taken and rest and rest[:-1] == spelled and len(taken) + len(rest) <= limit and self.fits(rest):
+                    return (*taken, *rest)
                 words = self.mask()
                 if not spelled:
                     stop = self._stop(words)
@@ -132,10 +147,15 @@ class Search:
 
     def fits(self, tokens: Path) -> bool:
         """Return whether the matcher accepts all of `tokens`."""
+        if self._filler is not None:
+            self._spend(_ACCEPT_WORK)
+            legal = self._filler.may_follow(self.matcher, tokens)
+            if legal:
+                self._spend(len(tokens) // _TOKENS_PER_UNIT)
+            return legal
         taken = 0
         try:
-            taken = self._accept_plain(tokens)
-            for token in tokens[taken:]:
+            for token in tokens:
                 if not self._accept(token):
                     return False
                 taken += 1
@@ -149,18 +169,31 @@ class Search:
         The new path spells the text of the old one, less the part that `token` has written. None when no such path is
         legal within `limit` tokens. The tokens are legal for the matcher, but not each is in a mask.
         """
-        texts = self._texts
-        text, new = texts.text(path[:-1]), texts.texts[token]
-        for cut in sorted(set(_cuts(new, text)), reverse=True):
-            left = texts.spell(text[cut:])
-            rest = path if cut == 0 else None if left is None else (*left, path[-1])
-            if rest is not None and len(rest) <= limit and self.fits(rest):
+        return next((rest for rest in self._rests(token, path) if len(rest) <= limit and self.fits(rest)), None)
+
+    def after(self, token: int, path: Path, limit: int) -> Path | None:
+        """Return what `carry` returns behind `token`; the matcher is before it."""
+        for rest in self._rests(token, path):
+            if len(rest) <= limit and self.fits((token, *rest)):
                 return rest
         return None
 
-    def after(self, token: int, path: Path, limit: int) -> Path | None:
-        """Return the result of `carry` behind `token`."""
-        return self._behind(token, lambda: self.carry(token, path, limit))
+    def carry_on(self, token: int, path: Path, limit: int) -> Path | None:
+        """Return the result of `carry`, else an end of `path`, from one of its joints on, that may follow `token`."""
+        found = self.carry(token, path, limit)
+        if found is None:
+            found = next((rest for rest in self._ends(path) if len(rest) <= limit and self.fits(rest)), None)
+        return found
+
+    def join(self, token: int, path: Path, limit: int) -> Path | None:
+        """Return a path behind `token` that is the end of `path`, from one of its joints on; the shortest such path.
+
+        The matcher is before `token`. A token that ends a value early or writes it differently leaves such a path.
+        """
+        for rest in self._ends(path):
+            if len(rest) <= limit and self.fits((token, *rest)):
+                return rest
+        return None
 
     def after_next(self, token: int, path: Path, limit: int) -> Path | None:
         """Return the result of `carry` one token later, for a `token` that is half of an escape or of a character."""
@@ -176,7 +209,7 @@ class Search:
 
     def leads(self, token: int, path: Path) -> bool:
         """Return whether `path` leads to the end behind `token`."""
-        return bool(self._behind(token, lambda: self.fits(path)))
+        return self.fits((token, *path))
 
     def legal_after(self, path: Path) -> list[int]:
         """Return every token that may follow `path`. A long list spends all of the work and raises WorkSpentError."""
@@ -207,6 +240,8 @@ class Search:
         """Return a path of at most `limit` tokens that had at most `depth` tokens before it was spelled anew."""
         best: Path | None = None
         ended, trail, decisions = self._descend((), depth)
+        if ended and any_will_do and len(trail) <= limit:
+            return trail
         if ended:
             best = self._better(trail, None, limit)
         tried = 0
@@ -218,6 +253,8 @@ class Search:
                     # Once an end is known, only a shorter path is of interest.
                     shorter = len(trail) - 1 if ended else depth
                     reached, other, more = self._descend((*trail[:at], choice), shorter)
+                    if reached and any_will_do and len(other) <= limit:
+                        return other
                     if reached:
                         best, trail, ended = self._better(other, best, limit), other, True
                         if any_will_do and best:
@@ -291,14 +328,27 @@ class Search:
         self._spend(_ACCEPT_WORK)
         return self.matcher.accept(token)
 
-    def _accept_plain(self, tokens: Path) -> int:
-        """Accept all but the last token in one native call, up to the first illegal one; return how many."""
-        plain = tokens[:-1]
-        if self._filler is None or len(plain) > self.work or not self._filler.all_plain(plain):
-            return 0
-        taken = self._filler.accept(self.matcher, plain)
-        self._spend(_ACCEPT_WORK * taken)  # the same work as one by one
-        return taken
+    def _ends(self, path: Path) -> list[Path]:
+        """Return the ends of `path` that begin at a joint of its text, the shortest first."""
+        if path is not self._ended:
+            text = self._texts.text(path[:-1])
+            spelled = [self._texts.spell(text, at) for at in _joints(text)]
+            self._ended = path
+            self._ended_rests = [(*tokens, path[-1]) for tokens in spelled if tokens is not None]
+        return self._ended_rests
+
+    def _rests(self, token: int, path: Path) -> Iterator[Path]:
+        """Yield what may be left of `path` when `token` has written the beginning of its text, the shortest first."""
+        if path is not self._carried:
+            self._carried, self._carried_text, self._carried_rests = path, self._texts.text(path[:-1]), {0: path}
+        text, rests = self._carried_text, self._carried_rests
+        for cut in _cuts(self._texts.texts[token], text):
+            if cut not in rests:
+                left = self._texts.spell(text, cut)
+                rests[cut] = None if left is None else (*left, path[-1])
+            rest = rests[cut]
+            if rest is not None:
+                yield rest
 
     def _back(self, count: int) -> None:
         if count:
@@ -313,16 +363,30 @@ class Search:
         return f"<Search work={self.work}>"
 
 
-def _cuts(new: bytes, text: bytes) -> Iterator[int]:
-    """Yield how many bytes of `text` a token with the bytes `new` may have written.
+def _joints(text: bytes) -> list[int]:
+    """Return the places of a text beside its brackets, quotation marks, commas and colons, the last one first.
+
+    Where there are more than _MAX_JOINTS, the first ones.
+    """
+    found = sorted({at for match in _JOINT.finditer(text) for at in (match.start(), match.end())} - {0})
+    return found[_MAX_JOINTS - 1 :: -1] if len(found) > _MAX_JOINTS else found[::-1]
+
+
+def _cuts(new: bytes, text: bytes) -> list[int]:
+    """Return how many bytes of `text` a token with the bytes `new` may have written, the largest number first.
 
     None, one, the common prefix, and the longest prefix of `text` that ends `new`.
     """
+    if not text:
+        return [0]
+    most = min(len(new), len(text))
     common = 0
-    while common < min(len(new), len(text)) and new[common] == text[common]:
+    while common < most and new[common] == text[common]:
         common += 1
-    yield from (0, min(1, len(text)), common)
-    yield next((n for n in range(min(len(new), len(text)), 0, -1) if new.endswith(text[:n])), 0)
+    cuts = {0, 1, common}
+    if text[:1] in new:
+        cuts.add(next((n for n in range(most, 0, -1) if new.endswith(text[:n])), 0))
+    return sorted(cuts, reverse=True)
 
 
 def is_text(words: Words, number: int | None = None) -> bool:

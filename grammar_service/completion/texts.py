@@ -65,9 +65,9 @@ class TokenTexts:
         """Return the concatenated bytes of `tokens`."""
         return self.tokens.text(tokens)
 
-    def spell(self, text: bytes) -> tuple[int, ...] | None:
-        """Return the fewest tokens that make `text`; see `TokenBytes.spell`."""
-        return self.tokens.spell(text)
+    def spell(self, text: bytes, at: int = 0) -> tuple[int, ...] | None:
+        """Return the fewest tokens that make `text[at:]`; see `TokenBytes.spell`."""
+        return self.tokens.spell(text, at)
 
     def is_half(self, token: int) -> bool:
         """Return whether a token's text begins or ends within a character, or ends within an escape."""

@@ -33,6 +33,8 @@ class TokenBytes:
     ids: dict[bytes, int] = field(repr=False)
     """The lowest token id of each text."""
     _spelled: dict[bytes, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    _lengths: dict[bytes, bytes] = field(default_factory=dict, repr=False)
+    """Text -> what `_first_lengths` returns; no longer than `_spelled`, but for texts that no tokens spell."""
 
     @staticmethod
     def of(vocabulary: Vocabulary) -> TokenBytes:
@@ -47,31 +49,44 @@ class TokenBytes:
         """Return the bytes of a sequence of tokens."""
         return b"".join(self.texts[token] for token in tokens)
 
-    def spell(self, text: bytes) -> tuple[int, ...] | None:
-        """Return the fewest tokens whose bytes are `text`, longer ones first; None if there are no such tokens."""
-        cached = self._spelled.get(text)
+    def spell(self, text: bytes, at: int = 0) -> tuple[int, ...] | None:
+        """Return the fewest tokens whose bytes are `text[at:]`, longer ones first; None if there are no such tokens.
+
+        The ends of one text share their work.
+        """
+        end = text[at:]
+        cached = self._spelled.get(end)
         if cached is not None:
             return cached
-        # best[i] is (number of tokens for text[i:], minus the end of the first of them): the least pair is best.
-        best: list[tuple[int, int]] = [(0, -1)] * (len(text) + 1)
-        for i in range(len(text) - 1, -1, -1):
-            options = [
-                (best[j][0] + 1, -j)
-                for j in range(i + 1, min(i + MAX_TOKEN_BYTES, len(text)) + 1)
-                if best[j][0] < _IMPOSSIBLE and text[i:j] in self.ids
-            ]
-            best[i] = min(options, default=(_IMPOSSIBLE, -1))
-        if best[0][0] >= _IMPOSSIBLE:
-            return None
-        tokens, at = [], 0
-        while at < len(text):
-            end = -best[at][1]
-            tokens.append(self.ids[text[at:end]])
-            at = end
+        lengths = self._first_lengths(text)[at:]
+        tokens, place = [], 0
+        while place < len(end):
+            if not lengths[place]:
+                return None
+            tokens.append(self.ids[end[place : place + lengths[place]]])
+            place += lengths[place]
         if len(self._spelled) >= _MAX_CACHED:
             self._spelled.clear()
-        self._spelled[text] = tuple(tokens)
+            self._lengths.clear()
+        self._spelled[end] = tuple(tokens)
+        self._lengths[end] = lengths
         return tuple(tokens)
+
+    def _first_lengths(self, text: bytes) -> bytes:
+        """Return, for each end of `text`, the length of the first of its fewest tokens; 0: no tokens spell it."""
+        found = self._lengths.get(text)
+        if found is not None:
+            return found
+        ids, size = self.ids, len(text)
+        fewest = [0] * (size + 1)
+        lengths = bytearray(size)
+        for i in range(size - 1, -1, -1):
+            stop = min(i + MAX_TOKEN_BYTES, size) + 1
+            options = [(fewest[j] + 1, -j) for j in range(i + 1, stop) if text[i:j] in ids]
+            least, end = min(options, default=(_IMPOSSIBLE, -i))
+            fewest[i], lengths[i] = (least, -end - i) if least < _IMPOSSIBLE else (_IMPOSSIBLE, 0)
+        self._lengths[text] = bytes(lengths)
+        return self._lengths[text]
 
     def __repr__(self) -> str:
         return f"<TokenBytes {len(self.texts)} tokens>"

@@ -81,8 +81,10 @@ class ToyFiller:
         self.plain[STOP] = 0
         self.fills = 0
 
-    def all_plain(self, tokens: Sequence[int]) -> bool:
-        return all(0 <= token < VOCAB and token != STOP for token in tokens)
+    def may_follow(self, matcher: Any, tokens: Sequence[int]) -> bool:
+        taken = self.accept(matcher, tokens)
+        matcher.rollback(taken)
+        return taken == len(tokens)
 
     def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
         return next((i for i, token in enumerate(tokens) if not matcher.accept(token)), len(tokens))

@@ -49,7 +49,8 @@ class LlguidanceBackend:
         self._limits = LLParserLimits(max_items_in_row=MAX_ROW_ITEMS, verbose_errors=False)
         self._never = _SpecialBits(vocabulary, stops_too=True)
         self._never_but_stops = _SpecialBits(vocabulary, stops_too=False)
-        self._filler = LlguidanceFiller(vocabulary, self._never.special_words(self._never_but_stops))
+        special = self._never.special_words(self._never_but_stops)
+        self._filler = LlguidanceFiller(vocabulary, special, self._tokenizer.eos_token)
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Return the grammar in the library's own notation, checked against its limits."""

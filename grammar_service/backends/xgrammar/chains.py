@@ -17,6 +17,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from grammar_service.backends.backend import Filled, MatcherFailed
+from grammar_service.grammar.token_bytes import TokenBytes
 from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.chains import SpecialWords
 from shared_mem.layout import MAX_ROWS
@@ -36,36 +37,48 @@ class XgrammarFiller:
         self.special = SpecialWords(np.array([len(full) - 1], dtype=np.int32), tail, np.zeros_like(tail))
         self.plain = vocabulary.plain_tokens()
         self._size = vocabulary.size
-        self._apart = never | frozenset(vocabulary.stop_ids)
+        self._stops = frozenset(vocabulary.stop_ids)
+        self._apart = never | self._stops
+        self._vocabulary = vocabulary
+        self._texts: TokenBytes | None = None
         # A chain of n rows as the library's tree: row i has the child i + 1 and no sibling.
         self._children = [torch.tensor([*range(1, n), -1]) for n in range(1, MAX_ROWS + 1)]
         self._siblings = [torch.full((n,), -1) for n in range(1, MAX_ROWS + 1)]
 
-    def all_plain(self, tokens: Sequence[int]) -> bool:
-        """Check each token: the library prints a line about each special token."""
-        apart, size = self._apart, self._size
-        return all(0 <= token < size and token not in apart for token in tokens)
-
-    def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
-        """Advance over the tokens one by one."""
-        accept = matcher.inner.accept_token
+    def may_follow(self, matcher: Any, tokens: Sequence[int]) -> bool:
+        """Accept the text of the tokens in one call, which the library counts as one token, and take it back."""
+        ends = bool(tokens) and tokens[-1] in self._stops
+        plain = tokens[:-1] if ends else tokens
+        if matcher.terminated or not self._all_plain(plain):
+            return False
+        inner = matcher.inner
         try:
-            for accepted, token in enumerate(tokens):
-                if not accept(token):
-                    return accepted
+            if not plain:
+                return not ends or bool(inner.is_completed())
+            if self._texts is None:
+                self._texts = TokenBytes.of(self._vocabulary)
+            if not inner.accept_string(self._texts.text(plain)):
+                return False
+            legal = not ends or bool(inner.is_completed())
+            inner.rollback(1)
         except RuntimeError as error:
             raise MatcherFailed(str(error)) from None
-        return len(tokens)
+        return legal
 
     def accept_each(self, matchers: Sequence[Any], tokens: Sequence[list[int]]) -> list[int]:
         """Advance one matcher after the other: the library's call for many takes as long (docs/log.md)."""
         return [self._accepted(matcher, new) if new else 0 for matcher, new in zip(matchers, tokens, strict=True)]
 
     def _accepted(self, matcher: Any, tokens: list[int]) -> int:
+        accept = matcher.inner.accept_token
         try:
-            return self.accept(matcher, tokens)
-        except MatcherFailed:
+            return next((number for number, token in enumerate(tokens) if not accept(token)), len(tokens))
+        except RuntimeError:
             return -1
+
+    def _all_plain(self, tokens: Sequence[int]) -> bool:
+        # The library prints a line about each special token.
+        return not tokens or (min(tokens) >= 0 and max(tokens) < self._size and self._apart.isdisjoint(tokens))
 
     def fill(
         self, matchers: Sequence[Any], drafts: Sequence[list[int]], rows: NDArray[np.int32], stride: int, threads: int

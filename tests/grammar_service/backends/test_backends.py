@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from grammar_service.backends.backend import Rows
+from grammar_service.backends.backend import Rows, chain_filler_of
 from grammar_service.backends.registry import load_backend
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotEnforced, NotSupported
 from grammar_service.grammar.token_bytes import TokenBytes
@@ -96,6 +96,36 @@ def test_any_rollback_restores_the_rows(library: Library) -> None:
             matcher.rollback(back)
             at -= back
     assert len(rows) == len(text)
+
+
+def test_tokens_may_follow_exactly_when_a_matcher_accepts_them_one_by_one(library: Library) -> None:
+    rng = random.Random(3)
+    text = spell('{"a":-12,"b":["x\\n",""]}')
+    others = [*spell('",:}]0x'), *STOPS, *range(len(SPECIAL)), PADDED - 1, PADDED, -1]
+    compiled = library.compiled(*schema(POINT))
+    matcher = compiled.matcher()
+    filler = chain_filler_of(matcher)
+    assert filler is not None
+    answers = set()
+    for at in range(len(text) + 1):
+        rest = text[at:]
+        asked = [[], [STOPS[0]], [STOPS[1]], [*rest, STOPS[0]], [*rest, STOPS[1]], rest[: rng.randrange(len(rest) + 1)]]
+        for other in others:
+            asked += [[other], [other, *rest, STOPS[1]], [*rest[:3], other], [*rest[:-1], other, STOPS[0]]]
+        before = library.legal(matcher)
+        for tokens in asked:
+            if any(token in STOPS for token in tokens[:-1]):
+                continue
+            twin = matcher.copy()
+            expected = all(twin.accept(token) for token in tokens)
+            assert filler.may_follow(matcher, tuple(tokens)) is expected, (at, tokens)
+            answers.add(expected)
+        assert library.legal(matcher) == before
+        if rest:
+            assert matcher.accept(rest[0])
+    assert answers == {True, False}
+    assert matcher.accept(STOPS[0])
+    assert not filler.may_follow(matcher, (STOPS[0],))
 
 
 def test_an_illegal_token_changes_nothing(library: Library) -> None:
