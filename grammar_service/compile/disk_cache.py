@@ -25,7 +25,7 @@ from grammar_service.grammar.value import Grammar
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "lockstep-artifact-3"
+FORMAT = "lockstep-artifact-4"
 """Version of the file format."""
 
 SUFFIX = ".artifact"

@@ -2,6 +2,7 @@
 
 - `texts`: the vocabulary as bytes, in the groups that the search tries;
 - `search`: finds tokens that complete an answer from a matcher's state;
+- `growth`: how much longer one token can make the way to the end, read from a JSON Schema;
 - `plan`: a way to the end and a minimum length, found in a compile worker before the first token;
 - `budget`: follows one answer and narrows its rows.
 

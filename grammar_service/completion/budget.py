@@ -7,7 +7,8 @@ costs one comparison.
 
 How it works, with `path`, a known way to the end, and `spare`, the tokens left beyond it:
 
-    spare >= margin    the grammar's own row is used
+    spare >= margin    the grammar's own row is used; the next look-ahead follows some tokens later, and carries `path`
+                       over them
     spare <  margin    a token stays in the row if a path behind it is known and fits: found for the token itself, or,
                        in free text, for three tokens of its class
     spare == 0         only the next token of `path` stays
@@ -41,10 +42,18 @@ from grammar_service.grammar.mask_rows import (
     token_ids,
 )
 
-FIND_WORK, TABLE_WORK, ONE_WORK = 2_000, 1_500, 200
-"""Units of work: for a state, for a row, for one token of a row that needs a search."""
+FIND_WORK, IMPROVE_WORK, TABLE_WORK, ONE_WORK = 2_000, 600, 1_500, 200
+"""Units of work: for a state, for a shorter way there, for a row, for one token of a row that needs a search."""
+_WORK_PER_TOKEN = 12
+"""Units for one token of a row, by tokens left: a descent of so many tokens."""
 _MAX_SINGLES = 12
 """Up to so many tokens of a class are tried one by one; of a larger class, three tokens represent all."""
+_MAX_CARRIED = 64
+"""Over so many tokens a known path is carried; behind more, a new one is searched for."""
+_MAX_WORDS = 48
+"""As _MAX_SINGLES, for words in a row that is not free text."""
+_LONG_RUN = 3
+"""Tokens by which each of many tokens may lengthen the way to the end."""
 _MAX_SEARCHES = 2
 """Tokens of a row behind which a search is made because the known path does not fit there."""
 
@@ -67,6 +76,8 @@ class LookAhead:
     """A way to the end from here; None: not known, or longer than the tokens left."""
     next_position: int
     """Positions before this one need no look-ahead."""
+    checked: bool = True
+    """Each token of `path` is in the mask of its row. Far from the limit that is not checked."""
     steered: bool = False
     """A token before this position came from a narrowed row."""
     words: Words | None = None
@@ -108,7 +119,7 @@ class CompletionBudget:
         except (MatcherFailed, WorkSpentError):
             # A copy of the matcher met a limit of its library, or a single row costs more than the work there is.
             steered = before is not None and before.steered
-            self._lookaheads.append(LookAhead(at, None, at + max(1, (self._max_tokens - at) // 8), steered))
+            self._lookaheads.append(LookAhead(at, None, at + max(1, (self._max_tokens - at) // 8), steered=steered))
 
     def copy(self) -> CompletionBudget:
         """Return a budget at the same position that moves by itself."""
@@ -135,6 +146,16 @@ class CompletionBudget:
         """Return the narrowed row at `position`, int32 [W]; None: it is not narrowed. The caller must not change it."""
         latest = self._lookaheads[-1]
         return latest.words if latest.position == position else None
+
+    def known_row(self, position: int) -> Words | None:
+        """Return the row at `position`, int32 [W], narrowed or not, if a look-ahead has filled it; else None.
+
+        The caller must not change it.
+        """
+        latest = self._lookaheads[-1]
+        if latest.position != position:
+            return None
+        return latest.plain if latest.words is None else latest.words
 
     def steered_tokens_left(self, position: int) -> int:
         """Return the known number of tokens to the end if the row at `position` is steered; -1: it is not."""
@@ -163,17 +184,19 @@ class CompletionBudget:
         at = len(tokens)
         left = self._max_tokens - at
         search = Search(matcher.copy(), self._plan.texts, FIND_WORK, single_token_cost=self._plan.single_token_cost)
-        path = self._path(search, tokens, before, left)
+        path, checked = self._path(search, tokens, before, left)
         steered = before is not None and (before.steered or before.words is not None)
-        spare = left - len(path) if path else -1
-        if path is None or spare < 0:
-            return LookAhead(at, None, at + max(1, left // 8), steered)
-        if spare >= self._plan.margin:
-            return LookAhead(at, path, at + max(1, (spare - self._plan.margin) // 2), steered)
+        if path and left - len(path) >= self._plan.margin:
+            return LookAhead(at, path, at + self._skipped(left, left - len(path)), checked, steered)
         search.work = TABLE_WORK
-        plain = search.mask().copy()
+        plain = search.mask().copy() if path else None
+        if path and plain is not None and not has_token(plain, path[0]):
+            # The path was checked at an earlier state, where the same text had another mask.
+            path = search.along(self._plan.texts.text(path[:-1]), left) or search.find(left)
+        if path is None or plain is None or len(path) > left:
+            return LookAhead(at, None, at + max(1, left // 8), steered=steered)
         if count_tokens(plain) <= 1:
-            return LookAhead(at, path, at + 1, steered)
+            return LookAhead(at, path, at + 1, steered=steered)
         if before is not None and before.path == path and self._is_same_text(before, tokens[-1], plain):
             table, paths = before.table, before.paths
         else:
@@ -181,7 +204,17 @@ class CompletionBudget:
             table, paths = _Table(search, self._plan.texts, path, left, known).build(plain)
         words = plain & np.bitwise_or.reduce([group.words for group in table if group.num_tokens <= left])
         narrowed = None if _equal(words, plain) else words
-        return LookAhead(at, path, at + 1, steered, narrowed, plain, table, paths)
+        return LookAhead(at, path, at + 1, True, steered, narrowed, plain, table, paths)
+
+    def _skipped(self, left: int, spare: int) -> int:
+        """Return how many tokens may follow a far position before the next look-ahead; at least 1."""
+        # Each token takes one of the spare tokens and lengthens the way by less than the margin. Many tokens lengthen
+        # it by less than the margin and _LONG_RUN tokens each, because a part that is opened has to be written, too.
+        margin = self._plan.margin
+        skipped = max(min(spare // margin, _MAX_CARRIED), (spare - margin) // (1 + _LONG_RUN))
+        if self._plan.longest_way is not None:
+            skipped = max(skipped, left - self._plan.longest_way - self._plan.margin)
+        return skipped
 
     def _is_same_text(self, before: LookAhead, token: int, plain: Words) -> bool:
         """Return whether `token` continued a text, a number or white space, so that the table before it still holds.
@@ -192,25 +225,56 @@ class CompletionBudget:
             return False
         return _equal(before.plain, plain) or (is_text(plain) and not (plain & ~before.plain).any())
 
-    def _path(self, search: Search, tokens: list[int], before: LookAhead | None, left: int) -> Path | None:
-        """Return a way to the end of at most `left` tokens: the rest of the known one where it fits, else a new one."""
+    def _path(self, search: Search, tokens: list[int], before: LookAhead | None, left: int) -> tuple[Path | None, bool]:
+        """Return a way to the end of at most `left` tokens, and whether its tokens were checked against the masks.
+
+        It is the rest of the known way where that fits, else a new one. Far from the limit any way will do, unchecked.
+        """
+        far = left - self._plan.margin
         if before is None:
             known = self._plan.path
-            return known if known and len(known) <= left else search.find(left)
-        if before.path and before.position == len(tokens) - 1:
-            token = tokens[-1]
-            if token == before.path[0]:
-                return before.path[1:]
-            known = dict(before.paths).get(token)
-            try:
-                carried = known if known and len(known) <= left else search.carry(token, before.path, left)
-                spelled = search.along(self._plan.texts.text(carried[:-1]), left) if carried else None
-            except WorkSpentError:
-                spelled = None
-            if spelled:
-                return spelled
-            search.work = FIND_WORK
-        return search.find(left)
+            return (known if known and len(known) <= left else search.find(left)), True
+        if before.path and before.position >= len(tokens) - _MAX_CARRIED:
+            with contextlib.suppress(WorkSpentError):
+                carried, same = self._carried(search, tokens[before.position :], before, left)
+                if carried and (len(carried) <= far or (same and before.checked)):
+                    return carried, same and before.checked
+                text = self._plan.texts.text(carried[:-1]) if carried else b""
+                spelled = search.along(text, left, before.path if before.checked else ()) if carried else None
+                if spelled:
+                    return spelled, True
+        search.work = FIND_WORK
+        found = search.find(left, any_will_do=True)
+        if found is None or len(found) <= far:
+            return found, True
+        search.work = min(search.work, IMPROVE_WORK)
+        return search.find(len(found) - 1) or found, True
+
+    def _carried(self, search: Search, taken: list[int], before: LookAhead, left: int) -> tuple[Path | None, bool]:
+        """Return the path of the look-ahead `before`, carried over the tokens `taken` since, and whether it is its end.
+
+        None: the path leads to no end behind one of the tokens.
+        """
+        path = before.path or ()
+        if path[: len(taken)] == tuple(taken):
+            return path[len(taken) :], True
+        if len(taken) == 1:
+            known = dict(before.paths).get(taken[0])
+            carried = known if known and len(known) <= left else search.carry_on(taken[0], path, left)
+            return carried, carried == path
+        carried = path
+        search.matcher.rollback(len(taken))
+        for number, token in enumerate(taken, 1):
+            if not search.matcher.accept(token):
+                raise MatcherFailed("a token of the answer was rejected when the matcher was moved over it again")
+            if carried and token == carried[0]:
+                carried = carried[1:]
+            elif carried:
+                try:
+                    carried = search.carry_on(token, carried, left + len(taken) - number)
+                except WorkSpentError:
+                    carried = None
+        return carried, carried is not None and carried == path[len(path) - len(carried) :]
 
     def __repr__(self) -> str:
         return f"<CompletionBudget max_tokens={self._max_tokens} lookaheads={len(self._lookaheads)} {self._plan!r}>"
@@ -232,7 +296,8 @@ class _Table:
         self._distances: dict[int, int] = {}
         """Token -> tokens to the end, this one included."""
         self._paths: dict[int, Path] = {}
-        self._searches_left = _MAX_SEARCHES
+        # Without spare tokens a search would have to find a shorter path than the known one.
+        self._searches_left = _MAX_SEARCHES if left > len(path) else 0
 
     def build(self, plain: Words) -> tuple[tuple[_Group, ...], tuple[tuple[int, Path], ...]]:
         """Return `LookAhead.table` and `LookAhead.paths` of the row `plain`."""
@@ -253,12 +318,16 @@ class _Table:
         """Try every class of free text, then tokens that close something, then the first others."""
         texts = self._texts
         unsorted = plain.copy()
-        for tokens_of_class in texts.classes:
+        for number, tokens_of_class in enumerate(texts.classes):
             members = plain & tokens_of_class
             unsorted &= ~tokens_of_class
-            if count_tokens(members) <= _MAX_SINGLES:
-                for token in token_ids(members, _MAX_SINGLES):
+            # Outside a free text, a word is a part of a name or a value, and each leads to another end.
+            singles = _MAX_SINGLES if number or is_text(plain) else _MAX_WORDS
+            if found := token_ids(members, singles):
+                for token in found:
                     self._try_token(token)
+                continue
+            if not members.any():
                 continue
             distances = [self._try_token(token) for token in spread_token_ids(members)]
             if None not in distances:
@@ -276,13 +345,16 @@ class _Table:
         searched = rest is not None and len(rest) < self._left and self._search.leads(token, rest)
         if not searched:
             rest = self._search.after(token, self._path, self._left - 1)
+            if rest is None:
+                rest = self._search.join(token, self._path, self._left - 1)
+                searched = rest is not None
         if rest is None and self._texts.is_half(token):
             searched = True
             rest = self._search.after_next(token, self._path, self._left - 1)
         elif rest is None and self._searches_left:
             self._searches_left -= 1
             searched = True
-            rest = self._search.find_after(token, self._left - 1, ONE_WORK)
+            rest = self._search.find_after(token, self._left - 1, min(ONE_WORK, _WORK_PER_TOKEN * self._left))
         if rest is None:
             return None
         if searched:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grammar_service.backends.backend import Matcher, MatcherFailed
+from grammar_service.completion.growth import growth_of
 from grammar_service.completion.search import Path, Search, WorkSpentError
 from grammar_service.completion.texts import TokenTexts
 
@@ -22,7 +23,11 @@ START_WORK = 2_000
 MIN_TOKENS_WORK = 500
 MAX_START_PATH = 512
 """Tokens. A compile worker does not look for a longer way to the end."""
-MARGIN = range(12, 65)
+MARGIN = range(12, 129)
+_LARGEST_ESTIMATE = 64
+"""Largest margin of a grammar whose growth is only estimated from the length of its text."""
+_SLACK = 6
+"""Tokens by which a way that is found may be longer than the shortest one."""
 _MIN_COUNT = re.compile(r'"min(?:Length|Items|Properties)"\s*:\s*(\d{1,9})|\{(\d{1,9})')
 """A minimum count is short in the grammar and long in the answer: in JSON Schema, and in a pattern, EBNF or Lark."""
 
@@ -40,6 +45,8 @@ class CompletionPlan:
     """Spare tokens below which rows are narrowed. One token may make the way to the end longer, but by less."""
     single_token_cost: int
     """Extra work units for the most expensive single-token mask seen."""
+    longest_way: int | None = None
+    """No state of an answer is further from its end, in tokens; None: not known."""
 
     @staticmethod
     def of(matcher: Matcher, source: str, texts: TokenTexts) -> CompletionPlan:
@@ -58,10 +65,11 @@ class CompletionPlan:
             minimum = max(minimum, min_tokens(matcher.copy(), texts, MIN_TOKENS_WORK))
         except MatcherFailed:
             path = None
-        # One token opens a part of the grammar at most. Eight bytes of grammar per answer token are a safe estimate.
-        wanted = max(len(source) // 8 + _sum_of_minimum_counts(source), 4 + len(path or ()))
+        growth = growth_of(source, lambda text: len(texts.spell(text.encode("utf-8", "replace")) or text))
+        wanted = growth.by_one_token + _SLACK if growth else _estimated_margin(source, path)
         margin = min(max(wanted, MARGIN.start), MARGIN.stop - 1)
-        return CompletionPlan(texts, path, minimum, margin, search.single_token_cost)
+        longest = growth.longest_way if growth else None
+        return CompletionPlan(texts, path, minimum, margin, search.single_token_cost, longest)
 
     def to_wire(self) -> dict[str, Any]:
         """Return the plan as plain JSON, without the vocabulary."""
@@ -70,6 +78,7 @@ class CompletionPlan:
             "min_tokens": self.min_tokens,
             "margin": self.margin,
             "single_token_cost": self.single_token_cost,
+            "longest_way": self.longest_way,
         }
 
     @staticmethod
@@ -81,9 +90,11 @@ class CompletionPlan:
                 "min_tokens": int(minimum),
                 "margin": int(margin),
                 "single_token_cost": int(cost),
-            } if minimum > 0 and margin in MARGIN and cost >= 0:
+                "longest_way": int() | None as longest,
+            } if minimum > 0 and margin in MARGIN and cost >= 0 and (longest is None or longest >= 0):
                 if all(type(token) is int and 0 <= token < len(texts.texts) for token in path or ()):
-                    return CompletionPlan(texts, None if path is None else tuple(path), minimum, margin, cost)
+                    way = None if path is None else tuple(path)
+                    return CompletionPlan(texts, way, minimum, margin, cost, longest)
         raise ValueError("the completion plan cannot be read")
 
     def is_far(self, tokens_left: int) -> bool:
@@ -119,6 +130,14 @@ def min_tokens(matcher: Matcher, texts: TokenTexts, work: int) -> int:
     except (WorkSpentError, MatcherFailed):
         return length
     return length
+
+
+def _estimated_margin(source: str, path: Path | None) -> int:
+    """Return a margin for a grammar that growth.py does not read.
+
+    One token opens a part of the grammar at most. Eight bytes of grammar per answer token are a safe estimate.
+    """
+    return min(_LARGEST_ESTIMATE, max(len(source) // 8 + _sum_of_minimum_counts(source), 4 + len(path or ())))
 
 
 def _sum_of_minimum_counts(source: str) -> int:

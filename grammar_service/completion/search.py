@@ -37,6 +37,8 @@ _WORDLIKE_BYTES = 4
 """A token of at least so many bytes may follow itself; a shorter one is a digit or a mark."""
 _SHALLOW = 48
 """Tokens of the first, shallow descent. A grammar that can go on for ever is given up at this depth."""
+_DEEP = 2 * _SHALLOW
+"""Tokens of the first descent where any way will do. Most such descents end, but with long values not in _SHALLOW."""
 _MAX_HALVES = 2
 """Tokens that are tried as the second half of an escape or of a character."""
 _ACCEPT_WORK, _FILL_WORK, _TOKENS_PER_UNIT = 1, 8, 8
@@ -103,6 +105,10 @@ class Search:
         """Return a path of at most `limit` tokens or None: with `any_will_do` the first one met, else a short one."""
         best: Path | None = None
         with contextlib.suppress(WorkSpentError):
+            if any_will_do:
+                ended, trail, _ = self._descend((), min(_DEEP, 2 * limit + 8))
+                if ended and len(trail) <= limit:
+                    return trail
             for depth in (_SHALLOW, 4 * _SHALLOW, 16 * _SHALLOW):
                 best = self._within(min(depth, 2 * limit + 8), limit, any_will_do)
                 if best is not None or depth >= 2 * limit + 8:
@@ -240,10 +246,10 @@ class Search:
         """Return a path of at most `limit` tokens that had at most `depth` tokens before it was spelled anew."""
         best: Path | None = None
         ended, trail, decisions = self._descend((), depth)
-        if ended and any_will_do and len(trail) <= limit:
-            return trail
         if ended:
             best = self._better(trail, None, limit)
+        if best and any_will_do:
+            return best
         tried = 0
         with contextlib.suppress(WorkSpentError):
             while tried < len(decisions) and not (any_will_do and best):

@@ -123,14 +123,15 @@ class SlotMatcher:
 
     def fill(self, rows: Rows, index: int, classifier: Classifier) -> tuple[RowKind, int]:
         """Fill row `index` for the present state. Returns kind and forced as in `Answer`. Raises MatcherFailed."""
-        self.matcher.fill(rows, index)
+        at = len(self.tokens)
+        known = None if self.budget is None else self.budget.known_row(at)
         words = rows.words[index]
+        if known is None:
+            self.matcher.fill(rows, index)
+        else:
+            words[: len(known)] = known
         if self.budget is None:
             return classifier.classify(words)
-        at = len(self.tokens)
-        narrowed = self.budget.narrowed_row(at)
-        if narrowed is not None:
-            words[: len(narrowed)] = narrowed
         kind, forced = classifier.classify(words)
         if self.budget.steered_tokens_left(at) < 0 or kind not in (RowKind.ALL, RowKind.APPLY, RowKind.FORCED):
             return kind, forced

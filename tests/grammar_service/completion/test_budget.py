@@ -189,11 +189,12 @@ def test_a_plan_survives_to_wire_and_from_wire(library: Library, vocabulary: Voc
         {"min_tokens": 0},
         {"margin": 1000},
         {"single_token_cost": -1},
+        {"longest_way": -1},
     ],
 )
 def test_an_invalid_plan_is_rejected(vocabulary: Vocabulary, change: dict[str, Any]) -> None:
     texts = TokenTexts.of(vocabulary)
-    plain = {"path": [5], "min_tokens": 1, "margin": 12, "single_token_cost": 0}
+    plain = {"path": [5], "min_tokens": 1, "margin": 12, "single_token_cost": 0, "longest_way": None}
     assert CompletionPlan.from_wire(plain, texts).path == (5,)
     with pytest.raises(ValueError, match="cannot be read"):
         CompletionPlan.from_wire(plain | change, texts)

@@ -15,11 +15,14 @@ from grammar_service.completion.budget import CompletionBudget
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.search import choices_of, is_text
 from grammar_service.completion.texts import TokenTexts
-from grammar_service.grammar.mask_rows import Words, has_token, token_ids
+from grammar_service.fill.matchers import SlotMatcher
+from grammar_service.grammar.mask_rows import Classifier, Words, has_token, token_ids
+from grammar_service.grammar.token_bytes import TokenBytes
 from grammar_service.grammar.value import Kind
 from grammar_service.grammar.vocabulary import Vocabulary
+from shared_mem.layout import RowKind
 from tests.grammar_service.conftest import Library
-from tests.grammar_service.toy import PADDED, row_of, spell
+from tests.grammar_service.toy import PADDED, STOPS, row_of, spell
 
 
 class Counted:
@@ -107,15 +110,15 @@ def test_a_path_found_behind_a_token_serves_the_next_row(library: Library, vocab
     # No digit fits any more: another row, with the same comma in it, and the same way behind that.
     known = told.say("50")[-1]
     assert offered()
-    assert known == 3 < searched
+    assert known == 1 < searched
     told.say(',"b":""}')
 
 
 def test_a_text_near_its_bound_keeps_the_table_of_the_row_before(library: Library, vocabulary: Vocabulary) -> None:
     told = answer(library, vocabulary, {"type": "string", "maxLength": 9}, 14)
     letters = told.say('"xxxxxxxxx')[2:]
-    # The row, and the two tokens of the way to the end: though "true" and then "abc" fit no more.
-    assert letters[:-1] == [3] * 7
+    # The row alone, though "true" and then "abc" fit no more.
+    assert letters[:-1] == [1] * 7
     assert letters[-1] > 0, "of the full text another row is left"
 
 
@@ -178,3 +181,57 @@ def test_tokens_that_end_within_a_character_or_escape_are_halves(vocabulary: Voc
     assert list(half(spell("\\"))) == [True]
     assert not texts.is_half(texts.tokens.ids[b'","'])
     assert not any(half(spell('abc{ "true')))
+
+
+def test_a_way_is_carried_over_skipped_tokens_without_a_search(library: Library, vocabulary: Vocabulary) -> None:
+    schema = {"type": "array", "items": {"type": "string"}, "minItems": 3}
+    text = '["some words","and","others, as many as there is room for'
+    told = answer(library, vocabulary, schema, len(text) + 20)
+    assert sum(told.say(text)) == 0, "a way that is carried needs no row of the matcher"
+    assert told.row() is None
+    told.say(17 * "x")
+    words = told.row()
+    assert words is not None
+    assert has_token(words, spell('"')[0])
+    told.say('"]')
+    assert told.take(STOPS[0]) == 0
+
+
+def test_a_row_that_a_look_ahead_filled_is_not_filled_again(library: Library, vocabulary: Vocabulary) -> None:
+    told = answer(library, vocabulary, {"type": "string"}, 12)
+    slot = SlotMatcher.bind(1, told.matcher.copy, [], partial(CompletionBudget, told.plan, 12))
+    rows = Rows(np.zeros((1, told.plan.texts.num_words), dtype=np.int32))
+    for token in spell('"some'):
+        slot.accept(token)
+        before = told.fills[0]
+        kind, _ = slot.fill(rows, 0, Classifier(PADDED))
+        assert told.fills[0] == before
+        own = np.zeros_like(rows.words)
+        slot.matcher.fill(Rows(own), 0)
+        narrowed = slot.budget and slot.budget.narrowed_row(len(slot.tokens))
+        assert np.array_equal(rows.words[0], own[0] if narrowed is None else narrowed)
+        assert kind in (RowKind.ALL, RowKind.APPLY)
+
+
+def test_words_outside_a_text_are_tried_one_by_one(library: Library, vocabulary: Vocabulary) -> None:
+    letters = "abcdefghijklmnop"
+    short = {letters[0], letters[8], letters[-1]}
+    values = [letter if letter in short else letter * 20 for letter in letters]
+    told = answer(library, vocabulary, {"enum": values}, 8)
+    told.say('"')
+    words = told.row()
+    assert words is not None
+    assert [letter for letter in letters if has_token(words, spell(letter)[0])] == sorted(short)
+
+
+def test_ends_of_a_text_are_spelled_as_texts_of_their_own(vocabulary: Vocabulary) -> None:
+    tokens = TokenBytes(*(getattr(TokenTexts.of(vocabulary).tokens, name) for name in ("texts", "ids")))
+    fresh = TokenBytes(tokens.texts, tokens.ids)
+    text = b'{"abc":true,  "<|end|>","tru","\xc3\xa9"}'
+    for at in range(len(text) + 1):
+        found = tokens.spell(text, at)
+        assert found == fresh.spell(text[at:])
+        assert found is not None
+        assert tokens.text(found) == text[at:]
+    assert TokenBytes((b"a",), {b"a": 0}).spell(b"aba") is None
+    assert TokenBytes((b"a",), {b"a": 0}).spell(b"aba", 2) == (0,)
