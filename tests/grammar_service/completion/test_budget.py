@@ -162,6 +162,36 @@ def test_answers_to_random_schemas_end_within_random_limits(
         assert plan.path is None or len(plan.path) > limit
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 80, 10))
+def test_answers_that_open_whatever_they_can_still_end(library: Library, vocabulary: Vocabulary, first: int) -> None:
+    texts = TokenTexts.of(vocabulary)
+    opening = {token for token, text in enumerate(texts.texts) if any(byte in b'{[,":' for byte in text)}
+    ended = 0
+    for seed in range(first, first + 10):
+        schema, rng = random_schema(seed), random.Random(seed)
+        source = json.dumps(schema)
+        compiled = library.compiled(Kind.JSON_SCHEMA, source)
+        plan = plan_of(compiled, source, vocabulary)
+        limit = rng.randint(4, 200)
+        if plan.path is None or len(plan.path) > limit:
+            continue
+        matcher, tokens = compiled.matcher(), list[int]()
+        budget = CompletionBudget(plan, limit, matcher)
+        while not matcher.terminated and len(tokens) < limit:
+            narrowed = budget.narrowed_row(len(tokens))
+            legal = library.legal(matcher) if narrowed is None else set(token_ids(narrowed, PADDED))
+            # A token with half of a character would not be a schema's fault; xgrammar allows halves of surrogates.
+            longer = {token for token in legal - set(STOPS) if texts.texts[token].isascii()} or legal
+            tokens.append(rng.choice(sorted(longer & opening if longer & opening and rng.random() < 0.7 else longer)))
+            assert matcher.accept(tokens[-1])
+            budget.advance(matcher, tokens)
+        assert matcher.terminated, (seed, limit, spelled(plan, tokens))
+        judge(spelled(plan, tokens), schema)
+        ended += 1
+    assert ended
+
+
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_the_proven_minimum_is_not_above_the_path_that_was_found(
     library: Library, vocabulary: Vocabulary, name: str
