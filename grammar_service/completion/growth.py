@@ -29,9 +29,12 @@ Json = dict[str, Any]
 
 _MAX_NESTED = 4
 """Levels that one token opens."""
-_MAX_ROUNDS = 64
-"""Rounds of a fixed point. A schema with longer chains of $refs has no result."""
-_MAX_NODES = 4096
+_MAX_CHARS, _MAX_NODES, _MAX_ROUNDS = 1 << 16, 512, 32
+"""A schema with a longer text, with more schemas inside it, or with longer chains of $refs has no result: rounds of a
+fixed point over the nodes take time."""
+_MAX_VALUES, _MAX_SPELLED = 32, 256
+"""Of more values of an enum, the shortest and the longest represent all; the rest of a longer text counts as its
+beginning."""
 _LONG = 1 << 20
 """Tokens of a text that is not known yet, or that never ends; more than any answer has."""
 _ANY_GROWTH = 6
@@ -74,6 +77,8 @@ def growth_of(source: str, num_tokens: Callable[[str], int]) -> Growth | None:
 
     Returns None where `source` is no JSON Schema, or one with keywords or $refs that are not read here.
     """
+    if len(source) > _MAX_CHARS:
+        return None
     try:
         reader = _Reader(json.loads(source), num_tokens)
         return Growth(reader.by_one_token(), reader.longest_way())
@@ -91,6 +96,8 @@ class _Reader:
     def __init__(self, root: Any, num_tokens: Callable[[str], int]) -> None:
         self._root = root
         self._num_tokens = num_tokens
+        self._values: dict[int, list[int]] = {}
+        self._names: dict[str, int] = {}
         self._empty = {kind: num_tokens(text) for kind, text in _EMPTY.items()}
         self._nodes: list[Any] = []
         self._numbers: dict[int, int] = {}
@@ -135,8 +142,8 @@ class _Reader:
             return [_LONG if node else 0]
         if "$ref" in node:
             return [ways[self._numbers[id(self._target(node))]]]
-        if values := _values(node):
-            return [self._count(value) for value in values]
+        if _values(node):
+            return self._value_tokens(node)
         if branches := _branches(node):
             return [ways[self._numbers[id(branch)]] for branch in branches]
         return [self._way_within(kind, node, ways) for kind in _types(node)]
@@ -198,8 +205,8 @@ class _Reader:
             return [1 if node else _LONG]
         if "$ref" in node:
             return [lengths[self._numbers[id(self._target(node))]]]
-        if values := _values(node):
-            return [self._count(value) for value in values]
+        if _values(node):
+            return self._value_tokens(node)
         if branches := _branches(node):
             return [lengths[self._numbers[id(branch)]] for branch in branches]
         return [self._typed(kind, node, lengths, low) for kind in _types(node)]
@@ -222,14 +229,27 @@ class _Reader:
                 extra += _pattern_tokens(node)
             least: int = node.get("minLength", 0)
             return self._empty[kind] + max(least, extra)
-        bounds = [] if low or kind != "number" else [self._count(node[name]) for name in _BOUNDS & node.keys()]
+        bounds = [] if low or kind != "number" else [self._count(_text(node[name])) for name in _BOUNDS & node.keys()]
         return 1 + max(bounds, default=0)
 
-    def _count(self, value: Any) -> int:
-        return self._num_tokens(json.dumps(value, separators=(",", ":"), ensure_ascii=False))
+    def _value_tokens(self, node: Json) -> list[int]:
+        """Return the tokens of the values of an `enum` or `const`, or of the shortest and the longest of them."""
+        number = self._numbers[id(node)]
+        if number not in self._values:
+            texts = sorted({_text(value) for value in _values(node)}, key=len)
+            kept = texts if len(texts) <= _MAX_VALUES else [texts[0], texts[-1]]
+            self._values[number] = [self._count(text) for text in kept]
+        return self._values[number]
+
+    def _count(self, text: str) -> int:
+        if len(text) <= _MAX_SPELLED:
+            return self._num_tokens(text)
+        return -(-self._num_tokens(text[:_MAX_SPELLED]) * len(text) // _MAX_SPELLED)
 
     def _name(self, name: str) -> int:
-        return self._num_tokens(json.dumps(name, ensure_ascii=False) + ":")
+        if name not in self._names:
+            self._names[name] = self._count(_text(name) + ":")
+        return self._names[name]
 
     # -- growth -------------------------------------------------------------------------------------------------------
 
@@ -247,8 +267,8 @@ class _Reader:
             return [0]
         if "$ref" in node:
             return [self._opening[self._numbers[id(self._target(node))]]]
-        if values := _values(node):
-            return [0] * len(values)
+        if _values(node):
+            return [0] * len(self._value_tokens(node))
         if branches := _branches(node):
             return [self._opening[self._numbers[id(branch)]] for branch in branches]
         return [self._opening_of(kind, node) for kind in _types(node)]
@@ -286,6 +306,10 @@ def _check(node: Any) -> None:
     )
     if not fits or not all(kind in (*_TYPES, "integer") for kind in _listed(node.get("type", []))):
         raise _NotReadError
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def _listed(value: Any) -> list[Any]:

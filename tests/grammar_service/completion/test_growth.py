@@ -52,6 +52,21 @@ def test_the_estimates_of_a_schema_are_what_its_texts_need(schema: Any, growth: 
     assert bytes_of(schema) == growth
 
 
+def test_few_texts_of_a_large_schema_are_spelled() -> None:
+    spelled = []
+
+    def count(text: str) -> int:
+        spelled.append(text)
+        return len(text)
+
+    values = ["x" * number for number in range(1, 301)]
+    found = growth_of(json.dumps({"type": "array", "items": {"enum": values}}), count)
+    assert found is not None
+    assert found.by_one_token >= 299
+    assert len(spelled) < 10
+    assert max(map(len, spelled)) <= 256
+
+
 def test_choices_inside_a_choice_add_up() -> None:
     inner = {"anyOf": [{"type": "null"}, {"const": "x" * 20}]}
     outer = bytes_of({"type": "array", "items": inner, "minItems": 1})
@@ -92,6 +107,8 @@ def test_nested_values_have_no_longest_way() -> None:
         '{"anyOf": [{"required": ["a"]}], "properties": {"a": {}}}',
         '{"enum": []}',
         '{"anyOf": []}',
+        json.dumps({"enum": ["x" * 70_000]}),
+        json.dumps({"type": "array", "prefixItems": [{"const": number} for number in range(600)]}),
         "[" * 100_000,
     ],
 )
