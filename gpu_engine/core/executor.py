@@ -146,11 +146,16 @@ def cpu_executor(
         sync.reserve(tuple(range(1, S + 1)))
         budget.seed(_forward_ms(program.warm_up, min(S * R, config.step_rows or S * R)))
 
+    def enter() -> None:
+        # The number of threads belongs to a thread. Torch gives it to a new one at its first parallel operation, and a
+        # step may have none: the native calls would use every core.
+        torch.set_num_threads(torch.get_num_threads())
+
     def nothing() -> None:
         pass
 
     runner = LauncherRunner(launcher, slot_writer, sync, budget, max_inflight_steps)
-    idle = {"enter": nothing, "probe": nothing, "close": nothing}
+    idle = {"enter": enter, "probe": nothing, "close": nothing}
     if config.max_batched_tokens and not program.mixes:
         reason = "reads the model's states" if drafter.layers else f"does not run the {model.dtype_name} model"
         raise ModelNotSupported(f"max_batched_tokens: prompts share a step's forward for quantised models: {reason}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_engine.core.executor import cpu_executor
 from gpu_engine.core.running import RunningSequence, SequenceState
+from kernels.library import native
 from tests.gpu_engine.harness import ask, config, tokens
 
 MAX_CALLS = 52
@@ -58,3 +61,24 @@ def test_a_step_without_drafts_calls_torch_rarely() -> None:
     with Counter() as counter:
         assert step() == 1
     assert counter.calls <= MAX_CALLS
+
+
+def test_a_thread_that_runs_steps_has_the_model_s_number_of_threads() -> None:
+    """Torch's number is that of the thread that set it, until another thread's first parallel operation."""
+    executor = cpu_executor(config(drafter="none"), StubModel(), None, 64, 0)  # type: ignore[arg-type]
+    before, seen = torch.get_num_threads(), []
+    native()  # makes OpenMP's functions visible
+
+    def run() -> None:
+        executor.enter()
+        seen.append(ctypes.CDLL(None).omp_get_max_threads())
+
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 3]
