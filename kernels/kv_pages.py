@@ -8,8 +8,10 @@ Shapes: Hkv KV heads, D head size, T tokens a page.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -47,8 +49,7 @@ class KVPages:
     ) -> list[KVPages]:
         """Return the zeroed pages of some layers, as `allocate` does for one.
 
-        All layers are one allocation: the C library takes a large one from the system, whose memory is zero and not
-        resident until it is written; small ones it would clear in memory that loading the model has used.
+        All layers are one allocation: on a CPU a large one is not resident until it is written (`_zeros`).
         """
         shape = (num_layers * num_pages, num_kv_heads, head_dim, page_size)
         whole = cls.allocate(*shape, dtype, device, token_major)
@@ -67,7 +68,25 @@ class KVPages:
         token_major: bool | None = None,
     ) -> KVPages:
         """Return zeroed pages, in the layout of the device unless it is named."""
-        v = torch.zeros(num_pages, num_kv_heads, page_size, head_dim, dtype=dtype, device=device)
+        by_token, by_channel = (
+            (num_pages, num_kv_heads, page_size, head_dim),
+            (num_pages, num_kv_heads, head_dim, page_size),
+        )
+        v = _zeros(by_token, dtype, device)
         if device.type != "cpu" if token_major is None else token_major:
-            return cls(torch.zeros_like(v), v, token_major=True)
-        return cls(torch.zeros(num_pages, num_kv_heads, head_dim, page_size, dtype=dtype, device=device), v)
+            return cls(_zeros(by_token, dtype, device), v, token_major=True)
+        return cls(_zeros(by_channel, dtype, device), v)
+
+
+_ALIGNMENT = 64
+"""Bytes: a vector never crosses two cache lines."""
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros. On a CPU the system's own zero pages: `torch.zeros` writes them, and so makes them resident."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8))
+    start = -memory.data_ptr() % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).view(shape)

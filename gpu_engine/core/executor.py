@@ -29,7 +29,7 @@ from gpu_engine.step.direct import DirectLauncher
 from gpu_engine.step.native_launches import NativeLaunches
 from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.prefill import chunks_of, fill_prompts, prompt_rows
-from gpu_engine.step.program import StepProgram
+from gpu_engine.step.program import Drafter, StepProgram
 from gpu_engine.step.stream import ImmediateStream
 from gpu_engine.step.stream_sync import InlineSync
 from gpu_engine.step.sync import NoSync, Sync
@@ -98,6 +98,19 @@ def history_tokens(config: EngineConfig, model: LoadedModel, max_inflight_steps:
     return model.max_model_len + lookahead(config, max_inflight_steps)
 
 
+def _take_number_of_threads() -> None:
+    """Give the calling thread the number of threads that was set on another one.
+
+    Torch does so at a thread's first parallel operation. A step may have none, and its native calls would use every core.
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
+def _cannot_mix(model: LoadedModel, drafter: Drafter) -> ModelNotSupported:
+    reason = "the drafter reads the model's states" if drafter.layers else f"the {model.dtype_name} model is none"
+    return ModelNotSupported(f"max_batched_tokens: prompts share a step's forward for quantised models: {reason}")
+
+
 def cpu_executor(
     config: EngineConfig,
     model: LoadedModel,
@@ -146,19 +159,13 @@ def cpu_executor(
         sync.reserve(tuple(range(1, S + 1)))
         budget.seed(_forward_ms(program.warm_up, min(S * R, config.step_rows or S * R)))
 
-    def enter() -> None:
-        # The number of threads belongs to a thread. Torch gives it to a new one at its first parallel operation, and a
-        # step may have none: the native calls would use every core.
-        torch.set_num_threads(torch.get_num_threads())
-
     def nothing() -> None:
         pass
 
     runner = LauncherRunner(launcher, slot_writer, sync, budget, max_inflight_steps)
-    idle = {"enter": enter, "probe": nothing, "close": nothing}
+    idle = {"enter": _take_number_of_threads, "probe": nothing, "close": nothing}
     if config.max_batched_tokens and not program.mixes:
-        reason = "reads the model's states" if drafter.layers else f"does not run the {model.dtype_name} model"
-        raise ModelNotSupported(f"max_batched_tokens: prompts share a step's forward for quantised models: {reason}")
+        raise _cannot_mix(model, drafter)
     fills = prefill_together if program.mixes else prefill
     answers = suffix_drafter(drafter)
     return Executor(slot_writer, sync, runner, fills, warm_up, **idle, mixes=program.mixes, answers=answers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -109,3 +111,16 @@ def test_the_pages_of_all_layers_are_zero_contiguous_and_apart() -> None:
     layers[1].k.fill_(1)
     layers[1].v.fill_(2)
     assert not any(pages.k.any() or pages.v.any() for pages in (layers[0], layers[2]))
+
+
+def test_pages_that_nobody_has_written_are_not_resident() -> None:
+    def resident_mb() -> int:
+        status = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in status if line.startswith("RssAnon:")).split()[1]) // 1024
+
+    before = resident_mb()
+    layers = KVPages.allocate_layers(4, 4096, 2, 64, 16, torch.bfloat16, torch.device("cpu"))
+    assert sum(part.numel() * part.itemsize for page in layers for part in (page.k, page.v)) == 128 << 20
+    assert resident_mb() - before < 16
+    assert all(part.data_ptr() % 64 == 0 for page in layers for part in (page.k, page.v))
+    assert not layers[3].v[4095].any()
