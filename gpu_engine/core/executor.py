@@ -101,7 +101,7 @@ def history_tokens(config: EngineConfig, model: LoadedModel, max_inflight_steps:
 def _take_number_of_threads() -> None:
     """Give the calling thread the number of threads that was set on another one.
 
-    Torch does so at a thread's first parallel operation. A step may have none, and its native calls would use every core.
+    Torch does so at a thread's first parallel operation. A step may have none; its native calls would use every core.
     """
     torch.set_num_threads(torch.get_num_threads())
 
