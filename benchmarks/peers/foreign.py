@@ -111,7 +111,8 @@ class ForeignSystem:
     def close(self) -> None:
         """Close the worker's stdin, wait, and kill the rest of its session."""
         if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()
+            with suppress(BrokenPipeError):  # what it still held is for a worker that has ended
+                self._process.stdin.close()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
