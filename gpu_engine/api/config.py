@@ -154,6 +154,11 @@ class EngineConfig:
             "max_batched_tokens",
             "must be 0, or at least 16 and max_batch_size",
         )
+        _require(
+            self.max_batched_tokens == 0 or self.device in ("auto", "cpu"),
+            "max_batched_tokens",
+            "prompts share a step's forward on a CPU alone; must be 0 with a GPU",
+        )
         _require(self.prefill_chunk == 0 or self.prefill_chunk >= 16, "prefill_chunk", "must be 0 or at least 16")
         drafters = ("ngram", "model", "eagle3", "mtp", "grammar", "none")
         _require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")

@@ -224,9 +224,11 @@ class Scheduler(Generic[Payload]):
         return tuple(chosen)
 
     def _shares_next_page(self, sequence: Sequence[Payload], chunk: Chunk[Payload]) -> bool:
-        """Return whether `chunk` computes the next full page that the sequence needs."""
+        """Return whether the sequence of `chunk` has the next full page that this one needs, or has it afterwards.
+
+        Pages are in the prefix cache once their whole prompt is prefilled."""
         end = sequence.prefilled + self.allocator.page_size
-        if self._tokens_of is None or not chunk.start < end <= min(chunk.end, sequence.prefill_end):
+        if self._tokens_of is None or end > min(chunk.end, sequence.prefill_end):
             return False
         return self._tokens_of(sequence)[:end] == self._tokens_of(chunk.sequence)[:end]
 

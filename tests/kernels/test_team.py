@@ -1,4 +1,4 @@
-"""The team of threads that shares the native loops: who comes late, and who is gone, changes no number."""
+"""The team of threads that shares the native loops: a late thread, or a missing one, changes no number."""
 
 from __future__ import annotations
 

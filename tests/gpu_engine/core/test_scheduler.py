@@ -192,6 +192,21 @@ def test_a_prompt_that_begins_as_one_in_the_same_forward_waits_for_its_pages() -
     assert (chunk.sequence.payload, chunk.start, chunk.end) == ("b", 32, 49)
 
 
+def test_a_prompt_waits_for_pages_that_an_older_one_has_computed_but_not_indexed() -> None:
+    texts = {"a": [1] * 80, "b": [1] * 70 + [2] * 10}
+    machine = scheduler(num_pages=40, max_batched_tokens=50, tokens_of=lambda s: texts[s.payload][: s.length])
+    for name, text in texts.items():
+        machine.add(sequence(name, len(text)))
+    turns = []
+    while (plan := machine.plan()).prefill:
+        turns.append([(c.sequence.payload, c.start, c.end) for c in plan.prefill])
+        for chunk in plan.prefill:
+            chunk.sequence.prefilled = chunk.end
+            if chunk.end == chunk.sequence.prefill_end:
+                machine.index_pages(chunk.sequence)
+    assert turns == [[("a", 0, 50)], [("a", 50, 79)], [("b", 64, 79)]]
+
+
 def ends(name: str, turns: list[list[tuple[str, int, int]]]) -> list[tuple[int, int]]:
     """Return (turn, end) of each chunk of a sequence."""
     return [(number, end) for number, turn in enumerate(turns) for other, _, end in turn if other == name]

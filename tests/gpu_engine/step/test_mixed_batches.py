@@ -93,6 +93,11 @@ def test_a_model_whose_forward_has_no_prompts_is_refused_by_name(llama: LoadedMo
         pass
 
 
+def test_a_budget_for_a_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_batched_tokens: prompts share a step's forward on a CPU alone"):
+        config(device="cuda", max_batched_tokens=64)
+
+
 def test_a_budget_below_the_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="max_batched_tokens: must be 0, or at least 16 and max_batch_size"):
         config(max_batched_tokens=20, max_batch_size=32)
