@@ -130,6 +130,11 @@ class EngineConfig:
     """Sequences that may wait for a slot; one more is refused with RESOURCE_EXHAUSTED."""
 
     def __post_init__(self) -> None:
+        self._check_device()
+        self._check_sizes()
+        self._check_drafts()
+
+    def _check_device(self) -> None:
         dtypes = ("auto", "bfloat16", "float32")
         _require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32")
         kinds = ("auto", "none", "int8", "q4")
@@ -145,6 +150,8 @@ class EngineConfig:
         on_cpu, on_gpu = ("auto", "inline"), ("auto", "host_callback", "device_flag")
         syncs = {"auto": tuple(dict.fromkeys(on_cpu + on_gpu)), "cpu": on_cpu}.get(self.device, on_gpu)
         _require(self.sync in syncs, "sync", f"{self.sync!r} on {self.device} is not one of {', '.join(syncs)}")
+
+    def _check_sizes(self) -> None:
         _require(self.num_threads >= 0, "num_threads", "must not be negative")
         _require(self.max_batch_size in range(1, 257), "max_batch_size", "must be in [1, 256]")
         _require(self.max_model_len >= 16, "max_model_len", "must be at least 16")
@@ -160,6 +167,15 @@ class EngineConfig:
             "prompts share a step's forward on a CPU alone; must be 0 with a GPU",
         )
         _require(self.prefill_chunk == 0 or self.prefill_chunk >= 16, "prefill_chunk", "must be 0 or at least 16")
+        _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
+        _require(self.max_queue_size >= 1, "max_queue_size", "must be at least 1")
+        _require(
+            self.kv_cache_tokens == 0 or self.kv_cache_tokens >= self.max_model_len,
+            "kv_cache_tokens",
+            "must be 0 or at least max_model_len, else no request of full length could run",
+        )
+
+    def _check_drafts(self) -> None:
         drafters = ("ngram", "model", "eagle3", "mtp", "grammar", "none")
         _require(self.drafter in drafters, "drafter", f"{self.drafter!r} is not one of {', '.join(drafters)}")
         _require(
@@ -184,13 +200,6 @@ class EngineConfig:
             self.draft_index_bytes <= 0 or (self.drafter == "ngram" and self.device in ("auto", "cpu")),
             "draft_index_bytes",
             "the suffix index works with drafter=ngram on a CPU alone",
-        )
-        _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
-        _require(self.max_queue_size >= 1, "max_queue_size", "must be at least 1")
-        _require(
-            self.kv_cache_tokens == 0 or self.kv_cache_tokens >= self.max_model_len,
-            "kv_cache_tokens",
-            "must be 0 or at least max_model_len, else no request of full length could run",
         )
 
     @property
