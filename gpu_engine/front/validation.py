@@ -42,6 +42,7 @@ def check(
     `running` has the request ids in use, `known` returns the grammar of an id. Raises InvalidRequest, UnknownGrammar or
     NotSupported.
     """
+    _refuse_unsupported(request)
     request_id = _request_id(request.request_id, running)
     prompt = _prompt(request, limits)
     sampling = request.sampling
@@ -81,6 +82,29 @@ def check(
         omit_text=request.response.omit_text,
         omit_token_ids=request.response.omit_token_ids,
     )
+
+
+def _refuse_unsupported(request: pb.GenerateRequest) -> None:
+    """Raise InvalidRequest for a field that the proto has and this version does not serve."""
+    sampling, response = request.sampling, request.response
+    asked = {
+        "tools": request.HasField("tools"),
+        "reasoning": request.HasField("reasoning"),
+        "cache_salt": bool(request.cache_salt),
+        "priority": request.priority != 0,
+        "sampling.logit_bias": bool(sampling.logit_bias),
+        "response.echo": response.echo,
+        "response.prompt_logprobs": response.HasField("prompt_logprobs"),
+        "response.per_field_logprobs": response.per_field_logprobs,
+        "messages.template_arguments": bool(request.messages.template_arguments),
+        "messages.continue_final_message": request.messages.continue_final_message,
+    }
+    for i, message in enumerate(request.messages.messages):
+        for name in ("parts", "name", "tool_calls", "tool_call_id", "reasoning"):
+            asked[f"messages.messages[{i}].{name}"] = bool(getattr(message, name))
+    for field, set_ in asked.items():
+        if set_:
+            raise InvalidRequest(field, "is not supported by this version")
 
 
 def given_id(request_id: str) -> str:

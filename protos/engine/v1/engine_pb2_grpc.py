@@ -60,6 +60,16 @@ class EngineStub:
                 request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/lockstep.engine.v1.Engine/Tokenize',
+                request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/lockstep.engine.v1.Engine/Detokenize',
+                request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -109,6 +119,24 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Turns text or a conversation into token ids, as Generate would.
+
+        Errors: INVALID_ARGUMENT names the field and the limit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Turns token ids into text.
+
+        Errors: INVALID_ARGUMENT names the field and the limit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -136,6 +164,16 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.GetStatsRequest.FromString,
                     response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.TokenizeRequest.FromString,
+                    response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeRequest.FromString,
+                    response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -274,6 +312,60 @@ class Engine:
             '/lockstep.engine.v1.Engine/GetStats',
             protos_dot_engine_dot_v1_dot_engine__pb2.GetStatsRequest.SerializeToString,
             protos_dot_engine_dot_v1_dot_engine__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.engine.v1.Engine/Tokenize',
+            protos_dot_engine_dot_v1_dot_engine__pb2.TokenizeRequest.SerializeToString,
+            protos_dot_engine_dot_v1_dot_engine__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.engine.v1.Engine/Detokenize',
+            protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeRequest.SerializeToString,
+            protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,16 @@ class EngineStub:
     """Describes the model and the limits of this server."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetStatsRequest, _engine_pb2.GetStatsResponse]
     """Returns counters and gauges of the engine, the shared-memory channel and the grammar process."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_engine_pb2.TokenizeRequest, _engine_pb2.TokenizeResponse]
+    """Turns text or a conversation into token ids, as Generate would.
+
+    Errors: INVALID_ARGUMENT names the field and the limit.
+    """
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DetokenizeRequest, _engine_pb2.DetokenizeResponse]
+    """Turns token ids into text.
+
+    Errors: INVALID_ARGUMENT names the field and the limit.
+    """
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -83,6 +93,16 @@ class EngineAsyncStub(EngineStub):
     """Describes the model and the limits of this server."""
     GetStats: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetStatsRequest, _engine_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Returns counters and gauges of the engine, the shared-memory channel and the grammar process."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_engine_pb2.TokenizeRequest, _engine_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Turns text or a conversation into token ids, as Generate would.
+
+    Errors: INVALID_ARGUMENT names the field and the limit.
+    """
+    Detokenize: _aio.UnaryUnaryMultiCallable[_engine_pb2.DetokenizeRequest, _engine_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Turns token ids into text.
+
+    Errors: INVALID_ARGUMENT names the field and the limit.
+    """
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
     """Text generation with optional grammar guidance and speculative decoding."""
@@ -136,5 +156,27 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.GetStatsResponse, _abc.Awaitable[_engine_pb2.GetStatsResponse]]:
         """Returns counters and gauges of the engine, the shared-memory channel and the grammar process."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _engine_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.TokenizeResponse, _abc.Awaitable[_engine_pb2.TokenizeResponse]]:
+        """Turns text or a conversation into token ids, as Generate would.
+
+        Errors: INVALID_ARGUMENT names the field and the limit.
+        """
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _engine_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.DetokenizeResponse, _abc.Awaitable[_engine_pb2.DetokenizeResponse]]:
+        """Turns token ids into text.
+
+        Errors: INVALID_ARGUMENT names the field and the limit.
+        """
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
