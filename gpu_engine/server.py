@@ -26,7 +26,8 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.own_thread import in_own_thread
 from gpu_engine.api.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.api.stats import EngineStats
-from gpu_engine.front.listening import HealthServicer, ServerError, bind
+from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.listening import HealthServicer, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.ops.core_split import CoreSplit
 from gpu_engine.ops.installation import installed_version, overwritten_kernels
@@ -96,7 +97,7 @@ class Server:
     address: str
     """Address for clients: "host:port" or "unix:/path"."""
     model: Model
-    servicer: EngineServicer
+    calls: Calls
     engine: ServedEngine
     sidecar: Sidecar | None
     """The supervisor of the grammar process; None with grammar=connect and grammar=none."""
@@ -185,8 +186,8 @@ async def _start(
     # 6. The services on the public port.
     watch = _watch_requests(stack, metrics, engine, model)
     limits = Limits.of(engine_config, server_config, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
-    servicer = EngineServicer(engine, model, limits, client, version=installed_version(), watch=watch)
-    engine_pb2_grpc.add_EngineServicer_to_server(servicer, listeners.server)
+    calls = Calls(engine, model, limits, client, watch=watch)
+    engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(calls, version=installed_version()), listeners.server)
     reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], listeners.server)
 
     # 7. The ports answer; health says NOT_SERVING until stage 9.
@@ -203,11 +204,11 @@ async def _start(
     _run_until_close(stack, background, _end_on_failure(engine, listeners.health), "engine watch")
     if grammar:
         _run_until_close(stack, background, _report_guided(grammar, listeners.health), "guided health")
-    servicer.warm()
+    calls.warm()
     await _set_health(listeners.health, SERVING)
-    stack.push_async_callback(_drain, listeners.server, servicer, listeners.health, server_config.drain_timeout_s)
+    stack.push_async_callback(_drain, listeners.server, calls, listeners.health, server_config.drain_timeout_s)
     metrics_address = scrapes.address if scrapes else None
-    return Server(listeners.address, model, servicer, engine, grammar.sidecar if grammar else None, metrics_address)
+    return Server(listeners.address, model, calls, engine, grammar.sidecar if grammar else None, metrics_address)
 
 
 def _resolve(engine_config: EngineConfig, server_config: ServerConfig, parts: Parts) -> EngineConfig:
@@ -318,11 +319,9 @@ async def _report_guided(grammar: GrammarProcess, health_servicer: HealthService
     await grammar.report(report)
 
 
-async def _drain(
-    server: grpc.aio.Server, servicer: EngineServicer, health_servicer: HealthServicer, timeout_s: float
-) -> None:
+async def _drain(server: grpc.aio.Server, calls: Calls, health_servicer: HealthServicer, timeout_s: float) -> None:
     await _set_health(health_servicer, NOT_SERVING)
-    await servicer.drain(timeout_s)
+    await calls.drain(timeout_s)
     await server.stop(STOP_GRACE_S)
 
 

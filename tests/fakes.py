@@ -198,7 +198,7 @@ class FakeEngine:
 
 
 class FakeGrammar:
-    """A `servicer.GrammarAccess` that refuses grammars by their source; one that is `full` takes none."""
+    """A `ports.GrammarAccess` that refuses grammars by their source; one that is `full` takes none."""
 
     def __init__(self, refusals: Mapping[str, LockstepError] | None = None) -> None:
         self.refusals = dict(refusals or {})

@@ -18,9 +18,9 @@ from types import TracebackType
 
 import grpc
 
-from gpu_engine.front.auth import HEADER
-from gpu_engine.front.from_files import read_bytes
-from gpu_engine.front.listening import is_local
+from gpu_engine.front.port.auth import HEADER
+from gpu_engine.front.port.from_files import read_bytes
+from gpu_engine.front.port.listening import is_local
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 

@@ -211,7 +211,7 @@ def _run_serve(flags: argparse.Namespace) -> int:
     as_json = server_config.log_format == "json"
     import uvloop
 
-    from gpu_engine.front.listening import ServerError
+    from gpu_engine.front.port.listening import ServerError
     from gpu_engine.server import Server, serve
 
     with contextlib.ExitStack() as stack:
@@ -237,7 +237,7 @@ def _run_demo(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return _usage(error)
     from gpu_engine.cli.demo import run_demo
-    from gpu_engine.front.listening import ServerError
+    from gpu_engine.front.port.listening import ServerError
 
     try:
         return asyncio.run(run_demo(engine_config, server_config))

@@ -20,7 +20,7 @@ from typing import Any
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.cli.client import Client
 from gpu_engine.cli.terminal import loading_progress, tokens_per_second
-from gpu_engine.front.listening import ServerError
+from gpu_engine.front.port.listening import ServerError
 from gpu_engine.server import open_server
 from protos.engine.v1 import engine_pb2 as pb
 

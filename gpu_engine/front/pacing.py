@@ -26,7 +26,7 @@ WEIGHT = 0.25
 
 
 class StreamPacer:
-    """One per servicer. Used on the event loop alone."""
+    """One per server. Used on the event loop alone."""
 
     def __init__(self, max_pause_s: float, cpu_clock: Callable[[], float] = time.thread_time) -> None:
         """Args: `cpu_clock` returns the CPU seconds of the event loop's thread; `max_pause_s` 0.0: never pause."""

@@ -2,7 +2,7 @@
 
 Invariant: a field is left unset where its value is not known yet or was not asked for; it is never zero by accident.
 
-Not responsible for: any decision about a request (see servicer.py and text_output.py).
+Not responsible for: any decision about a request (see calls.py and text_output.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gpu_engine.front.text_output import Delta, SequenceOutput
 from protos.engine.v1 import engine_pb2 as pb
 
 
-def delta_response(output: SequenceOutput, delta: Delta, *, omit_token_ids: bool) -> pb.GenerateResponse | None:
-    """Return the message for `delta`; None when the message would have no content."""
+def delta_responses(output: SequenceOutput, delta: Delta, *, omit_token_ids: bool) -> list[pb.GenerateResponse]:
+    """Return the message for `delta`; none when the message would have no content."""
     if not (delta.text or delta.finish or delta.logprobs or (delta.token_ids and not omit_token_ids)):
-        return None
+        return []
     request = output.request
     response = pb.GenerateResponse(request_id=request.request_id, index=request.index, text=delta.text)
     if not omit_token_ids:
@@ -40,7 +40,7 @@ def delta_response(output: SequenceOutput, delta: Delta, *, omit_token_ids: bool
         response.usage.completion_tokens = output.completion_tokens
         response.usage.cached_tokens = request.telemetry.cached_tokens
         response.telemetry.CopyFrom(_telemetry(request, output.finished_s))
-    return response
+    return [response]
 
 
 def _telemetry(request: Request, finished_s: float) -> pb.Telemetry:

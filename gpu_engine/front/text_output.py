@@ -6,7 +6,7 @@ one step brought. `SequenceOutput` therefore handles one token at a time, with t
     Detokenizer    token ids to text; text that it returns never changes, and a character is never split
     StopScanner    finds stop strings in text that arrives in pieces
 
-Not responsible for: protobuf messages (see responses.py), gRPC (see servicer.py), waiting for events (see mailbox.py).
+Not responsible for: protobuf messages (see responses.py), gRPC (see calls.py), waiting for events (see mailbox.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import GrammarKind, GrammarSpec, Request, SamplingParams, TokenEvent
 from gpu_engine.cli.client import Client
-from gpu_engine.front.listening import ServerError
+from gpu_engine.front.port.listening import ServerError
 from gpu_engine.ops.core_split import CoreSplit
 from gpu_engine.server import GUIDED, SERVICE, Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb

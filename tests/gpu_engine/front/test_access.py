@@ -23,9 +23,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.cli import commands as cli
 from gpu_engine.cli.client import Access, Client, access_of, add_access_flags
-from gpu_engine.front.auth import known, parse_tokens
-from gpu_engine.front.from_files import CHECK_EVERY_S, FromFiles
-from gpu_engine.front.listening import ServerError, exposure, is_local
+from gpu_engine.front.port.auth import known, parse_tokens
+from gpu_engine.front.port.from_files import CHECK_EVERY_S, FromFiles
+from gpu_engine.front.port.listening import ServerError, exposure, is_local
 from gpu_engine.server import Parts, Server, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import FakeEngine, FakeModel, answers_with
@@ -210,9 +210,9 @@ async def test_a_refused_call_is_logged_without_the_token(
 ) -> None:
     (tmp_path / "wrong").write_text("0123456789abcdef-three\n")
     async with serving(auth_token_file=files.tokens(TOKEN)) as server:
-        with caplog.at_level("INFO", logger="gpu_engine.front.auth"):
+        with caplog.at_level("INFO", logger="gpu_engine.front.port.auth"):
             await refused(server, "--token-file", str(tmp_path / "wrong"))
-    (line,) = (record for record in caplog.records if record.name == "gpu_engine.front.auth")
+    (line,) = (record for record in caplog.records if record.name == "gpu_engine.front.port.auth")
     fields = vars(line)["fields"]
     assert fields["status"] == "UNAUTHENTICATED"
     assert fields["method"] == "/lockstep.engine.v1.Engine/Generate"

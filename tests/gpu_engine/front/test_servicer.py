@@ -16,6 +16,7 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import GrammarUnavailable, InvalidRequest, LimitExceeded
 from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
 from gpu_engine.cli.client import Client
+from gpu_engine.front.calls import Calls
 from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.servicer import EngineServicer
 from protos.engine.v1 import engine_pb2 as pb
@@ -28,7 +29,7 @@ from tests.waiting import eventually
 class Setup:
     client: Client
     engine: FakeEngine
-    servicer: EngineServicer
+    calls: Calls
     grammar: FakeGrammar
 
 
@@ -45,16 +46,16 @@ async def serving(
     model, grammar = FakeModel(), FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
     limits = Limits.of(engine.config, ServerConfig(max_n=4, max_prompt_bytes=10_000), vocab_size=320, max_model_len=256)
     access = grammar if with_grammar else None
-    servicer = EngineServicer(engine, model, limits, access, version="1.2", pacer=pacer)
-    servicer.warm()
+    calls = Calls(engine, model, limits, access, pacer=pacer)
+    calls.warm()
     server = grpc.aio.server()
-    engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
+    engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(calls, version="1.2"), server)
     address = f"unix:{tmp_path}/s"
     server.add_insecure_port(address)
     await server.start()
     try:
         async with Client(address) as client:
-            yield Setup(client, engine, servicer, grammar)
+            yield Setup(client, engine, calls, grammar)
     finally:
         await server.stop(None)
         engine.close(5)
@@ -156,7 +157,7 @@ async def test_a_client_that_leaves_frees_every_sequence(tmp_path: Path) -> None
             assert (await task).text == "A"
         await eventually(lambda: len(s.engine.dropped) == 2)
         assert s.grammar.forgotten == ["x"]
-        await eventually(lambda: "calls=0" in repr(s.servicer))
+        await eventually(lambda: not len(s.calls))
 
 
 async def test_a_deadline_frees_the_request(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ async def test_abort_ends_all_sequences(tmp_path: Path) -> None:
         assert await s.client.abort("a")
         responses = await task
         assert [r.finish_reason for r in responses] == [pb.FINISH_REASON_ABORTED] * 2
-        await eventually(lambda: "calls=0" in repr(s.servicer))
+        await eventually(lambda: not len(s.calls))
         assert not await s.client.abort("a")
         assert not await s.client.abort("never")
 
@@ -297,7 +298,7 @@ async def test_draining_refuses_new_requests_and_aborts_the_last(tmp_path: Path)
     async with serving(tmp_path) as s:
         task = asyncio.create_task(answer(s.client, ask()))
         await eventually(lambda: s.engine.submitted)
-        drain = asyncio.create_task(s.servicer.drain(0.2))
+        drain = asyncio.create_task(s.calls.drain(0.2))
         await asyncio.sleep(0)
         error = await refusal(s.client, ask())
         assert error.code() is grpc.StatusCode.UNAVAILABLE

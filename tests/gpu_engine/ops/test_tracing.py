@@ -23,6 +23,7 @@ from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import Request
+from gpu_engine.front.calls import Calls
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.ops.access import CallRecord
 from gpu_engine.ops.metrics_requests import RequestWatch
@@ -58,8 +59,9 @@ async def called(tmp_path: Path, spans: InMemorySpanExporter, request: pb.Genera
     limits = Limits.of(engine.config, ServerConfig(), vocab_size=320, max_model_len=256)
     grammar = FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
     watch = RequestWatch(CollectorRegistry(), tracer(spans).record)
-    servicer = EngineServicer(engine, FakeModel(), limits, grammar, version="1", watch=watch)
-    servicer.warm()
+    calls = Calls(engine, FakeModel(), limits, grammar, watch=watch)
+    servicer = EngineServicer(calls, version="1")
+    calls.warm()
     server = grpc.aio.server()
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     server.add_insecure_port(f"unix:{tmp_path}/s")

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health
 
-from gpu_engine.front.from_files import FromFiles, read_bytes
+from gpu_engine.front.port.from_files import FromFiles, read_bytes
 
 log = logging.getLogger(__name__)
 

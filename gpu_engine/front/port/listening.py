@@ -3,7 +3,7 @@
 Invariant: an address is bound before the model is loaded, so that a port in use is reported at once. A server can be
 reached only by clients that TLS, tokens or the mode of a unix socket (0600) admit.
 
-Not responsible for: the services on the addresses (see servicer.py).
+Not responsible for: the services on the addresses (see front/servicer.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gpu_engine.api.config import ServerConfig
-from gpu_engine.front.auth import BearerTokens, token_file
-from gpu_engine.front.malformed import ParsedRequests
-from gpu_engine.front.tls import server_credentials
+from gpu_engine.front.port.auth import BearerTokens, token_file
+from gpu_engine.front.port.malformed import ParsedRequests
+from gpu_engine.front.port.tls import server_credentials
 
 log = logging.getLogger(__name__)
 

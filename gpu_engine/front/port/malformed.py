@@ -2,7 +2,7 @@
 
 Invariant: a method is called with a parsed message or not at all.
 
-Not responsible for: the contents of a message (see validation.py).
+Not responsible for: the contents of a message (see front/validation.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,262 @@
+"""The running Generate calls of every service on the public port, and the life of one of them.
+
+Invariant: however a call ends (answer, error, cancel, deadline, lost connection), its `finally` releases all that the
+call holds: its sequences in the engine, its compile ticket, its request id. Errors become a gRPC status in one place,
+`ErrorToStatus`. A slow client delays no other: its events wait in its Inbox and are merged into one response per
+sequence when it reads.
+
+Not responsible for: messages (a service checks its own and makes its own responses), tokenisation (see prompt.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from gpu_engine.api.checked import Checked, Limits
+from gpu_engine.api.errors import GrammarNotConfigured, InternalError, LockstepError, ShuttingDown, status_of
+from gpu_engine.api.ports import EngineCore, GrammarAccess, Model
+from gpu_engine.api.request import DraftScope, FinishReason, GrammarSpec, Request, TokenEvent
+from gpu_engine.front.draft_scopes import DraftScopes, client_identity
+from gpu_engine.front.mailbox import Inbox, Mailbox
+from gpu_engine.front.pacing import StreamPacer
+from gpu_engine.front.prompt import build_requests, is_large
+from gpu_engine.front.text_output import Delta, SequenceOutput
+from gpu_engine.front.validation import given_id
+from gpu_engine.ops.access import CallRecord
+from gpu_engine.ops.metrics_requests import RequestWatch
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+Check = Callable[[Collection[str]], Checked]
+"""Returns the checked request, given the request ids in use. Raises LockstepError."""
+
+Respond = Callable[[SequenceOutput, Delta], Iterable[Any]]
+"""Returns the messages to send for what is new of one sequence, in their order."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A running Generate call."""
+
+    record: CallRecord
+    inbox: Inbox = field(default_factory=Inbox)
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    """Empty until the sequences are submitted."""
+    aborted: bool = False
+    """The request was aborted before its sequences were submitted."""
+
+
+class Calls:
+    """The calls to one engine; its services share one of these. Made and used on the event loop."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        model: Model,
+        limits: Limits,
+        grammar: GrammarAccess | None,
+        *,
+        watch: RequestWatch | None = None,
+        pacer: StreamPacer | None = None,
+    ) -> None:
+        """Args: see below.
+
+        grammar: access to the grammar process; None on a server without one.
+        watch: records every Generate call; None: with metrics that are not exported.
+        pacer: spaces the responses of a stream; None: bounded by `limits.stream_pace_s`.
+        """
+        self.engine, self.model, self.limits, self.grammar = engine, model, limits, grammar
+        self.finished: Counter[str] = Counter()
+        """Sequences by the name of their finish reason."""
+        self.failed: Counter[str] = Counter()
+        """Calls by the name of their gRPC status, without those that succeeded."""
+        self._watch = watch or RequestWatch(CollectorRegistry())
+        self._scopes = DraftScopes(model.tokenizer, limits)
+        self._mailbox = Mailbox(asyncio.get_running_loop())
+        self._pacer = pacer or StreamPacer(limits.stream_pace_s)
+        self._running: dict[str, Call] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._warm = asyncio.Event()
+
+    async def generate(self, context: Context, request_id: str, check: Check, respond: Respond) -> None:
+        """Run one Generate call to its end: write its responses, or abort it with the status of its error.
+
+        `request_id` is the client's, "" for none. Written with `context.write` and not as a generator, so that the
+        `finally` runs as soon as the call ends.
+        """
+        with self._watch.call(tuple(context.invocation_metadata() or ())) as record:
+            async with ErrorToStatus(context, self.failed, record):
+                await self._generate(context, request_id, check, respond, record)
+
+    def abort(self, request_id: str) -> bool:
+        """End the request's sequences with ABORTED; return False when there is no such running request."""
+        call = self._running.get(request_id)
+        if call is None:
+            return False
+        if not call.outputs:
+            call.aborted = True
+            return True
+        self.engine.abort(request_id)
+        return any(not output.ended for output in call.outputs)
+
+    def warm(self) -> None:
+        """Let requests through, also those that arrived before the engine was warm."""
+        self._warm.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, wait up to `timeout_s` for the running ones, then abort these."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("draining took longer than %.1f s: %d requests are aborted", timeout_s, len(self._running))
+            for request_id in tuple(self._running):
+                self.abort(request_id)
+
+    def refuse_if_draining(self) -> None:
+        """Raise ShuttingDown once `drain` was called."""
+        if self._draining:
+            raise ShuttingDown("the server is shutting down")
+
+    @property
+    def serving(self) -> bool:
+        """The engine is warm, and new requests are taken."""
+        return self._warm.is_set() and not self._draining
+
+    def sequences(self) -> Iterable[Request]:
+        """Yield the submitted sequences of the running calls."""
+        for call in self._running.values():
+            for output in call.outputs:
+                yield output.request
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    async def _generate(
+        self, context: Context, request_id: str, check: Check, respond: Respond, record: CallRecord
+    ) -> None:
+        arrived_s = time.monotonic()
+        record.set_request_id(given_id(request_id))
+        self.refuse_if_draining()
+        await self._warm.wait()
+        checked = check(self._running)
+        record.begin(checked)
+        call = self._running[checked.request_id] = Call(record)
+        self._idle.clear()
+        try:
+            if checked.grammar:
+                self._start_compile(checked.request_id, checked.grammar, call.inbox)
+            scope = self._scopes.of(checked, self._client_of(context))
+            for request in await self._build(checked, call.inbox, arrived_s, scope):
+                if call.aborted:
+                    request.sink(TokenEvent(request.index, finish=FinishReason.ABORTED))
+                else:
+                    self.engine.submit(request)
+                call.outputs.append(self._output(request, checked))
+            await self._stream(call, context, respond)
+        finally:
+            self._release(checked, call)
+
+    def _start_compile(self, request_id: str, grammar: GrammarSpec, inbox: Inbox) -> None:
+        if self.grammar is None:
+            raise GrammarNotConfigured("grammar: this server runs without a grammar process (its setting grammar=none)")
+
+        # An invalid grammar ends the request at once, not when a slot is free.
+        self.grammar.prepare(request_id, grammar, inbox.fail)
+
+    def _client_of(self, context: Context) -> bytes:
+        metadata = tuple(context.invocation_metadata() or ())
+        return client_identity(metadata, context.peer_identities(), checks_tokens=self.limits.checks_tokens)
+
+    async def _build(self, checked: Checked, inbox: Inbox, arrived_s: float, scope: DraftScope | None) -> list[Request]:
+        sink = self._mailbox.sink(inbox)
+        arguments = (checked, self.model.tokenizer, self.limits, sink, arrived_s, scope)
+        if is_large(checked):
+            return await asyncio.to_thread(build_requests, *arguments)
+        return build_requests(*arguments)
+
+    def _output(self, request: Request, checked: Checked) -> SequenceOutput:
+        decode_ids = self.model.tokenizer.backend_tokenizer.decode
+        skip = checked.skip_special_tokens
+
+        def decode(ids: Any) -> str:
+            return str(decode_ids(ids, skip_special_tokens=skip))
+
+        return SequenceOutput(request, decode, with_text=not checked.omit_text)
+
+    async def _stream(self, call: Call, context: Context, respond: Respond) -> None:
+        running = len(call.outputs)
+        while running:
+            for index, events in (await call.inbox.take()).items():
+                output = call.outputs[index]
+                if output.ended:
+                    continue
+                delta = output.take(events)
+                if delta.matched_stop is not None:
+                    self.engine.drop(output.request)
+                for response in respond(output, delta):
+                    await context.write(response)
+                    self._pacer.response_sent()
+                if delta.error:
+                    raise delta.error
+                if delta.finish:
+                    running -= 1
+                    self.finished[delta.finish.name] += 1
+                    call.record.finished(output.request, delta.finish, output.completion_tokens, output.finished_s)
+            if running:
+                # Events that arrive meanwhile are merged into one response; the end of a sequence ends the pause.
+                await call.inbox.pause(self._pacer.pause_s(len(self._running)))
+
+    def _release(self, checked: Checked, call: Call) -> None:
+        for output in call.outputs:
+            if not output.ended:
+                self.engine.drop(output.request)
+        if checked.grammar and self.grammar:
+            call.record.compiled_s = self.grammar.compiled_s(checked.request_id)
+            self.grammar.forget(checked.request_id)
+        del self._running[checked.request_id]
+        if not self._running:
+            self._idle.set()
+
+    def __repr__(self) -> str:
+        return f"<Calls running={len(self._running)} draining={self._draining}>"
+
+
+class ErrorToStatus:
+    """Turns an error into the gRPC status of its call."""
+
+    def __init__(self, context: Context, failed: Counter[str], record: CallRecord) -> None:
+        self._context = context
+        self._failed = failed
+        self._record = record
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or not isinstance(error, Exception):
+            return  # the call succeeded, or was cancelled and has no client any more
+        if self._context.cancelled() or self._context.done():
+            log.debug("the client left while an answer was written: %r", error)
+            return
+        if not isinstance(error, LockstepError):
+            log.error("a request failed by a defect", exc_info=error)
+            error = InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
+        status = status_of(error)
+        self._failed[status.name] += 1
+        self._record.status = status.name
+        await self._context.abort(status, str(error))
