@@ -122,7 +122,8 @@ class EngineConfig:
     "device_flag". "auto" on a GPU: device_flag if the engine starts the grammar process and has three cores, else
     host_callback. With device_flag the grammar process polls while a guided request runs, which takes one core."""
     enforce_eager: bool = False
-    """On a GPU: launch every kernel of every step instead of replaying captured graphs. Slow; for debugging."""
+    """On a GPU: launch every kernel of every step and of every prefill instead of replaying captured graphs. Slow; for
+    debugging."""
     row_timeout_ms: float = 50.0
     """Longest wait of a step for the mask rows of a guided slot, in milliseconds; the slot is then deferred to the next
     step."""

@@ -118,6 +118,12 @@ def device_executor(
         stream, model, pages, drafter, slot_writer, shapes.of, max_lanes=max(lanes for lanes, _ in shapes.every)
     )
 
+    def close() -> None:
+        try:
+            graphs.close()  # waits for the device
+        finally:
+            prefill.close()
+
     return Executor(
         slot_writer,
         step_sync,
@@ -126,7 +132,7 @@ def device_executor(
         lambda: _warm_up(stream, step_sync, prefill, graphs, budget, channel, shapes.every),
         enter=lambda: None,
         probe=stream.synchronize,
-        close=graphs.close,
+        close=close,
     )
 
 
@@ -139,12 +145,14 @@ def _warm_up(
     channel: EngineEnd | None,
     shapes: tuple[tuple[int, int], ...],
 ) -> None:
-    """Run every prefill shape and every step once, capture the steps, and measure them."""
+    """Run every prefill shape and every step once, capture both, and measure the steps."""
     sync.reserve(graphs.buckets)
     prefill.warm_up(shapes)  # loads every kernel before the first wait is captured
     graphs.capture(channel)
     budget.seed(graphs.ms_by_rows)
-    # A capture empties the allocator's cache. A prefill that had to allocate again could wait for the device while a
-    # step there waits for the grammar process, so the cache is filled again.
+    if not graphs.eager:
+        prefill.capture(shapes)  # behind the steps: a capture that fails leaves theirs as they are
+    # The first replay of a graph allocates. A capture empties the allocator's cache, and a shape that is not captured
+    # allocates there. Either could wait for the device while a step there waits for the grammar process.
     prefill.warm_up(shapes)
     stream.synchronize()

@@ -1,6 +1,7 @@
 """Prefill over a stream: the next chunks of some sequences in one forward, at one of a few shapes.
 
-Not a part of any graph, and launched between steps whose waits may be running. Invariant on a device: after
+Launched between steps whose waits may be running. On a device each shape is a captured graph of its own, so a launch
+is one copy and one replay instead of some hundred kernels from the engine's thread. Invariant on a device: after
 `warm_up` no launch has a shape that was not warmed up. A library that plans for a new shape, or a kernel that is loaded
 late, may wait for the device, while a wait inside a step waits for another process. Not responsible for: the choice
 of sequences (see scheduler.py), the shapes (see api/prefill_shapes.py).
@@ -10,6 +11,7 @@ Shapes: B lanes, P padded length.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +23,14 @@ from gpu_engine.core.scheduler import Chunk
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.prefill import Chunks, Hidden, prefill
 from gpu_engine.step.program import Drafter
-from gpu_engine.step.stream import Event, Stream
+from gpu_engine.step.stream import Event, Graph, Stream
 from kernels.paged_attention import KVPages
 
+log = logging.getLogger(__name__)
+
+MAX_GRAPHS = 64
+"""Shapes that are captured, those with the fewest tokens. A large forward takes longer than its launches, which the
+thread enqueues meanwhile; a small one does not."""
 _AHEAD = 3
 """Launches whose numbers are stored. A step that is not collected was launched in the last iteration at the earliest,
 so before a third launch only prefills are waited for."""
@@ -72,6 +79,12 @@ class Prefill:
         self._next = 0
         self.launches: Counter[tuple[int, int]] = Counter()
         """Number of launches by (B, P), the warm-up included."""
+        self._graphs: dict[tuple[int, int], Graph] = {}
+
+    @property
+    def captured(self) -> frozenset[tuple[int, int]]:
+        """The shapes (B, P) that launches replay; the others are launched kernel by kernel."""
+        return frozenset(self._graphs)
 
     def __call__(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
         """Enqueue filling the caches with chunks of different sequences, which fit one of the shapes."""
@@ -91,6 +104,29 @@ class Prefill:
         for lanes, length in shapes:
             self._launch([(self._spare, 0, min(length, room))] * lanes, lanes, length)
 
+    def capture(self, shapes: tuple[tuple[int, int], ...]) -> None:
+        """Capture the smallest `MAX_GRAPHS` of the shapes, which are ordered from the largest on and were warmed up.
+
+        The stream's graphs share memory, so prefills take that of the largest one, and none where a step takes more.
+        After a capture that fails no further one is tried, and the log says which shapes are launched eagerly. Runs
+        nothing: the first replay uploads a graph, so a warm-up follows.
+        """
+        for shape in shapes[-MAX_GRAPHS:]:
+            try:
+                with self._stream.capture() as graph:
+                    self._stream.kernel(self._run, *shape)
+            except RuntimeError as error:
+                eager = len(shapes) - len(self._graphs)
+                log.warning("%d of %d prefill shapes are launched eagerly: %s", eager, len(shapes), error)
+                return
+            self._graphs[shape] = graph
+
+    def close(self) -> None:
+        """Destroy the graphs. The caller has waited for the device."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
     def _launch(self, chunks: list[tuple[int, int, int]], lanes: int, length: int) -> None:
         """Enqueue (slot, start, end) of each lane, and padding behind them."""
         numbers = self._numbers[self._next]
@@ -102,7 +138,11 @@ class Prefill:
         self._stream.copy(self._chunks[: 3 * lanes], numbers.numbers[: 3 * lanes])
         numbers.copied.mark()
         numbers.used = True
-        self._stream.kernel(self._run, lanes, length)
+        graph = self._graphs.get((lanes, length))
+        if graph is None:
+            self._stream.kernel(self._run, lanes, length)
+        else:
+            graph.replay()
         self.launches[lanes, length] += 1
 
     @torch.no_grad()
@@ -114,4 +154,4 @@ class Prefill:
         self._drafter.prefill(chunks, hidden)
 
     def __repr__(self) -> str:
-        return f"<Prefill, {self.launches.total()} launches>"
+        return f"<Prefill, {self.launches.total()} launches, {len(self._graphs)} graphs>"

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.engine import Engine
-from gpu_engine.core.prefill import Prefill
+from gpu_engine.core.prefill import MAX_GRAPHS, Prefill
+from gpu_engine.core.running import SlotWriter
+from gpu_engine.drafters.ngram import NoDrafter
+from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.step.buffers import SlotBuffers
 from tests.gpu_engine import eagle
 from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine, guided_device_engine, opaque_launches
 from tests.gpu_engine.device.recorded_stream import RecordedGraph, RecordedStream
@@ -122,37 +128,105 @@ def test_guided_prompts_are_prefilled_together_with_others(llama: LoadedModel, d
 
 @dataclass(eq=False)
 class LoggedStream(RecordedStream):
-    """A stream that logs the launches outside of captures, and the captures, in order."""
+    """A stream that logs, in order, the launches outside of captures, "step" for each captured step, and "prefill"."""
 
+    refuses: bool = False
+    """Prefill cannot be captured, as on a device where a part of it waits for the host."""
     log: list[str] = field(default_factory=list)
+    prefills: list[RecordedGraph] = field(default_factory=list)
 
     def kernel(self, function: Callable[..., None], *args: object) -> None:
         if self._graph is None:
             self.log.append(function.__name__)
+        elif function.__name__ == "_run":
+            if self.refuses:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            self.log[-1] = "prefill"
+            self.prefills.append(self._graph)
         super().kernel(function, *args)
 
     def capture(self) -> AbstractContextManager[RecordedGraph]:
-        self.log.append("capture")
+        self.log.append("step")
         return super().capture()
 
 
-def test_the_prefill_is_warmed_up_again_after_the_last_capture(llama: LoadedModel) -> None:
-    """A capture empties the allocator's cache, which the first warm-up has filled."""
-    stream = LoggedStream()
-    device = RecordedDevice(stream)
-    settings = with_drafts(0, device="cuda", **SMALL, **PATIENT)
+@contextmanager
+def warmed_up(llama: LoadedModel, stream: LoggedStream, settings: EngineConfig) -> Iterator[Prefill]:
+    """Build an executor, warm it up and yield its prefill; then close it."""
+    device, model = RecordedDevice(stream), replace(llama, max_model_len=settings.max_model_len)
     try:
         with opaque_launches():
-            model = replace(llama, max_model_len=settings.max_model_len)
             executor = device.build_executor(settings, model, None, num_pages=64, max_inflight_steps=1)
             executor.warm_up()
+            assert isinstance(executor.prefill, Prefill)
+            yield executor.prefill
             executor.close()
     finally:
         stream.close()
+
+
+def test_a_prefill_of_every_shape_is_captured_behind_the_steps(llama: LoadedModel) -> None:
+    stream, settings = LoggedStream(), with_drafts(0, device="cuda", **SMALL, **PATIENT)
+    shapes = settings.prefill_shapes.every
+    with warmed_up(llama, stream, settings) as prefill:
+        assert prefill.captured == set(shapes)
+        first = stream.log.index("step")
+        assert stream.log[:first].count("_run") == len(shapes), "kernels are loaded before the first wait is captured"
+        assert stream.log.count("prefill") == len(shapes)
+        assert stream.log[-len(shapes) :] == ["prefill"] * len(shapes), "behind the steps, and no launch is behind them"
+        assert [graph.replays for graph in stream.prefills] == [1] * len(shapes), "the first replay uploads a graph"
+    assert not prefill.captured
+    assert not any(graph.nodes for graph in stream.prefills), "the graphs are destroyed"
+
+
+def test_a_prefill_that_cannot_be_captured_is_launched_eagerly_with_one_line(
+    llama: LoadedModel, expected: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A capture empties the allocator's cache, which the first warm-up has filled, so the second one fills it again."""
+    settings = with_drafts(0, device="cuda", **SMALL, **PATIENT)
     shapes = len(settings.prefill_shapes.every)
-    first, last = stream.log.index("capture"), len(stream.log) - stream.log[::-1].index("capture")
-    assert stream.log[:first].count("_run") == shapes, "kernels are loaded before the first wait is captured"
-    assert stream.log[last:] == ["_run"] * shapes
+    stream = LoggedStream(refuses=True)
+    with device_engine(llama, settings, RecordedDevice(stream)) as (engine, _):
+        assert not prefill_of(engine).captured
+        last = len(stream.log) - stream.log[::-1].index("step")
+        assert stream.log[last : last + shapes] == ["_run"] * shapes
+        assert answer_together(engine, [make() for make in MIX]) == expected
+    (line,) = [record.message for record in caplog.records if "prefill" in record.message]
+    assert line == f"{shapes} of {shapes} prefill shapes are launched eagerly: " + (
+        "operation not permitted when stream is capturing"
+    )
+
+
+def test_enforce_eager_captures_no_prefill(llama: LoadedModel) -> None:
+    stream, settings = LoggedStream(), with_drafts(0, device="cuda", enforce_eager=True, **SMALL, **PATIENT)
+    with warmed_up(llama, stream, settings) as prefill:
+        assert not prefill.captured
+        assert not {"step", "prefill"} & set(stream.log)
+        assert stream.log.count("_run") == 2 * len(settings.prefill_shapes.every)
+
+
+def test_the_number_of_captured_prefills_is_bounded(llama: LoadedModel) -> None:
+    """The forwards with the most tokens are launched kernel by kernel."""
+    sizes = {**SMALL, "max_batch_size": 16, "max_model_len": 8192, "prefill_chunk": 8192}
+    shapes = with_drafts(0, device="cuda", **sizes).prefill_shapes.every
+    assert len(shapes) > MAX_GRAPHS
+    stream = RecordedStream(drops=True)
+    try:
+        slots = SlotWriter(SlotBuffers.allocate(2, 1, 8192, 32), max_model_len=8192, num_drafts=0, eos_token_ids=())
+        prefill = Prefill(stream, NoModel(), [], NoDrafter(), slots, lambda *_: None, 16)  # type: ignore[arg-type]
+        prefill.capture(shapes)
+    finally:
+        stream.close()
+    assert len(prefill.captured) == MAX_GRAPHS
+    eager = set(shapes) - prefill.captured
+    assert max(B * P for B, P in prefill.captured) <= min(B * P for B, P in eager)
+
+
+class NoModel:
+    """A model without layers."""
+
+    def prefill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
+        pass
 
 
 def test_pages_and_slot_of_a_request_aborted_between_two_chunks_are_reused(
