@@ -5,7 +5,8 @@ expected tokens / expected time. The time is that of the rows of the step's forw
 chance of a draft is the product of the chances of the drafts in front of it and its own (`Acceptance`). Drafts that
 were not verified teach, too: the token of their position shows whether they were right, so a sequence whose drafts fail
 pays nothing to find out that they have become good. Where the host does not know the drafts at the launch, it probes
-instead, at intervals that double. Where proposing itself costs more than its drafts bring, it pauses.
+instead, at intervals that double. Where proposing itself costs more than its drafts bring, it pauses; a captured step
+without drafts proposes none either, so that its measured time is that of a server without drafts.
 
 Invariant: a choice changes speed and never a token. Pure: no clocks, no tensors.
 
@@ -90,6 +91,8 @@ class Plan:
     guided: bool
     is_probe: bool = False
     """The step tries drafts that do not seem to pay; see `Probe`."""
+    proposes: bool = True
+    """Drafts are proposed behind the step, for the next one."""
 
 
 class Acceptance:
@@ -271,6 +274,8 @@ class DraftBudget:
         """Of proposing, by the rows that the next step may have."""
         self._pause = Pause() if may_pause else None
         self._probe = Probe()
+        self._proposed = self._postponed = False
+        """Of captured steps: the last one proposed drafts; a probe waits for the first that does."""
         self._step = self._paused_at = 0
 
     def seed(self, ms_by_rows: Mapping[int, float]) -> None:
@@ -284,7 +289,7 @@ class DraftBudget:
         for proposal in proposals:
             if proposal.record.since < 0:
                 proposal.record.since = self._step
-        is_probe = False
+        is_probe, proposes = False, True
         chances, times = [self.acceptance.chances(proposal) for proposal in proposals], self.times[guided]
         if shapes is None:
             limits = packed_limits(chances, times, self._most_rows)
@@ -295,10 +300,25 @@ class DraftBudget:
         else:
             bounded = [shape for shape in shapes if shape.rows <= self._most_rows] or shapes[:1]
             limits = padded_limits(chances, times, bounded)
-            is_probe = any(proposal.tokens is None for proposal in proposals) and self._probe.due(any(limits))
-            if is_probe:
-                limits = [min(proposal.most, bounded[-1].rows_per_lane - 1) for proposal in proposals]
-        return Plan(tuple(proposals), tuple(limits), guided, is_probe)
+            if any(proposal.tokens is None for proposal in proposals):
+                most = [min(proposal.most, bounded[-1].rows_per_lane - 1) for proposal in proposals]
+                limits, is_probe = self._probed(limits, most)
+                if bounded[0].rows_per_lane == 1:
+                    limits, is_probe, proposes = self._behind_a_proposal(limits, is_probe)
+        return Plan(tuple(proposals), tuple(limits), guided, is_probe, proposes)
+
+    def _probed(self, limits: list[int], most: list[int]) -> tuple[list[int], bool]:
+        """Return the drafts to verify and whether that is a probe, which verifies `most`."""
+        is_probe = self._probe.due(any(limits)) or self._postponed
+        return (most, True) if is_probe else (limits, False)
+
+    def _behind_a_proposal(self, limits: list[int], is_probe: bool) -> tuple[list[int], bool, bool]:
+        """Return the same for this step, and whether it proposes: behind a step without drafts there are none to
+        verify, so this one proposes and the next one verifies."""
+        wants = any(limits)
+        self._postponed = wants and is_probe and not self._proposed
+        waits, self._proposed = wants and not self._proposed, wants
+        return ([0] * len(limits), False, True) if waits else (limits, is_probe, wants)
 
     def rows_to_propose(self, plan: Plan, most: int, *, least: int = 1) -> int:
         """Return the rows that the step after `plan` may have for a lane: a drafter proposes at most one less.
@@ -306,6 +326,8 @@ class DraftBudget:
         Between `least` and `most`. With a drafter that computes each draft (`may_pause` False), the number whose
         expected tokens are worth the rows and the time of proposing.
         """
+        if not plan.proposes:
+            return 1
         if self._pause is not None:
             if self._pause.paused:
                 new = sum(proposal.record.since > self._paused_at for proposal in plan.proposals)

@@ -41,7 +41,7 @@ class StepHandle(Generic[Holder]):
     """The most drafts that the step verifies, for each lane; empty: as many as the lanes have."""
     propose_rows: int = 0
     """1: nothing is proposed for the next step. Else 1 + the most drafts of a lane that a drafting network computes;
-    0: as many as it may. A captured step has its own number."""
+    0: as many as it may. A captured step has its own number; more than 1 asks for one that proposes."""
     chunks: tuple[tuple[int, int, int], ...] = ()
     """(slot, start, end) of prompts that share the forward."""
     slots: tuple[int, ...] = field(init=False)

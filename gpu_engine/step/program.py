@@ -113,7 +113,8 @@ class StepProgram:
         begun_s = time.perf_counter()
         if self.stream.runs_at_once and batch.max_rows == 1:
             kernel(self._drop_drafts, batch)
-        self.drafter.propose(batch, step, table_BN, self._hidden)
+        if self.stream.runs_at_once or batch.max_rows > 1:
+            self.drafter.propose(batch, step, table_BN, self._hidden)
         self.propose_s = time.perf_counter() - begun_s
         self.ring.pack(batch)
 

@@ -58,7 +58,9 @@ class StepRows:
     """P, the rows a lane, of the steps of a bucket. A captured step verifies P rows whatever its lanes have drafted.
 
     A bucket has up to three such numbers: none of its lanes' drafts, a few, or the most, which `of` says. A launch
-    takes the smallest that holds the drafts that were chosen for the step. The drafter needs K + 1 rows for the most.
+    takes the smallest that holds the drafts that were chosen for the step. A step of one row a lane proposes no drafts
+    either: it has no lookup, and no request for jump-forward tokens, whose answer would not come behind a forward.
+    The drafter needs K + 1 rows for the most.
     A bucket has them while its lanes together have at most `max_step_rows` rows; a larger
     bucket has fewer rows a lane. A forward of few rows is bound by reading the weights (below about 200 rows on an H100
     or an H200, 150 on an RTX 4090). More rows take time in proportion, most of it for drafts that are not accepted.
@@ -235,7 +237,7 @@ class StepGraphs:
         return bucket
 
     def _shape_of(self, num_lanes: int, guided: bool, max_drafts: int) -> _Shape:
-        """Return the smallest shape that holds such a step, with at most so many drafts of a lane where it can."""
+        """Return the smallest shape that holds a step with so many drafts of a lane; the largest where none does."""
         bucket = self._bucket_of(num_lanes, guided)
         choices = self.rows.choices(bucket, guided)
         rows = next((rows for rows in choices if rows > max_drafts), choices[-1])
@@ -262,7 +264,8 @@ class StepGraphs:
         """
         assert self._ready, "capture first"
         lanes = len(handle.slots)
-        shape = self._shape_of(lanes, handle.any_guided, max(handle.draft_limits, default=self.max_drafts))
+        max_drafts = max(handle.draft_limits, default=self.max_drafts)
+        shape = self._shape_of(lanes, handle.any_guided, max(max_drafts, handle.propose_rows > 1))
         self._fill(handle, shape)
         graph, batch = self._graphs.get(shape), self._batch(shape)
         if graph is None:
@@ -297,7 +300,7 @@ class StepGraphs:
     def _batch(self, shape: _Shape) -> StepBatch:
         # The next step is assumed to be of the same bucket; a larger one verifies only the drafts that it has rows for.
         # A drafting network drafts as many as this step has rows for; other drafts cost next to nothing.
-        most = self.rows.of(shape.num_lanes, shape.guided)
+        most = self.rows.of(shape.num_lanes, shape.guided) if shape.num_rows > 1 else 1
         links = shape.num_rows - 1 if self.rows.links else most - 1
         return StepBatch(
             self.slot, self.lane, shape.num_lanes, shape.num_rows, shape.guided, max_rows=most, max_links=links

@@ -12,6 +12,7 @@ from gpu_engine.core.draft_budget import (
     DraftBudget,
     DraftRecord,
     Pause,
+    Plan,
     Probe,
     Proposal,
     Shape,
@@ -228,6 +229,58 @@ def test_drafts_that_the_host_does_not_know_are_probed() -> None:
     assert steps(0, 60)[-1] == 0
     assert 0 < sum(limit > 0 for limit in steps(0, 1000)) < 20
     assert steps(7, 1500)[-1] == 7
+
+
+def captured_steps(
+    budget: DraftBudget, num_accepted: Callable[[int], int], count: int, *, lanes: int = 4, propose_ms: float = 4.0
+) -> list[Plan]:
+    """Run captured steps of 10 ms, 0.05 ms a row, and `propose_ms` where a step proposes.
+
+    `num_accepted(b)` of the drafts of lane b are right.
+    """
+    shapes = [Shape(rows, rows * lanes) for rows in (1, 4, 8)]
+    records, plans = [DraftRecord() for _ in range(lanes)], []
+    drafts = 0
+    for _ in range(count):
+        plan = budget.choose([Proposal(record, most=7) for record in records], shapes, guided=True)
+        proposes = budget.rows_to_propose(plan, 8) > 1
+        assert proposes == plan.proposes
+        rows = next(s.rows for s in shapes if s.rows_per_lane > max(*plan.limits, proposes))
+        accepted = [min(num_accepted(b), limit, drafts) for b, limit in enumerate(plan.limits)]
+        results = [([1] * (right + 1), right) for right in accepted]
+        # What a captured step proposes is a part of its time.
+        budget.observe(plan, results, rows=rows, verify_ms=10 + 0.05 * rows + propose_ms * (rows > lanes))
+        plans.append(plan)
+        drafts = 7 if proposes else 0
+    return plans
+
+
+def test_a_captured_step_without_drafts_proposes_none() -> None:
+    """So drafts that bring less than the time of proposing them are no loss: a chance of 0.2 is worth a row, not a
+    wait."""
+    rng = random.Random(1)
+    plans = captured_steps(budget_of(10, 0.05), lambda _: int(rng.random() < 0.2), 1500)
+    last = plans[-1000:]
+    assert sum(not any(plan.limits) for plan in last) > 950
+    assert sum(plan.proposes for plan in last) < 40, "before probes, and by them"
+    cheap = captured_steps(budget_of(10, 0.05), lambda _: int(rng.random() < 0.2), 1500, propose_ms=0.0)
+    assert sum(any(plan.limits) for plan in cheap[-1000:]) > 950
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 7])
+def test_a_captured_step_verifies_drafts_only_behind_one_that_proposed(num_accepted: int) -> None:
+    plans = captured_steps(budget_of(10, 0.05), lambda _: num_accepted, 800)
+    for before, plan in itertools.pairwise(plans):
+        assert before.proposes or not any(plan.limits)
+    assert not any(plans[0].limits)
+    probes = sum(plan.is_probe for plan in plans)
+    assert (probes > 3) == (num_accepted == 0), "a probe that has to wait for a proposal is not lost"
+    assert all(any(plan.limits) for plan in plans if plan.is_probe)
+
+
+def test_captured_drafts_that_pay_are_proposed_in_every_step() -> None:
+    plans = captured_steps(budget_of(10, 0.05), lambda _: 7, 300)
+    assert all(plan.proposes and any(plan.limits) for plan in plans[-200:])
 
 
 def test_a_drafting_network_drafts_as_many_as_its_time_is_worth() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +15,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, InvalidRequest
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.device_slot_writer import DeviceSlotWriter
+from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from shared_mem.layout import Stage
@@ -111,6 +114,33 @@ def test_guided_tokens_equal_those_of_a_cpu(llama: LoadedModel, guided_tokens: l
         assert [answer.finish for answer in answers] == [FinishReason.STOP, FinishReason.LENGTH, FinishReason.STOP]
         assert engine.stats().deferred_rows == 0
         assert len({record.slot for record in grammar.sidecar.records}) == 2
+
+
+class ByChance(DraftBudget):
+    """Verifies and proposes by chance; drafts of an earlier step may be out of date."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rng = random.Random(1)
+        self.steps: set[tuple[bool, bool]] = set()
+
+    def choose(self, proposals: Sequence[Proposal], shapes: Sequence[Shape] | None, *, guided: bool) -> Plan:
+        verifies, proposes = self._rng.random() < 0.5, self._rng.random() < 0.5
+        self.steps.add((verifies, proposes))
+        limits = tuple(self._rng.randint(1, 3) * verifies for _ in proposals)
+        return Plan(tuple(proposals), limits, guided, proposes=proposes)
+
+
+@pytest.mark.parametrize("sync", ["host_callback", "device_flag"])
+def test_steps_without_drafts_or_proposals_have_the_same_tokens(
+    llama: LoadedModel, guided_tokens: list[list[int]], sync: str
+) -> None:
+    with guided_device_engine(llama, on_device(3, sync=sync, jump_forward=True)) as (engine, _, _):
+        budget = engine._loop.executor.runner.budget = ByChance()
+        for _ in range(2):
+            assert answer_all(engine, [make() for make in GUIDED]) == guided_tokens
+        assert engine.stats().deferred_rows == 0
+    assert len(budget.steps) == 4
 
 
 @pytest.mark.parametrize("sync", ["host_callback", "device_flag"])

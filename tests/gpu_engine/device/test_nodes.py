@@ -45,7 +45,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(config(model=str(folder), fuse=False))
 
 
-def parts_of(model: LoadedModel, guided: bool, **fields: Any) -> list[tuple[str, int]]:
+def parts_of(model: LoadedModel, guided: bool, num_rows: int = ROWS, **fields: Any) -> list[tuple[str, int]]:
     """Return (name, nodes) of the graph of one lane."""
     settings = with_drafts(ROWS - 1, device="cuda", max_batch_size=1, max_model_len=64, prefill_chunk=32, **fields)
     device = RecordedDevice()
@@ -55,7 +55,7 @@ def parts_of(model: LoadedModel, guided: bool, **fields: Any) -> list[tuple[str,
             executor = device.build_executor(settings, model, EngineEnd(segment), num_pages=16, max_inflight_steps=1)
             executor.warm_up()
             graphs = executor.runner.launcher.captured  # type: ignore[attr-defined]
-            parts: list[tuple[str, int]] = graphs[1, ROWS, guided].parts
+            parts: list[tuple[str, int]] = graphs[1, num_rows, guided].parts
             executor.close()
         return parts
     finally:
@@ -108,6 +108,13 @@ def test_jump_forward_adds_a_post_and_a_wait_without_a_fetch(llama: LoadedModel,
     counts = [(name, count) for name, count in parts if name != "_forward"]
     assert {name: count for name, count in counts if count != 1} == {"_accept": 4}
     assert sum(count for _, count in counts) == {"host_callback": 15 + 6, "device_flag": 12 + 4}[sync]
+
+
+@pytest.mark.parametrize("sync", list(PAIR))
+def test_a_step_that_verifies_no_drafts_proposes_none(llama: LoadedModel, sync: str) -> None:
+    post, wait = PAIR[sync]
+    parts = parts_of(llama, True, num_rows=1, sync=sync, jump_forward=True)
+    assert named(parts) == ["_load", *post, "_forward", *wait, "_accept", "_advance", "_pack"]
 
 
 def test_an_unguided_step_has_no_jump_forward_nodes(llama: LoadedModel) -> None:
