@@ -102,3 +102,5 @@ class Checked:
     skip_special_tokens: bool
     omit_text: bool
     omit_token_ids: bool
+    echo: bool = False
+    """The first response of each sequence begins with the prompt."""

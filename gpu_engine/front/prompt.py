@@ -16,6 +16,7 @@ from gpu_engine.api.checked import Chat, Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import Tokenizer
 from gpu_engine.api.request import DraftScope, Request, SamplingParams, Telemetry, TokenEvent
+from gpu_engine.front.text_output import REPLACEMENT
 from gpu_engine.front.validation import check_prompt_length
 
 LARGE_PROMPT_CHARS = 8 << 10
@@ -31,14 +32,22 @@ _MASK_64 = (1 << 64) - 1
 
 def is_large(checked: Checked) -> bool:
     """Return whether `build_requests` takes long enough to run on another thread."""
-    size = 0
-    match checked.prompt:
-        case str(text):
-            size = len(text)
-        case Chat(turns):
-            size = sum(len(content) for _, content in turns)
+    size = chars_of(checked.prompt)
+    if checked.echo and isinstance(checked.prompt, Tokens):
+        size = len(checked.prompt.ids)
     # A small prompt is built on the event loop: on the threads it could queue behind large ones.
     return size > LARGE_PROMPT_CHARS or len(checked.bad_words) > FEW_BAD_WORDS
+
+
+def chars_of(prompt: Prompt) -> int:
+    """Return how many characters are to be tokenised."""
+    match prompt:
+        case str(text):
+            return len(text)
+        case Tokens():
+            return 0
+        case Chat(turns):
+            return sum(len(content) for _, content in turns)
 
 
 def build_requests(
@@ -62,6 +71,7 @@ def build_requests(
             f"is {checked.min_tokens}, at most {max_tokens} can be generated (max_tokens, context)",
         )
     bad_token_ids, bad_words = _bad_words(checked, tokenizer)
+    echo = _echo(checked, prompt_ids, tokenizer) if checked.echo else None
     return [
         Request(
             request_id=checked.request_id,
@@ -92,6 +102,7 @@ def build_requests(
             num_draft_tokens=checked.num_draft_tokens,
             jump_forward_tokens=checked.jump_forward_tokens,
             draft_scope=draft_scope,
+            echo=echo,
             telemetry=Telemetry(arrived_s=arrived_s),
         )
         for i in range(checked.n)
@@ -122,6 +133,23 @@ def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer, limits: Limits) -> tuple[s
             text = _render(turns, tokenizer)
             _check_head("messages", text, tokenizer, limits)
             return "messages", _encode(tokenizer, text, add_special_tokens=False)
+
+
+def encode_prompt(prompt: str | Chat, tokenizer: Tokenizer, *, add_special_tokens: bool = True) -> list[int]:
+    """Return the ids of a prompt of any length. `add_special_tokens` is for text. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        return _encode(tokenizer, prompt, add_special_tokens=add_special_tokens)
+    return _encode(tokenizer, _render(prompt.turns, tokenizer), add_special_tokens=False)
+
+
+def _echo(checked: Checked, prompt_ids: list[int], tokenizer: Tokenizer) -> str:
+    """Return the prompt's text, without an incomplete character at its end: the answer's text begins with that one."""
+    text = checked.prompt
+    if not isinstance(text, str):
+        (text,) = tokenizer.backend_tokenizer.decode_batch(
+            [prompt_ids], skip_special_tokens=checked.skip_special_tokens
+        )
+    return text.rstrip(REPLACEMENT)
 
 
 def _check_head(field: str, text: str, tokenizer: Tokenizer, limits: Limits) -> None:

@@ -19,13 +19,17 @@ from gpu_engine.front.text_output import Delta, SequenceOutput
 from protos.engine.v1 import engine_pb2 as pb
 
 
-def delta_responses(output: SequenceOutput, delta: Delta, *, omit_token_ids: bool) -> list[pb.GenerateResponse]:
-    """Return the message for `delta`; none when the message would have no content."""
-    if not (delta.text or delta.finish or delta.logprobs or (delta.token_ids and not omit_token_ids)):
+def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOptions) -> list[pb.GenerateResponse]:
+    """Return the message for `delta`, as the request asks for it; none when the message would have no content."""
+    request, echo = output.request, delta.echo is not None
+    text = delta.text if options.omit_text else (delta.echo or "") + delta.text
+    has_ids = (delta.token_ids or echo) and not options.omit_token_ids
+    if not (text or delta.finish or delta.logprobs or has_ids):
         return []
-    request = output.request
-    response = pb.GenerateResponse(request_id=request.request_id, index=request.index, text=delta.text)
-    if not omit_token_ids:
+    response = pb.GenerateResponse(request_id=request.request_id, index=request.index, text=text)
+    if echo and not options.omit_token_ids:
+        response.prompt_token_ids.extend(request.prompt_ids)
+    if not options.omit_token_ids:
         response.token_ids.extend(delta.token_ids)
     for entry in delta.logprobs:
         top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]

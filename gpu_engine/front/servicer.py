@@ -1,4 +1,4 @@
-"""The service `lockstep.engine.v1.Engine` on grpc.aio: Generate, Abort, Compile, GetModelInfo, GetStats.
+"""The service `lockstep.engine.v1.Engine` on grpc.aio: every call of the public API.
 
 Invariant: a method turns a message into a value, has another module work on it, and turns the result into a message.
 
@@ -8,13 +8,12 @@ stopping the server (see server.py).
 
 from __future__ import annotations
 
-import grpc
-
 from gpu_engine.api.ports import GrammarStats
 from gpu_engine.front.calls import Calls, Context, ErrorToStatus
 from gpu_engine.front.grammar_handles import GrammarHandles
 from gpu_engine.front.responses import delta_responses, model_info, stats_response
 from gpu_engine.front.text_output import Delta, SequenceOutput
+from gpu_engine.front.tokens.tokenisation import Tokenisation
 from gpu_engine.front.validation import check
 from gpu_engine.ops.access import CallRecord
 from protos.engine.v1 import engine_pb2 as pb
@@ -29,6 +28,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self._calls = calls
         self._version = version
         self._handles = GrammarHandles(calls.limits.grammar_handles_bytes)
+        self._tokenisation = Tokenisation(calls.model.tokenizer, calls.limits)
 
     async def Generate(  # type: ignore[override]  # the stub knows generators only
         self, request: pb.GenerateRequest, context: Context
@@ -36,10 +36,10 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         """Stream one answer."""
         calls = self._calls
         known = self._handles.spec if calls.grammar else None
-        omit_token_ids = request.response.omit_token_ids
+        options = request.response
 
         def respond(output: SequenceOutput, delta: Delta) -> list[pb.GenerateResponse]:
-            return delta_responses(output, delta, omit_token_ids=omit_token_ids)
+            return delta_responses(output, delta, options)
 
         await calls.generate(
             context, request.request_id, lambda running: check(request, calls.limits, running, known), respond
@@ -75,12 +75,16 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Refuse: this version does not serve it."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Tokenize is not supported by this version")
+        """Turn text or a conversation into token ids."""
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            return await self._tokenisation.tokenize(request)
+        raise AssertionError("abort raises")
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Refuse: this version does not serve it."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Detokenize is not supported by this version")
+        """Turn token ids into text."""
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            return await self._tokenisation.detokenize(request)
+        raise AssertionError("abort raises")
 
     def __repr__(self) -> str:
         return f"<EngineServicer {self._calls!r}>"

@@ -33,6 +33,8 @@ class Delta:
     """What is new since the last delta. `text` may lag behind `token_ids`."""
 
     text: str = ""
+    echo: str | None = None
+    """In the first delta, if asked for: the prompt's text, in front of `text`."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -59,6 +61,7 @@ class SequenceOutput:
         self.finished_s = 0.0
         """`time.monotonic()` of the end; 0.0 before it."""
         self._with_text = with_text
+        self._echo = request.echo
         self._min_tokens = sampling.min_tokens
         self._keep_stop = sampling.include_stop_str_in_output
         self._detokenizer = Detokenizer(decode, request.prompt_ids) if with_text or sampling.stop else None
@@ -66,7 +69,8 @@ class SequenceOutput:
 
     def take(self, events: Sequence[TokenEvent]) -> Delta:
         """Merge all events that arrived into one delta. Events after the end are ignored."""
-        delta = Delta()
+        delta = Delta(echo=self._echo)
+        self._echo = None
         text: list[str] = []
         for event in events:
             if not self.ended:

@@ -72,7 +72,7 @@ def check(
         presence_penalty=_number(sampling, "presence_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
         frequency_penalty=_number(sampling, "frequency_penalty", 0.0, low=-MAX_PENALTY, high=MAX_PENALTY),
         stop=_strings(sampling.stop, "sampling.stop", MAX_STOP_STRINGS),
-        stop_token_ids=_token_ids(sampling.stop_token_ids, "sampling.stop_token_ids", limits.vocab_size),
+        stop_token_ids=check_token_ids(sampling.stop_token_ids, "sampling.stop_token_ids", limits.vocab_size),
         bad_token_ids=_bad_token_ids(sampling, limits.vocab_size),
         bad_words=_strings(sampling.bad_words, "sampling.bad_words", MAX_BAD_WORDS),
         ignore_eos=sampling.ignore_eos,
@@ -81,6 +81,7 @@ def check(
         skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
         omit_text=request.response.omit_text,
         omit_token_ids=request.response.omit_token_ids,
+        echo=request.response.echo,
     )
 
 
@@ -93,7 +94,6 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
         "cache_salt": bool(request.cache_salt),
         "priority": request.priority != 0,
         "sampling.logit_bias": bool(sampling.logit_bias),
-        "response.echo": response.echo,
         "response.prompt_logprobs": response.HasField("prompt_logprobs"),
         "response.per_field_logprobs": response.per_field_logprobs,
         "messages.template_arguments": bool(request.messages.template_arguments),
@@ -125,6 +125,12 @@ def _request_id(request_id: str, running: Collection[str]) -> str:
     return request_id
 
 
+def check_prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
+    """Return the prompt of a request, within the limits that need no tokenizer. Raises InvalidRequest."""
+    _refuse_unsupported(request)
+    return _prompt(request, limits)
+
+
 def _prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
@@ -137,7 +143,7 @@ def _prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
             if not ids:
                 raise InvalidRequest("token_ids.ids", "is empty")
             check_prompt_length("token_ids.ids", len(ids), limits.max_model_len)
-            return Tokens(_token_ids(ids, "token_ids.ids", limits.vocab_size))
+            return Tokens(check_token_ids(ids, "token_ids.ids", limits.vocab_size))
         case "messages":
             messages = request.messages.messages
             if not messages:
@@ -221,7 +227,8 @@ def _strings(values: Iterable[str], field: str, most: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
-def _token_ids(values: Iterable[int], field: str, vocab_size: int) -> tuple[int, ...]:
+def check_token_ids(values: Iterable[int], field: str, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids. Raises InvalidRequest, with the place of the first id that is no token."""
     ids = tuple(values)
     if ids and max(ids) >= vocab_size:
         i, bad = next((i, token) for i, token in enumerate(ids) if token >= vocab_size)
@@ -231,7 +238,7 @@ def _token_ids(values: Iterable[int], field: str, vocab_size: int) -> tuple[int,
 
 def _bad_token_ids(sampling: pb.SamplingParams, vocab_size: int) -> tuple[int, ...]:
     field = "sampling.bad_token_ids"
-    ids = tuple(dict.fromkeys(_token_ids(sampling.bad_token_ids, field, vocab_size)))
+    ids = tuple(dict.fromkeys(check_token_ids(sampling.bad_token_ids, field, vocab_size)))
     if len(ids) >= vocab_size:
         raise InvalidRequest(field, f"forbids all {vocab_size} tokens")
     return ids

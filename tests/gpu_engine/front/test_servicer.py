@@ -147,6 +147,44 @@ async def test_a_stop_string_ends_the_sequence_and_frees_it(tmp_path: Path) -> N
     assert s.engine.dropped == s.engine.submitted
 
 
+async def test_the_first_response_of_each_sequence_echoes_the_prompt(tmp_path: Path) -> None:
+    async with serving(tmp_path, answers_with("abc", tokens_per_step=2)) as s:
+        fields = {"sampling": pb.SamplingParams(n=2), "response": pb.ResponseOptions(echo=True)}
+        responses = await answer(s.client, ask("h\u00e9 ", **fields))
+    for index in range(2):
+        mine = [r for r in responses if r.index == index]
+        assert "".join(r.text for r in mine) == "h\u00e9 abc"
+        assert [bytes(r.prompt_token_ids).decode() for r in mine] == ["h\u00e9 ", *[""] * (len(mine) - 1)]
+        assert mine[-1].usage.completion_tokens == 4
+
+
+async def test_an_echo_ends_with_the_last_whole_character_of_the_prompt(tmp_path: Path) -> None:
+    async with serving(tmp_path, lambda request: answers_with("!")(request)) as s:
+        prompt = pb.TokenIds(ids=[257, *"h\u00e9".encode()[:2]])
+        options = pb.ResponseOptions(echo=True, omit_token_ids=True)
+        responses = await answer(s.client, pb.GenerateRequest(token_ids=prompt, response=options))
+        assert "".join(r.text for r in responses) == "h\ufffd!", (
+            "the special token is left out, and U+FFFD is there once"
+        )
+        assert not any(r.prompt_token_ids for r in responses)
+        options = pb.ResponseOptions(echo=True, omit_text=True)
+        responses = await answer(s.client, pb.GenerateRequest(token_ids=prompt, response=options))
+        assert "".join(r.text for r in responses) == ""
+        assert list(responses[0].prompt_token_ids) == list(prompt.ids)
+
+
+async def test_tokenize_and_detokenize_are_calls_of_the_service(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s, grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+        stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[assignment]
+        ids = (await stub.Tokenize(pb.TokenizeRequest(text="h\u00e9"))).token_ids
+        assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "h\u00e9"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Detokenize(pb.DetokenizeRequest(token_ids=[320]))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "token_ids[0]: is 320" in str(caught.value.details())
+        assert dict((await s.client.stats()).failed) == {"INVALID_ARGUMENT": 1}
+
+
 async def test_a_client_that_leaves_frees_every_sequence(tmp_path: Path) -> None:
     async with serving(tmp_path) as s:
         call = s.client.generate(ask(sampling=pb.SamplingParams(n=2), grammar=pb.Grammar(regex="a"), request_id="x"))
