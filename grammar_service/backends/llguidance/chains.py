@@ -1,4 +1,4 @@
-"""Moves many llguidance matchers and fills their rows, with one call of the library on its own thread pool.
+"""Moves many llguidance matchers and fills their rows, a few one by one and many on the library's own thread pool.
 
 Invariant: after a fill every matcher is in the state that it had before, because the library rolls the drafts back. A
 matcher that fails is reported. Rows are written as the library computes them: the caller applies `special` to them.
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from grammar_service.backends.backend import Filled, MatcherFailed
 from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.chains import SpecialWords
+
+FEW_CHAINS = 16
+"""Up to this many chains take less time one after the other than on the library's thread pool (docs/log.md)."""
 
 
 class LlguidanceFiller:
@@ -73,20 +76,13 @@ class LlguidanceFiller:
     def fill(
         self, matchers: Sequence[Any], drafts: Sequence[list[int]], rows: NDArray[np.int32], stride: int, threads: int
     ) -> Filled:
-        """Fill all single rows in one call of the library, and all chains with drafts in another."""
-        try:
-            executor = self._idle.pop()
-        except IndexError:
-            executor = LLExecutor(threads)  # made on demand, because compile workers never fill chains
-        place = rows.ctypes.data, rows.strides[0], len(rows)
+        """Fill all chains: a few with one call of the library each, many with two calls on its thread pool."""
         inners = [matcher.inner for matcher in matchers]
         first = range(0, len(inners) * stride, stride)
-        chains = list(zip(inners, first, drafts, strict=True))
-        if longer := [chain for chain in chains if chain[2]]:
-            executor.unsafe_compute_mask_ptr_with_draft_token(longer, *place)
-        if len(longer) < len(chains):
-            executor.unsafe_compute_mask_ptr([chain[:2] for chain in chains if not chain[2]], *place)
-        self._idle.append(executor)
+        if len(inners) <= FEW_CHAINS:
+            _fill_each(inners, drafts, rows, stride)
+        else:
+            self._fill_together(list(zip(inners, first, drafts, strict=True)), rows, threads)
         # The library's own state after a failure allows a stop token alone, and an answer that is complete allows one,
         # too. So a first row without a stop token needs no further question.
         ends = rows[first.start : first.stop : stride][:, self._stop_columns] & self._stop_bits
@@ -95,9 +91,33 @@ class LlguidanceFiller:
             [i for i, inner in enumerate(inners) if inner.is_error()], [i for i in asked if inners[i].is_accepting()]
         )
 
+    def _fill_together(self, chains: list[tuple[Any, int, list[int]]], rows: NDArray[np.int32], threads: int) -> None:
+        # All single rows go in one call, and all chains with drafts in another.
+        try:
+            executor = self._idle.pop()
+        except IndexError:
+            executor = LLExecutor(threads)  # made on demand, because compile workers never fill chains
+        place = rows.ctypes.data, rows.strides[0], len(rows)
+        if longer := [chain for chain in chains if chain[2]]:
+            executor.unsafe_compute_mask_ptr_with_draft_token(longer, *place)
+        if len(longer) < len(chains):
+            executor.unsafe_compute_mask_ptr([chain[:2] for chain in chains if not chain[2]], *place)
+        self._idle.append(executor)
+
     def _all_plain(self, tokens: Sequence[int]) -> bool:
         # A token out of range would put the library's matcher into its error state.
         return not tokens or (min(tokens) >= 0 and max(tokens) < self._size and self._never.isdisjoint(tokens))
 
     def __repr__(self) -> str:
         return f"<LlguidanceFiller idle pools={len(self._idle)}>"
+
+
+def _fill_each(inners: list[Any], drafts: Sequence[list[int]], rows: NDArray[np.int32], stride: int) -> None:
+    # Without the GIL, on this thread. A call gets the address of its own first row.
+    base, row_bytes = rows.ctypes.data, rows.strides[0]
+    for i, (inner, tokens) in enumerate(zip(inners, drafts, strict=True)):
+        address = base + i * stride * row_bytes
+        if tokens:
+            inner.unsafe_compute_mask_ptr_with_draft_token(address, row_bytes, tokens)
+        else:
+            inner.unsafe_compute_mask_ptr(address, row_bytes)
