@@ -1,4 +1,4 @@
-"""What both processes share at run time: settings, log lines, usable cores, single flight.
+"""What the processes share at run time: settings, log lines, usable cores, single flight, watched files, bearer tokens.
 
 Invariant: a leaf of the imports; nothing here imports another package of the project.
 """

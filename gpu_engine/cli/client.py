@@ -19,10 +19,10 @@ from types import TracebackType
 import grpc
 
 from gpu_engine.front.port.auth import HEADER
-from gpu_engine.front.port.from_files import read_bytes
 from gpu_engine.front.port.listening import is_local
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
+from service_runtime.from_files import read_bytes
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 

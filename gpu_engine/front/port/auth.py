@@ -1,62 +1,29 @@
 """Bearer tokens for the public port.
 
 Invariant: without a token of the file no method runs and no message is read, except those of the health service, which
-load balancers call without one. Reflection needs a token. Tokens are stored as digests and compared in constant time.
+load balancers call without one. Reflection needs a token.
 
-Not responsible for: encryption (see tls.py); without TLS, an observer of the network can read tokens.
+Not responsible for: the file of tokens (see service_runtime/tokens.py), and encryption (see tls.py): without TLS, an
+observer of the network can read tokens.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health
 
-from gpu_engine.front.port.from_files import FromFiles, read_bytes
+from service_runtime.from_files import FromFiles
+from service_runtime.tokens import Digests, known
 
 log = logging.getLogger(__name__)
 
 HEADER = "authorization"
 SCHEME = "bearer"
-MIN_TOKEN_CHARS = 16
-"""Shorter tokens can be guessed."""
 _EXEMPT = f"/{health.SERVICE_NAME}/"
-
-Digests = tuple[bytes, ...]
-
-
-def token_file(path: Path) -> FromFiles[Digests]:
-    """Return the tokens of the file, read again when it changes. Raises ValueError with the line and the reason."""
-    return FromFiles([path], lambda: parse_tokens(read_bytes("auth_token_file", path), path))
-
-
-def parse_tokens(content: bytes, path: Path) -> Digests:
-    """Return the digests of the tokens, one per line; empty lines and lines that begin with # are skipped."""
-    digests = []
-    for number, line in enumerate(content.splitlines(), 1):
-        token = line.strip()
-        if not token or token.startswith(b"#"):
-            continue
-        if (
-            len(token) < MIN_TOKEN_CHARS
-            or not token.isascii()
-            or not token.decode("ascii").isprintable()
-            or b" " in token
-        ):
-            raise ValueError(
-                f"auth_token_file: {path}, line {number}: a token has at least {MIN_TOKEN_CHARS} printable ASCII "
-                "characters and no space; `openssl rand -hex 32` makes one"
-            )
-        digests.append(hashlib.sha256(token).digest())
-    if not digests:
-        raise ValueError(f"auth_token_file: {path} holds no token; `openssl rand -hex 32 >{path}` makes one")
-    return tuple(digests)
 
 
 class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stub alone
@@ -95,14 +62,6 @@ class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
 
     def __repr__(self) -> str:
         return f"<BearerTokens {self._tokens!r} refused={self.refused}>"
-
-
-def known(token: bytes, digests: Iterable[bytes]) -> bool:
-    """Return whether `digests` has the digest of the token; takes equally long for right and wrong tokens."""
-    digest, found = hashlib.sha256(token).digest(), False
-    for candidate in digests:
-        found |= hmac.compare_digest(candidate, digest)
-    return found
 
 
 def _refusal(problem: str) -> grpc.RpcMethodHandler[Any, Any]:

@@ -21,9 +21,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from gpu_engine.api.config import ServerConfig
-from gpu_engine.front.port.auth import BearerTokens, token_file
+from gpu_engine.front.port.auth import BearerTokens
 from gpu_engine.front.port.malformed import ParsedRequests
 from gpu_engine.front.port.tls import server_credentials
+from service_runtime.tokens import token_file
 
 log = logging.getLogger(__name__)
 

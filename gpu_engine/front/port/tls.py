@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 
 from gpu_engine.api.config import ServerConfig
-from gpu_engine.front.port.from_files import FromFiles, read_bytes
+from service_runtime.from_files import FromFiles, read_bytes
 
 
 def server_credentials(config: ServerConfig) -> grpc.ServerCredentials:

@@ -23,11 +23,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.cli import commands as cli
 from gpu_engine.cli.client import Access, Client, access_of, add_access_flags
-from gpu_engine.front.port.auth import known, parse_tokens
-from gpu_engine.front.port.from_files import CHECK_EVERY_S, FromFiles
 from gpu_engine.front.port.listening import ServerError, exposure, is_local
 from gpu_engine.server import Parts, Server, open_server
 from protos.engine.v1 import engine_pb2 as pb
+from service_runtime.from_files import CHECK_EVERY_S, FromFiles
+from service_runtime.tokens import known, parse_tokens
 from tests.fakes import FakeEngine, FakeModel, answers_with
 
 TOKEN, OTHER_TOKEN = "0123456789abcdef-one", "0123456789abcdef-two"

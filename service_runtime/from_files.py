@@ -3,7 +3,7 @@
 Invariant: `get` returns a complete value that was valid when it was read. When files are missing, incomplete or wrong,
 the last good value stays in force, and each change is logged once.
 
-Not responsible for: the contents of the files (see tls.py and auth.py).
+Not responsible for: the contents of the files (see tokens.py, and the TLS of each server).
 """
 
 from __future__ import annotations
