@@ -104,3 +104,7 @@ class Checked:
     omit_token_ids: bool
     echo: bool = False
     """The first response of each sequence begins with the prompt."""
+    priority: int = 0
+    """A higher one leaves the waiting queue first."""
+    cache_salt: str = ""
+    """Part of the key of the prefix cache and of the suffix index."""

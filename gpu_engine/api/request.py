@@ -157,6 +157,10 @@ class Request:
     """Jump-forward tokens per step for this sequence, at most the server's F. None: as many as `num_draft_tokens`."""
     draft_scope: DraftScope | None = None
     """None: the suffix index neither drafts for this sequence nor keeps its answer."""
+    priority: int = 0
+    """A higher one leaves the waiting queue first."""
+    cache_salt: str = ""
+    """Requests share pages of the prefix cache only where their salts are equal."""
     echo: str | None = None
     """The prompt's text, with which the first response of the sequence begins. None: not asked for."""
     telemetry: Telemetry = field(default_factory=Telemetry)

@@ -162,7 +162,11 @@ class Engine:
                 raise LimitExceeded(f"{loop.live} sequences run or wait; max_queue_size = {config.max_queue_size}")
             loop.live += 1
             sequence: RunningSequence = RunningSequence(
-                SequenceState(request), len(request.prompt_ids), request.grammar is not None
+                SequenceState(request),
+                len(request.prompt_ids),
+                request.grammar is not None,
+                priority=request.priority,
+                salt=request.cache_salt,
             )
             # Under the lock: a sequence that is counted is in the inbox before `close` sets the flag.
             self._inbox.put(lambda: loop.admit(sequence))

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-_Key = tuple[int, tuple[int, ...]]
-"""(the page before this one, or _ROOT; the tokens of this page)."""
-_ROOT = -1
+_Key = tuple[int | str, tuple[int, ...]]
+"""(the page before this one, or for the first one the salt; the tokens of this page)."""
 
 
 class PageAllocator:
@@ -52,24 +51,26 @@ class PageAllocator:
             pages.append(page)
         return True
 
-    def match_prefix(self, tokens: Sequence[int]) -> list[int]:
+    def match_prefix(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """Return the full pages that already hold the first of `tokens`; the caller becomes an owner of each.
+
+        Pages are found only with the salt with which they were indexed.
 
         The caller reads these pages, never writes them, and releases them with `free`.
         """
-        pages = self._index.find(tokens)
+        pages = self._index.find(tokens, salt)
         for page in pages:
             if not self._owners[page]:
                 del self._cached[page]
             self._owners[page] += 1
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0) -> int:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0, salt: str = "") -> int:
         """Index the full pages among the caller's `pages`, which hold `tokens`; these pages are never written again.
 
         The first `num_indexed` pages are in the index already. Returns how many are in it afterwards.
         """
-        return self._index.add(tokens, pages, num_indexed)
+        return self._index.add(tokens, pages, num_indexed, salt)
 
     def free(self, pages: list[int]) -> None:
         """Give up the caller's ownership of `pages` and empty the list. Indexed pages without an owner stay cached."""
@@ -136,7 +137,8 @@ class PrefixIndex:
 
     A trie of pages in one table, as vLLM's block hashes are, with the page before in place of its hash: tokens are
     compared, not hashes. Invariant: an indexed page holds the keys and values of its tokens behind those of its
-    parent, and its parent is indexed, too. A page must therefore be removed before its parent.
+    parent, and its parent is indexed, too. A page must therefore be removed before its parent. Each salt has a trie of
+    its own, so no page is found with two salts.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -146,10 +148,10 @@ class PrefixIndex:
         self.version = 0
         """Counts pages added; while it is unchanged, `find` returns no more pages than before."""
 
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """Return the longest run of indexed full pages that hold the first of `tokens`."""
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+        """Return the longest run of full pages, indexed with `salt`, that hold the first of `tokens`."""
         matched: list[int] = []
-        parent = _ROOT
+        parent: int | str = salt
         for at in range(0, len(tokens) - self._size + 1, self._size):
             page = self._pages.get((parent, tuple(tokens[at : at + self._size])))
             if page is None:
@@ -158,13 +160,13 @@ class PrefixIndex:
             parent = page
         return matched
 
-    def add(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0) -> int:
+    def add(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0, salt: str = "") -> int:
         """Index the full pages among `pages`, the first `num_indexed` of which are indexed; return how many then are.
 
         Where another page with the same tokens is indexed already, the entry of that page is unchanged and the rest of
         `pages` is left out: their parent would be a page that their owner does not own.
         """
-        parent = pages[num_indexed - 1] if num_indexed else _ROOT
+        parent: int | str = pages[num_indexed - 1] if num_indexed else salt
         for at in range(num_indexed, len(tokens) // self._size):
             page, key = pages[at], (parent, tuple(tokens[at * self._size : (at + 1) * self._size]))
             assert self._keys.get(page, key) == key, "a page was written again while it was indexed"
@@ -193,7 +195,9 @@ class PrefixIndex:
     def check_integrity(self) -> None:
         """Assert that both tables agree and that every parent is indexed."""
         assert {page: key for key, page in self._pages.items()} == self._keys
-        assert all(parent == _ROOT or parent in self._keys for parent, _ in self._pages), "a parent was removed first"
+        assert all(isinstance(parent, str) or parent in self._keys for parent, _ in self._pages), (
+            "a parent was removed first"
+        )
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self)} pages of {self._size}>"

@@ -1,8 +1,9 @@
 """Decides each iteration: assigns slots, cuts prompts into prefill chunks, picks the decode batch, preempts.
 
-`Scheduler.plan` returns a `Plan`; the engine loop acts on it. First come, first served. Invariant: a running
-sequence owns its pages and its (slot, slot_gen); `remove` and `preempt` take both back. Pure: no tensors, no clocks, no
-I/O.
+`Scheduler.plan` returns a `Plan`; the engine loop acts on it. The waiting queue is in the order of priorities, and
+first come, first served among equal ones. A priority decides nothing else: a sequence that has had a slot is never
+preempted for one that had its first slot later. Invariant: a running sequence owns its pages and its (slot, slot_gen);
+`remove` and `preempt` take both back. Pure: no tensors, no clocks, no I/O.
 
 Not responsible for: page accounting (see kv_cache.py), running what was planned (see loop.py).
 """
@@ -61,8 +62,13 @@ class Sequence(Generic[Payload]):
     """`PageAllocator.index_version` at the last search of the prefix cache; -1: never searched."""
     deferred: bool = False
     """The grammar process deferred its rows: the sequence is out of the batch until they arrive."""
+    priority: int = 0
+    """A higher one leaves the waiting queue first."""
+    salt: str = ""
+    """The prefix cache shares pages among sequences with one salt alone."""
     order: int = 0
-    """Number of arrival; the youngest sequence is preempted first."""
+    """Number of its first slot, in the order in which slots were given; 0: it had none yet. The youngest sequence, with
+    the largest number, is preempted first."""
 
     @property
     def prefill_end(self) -> int:
@@ -98,7 +104,7 @@ class Plan(Generic[Payload]):
     """One iteration of the engine loop; the loop acts on the fields in this order."""
 
     preempted: tuple[Sequence[Payload], ...]
-    """Sequences that lost their slot and pages; they are at the front of the waiting queue."""
+    """Sequences that lost their slot and pages; they wait in front of those of their priority."""
     assigned: tuple[Sequence[Payload], ...]
     """Sequences that were given a slot in this iteration."""
     prefill: tuple[Chunk[Payload], ...]
@@ -140,17 +146,18 @@ class Scheduler(Generic[Payload]):
         self._slots: list[Sequence[Payload] | None] = [None] * num_slots
         self._gens = [0] * num_slots
         self._waiting: deque[Sequence[Payload]] = deque()
-        self._arrivals = 0
+        self._admissions = 0
         self._blocked: tuple[Sequence[Payload], int, int] | None = None
         """The first waiting sequence that had too few pages, with the allocator's (index_version, num_available)."""
         self.num_cached_tokens = 0
         """Tokens of all sequences so far that the prefix cache had, so that they needed no prefill."""
 
     def add(self, sequence: Sequence[Payload]) -> None:
-        """Append a new sequence to the waiting queue."""
-        self._arrivals += 1
-        sequence.order = self._arrivals
-        self._waiting.append(sequence)
+        """Put a new sequence into the waiting queue, behind those of its priority."""
+        at = len(self._waiting)
+        while at and self._waiting[at - 1].priority < sequence.priority:
+            at -= 1
+        self._waiting.insert(at, sequence)
 
     def remove(self, sequence: Sequence[Payload]) -> None:
         """Remove a sequence, running or waiting; its slot and pages are released."""
@@ -173,16 +180,20 @@ class Scheduler(Generic[Payload]):
         """Put the full pages that are prefilled so far into the prefix cache, for sequences with the same beginning."""
         if self._tokens_of is not None and sequence.prefilled // self.allocator.page_size > sequence.num_indexed_pages:
             tokens = self._tokens_of(sequence)[: sequence.prefilled]
-            sequence.num_indexed_pages = self.allocator.insert(tokens, sequence.pages, sequence.num_indexed_pages)
+            where = sequence.pages, sequence.num_indexed_pages, sequence.salt
+            sequence.num_indexed_pages = self.allocator.insert(tokens, *where)
 
     def preempt(self, sequence: Sequence[Payload]) -> None:
-        """Take slot and pages of a sequence and put it at the front of the waiting queue.
+        """Take slot and pages of a sequence and put it into the waiting queue, in front of those of its priority.
 
         With its next slot it is prefilled again, or finds its pages in the prefix cache.
         """
         self._release_slot(sequence)
         sequence.prefilled = 0
-        self._waiting.appendleft(sequence)
+        at = 0
+        while at < len(self._waiting) and self._waiting[at].priority > sequence.priority:
+            at += 1
+        self._waiting.insert(at, sequence)
 
     def _chunks(self) -> tuple[Chunk[Payload], ...]:
         """Return the next chunk of the oldest sequence, and of every younger one that fits beside the older ones.
@@ -230,6 +241,8 @@ class Scheduler(Generic[Payload]):
         end = sequence.prefilled + self.allocator.page_size
         if self._tokens_of is None or end > min(chunk.end, sequence.prefill_end):
             return False
+        if sequence.salt != chunk.sequence.salt:
+            return False
         return self._tokens_of(sequence)[:end] == self._tokens_of(chunk.sequence)[:end]
 
     def _make_room(self) -> list[Sequence[Payload]]:
@@ -250,6 +263,9 @@ class Scheduler(Generic[Payload]):
             if not self._waiting or not self._allocate(self._waiting[0]):
                 break
             sequence = self._waiting.popleft()
+            if not sequence.order:
+                self._admissions += 1
+                sequence.order = self._admissions
             self._gens[slot] += 1
             sequence.slot, sequence.slot_gen = slot, self._gens[slot]
             sequence.grammar_state = GrammarState.OPENING if sequence.guided else GrammarState.UNCONSTRAINED
@@ -278,7 +294,7 @@ class Scheduler(Generic[Payload]):
         """
         if self._tokens_of is None:
             return []
-        pages = self.allocator.match_prefix(self._tokens_of(sequence)[: sequence.prefill_end])
+        pages = self.allocator.match_prefix(self._tokens_of(sequence)[: sequence.prefill_end], sequence.salt)
         sequence.searched_version, sequence.num_indexed_pages = self.allocator.index_version, len(pages)
         sequence.prefilled = sequence.num_cached_tokens = len(pages) * self.allocator.page_size
         return pages

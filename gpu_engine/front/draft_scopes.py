@@ -2,10 +2,10 @@
 
 A client that the server knows by its bearer token or its certificate has scopes of its own, one for each grammar and
 one for free text. Requests of unknown clients share the scope of their grammar; free text has none, unless the setting
-`draft_index_shared` gives it one. A new scope begins with the words that its grammar spells out: names of properties
-and tools, values of `enum` and `const`, choices. Invariant: two requests with different clients or different grammars
-have different keys. A key is a digest, so no log shows a token. Used on the event loop. Not responsible for: the
-answers (see gpu_engine/drafters/suffix_index.py).
+`draft_index_shared` gives it one. A `cache_salt` divides each scope further. A new scope begins with the words that its
+grammar spells out: names of properties and tools, values of `enum` and `const`, choices. Invariant: two requests with
+different clients, salts or grammars have different keys. A key is a digest, so no log shows a token. Used on the event
+loop. Not responsible for: the answers (see gpu_engine/drafters/suffix_index.py).
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ def client_identity(
     return b"certificate\0" + b"\0".join(names) if names else b""
 
 
+def _digest(value: bytes) -> bytes:
+    return hashlib.blake2b(value, digest_size=16).digest()
+
+
 class DraftScopes:
     """Makes the scope of each request."""
 
@@ -63,7 +67,7 @@ class DraftScopes:
         if not client and checked.grammar is None and not self._limits.draft_index_shared:
             return None
         name = grammar_id(checked.grammar) if checked.grammar else ""
-        key = hashlib.blake2b(client, digest_size=16).digest() + name.encode()
+        key = _digest(client) + _digest(checked.cache_salt.encode()) + name.encode()
         return DraftScope(key, self._seeds_of(name, checked.grammar) if checked.grammar else ())
 
     def _seeds_of(self, name: str, grammar: GrammarSpec) -> tuple[tuple[int, ...], ...]:

@@ -102,6 +102,8 @@ def build_requests(
             num_draft_tokens=checked.num_draft_tokens,
             jump_forward_tokens=checked.jump_forward_tokens,
             draft_scope=draft_scope,
+            priority=checked.priority,
+            cache_salt=checked.cache_salt,
             echo=echo,
             telemetry=Telemetry(arrived_s=arrived_s),
         )

@@ -29,6 +29,8 @@ MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_PENALTY = 2.0
 MAX_MESSAGES = 4096
+MAX_PRIORITY = 1000
+MAX_SALT_BYTES = 256
 
 
 def check(
@@ -82,6 +84,8 @@ def check(
         omit_text=request.response.omit_text,
         omit_token_ids=request.response.omit_token_ids,
         echo=request.response.echo,
+        priority=_priority(request.priority),
+        cache_salt=_cache_salt(request.cache_salt),
     )
 
 
@@ -91,8 +95,6 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     asked = {
         "tools": request.HasField("tools"),
         "reasoning": request.HasField("reasoning"),
-        "cache_salt": bool(request.cache_salt),
-        "priority": request.priority != 0,
         "sampling.logit_bias": bool(sampling.logit_bias),
         "response.prompt_logprobs": response.HasField("prompt_logprobs"),
         "response.per_field_logprobs": response.per_field_logprobs,
@@ -160,6 +162,18 @@ def _prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
             return Chat(tuple((m.role, m.content) for m in messages))
         case _:
             raise InvalidRequest("prompt", "one of text, token_ids and messages is required")
+
+
+def _priority(value: int) -> int:
+    if abs(value) > MAX_PRIORITY:
+        raise InvalidRequest("priority", f"is {value}, must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
+    return value
+
+
+def _cache_salt(salt: str) -> str:
+    if (size := len(salt.encode())) > MAX_SALT_BYTES:
+        raise InvalidRequest("cache_salt", f"has {size} bytes, at most {MAX_SALT_BYTES} are allowed")
+    return salt
 
 
 def _prompt_bytes(field: str, size: int, limits: Limits) -> None:

@@ -41,6 +41,19 @@ def asked(engine: Engine) -> list[tuple[list[int], Any]]:
     return [(answer.tokens, answer.logprobs) for answer in (*answers, second)]
 
 
+def test_a_salt_hides_pages_and_changes_no_token(llama: LoadedModel) -> None:
+    def salted(salt: str) -> Answer:
+        answer = ask(SYSTEM + tokens(20, 1), max_tokens=10, temperature=0.7, ignore_eos=True)
+        answer.request.cache_salt = salt
+        return answer
+
+    answers = [salted(salt) for salt in ("", "a", "b", "a")]
+    with unguided_engine(llama, with_drafts(3)) as engine:
+        answer_each(engine, answers)
+    assert [answer.request.telemetry.cached_tokens for answer in answers] == [0, 0, 0, 64]
+    assert len({tuple(answer.tokens) for answer in answers}) == 1
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_answers_are_the_same_and_what_was_there_is_not_prefilled(
     llama: LoadedModel, drafts: int, overlap: bool

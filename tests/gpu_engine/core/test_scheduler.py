@@ -39,8 +39,8 @@ def scheduler(
     )
 
 
-def sequence(name: str, length: int = 10, *, guided: bool = False) -> Sequence[str]:
-    return Sequence(name, length, guided)
+def sequence(name: str, length: int = 10, *, guided: bool = False, priority: int = 0, salt: str = "") -> Sequence[str]:
+    return Sequence(name, length, guided, priority=priority, salt=salt)
 
 
 def names(sequences: tuple[Sequence[str], ...] | list[Sequence[str]]) -> list[str]:
@@ -85,6 +85,46 @@ def test_no_sequence_overtakes_the_first_in_the_queue_even_if_it_would_fit() -> 
         machine.add(sequence(name, length))
     assert names(machine.plan().assigned) == ["a"]
     assert names(machine.waiting) == ["long", "short"]
+
+
+def test_a_higher_priority_leaves_the_queue_first_and_equal_ones_in_the_order_of_arrival() -> None:
+    machine = scheduler(num_slots=1)
+    for name, priority in (("a", 0), ("low", -5), ("b", 0), ("high", 9), ("c", 0), ("higher", 10), ("low too", -5)):
+        machine.add(sequence(name, priority=priority))
+    order = []
+    while machine.waiting:
+        (one,) = machine.plan().assigned
+        order.append(one.payload)
+        machine.remove(one)
+    assert order == ["higher", "high", "a", "b", "c", "low", "low too"]
+
+
+def test_a_running_sequence_has_its_slot_and_pages_until_its_end_whatever_the_priority_of_others() -> None:
+    machine = scheduler(num_slots=2, num_pages=6)
+    machine.add(sequence("low", 30, priority=-1))
+    act(machine, machine.plan())
+    machine.add(sequence("high", 30, priority=1))
+    machine.add(sequence("also high", 30, priority=1))
+    lost = []
+    for _ in range(25):
+        plan = machine.plan()
+        lost += names(plan.preempted)
+        act(machine, plan)
+    assert lost == ["high"], "the sequence that had its first slot last makes room"
+    assert names(machine.running) == ["low"]
+    assert names(machine.waiting) == ["high", "also high"], "it waits in front of those of its priority"
+
+
+def test_a_preempted_sequence_waits_behind_higher_priorities() -> None:
+    machine = scheduler(num_slots=2, num_pages=6)
+    for name, priority in (("first", 1), ("second", 0)):
+        machine.add(sequence(name, 30, priority=priority))
+    act(machine, machine.plan())
+    second = machine.running[1]
+    machine.add(sequence("high", 30, priority=1))
+    machine.add(sequence("equal", 30))
+    machine.preempt(second)
+    assert names(machine.waiting) == ["high", "second", "equal"]
 
 
 def test_a_prompt_is_cut_at_multiples_of_the_chunk_and_oldest_first() -> None:
@@ -349,6 +389,28 @@ def test_a_prompt_that_begins_like_another_is_prefilled_from_where_they_part() -
     machine.check_integrity()
 
 
+@pytest.mark.parametrize("mixed", [0, 200])
+def test_two_salts_never_share_a_page(mixed: int) -> None:
+    tokens_of: Callable[[Sequence[str]], list[int]] = lambda one: [1] * one.length  # noqa: E731
+    machine = scheduler(num_slots=4, num_pages=40, chunk=256, lanes=4, tokens_of=tokens_of, max_batched_tokens=mixed)
+    for name, salt in (("a", "x"), ("b", "y"), ("c", ""), ("again", "x")):
+        machine.add(sequence(name, 50, salt=salt))
+    turns = prefills(machine)
+    starts = {name: start for turn in turns for name, start, _ in turn}
+    a, b, c, again = (next(s for s in machine.running if s.payload == name) for name in ("a", "b", "c", "again"))
+    assert starts["a"] == starts["b"] == starts["c"] == 0
+    waits = {"again"} if mixed else set()
+    assert {name for name, _, _ in turns[0]} == {"a", "b", "c", "again"} - waits, "no salt waits for another's pages"
+    for one in (a, b, c):
+        machine.index_pages(one)
+    machine.remove(again)
+    machine.add(again)
+    machine.plan()
+    assert again.pages[:3] == a.pages[:3], "equal salts share"
+    assert not set(a.pages) & set(b.pages) | set(a.pages) & set(c.pages) | set(b.pages) & set(c.pages)
+    machine.check_integrity()
+
+
 def test_a_prompt_that_is_cached_as_a_whole_keeps_its_last_token_as_input() -> None:
     machine = scheduler(num_slots=1, tokens_of=lambda one: [1] * one.length)
     for _ in range(2):
@@ -430,6 +492,7 @@ class Turns(RuleBasedStateMachine):
     """Arrivals, turns, grammars that open, park and get lost, endings: in any order."""
 
     alive = Bundle("alive")
+    salts: tuple[str, ...] = ("",)
     chunk, lanes = CHUNK, 1
     tokens_of: Callable[[Sequence[str]], list[int]] | None = None
 
@@ -443,11 +506,16 @@ class Turns(RuleBasedStateMachine):
         self.count = 0
         self.gens: dict[int, int] = {}
 
-    @rule(target=alive, length=st.integers(1, MAX_LENGTH), guided=st.booleans())
-    def arrive(self, length: int, guided: bool) -> Sequence[str]:
+    @rule(target=alive, length=st.integers(1, MAX_LENGTH), guided=st.booleans(), priority=st.integers(-1, 1))
+    def arrive(self, length: int, guided: bool, priority: int) -> Sequence[str]:
         self.count += 1
-        new = sequence(str(self.count), length, guided=guided)
+        salt = self.salts[self.count % len(self.salts)]
+        new = sequence(str(self.count), length, guided=guided, priority=priority, salt=salt)
+        line = names(self.machine.waiting)
         self.machine.add(new)
+        assert names([s for s in self.machine.waiting if s is not new]) == line
+        behind = [s for s in self.machine.waiting[self.machine.waiting.index(new) + 1 :] if s.priority >= priority]
+        assert not behind
         return new
 
     @rule(gone=consumes(alive))
@@ -504,6 +572,8 @@ class Turns(RuleBasedStateMachine):
     @invariant()
     def whole(self) -> None:
         self.machine.check_integrity()
+        priorities = [s.priority for s in self.machine.waiting]
+        assert priorities == sorted(priorities, reverse=True)
 
     def teardown(self) -> None:
         """No sequence starves: when every grammar answers, every sequence ends."""
@@ -526,10 +596,12 @@ class TurnsOfSeveral(Turns):
 class TurnsThatShare(TurnsOfSeveral):
     """The same where every other one begins with the same tokens, and half of these go on with the same."""
 
+    salts = ("", "a", "b")
+
     def __init__(self) -> None:
         super().__init__()
-        self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
-        """(page, place in it) -> tokens up to there, on all of which keys depend."""
+        self.cells: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+        """(page, place in it) -> the writer's salt, and tokens up to there, on all of which keys depend."""
 
     @staticmethod
     def tokens_of(one: Sequence[str]) -> list[int]:
@@ -539,14 +611,14 @@ class TurnsThatShare(TurnsOfSeveral):
     def wrote(self, one: Sequence[str], start: int, end: int) -> None:
         written = [*self.tokens_of(one)[: one.length - 1], *[-1] * 2 * ROWS]
         for at in range(start, end):
-            self.cells[one.pages[at // PAGE], at % PAGE] = tuple(written[: at + 1])
+            self.cells[one.pages[at // PAGE], at % PAGE] = one.salt, tuple(written[: at + 1])
 
     @invariant()
     def everybody_reads_keys_of_its_own_tokens(self) -> None:
         for one in self.machine.running:
             said = self.tokens_of(one)
             for at in range(one.prefilled):
-                assert self.cells[one.pages[at // PAGE], at % PAGE] == tuple(said[: at + 1]), (one, at)
+                assert self.cells[one.pages[at // PAGE], at % PAGE] == (one.salt, tuple(said[: at + 1])), (one, at)
 
 
 TestTurns = Turns.TestCase

@@ -54,6 +54,15 @@ def test_equal_grammars_share_a_scope_and_others_do_not() -> None:
     assert len({each.key for each in (one, other, compact) if each}) == 3
 
 
+def test_a_salt_divides_every_scope() -> None:
+    made = scopes()
+    for client in (b"", b"token\0one"):
+        same = [scope_of(made, client, grammar=schema(NAMES), cache_salt=salt) for salt in ("a", "b", "a", "")]
+        assert same[0] == same[2] is not None
+        assert len({scope.key for scope in same if scope}) == 3
+    assert scope_of(made, cache_salt="a") is None, "a salt makes no scope for free text of unknown clients"
+
+
 def test_clients_that_the_server_knows_share_nothing() -> None:
     made = scopes()
     keys = {
