@@ -53,15 +53,15 @@ class MtpNet(PairNet):
         embeds_BPH = mtp.embed_tokens(ids_BP.long())
         # Rotated by the token's own position, one behind the pair's; only differences of angles matter.
         places_BP = positions_BP.clamp(min=0).long() + 1
-        out_BPH: torch.Tensor = mtp.layers[0](
-            embeds_BPH,
-            hidden_NH.view(B, P, -1),
-            position_embeddings=mtp.rotary_emb(embeds_BPH, places_BP),
-            attention_mask=None,
-            position_ids=places_BP,
-            past_key_values=None,
-            ctx=AttentionContext(self._pages, page_table_BN, positions_BP),
-        )
+        with attention.attending(AttentionContext(self._pages, page_table_BN, positions_BP)):
+            out_BPH: torch.Tensor = mtp.layers[0](
+                embeds_BPH,
+                hidden_NH.view(B, P, -1),
+                position_embeddings=mtp.rotary_emb(embeds_BPH, places_BP),
+                attention_mask=None,
+                position_ids=places_BP,
+                past_key_values=None,
+            )
         if mtp.use_shared_post_norm:
             out_BPH = mtp.shared_post_norm(out_BPH)
         return out_BPH.reshape(B * P, -1)

@@ -1,14 +1,18 @@
 """How a transformers model reaches our paged cache: its own attention modules, our attention function.
 
-The function is registered once, under a name that is set in the model's config. The pages, page table and positions of
-the step travel through the model's forward as a keyword argument.
+The function is registered once, under a name that is set in the model's config. The thread of a forward holds the
+pages, page table and positions of the step (`attending`): not every family hands keyword arguments on to its attention.
 Invariant: the caller owns the tensors of a context; a forward writes only keys and values.
 Not responsible for: the assignment of pages to sequences (see core/kv_cache.py).
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
@@ -73,6 +77,32 @@ class AttentionContext:
     """Layers that called attention through transformers' interface; the probe reads it."""
 
 
+class _Forward(threading.local):
+    """The forward of this thread."""
+
+    ctx: AttentionContext | None = None
+
+
+_forward = _Forward()
+
+
+@contextmanager
+def attending(ctx: AttentionContext) -> Iterator[None]:
+    """Give `ctx` to every attention that this thread runs inside the `with` block."""
+    before, _forward.ctx = _forward.ctx, ctx
+    try:
+        yield
+    finally:
+        _forward.ctx = before
+
+
+def context_of_forward() -> AttentionContext:
+    """Return the context of the innermost `attending` of this thread; raise RuntimeError outside of one."""
+    if _forward.ctx is None:
+        raise RuntimeError("an attention over the paged cache ran outside of attending()")
+    return _forward.ctx
+
+
 def _attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -80,7 +110,6 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    ctx: AttentionContext,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -88,7 +117,7 @@ def _attend(
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Attend; q, k, v are [B, H, P, D], the result is [B, P, Hq, D]."""
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    ctx, layer = context_of_forward(), cast(int, module.layer_idx)
     num_heads, head_dim = query.shape[1], query.shape[3]
     scale = head_dim**-0.5 if scaling is None else scaling
     parameters = LayerAttention(num_heads, key.shape[1], head_dim, scale, softcap or 0.0, sliding_window or 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gpu_engine.model.attention import AttentionContext, LayerAttention
+from gpu_engine.model.attention import AttentionContext, LayerAttention, context_of_forward
 from kernels.fused import Activation, RMSNorm, gated, rms_norm
 from kernels.fused_attention import QkvAttention
 
@@ -69,14 +69,13 @@ class FusedAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        *,
-        ctx: AttentionContext,
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         """[B, P, H] -> ([B, P, H], None), as transformers' attention modules."""
         B, P, H = hidden_states.shape
         cos, sin = (angles_by_row(part, B) for part in position_embeddings)
-        return self.attend(hidden_states.reshape(B * P, H), cos, sin, ctx).view(B, P, H), None
+        out_NH = self.attend(hidden_states.reshape(B * P, H), cos, sin, context_of_forward())
+        return out_NH.view(B, P, H), None
 
     def attend(
         self, x_NH: torch.Tensor, cos_NR: torch.Tensor, sin_NR: torch.Tensor, ctx: AttentionContext

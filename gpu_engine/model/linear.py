@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from gpu_engine.model.quantised.linear import BlockLinear, joined_blocks
 from gpu_engine.model.recording import distance
@@ -111,6 +112,21 @@ def thin_linears(model: nn.Module) -> int:
             if type(child) is nn.Linear and (better := skinny(child)) is not child:
                 setattr(parent, name, better)
                 count += 1
+    return count
+
+
+def replace_conv1d(model: nn.Module) -> int:
+    """Replace every `Conv1D` of GPT-2's families, an `nn.Linear` with a transposed weight, by that; return how many."""
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not Conv1D:
+                continue
+            linear = nn.Linear(child.nx, child.nf, device="meta")
+            linear.weight = nn.Parameter(child.weight.detach().T.contiguous(), requires_grad=False)
+            linear.bias = nn.Parameter(child.bias.detach(), requires_grad=False)
+            setattr(parent, name, linear)
+            count += 1
     return count
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.attention import AttentionContext, attending
 from gpu_engine.model.fusion import Fused
 from kernels.kv_pages import KVPages
 
@@ -65,10 +65,7 @@ class LoadedModel:
         """Run the target over B sequences of P positions; return logits [B * P, V]. Padding rows are garbage."""
         if self.fused.forward:
             return self.fused.forward.logits(ids_BP, ctx)
-        positions = ctx.positions_BP.clamp(min=0).long()
-        wanted = {"output_hidden_states": True} if ctx.hidden else {}
-        out = self.net(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx, **wanted)
-        _keep_hidden(ctx, out)
+        out = self._forward(self.net, ids_BP, ctx)
         logits: torch.Tensor = out.logits
         return logits.view(-1, logits.shape[-1])
 
@@ -76,17 +73,20 @@ class LoadedModel:
         """Fill the cache; no logits are computed."""
         if self.fused.forward:
             self.fused.forward.fill(ids_BP, ctx)
-            return
-        positions = ctx.positions_BP.clamp(min=0).long()
+        else:
+            self._forward(self.net.get_decoder(), ids_BP, ctx)
+
+    def _forward(self, net: Any, ids_BP: torch.Tensor, ctx: AttentionContext) -> Any:
+        """Run transformers' own forward; store the states that `ctx.hidden` wants."""
+        # Drafts and padding reach positions behind the last, for which a learned embedding has no row.
+        positions_BP = ctx.positions_BP.clamp(min=0, max=self.max_model_len - 1).long()
         wanted = {"output_hidden_states": True} if ctx.hidden else {}
-        decoder = self.net.get_decoder()
-        _keep_hidden(ctx, decoder(input_ids=ids_BP, position_ids=positions, use_cache=False, ctx=ctx, **wanted))
+        with attending(ctx):
+            out = net(input_ids=ids_BP, position_ids=positions_BP, use_cache=False, **wanted)
+        for layer in ctx.hidden or {}:
+            states_BPH = out.hidden_states[layer]
+            cast(dict[int, torch.Tensor | None], ctx.hidden)[layer] = states_BPH.reshape(-1, states_BPH.shape[-1])
+        return out
 
     def __repr__(self) -> str:
         return f"<LoadedModel {self.name} {self.model_type} {self.dtype_name} {self.device} V={self.vocab_size}>"
-
-
-def _keep_hidden(ctx: AttentionContext, out: Any) -> None:
-    for layer in ctx.hidden or {}:
-        states_BPH = out.hidden_states[layer]
-        cast(dict[int, torch.Tensor | None], ctx.hidden)[layer] = states_BPH.reshape(-1, states_BPH.shape[-1])

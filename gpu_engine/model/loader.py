@@ -20,9 +20,9 @@ from gpu_engine.model import attention
 from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
 from gpu_engine.model.fusion import FusedModelDiffers, fuse_parts, verified
 from gpu_engine.model.kernel_loading import load_kernels_eagerly
-from gpu_engine.model.linear import pack_linears, thin_linears
+from gpu_engine.model.linear import pack_linears, replace_conv1d, thin_linears
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
-from gpu_engine.model.probe import probe
+from gpu_engine.model.probe import probe, refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, open_checkpoint
 from gpu_engine.model.quantised.choice import quantise
 from gpu_engine.model.quantised.linear import release_blocks
@@ -87,6 +87,12 @@ def load_model(config: EngineConfig, progress: Progress | None = None, *, settin
         net = _network(folder, dtype, source, checkpoint)
     except (OSError, ValueError) as error:
         raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise
+        raise ModelNotSupported(
+            f"{setting}: {path} cannot be loaded: the attention of its family in transformers takes no other function"
+        ) from error
     report("preparing the weights", 0.8)
     gguf_file = weights_file() if config.model == EMBEDDED_MODEL else path if path.is_file() else None
     try:
@@ -128,6 +134,8 @@ def prepare(
     device = torch.device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     net.eval().requires_grad_(False)
+    refuse_recurrent(net, net.config.model_type)
+    replace_conv1d(net)
     num_parameters = sum(p.numel() for p in net.parameters())
     net.to(device)
     try:
@@ -140,7 +148,8 @@ def prepare(
     # Activations of 8 bits hide a float32's rounding: another order of a sum may give another integer.
     compared = torch.bfloat16 if model.quantised else dtype
     if config.fuse:
-        model.fused = fuse_parts(net, seen.record, seen.layer_attention, compared)
+        with attention.attending(seen.ctx):
+            model.fused = fuse_parts(net, seen.record, seen.ctx.layers_seen, compared)
     if device.type == "cpu":
         pack_linears(net)
     elif config.fuse:

@@ -6,14 +6,17 @@ rejected. Not responsible for: using the records (see fusion.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from gpu_engine.model import attention
-from gpu_engine.model.attention import AttentionContext, LayerAttention
+from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import WholeForward
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.recording import Recording, distance, recording
@@ -31,8 +34,8 @@ class Probe:
     ids_BP: torch.Tensor
     logits_NV: torch.Tensor
     """Of the unfused model, over our attention."""
-    layer_attention: dict[int, LayerAttention]
-    """By layer."""
+    ctx: AttentionContext
+    """Of the recorded forward, with the parameters of each layer's attention."""
     record: Recording
     noise: float
     """Relative distance of those logits from the ones over the model's own attention: the effect of rounding in another
@@ -55,6 +58,21 @@ def _context(model: LoadedModel) -> AttentionContext:
         torch.zeros(1, 1, dtype=torch.int32, device=model.device),
         torch.arange(_TOKENS, dtype=torch.int32, device=model.device)[None],
     )
+
+
+_RECURRENT = re.compile(r"Mamba|Recurrent|DeltaNet|DeltaAttention|LightningAttention|ShortConv|Rwkv|LSTM|Mixer$")
+"""In the names of transformers' modules that carry a state from token to token."""
+
+
+def refuse_recurrent(net: nn.Module, model_type: str) -> None:
+    """Raise ModelNotSupported if a layer of the model is recurrent, alone or beside attention."""
+    for module in net.modules():
+        kind = type(module).__name__
+        if _RECURRENT.search(kind) and not isinstance(module, PreTrainedModel):
+            raise ModelNotSupported(
+                f"model: {model_type} has recurrent layers ({kind}), whose state cannot take back a rejected draft "
+                "or be shared by page; only models of attention layers are served"
+            )
 
 
 @torch.inference_mode()
@@ -92,4 +110,4 @@ def probe(model: LoadedModel) -> Probe:
     noise = distance(logits, own)
     if noise > _ERROR:
         raise ModelNotSupported(f"model: the attention of {model.model_type} does more than ours; it cannot be served")
-    return Probe(ids, logits, ctx.layers_seen, record, noise)
+    return Probe(ids, logits, ctx, record, noise)

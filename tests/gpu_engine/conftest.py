@@ -22,7 +22,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(family: str) -> Path:
         if family not in folders:
-            folders[family] = tiny.save(tiny.FAMILIES[family](), tmp_path_factory.mktemp("model"))
+            shape = (tiny.FAMILIES | tiny.OWN_FORWARD)[family]()
+            folders[family] = tiny.save(shape, tmp_path_factory.mktemp("model"))
         return folders[family]
 
     return folder

@@ -15,20 +15,34 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    CohereConfig,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
+    GPTNeoXConfig,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
+    NemotronConfig,
+    OPTConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from tests.fakes import EOS, byte_tokenizer
@@ -72,7 +86,39 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "gemma3": lambda: Gemma3TextConfig(**_SHAPE, **_LAYERS, tie_word_embeddings=False, head_dim=32),
 }
-"""The model families that the engine serves, each with a function that returns a small configuration."""
+"""The model families whose forward is one loop over fused parts, each with a function that returns a small
+configuration."""
+
+_WITHOUT_GATE: dict[str, Any] = {
+    name: value for name, value in _SHAPE.items() if name not in ("intermediate_size", "num_key_value_heads")
+}
+_BIASED = frozenset({"gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "stablelm", "starcoder2"})
+
+OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gpt2": lambda: GPT2Config(**_WITHOUT_GATE, tie_word_embeddings=False),
+    "gpt2 by layer": lambda: GPT2Config(
+        **_WITHOUT_GATE, tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**_WITHOUT_GATE, intermediate_size=96, rotary_pct=0.5),
+    "gpt_neox sequential": lambda: GPTNeoXConfig(**_WITHOUT_GATE, intermediate_size=96, use_parallel_residual=False),
+    "opt": lambda: OPTConfig(**_WITHOUT_GATE, ffn_dim=96, word_embed_proj_dim=64, tie_word_embeddings=False),
+    "opt 350m": lambda: OPTConfig(
+        **_WITHOUT_GATE, ffn_dim=96, word_embed_proj_dim=32, do_layer_norm_before=False, tie_word_embeddings=False
+    ),
+    "stablelm": lambda: StableLmConfig(**_SHAPE, use_qkv_bias=True),
+    "stablelm 2": lambda: StableLmConfig(**_SHAPE, use_parallel_residual=True, qk_layernorm=True),
+    "nemotron": lambda: NemotronConfig(**_SHAPE),
+    "gpt_bigcode": lambda: GPTBigCodeConfig(**_WITHOUT_GATE, tie_word_embeddings=False),
+    "phi": lambda: PhiConfig(**_SHAPE),
+    "starcoder2": lambda: Starcoder2Config(**_SHAPE, tie_word_embeddings=False),
+    "cohere": lambda: CohereConfig(**_SHAPE, tie_word_embeddings=False),
+    "granite": lambda: GraniteConfig(**_SHAPE, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0),
+    "qwen3_moe": lambda: qwen3_moe(),
+    "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
+}
+"""Further model families that the engine serves, by transformers' own forward over our attention."""
+MIXTURES = frozenset({"qwen3_moe", "mixtral"})
+"""Those with experts."""
 
 
 def bloom() -> PreTrainedConfig:
@@ -94,6 +140,27 @@ def qwen3_moe() -> PreTrainedConfig:
 def mamba() -> PreTrainedConfig:
     """Return a family without attention."""
     return MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2)
+
+
+def qwen3_next() -> PreTrainedConfig:
+    """Return a hybrid: a layer of linear attention, and one of attention."""
+    experts: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
+    return Qwen3NextConfig(**_SHAPE, **experts, head_dim=32, layer_types=["linear_attention", "full_attention"])
+
+
+def falcon_h1() -> PreTrainedConfig:
+    """Return a hybrid whose layers have attention and a state-space block side by side."""
+    return FalconH1Config(**_SHAPE, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16)
+
+
+def gptj() -> PreTrainedConfig:
+    """Return a family whose attention cannot be replaced."""
+    return GPTJConfig(**_WITHOUT_GATE, rotary_dim=8)
 
 
 def deepseek() -> PreTrainedConfig:
@@ -122,9 +189,15 @@ def save(config: PreTrainedConfig, folder: Path, *, rounds: bool = False, seed: 
             if weight.dim() > 1:
                 # Gemma multiplies its embeddings by 8, the root of the hidden size.
                 embedding = 1.0 / 8 if "gemma" in config.model_type else 1.0
-                weight.normal_(0.0, embedding if "embed" in name else gain / weight.shape[-1] ** 0.5)
+                weight.normal_(
+                    0.0,
+                    embedding
+                    if "embed" in name or name.endswith(("wte.weight", "wpe.weight"))
+                    else gain / weight.shape[-1] ** 0.5,
+                )
             elif "bias" in name or "sinks" in name:
-                weight.normal_(0.0, 0.5)
+                # Biases behind every norm and product: larger ones would be the same for every input.
+                weight.normal_(0.0, 0.1 if config.model_type in _BIASED else 0.5)
         if rounds:
             ids = torch.arange(VOCAB)
             after = torch.where(ids % ROUND == ROUND - 1, ids - ROUND + 1, ids + 1).clamp(max=VOCAB - 1)

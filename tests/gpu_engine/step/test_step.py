@@ -160,14 +160,68 @@ def test_seeds_matter_above_temperature_zero_only(llama: LoadedModel) -> None:
         assert first == other == again
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.OWN_FORWARD])
 def test_greedy_answers_equal_those_of_transformers(saved: Callable[[str], Path], family: str) -> None:
     model = load_model(config(model=str(saved(family))))
-    prompts = [tokens(70, 1, repeat=20), tokens(9, 2)]
+    prompts = [tokens(70, 1, repeat=20), tokens(9, 2), tokens(33, 3)]
     expected = [tiny.generate(saved(family), prompt, 40) for prompt in prompts]
     assert all(len(set(answer)) > 5 for answer in expected)
-    with unguided_engine(model, with_drafts(7, prefill_chunk=32)) as engine:
-        assert answer_all(engine, [ask(prompt, ignore_eos=True) for prompt in prompts]) == expected
+    for num_drafts in (0, 3, 7):
+        with unguided_engine(model, with_drafts(num_drafts, prefill_chunk=32)) as engine:
+            assert answer_all(engine, [ask(prompt, ignore_eos=True) for prompt in prompts]) == expected
+            assert engine.stats().cached_tokens == 0
+            assert answer_staggered(engine, [ask(prompt, ignore_eos=True) for prompt in prompts]) == expected
+            assert engine.stats().cached_tokens == 64 + 32
+
+
+@pytest.mark.parametrize("family", [family for family in tiny.OWN_FORWARD if family not in tiny.MIXTURES])
+@torch.inference_mode()
+def test_a_row_of_a_forward_of_its_own_has_the_same_bits_for_any_number_of_rows(
+    saved: Callable[[str], Path], family: str
+) -> None:
+    model = load_model(config(model=str(saved(family))))
+    ids = torch.tensor([tokens(40, seed) for seed in range(5)])
+
+    def logits(sequences: slice, last: int) -> torch.Tensor:
+        """Return [B, last - 20, V] of the rows from 20 on; the rows in front of them were prefilled."""
+        some, table = ids[sequences], torch.arange(15, dtype=torch.int32).view(5, 3)[sequences]
+        pages, places = model.allocate_pages(15, 16), torch.arange(last, dtype=torch.int32).expand(len(some), last)
+        model.prefill(some[:, :20], AttentionContext(pages, table, places[:, :20].contiguous()))
+        out = model.logits(some[:, 20:last], AttentionContext(pages, table, places[:, 20:].contiguous()))
+        return out.view(len(some), last - 20, -1)
+
+    whole = logits(slice(0, 5), 40)
+    assert torch.equal(logits(slice(3, 4), 40)[0], whole[3])
+    for last in (21, 24):
+        assert torch.equal(logits(slice(0, 1), last)[0], whole[0, : last - 20])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+def test_an_answer_may_reach_the_last_position_of_the_model(tmp_path: Path, family: str) -> None:
+    shape = (tiny.FAMILIES | tiny.OWN_FORWARD)[family]()
+    shape.max_position_embeddings = 48
+    folder = tiny.save(shape, tmp_path)
+    model = load_model(config(model=str(folder)))
+    assert model.max_model_len == 48
+    prompt = tokens(21, 1, repeat=7)
+    expected = tiny.generate(folder, prompt, 27)
+    for num_drafts in (0, 7):
+        with unguided_engine(model, with_drafts(num_drafts, max_model_len=48)) as engine:
+            assert answer_all(engine, [ask(prompt, ignore_eos=True, max_tokens=27)]) == [expected]
+    _check_rows_behind_the_last_position(model)
+
+
+@torch.inference_mode()
+def _check_rows_behind_the_last_position(model: LoadedModel) -> None:
+    """Drafts and padding behind the last position run, and change no other row."""
+    ids, table = torch.tensor([tokens(52, 3)]), torch.arange(4, dtype=torch.int32)[None]
+    pages, places = model.allocate_pages(4, 16), torch.arange(52, dtype=torch.int32)[None]
+    model.prefill(ids[:, :44], AttentionContext(pages, table, places[:, :44].contiguous()))
+    within, beyond = (
+        model.logits(ids[:, 44:last], AttentionContext(pages, table, places[:, 44:last].contiguous()))[:4].clone()
+        for last in (48, 52)
+    )
+    assert torch.equal(within, beyond)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -181,11 +235,24 @@ def test_the_error_of_a_missing_device_names_the_device() -> None:
             os.environ.pop("CUDA_MODULE_LOADING", None)
 
 
-@pytest.mark.parametrize("family", [tiny.bloom, tiny.mamba, tiny.deepseek, tiny.gpt_oss])
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (tiny.bloom, "bloom sends 0 of 2 layers through our attention"),
+        (tiny.deepseek, "deepseek_v3 does not fit our attention"),
+        (tiny.gpt_oss, "the attention of gpt_oss does more than ours"),
+        (tiny.gptj, ".* the attention of its family in transformers takes no other function"),
+        (tiny.mamba, r"mamba has recurrent layers \(MambaBlock\)"),
+        (tiny.qwen3_next, r"qwen3_next has recurrent layers \(Qwen3NextGatedDeltaNet\)"),
+        (tiny.falcon_h1, r"falcon_h1 has recurrent layers \(FalconH1Mixer\)"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_with_unsupported_attention_is_rejected(tmp_path: Path, family: Callable[[], PreTrainedConfig]) -> None:
+def test_a_model_with_unsupported_attention_is_rejected_by_name(
+    tmp_path: Path, family: Callable[[], PreTrainedConfig], reason: str
+) -> None:
     tiny.save(family(), tmp_path)
-    with pytest.raises(ModelNotSupported, match=r"^model: "):
+    with pytest.raises(ModelNotSupported, match=f"^model: {reason}"):
         load_model(config(model=str(tmp_path)))
 
 
