@@ -10,7 +10,7 @@ WORKERS ?= 2
 
 PY := $(VENV)/bin/python
 PROTO_FILES := protos/engine/v1/engine.proto protos/grammar/v1/grammar.proto
-SOURCES := benchmarks gpu_engine grammar_service kernels protos service_runtime shared_mem tests tools
+SOURCES := benchmarks client gpu_engine grammar_service kernels protos service_runtime shared_mem tests tools
 # What an installation is made from; a change installs again.
 INSTALLED_FROM := pyproject.toml setup.py $(wildcard shared_mem/native/*.[ch] kernels/native/*.[ch])
 # Its dependencies are a plugin host that is not needed here, hence --no-deps.
@@ -72,6 +72,7 @@ types: $(VENV)/.dev
 
 imports: $(VENV)/.dev
 	$(VENV)/bin/lint-imports
+	cd client && $(abspath $(VENV))/bin/lint-imports --config pyproject.toml
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
@@ -99,7 +100,8 @@ protos: $(VENV)/.dev ## Lint the .proto files and regenerate the committed code
 	else echo "buf lint is skipped: neither buf nor npx is installed"; fi
 	$(PY) -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy_grpc=$(VENV)/bin/protoc-gen-mypy_grpc \
 		--python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=quiet:. $(PROTO_FILES)
+	$(PY) -m tools.client_wire --write
 
 clean: ## Remove the virtual environment and all build outputs
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info client/build client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(SOURCES) \( -name __pycache__ -o -name '*.so' -o -name node_modules \) -prune -exec rm -rf {} +

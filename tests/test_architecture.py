@@ -19,7 +19,11 @@ import pytest
 from packaging.version import Version
 from transformers.utils import import_utils
 
+from tools import client_wire
+
 SOURCE_FOLDERS = ("gpu_engine", "grammar_service", "service_runtime", "shared_mem", "kernels")
+CLIENT = "client/lockstep_client"
+"""A distribution of its own, with import contracts of its own."""
 SERVICES = ("gpu_engine", "grammar_service")
 PROTO_NAMES = ("engine", "grammar")
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
@@ -68,17 +72,17 @@ NAMES_THAT_SAY_NOTHING = {"common", "helper", "helpers", "manager", "managers", 
 
 
 def _sources(root: Path, *suffixes: str) -> list[Path]:
-    """Every hand-written file of the four packages with one of `suffixes`."""
+    """Every hand-written file of our packages with one of `suffixes`."""
     return [
         path
-        for folder in SOURCE_FOLDERS
+        for folder in (*SOURCE_FOLDERS, CLIENT)
         for path in sorted((root / folder).rglob("*"))
         if path.suffix in suffixes and not path.name.endswith(GENERATED_SUFFIXES)
     ]
 
 
 def _module_name(root: Path, path: Path) -> str:
-    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__").removeprefix("client.")
 
 
 def _modules(root: Path) -> dict[str, ast.Module]:
@@ -114,10 +118,12 @@ def _contracts(root: Path) -> list[dict[str, Any]]:
     return contracts
 
 
-def test_import_contracts_hold(root: Path) -> None:
+@pytest.mark.parametrize("folder", [".", "client"])
+def test_import_contracts_hold(root: Path, folder: str) -> None:
     # In a process of its own: it sets logging up, which silences every logger that is there.
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    command += ["--config", "pyproject.toml"]
+    done = subprocess.run(command, cwd=root / folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 broken" in done.stdout
 
@@ -227,6 +233,19 @@ def test_generated_code_is_what_the_protos_say(root: Path, tmp_path: Path) -> No
             assert (root / path).read_bytes() == (tmp_path / path).read_bytes(), f"{path}: run `make protos`"
 
 
+def test_the_client_has_the_messages_of_the_engine() -> None:
+    differing = [path for path, text in client_wire.files().items() if path.read_text(encoding="utf-8") != text]
+    assert differing == [], "run `make protos`, or `python -m tools.client_wire --write`"
+
+
+def test_the_client_has_the_version_of_the_engine(root: Path) -> None:
+    of_engine, of_client = (
+        tomllib.loads((root / folder / "pyproject.toml").read_text())["project"]["version"]
+        for folder in (".", "client")
+    )
+    assert of_engine == of_client
+
+
 def _pinned_generators(root: Path) -> dict[str, str]:
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
     pins = dict(line.split("==") for line in extras if "==" in line and ";" not in line)
@@ -255,13 +274,13 @@ def test_kernels_package_imports_nothing_by_itself(root: Path) -> None:
 
 
 def test_a_room_holds_a_dozen_modules(root: Path) -> None:
-    folders = [path.parent for service in SERVICES for path in (root / service).rglob("__init__.py")]
+    folders = [path.parent for room in (*SERVICES, CLIENT) for path in (root / room).rglob("__init__.py")]
     sizes = {str(folder.relative_to(root)): len([*folder.glob("*.py")]) - 1 for folder in folders}
     assert not {name: size for name, size in sizes.items() if size > MAX_MODULES_IN_A_FOLDER}
 
 
 def test_a_room_says_what_it_is_for(root: Path) -> None:
-    inits = [path for folder in SOURCE_FOLDERS for path in (root / folder).rglob("__init__.py")]
+    inits = [path for folder in (*SOURCE_FOLDERS, CLIENT) for path in (root / folder).rglob("__init__.py")]
     assert not [str(path.relative_to(root)) for path in inits if not ast.get_docstring(ast.parse(path.read_text()))]
 
 

@@ -326,6 +326,9 @@ class ServerConfig:
     0: one response per step."""
     drain_timeout_s: float = 5.0
     """Time that running requests have to end after SIGTERM, in seconds."""
+    stop_with_stdin: bool = False
+    """End, as after SIGTERM, when stdin is closed. A server whose stdin is a pipe then ends with the process that
+    started it, even when that is killed; the Python client's embedded server uses this."""
     metrics_listen: str = ""
     """"host:port" on which to serve the Prometheus metrics of both processes over HTTP. Empty: none. The port has no
     password: bind it to an address that only the scraper reaches."""

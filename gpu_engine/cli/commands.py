@@ -33,6 +33,7 @@ from gpu_engine.cli.request_flags import (
 )
 from gpu_engine.cli.terminal import grammar_cost, loading_progress, summary
 from gpu_engine.ops.installation import DISTRIBUTION, installed_version
+from gpu_engine.ops.parent import stop_with_stdin
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.logs import configure as configure_logs
 from service_runtime.logs import json_line
@@ -209,6 +210,8 @@ def _run_serve(flags: argparse.Namespace) -> int:
     except ValueError as error:
         return _usage(error)
     as_json = server_config.log_format == "json"
+    if server_config.stop_with_stdin:
+        stop_with_stdin()
     import uvloop
 
     from gpu_engine.front.port.listening import ServerError

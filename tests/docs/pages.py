@@ -9,7 +9,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "client/README.md")
+    ),
     *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"),
     *sorted((ROOT / "gpu_engine/drafters/heads").glob("*/README.md")),
 ]

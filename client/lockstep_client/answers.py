@@ -1,0 +1,324 @@
+"""Typed results: deltas, whole answers, and what a server says about itself.
+
+The invariant: an `Answer` is the sum of its sequence's deltas, whether it was streamed or not. Every field of the
+server's messages has one here, under the same name; a test compares them.
+
+Not responsible for: joining deltas (see joining.py).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import Message as Wire
+
+from lockstep_client.errors import NotParsed
+from lockstep_client.messages import Message, ToolCall
+from lockstep_client.wire import engine_pb2 as pb
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """End of sequence, a stop token or a stop string."""
+    LENGTH = "length"
+    """Free text reached `max_tokens` or the context."""
+    ABORTED = "aborted"
+    """`abort`, or the server is closing."""
+    GRAMMAR_INCOMPLETE = "grammar_incomplete"
+    """The limit was reached before the answer was complete."""
+    GRAMMAR_ERROR = "grammar_error"
+    """No token was legal."""
+    GRAMMAR_CLOSED = "grammar_closed"
+    """A complete answer, which the server led to its end near `max_tokens`."""
+
+
+COMPLETE = frozenset({FinishReason.STOP, FinishReason.GRAMMAR_CLOSED})
+"""Reasons with which a guided answer is complete, unless a stop of the request came first."""
+
+
+class PartKind(enum.StrEnum):
+    """What a part of an answer is."""
+
+    REASONING = "reasoning"
+    CONTENT = "content"
+    TOOL_CALL = "tool_call"
+    """A tool call begins: `tool_call_id` and `tool_name` are set, `text` is empty."""
+    TOOL_ARGUMENTS = "tool_arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A delta of one part of an answer, of requests with tools or reasoning."""
+
+    kind: PartKind
+    text: str
+    tool_call_index: int
+    """Which call of the answer, from 0."""
+    tool_call_id: str
+    tool_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """An alternative: a token and its natural log-probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probability of the token at one position, and the most likely tokens, most likely first."""
+
+    logprob: float
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldLogprob:
+    """The log-probability of one leaf of a JSON answer, summed over its tokens."""
+
+    pointer: str
+    """The leaf, as a JSON Pointer (RFC 6901)."""
+    logprob: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one sequence."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Of prompt_tokens: tokens that the prefix cache had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Where the time of one sequence went; engine.proto documents each field."""
+
+    queue_ms: float
+    compile_ms: float
+    compile_cache_hit: bool
+    ttft_ms: float
+    total_ms: float
+    mask_wait_ms: float
+    steps: int
+    draft_tokens: int
+    accepted_draft_tokens: int
+    acceptance_length: float
+    deferred_rows: int
+    seed: int
+    backend: str
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text and tokens of one sequence. `text` may lag behind `token_ids`."""
+
+    request_id: str
+    index: int
+    """Which of the n sequences, from 0."""
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    """None until the last delta of the sequence."""
+    matched_token_id: int | None
+    matched_stop_str: str | None
+    usage: Usage | None
+    """In the last delta of the sequence, as are telemetry and field_logprobs."""
+    telemetry: Telemetry | None
+    parts: tuple[Part, ...]
+    """`text` by part, without the markers; empty for requests without tools and reasoning."""
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    field_logprobs: tuple[FieldLogprob, ...]
+
+
+@dataclass(slots=True, kw_only=True, repr=False)
+class Answer(Generic[T]):
+    """One finished sequence. With `n` above 1 it is sequence 0, and `others` has the rest.
+
+    `text` is everything that the model wrote. With tools or reasoning, `content` is the part for the user.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    telemetry: Telemetry
+    matched_token_id: int | None = None
+    matched_stop_str: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    field_logprobs: tuple[FieldLogprob, ...] = ()
+    others: tuple[Answer[T], ...] = ()
+    _parse: Any = None
+    _value: list[T] = field(default_factory=list)
+
+    @property
+    def parsed(self) -> T:
+        """The answer as a value of the schema, or of JSON. Raises NotParsed, which says why there is none."""
+        if not self._value:
+            self._value.append(self._parsed())
+        return self._value[0]
+
+    def _parsed(self) -> T:
+        if self._parse is None:
+            raise NotParsed("the request had no schema and no JSON grammar; read `text`")
+        if self.finish_reason not in COMPLETE:
+            raise NotParsed(f"the answer is not complete: it ended with {self.finish_reason.name}")
+        if self.tool_calls and not self.content.strip():
+            raise NotParsed(f"the answer is a call of {self.tool_calls[0].name}; see `tool_calls`")
+        try:
+            value: T = self._parse(self.content)
+        except ValueError as error:
+            stop = self.matched_stop_str
+            cut = f"; the stop string {stop!r} came first" if stop else ""
+            raise NotParsed(f"the answer is no value of the schema{cut}: {error}") from error
+        return value
+
+    @property
+    def message(self) -> Message:
+        """The answer as a turn of the conversation, to be sent back with the next one."""
+        return Message(role="assistant", content=self.content, tool_calls=self.tool_calls, reasoning=self.reasoning)
+
+    def __repr__(self) -> str:
+        return f"<Answer {self.finish_reason.value} {self.text[:60]!r}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A tokenised prompt."""
+
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+    """The text of each token, when asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model and the limits of a server; engine.proto documents each field."""
+
+    model: str
+    model_type: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_batch_size: int
+    max_queue_size: int
+    num_draft_tokens: int
+    drafter: str
+    eos_token_ids: tuple[int, ...]
+    backends: tuple[str, ...]
+    num_parameters: int
+    version: str
+    device: str
+    served_names: tuple[str, ...]
+    tool_format: str
+    reasoning_begin: str
+    reasoning_end: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since the start of a server, and current gauges; engine.proto documents each field."""
+
+    waiting: int
+    running: int
+    num_slots: int
+    pages_used: int
+    num_pages: int
+    steps: int
+    generated_tokens: int
+    prefill_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
+    finished: Mapping[str, int]
+    failed: Mapping[str, int]
+    mask_wait_ms: float
+    deferred_rows: int
+    grammar_starts: int
+    grammar_ready: bool
+    matchers: int
+    cached_grammars: int
+    cached_tokens: int
+    pages_cached: int
+
+
+def from_message(kind: type[M], message: Wire, **more: Any) -> M:
+    """Return a dataclass with the values of a message's fields of the same names, and with those of `more`."""
+    names = [each.name for each in fields(kind) if each.name not in more]  # type: ignore[arg-type]
+    return kind(**{name: _plain(message, name) for name in names}, **more)
+
+
+def _plain(message: Wire, name: str) -> Any:
+    value = getattr(message, name)
+    described = message.DESCRIPTOR.fields_by_name[name]
+    if described.enum_type is not None:
+        return tuple(map(backend_name, value)) if hasattr(value, "extend") else backend_name(value)
+    if hasattr(value, "items"):
+        return dict(value)
+    return tuple(value) if hasattr(value, "extend") else value
+
+
+def backend_name(backend: int) -> str:
+    """Return "xgrammar", "llguidance", or "" for none."""
+    return pb.Backend.Name(pb.Backend.ValueType(backend)).removeprefix("BACKEND_").lower() if backend else ""
+
+
+def delta_of(response: pb.GenerateResponse) -> Delta:
+    """Return the delta of a response."""
+    stop = response.WhichOneof("matched_stop")
+    return Delta(
+        request_id=response.request_id,
+        index=response.index,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        logprobs=_logprobs(response.logprobs),
+        finish_reason=_finish_reason(response.finish_reason),
+        matched_token_id=response.matched_token_id if stop == "matched_token_id" else None,
+        matched_stop_str=response.matched_stop_str if stop == "matched_stop_str" else None,
+        usage=from_message(Usage, response.usage) if response.HasField("usage") else None,
+        telemetry=from_message(Telemetry, response.telemetry) if response.HasField("telemetry") else None,
+        parts=tuple(_part(part) for part in response.parts),
+        prompt_token_ids=tuple(response.prompt_token_ids),
+        prompt_logprobs=_logprobs(response.prompt_logprobs),
+        field_logprobs=tuple(from_message(FieldLogprob, each) for each in response.field_logprobs),
+    )
+
+
+def _finish_reason(reason: int) -> FinishReason | None:
+    if not reason:
+        return None
+    name = pb.FinishReason.DESCRIPTOR.values_by_number[reason].name
+    return FinishReason(name.removeprefix("FINISH_REASON_").lower())
+
+
+def _logprobs(values: Any) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(each.logprob, tuple(TokenLogprob(top.token_id, top.logprob) for top in each.top))
+        for each in values
+    )
+
+
+def _part(part: pb.AnswerPart) -> Part:
+    kind = PartKind(pb.AnswerPart.Kind.Name(part.kind).removeprefix("KIND_").lower())
+    return Part(kind, part.text, part.tool_call_index, part.tool_call_id, part.tool_name)

@@ -1,0 +1,323 @@
+"""The asynchronous client, the twin of `client.py`: the same methods, awaited.
+
+The invariant: however a stream is left (read to its end, closed, dropped, an exception), its call is cancelled, and the
+server frees what it held. A call is sent again only while nothing of its answer has arrived (see retrying.py). A client
+belongs to the event loop on which it is made.
+
+Not responsible for: arguments (see calls.py), answers (see joining.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Any, Generic, TypeVar, Unpack, overload
+
+import grpc
+
+from lockstep_client import calls
+from lockstep_client.access import TLS, Access, Token, access_to
+from lockstep_client.answers import Answer, Delta, ModelInfo, Stats, Tokens, delta_of, from_message
+from lockstep_client.calls import UNARY_TIMEOUT_S, AnyGrammar, Method, Prepared, Prompt, Q, R
+from lockstep_client.embedded import EmbeddedServer
+from lockstep_client.errors import from_rpc
+from lockstep_client.grammars import CompiledGrammar, Grammar
+from lockstep_client.messages import AnyTool, Conversation
+from lockstep_client.options import ChatOptions, Options
+from lockstep_client.retrying import Attempts, Retries
+from lockstep_client.wire import engine_pb2 as pb
+
+T = TypeVar("T")
+
+
+class AsyncStream(Generic[T]):
+    """The deltas of a request, as they arrive. An asynchronous iterator and context manager; leaving it cancels the
+    call."""
+
+    def __init__(self, open_call: Callable[[float | None], Any], prepared: Prepared, attempts: Attempts) -> None:
+        self._open, self._attempts = open_call, attempts
+        self._joined = prepared.joined()
+        self._call = open_call(attempts.remaining_s)
+        self._started = False
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while True:
+            try:
+                response = await self._call.read()
+            except grpc.RpcError as error:
+                failed = from_rpc(error)
+                pause_s = None if self._started else self._attempts.pause_after(failed)
+                if pause_s is None:
+                    raise failed from None
+                await asyncio.sleep(pause_s)
+                self._call = self._open(self._attempts.remaining_s)
+                continue
+            if response is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stub
+                raise StopAsyncIteration
+            self._started = True
+            delta = delta_of(response)
+            self._joined.take(delta)
+            return delta
+
+    async def answer(self) -> Answer[T]:
+        """Read what is left of the stream and return the whole answer."""
+        async for _ in self:
+            pass
+        return self._joined.answer()
+
+    async def aclose(self) -> None:
+        """Cancel the call, if it is not done."""
+        self._call.cancel()
+
+    async def __aenter__(self) -> AsyncStream[T]:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        return f"<AsyncStream attempt {self._attempts.made}>"
+
+
+class AsyncClient:
+    """A client of one server, for one event loop. An asynchronous context manager."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        tls: TLS | bool = False,
+        token: Token | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+        timeout_s: float | None = None,
+        retries: Retries | None = None,
+    ) -> None:
+        """Nothing is sent before the first call. Raises ValueError that names a wrong argument.
+
+        Args:
+            address: "host:port" or "unix:/path". Default: the environment's LOCKSTEP_SERVER, else 127.0.0.1:50051.
+            tls: True: with the authorities of this system; or a TLS(...).
+            token: a bearer token, or a function that returns the current one.
+            metadata: sent with every call, such as `traceparent`.
+            timeout_s: default limit of `generate`, `chat` and `compile`, attempts and pauses included. None: none.
+            retries: how often a call is sent again that found no server, or a full queue. Default: Retries().
+
+        """
+        self._access = access_to(address, tls, token, metadata)
+        self._timeout_s = timeout_s
+        self._retries = retries or Retries()
+        self._server: EmbeddedServer | None = None
+        self._channel = _channel(self._access)
+        self._generate = self._channel.unary_stream(
+            calls.GENERATE.path, pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
+        )
+        self._unary = {
+            method.name: self._channel.unary_unary(
+                method.path, method.request.SerializeToString, method.response.FromString
+            )
+            for method in calls.UNARY
+        }
+
+    @classmethod
+    def embedded(
+        cls,
+        *,
+        command: Sequence[str] | None = None,
+        start_timeout_s: float = 600.0,
+        timeout_s: float | None = None,
+        **settings: str | float | bool,
+    ) -> AsyncClient:
+        """As `Client.embedded`; the server starts at the `async with` block, or at `await client.start()`."""
+        server = EmbeddedServer(settings, command, start_timeout_s)
+        client = cls(server.address, timeout_s=timeout_s)
+        client._server = server
+        return client
+
+    async def start(self) -> None:
+        """Start an embedded server and wait until it serves; nothing for another one, or one that runs."""
+        if self._server is not None and self._server.pid is None:
+            try:
+                await asyncio.to_thread(self._server.start)
+            except asyncio.CancelledError:
+                self._server.close()  # the thread that waits for the server sees its end
+                raise
+
+    @property
+    def address(self) -> str:
+        """The server's address."""
+        return self._access.address
+
+    @overload
+    async def generate(self, prompt: Prompt, *, schema: type[T], **options: Unpack[Options]) -> Answer[T]: ...
+    @overload
+    async def generate(
+        self, prompt: Prompt, *, schema: object = None, grammar: AnyGrammar | None = None, **options: Unpack[Options]
+    ) -> Answer[Any]: ...
+    async def generate(
+        self, prompt: Prompt, *, schema: object = None, grammar: AnyGrammar | None = None, **options: Unpack[Options]
+    ) -> Answer[Any]:
+        """Continue a text, or token ids. Raises CallError, and TypeError or ValueError for a wrong argument."""
+        async with self._stream(calls.text_request(prompt, schema, grammar, options, self._timeout_s)) as stream:
+            return await stream.answer()
+
+    @overload
+    def stream_generate(self, prompt: Prompt, *, schema: type[T], **options: Unpack[Options]) -> AsyncStream[T]: ...
+    @overload
+    def stream_generate(
+        self, prompt: Prompt, *, schema: object = None, grammar: AnyGrammar | None = None, **options: Unpack[Options]
+    ) -> AsyncStream[Any]: ...
+    def stream_generate(
+        self, prompt: Prompt, *, schema: object = None, grammar: AnyGrammar | None = None, **options: Unpack[Options]
+    ) -> AsyncStream[Any]:
+        """As `generate`, but return the deltas as they arrive."""
+        return self._stream(calls.text_request(prompt, schema, grammar, options, self._timeout_s))
+
+    @overload
+    async def chat(self, messages: Conversation, *, schema: type[T], **options: Unpack[ChatOptions]) -> Answer[T]: ...
+    @overload
+    async def chat(
+        self,
+        messages: Conversation,
+        *,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Answer[Any]: ...
+    async def chat(
+        self,
+        messages: Conversation,
+        *,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Answer[Any]:
+        """Answer a conversation: a string (one user message), `Message`s, or mappings in OpenAI's form.
+
+        Raises CallError, and TypeError or ValueError for a wrong argument.
+        """
+        async with self._stream(calls.chat_request(messages, schema, grammar, options, self._timeout_s)) as stream:
+            return await stream.answer()
+
+    @overload
+    def stream_chat(
+        self, messages: Conversation, *, schema: type[T], **options: Unpack[ChatOptions]
+    ) -> AsyncStream[T]: ...
+    @overload
+    def stream_chat(
+        self,
+        messages: Conversation,
+        *,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncStream[Any]: ...
+    def stream_chat(
+        self,
+        messages: Conversation,
+        *,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncStream[Any]:
+        """As `chat`, but return the deltas as they arrive."""
+        return self._stream(calls.chat_request(messages, schema, grammar, options, self._timeout_s))
+
+    async def compile(
+        self, *, schema: object = None, grammar: Grammar | None = None, timeout_s: float | None = None
+    ) -> CompiledGrammar:
+        """Compile a grammar that many requests share; `grammar=` takes what this returns."""
+        request, source = calls.compile_request(schema, grammar)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return calls.compiled(await self._call(calls.COMPILE, request, limit_s), source)
+
+    async def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> bool:
+        """End a running request; its stream ends with ABORTED. Return False where none has this id."""
+        return (await self._call(calls.ABORT, pb.AbortRequest(request_id=request_id), timeout_s)).aborted
+
+    async def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Conversation | None = None,
+        tools: Sequence[AnyTool] = (),
+        add_special_tokens: bool | None = None,
+        with_texts: bool = False,
+        timeout_s: float = UNARY_TIMEOUT_S,
+    ) -> Tokens:
+        """Return the token ids of a text, or of a conversation in the model's chat template."""
+        request = calls.tokenize_request(text, messages, tools, special=add_special_tokens, texts=with_texts)
+        return calls.tokens(await self._call(calls.TOKENIZE, request, timeout_s))
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, timeout_s: float = UNARY_TIMEOUT_S
+    ) -> str:
+        """Return the text of token ids."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return (await self._call(calls.DETOKENIZE, request, timeout_s)).text
+
+    async def model_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> ModelInfo:
+        """Describe the model and the limits of the server."""
+        response = await self._call(calls.MODEL_INFO, pb.GetModelInfoRequest(), timeout_s)
+        return from_message(ModelInfo, response)
+
+    async def stats(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> Stats:
+        """Return the counters and gauges of the server."""
+        response = await self._call(calls.STATS, pb.GetStatsRequest(), timeout_s)
+        return from_message(Stats, response)
+
+    async def aclose(self) -> None:
+        """Close the channel, cancel running calls, and end an embedded server."""
+        await self._channel.close(None)
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+
+    async def __aenter__(self) -> AsyncClient:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        return f"<AsyncClient {self._access.address}>"
+
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        return Attempts(self._retries, deadline_s, time.monotonic)
+
+    def _stream(self, prepared: Prepared) -> AsyncStream[Any]:
+        def open_call(timeout_s: float | None) -> Any:
+            return self._generate(prepared.request, timeout=timeout_s, metadata=self._access.metadata())
+
+        return AsyncStream(open_call, prepared, self._attempts(prepared.timeout_s))
+
+    async def _call(self, method: Method[Q, R], request: Q, timeout_s: float | None) -> R:
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                response: R = await self._unary[method.name](
+                    request, timeout=attempts.remaining_s, metadata=self._access.metadata()
+                )
+            except grpc.RpcError as error:
+                failed = from_rpc(error)
+                pause_s = attempts.pause_after(failed)
+                if pause_s is None:
+                    raise failed from None
+                await asyncio.sleep(pause_s)
+            else:
+                return response
+
+
+def _channel(access: Access) -> grpc.aio.Channel:
+    if access.credentials is None:
+        return grpc.aio.insecure_channel(access.address, options=access.options)
+    return grpc.aio.secure_channel(access.address, access.credentials, options=access.options)

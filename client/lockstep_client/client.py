@@ -1,0 +1,316 @@
+"""The synchronous client. `async_client.py` is its twin: the same methods, awaited.
+
+The invariant: however a stream is left (read to its end, closed, dropped, an exception), its call is cancelled, and the
+server frees what it held. A call is sent again only while nothing of its answer has arrived (see retrying.py). May be
+used from several threads.
+
+Not responsible for: arguments (see calls.py), answers (see joining.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Generic, TypeVar, Unpack, overload
+
+import grpc
+
+from lockstep_client import calls
+from lockstep_client.access import TLS, Access, Token, access_to
+from lockstep_client.answers import Answer, Delta, ModelInfo, Stats, Tokens, delta_of, from_message
+from lockstep_client.calls import UNARY_TIMEOUT_S, AnyGrammar, Method, Prepared, Prompt, Q, R
+from lockstep_client.embedded import EmbeddedServer
+from lockstep_client.errors import from_rpc
+from lockstep_client.grammars import CompiledGrammar, Grammar
+from lockstep_client.messages import AnyTool, Conversation
+from lockstep_client.options import ChatOptions, Options
+from lockstep_client.retrying import Attempts, Retries
+from lockstep_client.wire import engine_pb2 as pb
+
+T = TypeVar("T")
+
+
+class Stream(Generic[T]):
+    """The deltas of a request, as they arrive. An iterator and a context manager; leaving it cancels the call."""
+
+    def __init__(self, open_call: Callable[[float | None], Any], prepared: Prepared, attempts: Attempts) -> None:
+        self._open, self._attempts = open_call, attempts
+        self._joined = prepared.joined()
+        self._call = open_call(attempts.remaining_s)
+        self._started = False
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        while True:
+            try:
+                response = next(self._call)
+            except grpc.RpcError as error:
+                failed = from_rpc(error)
+                pause_s = None if self._started else self._attempts.pause_after(failed)
+                if pause_s is None:
+                    raise failed from None
+                time.sleep(pause_s)
+                self._call = self._open(self._attempts.remaining_s)
+                continue
+            self._started = True
+            delta = delta_of(response)
+            self._joined.take(delta)
+            return delta
+
+    def answer(self) -> Answer[T]:
+        """Read what is left of the stream and return the whole answer."""
+        for _ in self:
+            pass
+        return self._joined.answer()
+
+    def close(self) -> None:
+        """Cancel the call, if it is not done."""
+        self._call.cancel()
+
+    def __enter__(self) -> Stream[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Stream attempt {self._attempts.made}>"
+
+
+class Client:
+    """A client of one server. A context manager; may be used from several threads."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        tls: TLS | bool = False,
+        token: Token | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+        timeout_s: float | None = None,
+        retries: Retries | None = None,
+    ) -> None:
+        """Nothing is sent before the first call. Raises ValueError that names a wrong argument.
+
+        Args:
+            address: "host:port" or "unix:/path". Default: the environment's LOCKSTEP_SERVER, else 127.0.0.1:50051.
+            tls: True: with the authorities of this system; or a TLS(...).
+            token: a bearer token, or a function that returns the current one.
+            metadata: sent with every call, such as `traceparent`.
+            timeout_s: default limit of `generate`, `chat` and `compile`, attempts and pauses included. None: none.
+            retries: how often a call is sent again that found no server, or a full queue. Default: Retries().
+
+        """
+        self._access = access_to(address, tls, token, metadata)
+        self._timeout_s = timeout_s
+        self._retries = retries or Retries()
+        self._server: EmbeddedServer | None = None
+        self._channel = _channel(self._access)
+        self._generate = self._channel.unary_stream(
+            calls.GENERATE.path, pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
+        )
+        self._unary = {
+            method.name: self._channel.unary_unary(
+                method.path, method.request.SerializeToString, method.response.FromString
+            )
+            for method in calls.UNARY
+        }
+
+    @classmethod
+    def embedded(
+        cls,
+        *,
+        command: Sequence[str] | None = None,
+        start_timeout_s: float = 600.0,
+        timeout_s: float | None = None,
+        **settings: str | float | bool,
+    ) -> Client:
+        """Start a server of the client's own, and return when it serves. It ends with the client, or with this process.
+
+        Args:
+            command: the `lockstep` command. Default: this environment's, else the one on the PATH.
+            start_timeout_s: longest time until it serves.
+            timeout_s: as for `Client`.
+            settings: of `lockstep serve`, by name: `model="/models/Qwen3-0.6B", max_batch_size=4`.
+
+        Raises EngineNotInstalled, or EmbeddedServerError with the end of the server's log.
+
+        """
+        server = EmbeddedServer(settings, command, start_timeout_s)
+        server.start()
+        client = cls(server.address, timeout_s=timeout_s)
+        client._server = server
+        return client
+
+    @property
+    def address(self) -> str:
+        """The server's address."""
+        return self._access.address
+
+    @overload
+    def generate(self, prompt: Prompt, *, schema: type[T], **options: Unpack[Options]) -> Answer[T]: ...
+    @overload
+    def generate(
+        self, prompt: Prompt, *, schema: object = None, grammar: AnyGrammar | None = None, **options: Unpack[Options]
+    ) -> Answer[Any]: ...
+    def generate(
+        self, prompt: Prompt, *, schema: object = None, grammar: AnyGrammar | None = None, **options: Unpack[Options]
+    ) -> Answer[Any]:
+        """Continue a text, or token ids. Raises CallError, and TypeError or ValueError for a wrong argument."""
+        with self._stream(calls.text_request(prompt, schema, grammar, options, self._timeout_s)) as stream:
+            return stream.answer()
+
+    @overload
+    def stream_generate(self, prompt: Prompt, *, schema: type[T], **options: Unpack[Options]) -> Stream[T]: ...
+    @overload
+    def stream_generate(
+        self, prompt: Prompt, *, schema: object = None, grammar: AnyGrammar | None = None, **options: Unpack[Options]
+    ) -> Stream[Any]: ...
+    def stream_generate(
+        self, prompt: Prompt, *, schema: object = None, grammar: AnyGrammar | None = None, **options: Unpack[Options]
+    ) -> Stream[Any]:
+        """As `generate`, but return the deltas as they arrive."""
+        return self._stream(calls.text_request(prompt, schema, grammar, options, self._timeout_s))
+
+    @overload
+    def chat(self, messages: Conversation, *, schema: type[T], **options: Unpack[ChatOptions]) -> Answer[T]: ...
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        *,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Answer[Any]: ...
+    def chat(
+        self,
+        messages: Conversation,
+        *,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Answer[Any]:
+        """Answer a conversation: a string (one user message), `Message`s, or mappings in OpenAI's form.
+
+        Raises CallError, and TypeError or ValueError for a wrong argument.
+        """
+        with self._stream(calls.chat_request(messages, schema, grammar, options, self._timeout_s)) as stream:
+            return stream.answer()
+
+    @overload
+    def stream_chat(self, messages: Conversation, *, schema: type[T], **options: Unpack[ChatOptions]) -> Stream[T]: ...
+    @overload
+    def stream_chat(
+        self,
+        messages: Conversation,
+        *,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Stream[Any]: ...
+    def stream_chat(
+        self,
+        messages: Conversation,
+        *,
+        schema: object = None,
+        grammar: AnyGrammar | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Stream[Any]:
+        """As `chat`, but return the deltas as they arrive."""
+        return self._stream(calls.chat_request(messages, schema, grammar, options, self._timeout_s))
+
+    def compile(
+        self, *, schema: object = None, grammar: Grammar | None = None, timeout_s: float | None = None
+    ) -> CompiledGrammar:
+        """Compile a grammar that many requests share; `grammar=` takes what this returns."""
+        request, source = calls.compile_request(schema, grammar)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return calls.compiled(self._call(calls.COMPILE, request, limit_s), source)
+
+    def abort(self, request_id: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> bool:
+        """End a running request; its stream ends with ABORTED. Return False where none has this id."""
+        return self._call(calls.ABORT, pb.AbortRequest(request_id=request_id), timeout_s).aborted
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Conversation | None = None,
+        tools: Sequence[AnyTool] = (),
+        add_special_tokens: bool | None = None,
+        with_texts: bool = False,
+        timeout_s: float = UNARY_TIMEOUT_S,
+    ) -> Tokens:
+        """Return the token ids of a text, or of a conversation in the model's chat template."""
+        request = calls.tokenize_request(text, messages, tools, special=add_special_tokens, texts=with_texts)
+        return calls.tokens(self._call(calls.TOKENIZE, request, timeout_s))
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, timeout_s: float = UNARY_TIMEOUT_S
+    ) -> str:
+        """Return the text of token ids."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return self._call(calls.DETOKENIZE, request, timeout_s).text
+
+    def model_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> ModelInfo:
+        """Describe the model and the limits of the server."""
+        return from_message(ModelInfo, self._call(calls.MODEL_INFO, pb.GetModelInfoRequest(), timeout_s))
+
+    def stats(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> Stats:
+        """Return the counters and gauges of the server."""
+        return from_message(Stats, self._call(calls.STATS, pb.GetStatsRequest(), timeout_s))
+
+    def close(self) -> None:
+        """Close the channel, cancel running calls, and end an embedded server."""
+        self._channel.close()
+        if self._server is not None:
+            self._server.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Client {self._access.address}>"
+
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        return Attempts(self._retries, deadline_s, time.monotonic)
+
+    def _stream(self, prepared: Prepared) -> Stream[Any]:
+        def open_call(timeout_s: float | None) -> Any:
+            return self._generate(prepared.request, timeout=timeout_s, metadata=self._access.metadata())
+
+        return Stream(open_call, prepared, self._attempts(prepared.timeout_s))
+
+    def _call(self, method: Method[Q, R], request: Q, timeout_s: float | None) -> R:
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                response: R = self._unary[method.name](
+                    request, timeout=attempts.remaining_s, metadata=self._access.metadata()
+                )
+            except grpc.RpcError as error:
+                failed = from_rpc(error)
+                pause_s = attempts.pause_after(failed)
+                if pause_s is None:
+                    raise failed from None
+                time.sleep(pause_s)
+            else:
+                return response
+
+
+def _channel(access: Access) -> grpc.Channel:
+    if access.credentials is None:
+        return grpc.insecure_channel(access.address, options=access.options)
+    return grpc.secure_channel(access.address, access.credentials, options=access.options)

@@ -1,0 +1,166 @@
+"""The keyword arguments of a request, and the message that they make.
+
+The invariant: an argument that is not given leaves its field unset, so that the server's default applies. Values are
+checked by the server alone, which names the field; an argument that is not known is a TypeError.
+
+Not responsible for: the prompt's parts (see messages.py), the grammar (see grammars.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from lockstep_client.grammars import CompiledGrammar, Grammar
+from lockstep_client.messages import AnyTool, refuse_unknown, tools_message
+from lockstep_client.wire import engine_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning:
+    """The phase before the answer in which the model thinks freely.
+
+    Attributes:
+        enabled: whether the answer may begin with such a phase. None: where the chat template has one.
+        max_tokens: most tokens of the phase, its markers included.
+        effort: handed to the chat template: "low", "medium", "high", or what the template knows.
+        begin, end: the markers of the phase. "": the model's own.
+
+    """
+
+    enabled: bool | None = None
+    max_tokens: int | None = None
+    effort: str = ""
+    begin: str = ""
+    end: str = ""
+
+
+class Options(TypedDict, total=False):
+    """Arguments of `generate`, `chat` and their streams; engine.proto documents each field with its default."""
+
+    # Sampling.
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    bad_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    ignore_eos: bool
+    logprobs: int
+    n: int
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    logit_bias: Mapping[int, float]
+    # Speculation.
+    num_draft_tokens: int
+    draft_index: bool
+    # Parts of the response.
+    omit_text: bool
+    omit_token_ids: bool
+    echo: bool
+    prompt_logprobs: int
+    per_field_logprobs: bool
+    # The request.
+    request_id: str
+    cache_salt: str
+    priority: int
+    # The call.
+    timeout_s: float
+    """End the call after this time, attempts and pauses included. Default: the client's `timeout_s`."""
+
+
+class ChatOptions(Options, total=False):
+    """Arguments of `chat` and its stream."""
+
+    tools: Sequence[AnyTool]
+    """Functions with types, `Tool`s, or mappings in the form of OpenAI's tools."""
+    tool_choice: str
+    """"auto", "none", "required", or the name of the one tool to call."""
+    parallel_tool_calls: bool
+    reasoning: bool | Reasoning
+    template_arguments: Mapping[str, Any]
+    """Variables for the chat template besides the messages."""
+    continue_final_message: bool
+    """Go on with the last message, which is the assistant's."""
+
+
+_SCALARS = {
+    "sampling": (
+        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "ignore_eos", "logprobs", "n", "include_stop_str_in_output",
+        "skip_special_tokens",
+    ),
+    "speculation": ("num_draft_tokens", "draft_index"),
+    "response": ("omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs"),
+}  # fmt: skip
+"""Options by the message that holds them."""
+_LISTS = ("stop", "stop_token_ids", "bad_token_ids", "bad_words")
+_OWN = ("request_id", "cache_salt", "priority")
+OPTIONS = frozenset(Options.__annotations__)
+CHAT_OPTIONS = OPTIONS | frozenset(ChatOptions.__annotations__)
+
+
+def request_of(
+    options: Mapping[str, Any], grammar: Grammar | CompiledGrammar | None, *, chat: bool
+) -> pb.GenerateRequest:
+    """Return the request without its prompt.
+
+    Raises TypeError for an option that is not known, ValueError for a value that its field cannot hold; both name it.
+    """
+    refuse_unknown(options, CHAT_OPTIONS if chat else OPTIONS, "chat()" if chat else "generate()")
+    given = {name: value for name, value in options.items() if value is not None}
+    request = pb.GenerateRequest()
+    for part, names in _SCALARS.items():
+        for name in names:
+            if name in given:
+                _set(getattr(request, part), name, given[name])
+    for name in _OWN:
+        if name in given:
+            _set(request, name, given[name])
+    for name in _LISTS:
+        if name in given:
+            values = [given[name]] if isinstance(given[name], str) else given[name]
+            _extend(request.sampling, name, values)
+    for token, bias in given.get("logit_bias", {}).items():
+        request.sampling.logit_bias[token] = bias
+    if grammar is not None:
+        request.grammar.CopyFrom(grammar.message())
+    _add_tools(request, given)
+    return request
+
+
+def _add_tools(request: pb.GenerateRequest, given: Mapping[str, Any]) -> None:
+    choice, parallel = given.get("tool_choice"), given.get("parallel_tool_calls")
+    if given.get("tools"):
+        request.tools.CopyFrom(tools_message(given["tools"], choice, parallel))
+    elif choice is not None or parallel is not None:
+        raise ValueError("tool_choice, parallel_tool_calls: need tools")
+    reasoning = given.get("reasoning")
+    if isinstance(reasoning, bool):
+        reasoning = Reasoning(enabled=reasoning)
+    if reasoning is not None:
+        request.reasoning.CopyFrom(pb.Reasoning(**dataclasses.asdict(reasoning)))
+
+
+def _set(message: Any, name: str, value: Any) -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _extend(message: Any, name: str, values: Sequence[Any]) -> None:
+    try:
+        getattr(message, name).extend(values)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None

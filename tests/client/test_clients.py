@@ -1,0 +1,294 @@
+"""Both clients against a scripted server: answers, streams, errors, attempts, and what a left stream does."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from lockstep_client import (
+    AsyncClient,
+    Client,
+    CompiledGrammar,
+    FinishReason,
+    Grammar,
+    GrammarNotConfigured,
+    InvalidRequest,
+    LimitExceeded,
+    LockstepError,
+    NotAuthenticated,
+    NotSupported,
+    PartKind,
+    Retries,
+    ServerFailed,
+    TimedOut,
+    TokenLogprob,
+    TokenLogprobs,
+    ToolCall,
+    Unavailable,
+    UnknownGrammar,
+)
+from protos.engine.v1 import engine_pb2 as pb
+from tests.client.scripted import Scripted, Twin, end, says
+
+
+@dataclass
+class City:
+    name: str
+    people: int
+
+
+async def test_an_answer_is_the_sum_of_its_deltas(twin: Twin, server: Scripted) -> None:
+    server.script = says("hel", "lo")
+    answer = await twin.call("generate", "x", max_tokens=5)
+    assert (answer.text, answer.content, answer.token_ids) == ("hello", "hello", (0, 1))
+    assert (answer.finish_reason, answer.usage.prompt_tokens) == (FinishReason.STOP, 3)
+    assert (answer.telemetry.backend, answer.telemetry.warnings) == ("llguidance", ("w",))
+    assert server.requests == [pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=5))]
+
+
+async def test_a_stream_yields_deltas_and_then_the_answer(twin: Twin, server: Scripted) -> None:
+    server.script = says("a", "b")
+    deltas, answer = await twin.stream("stream_chat", "Hello")
+    assert [delta.text for delta in deltas] == ["a", "b", ""]
+    assert [delta.finish_reason for delta in deltas] == [None, None, FinishReason.STOP]
+    assert answer.text == "ab"
+    assert [(m.role, m.content) for m in server.requests[0].messages.messages] == [("user", "Hello")]
+
+
+async def test_a_schema_comes_back_as_an_object(twin: Twin, server: Scripted) -> None:
+    server.script = says('{"name": "Oslo", ', '"people": 700000}')
+    assert (await twin.call("chat", "Describe Oslo.", schema=City)).parsed == City("Oslo", 700000)
+    assert '"people": {"type": "integer"}' in server.requests[0].grammar.json_schema
+
+
+async def test_token_ids_are_a_prompt(twin: Twin, server: Scripted) -> None:
+    await twin.call("generate", [1, 2, 3])
+    assert list(server.requests[0].token_ids.ids) == [1, 2, 3]
+
+
+async def test_sequences_are_kept_apart(twin: Twin, server: Scripted) -> None:
+    def script(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(index=1, text="b")
+        yield pb.GenerateResponse(index=0, text="a")
+        yield end(1)
+        yield end(0)
+
+    server.script = script
+    answer = await twin.call("generate", "x", n=2)
+    assert [each.text for each in (answer, *answer.others)] == ["a", "b"]
+
+
+async def test_a_stream_that_ends_early_is_an_error(twin: Twin, server: Scripted) -> None:
+    server.script = lambda request, context: [end(0)]
+    with pytest.raises(ServerFailed, match="1 of 2 answers"):
+        await twin.call("generate", "x", n=2)
+
+
+async def test_parts_become_content_reasoning_and_tool_calls(twin: Twin, server: Scripted) -> None:
+    kinds = pb.AnswerPart
+    parts = [
+        [kinds(kind=kinds.KIND_REASONING, text="hm")],
+        [kinds(kind=kinds.KIND_CONTENT, text="I "), kinds(kind=kinds.KIND_CONTENT, text="look.")],
+        [kinds(kind=kinds.KIND_TOOL_CALL, tool_call_id="c1", tool_name="weather")],
+        [kinds(kind=kinds.KIND_TOOL_ARGUMENTS, text='{"city": "Os')],
+        [kinds(kind=kinds.KIND_TOOL_ARGUMENTS, text='lo"}')],
+        [kinds(kind=kinds.KIND_TOOL_CALL, tool_call_index=1, tool_call_id="c2", tool_name="now")],
+    ]
+    server.script = lambda request, context: [*(pb.GenerateResponse(parts=each) for each in parts), end()]
+    deltas, answer = await twin.stream("stream_chat", "x", reasoning=True)
+    assert deltas[2].parts[0].kind is PartKind.TOOL_CALL
+    assert (answer.reasoning, answer.content) == ("hm", "I look.")
+    assert answer.tool_calls == (ToolCall("c1", "weather", '{"city": "Oslo"}'), ToolCall("c2", "now", ""))
+    assert answer.tool_calls[0].json() == {"city": "Oslo"}
+    assert answer.message.tool_calls == answer.tool_calls
+
+
+async def test_log_probabilities_and_the_prompt_are_in_the_answer(twin: Twin, server: Scripted) -> None:
+    entry = pb.TokenLogprobs(logprob=-1, top=[pb.TokenLogprob(token_id=4, logprob=-0.5)])
+    server.script = lambda request, context: [
+        pb.GenerateResponse(logprobs=[entry], prompt_token_ids=[8], prompt_logprobs=[entry]),
+        end(logprobs=[entry], field_logprobs=[pb.FieldLogprob(pointer="/a", logprob=-2, tokens=3)]),
+    ]
+    answer = await twin.call("generate", "x", logprobs=1, echo=True)
+    read = TokenLogprobs(-1, (TokenLogprob(4, -0.5),))
+    assert (answer.logprobs, answer.prompt_logprobs, answer.prompt_token_ids) == ((read, read), (read,), (8,))
+    assert (answer.field_logprobs[0].pointer, answer.field_logprobs[0].tokens) == ("/a", 3)
+
+
+async def test_a_grammar_is_compiled_once_and_used_by_its_id(twin: Twin, server: Scripted) -> None:
+    compiled = await twin.call("compile", schema=City)
+    assert isinstance(compiled, CompiledGrammar)
+    assert (compiled.grammar_id, compiled.backend, compiled.min_tokens) == ("g-1", "xgrammar", 4)
+    server.script = says('{"name": "Oslo", "people": 1}')
+    assert (await twin.call("chat", "x", grammar=compiled)).parsed == City("Oslo", 1)
+    assert server.requests[1].grammar == pb.Grammar(grammar_id="g-1")
+
+
+async def test_the_other_calls(twin: Twin) -> None:
+    assert await twin.call("abort", "r") is True
+    assert await twin.call("abort", "another") is False
+    info, stats = await twin.call("model_info"), await twin.call("stats")
+    assert (info.model, info.backends, info.eos_token_ids) == ("m", ("xgrammar",), (2, 3))
+    assert (stats.steps, stats.finished) == (9, {"STOP": 4})
+    tokens = await twin.call("tokenize", "ab", with_texts=True)
+    assert (tokens.token_ids, tokens.texts) == ((5, 6), ("a", "b"))
+    assert await twin.call("detokenize", [5, 6]) == "5,6"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.NOT_FOUND, UnknownGrammar),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, LimitExceeded),
+        (grpc.StatusCode.FAILED_PRECONDITION, GrammarNotConfigured),
+        (grpc.StatusCode.UNIMPLEMENTED, NotSupported),
+        (grpc.StatusCode.UNAUTHENTICATED, NotAuthenticated),
+        (grpc.StatusCode.INTERNAL, ServerFailed),
+        (grpc.StatusCode.DATA_LOSS, ServerFailed),
+    ],
+)
+async def test_a_status_is_an_error_of_its_own(
+    twin: Twin, server: Scripted, code: grpc.StatusCode, kind: type[LockstepError]
+) -> None:
+    server.fails = [(code, "sampling.stop[0]: is empty")] * 2
+    with pytest.raises(kind, match=r"is empty") as streamed:
+        await twin.call("generate", "x")
+    assert type(streamed.value) is kind
+    with pytest.raises(kind):
+        await twin.call("stats")
+    assert len(server.requests) == 2
+
+
+def test_an_invalid_request_names_its_field(client: Client, server: Scripted) -> None:
+    server.fails = [(grpc.StatusCode.INVALID_ARGUMENT, "sampling.stop[0]: is empty")]
+    with pytest.raises(InvalidRequest) as refused:
+        client.generate("x")
+    assert refused.value.field == "sampling.stop[0]"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        (grpc.StatusCode.UNAVAILABLE, "the server is shutting down"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "9 sequences run or wait; max_queue_size = 8"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "grammar: compile_queue: 8 compilations run or wait already; try again"),
+    ],
+    ids=["unavailable", "queue", "compile queue"],
+)
+async def test_what_passes_is_tried_again(twin: Twin, server: Scripted, failure: tuple[grpc.StatusCode, str]) -> None:
+    server.fails = [failure] * 2
+    assert (await twin.call("generate", "x")).text == "yes"
+    server.fails = [failure] * 2
+    assert (await twin.call("stats")).steps == 9
+    assert len(server.requests) == 6
+
+
+async def test_attempts_end(twin: Twin, server: Scripted) -> None:
+    server.fails = [(grpc.StatusCode.UNAVAILABLE, "away")] * 9
+    with pytest.raises(Unavailable):
+        await twin.call("generate", "x")
+    assert len(server.requests) == 3
+
+
+async def test_a_limit_that_does_not_pass_is_not_tried_again(twin: Twin, server: Scripted) -> None:
+    server.fails = [(grpc.StatusCode.RESOURCE_EXHAUSTED, "grammar: takes longer than compile_timeout_s = 5")]
+    with pytest.raises(LimitExceeded):
+        await twin.call("generate", "x")
+    assert len(server.requests) == 1
+
+
+async def test_nothing_is_sent_again_behind_the_first_response(twin: Twin, server: Scripted) -> None:
+    def script(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(text="a")
+        context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    server.script = script
+    with pytest.raises(Unavailable):
+        await twin.call("generate", "x")
+    assert len(server.requests) == 1
+
+
+async def test_a_call_ends_at_its_timeout(twin: Twin, server: Scripted) -> None:
+    def script(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+        threading.Event().wait(min(5, context.time_remaining() + 0.5))
+        yield end()
+
+    server.script = script
+    with pytest.raises(TimedOut):
+        await twin.call("generate", "x", timeout_s=0.2)
+
+
+def test_leaving_a_stream_cancels_its_call(client: Client, server: Scripted) -> None:
+    ended = threading.Event()
+
+    def script(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+        context.add_callback(ended.set)
+        while context.is_active():
+            yield pb.GenerateResponse(text="a")
+            threading.Event().wait(0.01)
+
+    server.script = script
+    with client.stream_generate("x") as stream:
+        assert next(stream).text == "a"
+        assert not ended.is_set()
+    assert ended.wait(10)
+
+
+async def test_leaving_an_asynchronous_stream_cancels_its_call(address: str, server: Scripted) -> None:
+    ended = threading.Event()
+
+    def script(request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
+        context.add_callback(ended.set)
+        while context.is_active():
+            yield pb.GenerateResponse(text="a")
+            threading.Event().wait(0.01)
+
+    server.script = script
+    async with AsyncClient(address) as client, client.stream_generate("x") as stream:
+        async for _ in stream:
+            break
+    assert ended.wait(10)
+
+
+def test_no_server_is_unavailable(tmp_path: Any) -> None:
+    nowhere = Client(f"unix:{tmp_path}/nobody", retries=Retries(attempts=2, first_pause_s=0.001, longest_pause_s=0.001))
+    with nowhere, pytest.raises(Unavailable):
+        nowhere.model_info()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("x",), {"temprature": 1}, r"generate\(\): 'temprature' is not known; did you mean 'temperature'"),
+        (("x",), {"tools": []}, r"generate\(\): 'tools' is not known"),
+        (("x",), {"max_tokens": -1}, "max_tokens: "),
+        (("x",), {"stop": [3]}, "stop: "),
+        (("x",), {"schema": City, "grammar": Grammar.regex("a")}, "schema, grammar: exclude each other"),
+    ],
+)
+async def test_a_wrong_argument_is_refused_before_anything_is_sent(
+    twin: Twin, server: Scripted, arguments: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        await twin.call("generate", *arguments, **options)
+    assert server.requests == []
+
+
+def test_the_twins_have_the_same_methods() -> None:
+    def methods(kind: type[Any]) -> dict[str, list[str]]:
+        public = [name for name in vars(kind) if not name.startswith("_") and callable(getattr(kind, name))]
+        return {name.removeprefix("a"): list(inspect.signature(getattr(kind, name)).parameters) for name in public}
+
+    asynchronous = methods(AsyncClient)
+    assert asynchronous.pop("start") == ["self"]
+    asynchronous["abort"] = asynchronous.pop("bort")
+    synchronous = methods(Client)
+    synchronous["abort"] = synchronous.pop("bort")
+    assert synchronous == asynchronous

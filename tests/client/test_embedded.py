@@ -1,0 +1,156 @@
+"""A server of the client's own: found, started, and gone with its starter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep_client import AsyncClient, Client, EmbeddedServerError, EngineNotInstalled
+from lockstep_client.embedded import EmbeddedServer, find_engine
+from tests.waiting import eventually
+
+STUB = """
+import signal, sys, time
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from gpu_engine.ops.parent import stop_with_stdin
+
+flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[2:])
+assert flags["stop-with-stdin"] == "true" and sys.argv[1] == "serve", sys.argv
+if flags.get("fail"):
+    sys.exit("model: there is no such model")
+stop_with_stdin()
+time.sleep(float(flags.get("load-s", 0)))
+server = grpc.server(ThreadPoolExecutor(2))
+servicer = health.HealthServicer()
+servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+server.add_insecure_port(flags["listen"])
+server.start()
+signal.sigwait({signal.SIGTERM}) if flags.get("waits") else signal.pause()
+"""
+"""A command that starts as fast as a server without a model."""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    path = tmp_path / "stub.py"
+    path.write_text(STUB)
+    return [sys.executable, str(path)]
+
+
+def gone(pid: int, timeout_s: float = 20.0) -> bool:
+    try:
+        psutil.Process(pid).wait(timeout_s)
+    except psutil.NoSuchProcess:
+        pass
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _stub_finds_the_checkout(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{root}/client")
+
+
+def test_a_server_ends_with_its_client(command: list[str]) -> None:
+    client = Client.embedded(command=command)
+    server = client._server
+    assert server is not None
+    pid = server.pid
+    assert pid is not None
+    assert psutil.pid_exists(pid)
+    client.close()
+    assert gone(pid)
+
+
+async def test_the_asynchronous_twin_starts_at_its_block(command: list[str]) -> None:
+    async with AsyncClient.embedded(command=command) as client:
+        server = client._server
+        assert server is not None
+        pid = server.pid
+        assert pid is not None
+    assert gone(pid)
+
+
+async def test_a_start_that_is_cancelled_leaves_no_process(command: list[str]) -> None:
+    client = AsyncClient.embedded(command=command, load_s=60)
+    start = asyncio.create_task(client.start())
+    server = client._server
+    assert server is not None
+    await eventually(lambda: server.pid is not None)
+    pid = server.pid
+    assert pid is not None
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert gone(pid)
+    await client.aclose()
+
+
+@pytest.mark.parametrize("load_s", [0, 60], ids=["serving", "loading"])
+def test_a_server_ends_with_a_process_that_is_killed(command: list[str], load_s: int) -> None:
+    program = f"""
+import sys, threading, time
+from lockstep_client.embedded import EmbeddedServer
+server = EmbeddedServer({{"load_s": {load_s}}}, {command!r}, 100)
+threading.Thread(target=server.start, daemon=True).start()
+while server.pid is None:
+    time.sleep(0.01)
+time.sleep({0 if load_s else 2})
+print(server.pid, flush=True)
+time.sleep(100)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        pid = int(starter.stdout.readline())
+        assert psutil.pid_exists(pid)
+        starter.send_signal(signal.SIGKILL)
+    assert gone(pid)
+
+
+def test_a_server_that_fails_says_why(command: list[str]) -> None:
+    with pytest.raises(
+        EmbeddedServerError, match=r"ended with status 1\n.*--fail=true.*\nmodel: there is no such"
+    ) as e:
+        Client.embedded(command=command, fail=True)
+    assert not isinstance(e.value, EngineNotInstalled)
+
+
+def test_a_server_that_takes_too_long_is_ended(command: list[str]) -> None:
+    server = EmbeddedServer({"load_s": 60}, command, start_timeout_s=0.3)
+    with pytest.raises(EmbeddedServerError, match=r"did not serve within 0\.3 s"):
+        server.start()
+    assert server.pid is None
+
+
+def test_a_command_that_is_not_there_is_named() -> None:
+    with pytest.raises(EmbeddedServerError, match="cannot start /nowhere/lockstep"):
+        Client.embedded(command=["/nowhere/lockstep"])
+
+
+def test_settings_that_the_client_owns_are_refused() -> None:
+    with pytest.raises(ValueError, match="listen: an embedded server sets it itself"):
+        Client.embedded(listen="127.0.0.1:1")
+
+
+def test_the_engine_is_found_here_then_on_the_path(tmp_path: Path) -> None:
+    ours, another = tmp_path / "ours", tmp_path / "another"
+    ours.write_text("#!/bin/sh\necho lockstep-engine 1.0\n")
+    another.write_text("#!/bin/sh\necho lockstep 9\n")
+    for path in (ours, another):
+        path.chmod(0o755)
+    assert find_engine(lambda name: object(), lambda name: None) == [sys.executable, "-m", "gpu_engine"]
+    assert find_engine(lambda name: None, lambda name: str(ours)) == [str(ours)]
+    for missing in (None, str(another)):
+        with pytest.raises(EngineNotInstalled, match=r"pipx install 'lockstep-engine\[engine,llguidance\]'"):
+            find_engine(lambda name: None, lambda name, missing=missing: missing)

@@ -1,0 +1,236 @@
+"""Arguments become the message that the engine reads, field by field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from lockstep_client import Answer, FinishReason, Grammar, Message, NotParsed, Reasoning, Telemetry, Tool, ToolCall
+from lockstep_client import Delta as ClientDelta
+from lockstep_client.answers import FieldLogprob, ModelInfo, Part, Stats, Tokens, Usage
+from lockstep_client.calls import chat_request, text_request, tokenize_request
+from lockstep_client.grammars import CompiledGrammar
+from lockstep_client.messages import conversation, tools_message
+from lockstep_client.options import CHAT_OPTIONS, OPTIONS
+from lockstep_client.wire import engine_pb2 as own
+from protos.engine.v1 import engine_pb2 as pb
+
+ALL_OPTIONS: dict[str, Any] = {
+    "max_tokens": 5, "min_tokens": 1, "temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "seed": 9,
+    "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25, "stop": "a",
+    "stop_token_ids": [4], "bad_token_ids": [5], "bad_words": ["b"], "ignore_eos": True, "logprobs": 2, "n": 3,
+    "include_stop_str_in_output": True, "skip_special_tokens": False, "logit_bias": {8: -1.0},
+    "num_draft_tokens": 0, "draft_index": False, "omit_text": True, "omit_token_ids": True, "echo": True,
+    "prompt_logprobs": 1, "per_field_logprobs": True, "request_id": "r", "cache_salt": "s", "priority": -2,
+}  # fmt: skip
+
+
+def sent(message: Any) -> Any:
+    """Return the message as the engine parses it."""
+    return pb.GenerateRequest.FromString(message.SerializeToString())
+
+
+def test_every_option_has_its_field() -> None:
+    request = sent(text_request("x", None, None, ALL_OPTIONS, None).request)
+    parts = {"sampling", "speculation", "response"}
+    by_name = {
+        field.name: value
+        for message in (request, *(getattr(request, part) for part in parts))
+        for field, value in message.ListFields()
+    }
+    for name, value in ALL_OPTIONS.items():
+        found = by_name[name]
+        found = dict(found) if name == "logit_bias" else list(found) if hasattr(found, "extend") else found
+        assert found == (["a"] if name == "stop" else value), name
+    assert set(ALL_OPTIONS) == OPTIONS - {"timeout_s"}
+
+
+def test_every_field_of_a_request_has_its_option() -> None:
+    request = own.GenerateRequest.DESCRIPTOR.fields_by_name
+    nested = ("sampling", "speculation", "response")
+    fields = {name for part in nested for name in request[part].message_type.fields_by_name}
+    fields |= set(request) - set(nested)
+    elsewhere = {"text", "token_ids", "messages", "grammar"}
+    assert fields - elsewhere <= CHAT_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ModelInfo, own.GetModelInfoResponse),
+        (Stats, own.GetStatsResponse),
+        (Telemetry, own.Telemetry),
+        (Usage, own.Usage),
+        (FieldLogprob, own.FieldLogprob),
+        (Part, own.AnswerPart),
+        (Tokens, own.TokenizeResponse),
+        (ClientDelta, own.GenerateResponse),
+        (CompiledGrammar, own.CompileResponse),
+        (Message, own.ChatMessage),
+        (ToolCall, own.ToolCall),
+        (Reasoning, own.Reasoning),
+        (Tool, own.Tool),
+    ],
+)
+def test_every_field_of_a_message_has_one_of_the_client(kind: type[Any], message: Any) -> None:
+    fields = set(kind.__dataclass_fields__) - {"parse"}
+    described: list[FieldDescriptor] = list(message.DESCRIPTOR.fields)
+    assert {field.name for field in described} - {"parts" if kind is Message else ""} == fields
+
+
+def test_the_reasons_of_an_end_are_the_engines() -> None:
+    names = {name.removeprefix("FINISH_REASON_") for name in pb.FinishReason.DESCRIPTOR.values_by_name} - {
+        "UNSPECIFIED"
+    }
+    assert names == {reason.name for reason in FinishReason}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (Grammar.json_object(), pb.Grammar(json_object=True)),
+        (Grammar.schema({"type": "null"}), pb.Grammar(json_schema='{"type": "null"}')),
+        (Grammar.regex("a+"), pb.Grammar(regex="a+")),
+        (Grammar.choice("a", "b"), pb.Grammar(choice=pb.Choice(choices=["a", "b"]))),
+        (Grammar.ebnf("root ::= [a]"), pb.Grammar(ebnf="root ::= [a]")),
+        (Grammar.lark("start: A"), pb.Grammar(lark="start: A")),
+        (Grammar.structural_tag({"a": 1}), pb.Grammar(structural_tag='{"a": 1}')),
+        (
+            Grammar.regex("a").with_options(whitespace="any", backend="auto", allow_unenforced=True),
+            pb.Grammar(regex="a", whitespace=pb.WHITESPACE_ANY, backend=pb.BACKEND_AUTO, allow_unenforced=True),
+        ),
+    ],
+    ids=repr,
+)
+def test_a_grammar_of_every_kind(grammar: Grammar, message: pb.Grammar) -> None:
+    assert sent(text_request("x", None, grammar, {}, None).request).grammar == message
+    kinds = pb.Grammar.DESCRIPTOR.oneofs_by_name["spec"].fields
+    assert len(kinds) == 8, "a new kind of grammar needs a class method"
+
+
+def test_unknown_words_of_a_grammar_are_refused() -> None:
+    with pytest.raises(ValueError, match="whitespace: 'none' is none of compact, bounded, any"):
+        Grammar.regex("a").with_options(whitespace="none")  # type: ignore[arg-type]
+
+
+def test_a_conversation_comes_in_three_forms() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    plain = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, "b"], "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "tool", "content": "3", "tool_call_id": "c"},
+    ]
+    typed = [
+        Message(role="assistant", tool_calls=(ToolCall("c", "f", "{}"),), reasoning="hm"),
+        Message(role="tool", content="3", tool_call_id="c"),
+    ]
+    request = sent(chat_request(plain, None, None, {"template_arguments": {"a": 1}}, None).request)
+    assert [part.text for part in request.messages.messages[0].parts] == ["a", "b"]
+    assert request.messages.messages[0].name == "Ann"
+    assert json.loads(request.messages.template_arguments) == {"a": 1}
+    assert conversation(plain[1:]) == conversation(typed)
+    assert conversation("a") == conversation([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "user", "contents": "a"}], r"messages\[0\]: 'contents' is not known; did you mean 'content'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\].content\[0\]: the model reads text"),
+        (["a"], r"messages\[0\]: is a str, not a Message or a mapping"),
+    ],
+)
+def test_a_wrong_turn_is_named(messages: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        conversation(messages)
+
+
+def test_tools_come_in_three_forms() -> None:
+    def weather(city: str) -> str:
+        """Return the weather
+        of a city.
+
+        More.
+        """
+        raise AssertionError
+
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    openai = {"type": "function", "function": {"name": "weather", "parameters": schema, "strict": False}}
+    message = tools_message([weather, openai, Tool(name="free", regex="a+")], "free", False)
+    assert (message.choice, message.name, message.parallel) == (pb.TOOL_CHOICE_NAMED, "free", False)
+    of_function, of_mapping, custom = message.tools
+    assert (of_function.name, of_function.description) == ("weather", "Return the weather of a city.")
+    assert json.loads(of_function.parameters) == schema | {"additionalProperties": False}
+    assert (json.loads(of_mapping.parameters), of_mapping.strict) == (schema, False)
+    assert not of_function.HasField("strict")
+    assert (custom.WhichOneof("input"), custom.regex) == ("regex", "a+")
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "message"),
+    [
+        ([Tool(name="f")], "g", "tool_choice: 'g' is none of auto, none, required, f"),
+        ([Tool(name="f", regex="a", lark="b")], None, r"tools\[0\]: lark and regex exclude each other"),
+        ([3], None, r"tools\[0\]: is a int"),
+        ([{"type": "custom"}], None, r"tools\[0\].type: 'custom' is not 'function'"),
+        ([{"name": "f", "parameter": {}}], None, r"tools\[0\]: 'parameter' is not known; did you mean 'parameters'"),
+    ],
+)
+def test_wrong_tools_are_named(tools: Any, choice: str | None, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        tools_message(tools, choice)
+
+
+def test_reasoning_is_a_switch_or_more() -> None:
+    switch = sent(chat_request("x", None, None, {"reasoning": False}, None).request)
+    assert switch.reasoning == pb.Reasoning(enabled=False)
+    more = sent(chat_request("x", None, None, {"reasoning": Reasoning(max_tokens=9, effort="low")}, None).request)
+    assert more.reasoning == pb.Reasoning(max_tokens=9, effort="low")
+
+
+def test_tool_choice_needs_tools() -> None:
+    with pytest.raises(ValueError, match="need tools"):
+        chat_request("x", None, None, {"tool_choice": "auto"}, None)
+
+
+def test_tokenize_takes_a_text_or_a_conversation() -> None:
+    request = tokenize_request(None, "a", [Tool(name="f")], special=None, texts=True)
+    assert (request.messages.messages[0].content, request.tools.tools[0].name) == ("a", "f")
+    assert not request.HasField("add_special_tokens")
+    with pytest.raises(ValueError, match="text, messages: exactly one"):
+        tokenize_request(None, None, [], special=None, texts=False)
+
+
+def answer(**fields: Any) -> Answer[Any]:
+    values = {"text": "3", "content": "3", "finish_reason": FinishReason.STOP, "_parse": int} | fields
+    return Answer(
+        request_id="r",
+        index=0,
+        token_ids=(),
+        usage=Usage(0, 0, 0),
+        telemetry=Telemetry(0, 0, False, 0, 0, 0, 0, 0, 0, 0, 0, 0, "", ()),
+        **values,
+    )
+
+
+def test_a_value_is_parsed_once() -> None:
+    values = iter([1, 2])
+    parsed = answer(_parse=lambda text: next(values))
+    assert (parsed.parsed, parsed.parsed) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"_parse": None}, "no schema"),
+        ({"finish_reason": FinishReason.GRAMMAR_INCOMPLETE}, "not complete: it ended with GRAMMAR_INCOMPLETE"),
+        ({"tool_calls": (ToolCall("c", "f", "{}"),), "content": " "}, "is a call of f"),
+        ({"content": "x", "matched_stop_str": "!"}, "the stop string '!' came first"),
+    ],
+)
+def test_an_answer_without_a_value_says_why(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotParsed, match=message):
+        _ = answer(**fields).parsed

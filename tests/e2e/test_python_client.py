@@ -1,0 +1,217 @@
+"""The Python client against the real server: every kind of grammar, an installation of its own, a server of its own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jsonschema
+import psutil
+import pytest
+from packaging.requirements import Requirement
+
+from lockstep_client import AsyncClient, Client, FinishReason, Grammar, InvalidRequest, Message
+from lockstep_client.schemas import schema_of
+from tests.docs.pages import ROOT, Snippet, snippets
+from tests.e2e.conftest import RunningServer
+
+pytestmark = pytest.mark.model
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+README = [snippet for snippet in snippets("python") if snippet.page == ROOT / "client/README.md"]
+
+
+@dataclass
+class City:
+    name: Annotated[str, {"maxLength": 30}]
+    inhabitants: Annotated[int, {"minimum": 0, "maximum": 99_999_999}]
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Any:
+    with Client(server.address, timeout_s=120) as connected:
+        yield connected
+
+
+def test_a_schema_comes_back_as_an_object(client: Client) -> None:
+    answer = client.chat("Describe Paris as JSON.", schema=City, max_tokens=100, temperature=0)
+    assert isinstance(answer.parsed, City)
+    jsonschema.Draft202012Validator(json.loads(schema_of(City).text)).validate(json.loads(answer.text))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (Grammar.json_object(), r"\s*\{.*\}\s*"),
+        (Grammar.regex("[0-9]{4}-[0-9]{2}"), r"\d{4}-\d{2}"),
+        (Grammar.choice("yes", "no"), "yes|no"),
+        (Grammar.ebnf('root ::= "a" [0-9]'), r"a\d"),
+        (Grammar.lark("start: /b[0-9]/"), r"b\d"),
+        (Grammar.schema(list[int]).with_options(whitespace="compact"), r"\[[-0-9,]*\]"),
+    ],
+    ids=repr,
+)
+def test_a_grammar_of_every_kind_holds(client: Client, grammar: Grammar, pattern: str) -> None:
+    answer = client.generate("Answer: ", grammar=grammar, max_tokens=40, seed=3)
+    assert answer.finish_reason in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED)
+    assert re.fullmatch(pattern, answer.text, re.DOTALL)
+
+
+def test_a_conversation_goes_on(client: Client) -> None:
+    turns = [Message(role="user", content="Say A."), Message(role="assistant", content="A")]
+    answer = client.chat([*turns, {"role": "user", "content": "Now B."}], max_tokens=4, temperature=0)
+    assert answer.usage.prompt_tokens > client.chat("Now B.", max_tokens=4, temperature=0).usage.prompt_tokens
+
+
+def test_a_compiled_grammar_is_used_by_its_id(client: Client) -> None:
+    compiled = client.compile(schema=City)
+    assert compiled.min_tokens > 1
+    assert client.chat("Rome", grammar=compiled, max_tokens=100, temperature=0).parsed.inhabitants >= 0
+
+
+def test_tokens_there_and_back(client: Client) -> None:
+    tokens = client.tokenize("Hello world", with_texts=True, add_special_tokens=False)
+    assert client.detokenize(tokens.token_ids) == "".join(tokens.texts) == "Hello world"
+    assert len(client.tokenize(messages="Hello").token_ids) > len(tokens.token_ids)
+
+
+async def test_an_answer_is_aborted_by_its_id(server: RunningServer) -> None:
+    async with AsyncClient(server.address) as client, client.stream_generate("One, ", request_id="long-one") as stream:
+        async for _ in stream:
+            assert await client.abort("long-one")
+            break
+        assert (await stream.answer()).finish_reason is FinishReason.ABORTED
+
+
+def test_a_refusal_names_its_field(client: Client) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        client.generate("x", top_p=2.0)
+    assert refused.value.field == "sampling.top_p"
+
+
+def test_what_a_server_says_of_itself(client: Client) -> None:
+    info, stats = client.model_info(), client.stats()
+    assert (info.model, info.max_batch_size) == ("embedded", 8)
+    assert stats.num_slots == 8
+    assert stats.grammar_ready
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty environment with the client installed into it; return its interpreter."""
+    folder = tmp_path_factory.mktemp("client")
+    source, python = folder / "source", folder / "venv/bin/python"
+    # pip builds in the source's folder, so it gets a copy.
+    subprocess.run(["cp", "-r", str(ROOT / "client"), str(source)], check=True)
+    venv.create(folder / "venv", with_pip=True)
+    command = [str(python), "-m", "pip", "install", "--quiet", str(source)]
+    subprocess.run(command, check=True, timeout=300)
+    return python
+
+
+def run_in(python: Path, source: str, folder: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(python), "-c", source],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_an_installation_brings_grpcio_and_protobuf_alone(installed: Path) -> None:
+    command = [str(installed), "-m", "pip", "list", "--format=json"]
+    listed = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    names = {each["name"].lower().replace("_", "-") for each in listed} - {"pip", "setuptools"}
+    of_grpcio = {Requirement(line).name for line in importlib.metadata.requires("grpcio") or () if "extra" not in line}
+    assert names - of_grpcio == {"lockstep-client", "grpcio", "protobuf"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", [s for s in README if not s.marks], ids=str)
+def test_the_readme_runs_in_an_installation(
+    installed: Path, snippet: Snippet, server: RunningServer, tmp_path: Path
+) -> None:
+    assert run_in(installed, snippet.text.replace(DEFAULT_ADDRESS, server.address), tmp_path).strip()
+
+
+@pytest.mark.slow
+def test_an_installation_without_an_engine_says_how_to_get_one(installed: Path, tmp_path: Path) -> None:
+    source = """
+import os
+os.environ["PATH"] = ""
+from lockstep_client import Client, EngineNotInstalled
+try:
+    Client.embedded()
+except EngineNotInstalled as error:
+    print(error)
+"""
+    assert "pipx install 'lockstep-engine[engine,llguidance]'" in run_in(installed, source, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protobuf", ["4.25.8", "5.29.5", "6.33.5"])
+def test_the_messages_work_with_older_protobuf(protobuf: str, server: RunningServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
+    subprocess.run([*command, f"protobuf=={protobuf}"], check=True, timeout=180)
+    source = f"""
+import sys
+sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT / "client")!r}]
+import google.protobuf
+from lockstep_client import Client, Grammar
+with Client({server.address!r}) as client:
+    answer = client.generate("x", grammar=Grammar.choice("a", "b"), logit_bias={{}}, temperature=0)
+print(google.protobuf.__version__, answer.text in "ab", client)
+"""
+    assert run_in(Path(sys.executable), source, tmp_path).startswith(f"{protobuf} True")
+
+
+def test_the_engine_may_be_in_the_same_process() -> None:
+    """Each has messages of its own, and bytes are the same for both."""
+    from lockstep_client.wire import engine_pb2 as own
+    from protos.engine.v1 import engine_pb2 as engines
+
+    assert own.GenerateRequest.DESCRIPTOR.file.pool is not engines.GenerateRequest.DESCRIPTOR.file.pool
+    message = engines.GenerateRequest(text="x", sampling=engines.SamplingParams(logit_bias={1: 2.0}))
+    assert own.GenerateRequest.FromString(message.SerializeToString()).sampling.logit_bias == {1: 2.0}
+
+
+EMBEDDED = f"""
+import os, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "client")!r}]
+from lockstep_client import Client
+client = Client.embedded(num_threads=1, max_batch_size=2)
+print(client.generate("One, two, ", max_tokens=4, temperature=0).text.strip() != "", flush=True)
+print(client._server.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+def test_an_embedded_engine_answers_and_ends_with_a_killed_process() -> None:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/client"}
+    with subprocess.Popen(
+        [sys.executable, "-c", EMBEDDED], stdout=subprocess.PIPE, text=True, env=environment
+    ) as starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == "True\n"
+        engine = psutil.Process(int(starter.stdout.readline()))
+        processes = [engine, *engine.children(recursive=True)]
+    assert starter.returncode == -signal.SIGKILL
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []
