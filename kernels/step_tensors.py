@@ -90,15 +90,26 @@ class AcceptResult:
         )
 
 
-def pack_rules(stop: tuple[int, ...], bad: tuple[int, ...], words: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-    """Return a slot's rules, int32: stop ids, ids never drawn, and id sequences that must not appear.
+def pack_rules(
+    stop: tuple[int, ...],
+    bad: tuple[int, ...],
+    words: tuple[tuple[int, ...], ...],
+    biases: tuple[tuple[int, float], ...] = (),
+) -> torch.Tensor:
+    """Return a slot's rules, int32: stop ids, ids never drawn, id sequences that must not appear, and (id, bias) pairs.
 
-    Stop ids end a sequence, and are not drawn before `min_tokens`. The caller owns the tensor, and holds it as long as
-    the slot."""
+    Stop ids end a sequence, and are not drawn before `min_tokens`. Biases are for a CPU: on a GPU
+    `kernels.cuda.row_state.SlotBiases` has them. The caller owns the tensor, and holds it as long as the slot."""
     flat = [len(stop), *stop, len(bad), *bad, len(words)]
     for word in words:
         flat += [len(word), *word]
-    return torch.tensor(flat, dtype=torch.int32)
+    rules = torch.tensor([*flat, len(biases)], dtype=torch.int32)
+    if not biases:
+        return rules
+    pairs = torch.empty(len(biases), 2, dtype=torch.int32)
+    pairs[:, 0] = torch.tensor([token for token, _ in biases], dtype=torch.int32)
+    pairs[:, 1] = torch.tensor([bias for _, bias in biases], dtype=torch.float32).view(torch.int32)
+    return torch.cat([rules, pairs.flatten()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,8 @@ class Checked:
     stop_token_ids: tuple[int, ...]
     bad_token_ids: tuple[int, ...]
     bad_words: tuple[str, ...]
+    logit_bias: tuple[tuple[int, float], ...]
+    """(token, bias), by rising token, none of them 0."""
     ignore_eos: bool
     logprobs: int | None
     include_stop_str_in_output: bool

@@ -76,6 +76,8 @@ class SamplingParams:
     bad_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences of length >= 2 that must not be generated; single tokens are in `bad_token_ids`."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, bias), by rising token: added to the logits before penalties and temperature."""
     ignore_eos: bool = False
     logprobs: int | None = None
     include_stop_str_in_output: bool = False

@@ -18,9 +18,9 @@ from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.step.buffers import SlotBuffers
 from gpu_engine.step.stream import Event, Stream
 from kernels.accept import SlotParams
-from kernels.cuda.row_state import SlotRows
+from kernels.cuda.row_state import SlotBiases, SlotRows
 
-Buffers = TypeVar("Buffers", SlotBuffers, SlotParams)
+Buffers = TypeVar("Buffers", SlotBuffers, SlotParams, SlotBiases)
 
 _PER_SLOT = ("length_S", "num_drafts_S", "draft_limit_S", "jump_forward_limit_S", "done_S", "posted_S")
 """Fields of `SlotBuffers` with one number a slot, written when a sequence gets the slot."""
@@ -63,6 +63,7 @@ class DeviceSlotWriter(SlotWriter):
         self.buffers, self._stream, self._rows = device, stream, rows
         S, max_rules = rows.rules_SX.shape
         self._rules_SX = stream.pinned(4 * S * max_rules).view(torch.int32).view(S, max_rules)
+        self._biases = pinned_twin(rows.biases, stream)
         self._copied = [_Copied(stream.event()) for _ in range(S)]
 
     def assign(self, sequence: RunningSequence) -> None:
@@ -80,8 +81,19 @@ class DeviceSlotWriter(SlotWriter):
         rules = self._rules_of(request)
         self._rules_SX[s, : len(rules)] = rules
         self._stream.kernel(self._rows.write_rules, s, self._rules_SX[s, : len(rules)])
+        self._write_biases(s, request.sampling.logit_bias)
         self._stream.kernel(self._rows.count_seen, s, self.buffers.history_SL[s, :count], len(request.prompt_ids))
         self._mark(s)
+
+    def _write_biases(self, slot: int, biases: tuple[tuple[int, float], ...]) -> None:
+        pinned, count = self._biases, len(biases)
+        if count == 0 == int(pinned.num_S[slot]):
+            return  # as before
+        pinned.num_S[slot] = count
+        ids, values = pinned.ids_SX[slot, :count], pinned.values_SX[slot, :count]
+        ids[:] = torch.tensor([token for token, _ in biases], dtype=torch.int32)
+        values[:] = torch.tensor([bias for _, bias in biases], dtype=torch.float32)
+        self._stream.kernel(self._rows.biases.write, slot, ids, values)
 
     def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
         """See `SlotWriter.bind`; enqueues."""

@@ -82,7 +82,7 @@ class SlotWriter:
             self.slot,
         )
         tokens = request.prompt_ids + sequence.payload.answer
-        rules = self._rules_of(request)
+        rules = self._rules_of(request, sampling.logit_bias)
         self._rules[s] = rules
         slot.history_SL[s, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         slot.length_S[s] = len(tokens)
@@ -131,8 +131,8 @@ class SlotWriter:
             sequence.payload.pages_written += len(new)
         return len(new)
 
-    def _rules_of(self, request: Request) -> torch.Tensor:
-        """Return the packed rules of the sequence's stops and bans."""
+    def _rules_of(self, request: Request, biases: tuple[tuple[int, float], ...] = ()) -> torch.Tensor:
+        """Return the packed rules of the sequence's stops and bans, and of the biases."""
         sampling = request.sampling
         stop = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *self._eos)
-        return pack_rules(stop, sampling.bad_token_ids, sampling.bad_words)
+        return pack_rules(stop, sampling.bad_token_ids, sampling.bad_words, biases)

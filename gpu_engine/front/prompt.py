@@ -92,6 +92,7 @@ def build_requests(
                 stop_token_ids=checked.stop_token_ids,
                 bad_token_ids=bad_token_ids,
                 bad_words=bad_words,
+                logit_bias=checked.logit_bias,
                 ignore_eos=checked.ignore_eos,
                 logprobs=checked.logprobs,
                 include_stop_str_in_output=checked.include_stop_str_in_output,

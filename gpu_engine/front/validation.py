@@ -29,6 +29,8 @@ MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_PENALTY = 2.0
 MAX_MESSAGES = 4096
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
 MAX_PRIORITY = 1000
 MAX_SALT_BYTES = 256
 
@@ -77,6 +79,7 @@ def check(
         stop_token_ids=check_token_ids(sampling.stop_token_ids, "sampling.stop_token_ids", limits.vocab_size),
         bad_token_ids=_bad_token_ids(sampling, limits.vocab_size),
         bad_words=_strings(sampling.bad_words, "sampling.bad_words", MAX_BAD_WORDS),
+        logit_bias=_logit_bias(sampling, limits.vocab_size),
         ignore_eos=sampling.ignore_eos,
         logprobs=_integer(sampling, "logprobs", 0, low=0, high=MAX_LOGPROBS) if sampling.HasField("logprobs") else None,
         include_stop_str_in_output=sampling.include_stop_str_in_output,
@@ -91,11 +94,10 @@ def check(
 
 def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     """Raise InvalidRequest for a field that the proto has and this version does not serve."""
-    sampling, response = request.sampling, request.response
+    response = request.response
     asked = {
         "tools": request.HasField("tools"),
         "reasoning": request.HasField("reasoning"),
-        "sampling.logit_bias": bool(sampling.logit_bias),
         "response.prompt_logprobs": response.HasField("prompt_logprobs"),
         "response.per_field_logprobs": response.per_field_logprobs,
         "messages.template_arguments": bool(request.messages.template_arguments),
@@ -248,6 +250,19 @@ def check_token_ids(values: Iterable[int], field: str, vocab_size: int) -> tuple
         i, bad = next((i, token) for i, token in enumerate(ids) if token >= vocab_size)
         raise InvalidRequest(f"{field}[{i}]", f"is {bad}, token ids are in [0, {vocab_size})")
     return ids
+
+
+def _logit_bias(sampling: pb.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    field = "sampling.logit_bias"
+    if (count := len(sampling.logit_bias)) > MAX_BIASES:
+        raise InvalidRequest(field, f"has {count} tokens, at most {MAX_BIASES} are allowed")
+    biases = sorted(sampling.logit_bias.items())
+    for token, bias in biases:
+        if token >= vocab_size:
+            raise InvalidRequest(field, f"has the token {token}, token ids are in [0, {vocab_size})")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:  # not a number is refused, too
+            raise InvalidRequest(f"{field}[{token}]", f"is {bias:g}, must be in [{-MAX_BIAS:g}, {MAX_BIAS:g}]")
+    return tuple((token, bias) for token, bias in biases if bias)
 
 
 def _bad_token_ids(sampling: pb.SamplingParams, vocab_size: int) -> tuple[int, ...]:

@@ -93,7 +93,8 @@ def _rows(
         *(rows.masks_SRW, d2t, step.history_SL, step.length_S),
         *(p.prompt_length_S, p.min_tokens_S, p.temperature_S, p.top_p_S, p.min_p_S),
         *(p.repetition_S, p.presence_S, p.frequency_S, p.top_k_S, p.seed_S),
-        *(rows.rules_SX, rows.seen_SV, rows.done_S.view(torch.uint8), *partials),
+        *(rows.rules_SX, rows.seen_SV, rows.done_S.view(torch.uint8)),
+        *(rows.biases.ids_SX, rows.biases.values_SX, rows.biases.num_S, *partials),
         *(logits.stride(0), R, step.history_SL.stride(0), rows.masks_SRW.stride(0), rows.masks_SRW.stride(1)),
         *(rows.rules_SX.stride(0), rows.seen_SV.stride(0), scratch.logits_NV.stride(0), partial_stride),
         *(V, num_rows, first_row),
@@ -128,7 +129,7 @@ def _check(logits: torch.Tensor, step: StepTensors, num_rows: int) -> tuple[Slot
     assert step.kinds_BR.dtype == torch.uint8
     assert step.forced_BR.shape == step.kinds_BR.shape
     lanes = (step.slots_B, step.drafts_BR, step.num_drafts_B, step.forced_BR)
-    ints = (*lanes, step.history_SL, step.length_S, rows.rules_SX, rows.seen_SV)
+    ints = (*lanes, step.history_SL, step.length_S, rows.rules_SX, rows.seen_SV, rows.biases.ids_SX, rows.biases.num_S)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in ints)
     assert step.kinds_BR.is_contiguous()
     assert rows.masks_SRW.dtype == torch.int32

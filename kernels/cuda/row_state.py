@@ -15,8 +15,37 @@ import torch
 
 BLOCK = 2048
 """Columns of a tile: small enough that four rows of a large vocabulary fill the chip."""
+MAX_BIASES = 1024
+"""Largest number of biases of a slot."""
 SEEN = 1 << 30
 """Bit of `seen_SV`: the token is in the prompt or the answer; the bits below count it in the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBiases:
+    """Numbers that are added to logits of a slot. Writer: the engine, when a sequence gets the slot (`write`)."""
+
+    ids_SX: torch.Tensor
+    """int32, tokens, rising; X is `MAX_BIASES`."""
+    values_SX: torch.Tensor
+    """float32."""
+    num_S: torch.Tensor
+    """int32, biases of the slot."""
+
+    @classmethod
+    def allocate(cls, num_slots: int, device: torch.device) -> SlotBiases:
+        """Return a state without biases."""
+        shape = (num_slots, MAX_BIASES)
+        ids_SX, values_SX = (torch.zeros(shape, dtype=kind, device=device) for kind in (torch.int32, torch.float32))
+        return cls(ids_SX, values_SX, torch.zeros(num_slots, dtype=torch.int32, device=device))
+
+    def write(self, slot: int, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Set a slot's biases: int32 tokens that rise, and float32, of one length, at most `MAX_BIASES`."""
+        count = len(ids)
+        assert count == len(values) <= MAX_BIASES, (count, len(values))
+        self.ids_SX[slot, :count] = ids.to(self.ids_SX.device, non_blocking=True)
+        self.values_SX[slot, :count] = values.to(self.ids_SX.device, non_blocking=True)
+        self.num_S[slot].fill_(count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +62,7 @@ class SlotRows:
     done_S: torch.Tensor
     """bool, the slot's sequence has ended and emits no more. The step sets it;
     the engine clears it when a sequence gets the slot."""
+    biases: SlotBiases
 
     @classmethod
     def allocate(
@@ -43,7 +73,7 @@ class SlotRows:
             torch.zeros(num_slots, width, dtype=torch.int32, device=masks_SRW.device)
             for width in (max_rules, vocab_size)
         )
-        return cls(masks_SRW, rules_SX, seen_SV, done_S)
+        return cls(masks_SRW, rules_SX, seen_SV, done_S, SlotBiases.allocate(num_slots, masks_SRW.device))
 
     def write_rules(self, slot: int, packed: torch.Tensor) -> None:
         """Set a slot's rules (`kernels.accept.pack_rules`); ValueError when they have more than X numbers."""

@@ -1,4 +1,4 @@
-"""One row of logits to its best column, a tile of columns a program: mask, bans, penalties, temperature, shared noise.
+"""One row of logits to its best column, a tile of columns a program: mask, bans, biases, penalties, temperature, noise.
 
 Row j of a lane assumes that drafts[:j] were accepted, so all rows are computed at once. Invariant: the output of a
 program depends on its slot, row and tile alone, and the tile size is fixed by the workspace, never by the batch. `pick`
@@ -21,6 +21,7 @@ DEFER = tl.constexpr(row_kinds.DEFER)
 DEAD_END = tl.constexpr(row_kinds.DEAD_END)
 STEERED = tl.constexpr(row_kinds.STEERED)
 SEEN = tl.constexpr(row_state.SEEN)
+MAX_BIASES = tl.constexpr(row_state.MAX_BIASES)
 NO_COLUMN = tl.constexpr(0x7FFFFFFF)
 
 
@@ -63,6 +64,30 @@ def ban(
 
 
 @triton.jit
+def add_biases(
+    x: tl.tensor,
+    token: tl.tensor,
+    first: tl.tensor,
+    ids: tl.tensor,
+    values: tl.tensor,
+    count: tl.tensor,
+    ROWS: tl.constexpr,
+    D2T: tl.constexpr,
+) -> tl.tensor:
+    """Add a slot's biases to a tile that begins at column `first`. The ids rise, so few of them are in one tile."""
+    begin, end = count * 0, count
+    if not D2T:
+        if count > 0:
+            at = tl.arange(0, MAX_BIASES)
+            tokens = tl.load(ids + at, mask=at < count, other=NO_COLUMN)
+            begin = tl.sum((tokens < first).to(tl.int32), axis=0)
+            end = tl.sum((tokens < first + ROWS * 32).to(tl.int32), axis=0)
+    for i in range(begin, end):
+        x = tl.where(token == tl.load(ids + i), x + tl.load(values + i), x)
+    return x
+
+
+@triton.jit
 def row_kernel(
     logits: tl.tensor,
     slots: tl.tensor,
@@ -87,6 +112,9 @@ def row_kernel(
     rules: tl.tensor,
     seen: tl.tensor,
     done: tl.tensor,
+    bias_ids: tl.tensor,
+    bias_values: tl.tensor,
+    num_biases: tl.tensor,
     best: tl.tensor,
     best_column: tl.tensor,
     peaks: tl.tensor,
@@ -150,6 +178,8 @@ def row_kernel(
         x = tl.where(token == tl.load(forced + b * lane_stride + j), x, float("-inf"))
     early = n - tl.load(prompt_length + s) < tl.load(min_tokens + s)
     x = ban(x, token, rules + s * rules_stride, early, history + s * history_stride, drafts, num_committed, n)
+    at = s * MAX_BIASES
+    x = add_biases(x, token, first, bias_ids + at, bias_values + at, tl.load(num_biases + s), ROWS, D2T)
     rep, pres, freq = tl.load(repetition + s), tl.load(presence + s), tl.load(frequency + s)
     if (rep != 1.0) | (pres != 0.0) | (freq != 0.0):
         count = tl.load(seen + s * seen_stride + token, mask=inside, other=0)

@@ -40,7 +40,8 @@ struct accept_args {
     const int32_t *top_k;
     const uint64_t *seed;
     const int32_t *num_logprobs; /* [S], -1: none */
-    const int64_t *rules;      /* [S], address of int32: n, stop ids.., n, bad ids.., n, (length, ids..).. ; 0: none */
+    const int64_t *rules;      /* [S], address of int32: n, stop ids.., n, bad ids.., n, (length, ids..).., n, (id, bits of
+                                * a float).. ; 0: none */
     /* Results, B entries. */
     int32_t *emitted;          /* [B][row_stride] */
     int32_t *num_emitted;      /* [B] */
@@ -133,7 +134,8 @@ INLINE void load_masked(const struct accept_args *a, int64_t row, int kind, int3
     }
 }
 
-/* Bans from the slot's rules: stop ids before min_tokens, bad ids, and the last id of a bad word whose other ids are in place. */
+/* Bans from the slot's rules (stop ids before min_tokens, bad ids, and the last id of a bad word whose other ids are in
+ * place), and its biases. */
 static void apply_rules(const int32_t *rule, int early, const int32_t *history, int32_t n, float *x) {
     int32_t count = *rule++;
     for (int32_t i = 0; i < count; i++, rule++)
@@ -148,6 +150,12 @@ static void apply_rules(const int32_t *rule, int early, const int32_t *history, 
         if (n >= len - 1 && memcmp(history + n - (len - 1), rule, (size_t)(len - 1) * 4) == 0)
             x[rule[len - 1]] = -INFINITY;
         rule += len;
+    }
+    count = *rule++;
+    for (int32_t i = 0; i < count; i++, rule += 2) {
+        float bias;
+        memcpy(&bias, rule + 1, sizeof bias);
+        x[*rule] += bias;
     }
 }
 

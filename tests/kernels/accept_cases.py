@@ -35,6 +35,7 @@ class Case:
     stop: tuple[int, ...] = ()
     bad: tuple[int, ...] = ()
     words: tuple[tuple[int, ...], ...] = ()
+    biases: tuple[tuple[int, float], ...] = ()
 
 
 def reference_token(case: Case, history: list[int], logits: torch.Tensor, row: int) -> int | None:
@@ -54,6 +55,8 @@ def reference_token(case: Case, history: list[int], logits: torch.Tensor, row: i
     for word in case.words:
         if tuple(history[len(history) - len(word) + 1 :]) == word[:-1]:
             x[word[-1]] = -math.inf
+    for token, bias in case.biases:
+        x[token] += bias
     for token in set(history):
         x[token] = x[token] / case.repetition if x[token] > 0 else x[token] * case.repetition
         count = answer.count(token)
@@ -160,6 +163,7 @@ def random_cases(g: torch.Generator, logits_NV: torch.Tensor, B: int, rows: int)
                 min_tokens=[0, 50][pick(2)],
                 stop=(pick(V),),
                 bad=(pick(V), pick(V)),
+                biases=tuple((token, pick(9) - 4.5) for token in sorted({pick(V) for _ in range(pick(V))})),
             )
         )
     for b, case in enumerate(cases):

@@ -58,7 +58,7 @@ def test_noise_has_the_mean_and_variance_of_gumbel() -> None:
 def run(cases: list[Case], logits: torch.Tensor, rows: int, R: int) -> tuple[AcceptResult, torch.Tensor, torch.Tensor]:
     B, V = len(cases), logits.shape[1]
     t = tensors(cases, V, R)
-    rules = [pack_rules(c.stop, c.bad, c.words) for c in cases]
+    rules = [pack_rules(c.stop, c.bad, c.words, c.biases) for c in cases]
     t.params.rules_S.copy_(torch.tensor([r.data_ptr() for r in rules]))
     result, words = AcceptResult.allocate(B, R, V), t.masks_SRW.shape[2]
     step = StepTensors(

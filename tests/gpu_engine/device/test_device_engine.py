@@ -47,9 +47,12 @@ pytestmark = [
 SMALL = {"max_batch_size": 2, "max_model_len": 64, "prefill_chunk": 32, "row_timeout_ms": 20_000.0}
 PATIENT = {"draft_timeout_ms": 20_000.0, "fuse": False}
 
+BIASES = tuple((token, 1.5 - token % 4) for token in range(0, 300, 3))
 UNGUIDED = [
     partial(ask, [*range(196, 203)] * 2, max_tokens=9),
-    partial(ask, tokens(9, 2), max_tokens=6, temperature=0.8, top_p=0.9, seed=2**64 - 3, ignore_eos=True),
+    partial(
+        ask, tokens(9, 2), max_tokens=6, temperature=0.8, top_p=0.9, seed=2**64 - 3, ignore_eos=True, logit_bias=BIASES
+    ),
     partial(
         ask,
         tokens(38, 3, repeat=9),
@@ -67,7 +70,7 @@ UNGUIDED = [
 GUIDED = [
     partial(ask, tokens(20, 1, repeat=8), grammar="8", max_tokens=30),
     partial(ask, tokens(7, 2), max_tokens=6, ignore_eos=True),
-    partial(ask, tokens(11, 3), grammar="7", max_tokens=30, temperature=1.0, seed=3),
+    partial(ask, tokens(11, 3), grammar="7", max_tokens=30, temperature=1.0, seed=3, logit_bias=BIASES),
 ]
 
 
@@ -245,7 +248,7 @@ def test_the_slot_of_an_aborted_request_is_reused(llama: LoadedModel, unguided_t
 def test_more_bad_tokens_than_a_slot_holds_are_rejected_with_the_limit(llama: LoadedModel) -> None:
     with device_engine(llama, on_device(0)) as (engine, _):
         request = ask(tokens(5, 1), bad_token_ids=tuple(range(600))).request
-        with pytest.raises(InvalidRequest, match="rules of 604 numbers, at most 512"):
+        with pytest.raises(InvalidRequest, match="rules of 605 numbers, at most 512"):
             engine.submit(request)
 
 

@@ -42,6 +42,8 @@ def run(
     state = SlotRows.allocate(B, V, t.masks_SRW.to(device), none_ended(B, device), max_rules=64)
     for b, c in enumerate(cases):
         state.write_rules(b, pack_rules(c.stop, c.bad, c.words))
+        ids, values = [token for token, _ in c.biases], [bias for _, bias in c.biases]
+        state.biases.write(b, torch.tensor(ids, dtype=torch.int32), torch.tensor(values))
         state.count_seen(b, torch.tensor(c.history), c.prompt_length)
     result = AcceptResult.allocate(B, R, V, device)
     history, length = t.history_SL.to(device), t.length_S.to(device)
