@@ -49,11 +49,18 @@ class ByteTokenizer:
             "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
         )
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, **options: Any
+    ) -> str:
         def raise_exception(message: str) -> None:
             raise jinja2.exceptions.TemplateError(message)
 
-        return jinja2.Template(self.chat_template).render(messages=conversation, raise_exception=raise_exception)
+        return jinja2.Template(self.chat_template).render(
+            messages=conversation,
+            add_generation_prompt=add_generation_prompt,
+            raise_exception=raise_exception,
+            **options,
+        )
 
     def encode(self, text: str) -> list[int]:
         return list(self.backend_tokenizer.encode(text).ids)

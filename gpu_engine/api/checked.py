@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.conversation import Chat, Reasoning
 from gpu_engine.api.request import GrammarSpec
 
 
@@ -48,13 +49,6 @@ class Limits:
             draft_index_shared=engine.draft_index_shared,
             checks_tokens=bool(server.auth_token_file),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation: (role, content) of each message, the oldest first."""
-
-    turns: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +104,4 @@ class Checked:
     """A higher one leaves the waiting queue first."""
     cache_salt: str = ""
     """Part of the key of the prefix cache and of the suffix index."""
+    reasoning: Reasoning | None = None

@@ -31,8 +31,10 @@ class Tokenizer(Protocol):
     def chat_template(self) -> Any:
         """Jinja source, a mapping of names to sources, or None."""
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
-        """Render a conversation to text with `tokenize=False`."""
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, **options: Any
+    ) -> Any:
+        """Render a conversation to text with `tokenize=False`. `options` are tools and variables of the template."""
 
 
 class Model(Protocol):

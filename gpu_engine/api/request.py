@@ -30,6 +30,8 @@ class FinishReason(enum.Enum):
 class GrammarKind(enum.Enum):
     """Kinds of grammar; the values equal those of `lockstep.grammar.v1.Kind`."""
 
+    NONE = 0
+    """No grammar, but options for one that the engine writes."""
     JSON_OBJECT = 1
     JSON_SCHEMA = 2
     REGEX = 3
@@ -37,6 +39,8 @@ class GrammarKind(enum.Enum):
     LARK = 5
     CHOICE = 6
     STRUCTURAL_TAG = 7
+    COMPOSED = 8
+    """Of tools, reasoning and a grammar; written by the engine, never by a client."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ from gpu_engine.front.mailbox import Inbox, Mailbox
 from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.prompt import build_requests, is_large
 from gpu_engine.front.text_output import Delta, SequenceOutput
+from gpu_engine.front.tools.composition import planned
+from gpu_engine.front.tools.parts import AnswerLayout
 from gpu_engine.front.validation import given_id
 from gpu_engine.ops.access import CallRecord
 from gpu_engine.ops.metrics_requests import RequestWatch
@@ -153,7 +155,7 @@ class Calls:
         record.set_request_id(given_id(request_id))
         self.refuse_if_draining()
         await self._warm.wait()
-        checked = check(self._running)
+        checked, layout = planned(check(self._running), self.model.tokenizer)
         record.begin(checked)
         call = self._running[checked.request_id] = Call(record)
         self._idle.clear()
@@ -166,7 +168,7 @@ class Calls:
                     request.sink(TokenEvent(request.index, finish=FinishReason.ABORTED))
                 else:
                     self.engine.submit(request)
-                call.outputs.append(self._output(request, checked))
+                call.outputs.append(self._output(request, checked, layout))
             await self._stream(call, context, respond)
         finally:
             self._release(checked, call)
@@ -189,14 +191,15 @@ class Calls:
             return await asyncio.to_thread(build_requests, *arguments)
         return build_requests(*arguments)
 
-    def _output(self, request: Request, checked: Checked) -> SequenceOutput:
+    def _output(self, request: Request, checked: Checked, layout: AnswerLayout | None) -> SequenceOutput:
         decode_ids = self.model.tokenizer.backend_tokenizer.decode
         skip = checked.skip_special_tokens
 
         def decode(ids: Any) -> str:
             return str(decode_ids(ids, skip_special_tokens=skip))
 
-        return SequenceOutput(request, decode, with_text=not checked.omit_text)
+        parser = layout.parser() if layout else None
+        return SequenceOutput(request, decode, with_text=not checked.omit_text, parser=parser)
 
     async def _stream(self, call: Call, context: Context, respond: Respond) -> None:
         running = len(call.outputs)

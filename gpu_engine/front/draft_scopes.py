@@ -89,7 +89,7 @@ def literals(grammar: GrammarSpec) -> Iterator[str]:
 
     A JSON text that cannot be read yields nothing: the grammar process reports what is wrong with it.
     """
-    kinds = (GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE, GrammarKind.STRUCTURAL_TAG)
+    kinds = (GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE, GrammarKind.STRUCTURAL_TAG, GrammarKind.COMPOSED)
     if grammar.kind not in kinds or len(grammar.source) > MAX_SEEDED_CHARS:
         return
     try:

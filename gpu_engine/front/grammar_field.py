@@ -23,11 +23,14 @@ _TEXT_KINDS = {
 }
 
 
-def check_grammar(grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None = None) -> GrammarSpec:
+def check_grammar(
+    grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None = None, *, options_only: bool = False
+) -> GrammarSpec:
     """Return the spec of a `grammar` field.
 
-    `known` returns the grammar of a grammar_id; None: the server has no grammar process. Raises InvalidRequest; for a
-    grammar_id also GrammarNotConfigured, or the error that `known` raises.
+    `known` returns the grammar of a grammar_id; None: the server has no grammar process. `options_only`: the field may
+    hold options for the tools' schemas alone; its kind is then NONE. Raises InvalidRequest; for a grammar_id also
+    GrammarNotConfigured, or the error that `known` raises.
     """
     if grammar.WhichOneof("spec") == "grammar_id":
         return _named(grammar, known)
@@ -35,7 +38,10 @@ def check_grammar(grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | Non
         raise InvalidRequest("grammar.whitespace", f"{grammar.whitespace} is not a value of Whitespace")
     if grammar.backend not in pb.Backend.values():
         raise InvalidRequest("grammar.backend", f"{grammar.backend} is not a value of Backend")
-    kind, source = _kind_and_source(grammar)
+    if options_only and grammar.WhichOneof("spec") is None:
+        kind, source = GrammarKind.NONE, ""
+    else:
+        kind, source = _kind_and_source(grammar)
     return GrammarSpec(
         kind=kind,
         source=source,

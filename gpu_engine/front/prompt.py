@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jinja2.exceptions import TemplateError
-
-from gpu_engine.api.checked import Chat, Checked, Limits, Prompt, Tokens
+from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
+from gpu_engine.api.conversation import Chat
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import Tokenizer
 from gpu_engine.api.request import DraftScope, Request, SamplingParams, Telemetry, TokenEvent
 from gpu_engine.front.text_output import REPLACEMENT
+from gpu_engine.front.tools.chat import render
+from gpu_engine.front.tools.fields import chat_bytes
 from gpu_engine.front.validation import check_prompt_length
 
 LARGE_PROMPT_CHARS = 8 << 10
@@ -26,7 +27,6 @@ FEW_BAD_WORDS = 8
 HEAD_CHARS_PER_TOKEN = 16
 HEAD_MARGIN_TOKENS = 64
 
-STANDARD_ROLES = frozenset({"system", "user", "assistant"})
 _MASK_64 = (1 << 64) - 1
 
 
@@ -46,8 +46,8 @@ def chars_of(prompt: Prompt) -> int:
             return len(text)
         case Tokens():
             return 0
-        case Chat(turns):
-            return sum(len(content) for _, content in turns)
+        case Chat():
+            return chat_bytes(prompt)
 
 
 def build_requests(
@@ -59,7 +59,7 @@ def build_requests(
     draft_scope: DraftScope | None = None,
 ) -> list[Request]:
     """Return the n sequences of a request, which share `sink` and `draft_scope`. Raises InvalidRequest."""
-    field, prompt_ids = _prompt_ids(checked.prompt, tokenizer, limits)
+    field, prompt_ids = _prompt_ids(checked, tokenizer, limits)
     if not prompt_ids:
         raise InvalidRequest(field, "has no tokens")
     check_prompt_length(field, len(prompt_ids), limits.max_model_len)
@@ -125,15 +125,15 @@ def sequence_seed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer, limits: Limits) -> tuple[str, list[int]]:
-    match prompt:
+def _prompt_ids(checked: Checked, tokenizer: Tokenizer, limits: Limits) -> tuple[str, list[int]]:
+    match checked.prompt:
         case str(text):
             _check_head("text", text, tokenizer, limits)
             return "text", _encode(tokenizer, text, add_special_tokens=True)
         case Tokens(ids):
             return "token_ids.ids", list(ids)
-        case Chat(turns):  # the template writes the special tokens itself
-            text = _render(turns, tokenizer)
+        case Chat():  # the template writes the special tokens itself
+            text = render(checked.prompt, tokenizer)
             _check_head("messages", text, tokenizer, limits)
             return "messages", _encode(tokenizer, text, add_special_tokens=False)
 
@@ -142,7 +142,7 @@ def encode_prompt(prompt: str | Chat, tokenizer: Tokenizer, *, add_special_token
     """Return the ids of a prompt of any length. `add_special_tokens` is for text. Raises InvalidRequest."""
     if isinstance(prompt, str):
         return _encode(tokenizer, prompt, add_special_tokens=add_special_tokens)
-    return _encode(tokenizer, _render(prompt.turns, tokenizer), add_special_tokens=False)
+    return _encode(tokenizer, render(prompt, tokenizer), add_special_tokens=False)
 
 
 def _echo(checked: Checked, prompt_ids: list[int], tokenizer: Tokenizer) -> str:
@@ -166,20 +166,6 @@ def _check_head(field: str, text: str, tokenizer: Tokenizer, limits: Limits) -> 
             raise InvalidRequest(
                 field, f"has more than {length} tokens, at most {most} fit (max_model_len {limits.max_model_len})"
             )
-
-
-def _render(turns: tuple[tuple[str, str], ...], tokenizer: Tokenizer) -> str:
-    template = tokenizer.chat_template
-    if not template:
-        raise InvalidRequest("messages", "this model has no chat template; send text or token_ids")
-    for i, (role, _) in enumerate(turns):
-        if role not in STANDARD_ROLES and role not in str(template):
-            raise InvalidRequest(f"messages.messages[{i}].role", f"{role!r} is not known to the model's chat template")
-    conversation = [{"role": role, "content": content} for role, content in turns]
-    try:
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise InvalidRequest("messages", f"the model's chat template raised an error: {error}") from error
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -16,6 +16,7 @@ from gpu_engine.api.ports import Model
 from gpu_engine.api.request import Request
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.front.text_output import Delta, SequenceOutput
+from gpu_engine.front.tools.formats import reasoning_markers, tool_format
 from protos.engine.v1 import engine_pb2 as pb
 
 
@@ -31,6 +32,14 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
         response.prompt_token_ids.extend(request.prompt_ids)
     if not options.omit_token_ids:
         response.token_ids.extend(delta.token_ids)
+    for part in delta.parts:
+        response.parts.add(
+            kind=cast("pb.AnswerPart.Kind", part.kind.value),
+            text=part.text,
+            tool_call_index=part.tool_call_index,
+            tool_call_id=part.tool_call_id,
+            tool_name=part.tool_name,
+        )
     for entry in delta.logprobs:
         top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
         response.logprobs.append(pb.TokenLogprobs(logprob=entry.logprob, top=top))
@@ -91,6 +100,11 @@ def model_info(
         device=config.device,
     )
     response.backends.extend(cast("tuple[pb.Backend, ...]", backends))
+    template = model.tokenizer.chat_template
+    if form := tool_format(template):
+        response.tool_format = form.name
+    if markers := reasoning_markers(template):
+        response.reasoning_begin, response.reasoning_end = markers.begin, markers.end
     return response
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
+from gpu_engine.front.tools.parts import Part, PartsParser
 
 Decode = Callable[[Sequence[int]], str]
 """Maps token ids to text, without clean-up; special tokens are dropped or not, as the request asks."""
@@ -40,6 +41,8 @@ class Delta:
     finish: FinishReason | None = None
     matched_token_id: int | None = None
     matched_stop: str | None = None
+    parts: list[Part] = field(default_factory=list)
+    """The text by part, where the answer has parts."""
     error: LockstepError | None = None
     """The engine failed the sequence; the tokens before the failure are valid."""
 
@@ -52,8 +55,14 @@ class Delta:
 class SequenceOutput:
     """Turns the events of one request into deltas. Used by one task at a time."""
 
-    def __init__(self, request: Request, decode: Decode, *, with_text: bool = True) -> None:
-        """Args: with `with_text` False the deltas have no text; tokens are decoded for stop strings alone."""
+    def __init__(
+        self, request: Request, decode: Decode, *, with_text: bool = True, parser: PartsParser | None = None
+    ) -> None:
+        """Args: see below.
+
+        with_text: False: the deltas have no text; tokens are decoded for stop strings alone.
+        parser: of this sequence; None: the deltas have no parts.
+        """
         sampling = request.sampling
         self.request = request
         self.completion_tokens = 0
@@ -62,6 +71,7 @@ class SequenceOutput:
         """`time.monotonic()` of the end; 0.0 before it."""
         self._with_text = with_text
         self._echo = request.echo
+        self._parser = parser if with_text else None
         self._min_tokens = sampling.min_tokens
         self._keep_stop = sampling.include_stop_str_in_output
         self._detokenizer = Detokenizer(decode, request.prompt_ids) if with_text or sampling.stop else None
@@ -76,6 +86,10 @@ class SequenceOutput:
             if not self.ended:
                 self._take_one(event, delta, text)
         delta.text = "".join(text) if self._with_text else ""
+        if self._parser is not None:
+            delta.parts = self._parser.push(delta.text)
+            if delta.ended:
+                delta.parts += self._parser.finish()
         return delta
 
     def _take_one(self, event: TokenEvent, delta: Delta, text: list[str]) -> None:

@@ -13,11 +13,13 @@ import math
 import secrets
 import uuid
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
-from gpu_engine.api.checked import Chat, Checked, Limits, Prompt, Tokens
+from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import GrammarSpec
 from gpu_engine.front.grammar_field import check_grammar
+from gpu_engine.front.tools.fields import chat_bytes, check_chat, check_tools
 from protos.engine.v1 import engine_pb2 as pb
 
 MAX_REQUEST_ID_BYTES = 128
@@ -28,7 +30,6 @@ MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 10.0
 MAX_PENALTY = 2.0
-MAX_MESSAGES = 4096
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_PRIORITY = 1000
@@ -48,11 +49,17 @@ def check(
     """
     _refuse_unsupported(request)
     request_id = _request_id(request.request_id, running)
+    if request.HasField("tools") and request.WhichOneof("prompt") != "messages":
+        raise InvalidRequest("tools", "needs messages, because the chat template shows the functions")
     prompt = _prompt(request, limits)
     sampling = request.sampling
-    grammar = check_grammar(request.grammar, known) if request.HasField("grammar") else None
+    grammar = None
+    if request.HasField("grammar"):
+        grammar = check_grammar(request.grammar, known, options_only=request.HasField("tools"))
     if grammar and sampling.ignore_eos:
         raise InvalidRequest("sampling.ignore_eos", "is not allowed together with a grammar")
+    if request.HasField("tools") and sampling.ignore_eos:
+        raise InvalidRequest("sampling.ignore_eos", "is not allowed together with tools")
     top_k = _integer(sampling, "top_k", 0, low=-1, high=2**31 - 1)
     num_drafts, num_jump_forward = _draft_tokens(request, limits)
     return Checked(
@@ -96,16 +103,10 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     """Raise InvalidRequest for a field that the proto has and this version does not serve."""
     response = request.response
     asked = {
-        "tools": request.HasField("tools"),
         "reasoning": request.HasField("reasoning"),
         "response.prompt_logprobs": response.HasField("prompt_logprobs"),
         "response.per_field_logprobs": response.per_field_logprobs,
-        "messages.template_arguments": bool(request.messages.template_arguments),
-        "messages.continue_final_message": request.messages.continue_final_message,
     }
-    for i, message in enumerate(request.messages.messages):
-        for name in ("parts", "name", "tool_calls", "tool_call_id", "reasoning"):
-            asked[f"messages.messages[{i}].{name}"] = bool(getattr(message, name))
     for field, set_ in asked.items():
         if set_:
             raise InvalidRequest(field, "is not supported by this version")
@@ -132,6 +133,8 @@ def _request_id(request_id: str, running: Collection[str]) -> str:
 def check_prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
     """Return the prompt of a request, within the limits that need no tokenizer. Raises InvalidRequest."""
     _refuse_unsupported(request)
+    if request.HasField("tools") and request.WhichOneof("prompt") != "messages":
+        raise InvalidRequest("tools", "needs messages, because the chat template shows the functions")
     return _prompt(request, limits)
 
 
@@ -149,19 +152,9 @@ def _prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
             check_prompt_length("token_ids.ids", len(ids), limits.max_model_len)
             return Tokens(check_token_ids(ids, "token_ids.ids", limits.vocab_size))
         case "messages":
-            messages = request.messages.messages
-            if not messages:
-                raise InvalidRequest("messages.messages", "is empty")
-            if len(messages) > MAX_MESSAGES:
-                raise InvalidRequest(
-                    "messages.messages", f"has {len(messages)} turns, at most {MAX_MESSAGES} are allowed"
-                )
-            for i, message in enumerate(messages):
-                if not message.role:
-                    raise InvalidRequest(f"messages.messages[{i}].role", "is empty")
-            size = sum(len(m.content.encode()) + len(m.role.encode()) for m in messages)
-            _prompt_bytes("messages.messages", size, limits)
-            return Chat(tuple((m.role, m.content) for m in messages))
+            chat = replace(check_chat(request.messages), tools=check_tools(request))
+            _prompt_bytes("messages.messages", chat_bytes(chat), limits)
+            return chat
         case _:
             raise InvalidRequest("prompt", "one of text, token_ids and messages is required")
 

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu_engine.api.checked import Chat, Checked
+from gpu_engine.api.checked import Checked
+from gpu_engine.api.conversation import Chat
 from gpu_engine.api.request import FinishReason, Request, Telemetry
 from service_runtime.logs import REQUEST_ID
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -39,6 +40,9 @@ from protos.grammar.v1 import grammar_pb2 as gpb
 from service_runtime.single_flight import Flight, SingleFlight
 
 log = logging.getLogger(__name__)
+
+_TOOL_FIELD = re.compile(r"tools\.tools\[\d+\]\.\w+(/[^ ]*)?")
+"""A message of the grammar process about a part of a composed grammar begins with the field of the request."""
 
 COMPILE_MARGIN_S = 30.0
 """Time in the queue of the grammar process, on top of the compile timeout that the grammar process enforces."""
@@ -250,7 +254,12 @@ def grammar_error(error: grpc.aio.AioRpcError) -> LockstepError:
     message = (error.details() or error.code().name).removeprefix("source: ")
     match error.code():
         case grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidRequest("grammar", message)
+            field, found, rest = message.partition(": ")
+            return (
+                InvalidRequest(field, rest)
+                if found and _TOOL_FIELD.match(field)
+                else InvalidRequest("grammar", message)
+            )
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return LimitExceeded(f"grammar: {message}")
         case grpc.StatusCode.UNIMPLEMENTED:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from grammar_service.backends.backend import Backend
+from grammar_service.backends.composed import ComposingBackend
 from grammar_service.errors import NotSupported
 from grammar_service.grammar.vocabulary import Vocabulary
 
@@ -49,7 +50,7 @@ def load_backend(name: str, vocabulary: Vocabulary) -> Backend:
         raise NotSupported(f"backend {name!r} is unknown; there are {', '.join(NAMES)}")
     if not installed(name):
         raise NotSupported(f"backend {name} is not installed in this sidecar")
-    return _backend_class(name)(vocabulary)
+    return ComposingBackend(_backend_class(name), vocabulary)
 
 
 def _backend_class(name: str) -> Callable[[Vocabulary], Backend]:

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from grammar_service.errors import LimitExceeded
-from grammar_service.grammar.value import Kind
+from grammar_service.grammar.value import TAG_KINDS, Kind
 
 # Each pattern matches the parts of a text in which brackets and names have no meaning.
 _JSON_QUIET = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
@@ -121,7 +121,7 @@ def rule_depth(kind: Kind, source: str) -> int:
     """Return the number of steps in the deepest path. A grammar of one rule, or without references, has 0."""
     if kind in _RULES:
         return _deepest(_STARTS[kind], _rule_edges(kind, source))
-    if "$ref" not in source or kind not in (Kind.JSON_SCHEMA, Kind.STRUCTURAL_TAG):
+    if "$ref" not in source or kind not in (Kind.JSON_SCHEMA, *TAG_KINDS):
         return 0
     try:
         document = json.loads(source)

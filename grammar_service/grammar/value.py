@@ -32,6 +32,8 @@ class Kind(enum.IntEnum):
     LARK = 5
     CHOICE = 6
     STRUCTURAL_TAG = 7
+    COMPOSED = 8
+    """A structural tag that the engine wrote from tools, reasoning and a grammar; see backends/composed.py."""
 
 
 class Whitespace(enum.IntEnum):
@@ -42,7 +44,10 @@ class Whitespace(enum.IntEnum):
     ANY = 3
 
 
-JSON_KINDS = frozenset({Kind.JSON_OBJECT, Kind.JSON_SCHEMA, Kind.STRUCTURAL_TAG})
+TAG_KINDS = frozenset({Kind.STRUCTURAL_TAG, Kind.COMPOSED})
+"""Kinds whose text is a structural tag."""
+
+JSON_KINDS = frozenset({Kind.JSON_OBJECT, Kind.JSON_SCHEMA, *TAG_KINDS})
 """Kinds on which `Whitespace` has an effect."""
 
 
@@ -85,7 +90,7 @@ def parse(kind: Kind, source: str, whitespace: Whitespace, max_depth: int = MAX_
         return Grammar(kind, _compact(_schema(source, max_depth)), whitespace)
     if kind is Kind.CHOICE:
         return Grammar(kind, _compact(_choices(source, max_depth)), whitespace)
-    if kind is Kind.STRUCTURAL_TAG:
+    if kind in TAG_KINDS:
         tag = _load(source, "structural tag", max_depth)
         if not isinstance(tag, dict):
             raise InvalidGrammar(f"structural tag: must be a JSON object, not {_type_name(tag)}")
@@ -100,6 +105,7 @@ _WANTED = {
     Kind.LARK: "a Lark grammar with a rule `start`",
     Kind.CHOICE: "a JSON array of strings",
     Kind.STRUCTURAL_TAG: "a structural tag as JSON",
+    Kind.COMPOSED: "a structural tag as JSON",
 }
 
 

@@ -56,6 +56,15 @@ class Vocabulary:
         digest.update(json.dumps([size, stops]).encode())
         return Vocabulary(tokenizer_json, size, stops, digest.hexdigest(), special)
 
+    def opened(self, tokens: tuple[int, ...]) -> Vocabulary:
+        """Return the same vocabulary in which `tokens` are no special tokens. Raises InvalidGrammar for other ids."""
+        if strange := [token for token in tokens if token not in self.special]:
+            raise InvalidGrammar(f"open_tokens: {strange[0]} is not a special token")
+        document = json.loads(self.tokenizer_json)
+        for added in document["added_tokens"]:
+            added["special"] = bool(added.get("special")) and added["id"] not in tokens
+        return Vocabulary.load(json.dumps(document, ensure_ascii=False).encode(), self.size, self.stop_ids)
+
     def plain_tokens(self) -> NDArray[np.uint8]:
         """Return 1 for each token that is neither special nor a stop token, else 0: uint8 [size]."""
         plain = np.ones(self.size, dtype=np.uint8)

@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from gpu_engine.api.checked import Chat, Limits
+from gpu_engine.api.checked import Limits
+from gpu_engine.api.conversation import Chat
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import Tokenizer
 from gpu_engine.front.prompt import LARGE_PROMPT_CHARS, chars_of, encode_prompt

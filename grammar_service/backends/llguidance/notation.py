@@ -22,8 +22,9 @@ from grammar_service.backends.json_schema.misspelled import misspelled_keywords
 from grammar_service.backends.json_schema.rewrite import rewrite, take_out_unwritable_values
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import subschemas
-from grammar_service.errors import InvalidGrammar
-from grammar_service.grammar.structural_tag import StructuralTag
+from grammar_service.backends.llguidance.tags import Parts, lark_of_tag
+from grammar_service.errors import InvalidGrammar, NotSupported
+from grammar_service.grammar.structural_tag import modern, schemas
 from grammar_service.grammar.text_grammar import (
     check_gbnf,
     embedded_schemas,
@@ -79,10 +80,7 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
             choices = " | ".join(map(lark_literal, json.loads(grammar.text)))
             return f"start: CHOICE\nCHOICE: {choices}", found
         case Kind.REGEX:
-            lark = json.loads(LLMatcher.grammar_from_regex(portable_regex(grammar.text, Dialect())))["grammars"][0][
-                "lark_grammar"
-            ]
-            return str(lark), found
+            return _lark_of_regex(grammar.text), found
         case Kind.EBNF:
             return _lark_of_gbnf(grammar.text), found
         case Kind.LARK:
@@ -90,8 +88,11 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
             found.extend(Unenforced("", *part) for part in ignored_attributes(grammar.text))
             return with_schemas(grammar.text, schema_text), found
         case Kind.STRUCTURAL_TAG:
-            tag = StructuralTag.parse(grammar.text)
-            return tag.to_lark(schema_text), found
+            return lark_of_tag(
+                modern(json.loads(grammar.text)), Parts(schema_text, _lark_of_regex, _lark_of_gbnf)
+            ), found
+        case Kind.COMPOSED:
+            raise NotSupported("a composed grammar is taken apart before a library reads it")
 
 
 def misspelled(grammar: Grammar) -> tuple[str, ...]:
@@ -113,6 +114,12 @@ def _write_exact_formats(schema: Any) -> None:
         else:
             continue
         del node["format"]
+
+
+def _lark_of_regex(regex: str) -> str:
+    """Return the same language in Lark. Raises InvalidGrammar with the place."""
+    grammars = json.loads(LLMatcher.grammar_from_regex(portable_regex(regex, Dialect())))["grammars"]
+    return str(grammars[0]["lark_grammar"])
 
 
 def _lark_of_gbnf(gbnf: str) -> str:
@@ -168,7 +175,7 @@ def _part(message: str, grammar: Grammar) -> list[Unenforced]:
 
 def _schemas(grammar: Grammar) -> Iterator[tuple[str, Any]]:
     if grammar.kind is Kind.STRUCTURAL_TAG:
-        yield from ((region.path, region.schema) for region in StructuralTag.parse(grammar.text).regions)
+        yield from schemas(modern(json.loads(grammar.text)))
     elif grammar.kind is Kind.LARK:
         yield from ((path, schema) for path, schema, _ in embedded_schemas(grammar.text))
     elif grammar.kind in (Kind.JSON_SCHEMA, Kind.JSON_OBJECT):

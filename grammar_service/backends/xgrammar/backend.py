@@ -31,7 +31,7 @@ from grammar_service.backends.xgrammar.schema import REGEX_DIALECT, problems, ta
 from grammar_service.backends.xgrammar.spelling import Spelling
 from grammar_service.backends.xgrammar.stderr_capture import captured_stderr
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
-from grammar_service.grammar.structural_tag import formats, modern
+from grammar_service.grammar.structural_tag import formats, modern, schema_place
 from grammar_service.grammar.text_grammar import check_gbnf, gbnf_literal, with_fixed_escapes
 from grammar_service.grammar.token_bytes import decoder_types
 from grammar_service.grammar.value import Grammar, Kind
@@ -99,6 +99,8 @@ class XgrammarBackend:
             case Kind.STRUCTURAL_TAG:
                 rules = xgrammar.Grammar.from_structural_tag(grammar.text)
                 return compiler.compile_grammar(corrected(str(rules), grammar.whitespace))
+            case Kind.COMPOSED:
+                raise NotSupported("a composed grammar is taken apart before a library reads it")
             case Kind.LARK:
                 raise NotSupported("Lark grammars need the backend llguidance; this is xgrammar")
 
@@ -116,11 +118,15 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
         return grammar, [], []
     document, found, misspelled = modern(json.loads(grammar.text)), [], []
     for path, node in formats(document["format"], "/format"):
+        if node.get("type") == "lark":
+            raise NotSupported(f"structural tag: {path}: Lark grammars need the backend llguidance; this is xgrammar")
         if node.get("type") == "regex" and isinstance(node.get("pattern"), str):
             node["pattern"] = portable_regex(node["pattern"], REGEX_DIALECT)
         if "json_schema" in node:
-            misspelled += misspelled_keywords(node["json_schema"], f"{path}/json_schema")
-            found += problems(node["json_schema"], f"{path}/json_schema") + tag_problems(node, path)
+            place = schema_place(node, path)
+            node.pop("at", None)
+            misspelled += misspelled_keywords(node["json_schema"], place)
+            found += problems(node["json_schema"], place) + tag_problems(node, path)
             if node.get("style", "json") == "json":
                 node["max_whitespace_cnt"] = wanted_count(grammar.whitespace)
         if node.get("type") == "grammar" and isinstance(node.get("grammar"), str):

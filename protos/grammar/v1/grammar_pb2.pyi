@@ -31,6 +31,7 @@ class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KIND_LARK: _ClassVar[Kind]
     KIND_CHOICE: _ClassVar[Kind]
     KIND_STRUCTURAL_TAG: _ClassVar[Kind]
+    KIND_COMPOSED: _ClassVar[Kind]
 BACKEND_UNSPECIFIED: Backend
 BACKEND_XGRAMMAR: Backend
 BACKEND_LLGUIDANCE: Backend
@@ -47,6 +48,7 @@ KIND_EBNF: Kind
 KIND_LARK: Kind
 KIND_CHOICE: Kind
 KIND_STRUCTURAL_TAG: Kind
+KIND_COMPOSED: Kind
 
 class ConfigureRequest(_message.Message):
     __slots__ = ("tokenizer_json", "vocab_size", "stop_token_ids", "generation")

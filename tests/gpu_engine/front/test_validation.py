@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gpu_engine.api.checked import Chat, Limits, Tokens
+from gpu_engine.api.checked import Limits, Tokens
+from gpu_engine.api.conversation import Chat, Turn
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import GrammarKind
 from gpu_engine.front.validation import check
@@ -154,7 +155,7 @@ def test_zero_drafts_is_not_the_default() -> None:
 def test_the_forms_of_a_prompt() -> None:
     assert check(request(), LIMITS, ()).prompt == "hello"
     assert check(request(prompt(token_ids=pb.TokenIds(ids=[1, 2]))), LIMITS, ()).prompt == Tokens((1, 2))
-    assert check(request(prompt(messages=turns(("user", "x")))), LIMITS, ()).prompt == Chat((("user", "x"),))
+    assert check(request(prompt(messages=turns(("user", "x")))), LIMITS, ()).prompt == Chat((Turn("user", "x"),))
 
 
 def test_choices_become_a_json_list() -> None:

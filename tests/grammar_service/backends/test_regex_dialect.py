@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from grammar_service.errors import InvalidGrammar, NotSupported
+from grammar_service.errors import InvalidGrammar
 from grammar_service.grammar.value import Kind
 from tests.grammar_service.conftest import Library
 
@@ -89,10 +89,6 @@ def test_a_regex_of_a_structural_tag_has_the_same_dialect(library: Library) -> N
     def tag(regex: str) -> str:
         return json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": regex}})
 
-    if library.name == "llguidance":
-        with pytest.raises(NotSupported, match="supports only 'triggered_tags', not 'regex'"):
-            library.compiled(Kind.STRUCTURAL_TAG, tag(r"\s"))
-        return
     compiled = library.compiled(Kind.STRUCTURAL_TAG, tag(r"\s\x2db"))
     assert library.accepts(compiled, f"{LINE_SEPARATOR}-b")
     assert not library.accepts(compiled, f"{NEXT_LINE}-b")

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded, NotSupported
-from grammar_service.grammar.structural_tag import StructuralTag
+from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
 from grammar_service.grammar.text_grammar import (
     check_gbnf,
     embedded_schemas,
@@ -174,33 +173,3 @@ def test_gbnf_that_would_be_misread_is_refused(gbnf: str, message: str) -> None:
     with pytest.raises(InvalidGrammar, match=message):
         check_gbnf(gbnf)
     check_gbnf('root ::= "b ::= x" b # root ::= "a"\nb ::= [b] "c" [:=]')
-
-
-@pytest.mark.parametrize(
-    ("form", "error", "message"),
-    [
-        ({"type": "sequence"}, NotSupported, "/format/type"),
-        ({"type": "triggered_tags", "stop_after_first": True}, NotSupported, "/format/stop_after_first"),
-        ({"type": "triggered_tags", "triggers": []}, InvalidGrammar, "/format/triggers"),
-        ({"type": "triggered_tags", "triggers": ["<"], "tags": []}, InvalidGrammar, "/format/tags"),
-        ({"type": "triggered_tags", "triggers": ["<"], "tags": [1]}, InvalidGrammar, "/format/tags/0"),
-        ({"type": "triggered_tags", "triggers": ["<"], "tags": [{"begin": ""}]}, InvalidGrammar, "/tags/0/begin"),
-        (
-            {
-                "type": "triggered_tags",
-                "triggers": ["<"],
-                "tags": [{"begin": "a", "end": "", "content": {"type": "json_schema", "json_schema": True}}],
-            },
-            InvalidGrammar,
-            "'a' starts with none of the triggers",
-        ),
-        (
-            {"type": "triggered_tags", "triggers": ["<"], "tags": [{"begin": {"type": "token", "token": 5}}]},
-            InvalidGrammar,
-            "/format/tags/0: names tokens",
-        ),
-    ],
-)
-def test_an_error_of_a_structural_tag_names_its_place(form: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        StructuralTag.parse(json.dumps({"type": "structural_tag", "format": form}))

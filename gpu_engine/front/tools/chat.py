@@ -1,0 +1,156 @@
+"""The conversation as the text that the model's chat template makes of it.
+
+A template that knows functions gets them as `tools`, in the form of OpenAI's API, which such templates read.
+For any other template they become a part of the system message, calls a part of their turn, and results turns of the
+user.
+Invariant: the text depends on the request and the template alone.
+Not responsible for: tokenising the text (see front/prompt.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from gpu_engine.api.conversation import Chat, InputKind, Tool, ToolCall, Tools, Turn
+from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.ports import Tokenizer
+from gpu_engine.front.tools.formats import ToolFormat, template_text, tool_format
+
+STANDARD_ROLES = frozenset({"system", "user", "assistant"})
+
+
+def render(chat: Chat, tokenizer: Tokenizer) -> str:
+    """Return the text of a conversation, up to where the answer begins. Raises InvalidRequest."""
+    tools, reasoning = chat.tools, chat.reasoning
+    form = tool_format(tokenizer.chat_template)
+    if form is None:
+        raise InvalidRequest("messages", "this model has no chat template; send text or token_ids")
+    source = template_text(tokenizer.chat_template)
+    turns = chat.turns if form.native else _as_text(chat.turns, tools, form, knows_tool_role="tool" in source)
+    for i, turn in enumerate(chat.turns if form.native else ()):
+        _check_role(turn.role, source, i)
+    for i, turn in enumerate(chat.turns):
+        if turn.role != "tool":
+            _check_role(turn.role, source, i)
+    options: dict[str, Any] = {**chat.template_arguments}
+    if reasoning is not None and reasoning.enabled is not None:
+        options.setdefault("enable_thinking", reasoning.enabled)
+    if reasoning is not None and reasoning.effort:
+        options["reasoning_effort"] = reasoning.effort
+    if tools is not None and form.native:
+        options["tools"] = [_function(tool, form) for tool in tools.tools]
+    if chat.continue_final_message:
+        options["continue_final_message"] = True
+    try:
+        return _apply(tokenizer, turns, options, parsed=True)
+    except TypeError:
+        # Some templates join the arguments of a call to a text.
+        return _apply(tokenizer, turns, options, parsed=False)
+
+
+def _apply(tokenizer: Tokenizer, turns: Sequence[Turn], options: dict[str, Any], *, parsed: bool) -> str:
+    conversation = [_message(turn, parsed=parsed) for turn in turns]
+    begins = not options.get("continue_final_message")
+    try:
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=begins, **options))
+    except TemplateError as error:
+        raise InvalidRequest("messages", f"the model's chat template raised an error: {error}") from error
+    except TypeError as error:
+        if parsed and any(turn.tool_calls for turn in turns):
+            raise
+        raise InvalidRequest("messages", f"the model's chat template raised an error: {error}") from error
+    except ValueError as error:  # of continue_final_message
+        raise InvalidRequest("messages", f"the model's chat template cannot be used: {error}") from error
+
+
+def _check_role(role: str, source: str, index: int) -> None:
+    if role not in STANDARD_ROLES and role not in source:
+        raise InvalidRequest(f"messages.messages[{index}].role", f"{role!r} is not known to the model's chat template")
+
+
+def _message(turn: Turn, *, parsed: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if turn.name:
+        message["name"] = turn.name
+    if turn.tool_call_id:
+        message["tool_call_id"] = turn.tool_call_id
+    if turn.reasoning:
+        message["reasoning_content"] = message["thinking"] = turn.reasoning
+    if turn.tool_calls:
+        message["tool_calls"] = [_call(call, parsed=parsed) for call in turn.tool_calls]
+    return message
+
+
+def _call(call: ToolCall, *, parsed: bool) -> dict[str, Any]:
+    arguments = _parsed(call.arguments) if parsed else call.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _parsed(arguments: str) -> Any:
+    """Return the arguments of a call as an object; the text itself where it is no JSON."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _function(tool: Tool, form: ToolFormat) -> dict[str, Any]:
+    """Return a tool in the form of OpenAI's API. How a custom tool is called is a part of its description."""
+    if tool.input is InputKind.JSON:
+        schema = json.loads(tool.source) if tool.source else {"type": "object", "properties": {}}
+        return {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description, "parameters": schema},
+        }
+    what = {
+        InputKind.TEXT: "any text",
+        InputKind.LARK: f"a text of this Lark grammar: {tool.source}",
+        InputKind.REGEX: f"a text of this regular expression: {tool.source}",
+    }[tool.input]
+    how = f"{form.begin_of(tool.name, raw=True)}INPUT{form.end_of(raw=True)}"
+    description = f"{tool.description}\nIts input is no JSON but {what}. Call it as {how}".strip()
+    no_parameters = {"type": "object", "properties": {}}
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": description, "parameters": no_parameters},
+    }
+
+
+def _as_text(turns: Sequence[Turn], tools: Tools | None, form: ToolFormat, *, knows_tool_role: bool) -> list[Turn]:
+    """Return the conversation without functions, calls and results: they become text of it."""
+    names = {call.id: call.name for turn in turns for call in turn.tool_calls}
+    out = []
+    for turn in turns:
+        if turn.tool_calls:
+            calls = form.separator.join(_spelled(call, tools, form) for call in turn.tool_calls)
+            content = "\n".join(text for text in (turn.content, calls) if text)
+            out.append(Turn(turn.role, content, turn.name, reasoning=turn.reasoning))
+        elif turn.role == "tool" and not knows_tool_role:
+            name = names.get(turn.tool_call_id) or turn.name or "the function"
+            out.append(Turn("user", f"Result of {name}: {turn.content}"))
+        else:
+            out.append(turn)
+    if tools is None:
+        return out
+    guide = _guide(tools, form)
+    if out and out[0].role == "system":
+        return [Turn("system", f"{out[0].content}\n\n{guide}", out[0].name), *out[1:]]
+    return [Turn("system", guide), *out]
+
+
+def _spelled(call: ToolCall, tools: Tools | None, form: ToolFormat) -> str:
+    raw = any(tool.raw and tool.name == call.name for tool in tools.tools) if tools else False
+    return form.begin_of(call.name, raw=raw) + call.arguments + form.end_of(raw=raw)
+
+
+def _guide(tools: Tools, form: ToolFormat) -> str:
+    functions = "\n".join(json.dumps(_function(tool, form)["function"], ensure_ascii=False) for tool in tools.tools)
+    example = form.begin_of("NAME", raw=False) + "ARGUMENTS" + form.end_of(raw=False)
+    return (
+        f"You may call these functions:\n{functions}\n"
+        f"To call one, answer with {example} where ARGUMENTS is a JSON object that matches its parameters."
+    )

@@ -1,0 +1,371 @@
+"""The text of an answer in parts: reasoning, content, tool calls.
+
+Invariant: the parts, joined, depend on the text alone and never on the pieces in which it arrives. Text that may still
+become a marker, or white space that may still stand before one, is held back until it is decided, or until `finish`.
+
+    begin -> reasoning -> content -> head -> arguments -> tail -> content or head
+
+Text is compared with the beginning and the end of a call without the white space outside quotation marks, because a
+grammar may leave it free.
+Not responsible for: holding an answer to its grammar; text that is no call is content.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from gpu_engine.api.conversation import Tools
+from gpu_engine.front.tools.formats import Markers, ToolFormat
+
+_SPACE = " \t\n\r"
+
+
+class PartKind(enum.Enum):
+    """What the text of a part is; the values equal those of the proto enum."""
+
+    REASONING = 1
+    CONTENT = 2
+    TOOL_CALL = 3
+    TOOL_ARGUMENTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A delta of one part of an answer."""
+
+    kind: PartKind
+    text: str = ""
+    tool_call_index: int = 0
+    tool_call_id: str = ""
+    tool_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLayout:
+    """What an answer may hold, so that its text can be read."""
+
+    tools: Tools | None = None
+    form: ToolFormat | None = None
+    """Of the tool calls; needed with callable tools."""
+    triggered: bool = False
+    """Calls begin at the trigger, anywhere in free text. False: the answer is calls or content, from its start."""
+    markers: Markers | None = None
+    """Of the reasoning; None: the answer has none."""
+    thinks_first: bool = False
+    """The prompt has ended with the marker that begins the reasoning."""
+
+    def parser(self, new_id: Callable[[], str] | None = None) -> PartsParser:
+        """Return a parser of one answer. `new_id` returns the id of a tool call."""
+        return PartsParser(self, new_id or new_call_id)
+
+
+def new_call_id() -> str:
+    """Return a new id of a tool call: 9 letters and digits would be too few to be unique, so it has 24."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+class _State(enum.Enum):
+    BEGIN = enum.auto()
+    """Before the reasoning, if there is any."""
+    REASONING = enum.auto()
+    GAP = enum.auto()
+    """White space behind the reasoning."""
+    START = enum.auto()
+    """At the start of an answer that is calls or content."""
+    CONTENT = enum.auto()
+    HEAD = enum.auto()
+    """At a trigger."""
+    SPACE = enum.auto()
+    """White space before the arguments."""
+    JSON = enum.auto()
+    RAW = enum.auto()
+    TAIL = enum.auto()
+    AFTER = enum.auto()
+    """Behind a call: another call, the end of the calls, or content."""
+    ENDED = enum.auto()
+
+
+class PartsParser:
+    """Reads one answer. Used by one task at a time."""
+
+    def __init__(self, layout: AnswerLayout, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self._form = layout.form
+        self._markers = layout.markers
+        called = [tool for _, tool in layout.tools.callable] if layout.tools and layout.form else []
+        self._triggered = layout.triggered and bool(called)
+        self._heads: dict[str, tuple[str, bool]] = {}
+        """Text in front of the arguments, without free white space -> (function, its input is raw)."""
+        for tool in called:
+            if self._form:
+                self._heads[squeezed(self._form.begin_of(tool.name, raw=tool.raw))] = (tool.name, tool.raw)
+        self._after_reasoning = _State.START if called and not self._triggered else _State.CONTENT
+        self._state = self._after_reasoning
+        if layout.markers:
+            self._state = _State.REASONING if layout.thinks_first else _State.BEGIN
+        self._held = ""
+        self._calls = 0
+        self._raw = self._raw_begins = False
+        self._scan = _JsonScan()
+        self._out: list[Part] = []
+        self._reasoned = False
+
+    def push(self, text: str) -> list[Part]:
+        """Add text; return the parts that are certain now."""
+        self._held += text
+        while self._step():
+            pass
+        return self._taken()
+
+    def finish(self) -> list[Part]:
+        """Return the parts of the text that is held back: no more text comes."""
+        held, self._held = self._held, ""
+        match self._state:
+            case _State.REASONING:
+                self._emit(PartKind.REASONING, held.rstrip("\n"))
+            case _State.JSON | _State.RAW:
+                self._emit(PartKind.TOOL_ARGUMENTS, held)
+            case _State.TAIL | _State.AFTER | _State.SPACE | _State.GAP:
+                if held.strip() and self._state is _State.AFTER:
+                    self._emit(PartKind.CONTENT, held.lstrip(_SPACE))
+            case _:
+                self._emit(PartKind.CONTENT, held)
+        self._state = _State.ENDED
+        return self._taken()
+
+    def _taken(self) -> list[Part]:
+        out, self._out = self._out, []
+        return out
+
+    def _emit(self, kind: PartKind, text: str) -> None:
+        if text:
+            index = self._calls - 1 if kind is PartKind.TOOL_ARGUMENTS else 0
+            self._out.append(Part(kind, text, index))
+
+    def _step(self) -> bool:
+        """Consume some of the held text. False: more text is needed."""
+        if not self._held:
+            return False
+        match self._state:
+            case _State.BEGIN:
+                return self._begin()
+            case _State.REASONING:
+                return self._reasoning()
+            case _State.GAP | _State.SPACE:
+                self._held = self._held.lstrip(_SPACE)
+                if not self._held:
+                    return False
+                self._state = self._after_reasoning if self._state is _State.GAP else _State.JSON
+                return True
+            case _State.START | _State.HEAD:
+                return self._head(self._heads, _State.CONTENT)
+            case _State.CONTENT:
+                return self._content()
+            case _State.JSON:
+                return self._json()
+            case _State.RAW:
+                return self._raw_input()
+            case _State.TAIL:
+                return self._tail()
+            case _State.AFTER:
+                return self._after()
+            case _State.ENDED:
+                raise AssertionError("text behind the end")
+
+    def _begin(self) -> bool:
+        assert self._markers is not None
+        text = self._held.lstrip(_SPACE)
+        if text.startswith(self._markers.begin):
+            self._held = text[len(self._markers.begin) :]
+            self._state = _State.REASONING
+            return True
+        if self._markers.begin.startswith(text):
+            return False
+        self._state = self._after_reasoning
+        return True
+
+    def _reasoning(self) -> bool:
+        assert self._markers is not None
+        if not self._reasoned:
+            self._held = self._held.lstrip("\n")
+            if not self._held:
+                return False
+            self._reasoned = True
+        at = self._held.find(self._markers.end)
+        if at >= 0:
+            self._emit(PartKind.REASONING, self._held[:at].rstrip("\n"))
+            self._held = self._held[at + len(self._markers.end) :]
+            self._state = _State.GAP
+            return True
+        keep = _beginning_of(self._held, (self._markers.end,))
+        keep = len(self._held[:keep].rstrip("\n"))
+        self._emit(PartKind.REASONING, self._held[:keep])
+        self._held = self._held[keep:]
+        return False
+
+    def _content(self) -> bool:
+        if not self._triggered or self._form is None:
+            self._emit(PartKind.CONTENT, self._held)
+            self._held = ""
+            return False
+        at = self._held.find(self._form.trigger)
+        if at >= 0:
+            # Where the text is no call after all, HEAD gives the white space back.
+            at = len(self._held[:at].rstrip(_SPACE))
+            self._emit(PartKind.CONTENT, self._held[:at])
+            self._held = self._held[at:]
+            self._state = _State.HEAD
+            return True
+        keep = _beginning_of(self._held, (self._form.trigger,))
+        keep = len(self._held[:keep].rstrip(_SPACE))
+        self._emit(PartKind.CONTENT, self._held[:keep])
+        self._held = self._held[keep:]
+        return False
+
+    def _head(self, heads: dict[str, tuple[str, bool]], otherwise: _State) -> bool:
+        """Read the beginning of a call, or take the text as content."""
+        found, end, undecided = match_squeezed(self._held, heads)
+        if found is not None:
+            name, self._raw = heads[found]
+            self._out.append(Part(PartKind.TOOL_CALL, "", self._calls, self._new_id(), name))
+            self._calls += 1
+            self._held = self._held[end:]
+            self._scan, self._raw_begins = _JsonScan(), True
+            self._state = _State.RAW if self._raw else _State.SPACE
+            return True
+        if undecided:
+            return False
+        if self._state is _State.HEAD:
+            # The trigger is text; the search goes on behind its first character.
+            at = len(self._held) - len(self._held.lstrip(_SPACE)) + 1
+            self._emit(PartKind.CONTENT, self._held[:at])
+            self._held = self._held[at:]
+        self._state = otherwise
+        return True
+
+    def _json(self) -> bool:
+        end = self._scan.end_of(self._held)
+        self._emit(PartKind.TOOL_ARGUMENTS, self._held if end is None else self._held[:end])
+        self._held = "" if end is None else self._held[end:]
+        if end is not None:
+            self._state = _State.TAIL
+        return end is not None
+
+    def _raw_input(self) -> bool:
+        assert self._form is not None
+        if self._raw_begins and self._form.raw_begin.endswith("\n"):
+            self._held = self._held.removeprefix("\n")
+        self._raw_begins = False
+        end = self._form.raw_end
+        at = self._held.find(end)
+        keep = at if at >= 0 else _beginning_of(self._held, (end,))
+        self._emit(PartKind.TOOL_ARGUMENTS, self._held[:keep])
+        self._held = self._held[keep:]
+        if at >= 0:
+            self._held = self._held[len(end) :]
+            self._state = _State.AFTER
+        return at >= 0
+
+    def _tail(self) -> bool:
+        assert self._form is not None
+        found, end, undecided = match_squeezed(self._held, [squeezed(self._form.end)])
+        if found is None and undecided:
+            return False
+        self._held = self._held[end:]
+        self._state = _State.AFTER
+        return True
+
+    def _after(self) -> bool:
+        assert self._form is not None
+        separator = squeezed(self._form.separator)
+        heads = {separator + head: call for head, call in self._heads.items()}
+        last = squeezed(self._form.last)
+        found, end, undecided = match_squeezed(self._held, [*heads, *([last] if last else [])])
+        if found is None and undecided:
+            return False
+        if found is None:
+            self._held = self._held.lstrip(_SPACE)
+            self._state = _State.CONTENT
+            return True
+        if found == last and last:
+            self._held = self._held[end:]
+            self._state = _State.GAP
+            self._after_reasoning = _State.CONTENT
+            return True
+        return self._head(heads, _State.CONTENT)
+
+
+class _JsonScan:
+    """Finds the end of one JSON value in text that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = self._escaped = self._plain = False
+
+    def end_of(self, text: str) -> int | None:
+        """Return where the value ends in `text`, which continues the text of earlier calls; None: not in it."""
+        for at, char in enumerate(text):
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._quoted = False
+                    if not self._depth:
+                        return at + 1
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]" and self._depth:
+                self._depth -= 1
+                if not self._depth:
+                    return at + 1
+            elif not self._depth:
+                if char in "}],;" + _SPACE:
+                    return at
+                self._plain = True
+        return None
+
+
+def squeezed(text: str) -> str:
+    """Return a text without the white space outside quotation marks."""
+    return "".join(char for _, char in _without_space(text))
+
+
+def match_squeezed(text: str, wanted: Sequence[str] | dict[str, tuple[str, bool]]) -> tuple[str | None, int, bool]:
+    """Compare the beginning of `text` with squeezed texts, white space outside quotation marks aside.
+
+    Returns the one that it begins with, where it ends in `text`, and whether more text could begin with one.
+    """
+    seen = ""
+    possible = list(wanted)
+    for at, char in _without_space(text):
+        seen += char
+        possible = [one for one in possible if one.startswith(seen)]
+        if seen in possible:
+            return seen, at + 1, True
+        if not possible:
+            return None, 0, False
+    return None, 0, bool(possible)
+
+
+def _without_space(text: str) -> Iterator[tuple[int, str]]:
+    quoted = False
+    for at, char in enumerate(text):
+        quoted ^= char == '"'
+        if quoted or char not in _SPACE:
+            yield at, char
+
+
+def _beginning_of(text: str, markers: Sequence[str]) -> int:
+    """Return where the longest suffix of `text` begins with which a marker may begin; len(text) where there is none."""
+    longest = max(len(marker) for marker in markers) - 1
+    for at in range(max(0, len(text) - longest), len(text)):
+        if any(marker.startswith(text[at:]) for marker in markers):
+            return at
+    return len(text)

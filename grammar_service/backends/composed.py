@@ -1,0 +1,90 @@
+"""Composed grammars on any backend: the engine writes one from a request's tools, its reasoning and its grammar.
+
+The text of a composed grammar is a structural tag with more members:
+
+    format         the language of the answer, as in a structural tag
+    open_tokens    ids of special tokens that the format spells as text; in this grammar they are text
+
+Invariant: `open_tokens` come from the engine, which takes them from the model's own tool format; a request cannot name
+any. A backend for each set of opened tokens is made once.
+Not responsible for: the formats (see the backends and grammar/structural_tag.py).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from grammar_service.backends.backend import Backend, Compiled
+from grammar_service.errors import InvalidGrammar, NotSupported
+from grammar_service.grammar.structural_tag import formats
+from grammar_service.grammar.value import Grammar, Kind
+from grammar_service.grammar.vocabulary import Vocabulary
+
+
+class ComposingBackend:
+    """A backend that also compiles composed grammars. Every other grammar is the inner backend's own."""
+
+    def __init__(self, make: Callable[[Vocabulary], Backend], vocabulary: Vocabulary) -> None:
+        self._make = make
+        self._vocabulary = vocabulary
+        self._inner = make(vocabulary)
+        self._lock = threading.Lock()
+        self._opened: dict[tuple[int, ...], Backend] = {(): self._inner}
+
+    @property
+    def name(self) -> str:
+        """The inner backend's name."""
+        return self._inner.name
+
+    def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
+        """Compile; see `Backend.compile`. An error in a part of a composed grammar names the part's field."""
+        if grammar.kind is not Kind.COMPOSED:
+            return self._inner.compile(grammar, allow_unenforced=allow_unenforced)
+        document = json.loads(grammar.text)
+        backend = self._backend(document)
+        try:
+            return backend.compile(_tag(grammar, document), allow_unenforced=allow_unenforced)
+        except (InvalidGrammar, NotSupported) as error:
+            raise self._with_field(error, document, grammar, allow_unenforced) from None
+
+    def load(self, grammar: Grammar, artifact: bytes) -> Compiled:
+        """Return the compiled form; see `Backend.load`."""
+        if grammar.kind is not Kind.COMPOSED:
+            return self._inner.load(grammar, artifact)
+        document = json.loads(grammar.text)
+        return self._backend(document).load(_tag(grammar, document), artifact)
+
+    def _backend(self, document: dict[str, Any]) -> Backend:
+        opened = tuple(sorted(document.get("open_tokens", ())))
+        with self._lock:
+            if opened not in self._opened:
+                self._opened[opened] = self._make(self._vocabulary.opened(opened))
+            return self._opened[opened]
+
+    def _with_field(
+        self, error: InvalidGrammar | NotSupported, document: dict[str, Any], grammar: Grammar, allow_unenforced: bool
+    ) -> InvalidGrammar | NotSupported:
+        """Return the error with the name of the field whose schema is at fault, if one is."""
+        for _, node in formats(document["format"], "/format"):
+            field = node.get("at")
+            if not isinstance(field, str) or "json_schema" not in node:
+                continue
+            alone = Grammar(Kind.JSON_SCHEMA, json.dumps(node["json_schema"], ensure_ascii=False), grammar.whitespace)
+            try:
+                self._inner.compile(alone, allow_unenforced=allow_unenforced)
+            except (InvalidGrammar, NotSupported) as found:
+                return type(found)(f"{field}: {found}")
+        return error
+
+    def __repr__(self) -> str:
+        return f"<ComposingBackend {self.name} opened={len(self._opened) - 1}>"
+
+
+def _tag(grammar: Grammar, document: dict[str, Any]) -> Grammar:
+    """Return the format of a composed grammar as a structural tag."""
+    text = json.dumps({"type": "structural_tag", "format": document["format"]}, ensure_ascii=False)
+    return replace(grammar, kind=Kind.STRUCTURAL_TAG, text=text)

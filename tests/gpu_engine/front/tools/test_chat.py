@@ -1,0 +1,187 @@
+"""The conversation as the chat template's text: functions, calls, results, names, parts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gpu_engine.api.checked import Limits
+from gpu_engine.api.conversation import Chat
+from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.front.tools.chat import render
+from gpu_engine.front.tools.formats import HERMES, JSON, reasoning_markers, tool_format
+from gpu_engine.front.validation import check
+from protos.engine.v1 import engine_pb2 as pb
+from tests.fakes import ByteTokenizer
+
+LIMITS = Limits(
+    vocab_size=320, max_model_len=64, num_draft_tokens=7, jump_forward_tokens=15, max_n=4, max_prompt_bytes=2000
+)
+QWEN = (
+    "{% if tools %}TOOLS{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
+    "</think>{% endif %}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} "
+    "{{ c.function.arguments.x }}</tool_call>{% endfor %}{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}\n"
+    "{% endfor %}{% if role_tool == 'tool' %}{% endif %}"
+    "{% if add_generation_prompt %}assistant:{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+JOINS = QWEN.replace("c.function.arguments.x", "'' + c.function.arguments")
+
+
+def chat(*messages: pb.ChatMessage, tools: pb.Tools | None = None, **fields: Any) -> Chat:
+    request = pb.GenerateRequest(messages=pb.ChatMessages(messages=messages, **fields), tools=tools)
+    prompt = check(request, LIMITS, ()).prompt
+    assert isinstance(prompt, Chat)
+    return prompt
+
+
+def user(text: str = "hi") -> pb.ChatMessage:
+    return pb.ChatMessage(role="user", content=text)
+
+
+CALLED = (
+    user(),
+    pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(id="c1", name="f", arguments='{"x": 7}')]),
+    pb.ChatMessage(role="tool", content="seven", tool_call_id="c1"),
+)
+TOOLS = pb.Tools(
+    tools=[
+        pb.Tool(name="f", description="Does f.", parameters='{"properties": {"x": {"type": "integer"}}}'),
+        pb.Tool(name="raw", regex="a+"),
+    ]
+)
+
+
+def test_a_template_with_functions_gets_them_and_the_calls() -> None:
+    text = render(chat(*CALLED, tools=TOOLS), ByteTokenizer(QWEN))
+    shown = [json.loads(line) for line in text.split("\n")[1:3]]
+    assert [one["function"]["name"] for one in shown] == ["f", "raw"]
+    assert shown[0]["function"]["parameters"] == {"properties": {"x": {"type": "integer"}}}
+    assert '<tool_call>\n{"name": "raw"}\nINPUT\n</tool_call>' in shown[1]["function"]["description"]
+    assert text.endswith("user:hi\nassistant:<tool_call>f 7</tool_call>\ntool:seven#c1\nassistant:")
+
+
+def test_a_template_that_joins_arguments_gets_them_as_text() -> None:
+    assert '<tool_call>f {"x": 7}</tool_call>' in render(chat(*CALLED), ByteTokenizer(JOINS))
+
+
+def test_a_template_without_functions_gets_them_as_text() -> None:
+    text = render(chat(pb.ChatMessage(role="system", content="Be brief."), *CALLED, tools=TOOLS), ByteTokenizer())
+    assert text.startswith("system: Be brief.\n\nYou may call these functions:\n")
+    assert '"name": "f", "description": "Does f."' in text
+    assert text.endswith(
+        'user: hi\nassistant: {"name": "f", "arguments": {"x": 7}}\nuser: Result of f: seven\nassistant:'
+    )
+    assert render(chat(user(), tools=TOOLS), ByteTokenizer()).startswith("system: You may call")
+
+
+def test_parts_names_reasoning_and_arguments_of_the_template() -> None:
+    parts = [pb.ContentPart(text="a"), pb.ContentPart(text="b")]
+    turns = (pb.ChatMessage(role="user", parts=parts), pb.ChatMessage(role="assistant", content="c", reasoning="hm"))
+    text = render(chat(*turns, user(), template_arguments='{"enable_thinking": false}'), ByteTokenizer(QWEN))
+    assert text == "user:ab\nassistant:c<think>hm</think>\nuser:hi\nassistant:<think></think>"
+
+
+def test_the_last_message_goes_on() -> None:
+    turns = (user(), pb.ChatMessage(role="assistant", content="Sure"))
+    text = render(chat(*turns, continue_final_message=True), ByteTokenizer(QWEN))
+    assert text == "user:hi\nassistant:Sure\n"
+
+
+MESSAGE = "messages.messages[0]"
+BAD: list[tuple[str, str, dict[str, Any]]] = [
+    (f"{MESSAGE}.role", "empty", {"messages": [pb.ChatMessage(content="x")]}),
+    (
+        f"{MESSAGE}.parts",
+        "without content",
+        {"messages": [pb.ChatMessage(role="user", content="x", parts=[pb.ContentPart(text="y")])]},
+    ),
+    (f"{MESSAGE}.parts[0].part", "required", {"messages": [pb.ChatMessage(role="user", parts=[pb.ContentPart()])]}),
+    (
+        f"{MESSAGE}.tool_calls",
+        "assistant",
+        {"messages": [pb.ChatMessage(role="user", tool_calls=[pb.ToolCall(name="f")])]},
+    ),
+    (
+        f"{MESSAGE}.tool_calls[0].name",
+        "empty",
+        {"messages": [pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall()])]},
+    ),
+    ("messages.template_arguments", "not JSON", {"template_arguments": "{"}),
+    ("messages.template_arguments", "JSON object", {"template_arguments": "[]"}),
+    ("messages.template_arguments", "'tools' is set by the server", {"template_arguments": '{"tools": []}'}),
+    ("messages.continue_final_message", "assistant", {"continue_final_message": True}),
+]
+F = pb.Tool(name="f")
+BAD_TOOLS: list[tuple[str, str, pb.Tools]] = [
+    ("tools.tools", "empty", pb.Tools()),
+    ("tools.tools", "at most 128", pb.Tools(tools=[pb.Tool(name=f"f{i}") for i in range(129)])),
+    ("tools.tools[0].name", "1 to 64", pb.Tools(tools=[pb.Tool(name="a b")])),
+    ("tools.tools[0].name", "1 to 64", pb.Tools(tools=[pb.Tool(name="a" * 65)])),
+    ("tools.tools[1].name", "function 0", pb.Tools(tools=[F, F])),
+    ("tools.tools[0].parameters", "not JSON", pb.Tools(tools=[pb.Tool(name="f", parameters="{")])),
+    ("tools.tools[0].parameters", "an object", pb.Tools(tools=[pb.Tool(name="f", parameters="[]")])),
+    ("tools.tools[0].parameters", '"array"', pb.Tools(tools=[pb.Tool(name="f", parameters='{"type": "array"}')])),
+    ("tools.tools[0].parameters", "'a' occurs twice", pb.Tools(tools=[pb.Tool(name="f", parameters='{"a":1,"a":2}')])),
+    ("tools.tools[0].text", "true", pb.Tools(tools=[pb.Tool(name="f", text=False)])),
+    ("tools.tools[0].lark", "empty", pb.Tools(tools=[pb.Tool(name="f", lark="")])),
+    ("tools.name", "'g' is not", pb.Tools(tools=[F], choice=pb.TOOL_CHOICE_NAMED, name="g")),
+    ("tools.name", "NAMED", pb.Tools(tools=[F], name="f")),
+    ("tools.choice", "9", pb.Tools(tools=[F], choice=9)),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("field", "problem", "fields"), BAD, ids=[f"{case[0]} {case[1]}" for case in BAD])
+def test_a_wrong_conversation_names_its_field(field: str, problem: str, fields: dict[str, Any]) -> None:
+    others = {name: value for name, value in fields.items() if name != "messages"}
+    with pytest.raises(InvalidRequest, match=problem) as refused:
+        chat(*fields.get("messages", [user()]), **others)
+    assert str(refused.value).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(("field", "problem", "tools"), BAD_TOOLS, ids=[f"{case[0]} {case[1]}" for case in BAD_TOOLS])
+def test_wrong_tools_name_their_field(field: str, problem: str, tools: pb.Tools) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as refused:
+        chat(user(), tools=tools)
+    assert str(refused.value).startswith(f"{field}: ")
+
+
+def test_the_bytes_of_functions_count() -> None:
+    with pytest.raises(InvalidRequest, match="max_prompt_bytes"):
+        chat(user(), tools=pb.Tools(tools=[pb.Tool(name="f", description="x" * 2000)]))
+
+
+@pytest.mark.parametrize(
+    ("template", "error", "problem"),
+    [
+        ("{{ raise_exception('no') }}", "messages", "no"),
+        ("{{ 1 + 'a' }}", "messages", "raised an error"),
+    ],
+)
+def test_an_error_of_the_template_is_the_requests(template: str, error: str, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as refused:
+        render(chat(*CALLED), ByteTokenizer("<tool_call> tool" + template))
+    assert str(refused.value).startswith(f"{error}: ")
+
+
+def test_a_role_that_the_template_does_not_know() -> None:
+    with pytest.raises(InvalidRequest, match=r"^messages.messages\[1\].role: 'critic' is not known"):
+        render(chat(user(), pb.ChatMessage(role="critic", content="x")), ByteTokenizer(QWEN))
+
+
+@pytest.mark.parametrize(
+    ("template", "form", "marker"),
+    [
+        (QWEN, HERMES, "</think>"),
+        ("{{ messages }}", JSON, None),
+        ({"default": "{{ messages }}", "tool_use": QWEN}, HERMES, "</think>"),
+        ("", None, None),
+        (None, None, None),
+    ],
+)
+def test_formats_are_read_from_the_template(template: Any, form: Any, marker: str | None) -> None:
+    assert tool_format(template) is form
+    found = reasoning_markers(template)
+    assert (found.end if found else None) == marker

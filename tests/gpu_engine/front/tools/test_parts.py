@@ -1,0 +1,165 @@
+"""The text of an answer in parts, however it is cut into pieces."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_engine.api.conversation import InputKind, Tool, ToolChoice, Tools
+from gpu_engine.front.tools.formats import FORMATS, HERMES, JSON, Markers, ToolFormat
+from gpu_engine.front.tools.parts import AnswerLayout, Part, PartKind, new_call_id, squeezed
+
+THINK = Markers("<think>", "</think>")
+TOOLS = Tools((Tool("get"), Tool("get_x"), Tool("run", input=InputKind.TEXT)))
+ARGUMENTS = ('{"a": "}\\"", "b": [1, {"c": null}]}', "{}")
+
+Joined = list[tuple[str, str]]
+
+
+def parts_of(layout: AnswerLayout, pieces: Sequence[str]) -> Joined:
+    """Return (kind or function, text) of each part, with equal neighbours joined."""
+    numbers = itertools.count()
+    parser = layout.parser(lambda: f"id{next(numbers)}")
+    found = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+    out: Joined = []
+    for part in found:
+        if part.kind is PartKind.TOOL_CALL:
+            assert part.tool_call_id == f"id{part.tool_call_index}"
+            out.append((f"call {part.tool_name}", ""))
+        elif out and out[-1][0] == part.kind.name:
+            out[-1] = (part.kind.name, out[-1][1] + part.text)
+        else:
+            out.append((part.kind.name, part.text))
+    return out
+
+
+def cuts(text: str) -> Iterator[list[str]]:
+    """Yield `text` as one piece, as characters, and in two pieces at each place."""
+    yield [text]
+    yield list(text)
+    for at in range(len(text)):
+        yield [text[:at], text[at:]]
+
+
+def spelled(form: ToolFormat, calls: Sequence[tuple[str, str]]) -> str:
+    """Return the text of calls as the grammar of the format has it."""
+    raw = {tool.name: tool.raw for tool in TOOLS.tools}
+    texts = [form.begin_of(name, raw=raw[name]) + given + form.end_of(raw=raw[name]) for name, given in calls]
+    return form.first + form.separator.join(texts) + form.last
+
+
+CALLS = [("get_x", ARGUMENTS[0]), ("get", ARGUMENTS[1]), ("run", "any </text {\n")]
+WANTED: Joined = [
+    ("call get_x", ""),
+    ("TOOL_ARGUMENTS", ARGUMENTS[0]),
+    ("call get", ""),
+    ("TOOL_ARGUMENTS", ARGUMENTS[1]),
+    ("call run", ""),
+    ("TOOL_ARGUMENTS", "any </text {\n"),
+]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_calls_of_each_format(form: ToolFormat) -> None:
+    text = spelled(form, CALLS)
+    for pieces in cuts(text):
+        assert parts_of(AnswerLayout(TOOLS, form), pieces) == WANTED
+    for pieces in cuts(f"Sure {{ <tool. \n{text}"):
+        found = parts_of(AnswerLayout(TOOLS, form, triggered=True), pieces)
+        assert found == [("CONTENT", "Sure { <tool."), *WANTED]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_reasoning_before_calls(form: ToolFormat) -> None:
+    text = f"\nhm <tool_call> </thin\n\n</think>\n\n{spelled(form, CALLS)}"
+    for first in (True, False):
+        layout = AnswerLayout(TOOLS, form, markers=THINK, thinks_first=first)
+        for pieces in cuts(text if first else f"<think>{text}"):
+            assert parts_of(layout, pieces) == [("REASONING", "hm <tool_call> </thin"), *WANTED]
+
+
+def test_content_with_the_beginning_of_a_call_in_it() -> None:
+    text = '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call> <tool'
+    for pieces in cuts(text):
+        assert parts_of(AnswerLayout(TOOLS, HERMES, triggered=True), pieces) == [("CONTENT", text)]
+
+
+def test_text_around_calls_in_free_text() -> None:
+    call = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+    layout = AnswerLayout(TOOLS, HERMES, triggered=True)
+    for pieces in cuts(f"a\n {call}\n\n b {call} \n"):
+        found = parts_of(layout, pieces)
+        calls = [("call get", ""), ("TOOL_ARGUMENTS", "{}")]
+        assert found == [("CONTENT", "a"), *calls, ("CONTENT", "b"), *calls]
+
+
+def test_an_answer_that_is_content_holds_no_calls() -> None:
+    text = '{"text": "<tool_call>\\n{\\"name\\": \\"get\\"", "name": "get", "arguments": {}}'
+    for form in (HERMES, JSON):
+        for pieces in cuts(text):
+            assert parts_of(AnswerLayout(TOOLS, form), pieces) == [("CONTENT", text)]
+
+
+def test_a_call_with_other_white_space() -> None:
+    text = '{ "name"\n:"get_x","arguments" :  [1, "a b"] } \n {"name":"get","arguments":{ } }'
+    wanted = [("call get_x", ""), ("TOOL_ARGUMENTS", '[1, "a b"]'), ("call get", ""), ("TOOL_ARGUMENTS", "{ }")]
+    for pieces in cuts(text):
+        assert parts_of(AnswerLayout(TOOLS, JSON), pieces) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<think>\nhm", [("REASONING", "hm")]),
+        ("<thi", [("CONTENT", "<thi")]),
+        ("<think>a</think>\n", [("REASONING", "a")]),
+        ("<think>a</think>\n\nb\n", [("REASONING", "a"), ("CONTENT", "b\n")]),
+        ('<tool_call>\n{"name": "get", "arguments": {"a', [("call get", ""), ("TOOL_ARGUMENTS", '{"a')]),
+        ('<tool_call>\n{"name": "ge', [("CONTENT", '<tool_call>\n{"name": "ge')]),
+        ('<tool_call>\n{"name": "get", "arguments": {}}\n</to', [("call get", ""), ("TOOL_ARGUMENTS", "{}")]),
+    ],
+)
+def test_an_answer_that_was_cut_off(text: str, wanted: Joined) -> None:
+    for pieces in cuts(text):
+        assert parts_of(AnswerLayout(TOOLS, HERMES, markers=THINK), pieces) == wanted
+
+
+def test_tools_that_may_not_be_called_are_content() -> None:
+    text = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+    none = Tools(TOOLS.tools, ToolChoice.NONE)
+    assert parts_of(AnswerLayout(none, HERMES), [text]) == [("CONTENT", text)]
+
+
+FRAGMENTS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "get", "arguments": ',
+    "{}",
+    "}",
+    "\n",
+    " a",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join), st.data(), st.booleans(), st.booleans())
+def test_any_split_of_a_text_gives_the_same_parts(text: str, data: st.DataObject, triggered: bool, think: bool) -> None:
+    layout = AnswerLayout(TOOLS, HERMES, triggered=triggered, markers=THINK if think else None)
+    pieces, at = [], 0
+    while at < len(text):
+        size = data.draw(st.integers(1, len(text) - at))
+        pieces.append(text[at : at + size])
+        at += size
+    assert parts_of(layout, pieces) == parts_of(layout, [text])
+
+
+def test_ids_of_calls_are_unique() -> None:
+    assert len({new_call_id() for _ in range(1000)}) == 1000
+    assert squeezed(' {"a b": 1}\n') == '{"a b":1}'
+    assert Part(PartKind.CONTENT, "a") == Part(PartKind.CONTENT, "a")

@@ -1,0 +1,186 @@
+"""Grammars that the engine composes from tools and a grammar: every answer is read back, and fits its schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from gpu_engine.api.conversation import InputKind, Tool, ToolChoice, Tools
+from gpu_engine.api.request import GrammarKind, GrammarSpec
+from gpu_engine.front.tools.composition import composed, moved
+from gpu_engine.front.tools.formats import FORMATS, HERMES, JSON, ToolFormat
+from gpu_engine.front.tools.parts import AnswerLayout, PartKind
+from grammar_service.backends.backend import Compiled, Matcher
+from grammar_service.errors import InvalidGrammar, NotEnforced, NotSupported
+from grammar_service.grammar.token_bytes import TokenBytes
+from grammar_service.grammar.value import Kind
+from tests.grammar_service.conftest import Library
+from tests.grammar_service.toy import STOPS, spell
+
+ITEM = {"enum": ["a", "b c"]}
+ADD = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 99}, "to": {"$ref": "#/$defs/item"}},
+    "required": ["x", "to"],
+    "additionalProperties": False,
+    "$defs": {"item": ITEM},
+}
+SAY = {"type": "object", "properties": {"s": {"type": "string", "maxLength": 3}}, "additionalProperties": False}
+TOOLS = (
+    Tool("add", "Adds.", source=json.dumps(ADD)),
+    Tool("add.2", source=json.dumps(SAY)),
+    Tool("run", input=InputKind.REGEX, source="[a-f]{1,3}"),
+)
+SCHEMAS = {"add": ADD, "add.2": SAY}
+ANSWER = {
+    "type": "object",
+    "properties": {"name": {"enum": ["nobody", "add"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+GRAMMARS: list[GrammarSpec | None] = [
+    None,
+    GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(ANSWER)),
+    GrammarSpec(GrammarKind.CHOICE, '["yes", "no"]'),
+    GrammarSpec(GrammarKind.REGEX, "[x-z]{2,4}"),
+    GrammarSpec(GrammarKind.EBNF, 'root ::= "(" [0-9] ")"'),
+]
+
+
+def compiled(library: Library, tools: Tools, form: ToolFormat, grammar: GrammarSpec | None) -> Compiled:
+    spec = composed(tools, form, grammar)
+    assert spec is not None
+    return library.compiled(Kind(spec.kind.value), spec.source)
+
+
+def walk(library: Library, matcher: Matcher, trigger: str, rng: random.Random) -> str:
+    """Return a random answer. Free text soon comes to the trigger, or ends."""
+    out = bytearray()
+    wanted: list[int] = []
+    texts = TokenBytes.of(library.vocabulary).texts
+    for _ in range(2000):
+        legal = library.legal(matcher)
+        assert legal, bytes(out)
+        stops = legal & set(STOPS)
+        if stops and (legal == stops or (not wanted and rng.random() < 0.2)):
+            assert matcher.accept(min(stops))
+            return out.decode()
+        if len(legal) > 100 and not wanted:
+            wanted = spell(rng.choice([trigger, "x ", "<", "\n"]))
+        plain = [token for token in legal if texts[token].isascii() and token not in STOPS]
+        token = wanted.pop(0) if wanted and wanted[0] in legal else rng.choice(sorted(plain))
+        assert matcher.accept(token), (bytes(out), token)
+        out += texts[token]
+    raise AssertionError(f"no end: {bytes(out)!r}")
+
+
+def check(text: str, tools: Tools, form: ToolFormat, grammar: GrammarSpec | None) -> list[str]:
+    """Read an answer, check its parts, and return the names of the called functions."""
+    triggered = tools.choice is ToolChoice.AUTO and grammar is None
+    parser = AnswerLayout(tools, form, triggered=triggered).parser()
+    found = parser.push(text) + parser.finish()
+    names = [part.tool_name for part in found if part.kind is PartKind.TOOL_CALL]
+    texts = ["" for _ in names]
+    for part in found:
+        if part.kind is PartKind.TOOL_ARGUMENTS:
+            texts[part.tool_call_index] += part.text
+    for name, given in zip(names, texts, strict=True):
+        if name in SCHEMAS:
+            jsonschema.validate(json.loads(given), SCHEMAS[name])
+        else:
+            assert 1 <= len(given) <= 3
+            assert set(given) <= set("abcdef")
+    content = "".join(part.text for part in found if part.kind is PartKind.CONTENT)
+    if names and not triggered:
+        assert not content.strip(), text
+    if not names and grammar and grammar.kind is GrammarKind.JSON_SCHEMA:
+        jsonschema.validate(json.loads(content), ANSWER)
+    elif not names and grammar:
+        assert content == text
+    return names
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    ("choice", "grammar"),
+    [*((ToolChoice.AUTO, grammar) for grammar in GRAMMARS), (ToolChoice.REQUIRED, None), (ToolChoice.NAMED, None)],
+    ids=lambda case: case.name if isinstance(case, ToolChoice) else case.kind.name if case else "free",
+)
+def test_every_answer_is_read_back_and_fits(
+    library: Library, form: ToolFormat, choice: ToolChoice, grammar: GrammarSpec | None
+) -> None:
+    tools = Tools(TOOLS, choice, "add" if choice is ToolChoice.NAMED else "")
+    ready = compiled(library, tools, form, grammar)
+    counts: list[int] = []
+    for seed in range(12):
+        text = walk(library, ready.matcher(), form.trigger, random.Random(seed))
+        names = check(text, tools, form, grammar)
+        counts.append(len(names))
+        assert choice is not ToolChoice.NAMED or set(names) == {"add"}
+    assert choice is ToolChoice.AUTO or min(counts) >= 1
+    assert max(counts) >= 1
+    assert choice is not ToolChoice.AUTO or min(counts) == 0
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_without_parallel_calls_one_is_the_last(library: Library, form: ToolFormat) -> None:
+    for choice in (ToolChoice.AUTO, ToolChoice.REQUIRED):
+        tools = Tools(TOOLS, choice, parallel=False)
+        ready = compiled(library, tools, form, None)
+        for seed in range(8):
+            text = walk(library, ready.matcher(), form.trigger, random.Random(seed))
+            assert len(check(text, tools, form, None)) <= 1
+    call = form.first + form.begin_of("add", raw=False) + '{"x": 1, "to": "a"}' + form.end + form.last
+    assert library.accepts(ready, call)
+    assert not library.accepts(ready, call + form.separator + call)
+
+
+def test_arguments_are_any_object_where_they_are_not_strict(library: Library) -> None:
+    call = HERMES.begin_of("add", raw=False) + '{"y": [1]}' + HERMES.end
+    loose = (Tool("add", source=json.dumps(ADD), strict=False),)
+    for tools, legal in (
+        (Tools(loose), True),
+        (Tools(TOOLS), False),
+        (Tools(loose, ToolChoice.REQUIRED), False),
+    ):
+        assert library.accepts(compiled(library, tools, HERMES, None), call) is legal
+
+
+def test_no_call_without_a_grammar_is_free_text() -> None:
+    assert composed(Tools(TOOLS, ToolChoice.NONE), HERMES, None) is None
+    assert composed(Tools(TOOLS, ToolChoice.NONE), HERMES, GRAMMARS[1]) is GRAMMARS[1]
+
+
+@pytest.mark.parametrize("form", [HERMES, JSON], ids=lambda form: form.name)
+def test_an_error_of_a_schema_names_its_field(library: Library, form: ToolFormat) -> None:
+    for schema, field in (
+        ({"properties": {"a": {"type": "strin"}}}, "tools.tools[1].parameters"),
+        ({"properties": {"a": {"contains": {}}}}, "tools.tools[1].parameters"),
+    ):
+        tools = Tools((TOOLS[0], Tool("bad", source=json.dumps(schema))), ToolChoice.REQUIRED)
+        with pytest.raises((InvalidGrammar, NotEnforced), match=f".*{field}".replace("[", r"\[")) as failed:
+            compiled(library, tools, form, None)
+        assert "add" not in str(failed.value)
+
+
+def test_a_lark_tool(library: Library) -> None:
+    tools = Tools((Tool("sql", input=InputKind.LARK, source='start: "select " /[a-z]+/'),), ToolChoice.REQUIRED)
+    if library.name == "xgrammar":
+        with pytest.raises(NotSupported, match="Lark"):
+            compiled(library, tools, HERMES, None)
+        return
+    ready = compiled(library, tools, HERMES, None)
+    assert library.accepts(ready, '<tool_call>\n{"name": "sql"}\nselect ab\n</tool_call>')
+    assert not library.accepts(ready, '<tool_call>\n{"name": "sql"}\ndrop ab\n</tool_call>')
+
+
+def test_references_of_a_schema_that_moved_lead_to_the_same_places() -> None:
+    schema: dict[str, Any] = {"$defs": {"a": {"$ref": "#"}}, "properties": {"b": {"$ref": "#/$defs/a"}}}
+    assert moved(schema, "#/properties/x") == {
+        "$defs": {"a": {"$ref": "#/properties/x"}},
+        "properties": {"b": {"$ref": "#/properties/x/$defs/a"}},
+    }
