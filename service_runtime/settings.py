@@ -97,7 +97,9 @@ def add_flags(parser: argparse.ArgumentParser, config_classes: Sequence[type[Any
             shown = {"": "''", None: "unset"}.get(setting.default, setting.default)
             text = f"{setting.help} (default: {shown}; env: {variable_of(setting.name, prefix)})".replace("%", "%%")
             metavar = setting.kind.__name__.upper()
-            group.add_argument(flag_of(setting.name), metavar=metavar, default=None, help=text)
+            # A flag alone turns a switch on, as users of other servers write it.
+            bare: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.kind is bool else {}
+            group.add_argument(flag_of(setting.name), metavar=metavar, default=None, help=text, **bare)
             for old in setting.old_names:
                 group.add_argument(flag_of(old), default=None, help=argparse.SUPPRESS)
 

@@ -42,7 +42,19 @@ class EngineConfig:
     """Old names of settings, read for one version (service_runtime/settings.py)."""
 
     model: str = EMBEDDED_MODEL
-    """A directory in Hugging Face's format, a GGUF file, or "embedded" (SmolLM2-135M-Instruct)."""
+    """A directory in Hugging Face's format, a GGUF file, an id of the Hugging Face hub such as "Qwen/Qwen3-0.6B", or
+    "embedded" (SmolLM2-135M-Instruct). A model of the hub comes from huggingface_hub's cache if it is there, and is
+    fetched otherwise."""
+    revision: str = ""
+    """Branch, tag or commit of a model of the hub. Empty: main."""
+    hf_token_file: str = ""
+    """File with a token for private and gated models of the hub. Empty: HF_TOKEN, or the token of `hf auth login`."""
+    served_model_name: str = ""
+    """Names under which clients may ask for the model, separated by commas; the first is the preferred one. Empty: the
+    setting model."""
+    trust_remote_code: bool = False
+    """Always off: code of a model's repository is never run, and a model that needs it is refused. The setting exists
+    so that a start with it says so."""
     dtype: str = "auto"
     """"bfloat16", "float32", or "auto": bfloat16 if the device multiplies it natively, else float32."""
     quantization: str = "auto"
@@ -131,9 +143,20 @@ class EngineConfig:
     """Sequences that may wait for a slot; one more is refused with RESOURCE_EXHAUSTED."""
 
     def __post_init__(self) -> None:
+        self._check_names()
         self._check_device()
         self._check_sizes()
         self._check_drafts()
+
+    def _check_names(self) -> None:
+        _require(
+            not self.trust_remote_code,
+            "trust_remote_code",
+            "code of a model's repository is never run; use a family that transformers has (docs/models.md)",
+        )
+        names = [name.strip() for name in self.served_model_name.split(",")] if self.served_model_name else []
+        _require(all(names), "served_model_name", f"{self.served_model_name!r} has an empty name")
+        _require(len(set(names)) == len(names), "served_model_name", f"{self.served_model_name!r} has a name twice")
 
     def _check_device(self) -> None:
         dtypes = ("auto", "bfloat16", "float32")
@@ -202,6 +225,12 @@ class EngineConfig:
             "draft_index_bytes",
             "the suffix index works with drafter=ngram on a CPU alone",
         )
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names of `served_model_name`, or the model's own."""
+        names = tuple(name.strip() for name in self.served_model_name.split(",") if name.strip())
+        return names or (self.model,)
 
     @property
     def on_cpu(self) -> bool:

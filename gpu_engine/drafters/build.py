@@ -26,7 +26,7 @@ from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.drafters.suffix_index import SuffixIndex
 from gpu_engine.model.linear import pack_linears, thin_linears
 from gpu_engine.model.loaded_model import ModelNotSupported
-from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.loader import LoadedModel, load_model, path_of
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.launches import StepLaunches
 from gpu_engine.step.program import Drafter
@@ -108,7 +108,11 @@ def _chain(parts: DrafterParts, net: DraftNet) -> Drafter:
 
 def _eagle3(parts: DrafterParts) -> Drafter:
     config, target = parts.config, parts.target
-    directory = SHIPPED_HEAD if config.drafts_with_shipped_head else Path(config.draft_model)
+    if config.drafts_with_shipped_head:
+        directory = SHIPPED_HEAD
+    else:
+        of_head = dataclasses.replace(config, model=config.draft_model, revision="")
+        directory = path_of(of_head, setting="draft_model", with_tokenizer=False)
     head = load_head(directory, target.net.config.get_text_config(), target.dtype).to(target.device)
     head.requires_grad_(False)
     pages = _one_layer(parts, head.config.num_key_value_heads, head.config.head_dim)
@@ -118,7 +122,7 @@ def _eagle3(parts: DrafterParts) -> Drafter:
 
 def _mtp(parts: DrafterParts) -> Drafter:
     target = parts.target
-    mtp = load_mtp(target.name, target.net, target.dtype)
+    mtp = load_mtp(str(path_of(parts.config)), target.net, target.dtype)
     _prepare(parts, mtp)
     return _chain(parts, MtpNet(mtp, target.num_layers, _one_layer(parts, target.num_kv_heads, target.head_dim)))
 
@@ -159,7 +163,7 @@ def _draft_model(config: EngineConfig, target: LoadedModel) -> tuple[LoadedModel
     Models of one family share a tokenizer and pad their logits to different widths. Then the columns of real tokens
     are the same, and `d2t_V` leaves the padding out.
     """
-    own = {"model": config.draft_model, "drafter": "none", "draft_model": ""}
+    own = {"model": config.draft_model, "revision": "", "drafter": "none", "draft_model": ""}
     if config.device != "cpu" and target.device.type == "cpu":
         own |= {"device": "cpu", "sync": "auto"}
     model = load_model(dataclasses.replace(config, **own), setting="draft_model")  # type: ignore[arg-type]

@@ -98,6 +98,7 @@ def model_info(
         num_parameters=model.num_parameters,
         version=version,
         device=config.device,
+        served_names=config.served_names,
     )
     response.backends.extend(cast("tuple[pb.Backend, ...]", backends))
     template = model.tokenizer.chat_template

@@ -19,6 +19,7 @@ from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
 from gpu_engine.model import attention
 from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
 from gpu_engine.model.fusion import FusedModelDiffers, fuse_parts, verified
+from gpu_engine.model.hub import Hub, Wanted, locate, read_token, refuse_what_runs_code
 from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.model.linear import pack_linears, replace_conv1d, thin_linears
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
@@ -30,7 +31,7 @@ from gpu_engine.model.quantised.native import with_native
 from gpu_engine.model.rotary import install_tables
 from service_runtime.cores import usable_cores
 
-__all__ = ["LoadedModel", "ModelNotSupported", "load_model", "prepare", "resolve_dtype"]
+__all__ = ["LoadedModel", "ModelNotSupported", "load_model", "path_of", "prepare", "resolve_dtype"]
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,16 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if flags & {"avx512_bf16", "amx_bf16", "bf16"} else torch.float32
 
 
+def path_of(
+    config: EngineConfig, progress: Progress | None = None, *, setting: str = "model", with_tokenizer: bool = True
+) -> Path:
+    """Return the directory or the GGUF file of `config.model`; raise as `load_model`."""
+    if config.model == EMBEDDED_MODEL:
+        return ensure_embedded(progress)
+    wanted = Wanted(config.model, config.revision, setting, with_tokenizer)
+    return locate(wanted, Hub(token=read_token(config.hf_token_file)), progress)
+
+
 def load_model(config: EngineConfig, progress: Progress | None = None, *, setting: str = "model") -> LoadedModel:
     """Load `config.model`; raise ModelNotSupported, FileNotFoundError or EmbeddedModelMissing with a reason.
 
@@ -63,17 +74,17 @@ def load_model(config: EngineConfig, progress: Progress | None = None, *, settin
         if (device.index or 0) >= torch.cuda.device_count():
             there = torch.cuda.device_count() if torch.backends.cuda.is_built() else "none: this torch is a CPU build"
             raise ModelNotSupported(f"device: {config.device} is not there; CUDA devices that torch sees: {there}")
-    path = ensure_embedded(progress) if config.model == EMBEDDED_MODEL else Path(config.model)
-    if not path.exists():
-        raise FileNotFoundError(f"{setting}: {path} is neither a directory, a GGUF file nor {EMBEDDED_MODEL!r}")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelNotSupported(f"{setting}: {path} has no config.json, so it is no model in Hugging Face's format")
+    path = path_of(config, progress, setting=setting)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotSupported(f"{setting}: {path} has no config.json, so it is no model in Hugging Face's format")
+        refuse_what_runs_code(path, setting)
     source: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
     folder = path.parent if path.is_file() else path
     attention.register()
     report("loading the tokenizer", 0.1)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **source)
     except (OSError, ValueError) as error:
         raise ModelNotSupported(f"{setting}: the tokenizer of {path} cannot be loaded: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -109,7 +120,11 @@ def _network(folder: Path, dtype: torch.dtype, source: dict[str, Any], checkpoin
     """Return the transformers model with our attention. Raises OSError or ValueError."""
     if checkpoint is not None:
         return checkpoint.load(dtype, attention.NAME)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME, **source)
+    if not source:
+        source = {"use_safetensors": True}
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=False, **source
+    )
 
 
 def _return_freed_memory() -> None:

@@ -89,7 +89,9 @@ def test_a_bad_value_is_refused_with_its_place() -> None:
         resolve([], {"LOCKSTEP_SHARE": "x"})
 
 
-def test_a_switch_is_spelled_out(tmp_path: Path) -> None:
+def test_a_switch_stands_alone_or_is_spelled_out(tmp_path: Path) -> None:
+    assert resolve(["--quick"]).quick
+    assert resolve(["--quick", "--eager", "--count", "3"]) == Config(quick=True, eager=True, count=3)
     assert resolve(["--quick", "true"]).quick
     assert resolve([], {"LOCKSTEP_QUICK": "1"}).quick
     assert not resolve(["--quick", "off"], {"LOCKSTEP_QUICK": "1"}).quick

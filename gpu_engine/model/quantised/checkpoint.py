@@ -116,7 +116,7 @@ class QuantisedCheckpoint:
 
         Raises UnsupportedCheckpoint, or transformers' OSError or ValueError.
         """
-        config: Any = AutoConfig.from_pretrained(self._folder)
+        config: Any = AutoConfig.from_pretrained(self._folder, trust_remote_code=False)
         for holder in (config, config.get_text_config()):
             for key in _KEYS:
                 if hasattr(holder, key):

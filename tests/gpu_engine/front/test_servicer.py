@@ -348,6 +348,7 @@ async def test_draining_refuses_new_requests_and_aborts_the_last(tmp_path: Path)
 async def test_info_and_stats(tmp_path: Path) -> None:
     async with serving(tmp_path, num_draft_tokens=3) as s:
         info, stats = await s.client.info(), await s.client.stats()
+        assert info.served_names == ["embedded"]
     assert (info.model, info.version, info.max_model_len, info.num_draft_tokens) == ("fake-model", "1.2", 256, 3)
     assert list(info.backends) == [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR]
     assert (stats.num_slots, stats.matchers, stats.cached_grammars, stats.grammar_starts) == (4, 2, 3, 1)

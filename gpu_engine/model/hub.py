@@ -1,0 +1,256 @@
+"""Where a model is: a path, or an id such as `Qwen/Qwen3-0.6B` that huggingface_hub resolves, from its cache first.
+
+A model whose files are all in the cache starts without a request to the hub, so a server restarts without a network.
+Invariant: only safetensors, JSON and text are fetched; a checkpoint that has its weights in pickles alone is refused by
+name, and so is one that needs code of its own: reading either could run anything.
+Not responsible for: loading (see loader.py), the embedded model (see embedded.py).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_engine.model.loaded_model import ModelNotSupported
+
+Progress = Callable[[str, float], None]
+"""Called with (the present stage, the finished share in [0, 1])."""
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FETCHED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_LEFT = ["*/*", "consolidated*.safetensors"]
+"""Folders hold other formats; `consolidated` are the same weights under other names."""
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_TOKEN = "give your token in HF_TOKEN or hf_token_file"
+_REPORTED = 0.02
+"""Progress is reported at steps of this share: a log has a line for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """The place that model ids are resolved at. None: as huggingface_hub's environment variables say (HF_ENDPOINT,
+    HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN)."""
+
+    endpoint: str | None = None
+    cache: Path | None = None
+    offline: bool | None = None
+    token: str | None = None
+
+    @property
+    def shown_cache(self) -> str:
+        """The cache's directory."""
+        from huggingface_hub import constants
+
+        return str(self.cache or constants.HF_HUB_CACHE)
+
+    @property
+    def shown_endpoint(self) -> str:
+        """The hub's address."""
+        from huggingface_hub import constants
+
+        return self.endpoint or constants.ENDPOINT
+
+    @property
+    def is_offline(self) -> bool:
+        """True: no request is sent."""
+        from huggingface_hub import constants
+
+        return bool(constants.HF_HUB_OFFLINE) if self.offline is None else self.offline
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A model that a setting names."""
+
+    name: str
+    """A path, or an id of the hub."""
+    revision: str = ""
+    """Branch, tag or commit; empty: main, or a path."""
+    setting: str = "model"
+    """Messages begin with it."""
+    with_tokenizer: bool = True
+    """False: a drafting head, which has none."""
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.revision}" if self.revision else self.name
+
+
+def read_token(path: str) -> str | None:
+    """Return the token in a file, or None for an empty path; raise ModelNotSupported that names the setting."""
+    if not path:
+        return None
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelNotSupported(f"hf_token_file: {path} cannot be read: {error}") from error
+    if not token or re.search(r"\s", token):
+        raise ModelNotSupported(f"hf_token_file: {path} must hold one token")
+    return token
+
+
+def locate(wanted: Wanted, hub: Hub, progress: Progress | None = None) -> Path:
+    """Return the directory or file of a model: the path that is named, or the snapshot of the hub's id.
+
+    Raises FileNotFoundError for a name that is neither, and ModelNotSupported for a model that cannot be had, each with
+    one line that begins with the setting.
+    """
+    path = Path(wanted.name)
+    if path.exists():
+        if wanted.revision:
+            raise ModelNotSupported(f"revision: {wanted.revision!r} is for a model of the hub; {path} is a path")
+        return path
+    if not _ID.fullmatch(wanted.name):
+        raise FileNotFoundError(
+            f"{wanted.setting}: {path} is neither a directory, a GGUF file, a hub id (owner/name) nor 'embedded'"
+        )
+    return _snapshot(wanted, hub, progress or (lambda stage, done: None))
+
+
+def _snapshot(wanted: Wanted, hub: Hub, progress: Progress) -> Path:
+    """Return the snapshot in the cache if it is whole, else fetch it."""
+    from huggingface_hub import HfApi, errors, snapshot_download
+
+    files: dict[str, Any] = {
+        "repo_id": wanted.name,
+        "revision": wanted.revision or None,
+        "cache_dir": hub.cache,
+        "endpoint": hub.endpoint,
+        "allow_patterns": _FETCHED,
+        "ignore_patterns": _LEFT,
+    }
+    try:
+        folder = Path(snapshot_download(**files, local_files_only=True))
+        if _is_whole(folder, wanted.with_tokenizer):
+            return folder
+        missing = f"{wanted} is no path, and only a part of it is in the cache {hub.shown_cache}"
+    except errors.LocalEntryNotFoundError as error:
+        none = type(error) is errors.LocalEntryNotFoundError  # else a snapshot without some of its files
+        missing = (
+            f"{wanted} is no path, and {'is not' if none else 'only a part of it is'} in the cache {hub.shown_cache}"
+        )
+    except errors.HFValidationError as error:
+        raise ModelNotSupported(f"{wanted.setting}: {_one_line(error)}") from error
+    if hub.is_offline:
+        raise ModelNotSupported(
+            f"{wanted.setting}: {missing}, and HF_HUB_OFFLINE forbids to ask the hub; {_todo(wanted)}"
+        )
+    progress(f"fetching {wanted} from {hub.shown_endpoint}", 0.0)
+    try:
+        folder = Path(snapshot_download(**files, token=hub.token, tqdm_class=_bar(str(wanted), progress)))
+        if not (folder / "config.json").is_file():
+            raise ModelNotSupported(f"{wanted.setting}: {wanted} has no config.json: no model in Hugging Face's format")
+        if not _has_weights(folder):
+            listed = HfApi(endpoint=hub.endpoint, token=hub.token).list_repo_files(wanted.name, revision=folder.name)
+            raise ModelNotSupported(f"{wanted.setting}: {wanted} {_without_weights(listed)}")
+    except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
+        raise ModelNotSupported(_why_not_fetched(error, wanted, hub, missing)) from error
+    return folder
+
+
+def _todo(wanted: Wanted) -> str:
+    return f"fetch it where the hub can be reached (`hf download {wanted.name}`) and copy the cache, or give a path"
+
+
+def _why_not_fetched(error: Exception, wanted: Wanted, hub: Hub, missing: str) -> str:
+    """Return the message for an error of huggingface_hub."""
+    from huggingface_hub import errors
+
+    endpoint = hub.shown_endpoint
+    if isinstance(error, errors.GatedRepoError):
+        page = f"{endpoint}/{wanted.name}"
+        return f"{wanted.setting}: {wanted.name} is gated: accept its terms at {page}, and {_TOKEN}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"{wanted.setting}: {wanted.name} is no path, and {endpoint} has no such model, or a private one: "
+            f"check the name, or {_TOKEN}"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"revision: {wanted.name} has no branch, tag or commit {wanted.revision!r}"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        why = _one_line(error.__cause__ or error)
+        return f"{wanted.setting}: {missing}, and {endpoint} cannot be reached ({why}); {_todo(wanted)}"
+    return f"{wanted.setting}: {wanted} cannot be fetched to {hub.shown_cache}: {_one_line(error)}"
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether the weights that a snapshot names are there."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return False
+    return bool(names) and all((folder / str(name)).is_file() for name in names)
+
+
+def _is_whole(folder: Path, with_tokenizer: bool) -> bool:
+    """Return whether a snapshot has all that a start reads: other programs fetch a file at a time."""
+    tokenizer = not with_tokenizer or any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+    )
+    return (folder / "config.json").is_file() and tokenizer and _has_weights(folder)
+
+
+def _without_weights(files: list[str]) -> str:
+    pickles = sorted(name for name in files if name.endswith(_PICKLES) and "/" not in name)
+    if not pickles:
+        return "has no safetensors file"
+    more = f" and {len(pickles) - 1} more" if len(pickles) > 1 else ""
+    return (
+        f"has its weights in {pickles[0]}{more} alone: a pickle may run any code when it is read; "
+        "only safetensors are read, so convert it, or ask for a revision that has them"
+    )
+
+
+def refuse_what_runs_code(folder: Path, setting: str) -> None:
+    """Raise ModelNotSupported for a directory with pickles alone, or with a model that needs code of its own."""
+    from transformers import CONFIG_MAPPING
+
+    if not any(folder.glob("*.safetensors")) and any(path.suffix in _PICKLES for path in folder.iterdir()):
+        raise ModelNotSupported(f"{setting}: {folder} {_without_weights([path.name for path in folder.iterdir()])}")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise ModelNotSupported(f"{setting}: {folder}/config.json is no JSON: {error}") from error
+    kind = config.get("model_type")
+    if "auto_map" in config and kind not in CONFIG_MAPPING:
+        raise ModelNotSupported(
+            f"{setting}: {folder} needs code of its own for its family {kind!r} (auto_map in config.json); code of a "
+            "model's repository is never run, and there is no setting for it"
+        )
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _bar(repo: str, progress: Progress) -> type[Any]:
+    """Return a progress bar class that reports the bytes of a download to `progress`, and draws nothing."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    last = -1.0
+
+    class Bar(tqdm):  # type: ignore[misc]
+        """One of the several bars of a download; those of bytes report."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs | {"disable": False, "file": io.StringIO(), "leave": False})
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            nonlocal last
+            if self.unit != "B" or not self.total:
+                return
+            # The total grows while files are asked for, so the share may fall.
+            share = min(1.0, self.n / self.total)
+            if abs(share - last) >= _REPORTED or (share == 1.0 != last):
+                last = share
+                progress(f"fetching {repo}: {int(self.n) >> 20} of {int(self.total) >> 20} MiB", share)
+
+    return Bar

@@ -1,0 +1,277 @@
+"""Models by their id of the hub: the cache first, then a download, and one line for everything that can go wrong.
+
+No hub is asked: a server of this file on the loopback address answers as one, and a cache is laid out by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.model.hub import Hub, Wanted, locate, read_token
+from gpu_engine.model.loader import ModelNotSupported, load_model
+from tests.gpu_engine.harness import config
+
+COMMIT = "a" * 40
+NAME = "tiny/llama"
+
+
+@dataclass
+class FakeHub:
+    """A hub with one repository, whose files are those of a folder."""
+
+    files: dict[str, bytes]
+    token: str = ""
+    """Every request needs it, unless it is empty."""
+    gated: bool = False
+    asked: list[str] = field(default_factory=list)
+    """Paths of all requests."""
+    address: str = ""
+
+    @contextmanager
+    def running(self) -> Iterator[FakeHub]:
+        """Serve on a port of the loopback address."""
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                hub.answer(self)
+
+            def do_HEAD(self) -> None:
+                hub.answer(self)
+
+            def log_message(self, *_: object) -> None:
+                """Print nothing."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        self.address = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield self
+        finally:
+            server.shutdown()
+            server.server_close()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        """Answer as the hub does: what a repository is, its tree, and its files."""
+        path = request.path.partition("?")[0]
+        self.asked.append(path)
+        if NAME not in path:
+            self._refuse(request, 404, "RepoNotFound")
+        elif self.gated:
+            self._refuse(request, 403, "GatedRepo")
+        elif self.token and request.headers["Authorization"] != f"Bearer {self.token}":
+            self._refuse(request, 401, "RepoNotFound")
+        elif f"/api/models/{NAME}/tree/" in path:
+            self._send(request, json.dumps([self._entry(name) for name in self.files]).encode())
+        elif path.startswith(f"/api/models/{NAME}"):
+            if path.endswith(("/revision/main", "/revision/v1", f"/revision/{COMMIT}", NAME)):
+                names = [{"rfilename": name} for name in self.files]
+                self._send(request, json.dumps({"id": NAME, "sha": COMMIT, "siblings": names}).encode())
+            else:
+                self._refuse(request, 404, "RevisionNotFound")
+        else:
+            name = path.partition(f"/resolve/{COMMIT}/")[2]
+            self._send(request, self.files[name], {"ETag": f'"{self._entry(name)["oid"]}"', "X-Repo-Commit": COMMIT})
+
+    def _entry(self, name: str) -> dict[str, object]:
+        content = self.files[name]
+        return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+    def _refuse(self, request: BaseHTTPRequestHandler, status: int, code: str) -> None:
+        request.send_response(status)
+        request.send_header("X-Error-Code", code)
+        request.send_header("Content-Length", "0")
+        request.end_headers()
+
+    def _send(self, request: BaseHTTPRequestHandler, content: bytes, headers: dict[str, str] | None = None) -> None:
+        request.send_response(200)
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        if request.command == "GET":
+            request.wfile.write(content)
+
+
+@pytest.fixture
+def llama_files(saved: Callable[[str], Path]) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in saved("llama").iterdir()}
+
+
+def cached(cache: Path, files: dict[str, bytes], *, ref: str = "main") -> Path:
+    """Lay a snapshot out as huggingface_hub does; return the cache."""
+    repo = cache / "models--tiny--llama"
+    snapshot = repo / "snapshots" / COMMIT
+    for folder in (snapshot, repo / "refs", repo / "blobs"):
+        folder.mkdir(parents=True)
+    (repo / "refs" / ref).write_text(COMMIT)
+    for name, content in files.items():
+        blob = repo / "blobs" / hashlib.sha1(content).hexdigest()
+        blob.write_bytes(content)
+        (snapshot / name).symlink_to(Path("../../blobs") / blob.name)
+    return cache
+
+
+UNREACHABLE = "http://127.0.0.1:9"
+"""Nothing listens on the discard port."""
+
+
+def test_a_model_of_the_cache_needs_no_hub(tmp_path: Path, llama_files: dict[str, bytes]) -> None:
+    hub = Hub(endpoint=UNREACHABLE, cache=cached(tmp_path, llama_files))
+    folder = locate(Wanted(NAME), hub)
+    assert folder == tmp_path / "models--tiny--llama" / "snapshots" / COMMIT
+    assert locate(Wanted(NAME, COMMIT), hub) == folder
+    model = load_model(config(model=str(folder)))
+    assert model.model_type == "llama"
+
+
+def test_a_model_is_fetched_once_without_what_is_not_read(tmp_path: Path, llama_files: dict[str, bytes]) -> None:
+    others = {
+        "pytorch_model.bin": b"pickle",
+        "original/model.safetensors": b"other",
+        "consolidated.safetensors": b"same",
+    }
+    stages: list[tuple[str, float]] = []
+    with FakeHub(llama_files | others).running() as fake:
+        hub = Hub(endpoint=fake.address, cache=tmp_path)
+        folder = locate(Wanted(NAME, "v1"), hub, lambda stage, done: stages.append((stage, done)))
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == llama_files
+        requests = len(fake.asked)
+        assert locate(Wanted(NAME, "v1"), hub) == folder
+        assert len(fake.asked) == requests
+    assert not [path for path in fake.asked if path.endswith(tuple(others))]
+    assert stages[0] == (f"fetching {NAME} at v1 from {fake.address}", 0.0)
+    assert stages[-1][1] == 1.0
+
+
+def test_a_part_in_the_cache_is_completed(tmp_path: Path, llama_files: dict[str, bytes]) -> None:
+    cached(tmp_path, {name: content for name, content in llama_files.items() if name != "model.safetensors"})
+    with FakeHub(llama_files).running() as fake:
+        folder = locate(Wanted(NAME), Hub(endpoint=fake.address, cache=tmp_path))
+    assert (folder / "model.safetensors").read_bytes() == llama_files["model.safetensors"]
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        ModelNotSupported, match=r"^model: tiny/llama is no path, and only a part of it is in the cache "
+    ):
+        locate(Wanted(NAME), Hub(endpoint=UNREACHABLE, cache=tmp_path))
+
+
+def test_a_token_goes_to_the_hub(tmp_path: Path, llama_files: dict[str, bytes]) -> None:
+    (tmp_path / "token").write_text("hf_secret\n")
+    token = read_token(str(tmp_path / "token"))
+    with FakeHub(llama_files, token="hf_secret").running() as fake:
+        with pytest.raises(ModelNotSupported, match="or a private one: check the name, or give your token in HF_TOKEN"):
+            locate(Wanted(NAME), Hub(endpoint=fake.address, cache=tmp_path / "cache", token="hf_wrong"))
+        hub = Hub(endpoint=fake.address, cache=tmp_path / "cache", token=token)
+        assert (locate(Wanted(NAME), hub) / "config.json").is_file()
+
+
+@pytest.mark.parametrize("content", ["", "two tokens", "\xfc"])
+def test_a_wrong_token_file_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "token"
+    assert read_token("") is None
+    with pytest.raises(ModelNotSupported, match=r"^hf_token_file: .* cannot be read"):
+        read_token(str(path))
+    path.write_text(content)
+    with pytest.raises(ModelNotSupported, match=r"^hf_token_file: "):
+        read_token(str(path))
+
+
+def test_errors_of_the_hub_are_one_line_that_says_what_to_do(tmp_path: Path, llama_files: dict[str, bytes]) -> None:
+    def message(wanted: Wanted, hub: Hub) -> str:
+        with pytest.raises(ModelNotSupported) as raised:
+            locate(wanted, hub)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    cache = tmp_path / "cache"
+    fetch = "fetch it where the hub can be reached (`hf download tiny/llama`) and copy the cache, or give a path"
+    lost = message(Wanted(NAME), Hub(endpoint=UNREACHABLE, cache=cache))
+    assert lost.startswith(
+        f"model: tiny/llama is no path, and is not in the cache {cache}, and {UNREACHABLE} cannot be "
+    )
+    assert lost.endswith(fetch)
+    offline = message(Wanted(NAME, setting="draft_model"), Hub(endpoint=UNREACHABLE, cache=cache, offline=True))
+    assert offline == (
+        f"draft_model: tiny/llama is no path, and is not in the cache {cache}, and HF_HUB_OFFLINE forbids to ask the "
+        f"hub; {fetch}"
+    )
+    pickled = {name: content for name, content in llama_files.items() if name != "model.safetensors"}
+    with FakeHub(pickled | {"pytorch_model-1.bin": b"", "pytorch_model-2.bin": b""}).running() as fake:
+        hub = Hub(endpoint=fake.address, cache=cache)
+        assert "has its weights in pytorch_model-1.bin and 1 more alone: a pickle" in message(Wanted(NAME), hub)
+        assert message(Wanted(NAME, "v9"), hub) == "revision: tiny/llama has no branch, tag or commit 'v9'"
+        assert "has no such model" in message(Wanted("tiny/lama"), hub)
+        fake.gated = True
+        gated = message(Wanted(NAME), Hub(endpoint=fake.address, cache=tmp_path / "other"))
+        assert gated.startswith(f"model: tiny/llama is gated: accept its terms at {fake.address}/tiny/llama")
+    with pytest.raises(FileNotFoundError, match=r"^model: tiny is neither a directory, a GGUF file, a hub id"):
+        locate(Wanted("tiny"), Hub())
+    with pytest.raises(ModelNotSupported, match=r"^revision: 'v1' is for a model of the hub"):
+        locate(Wanted(str(tmp_path), "v1"), Hub())
+
+
+def test_a_directory_that_would_run_code_is_refused(tmp_path: Path, saved: Callable[[str], Path]) -> None:
+    folder = shutil.copytree(saved("llama"), tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelNotSupported, match=r"^model: .* has its weights in pytorch_model\.bin alone: a pickle"):
+        load_model(config(model=str(folder)))
+    (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
+    own = json.loads((folder / "config.json").read_text())
+    ran = tmp_path / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    for kind, error in (("strange", "needs code of its own for its family 'strange'"), ("llama", "")):
+        own |= {"model_type": kind, "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
+        (folder / "config.json").write_text(json.dumps(own))
+        if error:
+            with pytest.raises(ModelNotSupported, match=error):
+                load_model(config(model=str(folder)))
+        else:
+            assert load_model(config(model=str(folder))).model_type == "llama"
+    assert not ran.exists()
+    with pytest.raises(ValueError, match=r"^trust_remote_code: code of a model's repository is never run"):
+        config(trust_remote_code=True)
+
+
+@pytest.mark.slow
+def test_a_start_with_an_unknown_id_ends_with_one_line(tmp_path: Path) -> None:
+    own = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    arguments = ["serve", "--model", "tiny/lama", "--grammar", "none", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu_engine", *arguments],
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        f"error: model: tiny/lama is no path, and is not in the cache {tmp_path}, and HF_HUB_OFFLINE forbids to ask"
+    )
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("names", ["a,,b", ",", "a,a"])
+def test_wrong_served_names_are_refused(names: str) -> None:
+    with pytest.raises(ValueError, match=r"^served_model_name: "):
+        config(served_model_name=names)
+
+
+def test_served_names_are_the_models_own_unless_they_are_given() -> None:
+    assert config(model="Qwen/Qwen3-0.6B").served_names == ("Qwen/Qwen3-0.6B",)
+    assert config(served_model_name="qwen, gpt-4o").served_names == ("qwen", "gpt-4o")
