@@ -15,6 +15,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -27,6 +28,7 @@ from gpu_engine.api.own_thread import in_own_thread
 from gpu_engine.api.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.early import check_port
 from gpu_engine.front.port.listening import HealthServicer, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.ops.core_split import CoreSplit
@@ -36,6 +38,7 @@ from gpu_engine.ops.metrics_http import BothProcesses, MetricsServer
 from gpu_engine.ops.metrics_requests import RequestWatch
 from gpu_engine.ops.placement import resolve_placement
 from gpu_engine.ops.tracing import open_tracing
+from gpu_engine.sidecar.directory import grammar_directory
 from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.sidecar.supervisor import Sidecar
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
@@ -126,7 +129,10 @@ async def open_server(
     """
     try:
         async with AsyncExitStack() as stack:
-            yield await _start(stack, engine_config, server_config, progress, parts or real_parts())
+            # Before torch is imported, which takes seconds.
+            check_port(server_config)
+            directory = grammar_directory(server_config, stack) if server_config.grammar != "none" else None
+            yield await _start(stack, engine_config, server_config, directory, progress, parts or real_parts())
     except BaseExceptionGroup as group:
         # The task group wraps every error that passes through it, even a single one of the block.
         error = _only_error(group)
@@ -146,6 +152,7 @@ async def _start(
     stack: AsyncExitStack,
     engine_config: EngineConfig,
     server_config: ServerConfig,
+    directory: Path | None,
     progress: Progress | None,
     parts: Parts,
 ) -> Server:
@@ -162,11 +169,13 @@ async def _start(
     # 3. The grammar process starts while the model is loaded.
     background = await stack.enter_async_context(asyncio.TaskGroup())
     grammar: GrammarProcess | None = None
-    if server_config.grammar != "none":
+    if directory is not None:
         # A device that sets flags cannot wake a process that sleeps.
         must_spin = engine_config.sync == "device_flag"
         compile_idle = split is not None
-        grammar = GrammarProcess(server_config, background, stack, must_spin=must_spin, compile_idle=compile_idle)
+        grammar = GrammarProcess(
+            server_config, directory, background, stack, must_spin=must_spin, compile_idle=compile_idle
+        )
 
     # 4. The model.
     model = await in_own_thread(_on_every_core(split, lambda: parts.load_model(engine_config, progress)))

@@ -7,7 +7,9 @@ Not responsible for: the metrics (see metrics.py).
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
+
+from service_runtime.metrics_path import only_at_its_path
 
 
 class CannotListen(Exception):
@@ -24,6 +26,7 @@ class MetricsListener:
             self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
         except OSError as error:
             raise CannotListen(f"metrics_listen: cannot bind {listen!r}: {error.strerror or error}") from error
+        self._server.set_app(only_at_its_path(make_wsgi_app(registry)))
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import difflib
 import inspect
 import textwrap
 import tomllib
@@ -147,7 +148,9 @@ class Sources:
         settings = [setting for config_class in config_classes for setting in settings_of(config_class)]
         known = {name for setting in settings for name in (setting.name, *setting.old_names)}
         if unknown := sorted(set(self._table) - known):
-            raise SettingsError(f"{self._file}: unknown setting {unknown[0]!r}")
+            near = difflib.get_close_matches(unknown[0], known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise SettingsError(f"{self._file}: unknown setting {unknown[0]!r}{hint}")
 
     def fill(self, config_class: type[C]) -> C:
         """Return an instance. Raises SettingsError, or ValueError from the class for a value out of range."""

@@ -15,10 +15,12 @@ import logging
 from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Metric, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+
+from service_runtime.metrics_path import only_at_its_path
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class MetricsServer:
             self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
         except OSError as error:
             raise CannotListen(f"metrics_listen: cannot bind {listen!r}: {error.strerror or error}") from error
+        self._server.set_app(only_at_its_path(make_wsgi_app(registry)))
         self.address = f"{host}:{self._server.server_port}"
         log.info("metrics on http://%s/metrics", self.address)
 

@@ -9,11 +9,7 @@ Not responsible for: the behaviour of the parts (see supervisor.py, client.py, l
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -33,7 +29,6 @@ from shared_mem.segment import Segment
 
 log = logging.getLogger(__name__)
 
-DIRECTORY_PREFIX = "lockstep-engine-"
 WARM_UP = GrammarSpec(GrammarKind.REGEX, "a")
 """A small grammar: a process that has compiled it has loaded what a first request needs."""
 REPORT_EVERY_S = 0.1
@@ -41,8 +36,6 @@ CORES_TO_SPIN = 3
 """One each for the engine's thread, the event loop, and the grammar process."""
 _CHECKS = 3
 """A process that is asleep at this many checks in a row sleeps between steps."""
-FRESH_S = 60.0
-"""A younger directory may belong to an engine that has not locked it yet."""
 
 
 class GrammarProcess:
@@ -51,6 +44,7 @@ class GrammarProcess:
     def __init__(
         self,
         config: ServerConfig,
+        directory: Path,
         background: asyncio.TaskGroup,
         stack: AsyncExitStack,
         *,
@@ -59,11 +53,12 @@ class GrammarProcess:
     ) -> None:
         """Args: see below.
 
+        directory: holds the sockets of the grammar process; outlives this object (see directory.py).
         must_spin: the grammar process never sleeps while it waits for a step: a device posts, and cannot wake it.
         compile_idle: the grammar process shares its cores with the event loop, and compiles when both are idle.
         """
         self.config, self._must_spin = config, must_spin
-        self.directory = _grammar_directory(config, stack)
+        self.directory = directory
         self.sidecar: Sidecar | None = None
         self.channel: EngineEnd
         self.client: GrammarClient
@@ -238,42 +233,3 @@ async def end_task(task: asyncio.Task[None]) -> None:
     """Cancel a task and wait for its end."""
     task.cancel()
     await asyncio.wait([task])
-
-
-def _grammar_directory(config: ServerConfig, stack: AsyncExitStack) -> Path:
-    if config.grammar_dir:
-        return Path(config.grammar_dir)
-    return private_directory(stack, Path(tempfile.gettempdir()))
-
-
-def private_directory(stack: AsyncExitStack, parent: Path) -> Path:
-    """Make a directory that `stack` removes; remove the directories of engines that were killed.
-
-    The owner holds a lock on its directory, which the kernel releases however the owner ends.
-    """
-    _sweep(parent)
-    path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=parent))
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    stack.callback(os.close, lock)
-    stack.callback(shutil.rmtree, path, ignore_errors=True)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return path
-
-
-def _sweep(parent: Path) -> None:
-    for path in parent.glob(DIRECTORY_PREFIX + "*"):
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # removed meanwhile, not a directory, or another user's
-            continue
-        try:
-            status = os.fstat(lock)
-            if status.st_uid != os.getuid() or time.time() < status.st_mtime + FRESH_S:
-                continue
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            log.info("removing %s, left by a killed engine", path)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            continue  # its owner is running
-        finally:
-            os.close(lock)

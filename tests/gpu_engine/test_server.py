@@ -300,6 +300,7 @@ async def test_a_grammar_process_of_another_release_stops_the_start(tmp_path: Pa
 
 async def test_health_reports_guided_service_separately(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    (tmp_path / "g").mkdir()
     elsewhere = config(tmp_path, grammar="connect", grammar_dir=str(tmp_path / "g"), grammar_wait_s=0.2)
     async with open_server(ENGINE, elsewhere, parts=parts()) as server:
         assert await health_of(server.address) == serving

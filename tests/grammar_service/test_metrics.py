@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import urllib.error
 import urllib.request
 
 import pytest
@@ -111,6 +112,8 @@ def test_the_metrics_listener_answers_and_closes_its_port() -> None:
     try:
         with urllib.request.urlopen(f"http://{listener.address}/metrics", timeout=20) as response:
             assert parsed(response.read().decode())["matchers",] == 0
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://{listener.address}/", timeout=20)
         with pytest.raises(CannotListen, match=f"metrics_listen: cannot bind '{listener.address}'"):
             MetricsListener(listener.address, metrics.registry)
     finally:

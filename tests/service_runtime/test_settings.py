@@ -62,7 +62,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cuont = 1", "unknown setting 'cuont'"),
+        ("cuont = 1", "unknown setting 'cuont'; did you mean 'count'?"),
         ("count = '1'", "count: '1' is not an integer"),
         ("count = true", "count: True is not an integer"),
         ("count = 1.5", "count: 1.5 is not an integer"),

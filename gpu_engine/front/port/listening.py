@@ -123,7 +123,7 @@ def is_local(address: str) -> bool:
 
 
 def _add_port(server: grpc.aio.Server, setting: str, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    _refuse_taken_path(setting, address)
+    refuse_taken_path(setting, address)
     # A unix socket gets its mode from the current umask; no other thread of this process creates files yet.
     umask = os.umask(0o177)
     try:
@@ -134,7 +134,8 @@ def _add_port(server: grpc.aio.Server, setting: str, address: str, credentials: 
         os.umask(umask)
 
 
-def _refuse_taken_path(setting: str, address: str) -> None:
+def refuse_taken_path(setting: str, address: str) -> None:
+    """Raise ServerError where another process listens on the unix socket of `address`."""
     # gRPC replaces an existing socket file; the server behind it would run on without an address.
     if not address.startswith("unix:"):
         return

@@ -1,17 +1,20 @@
-"""Keywords of a JSON Schema that are probably misspelled: one edit away from a keyword that exists.
+"""Words of a JSON Schema that are probably misspelled: keywords one edit away from one that exists, and unknown types.
 
 JSON Schema ignores unknown keywords, so a schema with `requried` compiles and requires nothing. Such a keyword becomes
-a warning and not an error, because it may be an annotation of the user's own.
+a warning and not an error, because it may be an annotation of the user's own. A type that does not exist is an error in
+every draft; the libraries name the word without its place.
 Invariant: a keyword that any draft or OpenAPI knows is never reported, nor one that is far from all of them.
 Not responsible for: keywords that exist and are not enforced (see unenforced.py).
 """
 
 from __future__ import annotations
 
+import difflib
 from functools import lru_cache
 from typing import Any
 
 from grammar_service.backends.json_schema.walk import subschemas
+from grammar_service.errors import InvalidGrammar
 
 MAX_NAMED = 16
 """Misspelled keywords that the warnings name; of more, the number is given."""
@@ -32,6 +35,19 @@ _OTHERS = "comment discriminator example externalDocs nullable schema xml"
 _KNOWN = frozenset([*_DRAFTS.split(), *_OTHERS.split()])
 _MIN_LENGTH = 4
 """Shorter keywords (`if`, `id`, `not`) are one edit away from too many words."""
+
+TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+
+
+def refuse_unknown_types(schema: Any, path: str) -> None:
+    """Raise InvalidGrammar for a `type` in `schema` (at `path`) that JSON Schema does not have; it names the place."""
+    for where, node in subschemas(schema, path):
+        types = node.get("type")
+        for name in types if isinstance(types, list) else [types]:
+            if isinstance(name, str) and name not in TYPES:
+                near = difflib.get_close_matches(name.lower(), TYPES, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"they are {', '.join(TYPES)}"
+                raise InvalidGrammar(f"{where}/type: {name!r} is not a type of JSON Schema; {hint}")
 
 
 def misspelled_keywords(schema: Any, path: str) -> list[str]:

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.backends.json_schema import unenforced
 from grammar_service.backends.llguidance.chains import LlguidanceFiller
-from grammar_service.backends.llguidance.notation import has_schemas, misspelled, notation, parts, readable
+from grammar_service.backends.llguidance.notation import check_types, has_schemas, misspelled, notation, parts, readable
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
 from grammar_service.grammar.text_grammar import count_alternatives
 from grammar_service.grammar.value import Grammar, Kind
@@ -59,6 +59,7 @@ class LlguidanceBackend:
         text, found = notation(grammar, lenient=False)
         failed, messages = self._messages(text)
         if failed:
+            check_types(grammar)
             refused = readable("; ".join(messages), grammar.kind)
             messages = []
             if has_schemas(grammar):

@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from grammar_service.backends.json_schema.date_patterns import FORMATS, exact_pattern
 from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable, portable_regex
-from grammar_service.backends.json_schema.misspelled import misspelled_keywords
+from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
 from grammar_service.backends.json_schema.rewrite import rewrite, take_out_unwritable_values
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import subschemas
@@ -98,6 +98,12 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
 def misspelled(grammar: Grammar) -> tuple[str, ...]:
     """Return a warning for each keyword in the grammar's schemas that is probably misspelled."""
     return tuple(line for path, schema in _schemas(grammar) for line in misspelled_keywords(schema, path))
+
+
+def check_types(grammar: Grammar) -> None:
+    """Raise InvalidGrammar, with the place, for a type in the grammar's schemas that JSON Schema does not have."""
+    for path, schema in _schemas(grammar):
+        refuse_unknown_types(schema, path)
 
 
 def _write_exact_formats(schema: Any) -> None:

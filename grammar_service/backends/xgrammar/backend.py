@@ -23,7 +23,7 @@ import xgrammar
 from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.backends.json_schema import unenforced
 from grammar_service.backends.json_schema.ecma_pattern import portable_regex
-from grammar_service.backends.json_schema.misspelled import misspelled_keywords
+from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.xgrammar.chains import XgrammarFiller
 from grammar_service.backends.xgrammar.rules import corrected, wanted_count
@@ -109,6 +109,7 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
     """Return the grammar as the library must read it, the parts that it would ignore, and likely misspellings."""
     if grammar.kind in (Kind.JSON_SCHEMA, Kind.JSON_OBJECT):
         schema = json.loads(grammar.text)
+        refuse_unknown_types(schema, "")
         misspelled = misspelled_keywords(schema, "")
         found = problems(schema)
         return replace(grammar, text=json.dumps(schema, ensure_ascii=False)), found, misspelled
@@ -125,6 +126,7 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
         if "json_schema" in node:
             place = schema_place(node, path)
             node.pop("at", None)
+            refuse_unknown_types(node["json_schema"], f"{path}/json_schema")
             misspelled += misspelled_keywords(node["json_schema"], place)
             found += problems(node["json_schema"], place) + tag_problems(node, path)
             if node.get("style", "json") == "json":

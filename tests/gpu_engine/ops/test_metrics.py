@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
@@ -22,7 +23,8 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.request import FinishReason, TokenEvent
 from gpu_engine.api.stats import EngineStats, Histogram
 from gpu_engine.cli.client import Client
-from gpu_engine.ops.metrics_http import BothProcesses, CannotListen, MetricsServer
+from gpu_engine.front.port.listening import ServerError
+from gpu_engine.ops.metrics_http import BothProcesses, MetricsServer
 from gpu_engine.ops.metrics_requests import RequestWatch
 from gpu_engine.server import Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
@@ -86,6 +88,8 @@ async def test_a_scrape_has_both_processes_or_reports_that_one_does_not_answer(g
     server = MetricsServer("127.0.0.1:0", both)
     try:
         seen = await scrape(server.address)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            await asyncio.to_thread(urllib.request.urlopen, f"http://{server.address}/v1/models", timeout=20)
     finally:
         await asyncio.to_thread(server.close)
     assert seen["things_total", "engine"] == 3
@@ -175,7 +179,7 @@ async def test_a_taken_address_is_reported_before_the_model_is_loaded(tmp_path: 
         taken = server.metrics_address
         assert taken is not None
         late = config(tmp_path, listen=f"unix:{tmp_path}/t", metrics_listen=taken)
-        with pytest.raises(CannotListen, match=f"metrics_listen: cannot bind '{taken}'"):
+        with pytest.raises(ServerError, match=f"metrics_listen: cannot bind '{taken}'"):
             await open_server(ENGINE, late, parts=Parts(load, parts().build_engine)).__aenter__()
 
 

@@ -1,9 +1,8 @@
-"""The private directory of a spawned grammar process: it never outlives its engine for long."""
+"""A spawned grammar process ends before its directory; sync modes; a grammar process that sleeps."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,33 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.sidecar.process import (
-    DIRECTORY_PREFIX,
-    FRESH_S,
-    GrammarProcess,
-    end_task,
-    private_directory,
-    resolved_sync,
-    warn_of_sleepers,
-)
+from gpu_engine.sidecar.directory import private_directory
+from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync, warn_of_sleepers
 from tests.waiting import eventually
 
 
-def make_old(path: Path) -> None:
-    moment_s = path.stat().st_mtime - FRESH_S - 1
-    os.utime(path, (moment_s, moment_s))
-
-
-async def test_a_directory_goes_with_its_owner(tmp_path: Path) -> None:
-    async with AsyncExitStack() as stack:
-        path = private_directory(stack, tmp_path)
-        (path / "grammar.sock").touch()
-        assert path.stat().st_mode & 0o777 == 0o700
-    assert not path.exists()
-
-
 @pytest.mark.parametrize("cancelled_before", [False, True])
-async def test_a_start_that_fails_ends_the_process_before_its_directory_goes(cancelled_before: bool) -> None:
+async def test_a_start_that_fails_ends_the_process_before_its_directory_goes(
+    tmp_path: Path, cancelled_before: bool
+) -> None:
     made: list[GrammarProcess] = []
     seen: list[tuple[bool, bool]] = []
 
@@ -47,9 +28,10 @@ async def test_a_start_that_fails_ends_the_process_before_its_directory_goes(can
 
     async def start() -> None:
         async with AsyncExitStack() as stack:
+            directory = private_directory(stack, tmp_path)
             background = await stack.enter_async_context(asyncio.TaskGroup())
             stack.callback(look)
-            made.append(grammar := GrammarProcess(ServerConfig(grammar="spawn"), background, stack))
+            made.append(grammar := GrammarProcess(ServerConfig(grammar="spawn"), directory, background, stack))
             sidecar = grammar.sidecar
             assert sidecar is not None
             await eventually(lambda: sidecar.pid)
@@ -62,27 +44,8 @@ async def test_a_start_that_fails_ends_the_process_before_its_directory_goes(can
 
     with pytest.raises(ExceptionGroup):
         await start()
-    assert seen == [(True, True), (False, False)]
+    assert seen == [(True, True), (False, True)]
     assert not made[0].directory.exists()
-
-
-async def test_what_a_killed_engine_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    left, young, other = (tmp_path / name for name in (f"{DIRECTORY_PREFIX}left", f"{DIRECTORY_PREFIX}young", "other"))
-    for path in (left, young, other):
-        path.mkdir()
-        (path / "segment.sock").touch()
-    make_old(left)
-    make_old(other)
-    (tmp_path / f"{DIRECTORY_PREFIX}link").symlink_to(other)
-    async with AsyncExitStack() as stack:
-        first = private_directory(stack, tmp_path)
-        make_old(first)
-        second = private_directory(stack, tmp_path)
-        assert not left.exists()
-        assert first.exists()
-        assert second.exists()
-    assert young.exists()
-    assert (other / "segment.sock").exists()
 
 
 async def test_every_grammar_process_that_sleeps_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

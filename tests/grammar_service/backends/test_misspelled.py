@@ -7,6 +7,7 @@ import json
 import pytest
 
 from grammar_service.backends.json_schema.misspelled import MAX_NAMED, misspelled_keywords
+from grammar_service.errors import InvalidGrammar
 from grammar_service.grammar.value import Kind, Whitespace, parse
 from tests.grammar_service.conftest import Library
 
@@ -69,3 +70,16 @@ def test_a_misspelled_keyword_inside_an_unenforced_part_is_a_second_warning(libr
     grammar = parse(Kind.JSON_SCHEMA, '{"type":"object","not":{"requried":["a"]}}', Whitespace.COMPACT)
     compiled = library.backend.load(grammar, library.backend.compile(grammar, allow_unenforced=True))
     assert len(compiled.warnings) == 2
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a": {"type": "strng"}}}, "/properties/a/type: 'strng' .*; did you mean 'string'"),
+        ({"items": {"type": ["Integer", "null"]}}, "/items/type: 'Integer' .*; did you mean 'integer'"),
+        ({"type": "zork"}, "/type: 'zork' .*; they are array, boolean, integer"),
+    ],
+)
+def test_an_unknown_type_is_an_error_with_its_place(library: Library, schema: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidGrammar, match=message):
+        library.compiled(Kind.JSON_SCHEMA, json.dumps(schema))

@@ -1,0 +1,95 @@
+"""The directory of a grammar process: one engine's alone, and never there for long after its engine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.api.config import ServerConfig
+from gpu_engine.sidecar.directory import (
+    DIRECTORY_PREFIX,
+    FRESH_S,
+    DirectoryRefused,
+    grammar_directory,
+    private_directory,
+)
+from shared_mem.handover import RPC_SOCKET_NAME
+
+
+def make_old(path: Path) -> None:
+    moment_s = path.stat().st_mtime - FRESH_S - 1
+    os.utime(path, (moment_s, moment_s))
+
+
+async def test_a_directory_goes_with_its_owner(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        path = private_directory(stack, tmp_path)
+        (path / "grammar.sock").touch()
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert not path.exists()
+
+
+async def test_what_a_killed_engine_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    left, young, other = (tmp_path / name for name in (f"{DIRECTORY_PREFIX}left", f"{DIRECTORY_PREFIX}young", "other"))
+    for path in (left, young, other):
+        path.mkdir()
+        (path / "segment.sock").touch()
+    make_old(left)
+    make_old(other)
+    (tmp_path / f"{DIRECTORY_PREFIX}link").symlink_to(other)
+    async with AsyncExitStack() as stack:
+        first = private_directory(stack, tmp_path)
+        make_old(first)
+        second = private_directory(stack, tmp_path)
+        assert not left.exists()
+        assert first.exists()
+        assert second.exists()
+    assert young.exists()
+    assert (other / "segment.sock").exists()
+
+
+@pytest.mark.parametrize("grammar", ["spawn", "connect"])
+async def test_two_engines_never_share_a_directory(tmp_path: Path, grammar: str) -> None:
+    config = ServerConfig(grammar=grammar, grammar_dir=str(tmp_path))
+    async with AsyncExitStack() as first:
+        assert grammar_directory(config, first) == tmp_path
+        async with AsyncExitStack() as second:
+            with pytest.raises(DirectoryRefused, match=f"grammar_dir: another engine uses {tmp_path}"):
+                grammar_directory(config, second)
+    async with AsyncExitStack() as later:
+        assert grammar_directory(config, later) == tmp_path
+
+
+async def test_a_grammar_process_that_runs_by_itself_is_not_started_again(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / RPC_SOCKET_NAME))
+        other.listen()
+        for grammar, refused in (("spawn", True), ("connect", False)):
+            async with AsyncExitStack() as stack:
+                config = ServerConfig(grammar=grammar, grammar_dir=str(tmp_path))
+                if refused:
+                    with pytest.raises(DirectoryRefused, match=f"another grammar process serves in {tmp_path}"):
+                        grammar_directory(config, stack)
+                else:
+                    assert grammar_directory(config, stack) == tmp_path
+
+
+async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    missing = ServerConfig(grammar="connect", grammar_dir=str(tmp_path / "nowhere"))
+    impossible = ServerConfig(grammar="spawn", grammar_dir=str(tmp_path / "file/below"))
+    async with AsyncExitStack() as stack:
+        with pytest.raises(DirectoryRefused, match=r"grammar_dir: .*nowhere is no directory"):
+            grammar_directory(missing, stack)
+        with pytest.raises(DirectoryRefused, match=r"grammar_dir: cannot make .*below: Not a directory"):
+            grammar_directory(impossible, stack)
+
+
+async def test_a_spawned_grammar_process_gets_a_directory_that_is_made(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        path = grammar_directory(ServerConfig(grammar_dir=str(tmp_path / "a/b")), stack)
+        assert path.stat().st_mode & 0o777 == 0o700
