@@ -78,6 +78,16 @@ class KVPages:
         return cls(_zeros(by_channel, dtype, device), v)
 
 
+def check_limits(window: int, chunk: int, sinks_H: torch.Tensor | None, num_heads: int) -> None:
+    """Assert what an attention over the pages takes beside its tensors."""
+    assert window >= 0 <= chunk, (window, chunk)
+    assert not (window and chunk), (window, chunk)
+    if sinks_H is not None:
+        assert sinks_H.shape == (num_heads,), (sinks_H.shape, num_heads)
+        assert sinks_H.dtype == torch.float32, sinks_H.dtype
+        assert sinks_H.is_contiguous()
+
+
 _ALIGNMENT = 64
 """Bytes: a vector never crosses two cache lines."""
 

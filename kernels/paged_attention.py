@@ -11,7 +11,7 @@ import ctypes
 
 import torch
 
-from kernels.kv_pages import KVPages
+from kernels.kv_pages import KVPages, check_limits
 from kernels.library import address, native
 
 __all__ = ["AttentionArgs", "KVPages", "paged_attention"]
@@ -39,6 +39,8 @@ class AttentionArgs(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("io_bf16", ctypes.c_int32),
+        ("chunk", ctypes.c_int32),
+        ("sinks", ctypes.c_void_p),
     ]
 
 
@@ -53,19 +55,28 @@ def paged_attention(
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
+    chunk: int = 0,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store the new keys and values, then attend; return [B, P, Hq, D], contiguous, in q's dtype.
 
     `page_table_BN` int32: page numbers of each sequence, covering every position in use. `positions_BP` int32: absolute
     position of each query, ascending in P; a negative one is padding (nothing is stored, the result is 0). A query at
-    position p sees positions (p - window, p], or [0, p] with window 0. q, k, v may be strided; D must be contiguous and
-    a multiple of 16, at most 256; T a multiple of 16.
+    position p sees positions (p - window, p], or [0, p] with window 0; with a `chunk` instead of a window, those of
+    [p // chunk * chunk, p]. `sinks_H` fp32, contiguous: a further logit of each query head, which takes its part of the
+    weights and has no value (gpt-oss). q, k, v may be strided; D must be contiguous and a multiple of 16, at most 256;
+    T a multiple of 16.
     """
     if pages.token_major:
         from kernels.cuda.attention import paged as device  # a CPU install has no Triton
 
         return device.paged_attention(
-            q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP, scale=scale, softcap=softcap, window=window
+            *(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP),
+            scale=scale,
+            softcap=softcap,
+            window=window,
+            chunk=chunk,
+            sinks_H=sinks_H,
         )
     B, P, Hq, D = q_BPHD.shape
     Hkv, T = pages.v.shape[1], pages.v.shape[2]
@@ -85,6 +96,7 @@ def paged_attention(
     assert positions_BP.is_contiguous()
     assert page_table_BN.shape[0] >= B
     assert page_table_BN.stride(1) == 1
+    check_limits(window, chunk, sinks_H, Hq)
     out_BPHD = torch.empty(B, P, Hq, D, dtype=q_BPHD.dtype)
     args = AttentionArgs(
         *[address(t) for t in (q_BPHD, k_BPHD, v_BPHD, out_BPHD, pages.k, pages.v, page_table_BN, positions_BP)],
@@ -96,6 +108,8 @@ def paged_attention(
         scale,
         softcap,
         int(q_BPHD.dtype == torch.bfloat16),
+        chunk,
+        None if sinks_H is None else address(sinks_H),
     )
     native().lockstep_paged_attention(ctypes.byref(args))
     return out_BPHD

@@ -39,6 +39,8 @@ struct paged_attention_args {
     int32_t window;           /* sliding window in tokens, 0: none */
     float scale, softcap;     /* softcap 0: none */
     int32_t io_bf16;          /* q, k, v and out; fp32 values are rounded when they are stored in pages of bf16 */
+    int32_t chunk;            /* a query sees its own chunk of so many tokens alone, 0: none */
+    const float *sinks;       /* [Hq], a further logit of each head, without a value; NULL: none */
 };
 
 INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p, int bf16) {
@@ -92,6 +94,8 @@ INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int6
         int64_t i = first + t;
         w->pos[t] = i < total ? a->positions[b * a->num_queries + i / group] : -1;
         w->first_key[t] = a->window > 0 && w->pos[t] >= a->window ? w->pos[t] - a->window + 1 : 0;
+        if (a->chunk > 0 && w->pos[t] > 0)
+            w->first_key[t] = w->pos[t] / a->chunk * a->chunk;
         w->peak[t] = -INFINITY;
         w->denom[t] = 0.0f;
         for (int64_t c = 0; c < d / 16; c++)
@@ -232,6 +236,17 @@ INLINE void gather(const struct paged_attention_args *a, struct tile *w, const s
     }
 }
 
+/* What the weighted sum of query t is multiplied by: a sink takes its part of the weights. */
+INLINE float share(const struct paged_attention_args *a, const struct tile *w, int t, int64_t head) {
+    if (!(w->denom[t] > 0.0f))
+        return 0.0f;
+    if (!a->sinks)
+        return 1.0f / w->denom[t];
+    const float sink = a->sinks[head], peak = sink > w->peak[t] ? sink : w->peak[t];
+    const float kept = expf(w->peak[t] - peak);
+    return kept / (w->denom[t] * kept + expf(sink - peak));
+}
+
 /* n queries, up to TILE, of one (sequence, KV head): query number i is (p, g) = (i / group, i % group). */
 INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first, int64_t d, int bf16, int n) {
     const int64_t group = a->num_heads / a->num_kv_heads, total = a->num_queries * group;
@@ -256,7 +271,7 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
     for (int t = 0; t < n && first + t < total; t++) {
         int64_t i = first + t;
         int64_t dst = ((b * a->num_queries + i / group) * a->num_heads + hkv * group + i % group) * d;
-        float inverse = w.denom[t] > 0.0f ? 1.0f / w.denom[t] : 0.0f;
+        float inverse = share(a, &w, t, hkv * group + i % group);
         for (int64_t c = 0; c < d; c++)
             store1(a->out, dst + c, w.acc[t][c / 16][c % 16] * inverse, a->io_bf16);
     }

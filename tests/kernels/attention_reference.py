@@ -18,6 +18,8 @@ def paged_attention_reference(
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
+    chunk: int = 0,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `kernels.paged_attention.paged_attention` in plain torch and float32."""
     B, _, Hq, D = q_BPHD.shape
@@ -39,6 +41,12 @@ def paged_attention_reference(
     legal_BPL = key <= positions_BP[..., None]
     if window:
         legal_BPL &= key > positions_BP[..., None] - window
-    weights = torch.softmax(scores_BHPL.masked_fill(~legal_BPL[:, None], float("-inf")), dim=-1)
+    if chunk:
+        legal_BPL &= key >= positions_BP[..., None] // chunk * chunk
+    scores_BHPL = scores_BHPL.masked_fill(~legal_BPL[:, None], float("-inf"))
+    if sinks_H is not None:
+        sinks_BHP1 = sinks_H.view(1, Hq, 1, 1).expand(*scores_BHPL.shape[:3], 1)
+        scores_BHPL = torch.cat([scores_BHPL, sinks_BHP1], dim=-1)
+    weights = torch.softmax(scores_BHPL, dim=-1)[..., : len(key)]
     out = torch.einsum("bhpl,bhld->bphd", weights.nan_to_num(0.0), v_BHLD)
     return out.to(q_BPHD.dtype)

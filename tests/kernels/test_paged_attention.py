@@ -80,6 +80,36 @@ def test_result_bits_do_not_depend_on_the_batch_or_the_number_of_queries() -> No
         assert torch.equal(run(slice(b, b + 1), 1)[0, 0], whole[b, 0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("P", "D", "window", "chunk", "sinks"),
+    [(1, 64, 0, 0, True), (8, 64, 24, 0, True), (7, 80, 0, 32, False), (40, 128, 0, 48, True)],
+)
+def test_sinks_and_chunks_equal_the_reference(
+    dtype: torch.dtype, P: int, D: int, window: int, chunk: int, sinks: bool
+) -> None:
+    B, N, Hq, Hkv, T = 3, 8, 6, 2, 16
+    q, k, v, order = make(B, P, Hq, Hkv, D, T, dtype)
+    table = order[: B * N].view(B, N).int()
+    positions = (torch.tensor([0, 29, 5 * T - 2])[:, None] + torch.arange(P)).int()
+    positions[0, P - 1 :] = -1 if P > 1 else 0
+    # Small, as large as the scores, and above all of them.
+    sinks_H = torch.tensor([-9.0, -1.0, 0.0, 1.0, 3.0, 40.0]) if sinks else None
+    ours, plain = (filled(KVPages.allocate(4 * B * N, Hkv, D, T, dtype, torch.device("cpu")), seed=1) for _ in range(2))
+    args = {"scale": D**-0.5, "window": window, "chunk": chunk, "sinks_H": sinks_H}
+    got = paged_attention(q, k, v, ours, table, positions, **args)  # type: ignore[arg-type]
+    want = paged_attention_reference(q, k, v, plain, table, positions, **args)  # type: ignore[arg-type]
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
+    if P > 1:
+        assert not got[0, P - 1 :].any()
+    for b in (1, 2):  # the same bits alone
+        pages = filled(KVPages.allocate(4 * B * N, Hkv, D, T, dtype, torch.device("cpu")), seed=1)
+        some = (part[b : b + 1, :1] for part in (q, k, v))
+        alone = paged_attention(*some, pages, table[b : b + 1], positions[b : b + 1, :1].contiguous(), **args)  # type: ignore[arg-type]
+        assert torch.equal(alone[0, 0], got[b, 0])
+
+
 def test_strided_heads_first_inputs_are_read_by_their_strides() -> None:
     q, k, v, _ = make(2, 4, 4, 2, 64, 16, torch.float32, seed=5)
     table, positions = torch.arange(4).view(2, 2).int(), torch.arange(4).expand(2, 4).int().contiguous()

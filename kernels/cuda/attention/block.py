@@ -14,6 +14,25 @@ MASKED = tl.constexpr(float("-inf"))
 
 
 @triton.jit
+def first_key(position: tl.tensor, window: tl.tensor, chunk: tl.tensor) -> tl.tensor:
+    """Return the first position that a query at `position` sees, for any shape of it."""
+    low = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    return tl.where(chunk > 0, tl.maximum(position, 0) // tl.maximum(chunk, 1) * chunk, low)
+
+
+@triton.jit
+def with_sink(peak: tl.tensor, total: tl.tensor, sink: tl.tensor) -> tl.tensor:
+    """Give a sink, a logit without a value, its part of the weights; return the factor for acc, and the total.
+
+    `sink` is a natural logit; scores are in powers of 2.
+    """
+    sink = sink * 1.4426950408889634
+    higher = tl.maximum(peak, sink)
+    kept = tl.exp2(peak - higher)
+    return kept, total * kept + tl.exp2(sink - higher)
+
+
+@triton.jit
 def attend(
     q: tl.tensor,
     k: tl.tensor,
@@ -23,21 +42,20 @@ def attend(
     acc: tl.tensor,
     peak: tl.tensor,
     total: tl.tensor,
-    window: tl.tensor,
+    low: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
     SOFTCAP: tl.constexpr,
 ) -> tl.tensor:
     """Add keys `k` [D, N] and values `v` [N, D] at positions `token` [N] to acc [M, D], peak [M] and total [M, 16].
 
-    Query m, at `position[m]`, sees tokens up to its own and, with a window, the `window` last of them. Scores are in
-    powers of 2: `scale` carries log2(e) unless SOFTCAP is set.
+    Query m sees the tokens from `low[m]` up to its own, at `position[m]`. Scores are in powers of 2: `scale` carries
+    log2(e) unless SOFTCAP is set.
     """
     s = tl.dot(q, k, input_precision="ieee") * scale
     if SOFTCAP:
         s = softcap * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
-    legal = token[None, :] <= position[:, None]
-    legal = legal & ((token[None, :] > position[:, None] - window) | (window == 0))
+    legal = (token[None, :] <= position[:, None]) & (token[None, :] >= low[:, None])
     s = tl.where(legal, s, MASKED)
     higher = tl.maximum(peak, tl.max(s, axis=1))
     base = tl.where(higher > MASKED, higher, 0.0)

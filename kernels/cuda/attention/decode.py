@@ -10,17 +10,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention.block import MASKED, attend
+from kernels.cuda.attention.block import MASKED, attend, first_key, with_sink
 
 
 @triton.jit
-def bounds(positions: tl.tensor, b: tl.tensor, P: tl.tensor, window: tl.tensor, QUERIES: tl.constexpr) -> tl.tensor:
+def bounds(
+    positions: tl.tensor, b: tl.tensor, P: tl.tensor, window: tl.tensor, chunk: tl.tensor, QUERIES: tl.constexpr
+) -> tl.tensor:
     """First and last query position of sequence b (-1: none), and the first position that a query sees."""
     i = tl.arange(0, QUERIES)
     last = tl.max(tl.load(positions + b * P + i, mask=i < P, other=-1), axis=0)
     first = tl.load(positions + b * P)
-    low = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0)
-    return first, last, low
+    return first, last, first_key(first, window, chunk)
 
 
 @triton.jit
@@ -49,6 +50,7 @@ def decode_kernel(
     Hkv: tl.tensor,
     splits: tl.tensor,
     window: tl.tensor,
+    chunk: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
     stripes: tl.tensor,
@@ -70,12 +72,13 @@ def decode_kernel(
     tile = tl.program_id(0)
     b = (tl.program_id(1) // Hkv).to(tl.int64)
     h = tl.program_id(1) % Hkv
-    first, last, low = bounds(positions, b, P, window, QUERIES)
+    first, last, low = bounds(positions, b, P, window, chunk, QUERIES)
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = P * G
     d = tl.arange(0, BLOCK_D)
     real = d < D
     position = tl.load(positions + b * P + m // G, mask=m < rows, other=-1)
+    seen = first_key(position, window, chunk)
     at = q + b * q_stride_b + (m // G) * q_stride_p + (h * G + m % G) * q_stride_h
     query = tl.load(at[:, None] + d[None, :], mask=(m < rows)[:, None] & real[None, :], other=0.0)
     k_head = k_pages + h * (T * D)
@@ -107,7 +110,7 @@ def decode_kernel(
             row = page.to(tl.int64) * (Hkv * T * D) + (token % T) * D
             k = tl.load(k_head + row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
             v = tl.load(v_head + row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
-            acc, peak, total = attend(query, k, v, token, position, acc, peak, total, window, scale, softcap, SOFTCAP)
+            acc, peak, total = attend(query, k, v, token, position, acc, peak, total, seen, scale, softcap, SOFTCAP)
         out = (tl.program_id(1).to(tl.int64) * rows + m) * splits + split
         tl.store(partial + out[:, None] * D + d[None, :], acc, mask=(m < rows)[:, None] & real[None, :])
         tl.store(peaks + out, peak, mask=m < rows)
@@ -125,12 +128,15 @@ def combine_kernel(
     Hq: tl.tensor,
     splits: tl.tensor,
     window: tl.tensor,
+    chunk: tl.tensor,
+    sinks: tl.tensor,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     G: tl.constexpr,
     SPLIT: tl.constexpr,
     QUERIES: tl.constexpr,
     COMBINE: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     """Grid (B * P * Hq): one output row, the weighted mean of its splits; 0 for padding."""
     row = tl.program_id(0)
@@ -139,7 +145,7 @@ def combine_kernel(
     head = row % Hq
     d = tl.arange(0, BLOCK_D)
     real = d < D
-    _, last, low = bounds(positions, b, P, window, QUERIES)
+    _, last, low = bounds(positions, b, P, window, chunk, QUERIES)
     acc = tl.zeros([BLOCK_D], tl.float32)
     if tl.load(positions + b * P + p) >= 0:
         at = ((b * (Hq // G) + head // G) * (P * G) + p * G + head % G).to(tl.int64) * splits
@@ -160,5 +166,8 @@ def combine_kernel(
             acc = acc * shrink + tl.sum(values * weight[:, None], axis=0)
             total = total * shrink + tl.sum(n * weight, axis=0)
             peak = higher
+        if SINKS:
+            kept, total = with_sink(peak, total, tl.load(sinks + head))
+            acc = acc * kept
         acc = acc / total
     tl.store(out + row.to(tl.int64) * D + d, acc.to(out.dtype.element_ty), mask=real)

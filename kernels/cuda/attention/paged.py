@@ -14,7 +14,7 @@ import triton
 
 from kernels.cuda.attention.decode import combine_kernel, decode_kernel
 from kernels.cuda.attention.prefill import prefill_kernel, store_kernel
-from kernels.kv_pages import KVPages
+from kernels.kv_pages import KVPages, check_limits
 
 MAX_DECODE_QUERIES = 16
 _LOG2_E = 1.4426950408889634
@@ -66,6 +66,8 @@ def paged_attention(
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
+    chunk: int = 0,
+    sinks_H: torch.Tensor | None = None,
     split_len: int | None = None,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
@@ -78,13 +80,17 @@ def paged_attention(
     B, P, Hq, D = q_BPHD.shape
     Hkv, T = pages.v.shape[1], pages.v.shape[2]
     _assert_arguments(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP)
+    check_limits(window, chunk, sinks_H, Hq)
     out = torch.empty(B, P, Hq, D, dtype=q_BPHD.dtype, device=q_BPHD.device)
     scales = (scale, softcap) if softcap else (scale * _LOG2_E, 0.0)
     strides = (*q_BPHD.stride()[:3], *k_BPHD.stride()[:3], *v_BPHD.stride()[:3], page_table_BN.stride(0))
     shape = {"D": D, "BLOCK_D": triton.next_power_of_2(D), "T": T, "G": Hq // Hkv, "SOFTCAP": softcap != 0.0}
     tuning = tuning or DecodeTuning.of(D, q_BPHD.element_size(), B * Hkv)
+    with_sinks = {"SINKS": sinks_H is not None}
+    sinks = positions_BP if sinks_H is None else sinks_H  # not read without sinks
     if P > MAX_DECODE_QUERIES:
-        _prefill(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP, out, strides, (window, *scales), shape)
+        limits, shape = (window, chunk, sinks, *scales), shape | with_sinks
+        _prefill(q_BPHD, k_BPHD, v_BPHD, pages, page_table_BN, positions_BP, out, strides, limits, shape)
         return out
     split = split_len or split_length(page_table_BN.shape[1] * T)
     assert split % tuning.block_n == 0, (split, tuning)
@@ -96,7 +102,7 @@ def paged_attention(
     stripes = max(1, min(splits, tuning.programs // (tiles * B * Hkv)))
     decode_kernel[(tiles, B * Hkv, stripes)](
         *(q_BPHD, k_BPHD, v_BPHD, pages.k, pages.v, page_table_BN, positions_BP, partial, weights[0], weights[1]),
-        *(*strides, P, Hkv, splits, window, *scales, stripes),
+        *(*strides, P, Hkv, splits, window, chunk, *scales, stripes),
         **shape,
         SPLIT=split,
         QUERIES=triton.next_power_of_2(P),
@@ -106,10 +112,9 @@ def paged_attention(
         num_stages=tuning.num_stages,
     )
     combine_kernel[(B * P * Hq,)](
-        *(partial, weights[0], weights[1], positions_BP, out, P, Hq, splits, window),
-        D=D,
-        BLOCK_D=shape["BLOCK_D"],
-        G=shape["G"],
+        *(partial, weights[0], weights[1], positions_BP, out, P, Hq, splits, window, chunk, sinks),
+        **{name: shape[name] for name in ("D", "BLOCK_D", "G")},
+        **with_sinks,
         SPLIT=split,
         QUERIES=triton.next_power_of_2(P),
         COMBINE=_COMBINE,
@@ -157,10 +162,11 @@ def _prefill(
     positions_BP: torch.Tensor,
     out: torch.Tensor,
     strides: tuple[int, ...],
-    limits: tuple[int, float, float],
+    limits: tuple[int, int, torch.Tensor, float, float],
     shape: dict[str, int],
 ) -> None:
-    """Launch the store and the attention of a chunk. `limits`: window, scale and softcap as the kernel takes them."""
+    """Launch the store and the attention of a prompt's chunk. `limits`: window, chunk, sinks, scale and softcap as the
+    kernel takes them."""
     B, P, Hq, _ = q_BPHD.shape
     Hkv, D, T, BLOCK_D = pages.v.shape[1], shape["D"], shape["T"], shape["BLOCK_D"]
     tensors = (k_BPHD, v_BPHD, pages.k, pages.v, page_table_BN, positions_BP)

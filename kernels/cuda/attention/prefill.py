@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.attention.block import MASKED, attend
+from kernels.cuda.attention.block import MASKED, attend, first_key, with_sink
 
 
 @triton.jit
@@ -67,6 +67,8 @@ def prefill_kernel(
     Hq: tl.tensor,
     Hkv: tl.tensor,
     window: tl.tensor,
+    chunk: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.tensor,
     softcap: tl.tensor,
     D: tl.constexpr,
@@ -74,6 +76,7 @@ def prefill_kernel(
     T: tl.constexpr,
     G: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
@@ -93,7 +96,8 @@ def prefill_kernel(
     total = tl.zeros([BLOCK_M, 16], tl.float32)
     last = tl.max(position, axis=0)
     first = tl.min(tl.where(position >= 0, position, last), axis=0)
-    low = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0)
+    low = first_key(first, window, chunk)
+    seen = first_key(position, window, chunk)
     k_head = k_pages + head // G * (T * D)
     v_head = v_pages + head // G * (T * D)
     for n in range(low // BLOCK_N * BLOCK_N, last + 1, BLOCK_N):
@@ -103,8 +107,12 @@ def prefill_kernel(
         row = page.to(tl.int64) * (Hkv * T * D) + (token % T) * D
         k = tl.load(k_head + row[None, :] + d[:, None], mask=inside[None, :] & real[:, None], other=0.0)
         v = tl.load(v_head + row[:, None] + d[None, :], mask=inside[:, None] & real[None, :], other=0.0)
-        acc, peak, total = attend(query, k, v, token, position, acc, peak, total, window, scale, softcap, SOFTCAP)
+        acc, peak, total = attend(query, k, v, token, position, acc, peak, total, seen, scale, softcap, SOFTCAP)
     norm = tl.max(total, axis=1)
+    if SINKS:
+        # A row of padding has no peak; its result is 0 whatever the sink takes.
+        kept, norm = with_sink(tl.where(position >= 0, peak, 0.0), norm, tl.load(sinks + head))
+        acc = acc * kept[:, None]
     acc = tl.where(position[:, None] >= 0, acc / tl.where(norm > 0.0, norm, 1.0)[:, None], 0.0)
     cell = ((b * P + m) * Hq + head)[:, None] * D + d[None, :]
     tl.store(out + cell, acc.to(out.dtype.element_ty), mask=cells)

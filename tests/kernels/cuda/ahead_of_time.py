@@ -137,7 +137,10 @@ def compile_attention(B: int, P: int, Hq: int, Hkv: int, D: int, T: int, dtype: 
     q, k = torch.zeros(B, P, Hq, D, dtype=dtype), torch.zeros(B, P, Hkv, D, dtype=dtype)
     pages = KVPages(*(torch.zeros(4, Hkv, T, D, dtype=dtype) for _ in range(2)), token_major=True)
     softcap = 30.0 if D == 80 else 0.0
-    paged.paged_attention(q, k, k, pages, ints(B, 2048 // T), ints(B, P), scale=0.1, softcap=softcap)
+    for sinks_H in (None, torch.zeros(Hq)):
+        paged.paged_attention(
+            *(q, k, k, pages, ints(B, 2048 // T), ints(B, P)), scale=0.1, softcap=softcap, chunk=64, sinks_H=sinks_H
+        )
 
 
 def compile_fused(rows: int, H: int, inner: int, heads: tuple[int, int], D: int, dtype: torch.dtype) -> None:

@@ -66,6 +66,28 @@ def test_kernels_equal_reference(
     torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("P", "D", "window", "chunk", "sinks"),
+    [(1, 64, 0, 0, True), (8, 64, 150, 0, True), (5, 80, 0, 140, False), (40, 64, 0, 96, True), (20, 128, 33, 0, True)],
+)
+def test_sinks_and_chunks_equal_the_reference(
+    device: torch.device, P: int, D: int, window: int, chunk: int, sinks: bool
+) -> None:
+    B, N, Hq, Hkv, T = 2, 16, 4, 2, 16
+    q, k, v = inputs(B, P, Hq, Hkv, D, torch.float32, device)
+    table = torch.randperm(4 * B * N, generator=torch.Generator().manual_seed(0))[: B * N].view(B, N).int().to(device)
+    positions = (torch.tensor([0, 181])[:, None] + torch.arange(P)).int()
+    positions[0, P - P // 3 :] = -1  # padding
+    positions = positions.to(device)
+    # Small, as large as the scores, and above all of them.
+    sinks_H = torch.tensor([-9.0, 0.0, 3.0, 40.0], device=device) if sinks else None
+    ours, plain = (pages_of(4 * B * N, Hkv, T, D, torch.float32, device, seed=1) for _ in range(2))
+    args = {"scale": D**-0.5, "window": window, "chunk": chunk, "sinks_H": sinks_H}
+    got = paged_attention(q, k, v, ours, table, positions, **args)
+    want = paged_attention_reference(q, k, v, plain, table, positions, **args)
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
 def test_result_bits_do_not_depend_on_the_batch_or_the_number_of_queries(device: torch.device) -> None:
     B, P, N, dtype = 4, 8, 20, torch.float16
     q, k, v = inputs(B, P, 9, 3, 64, dtype, device)
