@@ -12,9 +12,10 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.early import check_port
 from gpu_engine.front.port.listening import HealthServicer, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
+from gpu_engine.front.vllm_wire import installed as vllm_wire
 from gpu_engine.ops.core_split import CoreSplit
 from gpu_engine.ops.installation import installed_version, overwritten_kernels
 from gpu_engine.ops.metrics_engine import EngineCollector
@@ -56,6 +58,9 @@ CLOSE_TIMEOUT_S = 10.0
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
+
+SetHealth = Callable[[health_pb2.HealthCheckResponse.ServingStatus], Awaitable[None]]
+"""Sets the status of every service of the public port."""
 
 Result = TypeVar("Result")
 Progress = Callable[[str, float], None]
@@ -131,6 +136,7 @@ async def open_server(
         async with AsyncExitStack() as stack:
             # Before torch is imported, which takes seconds.
             check_port(server_config)
+            vllm_wire.refuse_missing(server_config.vllm_wire)
             directory = grammar_directory(server_config, stack) if server_config.grammar != "none" else None
             yield await _start(stack, engine_config, server_config, directory, progress, parts or real_parts())
     except BaseExceptionGroup as group:
@@ -196,11 +202,11 @@ async def _start(
     watch = _watch_requests(stack, metrics, engine, model)
     limits = Limits.of(engine_config, server_config, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
     calls = Calls(engine, model, limits, client, watch=watch)
-    engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(calls, version=installed_version()), listeners.server)
-    reflection.enable_server_reflection([SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME], listeners.server)
+    services = _add_services(listeners.server, calls, server_config)
 
     # 7. The ports answer; health says NOT_SERVING until stage 9.
-    await _set_health(listeners.health, NOT_SERVING)
+    set_health = partial(_set_health, listeners.health, services)
+    await set_health(NOT_SERVING)
     await listeners.start()
 
     # 8. The engine warms up, and the grammar process compiles its first grammar.
@@ -210,12 +216,12 @@ async def _start(
         await grammar.first_attachment()
 
     # 9. Requests are served, and health follows the engine and the grammar process.
-    _run_until_close(stack, background, _end_on_failure(engine, listeners.health), "engine watch")
+    _run_until_close(stack, background, _end_on_failure(engine, set_health), "engine watch")
     if grammar:
         _run_until_close(stack, background, _report_guided(grammar, listeners.health), "guided health")
     calls.warm()
-    await _set_health(listeners.health, SERVING)
-    stack.push_async_callback(_drain, listeners.server, calls, listeners.health, server_config.drain_timeout_s)
+    await set_health(SERVING)
+    stack.push_async_callback(_drain, listeners.server, calls, set_health, server_config.drain_timeout_s)
     metrics_address = scrapes.address if scrapes else None
     return Server(listeners.address, model, calls, engine, grammar.sidecar if grammar else None, metrics_address)
 
@@ -260,7 +266,9 @@ def _watch_requests(stack: AsyncExitStack, metrics: BothProcesses, engine: Serve
         "dtype": model.dtype_name,
         "device": config.device,
     }
-    metrics.registry.register(EngineCollector(engine.stats, drafter=config.drafter, about=about))
+    metrics.registry.register(
+        EngineCollector(engine.stats, drafter=config.drafter, page_size=config.page_size, about=about)
+    )
     tracing = open_tracing(os.environ)
     if tracing is None:
         return RequestWatch(metrics.registry)
@@ -296,12 +304,28 @@ async def serve(
         log.info("shutting down: running requests get %.1f s to end", server_config.drain_timeout_s)
 
 
-async def _set_health(servicer: HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-    for service in (health.OVERALL_HEALTH, SERVICE):
+def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig) -> list[str]:
+    """Add the services of the public port; return the names of those that have a health of their own."""
+    services, version = [SERVICE], installed_version()
+    engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(calls, version=version), server)
+    if vllm_wire.wanted(config.vllm_wire):
+        from gpu_engine.front.vllm_wire.servicer import SERVICE as VLLM_SERVICE
+        from gpu_engine.front.vllm_wire.servicer import add_to
+
+        add_to(server, calls, version)
+        services.append(VLLM_SERVICE)
+    reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    return services
+
+
+async def _set_health(
+    servicer: HealthServicer, services: Sequence[str], status: health_pb2.HealthCheckResponse.ServingStatus
+) -> None:
+    for service in (health.OVERALL_HEALTH, *services):
         await servicer.set(service, status)
 
 
-async def _end_on_failure(engine: ServedEngine, health_servicer: HealthServicer) -> None:
+async def _end_on_failure(engine: ServedEngine, set_health: SetHealth) -> None:
     """Wait for the engine's failure; then report NOT_SERVING and end the server. Raises ServerError."""
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[Exception] = loop.create_future()
@@ -315,7 +339,7 @@ async def _end_on_failure(engine: ServedEngine, health_servicer: HealthServicer)
 
     engine.watch(report_failure)
     error = await failed
-    await _set_health(health_servicer, NOT_SERVING)
+    await set_health(NOT_SERVING)
     raise ServerError(f"the engine lost its device: {error}") from error
 
 
@@ -328,8 +352,8 @@ async def _report_guided(grammar: GrammarProcess, health_servicer: HealthService
     await grammar.report(report)
 
 
-async def _drain(server: grpc.aio.Server, calls: Calls, health_servicer: HealthServicer, timeout_s: float) -> None:
-    await _set_health(health_servicer, NOT_SERVING)
+async def _drain(server: grpc.aio.Server, calls: Calls, set_health: SetHealth, timeout_s: float) -> None:
+    await set_health(NOT_SERVING)
     await calls.drain(timeout_s)
     await server.stop(STOP_GRACE_S)
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -18,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, LockstepError
-from gpu_engine.api.ports import Compiled, GrammarStats
+from gpu_engine.api.ports import Compiled, GrammarStats, PageEvents
 from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats
 
@@ -61,6 +62,13 @@ class ByteTokenizer:
             raise_exception=raise_exception,
             **options,
         )
+
+    bos_token_id = 257
+    pad_token_id = None
+
+    def save_pretrained(self, save_directory: str) -> None:
+        self.backend_tokenizer.save(f"{save_directory}/tokenizer.json")
+        Path(save_directory, "chat_template.jinja").write_text(self.chat_template)
 
     def encode(self, text: str) -> list[int]:
         return list(self.backend_tokenizer.encode(text).ids)
@@ -119,6 +127,8 @@ class FakeEngine:
         self.refuse_from = 0
         """`refuse_with` is raised once so many requests are in."""
         self.closed = False
+        self.page_events: PageEvents | None = None
+        self.generated_tokens = 0
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fake engine", daemon=True)
         self._thread.start()
@@ -157,7 +167,11 @@ class FakeEngine:
         self.dropped.append(request)
 
     def stats(self) -> EngineStats:
-        return EngineStats(num_slots=4, num_pages=64, running=len(self.submitted) - len(self.dropped))
+        running = len(self.submitted) - len(self.dropped)
+        return EngineStats(num_slots=4, num_pages=64, running=running, generated_tokens=self.generated_tokens)
+
+    def watch_pages(self, events: PageEvents | None) -> None:
+        self.page_events = events
 
     def grammar_opened(
         self, slot: int, slot_gen: int, *, compile_ms: float, cache_hit: bool, backend: int, warnings: tuple[str, ...]

@@ -35,7 +35,7 @@ def engine_families() -> list[Metric]:
     registry = CollectorRegistry()
     about = dict.fromkeys(("version", "model", "dtype", "device"), "")
     stats = EngineStats(step_ms_by_rows={False: {1: 1.0}})
-    registry.register(EngineCollector(lambda: stats, drafter="ngram", about=about))
+    registry.register(EngineCollector(lambda: stats, drafter="ngram", page_size=16, about=about))
     watch = RequestWatch(registry)
     watch.metrics.requests.labels("OK")
     watch.metrics.sequences.labels("stop")

@@ -62,6 +62,9 @@ LAZY_IMPORTS = {
     "the GGUF library is loaded for GGUF files, and is not in the extra `engine`": {
         ("gpu_engine.model.quantised.choice", "gpu_engine.model.quantised.gguf_blocks"),
     },
+    "vLLM's messages are a package of their own extra": {
+        ("gpu_engine.server", "gpu_engine.front.vllm_wire.servicer"),
+    },
     "a backend's library is loaded where that backend is configured": {
         ("grammar_service.backends.registry", "grammar_service.backends"),
     },

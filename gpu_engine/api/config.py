@@ -358,6 +358,9 @@ class ServerConfig:
     stop_with_stdin: bool = False
     """End, as after SIGTERM, when stdin is closed. A server whose stdin is a pipe then ends with the process that
     started it, even when that is killed; the Python client's embedded server uses this."""
+    vllm_wire: str = "auto"
+    """Serve vllm.grpc.engine.VllmEngine, the gRPC service that gateways such as smg speak, on the public port: "on",
+    "off", or "auto": on where the extra vllm-wire (the package smg-grpc-proto) is installed."""
     metrics_listen: str = ""
     """"host:port" on which to serve the Prometheus metrics of both processes over HTTP. Empty: none. The port has no
     password: bind it to an address that only the scraper reaches."""
@@ -401,6 +404,7 @@ class ServerConfig:
         _require(self.grammar_retry_s > 0, "grammar_retry_s", "must be positive")
         _require(self.max_prompt_bytes >= 1, "max_prompt_bytes", "must be at least 1")
         _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
+        _require(self.vllm_wire in ("auto", "on", "off"), "vllm_wire", f"{self.vllm_wire!r} is not auto, on or off")
         _require(
             not self.metrics_listen or _is_host_port(self.metrics_listen),
             "metrics_listen",

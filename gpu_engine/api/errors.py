@@ -29,7 +29,7 @@ class InvalidRequest(LockstepError):
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
-        self.field = field
+        self.field, self.problem = field, problem
 
 
 class LimitExceeded(LockstepError):

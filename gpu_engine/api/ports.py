@@ -31,6 +31,17 @@ class Tokenizer(Protocol):
     def chat_template(self) -> Any:
         """Jinja source, a mapping of names to sources, or None."""
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """Token that begins a sequence, if the model has one."""
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Token that fills a batch, if the model has one."""
+
+    def save_pretrained(self, save_directory: str) -> Any:
+        """Write the tokenizer's files into a folder."""
+
     def apply_chat_template(
         self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, **options: Any
     ) -> Any:
@@ -73,6 +84,19 @@ class Model(Protocol):
         """Longest prompt and answer together, in tokens."""
 
 
+class PageEvents(Protocol):
+    """Told of each page that enters or leaves the prefix index, on the engine's thread; must not block or raise."""
+
+    def stored(self, page: int, parent: int | str, tokens: tuple[int, ...]) -> None:
+        """`page` holds `tokens` behind those of the page `parent`, which is indexed, too; a salt: they come first."""
+
+    def removed(self, page: int) -> None:
+        """`page` is not indexed any more; no page behind it is."""
+
+    def cleared(self) -> None:
+        """No page is indexed."""
+
+
 class EngineCore(Protocol):
     """The engine, as far as the servicer uses it. Every method is thread-safe and returns at once."""
 
@@ -91,6 +115,10 @@ class EngineCore(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the counters and gauges, at most one step old."""
+
+    def watch_pages(self, events: PageEvents | None) -> None:
+        """Report the prefix index to `events` from now on: that it is cleared, its pages, every change. None: report to
+        none."""
 
 
 class GrammarEvents(Protocol):

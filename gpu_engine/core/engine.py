@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, LimitExceeded, LockstepError, ShuttingDown
-from gpu_engine.api.ports import GrammarPort
+from gpu_engine.api.ports import GrammarPort, PageEvents
 from gpu_engine.api.request import FinishReason, Request
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
@@ -235,6 +235,10 @@ class Engine:
         stats.pages_used, stats.pages_cached = self._loop.allocator.num_used, self._loop.allocator.num_cached
         stats.index_draft_tokens, stats.accepted_index_draft_tokens = self._loop.num_index_drafts
         return stats
+
+    def watch_pages(self, events: PageEvents | None) -> None:
+        """Report the prefix index to `events`, on the engine's thread: its pages, then every change; None: to none."""
+        self._inbox.put(lambda: self._loop.allocator.watch(events))
 
     @property
     def grammar_progress(self) -> int:

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
+from gpu_engine.api.ports import PageEvents
+
 _Key = tuple[int | str, tuple[int, ...]]
 """(the page before this one, or for the first one the salt; the tokens of this page)."""
 
@@ -91,6 +93,10 @@ class PageAllocator:
         self._cached.clear()
         self._free.extend(cached)
 
+    def watch(self, events: PageEvents | None) -> None:
+        """Report the indexed pages to `events`, and from now on every change of the index; None: report to none."""
+        self._index.watch(events)
+
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         self._index.remove(page)
@@ -145,6 +151,8 @@ class PrefixIndex:
         self._size = page_size
         self._pages: dict[_Key, int] = {}
         self._keys: dict[int, _Key] = {}
+        """A page comes behind its parent."""
+        self._events: PageEvents | None = None
         self.version = 0
         """Counts pages added; while it is unchanged, `find` returns no more pages than before."""
 
@@ -174,17 +182,31 @@ class PrefixIndex:
                 return at
             self._keys[page] = key
             self.version += 1
+            if self._events is not None:
+                self._events.stored(page, *key)
             parent = page
         return max(num_indexed, len(tokens) // self._size)
 
     def remove(self, page: int) -> None:
         """Remove one page, none of whose children is indexed."""
         del self._pages[self._keys.pop(page)]
+        if self._events is not None:
+            self._events.removed(page)
 
     def clear(self) -> None:
         """Remove every page."""
         self._pages.clear()
         self._keys.clear()
+        if self._events is not None:
+            self._events.cleared()
+
+    def watch(self, events: PageEvents | None) -> None:
+        """Report that the index is cleared and that each of its pages is stored, and then every change, to `events`."""
+        self._events = events
+        if events is not None:
+            events.cleared()
+            for page, key in self._keys.items():
+                events.stored(page, *key)
 
     def __contains__(self, page: int) -> bool:
         return page in self._keys

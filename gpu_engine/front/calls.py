@@ -22,7 +22,14 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from gpu_engine.api.checked import Checked, Limits
-from gpu_engine.api.errors import GrammarNotConfigured, InternalError, LockstepError, ShuttingDown, status_of
+from gpu_engine.api.errors import (
+    GrammarNotConfigured,
+    InternalError,
+    InvalidRequest,
+    LockstepError,
+    ShuttingDown,
+    status_of,
+)
 from gpu_engine.api.ports import EngineCore, GrammarAccess, Model
 from gpu_engine.api.request import DraftScope, FinishReason, GrammarSpec, Request, TokenEvent
 from gpu_engine.front.draft_scopes import DraftScopes, client_identity
@@ -45,6 +52,10 @@ Check = Callable[[Collection[str]], Checked]
 
 Respond = Callable[[SequenceOutput, Delta], Iterable[Any]]
 """Returns the messages to send for what is new of one sequence, in their order."""
+
+
+Rename = Callable[[str], str]
+"""Returns the name that a service has for a field of our own request."""
 
 
 @dataclass(slots=True)
@@ -91,16 +102,19 @@ class Calls:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._at_drain: list[Callable[[], None]] = []
         self._warm = asyncio.Event()
 
-    async def generate(self, context: Context, request_id: str, check: Check, respond: Respond) -> None:
+    async def generate(
+        self, context: Context, request_id: str, check: Check, respond: Respond, rename: Rename | None = None
+    ) -> None:
         """Run one Generate call to its end: write its responses, or abort it with the status of its error.
 
-        `request_id` is the client's, "" for none. Written with `context.write` and not as a generator, so that the
-        `finally` runs as soon as the call ends.
+        `request_id` is the client's, "" for none. Errors name fields as `rename` does. Written with `context.write` and
+        not as a generator, so that the `finally` runs as soon as the call ends.
         """
         with self._watch.call(tuple(context.invocation_metadata() or ())) as record:
-            async with ErrorToStatus(context, self.failed, record):
+            async with ErrorToStatus(context, self.failed, record, rename):
                 await self._generate(context, request_id, check, respond, record)
 
     def abort(self, request_id: str) -> bool:
@@ -121,6 +135,8 @@ class Calls:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, wait up to `timeout_s` for the running ones, then abort these."""
         self._draining = True
+        for end in self._at_drain:
+            end()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -128,6 +144,10 @@ class Calls:
             log.warning("draining took longer than %.1f s: %d requests are aborted", timeout_s, len(self._running))
             for request_id in tuple(self._running):
                 self.abort(request_id)
+
+    def at_drain(self, end: Callable[[], None]) -> None:
+        """Call `end` when `drain` begins: it ends streams that have no end of their own."""
+        self._at_drain.append(end)
 
     def refuse_if_draining(self) -> None:
         """Raise ShuttingDown once `drain` was called."""
@@ -242,10 +262,13 @@ class Calls:
 class ErrorToStatus:
     """Turns an error into the gRPC status of its call."""
 
-    def __init__(self, context: Context, failed: Counter[str], record: CallRecord) -> None:
+    def __init__(
+        self, context: Context, failed: Counter[str], record: CallRecord, rename: Rename | None = None
+    ) -> None:
         self._context = context
         self._failed = failed
         self._record = record
+        self._rename = rename
 
     async def __aenter__(self) -> None:
         return None
@@ -259,6 +282,8 @@ class ErrorToStatus:
         if not isinstance(error, LockstepError):
             log.error("a request failed by a defect", exc_info=error)
             error = InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
+        if self._rename and isinstance(error, InvalidRequest):
+            error = InvalidRequest(self._rename(error.field), error.problem)
         status = status_of(error)
         self._failed[status.name] += 1
         self._record.status = status.name

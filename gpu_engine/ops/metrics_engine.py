@@ -23,6 +23,16 @@ _GAUGES = (
     ("kv_pages_cached", "KV pages without an owner, reusable by prefix match", "pages_cached"),
     ("kv_pages", "Number of KV pages", "num_pages"),
 )
+_OF_VLLM: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("vllm:num_requests_running", "lockstep_sequences_running under vLLM's name", lambda stats: stats.running),
+    ("vllm:num_requests_waiting", "lockstep_sequences_waiting under vLLM's name", lambda stats: stats.waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Share of the KV pages that are in use, in [0, 1], under vLLM's name",
+        lambda stats: stats.pages_used / stats.num_pages if stats.num_pages else 0.0,
+    ),
+)
+"""Gauges that routers read from any engine."""
 _COUNTERS = (
     (
         "prompt_tokens",
@@ -77,9 +87,12 @@ _HISTOGRAMS = (
 class EngineCollector(Collector):
     """Collects the families from `stats` at every scrape."""
 
-    def __init__(self, stats: Callable[[], EngineStats], *, drafter: str, about: Mapping[str, str]) -> None:
-        """Args: `stats` is thread-safe; `about` are the labels of `lockstep_info`."""
+    def __init__(
+        self, stats: Callable[[], EngineStats], *, drafter: str, page_size: int, about: Mapping[str, str]
+    ) -> None:
+        """Args: `stats` is thread-safe; `page_size` is in tokens; `about` are the labels of `lockstep_info`."""
         self._stats = stats
+        self._page_size = page_size
         self._drafter = drafter
         self._about = dict(about)
 
@@ -91,6 +104,15 @@ class EngineCollector(Collector):
         yield info
         for name, documentation, attribute in _GAUGES:
             yield GaugeMetricFamily(f"lockstep_{name}", documentation, value=getattr(stats, attribute))
+        for name, documentation, value in _OF_VLLM:
+            yield GaugeMetricFamily(name, documentation, value=value(stats))
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Always 1; its labels are the tokens of a KV page and the number of pages, under vLLM's names",
+            labels=("block_size", "num_gpu_blocks"),
+        )
+        cache.add_metric((str(self._page_size), str(stats.num_pages)), 1)
+        yield cache
         for name, documentation, attribute in _COUNTERS:
             yield CounterMetricFamily(f"lockstep_{name}", documentation, value=getattr(stats, attribute))
         for name, documentation, attribute in _BY_DRAFTER:

@@ -6,6 +6,7 @@ Not responsible for: the containers themselves (see test_containers.py).
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,28 @@ def test_only_sources_get_into_a_build(root: Path) -> None:
         *("LICENSE", "README.md", "pyproject.toml", "setup.py"),
         *("gpu_engine", "grammar_service", "kernels", "protos", "service_runtime", "shared_mem"),
     }
+
+
+def test_a_gateway_in_front_is_an_override(root: Path) -> None:
+    services = load(root, "compose.smg.yaml")["services"]
+    assert services["engine"]["environment"] == {"LOCKSTEP_VLLM_WIRE": "on"}
+    smg = services["smg"]
+    assert "--worker-urls=grpc://engine:50051" in smg["command"]
+    # Its metrics have no password, and listen on every address by default.
+    assert "--prometheus-host=127.0.0.1" in smg["command"]
+    assert smg["ports"] == ["${LOCKSTEP_PUBLISH_HTTP:-127.0.0.1:8000}:8000"]
+    assert "volumes" not in smg, "it has no part in the sockets"
+    for name in ("read_only", "cap_drop", "security_opt", "user", "restart", "init"):
+        assert smg[name] == load(root, "compose.yaml")["services"]["engine"][name], name
+
+
+def test_the_gateway_of_compose_is_the_one_of_the_tests(root: Path) -> None:
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (pin,) = [requirement for requirement in extras["dev"] if requirement.startswith("smg==")]
+    smg = load(root, "compose.smg.yaml")["services"]["smg"]
+    assert f"pip install --no-cache-dir {pin}\n" in smg["build"]["dockerfile_inline"]
+    assert smg["image"] == f"lockstep-smg:{pin.removeprefix('smg==')}"
+
+
+def test_the_image_of_the_engine_has_the_wire_of_the_gateway(root: Path) -> None:
+    assert "*e['vllm-wire']" in stages(root, "gpu_engine/Dockerfile")[0]

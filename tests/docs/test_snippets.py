@@ -38,7 +38,7 @@ PYTHON_MARKS = {"embedded", "example"}
 """It starts a server of its own (tests/e2e/test_python_client.py runs it), or names machines and files that are not
 there."""
 SHELL = ("bash", "sh")
-NOT_OURS = {"pip", "vllm/bin/pip", "pipx", "uv", "apt", "python3.11"}
+NOT_OURS = {"pip", "vllm/bin/pip", "pipx", "smg", "uv", "apt", "python3.11"}
 """Programs whose own flags are not looked at."""
 
 

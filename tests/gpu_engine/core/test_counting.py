@@ -14,7 +14,7 @@ from tests.gpu_engine.toy_sidecar import guided_engine
 
 def value(engine: Engine, name: str, **labels: str) -> float:
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine.stats, drafter="ngram", about={"model": "tiny"}))
+    registry.register(EngineCollector(engine.stats, drafter="ngram", page_size=16, about={"model": "tiny"}))
     found = registry.get_sample_value(f"lockstep_{name}", labels)
     assert found is not None
     return found

@@ -173,3 +173,43 @@ def test_whatever_is_shared_holds_what_it_should(actions: list[tuple[int, list[i
         if more == 8 and not any(owners):
             allocator.clear_index()
         allocator.check_integrity(owners)
+
+
+class Told:
+    """`PageEvents` that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[object, ...]] = []
+
+    def stored(self, page: int, parent: int | str, tokens: tuple[int, ...]) -> None:
+        self.events.append(("stored", page, parent, tokens))
+
+    def removed(self, page: int) -> None:
+        self.events.append(("removed", page))
+
+    def cleared(self) -> None:
+        self.events.append(("cleared",))
+
+
+def test_a_watcher_is_told_what_is_indexed_and_then_every_change() -> None:
+    allocator = PageAllocator(3, 16)
+    mine = grown(allocator, [1] * 16 + [2] * 16)
+    first, second = mine
+    told = Told()
+    allocator.watch(told)
+    before: list[tuple[object, ...]] = [
+        ("cleared",),
+        ("stored", first, "", (1,) * 16),
+        ("stored", second, first, (2,) * 16),
+    ]
+    assert told.events == before
+    allocator.free(mine)
+    assert told.events == before, "a page without an owner stays cached"
+    other: list[int] = []
+    assert allocator.grow(other, 33)
+    assert told.events[3:] == [("removed", second), ("removed", first)], "a page leaves before its parent"
+    allocator.clear_index()
+    assert told.events[-1] == ("cleared",)
+    allocator.watch(None)
+    allocator.insert([3] * 16, other)
+    assert told.events[-1] == ("cleared",)

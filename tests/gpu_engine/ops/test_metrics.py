@@ -24,6 +24,7 @@ from gpu_engine.api.request import FinishReason, TokenEvent
 from gpu_engine.api.stats import EngineStats, Histogram
 from gpu_engine.cli.client import Client
 from gpu_engine.front.port.listening import ServerError
+from gpu_engine.ops.metrics_engine import EngineCollector
 from gpu_engine.ops.metrics_http import BothProcesses, MetricsServer
 from gpu_engine.ops.metrics_requests import RequestWatch
 from gpu_engine.server import Parts, open_server
@@ -200,7 +201,7 @@ def documented(page: str) -> set[str]:
 
 def families_of(seen: Scrape) -> set[str]:
     names = {name[0].removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in seen}
-    return {f"lockstep_{name}" for name in names if not name.startswith("process_")}
+    return {name if ":" in name else f"lockstep_{name}" for name in names if not name.startswith("process_")}
 
 
 async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_out(
@@ -242,3 +243,17 @@ async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_o
 def test_the_page_lists_every_metric(root: Path) -> None:
     page = (root / "docs/metrics.md").read_text()
     assert page == metrics_table.page(), "run: python -m tests.metrics_table"
+
+
+def test_routers_find_the_load_under_the_names_of_vllm() -> None:
+    stats = EngineStats(num_pages=8, pages_used=2, running=3, waiting=4)
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(lambda: stats, drafter="none", page_size=32, about={"model": "m"}))
+    gauges = {family.name: family.samples[0] for family in registry.collect() if family.name.startswith("vllm:")}
+    assert {name: sample.value for name, sample in gauges.items()} == {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 4,
+        "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:cache_config_info": 1,
+    }
+    assert gauges["vllm:cache_config_info"].labels == {"block_size": "32", "num_gpu_blocks": "8"}

@@ -1,0 +1,135 @@
+"""Whether a server serves vLLM's service: the setting, the package, and what protects the public port."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto import vllm_engine_pb2_grpc
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.front.port.listening import ServerError
+from gpu_engine.front.vllm_wire.installed import wanted
+from gpu_engine.front.vllm_wire.servicer import SERVICE
+from gpu_engine.server import Parts, Server, open_server
+from tests.fakes import EOS, FakeEngine, FakeModel, answers_with
+
+TOKEN = "0123456789abcdef"
+PARTS = Parts(lambda config, progress: FakeModel(), lambda config, *rest: FakeEngine(config, answers_with("yes")))
+
+
+@asynccontextmanager
+async def serving(**fields: Any) -> AsyncIterator[Server]:
+    config = ServerConfig(**{"listen": "localhost:0", "grammar": "none"} | fields)
+    async with open_server(EngineConfig(max_model_len=256), config, parts=PARTS) as server:
+        yield server
+
+
+async def answer(channel: grpc.aio.Channel, **call: Any) -> list[int]:
+    request = vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[1]))
+    stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+    (response,) = [response async for response in stub.Generate(request, timeout=20, **call)]
+    return list(response.complete.output_ids)
+
+
+async def refusal(channel: grpc.aio.Channel, **call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer(channel, **call)
+    return caught.value.code()
+
+
+async def services(channel: grpc.aio.Channel) -> set[str]:
+    async def ask() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    async for response in stub.ServerReflectionInfo(ask()):  # type: ignore[attr-defined]  # the stub is not for asyncio
+        return {service.name for service in response.list_services_response.service}
+    raise AssertionError("no response")
+
+
+@pytest.mark.parametrize("setting", ["auto", "on"])
+async def test_the_service_is_on_the_public_port_with_a_health_name_and_reflection(setting: str) -> None:
+    async with serving(vllm_wire=setting) as server, grpc.aio.insecure_channel(server.address) as channel:
+        assert await answer(channel) == [*b"yes", EOS]
+        health = health_pb2_grpc.HealthStub(channel)
+        check = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
+        assert (await check).status == health_pb2.HealthCheckResponse.SERVING
+        assert SERVICE in await services(channel)
+
+
+async def test_a_server_without_the_service_does_not_know_it() -> None:
+    async with serving(vllm_wire="off") as server, grpc.aio.insecure_channel(server.address) as channel:
+        assert await refusal(channel) is grpc.StatusCode.UNIMPLEMENTED
+        assert SERVICE not in await services(channel)
+
+
+async def test_tokens_protect_it(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(TOKEN)
+    async with serving(auth_token_file=str(path)) as server, grpc.aio.insecure_channel(server.address) as channel:
+        assert await refusal(channel) is grpc.StatusCode.UNAUTHENTICATED
+        assert await answer(channel, metadata=(("authorization", f"Bearer {TOKEN}"),)) == [*b"yes", EOS]
+
+
+async def test_client_certificates_protect_it(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+    issued = {name: authority.issue_cert("localhost", common_name=name) for name in ("server", "client")}
+    (tmp_path / "cert").write_bytes(issued["server"].cert_chain_pems[0].bytes())
+    (tmp_path / "key").write_bytes(issued["server"].private_key_pem.bytes())
+    tls = {"tls_cert": str(tmp_path / "cert"), "tls_key": str(tmp_path / "key"), "tls_client_ca": f"{tmp_path}/ca.crt"}
+    root = authority.cert_pem.bytes()
+    client = issued["client"].private_key_pem.bytes(), issued["client"].cert_chain_pems[0].bytes()
+    async with serving(**tls) as server:
+        async with grpc.aio.secure_channel(server.address, grpc.ssl_channel_credentials(root)) as channel:
+            assert await refusal(channel) is grpc.StatusCode.UNAVAILABLE
+        async with grpc.aio.secure_channel(server.address, grpc.ssl_channel_credentials(root, *client)) as channel:
+            assert await answer(channel) == [*b"yes", EOS]
+
+
+def raising(error: Exception) -> Callable[[str], ModuleType]:
+    def load(name: str) -> ModuleType:
+        raise error
+
+    return load
+
+
+ABSENT = ModuleNotFoundError("no", name="smg_grpc_proto")
+TOO_NEW = RuntimeError("the runtime 7.0 is older\n than the code 8.0")
+
+
+def test_on_without_the_package_names_the_extra_in_one_line() -> None:
+    with pytest.raises(ServerError) as caught:
+        wanted("on", raising(ABSENT))
+    assert str(caught.value) == (
+        "vllm_wire: needs the package smg-grpc-proto: pip install 'lockstep-engine[vllm-wire]'"
+    )
+
+
+def test_auto_without_the_package_is_off() -> None:
+    assert not wanted("auto", raising(ABSENT))
+    assert not wanted("off", raising(AssertionError("off imports nothing")))
+
+
+def test_a_package_that_cannot_be_used_is_reported_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ServerError, match=r"is older than the code 8\.0$"):
+        wanted("on", raising(TOO_NEW))
+    assert not wanted("auto", raising(TOO_NEW))
+    assert "smg-grpc-proto cannot be used: the runtime 7.0 is older than the code 8.0" in caplog.text
+    with pytest.raises(ModuleNotFoundError):
+        wanted("auto", raising(ModuleNotFoundError("no", name="google")))
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^vllm_wire: 'yes' is not auto, on or off"):
+        ServerConfig(vllm_wire="yes")

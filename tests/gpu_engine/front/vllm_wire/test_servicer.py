@@ -1,0 +1,342 @@
+"""vLLM's service over a real gRPC connection, with a fake engine behind it, beside our own service."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import zipfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto import vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2 as common
+
+from gpu_engine.api.checked import Limits
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
+from gpu_engine.cli.client import Client
+from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.malformed import ParsedRequests
+from gpu_engine.front.servicer import EngineServicer
+from gpu_engine.front.vllm_wire.reports import Reports
+from gpu_engine.front.vllm_wire.servicer import add_to
+from gpu_engine.front.vllm_wire.tokenizer_files import CHUNK_BYTES, TokenizerFiles, tokenizer_files
+from protos.engine.v1 import engine_pb2_grpc
+from tests.fakes import EOS, FakeEngine, FakeGrammar, FakeModel, Script, answers_with
+from tests.waiting import eventually
+
+
+@dataclass
+class Setup:
+    stub: Any
+    client: Client
+    engine: FakeEngine
+    calls: Calls
+    channel: grpc.aio.Channel
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, script: Script | None = None, **engine_fields: Any) -> AsyncIterator[Setup]:
+    engine = FakeEngine(EngineConfig(max_model_len=256, **engine_fields), script)
+    grammar = FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
+    limits = Limits.of(engine.config, ServerConfig(max_n=4), vocab_size=320, max_model_len=256)
+    calls = Calls(engine, FakeModel(), limits, grammar)
+    calls.warm()
+    server = grpc.aio.server(interceptors=[ParsedRequests()])
+    engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(calls, version="1.2"), server)
+    add_to(server, calls, "1.2")
+    address = f"unix:{tmp_path}/s"
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        async with Client(address) as client, grpc.aio.insecure_channel(address) as channel:
+            yield Setup(vllm_engine_pb2_grpc.VllmEngineStub(channel), client, engine, calls, channel)
+    finally:
+        await server.stop(None)
+        engine.close(5)
+
+
+def ask(text: str = "hi", **fields: Any) -> vllm.GenerateRequest:
+    tokenized = vllm.TokenizedInput(input_ids=text.encode())
+    return vllm.GenerateRequest(**{"tokenized": tokenized, "stream": True} | fields)
+
+
+async def answer(stub: Any, request: vllm.GenerateRequest) -> list[vllm.GenerateResponse]:
+    return [response async for response in stub.Generate(request, timeout=20)]
+
+
+async def refusal(stub: Any, request: vllm.GenerateRequest) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer(stub, request)
+    return caught.value.code(), str(caught.value.details())
+
+
+async def test_a_stream_has_chunks_of_new_tokens_and_one_complete_with_all(tmp_path: Path) -> None:
+    async with serving(tmp_path, answers_with("yes", tokens_per_step=2)) as s:
+        responses = await answer(s.stub, ask(request_id="mine"))
+    *chunks, last = responses
+    assert [token for r in chunks for token in r.chunk.token_ids] == [*b"yes", EOS]
+    assert sum(r.chunk.completion_tokens for r in chunks) == 4
+    assert all(r.chunk.prompt_tokens == 2 for r in chunks)
+    complete = last.complete
+    assert list(complete.output_ids) == [*b"yes", EOS]
+    assert (complete.finish_reason, complete.prompt_tokens, complete.completion_tokens) == ("stop", 2, 4)
+    assert complete.WhichOneof("matched_stop") is None, "the end of the sequence is no stop of the request"
+
+
+async def test_without_stream_there_is_one_complete_for_each_index(tmp_path: Path) -> None:
+    async with serving(tmp_path, answers_with("yes")) as s:
+        responses = await answer(s.stub, ask(stream=False, sampling_params={"n": 3}))
+    assert sorted(r.complete.index for r in responses) == [0, 1, 2]
+    assert all(list(r.complete.output_ids) == [*b"yes", EOS] for r in responses)
+
+
+def ends_with(finish: FinishReason, token: int | None = None) -> Script:
+    def script(request: Request) -> list[TokenEvent]:
+        request.telemetry.draft_tokens, request.telemetry.accepted_draft_tokens = 5, 3
+        request.telemetry.cached_tokens = 1
+        return [TokenEvent(request.index, (7, 8), finish=finish, matched_token_id=token)]
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"),
+    [
+        (FinishReason.STOP, "stop"),
+        (FinishReason.GRAMMAR_CLOSED, "stop"),
+        (FinishReason.LENGTH, "length"),
+        (FinishReason.GRAMMAR_INCOMPLETE, "length"),
+        (FinishReason.GRAMMAR_ERROR, "error"),
+        (FinishReason.ABORTED, "abort"),
+    ],
+)
+async def test_a_complete_has_the_finish_reason_of_vllm_and_the_drafts(
+    tmp_path: Path, finish: FinishReason, reason: str
+) -> None:
+    async with serving(tmp_path, ends_with(finish)) as s:
+        complete = (await answer(s.stub, ask()))[-1].complete
+    assert complete.finish_reason == reason
+    assert (complete.spec_accepted_tokens, complete.spec_draft_tokens, complete.cached_tokens) == (3, 5, 1)
+
+
+async def test_a_complete_says_what_it_stopped_at(tmp_path: Path) -> None:
+    async with serving(tmp_path, answers_with("yes no")) as s:
+        responses = await answer(s.stub, ask(sampling_params={"stop": [" "]}))
+        assert responses[-1].complete.matched_stop_str == " "
+        assert list(responses[-1].complete.output_ids) == [*b"yes "]
+    async with serving(tmp_path, ends_with(FinishReason.STOP, 8)) as s:
+        complete = (await answer(s.stub, ask(sampling_params={"stop_token_ids": [8]})))[-1].complete
+        assert complete.matched_token_id == 8
+
+
+async def test_log_probabilities_of_chunks_join_to_those_of_the_complete(tmp_path: Path) -> None:
+    def script(request: Request) -> list[TokenEvent]:
+        first, second = Logprobs(-0.5, ((7, -0.5), (9, -2.0))), Logprobs(-1.5, ((3, -0.25), (8, -1.5)))
+        return [
+            TokenEvent(0, (7,), (first,)),
+            TokenEvent(0, (8,), (second,), finish=FinishReason.LENGTH),
+        ]
+
+    async with serving(tmp_path, script) as s:
+        responses = await answer(s.stub, ask(sampling_params={"logprobs": 2}))
+    complete = responses[-1].complete.output_logprobs
+    assert (list(complete.token_logprobs), list(complete.token_ids)) == ([-0.5, -1.5], [7, 8])
+    assert [(list(top.token_ids), list(top.values)) for top in complete.top_logprobs] == [
+        ([7, 9], [-0.5, -2.0]),
+        ([3, 8], [-0.25, -1.5]),
+    ]
+    assert [value for r in responses[:-1] for value in r.chunk.output_logprobs.token_logprobs] == [-0.5, -1.5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"sampling_params": {"temperature": -1}}, "INVALID_ARGUMENT", "sampling_params.temperature: is -1"),
+        ({"sampling_params": {"n": 5}}, "INVALID_ARGUMENT", "sampling_params.n: is 5"),
+        ({"tokenized": {"input_ids": [320]}}, "INVALID_ARGUMENT", "tokenized.input_ids[0]: is 320"),
+        ({"tokenized": {"input_ids": [1] * 256}}, "INVALID_ARGUMENT", "tokenized.input_ids: has 256 tokens"),
+        ({"tokenized": None}, "INVALID_ARGUMENT", "input: one of"),
+        ({"sampling_params": {"json_schema": "bad"}}, "INVALID_ARGUMENT", "sampling_params.json_schema: line 1"),
+        ({"sampling_params": {"json_object": False}}, "INVALID_ARGUMENT", "sampling_params.json_object: must be true"),
+        ({"mm_inputs": {}}, "UNIMPLEMENTED", "mm_inputs: "),
+        ({"kv_transfer_params_json": "{}"}, "UNIMPLEMENTED", "kv_transfer_params_json: "),
+    ],
+)
+async def test_refusals_name_the_fields_of_vllm(
+    tmp_path: Path, fields: dict[str, Any], status: str, message: str
+) -> None:
+    async with serving(tmp_path) as s:
+        code, details = await refusal(s.stub, ask(**fields))
+        assert (code.name, details[: len(message)]) == (status, message)
+        assert s.engine.submitted == s.engine.dropped
+
+
+async def test_both_services_share_the_running_requests(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        call = s.stub.Generate(ask(request_id="one"), timeout=20)
+        await eventually(lambda: s.engine.submitted)
+        code, details = await refusal(s.stub, ask(request_id="one"))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "belongs to a request that is running" in details
+        assert await s.client.abort("one")
+        responses = [response async for response in call]
+        assert [r.complete.finish_reason for r in responses] == ["abort"]
+
+
+async def test_abort_ends_every_request_that_it_names(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        calls = [asyncio.create_task(answer(s.stub, ask(request_id=name))) for name in ("one", "two")]
+        await eventually(lambda: len(s.engine.submitted) == 2)
+        await s.stub.Abort(vllm.AbortRequest(request_ids=["one", "unknown", "two"]), timeout=20)
+        for responses in await asyncio.gather(*calls):
+            assert responses[-1].complete.finish_reason == "abort"
+
+
+async def test_a_client_that_leaves_frees_its_sequences(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        call = s.stub.Generate(ask(sampling_params={"n": 2}), timeout=20)
+        await eventually(lambda: len(s.engine.submitted) == 2)
+        call.cancel()
+        await eventually(lambda: len(s.engine.dropped) == 2 and not len(s.calls))
+
+
+async def test_a_hundred_calls_at_once_and_every_fourth_leaves(tmp_path: Path) -> None:
+    def script(request: Request) -> list[TokenEvent]:
+        return [] if int(request.request_id) % 4 == 0 else list(answers_with(request.request_id)(request))
+
+    async with serving(tmp_path, script, max_queue_size=256) as s:
+        calls = [s.stub.Generate(ask(request_id=str(i)), timeout=60) for i in range(100)]
+        tasks = [asyncio.create_task(_joined(call)) for i, call in enumerate(calls) if i % 4]
+        await eventually(lambda: len(s.engine.submitted) == 100)
+        for call in calls[::4]:
+            call.cancel()
+        answers = await asyncio.gather(*tasks)
+        assert answers == [[*str(i).encode(), EOS] for i in range(100) if i % 4]
+        await eventually(lambda: not len(s.calls))
+
+
+async def _joined(call: Any) -> list[int]:
+    return [token async for response in call for token in response.chunk.token_ids]
+
+
+@pytest.mark.parametrize("method", ["Generate", "Abort", "GetLoads", "GetTokenizer", "SubscribeKvEvents"])
+async def test_bytes_that_are_no_message_are_refused(tmp_path: Path, method: str) -> None:
+    async with serving(tmp_path) as s:
+        path = f"/vllm.grpc.engine.VllmEngine/{method}"
+        call = s.channel.unary_stream(path, None, None)(b"\xff\xff\xff", timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError, match="the request is malformed"):
+            async for _ in call:
+                pass
+
+
+async def test_the_model_and_the_server_are_described(tmp_path: Path) -> None:
+    async with serving(tmp_path, max_batch_size=3, served_model_name="city, town") as s:
+        model = await s.stub.GetModelInfo(vllm.GetModelInfoRequest(), timeout=20)
+        server = await s.stub.GetServerInfo(vllm.GetServerInfoRequest(), timeout=20)
+        health = await s.stub.HealthCheck(vllm.HealthCheckRequest(), timeout=20)
+        assert (model.model_path, model.served_model_name, model.is_generation) == ("fake-model", "city", True)
+        assert (model.max_context_length, model.vocab_size, list(model.eos_token_ids)) == (256, 320, [EOS])
+        assert (model.bos_token_id, model.pad_token_id) == (257, 0)
+        assert (server.server_type, server.block_size, server.max_num_seqs) == ("vllm-grpc", 16, 3)
+        assert (server.active_requests, server.is_paused) == (0, False)
+        assert health.healthy
+
+
+async def test_the_load_has_queue_cache_and_tokens_per_second(tmp_path: Path) -> None:
+    now = [100.0]
+    async with serving(tmp_path) as s:
+        call = s.stub.Generate(ask("hello"), timeout=20)
+        await eventually(lambda: s.engine.submitted)
+        load = (await s.stub.GetLoads(vllm.GetLoadsRequest(), timeout=20)).loads[0]
+        assert (load.num_running_reqs, load.max_running_requests, load.max_total_num_tokens) == (1, 4, 64 * 16)
+        assert load.num_waiting_uncached_tokens == 5, "the fake never gives it a slot"
+        call.cancel()
+        with pytest.raises(grpc.aio.AioRpcError, match="dp_rank"):
+            await s.stub.GetLoads(vllm.GetLoadsRequest(dp_rank=1), timeout=20)
+        reports = Reports(s.calls, "1", clock_s=lambda: now[0])
+        assert reports.loads().loads[0].gen_throughput == 0
+        s.engine.generated_tokens = 50
+        now[0] += 2
+        assert reports.loads().loads[0].gen_throughput == 25
+        now[0] += 0.5
+        assert reports.loads().loads[0].gen_throughput == 25, "no new measurement yet"
+
+
+@pytest.mark.parametrize("method", ["Embed", "FlushCache", "StartProfile", "StopProfile"])
+async def test_methods_that_are_not_served_say_so_by_name(tmp_path: Path, method: str) -> None:
+    async with serving(tmp_path) as s:
+        request = vllm.EmbedRequest() if method == "Embed" else getattr(common, f"{method}Request")()
+        with pytest.raises(grpc.aio.AioRpcError, match=f"{method}: ") as caught:
+            await getattr(s.stub, method)(request, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_the_tokenizer_arrives_as_an_archive_with_its_digest(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        chunks = [c async for c in s.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=20)]
+        again = [c async for c in s.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=20)]
+    content = b"".join(chunk.data for chunk in chunks)
+    assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(content).hexdigest()]
+    assert chunks == again
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        assert set(archive.namelist()) == {"tokenizer.json", "chat_template.jinja"}
+        assert archive.testzip() is None
+
+
+def test_an_archive_is_cut_into_chunks_that_a_gateway_takes() -> None:
+    content = bytes(range(256)) * 1000
+    chunks = TokenizerFiles(content, "").chunks()
+    assert b"".join(chunks) == content
+    assert {len(chunk) for chunk in chunks[:-1]} == {CHUNK_BYTES}
+    assert tokenizer_files(FakeModel().tokenizer).sha256 == tokenizer_files(FakeModel().tokenizer).sha256
+
+
+async def test_a_tokenizer_that_cannot_be_packed_is_an_error_and_tried_again(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        tokenizer = s.calls.model.tokenizer
+        template, tokenizer.chat_template = tokenizer.chat_template, 3  # type: ignore[attr-defined]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(s.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=20)))
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        tokenizer.chat_template = template  # type: ignore[attr-defined]
+        assert [c async for c in s.stub.GetTokenizer(common.GetTokenizerRequest(), timeout=20)]
+
+
+async def test_draining_ends_streams_of_events_and_refuses_requests(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        events = s.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), timeout=20)
+        assert (await events.read()).snapshot.count == 1
+        async with asyncio.timeout(10):
+            await s.calls.drain(5.0)
+            assert await events.read() is grpc.aio.EOF
+        assert (await refusal(s.stub, ask()))[0] is grpc.StatusCode.UNAVAILABLE
+        assert not (await s.stub.HealthCheck(vllm.HealthCheckRequest(), timeout=20)).healthy
+        assert (await s.stub.GetServerInfo(vllm.GetServerInfoRequest(), timeout=20)).is_paused
+
+
+async def test_the_engine_is_watched_while_a_subscriber_is_there(tmp_path: Path) -> None:
+    async with serving(tmp_path) as s:
+        subscriptions = [s.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), timeout=20) for _ in range(2)]
+        for events in subscriptions:
+            await events.read()
+        assert s.engine.page_events is not None
+        subscriptions[0].cancel()
+        s.engine.page_events.cleared()
+        assert (await subscriptions[1].read()).events[0].WhichOneof("data") == "cleared"
+        subscriptions[1].cancel()
+        await eventually(lambda: s.engine.page_events is None)
+
+
+async def test_there_are_no_events_without_a_prefix_cache(tmp_path: Path) -> None:
+    async with serving(tmp_path, prefix_cache=False) as s:
+        with pytest.raises(grpc.aio.AioRpcError, match="SubscribeKvEvents: "):
+            await anext(aiter(s.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), timeout=20)))
