@@ -59,8 +59,10 @@ class EngineConfig:
     """"bfloat16", "float32", or "auto": bfloat16 if the device multiplies it natively, else float32."""
     quantization: str = "auto"
     """Weights of the model's products: "none" (the dtype); "int8" or "q4" (on a CPU: blocks of 32 weights with 8 or 4
-    bits, and activations of 8 bits); or "auto": with dtype=auto on a CPU, the blocks of a quantised GGUF file or the
-    integers of a quantised checkpoint, which lose nothing that is in the file, and none for other models."""
+    bits, and activations of 8 bits); "int8" or "fp8" (on a GPU: 8 bits with a scale for each output, and activations of
+    8 bits with a scale for each token; the output head keeps the dtype); or "auto": with dtype=auto on a CPU, the
+    blocks of a quantised GGUF file or the integers of a quantised checkpoint, and on a GPU the numbers of an FP8 or
+    W8A8 checkpoint, which lose nothing that is in the file, and none for other models."""
     device: str = "auto"
     """"auto" (the first CUDA device if torch sees one, else the CPU), "cpu", "cuda" or "cuda:N"."""
     fuse: bool = True
@@ -161,13 +163,14 @@ class EngineConfig:
     def _check_device(self) -> None:
         dtypes = ("auto", "bfloat16", "float32")
         _require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not auto, bfloat16 or float32")
-        kinds = ("auto", "none", "int8", "q4")
+        kinds = ("auto", "none", "int8", "q4", "fp8")
         _require(self.quantization in kinds, "quantization", f"{self.quantization!r} is not one of {', '.join(kinds)}")
         with_cuda = self.device.startswith("cuda")
+        q4, fp8 = self.quantization == "q4", self.quantization == "fp8"
+        _require(not (q4 and with_cuda), "quantization", f"q4 runs on a CPU, and device is {self.device}")
+        _require(not (fp8 and self.device == "cpu"), "quantization", "fp8 runs on a GPU, and device is cpu")
         _require(
-            not with_cuda or self.quantization in ("auto", "none"),
-            "quantization",
-            f"{self.quantization} runs on a CPU, and device is {self.device}",
+            not (fp8 and self.dtype == "float32"), "quantization", "fp8 multiplies in bfloat16, and dtype is float32"
         )
         known = re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device) is not None
         _require(known, "device", f"{self.device!r} is not auto, cpu, cuda or cuda:N")

@@ -19,8 +19,9 @@ from torch import nn
 from gpu_engine.model.attention import LayerAttention
 from gpu_engine.model.fused_forward import NotALoop, WholeForward, fused_forward_of
 from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm
-from gpu_engine.model.linear import joined
+from gpu_engine.model.linear import Product, joined
 from gpu_engine.model.quantised.linear import BlockLinear
+from gpu_engine.model.quantised.scaled import ScaledLinear
 from gpu_engine.model.recording import Call, Recording, distance
 from kernels.fused_arguments import Activation, NormKind, RMSNorm
 
@@ -38,11 +39,16 @@ class Bounds:
     block: float
     """A gated block or an attention: its products round in another order."""
     logits: float
+    most: float
+    """Of the logits, where the model's own forwards differ by as much: deep ones in a 16-bit type do."""
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> Bounds:
-        """Return the bounds of a model's dtype."""
-        return cls(1e-5, 1e-4, 1e-3) if dtype == torch.float32 else cls(1e-3, 1e-2, 4e-2)
+    def of(cls, dtype: torch.dtype, *, rough: bool = False) -> Bounds:
+        """Return the bounds of a model's dtype. `rough`: inputs of products are rounded to 8 bits by row, so that a
+        rounding in front of them may become a hundred times as large."""
+        if rough:
+            return cls(1e-3, 5e-2, 0.1, 0.25)
+        return cls(1e-5, 1e-4, 1e-3, 1e-3) if dtype == torch.float32 else cls(1e-3, 1e-2, 4e-2, 8e-2)
 
 
 class NotRecognised(Exception):
@@ -101,7 +107,7 @@ def _only(record: Recording, module: nn.Module) -> Call:
         raise NotRecognised(str(error)) from error
 
 
-def _linears(module: nn.Module, but: Iterable[nn.Module] = ()) -> dict[str, nn.Linear | BlockLinear]:
+def _linears(module: nn.Module, but: Iterable[nn.Module] = ()) -> dict[str, Product]:
     """Return the products among a module's children; raise NotRecognised where another part has weights."""
     left = set(but)
     children = {name: child for name, child in module.named_children() if child not in left}
@@ -115,11 +121,11 @@ def _linears(module: nn.Module, but: Iterable[nn.Module] = ()) -> dict[str, nn.L
     return linears
 
 
-def _is_product(module: nn.Module) -> TypeGuard[nn.Linear | BlockLinear]:
-    return type(module) in (nn.Linear, BlockLinear)
+def _is_product(module: nn.Module) -> TypeGuard[Product]:
+    return type(module) in (nn.Linear, BlockLinear, ScaledLinear)
 
 
-def _joined(linears: list[nn.Linear | BlockLinear]) -> nn.Module:
+def _joined(linears: list[Product]) -> nn.Module:
     try:
         return joined(linears)
     except ValueError as error:
@@ -140,10 +146,6 @@ def _closest(candidates: Iterable[_M], call: Call, bound: float) -> _M:
     if best is None or least > bound:
         raise NotRecognised(f"its fused form is {least:.1e} away from it")
     return best
-
-
-_MOST = 8e-2
-"""Largest distance of logits that rounding in a 16-bit type may explain."""
 
 
 class FusedModelDiffers(RuntimeError):
@@ -167,13 +169,13 @@ class Fused:
         return f"<Fused {parts}, {'one loop' if self.forward else 'no loop'}, {len(self.left)} reasons>"
 
 
-def fuse_parts(net: Any, record: Recording, layer_attention: Mapping[int, LayerAttention], dtype: torch.dtype) -> Fused:
+def fuse_parts(net: Any, record: Recording, layer_attention: Mapping[int, LayerAttention], bounds: Bounds) -> Fused:
     """Replace every recognised module of `net`.
 
     `record` is of a forward over our attention, and `layer_attention` holds the parameters of that attention by layer.
     A replaced module is also removed from the record, which releases its weights: memory holds at most one layer twice.
     """
-    bounds, counts, left = Bounds.of(dtype), dict.fromkeys(("norms", "blocks", "attentions"), 0), dict[str, None]()
+    counts, left = dict.fromkeys(("norms", "blocks", "attentions"), 0), dict[str, None]()
 
     def attempt(kind: str, parent: nn.Module, name: str, child: nn.Module, make: Callable[[], nn.Module]) -> None:
         try:
@@ -206,7 +208,7 @@ def verified(
     record: Recording,
     want_NV: torch.Tensor,
     run: Callable[[WholeForward | None], torch.Tensor],
-    dtype: torch.dtype,
+    bounds: Bounds,
     noise: float = 0.0,
 ) -> Fused:
     """Return `fused` with the fused forward where it gives the logits of the model as it came; raise FusedModelDiffers.
@@ -215,9 +217,7 @@ def verified(
     the relative distance of two forwards of the model that are both right: deep ones in bfloat16 have more than the
     bound.
     """
-    bound = Bounds.of(dtype).logits
-    if dtype != torch.float32:
-        bound = max(bound, min(2 * noise, _MOST))
+    bound = max(bounds.logits, min(2 * noise, bounds.most))
     own = distance(run(None), want_NV)
     if own > bound:
         raise FusedModelDiffers(f"fused parts give logits that are {own:.1e} away")

@@ -4,7 +4,7 @@ GPU.
 Packing once saves the reorder that a plain product does at every call (2x per step, measured in docs/log.md).
 Invariant: a row's result has the same bits for any number of rows; oneDNN guarantees that from two rows on, so one row
 is doubled; on a GPU it holds up to 16 rows, in the 16-bit types. Not responsible for:
-weights in blocks (see quantised/linear.py).
+weights in blocks (see quantised/linear.py), weights of 8 bits on a GPU (see quantised/scaled.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from gpu_engine.model.quantised.linear import BlockLinear, joined_blocks
+from gpu_engine.model.quantised.scaled import ScaledLinear, joined_scaled
 from gpu_engine.model.recording import distance
 
 log = logging.getLogger(__name__)
@@ -135,16 +136,22 @@ def can_pack() -> bool:
     return bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def joined(linears: Sequence[nn.Linear | BlockLinear]) -> nn.Module:
+Product = nn.Linear | BlockLinear | ScaledLinear
+
+
+def joined(linears: Sequence[Product]) -> nn.Module:
     """Return one product for several of the same input, outputs side by side, in the form that suits its device.
 
     Holds a copy of the weights. Raises ValueError when inputs or biases differ in kind.
     """
     over_blocks = [item for item in linears if isinstance(item, BlockLinear)]
+    scaled = [item for item in linears if isinstance(item, ScaledLinear)]
+    if len(over_blocks) not in (0, len(linears)) or len(scaled) not in (0, len(linears)):
+        raise ValueError(f"products of different kinds: {list(linears)}")
     if over_blocks:
-        if len(over_blocks) < len(linears):
-            raise ValueError(f"products of different kinds: {list(linears)}")
         return joined_blocks(over_blocks)
+    if scaled:
+        return joined_scaled(scaled)
     return _joined_floats([item for item in linears if isinstance(item, nn.Linear)])
 
 

@@ -41,7 +41,7 @@ class LoadedModel:
     num_kv_heads: int
     head_dim: int
     quantised: bool = False
-    """The products are over blocks of 4 or 8 bits."""
+    """The products are over blocks of 4 or 8 bits, or on a GPU over rows of 8 bits."""
     fused: Fused = field(default_factory=Fused)
     """The parts of it that are fused kernels."""
 

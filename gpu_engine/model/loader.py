@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
 from gpu_engine.model import attention
 from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
-from gpu_engine.model.fusion import FusedModelDiffers, fuse_parts, verified
+from gpu_engine.model.fusion import Bounds, FusedModelDiffers, fuse_parts, verified
 from gpu_engine.model.hub import Hub, Wanted, locate, read_token, refuse_what_runs_code
 from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.model.linear import pack_linears, replace_conv1d, thin_linears
@@ -152,26 +152,28 @@ def prepare(
     refuse_recurrent(net, net.config.model_type)
     replace_conv1d(net)
     num_parameters = sum(p.numel() for p in net.parameters())
-    net.to(device)
     try:
         model = _describe(config, net, tokenizer, dtype, device, num_parameters)
     except AttributeError as error:
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
+    # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint)
+    net.to(device)
     install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
-    seen = probe(model)
+    by_row = model.quantised and device.type == "cuda"
+    seen = probe(model, rough=by_row)
     # Activations of 8 bits hide a float32's rounding: another order of a sum may give another integer.
-    compared = torch.bfloat16 if model.quantised else dtype
+    bounds = Bounds.of(torch.bfloat16 if model.quantised else dtype, rough=by_row)
     if config.fuse:
         with attention.attending(seen.ctx):
-            model.fused = fuse_parts(net, seen.record, seen.ctx.layers_seen, compared)
+            model.fused = fuse_parts(net, seen.record, seen.ctx.layers_seen, bounds)
     if device.type == "cpu":
         pack_linears(net)
     elif config.fuse:
         thin_linears(net)
     if config.fuse:
-        model.fused = verified(net, model.fused, seen.record, seen.logits_NV, seen.again(model), compared, seen.noise)
-    if model.quantised:
+        model.fused = verified(net, model.fused, seen.record, seen.logits_NV, seen.again(model), bounds, seen.noise)
+    if model.quantised and not by_row:
         if model.fused.forward:
             model.fused = with_native(model.fused, seen.logits_NV, seen.again(model))
         release_blocks(net)

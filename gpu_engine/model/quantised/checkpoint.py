@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from gpu_engine.model.quantised.layouts import STATISTICS, Parts, UnsupportedCheckpoint, layout_of
-from gpu_engine.model.quantised.matrices import Matrix, NoBlocks
+from gpu_engine.model.quantised.matrices import Matrix, NoBlocks, NoScaledRows, ScaledRows
 from gpu_engine.model.recording import distance
 from kernels.blocks import BlockKind, Blocks
 
@@ -70,8 +70,11 @@ class QuantisedCheckpoint:
         """By name of the matrix: the ends of its tensors' names."""
         self._sort_names()
         self._kinds: Counter[str] = Counter()
+        self.row_types: set[torch.dtype] = set()
+        """Types of the matrices that have a scale for each output. Writer: `load`."""
         self._no_blocks: str | None = None
-        self._used, self._rounded = 0, 0
+        self._no_rows: str | None = None
+        self._used = 0
 
     def _sort_names(self) -> None:
         names = [name.rpartition(".") for name in self._files]
@@ -98,7 +101,8 @@ class QuantisedCheckpoint:
         return self._layout.read(Parts(name, {end: self._tensor(f"{name}.{end}") for end in self._matrices[name]}))
 
     def _state(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return every weight of the model, the matrices dequantised to `dtype`; note what has no blocks."""
+        """Return every weight of the model, the matrices dequantised to `dtype`; note what has no blocks, and no
+        rows."""
         state = {name: self._tensor(name) for name in self._plain}
         for name in self._matrices:
             matrix = self._matrix(name)
@@ -109,6 +113,11 @@ class QuantisedCheckpoint:
                     matrix.blocks()
                 except NoBlocks as why:
                     self._no_blocks = f"{name}: {why}"
+            if self._no_rows is None:
+                try:
+                    self.row_types.add(matrix.rows().values_NK.dtype)
+                except NoScaledRows as why:
+                    self._no_rows = f"{name}: {why}"
         return state
 
     def load(self, dtype: torch.dtype, attention: str) -> Any:
@@ -142,18 +151,45 @@ class QuantisedCheckpoint:
 
     def why_no_blocks(self, net: nn.Module) -> str | None:
         """Return why the loaded model cannot run from the checkpoint's own integers, or None where it can."""
-        if self._no_blocks is None:
-            linears = {name for name, module in net.named_modules() if type(module) is nn.Linear}
-            if not linears & self._matrices.keys():
-                return "its matrices have other names in the model"
-        return self._no_blocks
+        return self._no_blocks or self._why_other_names(net)
+
+    def why_no_rows(self, net: nn.Module) -> str | None:
+        """Return why the loaded model cannot run from scaled rows as the checkpoint states them, or None where it
+        can."""
+        if self._no_rows is None and not self._layout.short_inputs:
+            return "it states no inputs of 8 bits"
+        return self._no_rows or self._why_other_names(net)
+
+    def _why_other_names(self, net: nn.Module) -> str | None:
+        linears = {name for name, module in net.named_modules() if type(module) is nn.Linear}
+        return None if linears & self._matrices.keys() else "its matrices have other names in the model"
 
     def of(self, name: str, linear: nn.Linear, *, only: BlockKind | None = None) -> Blocks | None:
         """Return the blocks of a product: the checkpoint's own integers, or None where it has none of the kind `only`
         (None: any) that give the weight that was loaded."""
         own = self._own_blocks(name, linear, only)
-        self._used, self._rounded = self._used + (own is not None), self._rounded + (own is None)
+        self._used += own is not None
         return own
+
+    def rows_of(self, name: str, linear: nn.Linear, *, only: torch.dtype | None = None) -> ScaledRows | None:
+        """Return the scaled rows of a product, or None where the checkpoint has none of the type `only` (None: any)
+        that give the weight that was loaded."""
+        own = self._own_rows(name, linear, only)
+        self._used += own is not None
+        return own
+
+    def _own_rows(self, name: str, linear: nn.Linear, only: torch.dtype | None) -> ScaledRows | None:
+        if name not in self._matrices:
+            return None
+        try:
+            rows = self._matrix(name).rows()
+        except NoScaledRows:
+            return None
+        if rows.values_NK.shape != linear.weight.shape or only not in (None, rows.values_NK.dtype):
+            return None
+        some = _some_rows(linear)
+        part = ScaledRows(rows.values_NK[some], rows.scales_N[some])
+        return rows if distance(part.dequantised(), linear.weight[some]) < _SAME else None
 
     def _own_blocks(self, name: str, linear: nn.Linear, only: BlockKind | None) -> Blocks | None:
         if name not in self._matrices:
@@ -164,16 +200,15 @@ class QuantisedCheckpoint:
             return None
         if blocks.shape != tuple(linear.weight.shape) or only not in (None, blocks.kind):
             return None
-        rows = torch.linspace(0, len(linear.weight) - 1, min(_ROWS, len(linear.weight))).long()
+        rows = _some_rows(linear)
         return blocks if distance(blocks.rows(rows).dequantised(), linear.weight[rows]) < _SAME else None
 
-    @property
-    def usage(self) -> str:
-        """For the log: how many products `of` gave their own integers, how many it did not, and the matrices of no
-        such product, for example of experts."""
+    def usage(self, num_products: int) -> str:
+        """For the log: how many of the quantised products have the checkpoint's own numbers, how many do not, and the
+        matrices of no such product, for example of experts."""
         left = len(self._matrices) - self._used
         dequantised = f", {left} of the matrices dequantised" if left else ""
-        return f"{self._used} from {self}, {self._rounded} rounded from the weights{dequantised}"
+        return f"{self._used} from {self}, {num_products - self._used} rounded from the weights{dequantised}"
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} matrices of {kind}" for kind, count in self._kinds.items())
@@ -182,6 +217,10 @@ class QuantisedCheckpoint:
 
     def __repr__(self) -> str:
         return f"<QuantisedCheckpoint {self}>"
+
+
+def _some_rows(linear: nn.Linear) -> torch.Tensor:
+    return torch.linspace(0, len(linear.weight) - 1, min(_ROWS, len(linear.weight))).long()
 
 
 def _files(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Chooses how the products of a model are quantised, and replaces them.
+"""Chooses how the products of a model are quantised, and replaces them: by blocks on a CPU, by scaled rows on a GPU.
 
 Invariant: a quantisation that was asked for by name is used or refused in one line that names the setting. Not
-responsible for: the formats (see kernels/blocks.py), reading a file's blocks (see gguf_blocks.py, checkpoint.py).
+responsible for: the formats (see kernels/blocks.py, scaled.py), reading a file's own numbers (see gguf_blocks.py,
+checkpoint.py).
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model.loaded_model import ModelNotSupported
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint
 from gpu_engine.model.quantised.linear import BlocksOf, quantise_linears
+from gpu_engine.model.quantised.matrices import ScaledRows
+from gpu_engine.model.quantised.scaled import ScaledKind, rounded_rows, scale_linears, why_not_scaled
 from kernels.blocks import BlockKind, Blocks, can_multiply_blocks, quantised
 
 log = logging.getLogger(__name__)
+
+WhyNot = Callable[[ScaledKind, torch.device], str | None]
 
 
 def quantise(
@@ -29,13 +35,16 @@ def quantise(
     checkpoint: QuantisedCheckpoint | None = None,
     *,
     can_multiply: Callable[[], bool] = can_multiply_blocks,
+    why_not: WhyNot = why_not_scaled,
 ) -> bool:
     """Replace the products of a loaded model as `config.quantization` says; return whether they were replaced.
 
-    `gguf_file` is the file that the model came from, and `checkpoint` the quantised checkpoint, or None. Raises
-    ModelNotSupported.
+    `gguf_file` is the file that the model came from, and `checkpoint` the quantised checkpoint, or None. The model is
+    on the CPU; products of a GPU are made there. Raises ModelNotSupported.
     """
-    wanted, possible = config.quantization, config.on_cpu and can_multiply()
+    if not config.on_cpu:
+        return scale(config, net, checkpoint, torch.device(config.device), why_not)
+    wanted, possible = config.quantization, can_multiply()
     if wanted not in ("none", "auto") and not possible:
         raise ModelNotSupported(f"quantization: {wanted} needs a CPU with AVX2, and this one has none")
     if checkpoint is not None:
@@ -45,7 +54,7 @@ def quantise(
             if wanted in ("none", "auto"):
                 return False
         count = quantise_linears(net, _rounded(wanted, checkpoint))
-        log.info("quantised %d products: %s, %s", count, wanted, checkpoint.usage)
+        log.info("quantised %d products: %s, %s", count, wanted, checkpoint.usage(count))
         return True
     if wanted == "none" or (wanted == "auto" and not (possible and gguf_file and config.dtype == "auto")):
         return False
@@ -59,6 +68,53 @@ def quantise(
     count = quantise_linears(net, file.of if file is not None and wanted != "int8" else _rounded(wanted, None))
     log.info("quantised %d products: %s", count, file if file and wanted != "int8" else wanted)
     return True
+
+
+def scale(
+    config: EngineConfig, net: Any, checkpoint: QuantisedCheckpoint | None, device: torch.device, why_not: WhyNot
+) -> bool:
+    """Replace the products of a model by scaled ones on `device`; as `quantise`.
+
+    A named kind rounds the weights, but for the output head, and takes a checkpoint's own numbers of that kind. "auto"
+    takes those of a checkpoint that was made for inputs of 8 bits, and rounds nothing.
+    """
+    named = ScaledKind(config.quantization) if config.quantization not in ("auto", "none") else None
+    if named is not None and (why := why_not(named, device)) is not None:
+        raise ModelNotSupported(f"quantization: {why}")
+    if named is None:
+        if checkpoint is None:
+            return False
+        why = _why_not_scaled(config, net, checkpoint, device, why_not)
+        if why is not None:
+            log.info("dequantised the weights to %s: %s: %s", _dtype_of(net), checkpoint, why)
+            return False
+    head, only = net.get_output_embeddings(), named.numbers.dtype if named else None
+
+    def rows(name: str, linear: nn.Linear) -> ScaledRows | None:
+        own = None if checkpoint is None else checkpoint.rows_of(name, linear, only=only)
+        if own is not None or named is None or linear is head:
+            return own
+        return rounded_rows(linear.weight.to(device), named)
+
+    count = scale_linears(net, rows, device)
+    usage = "" if checkpoint is None else f", {checkpoint.usage(count)}"
+    log.info("quantised %d products: %s%s", count, config.quantization, usage)
+    return True
+
+
+def _why_not_scaled(
+    config: EngineConfig, net: nn.Module, checkpoint: QuantisedCheckpoint, device: torch.device, why_not: WhyNot
+) -> str | None:
+    """Return why "auto" or "none" does not take the checkpoint's own numbers on a GPU, or None where it does."""
+    if config.quantization == "none":
+        return "quantization is none"
+    if config.dtype == "float32":
+        return "dtype is float32"
+    why = checkpoint.why_no_rows(net)
+    if why is not None:
+        return why
+    kinds = (kind for kind in ScaledKind if kind.numbers.dtype in checkpoint.row_types)
+    return next((why for kind in kinds if (why := why_not(kind, device)) is not None), None)
 
 
 def _dtype_of(net: nn.Module) -> str:

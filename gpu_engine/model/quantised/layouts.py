@@ -90,6 +90,8 @@ class Layout:
     """Raises UnsupportedCheckpoint."""
     unused: tuple[str, ...] = ()
     """Parts of the configuration that have no effect here, such as the quantisation of activations."""
+    short_inputs: bool = False
+    """The checkpoint was made for inputs of 8 bits, too."""
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
@@ -185,7 +187,9 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Layout:
 
     ends = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
     kind = f"compressed-tensors {config.get('format') or ''}".rstrip()
-    return Layout(kind, ("weight_packed", "weight_scale"), frozenset(ends), read, tuple(unused))
+    inputs = [group.get("input_activations") for group in groups]
+    short = bool(inputs) and all(item is not None and item.get("num_bits", 8) == 8 for item in inputs)
+    return Layout(kind, ("weight_packed", "weight_scale"), frozenset(ends), read, tuple(unused), short)
 
 
 def _pack_quantized(parts: Parts) -> Matrix:
@@ -248,7 +252,7 @@ def _fp8(config: Mapping[str, Any]) -> Layout:
         return _plain(parts, "weight_scale_inv" if inverse else "weight_scale", tile)
 
     marks = ("weight_scale_inv", "weight_scale")
-    return Layout(str(config["quant_method"]), marks, frozenset({"weight", *marks}), read, unused)
+    return Layout(str(config["quant_method"]), marks, frozenset({"weight", *marks}), read, unused, short_inputs=True)
 
 
 def _gptq(config: Mapping[str, Any]) -> Layout:

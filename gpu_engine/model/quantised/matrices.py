@@ -1,8 +1,8 @@
 """Quantised matrices of a checkpoint as values: integers in groups, or 8-bit floats under scales.
 
 Invariant: `dequantised` is the weight that the checkpoint states, in fp32; `blocks` gives the same weight, up to half
-precision's rounding of scales and offsets, or raises. Not responsible for: the order of bits in a file (see
-layouts.py), products (see kernels/blocks.py).
+precision's rounding of scales and offsets, or raises, and `rows` gives it exactly, or raises. Not responsible for: the
+order of bits in a file (see layouts.py), products (see kernels/blocks.py, scaled.py).
 
 Shapes: N outputs, K inputs, G groups of inputs.
 """
@@ -25,6 +25,28 @@ class NoBlocks(Exception):
     """A matrix does not fit the blocks of the products; the message says why, without the matrix's name."""
 
 
+class NoScaledRows(Exception):
+    """A matrix has not one scale for each output; the message says why, without the matrix's name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledRows:
+    """weight = values * scale, with a scale for each output, for products of a GPU."""
+
+    values_NK: torch.Tensor
+    """int8 or float8_e4m3fn."""
+    scales_N: torch.Tensor
+    """float32."""
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the weight, float32 [N, K]."""
+        return self.values_NK.float() * self.scales_N[:, None]
+
+    def to(self, device: torch.device) -> ScaledRows:
+        """Return the same on a device."""
+        return ScaledRows(self.values_NK.to(device), self.scales_N.to(device))
+
+
 class Matrix(Protocol):
     """One quantised matrix."""
 
@@ -37,6 +59,9 @@ class Matrix(Protocol):
 
     def blocks(self) -> Blocks:
         """Return the same weight in blocks of 32 inputs. Raises NoBlocks."""
+
+    def rows(self) -> ScaledRows:
+        """Return the same weight with a scale for each output. Raises NoScaledRows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +126,16 @@ class GroupedIntegers:
         assert scales_NB is not None
         return Blocks(kind, self.quants_NK, scales_NB, offsets_NB)
 
+    def rows(self) -> ScaledRows:
+        """Return 8-bit integers of one group for each output, without zero points. Raises NoScaledRows."""
+        if self.bits != 8:
+            raise NoScaledRows(f"its integers have {self.bits} bits")
+        if self.groups_K is not None or self.scales_NG.shape[1] > 1:
+            raise NoScaledRows("its outputs have several scales")
+        if bool(self.zeros_NG.any()):
+            raise NoScaledRows("it has zero points")
+        return ScaledRows(self.quants_NK, self.scales_NG[:, 0].float())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledFloats:
@@ -127,6 +162,15 @@ class ScaledFloats:
     def blocks(self) -> Blocks:
         """Raise NoBlocks: a float of 8 bits is no multiple of one scale."""
         raise NoBlocks("FP8 has no product on a CPU")
+
+    def rows(self) -> ScaledRows:
+        """Return the same floats of type e4m3, where a tile has all inputs of an output. Raises NoScaledRows."""
+        if self.floats_NK.dtype is not torch.float8_e4m3fn:
+            raise NoScaledRows("its floats are e5m2")
+        (N, K), (rows, columns) = self.floats_NK.shape, self.tile
+        if columns < K:
+            raise NoScaledRows("its outputs have several scales")
+        return ScaledRows(self.floats_NK, self.scales[:, 0].float().repeat_interleave(min(rows, N))[:N])
 
 
 def tiles(shape: tuple[int, int], tile: tuple[int, int]) -> tuple[int, int]:

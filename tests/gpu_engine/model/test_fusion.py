@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedConfig, 
 from gpu_engine.model import attention
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_layers import FusedNorm
-from gpu_engine.model.fusion import Fused, FusedModelDiffers, NotRecognised, fuse_parts, norm_of, verified
+from gpu_engine.model.fusion import Bounds, Fused, FusedModelDiffers, NotRecognised, fuse_parts, norm_of, verified
 from gpu_engine.model.linear import joined
 from gpu_engine.model.loader import LoadedModel, load_model
 from gpu_engine.model.recording import distance, recording
@@ -138,13 +138,18 @@ def test_a_module_that_differs_is_not_replaced_and_is_reported(saved: Saved) -> 
     ids = some_ids(1, 10)
     with recording(net) as record:
         want = net(input_ids=ids, use_cache=False).logits[0]
-    fused = fuse_parts(net, record, {}, torch.float32)
+    fused = fuse_parts(net, record, {}, Bounds.of(torch.float32))
     assert (fused.blocks, fused.norms, fused.attentions) == (1, 5, 0)
     assert net.model.layers[1].mlp is stranger
     assert len(fused.left) == 1
     assert fused.left[0].startswith("blocks: Doubled its fused form is ")
     settled = verified(
-        net, fused, record, want, lambda forward: net(input_ids=ids, use_cache=False).logits[0], torch.float32
+        net,
+        fused,
+        record,
+        want,
+        lambda forward: net(input_ids=ids, use_cache=False).logits[0],
+        Bounds.of(torch.float32),
     )
     assert settled.forward is None
     assert settled.left[1:] == (
@@ -157,14 +162,15 @@ def test_a_fused_forward_with_other_logits_is_rejected(saved: Saved) -> None:
     net = AutoModelForCausalLM.from_pretrained(saved("llama"), attn_implementation="eager").eval()
     with recording(net) as record:
         want = net(input_ids=some_ids(1, 10), use_cache=False).logits[0]
-    fused = fuse_parts(net, record, {}, torch.float32)
+    fused = fuse_parts(net, record, {}, Bounds.of(torch.float32))
     with pytest.raises(FusedModelDiffers, match="away"):
-        verified(net, fused, record, want, lambda forward: want * 1.1, torch.float32)
+        verified(net, fused, record, want, lambda forward: want * 1.1, Bounds.of(torch.float32))
     # In bfloat16 two right forwards of this model differ by `noise` through rounding alone; in float32 they do not.
     for away, dtype, noise in ((1.1, torch.float32, 0.1), (1.06, torch.bfloat16, 0.02), (1.1, torch.bfloat16, 0.1)):
         with pytest.raises(FusedModelDiffers, match="away"):
-            verified(net, fused, record, want, lambda forward, away=away: want * away, dtype, noise)  # type: ignore[misc]
-    assert verified(net, fused, record, want, lambda forward: want * 1.06, torch.bfloat16, 0.035).norms == fused.norms
+            verified(net, fused, record, want, lambda forward, away=away: want * away, Bounds.of(dtype), noise)  # type: ignore[misc]
+    bfloat16 = Bounds.of(torch.bfloat16)
+    assert verified(net, fused, record, want, lambda forward: want * 1.06, bfloat16, 0.035).norms == fused.norms
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.accept import AcceptResult, SlotParams, StepTensors
-from kernels.cuda import accept, advance, fused, ngram, noise, posting, skinny, step_inputs
+from kernels.cuda import accept, advance, fused, ngram, noise, posting, scaled, skinny, step_inputs
 from kernels.cuda.attention import paged
 from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
@@ -164,6 +164,14 @@ def compile_products(M: int, N: int, K: int) -> None:
     skinny.skinny_linear(x, weight, bias)
 
 
+def compile_scaled(M: int, N: int, K: int, dtype: torch.dtype) -> None:
+    """Launch the kernels in front of and behind a scaled product, with and without a bias."""
+    for kind in scaled.MOST:
+        scales = scaled.quantise_rows(torch.zeros(M, K, dtype=dtype), kind, 32)[1]
+    for bias in (None, torch.zeros(N, dtype=dtype)):
+        scaled.rescale(ints(32, N), scales, torch.zeros(N), bias, M, dtype)
+
+
 def main() -> None:
     """Compile all and print the kernels' names."""
     driver = install()
@@ -184,6 +192,8 @@ def main() -> None:
     compile_products(1, 4096, 14_336)
     compile_products(16, 128_256, 4096)
     compile_products(8, 960, 576)
+    compile_scaled(1, 4096, 14_336, torch.bfloat16)
+    compile_scaled(16, 960, 576, torch.float16)
     print(*sorted({name for name, _ in driver.binaries}))
 
 
