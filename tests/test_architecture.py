@@ -21,10 +21,10 @@ from transformers.utils import import_utils
 
 from tools import client_wire
 
-SOURCE_FOLDERS = ("gpu_engine", "grammar_service", "service_runtime", "shared_mem", "kernels")
+SOURCE_FOLDERS = ("gpu_engine", "grammar_service", "http_gateway", "service_runtime", "shared_mem", "kernels")
 CLIENT = "client/lockstep_client"
 """A distribution of its own, with import contracts of its own."""
-SERVICES = ("gpu_engine", "grammar_service")
+SERVICES = ("gpu_engine", "grammar_service", "http_gateway")
 PROTO_NAMES = ("engine", "grammar")
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
@@ -43,6 +43,7 @@ LAZY_IMPORTS = {
         ("gpu_engine.cli.commands", "gpu_engine"),
         ("grammar_service.__main__", "grammar_service"),
         ("grammar_service.__main__", "shared_mem.errors"),
+        ("http_gateway.__main__", "http_gateway.http"),
     },
     "the terminal shows progress before torch is loaded": {
         ("gpu_engine.server", "gpu_engine.core.engine"),

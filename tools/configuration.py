@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the settings of both processes: `python -m tools.configuration --write`.
+"""Writes docs/configuration.md from the settings of all processes: `python -m tools.configuration --write`.
 
 The invariant: every name, default and meaning on the page comes from the config dataclasses, and a test compares the
 page with `page()`.
@@ -15,6 +15,8 @@ from typing import Any
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from grammar_service.config import ENVIRONMENT_PREFIX, GrammarConfig
+from http_gateway.config import ENVIRONMENT_PREFIX as GATEWAY_PREFIX
+from http_gateway.config import GatewayConfig
 from service_runtime.settings import ENV_PREFIX, Setting, flag_of, settings_of, variable_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/configuration.md"
@@ -23,6 +25,7 @@ _SECTIONS: tuple[tuple[str, type[Any], str], ...] = (
     ("Engine process: the model and its batches", EngineConfig, ENV_PREFIX),
     ("Engine process: addresses, access, and the grammar process", ServerConfig, ENV_PREFIX),
     ("Grammar process", GrammarConfig, ENVIRONMENT_PREFIX),
+    ("Gateway", GatewayConfig, GATEWAY_PREFIX),
 )
 
 _HEAD = f"""\
@@ -51,11 +54,15 @@ Where the table names an old name, the flag, the variable and the key of that na
 warning.
 
 The engine starts its grammar process by default (`grammar = "spawn"`), and hands its environment to it. So the
-variables of the last table also configure a grammar process that the engine starts, except for those settings that the
+variables of its table also configure a grammar process that the engine starts, except for those settings that the
 engine passes as flags: `dir`, `backend`, `compile_timeout_s`, `compile_memory_mb`, `cache_dir`, the log settings and,
 where the engine decides on them, `spin_us` and `compile_priority`. A grammar process that runs by itself
 (`python -m grammar_service --dir DIR`) reads its own flags, its own variables and a TOML file of its own
 (`--config` or `{ENVIRONMENT_PREFIX}CONFIG`). That file may hold its settings at the top or in a table `[grammar]`.
+
+A gateway (`lockstep gateway`, see [HTTP](http.md)) has settings of its own, too, which may be in a table `[gateway]`.
+One that the engine starts (`http`) takes its variables, except for those settings that the engine passes as flags:
+`listen`, `engine`, `drain_timeout_s`, the log settings and, where the engine has them, the certificate and the tokens.
 """
 
 _TAIL = """\

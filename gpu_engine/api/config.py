@@ -318,6 +318,9 @@ class ServerConfig:
     """File with bearer tokens, one per line; every call except health then needs one. A changed file is read again."""
     health_listen: str = ""
     """Second address for the health service alone, in clear text and without tokens: for probes."""
+    http: str = ""
+    """"host:port" on which a gateway process, which the engine starts, serves OpenAI's HTTP API; see docs/http.md. It
+    has this server's tls_cert, tls_client_ca and tokens. Empty: none."""
     grammar: str = "spawn"
     """"spawn" (start and supervise a grammar process), "connect" (use one that runs already) or "none"."""
     grammar_dir: str = ""
@@ -385,6 +388,7 @@ class ServerConfig:
                 name,
                 f"{address!r} is neither host:port nor unix:/path",
             )
+        _require(not self.http or _is_host_port(self.http), "http", f"{self.http!r} is not host:port")
         _require(bool(self.tls_cert) or not self.tls_key, "tls_cert", "is required with tls_key")
         _require(bool(self.tls_key) or not self.tls_cert, "tls_key", "is required with tls_cert")
         _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")

@@ -1,4 +1,4 @@
-"""The command line: `lockstep serve`, `generate`, `compile`, `info`, `health`, `demo`.
+"""The command line: `lockstep serve`, `gateway`, `generate`, `compile`, `info`, `health`, `demo`.
 
 The invariant: answers go to stdout and everything else to stderr, and the exit status says how the command ended. The
 client commands do not load the model's libraries.
@@ -64,6 +64,7 @@ Examples:
   lockstep serve --model /models/Qwen3-0.6B --max-batch-size 8 --max-model-len 4096
   lockstep serve --device cpu --num-threads 4          on the CPU, though there is a GPU
   lockstep serve --listen unix:/run/lockstep.sock      on a unix socket
+  lockstep serve --http 127.0.0.1:8000                 with OpenAI's HTTP API beside gRPC
   lockstep serve --grammar connect --grammar-dir /run/grammar   with a grammar process that runs already
   lockstep serve --config lockstep.toml                settings by name, such as max_batch_size = 8
 
@@ -131,8 +132,12 @@ start; 2 wrong usage.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["gateway"]:
+        # The gateway is a package of its own, which reads its own flags.
+        os.execv(sys.executable, [sys.executable, "-m", "http_gateway", *words[1:]])
     parser = _parser()
-    flags = parser.parse_args(arguments)
+    flags = parser.parse_args(words)
     try:
         return int(flags.run(flags))
     except KeyboardInterrupt:
@@ -156,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     for command, run in ((serve, _run_serve), (demo, _run_demo)):
         add_flags(command, [EngineConfig, ServerConfig])
         command.set_defaults(run=run)
+    commands.add_parser("gateway", help="serve OpenAI's HTTP API in front of running servers", add_help=False)
     generate = commands.add_parser(
         "generate", help="send a request", usage="%(prog)s [flags]", description=_GENERATE, formatter_class=_Formatter
     )
@@ -198,7 +204,7 @@ def _configure(flags: argparse.Namespace, default_level: str) -> tuple[EngineCon
     sources = Sources(flags, os.environ, [EngineConfig, ServerConfig])
     engine_config, server_config = sources.fill(EngineConfig), sources.fill(ServerConfig)
     level = server_config.log_level or default_level
-    configure_logs(level, server_config.log_format, forwarded_logger="grammar_service")
+    configure_logs(level, server_config.log_format, forwarded_loggers=("grammar_service", "http_gateway"))
     for warning in sources.warnings:
         log.warning("%s", warning)
     return engine_config, server_config
@@ -224,6 +230,7 @@ def _run_serve(flags: argparse.Namespace) -> int:
         def ready(server: Server) -> None:
             stack.close()
             line = f"ready: {server.model.name} on {server.address}"
+            line += f" and http://{server.http_address}" if server.http_address else ""
             print(json_line(__name__, logging.INFO, line) if as_json else line, flush=True)
 
         try:

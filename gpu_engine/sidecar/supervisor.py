@@ -170,7 +170,7 @@ class Sidecar:
             started_s, self._attached_s = time.monotonic(), math.inf
             try:
                 code = await self._run_once()
-                reason = _describe(code)
+                reason = describe_exit(code)
                 # A child that was never attached had no answer outstanding: there is nothing to forgive.
                 if code in _OUTSIDE_CODES and not self._ordered and self._attached_s < math.inf:
                     self.on_outside_end()
@@ -206,14 +206,13 @@ class Sidecar:
 
     async def _run_once(self) -> int:
         process = self._process = await ChildProcess.start(
-            [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *self._command],
-            os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"},
+            dying_with_us(self._command), os.environ | PYTHON_ENVIRONMENT
         )
         self.starts, self._ordered = self.starts + 1, False
         log.info("grammar process %d started", process.pid)
         watch = asyncio.create_task(self._watch_memory(process.pid), name="grammar process memory")
         try:
-            await _forward(process.output)
+            await forward(process.output, output_log)
             return await process.wait()
         finally:
             watch.cancel()
@@ -263,8 +262,10 @@ class ChildProcess:
         """The child's stdout and stderr."""
 
     @staticmethod
-    async def start(command: Sequence[str], environment: Mapping[str, str]) -> ChildProcess:
-        """Start `command` in a session of its own, with an empty stdin. Raises OSError."""
+    async def start(
+        command: Sequence[str], environment: Mapping[str, str], *, descriptors: Sequence[int] = ()
+    ) -> ChildProcess:
+        """Start `command` in a session of its own, with an empty stdin and these open descriptors. Raises OSError."""
         process = subprocess.Popen(  # noqa: ASYNC220  # blocks the loop for less than a millisecond
             command,
             stdin=subprocess.DEVNULL,
@@ -272,6 +273,7 @@ class ChildProcess:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=environment,
+            pass_fds=descriptors,
         )
         assert process.stdout is not None
         output = asyncio.StreamReader()
@@ -352,32 +354,43 @@ def private_memory_mb(pid: int) -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
-async def _forward(stream: asyncio.StreamReader) -> None:
+def dying_with_us(command: Sequence[str]) -> list[str]:
+    """Return the command line of a child that the kernel kills when this process dies."""
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
+async def forward(stream: asyncio.StreamReader, log: logging.Logger) -> None:
+    """Log the lines of a child until its output ends; lines that it logged keep their form."""
     # Reads chunks: readline() raises on a line that is longer than its buffer.
     rest = b""
     while chunk := await stream.read(1 << 16):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            _log_line(line)
+            _log_line(line, log)
         rest = rest[-(1 << 16) :]
     if rest:
-        _log_line(rest)
+        _log_line(rest, log)
 
 
-def _log_line(line: bytes) -> None:
-    # Lines of the grammar process's log are passed on; any other output, a traceback for example, is a warning.
+def _log_line(line: bytes, log: logging.Logger) -> None:
+    # Lines of the child's log are passed on; any other output, a traceback for example, is a warning.
     text = line.decode("utf-8", "replace")
     level = level_of(text)
-    output_log.log(level or logging.WARNING, "%s", text, extra={"formatted": level is not None})
+    log.log(level or logging.WARNING, "%s", text, extra={"formatted": level is not None})
 
 
 def _python_path() -> str:
-    # The child finds grammar_service beside this gpu_engine, whatever its working directory is.
+    # The child finds its package beside this gpu_engine, whatever its working directory is.
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _describe(code: int) -> str:
+PYTHON_ENVIRONMENT = {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
+"""Variables of a child that runs a package of ours."""
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process with this return code ended."""
     if code >= 0:
         return f"exit status {code}"
     names = {number.value: number.name for number in signal.Signals}  # not every real-time signal has a name

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.gateway import start_gateway
 from benchmarks.harness.server import EngineServer, ServerOptions
 from tests.gpu_engine import tiny
 
@@ -32,3 +33,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     with EngineServer(options) as engine:
         yield engine.address
+
+
+@pytest.fixture(scope="session")
+def gateway(server: str) -> Iterator[str]:
+    """Return the address of a gateway in front of that server."""
+    with start_gateway(server) as address:
+        yield address

@@ -14,6 +14,7 @@ import json
 import re
 import shlex
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -27,14 +28,16 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.cli import commands as cli
 from gpu_engine.ops.installation import DISTRIBUTION
 from grammar_service import config as grammar_config
+from http_gateway import config as gateway_config
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.settings import settings_of
 from tests.docs.pages import PAGES, ROOT, Snippet, prose, snippets
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_HTTP = "127.0.0.1:8000"
 SCHEMA = '{"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}'
-MARKS = {"serve", "bench", "docker", "install"}
-PYTHON_MARKS = {"embedded", "example"}
+MARKS = {"serve", "bench", "docker", "install", "http"}
+PYTHON_MARKS = {"embedded", "example", "http"}
 """It starts a server of its own (tests/e2e/test_python_client.py runs it), or names machines and files that are not
 there."""
 SHELL = ("bash", "sh")
@@ -51,6 +54,21 @@ def test_python_runs(snippet: Snippet, server: str, capsys: pytest.CaptureFixtur
     with ThreadPoolExecutor(1) as pool:  # the snippet may run an event loop of its own
         pool.submit(exec, code, {"__name__": "__main__"}).result()
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("snippet", [s for s in snippets("python") if "http" in s.marks], ids=str)
+def test_python_over_http_runs(snippet: Snippet, gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(snippet.text.replace(DEFAULT_HTTP, gateway), str(snippet), "exec", dont_inherit=True), {})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("snippet", [s for s in snippets(*SHELL) if "http" in s.marks], ids=str)
+def test_requests_over_http_are_answered(snippet: Snippet, gateway: str) -> None:
+    for words in commands(snippet.text):
+        url = next(word for word in words if word.startswith("http://")).replace(DEFAULT_HTTP, gateway)
+        body = words[words.index("-d") + 1].encode() if "-d" in words else None
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as answer:
+            assert answer.read()
 
 
 @pytest.mark.parametrize("snippet", snippets(*SHELL), ids=str)
@@ -157,6 +175,8 @@ def commands(text: str) -> Iterator[list[str]]:
 def check_command(words: list[str]) -> None:
     """Fail when a command, a target, a file or a flag does not exist."""
     match words:
+        case ["lockstep", "gateway", *arguments]:
+            gateway_config.read(arguments, {})
         case ["lockstep" | "lockstep.exe", *arguments]:
             cli._parser().parse_args(arguments)
         case ["python", "-m", "grammar_service", *arguments]:
@@ -177,6 +197,8 @@ def check_command(words: list[str]) -> None:
         case ["docker", "compose", *arguments]:
             files = [after for flag, after in itertools.pairwise(arguments) if flag == "-f"]
             assert all((ROOT / file).exists() for file in files)
+        case ["curl", *arguments]:
+            assert any(argument.startswith(f"http://{DEFAULT_HTTP}/") for argument in arguments)
         case ["grpcurl", *arguments]:
             body = arguments[arguments.index("-d") + 1]
             json_format.Parse(body, pb.GenerateRequest())
@@ -200,6 +222,7 @@ def sources() -> str:
         "client",
         "gpu_engine",
         "grammar_service",
+        "http_gateway",
         "kernels",
         "protos",
         "service_runtime",

@@ -91,7 +91,7 @@ def test_a_forwarded_line_is_passed_on_and_a_traceback_becomes_an_object() -> No
 PROGRAM = """
 import logging, sys
 from service_runtime.logs import configure
-configure("info", sys.argv[1], forwarded_logger="grammar_service")
+configure("info", sys.argv[1], forwarded_loggers=["grammar_service"])
 logging.getLogger("gpu_engine.x").info("ours")
 forwarded = logging.getLogger("grammar_service")
 forwarded.info("%s", '{"level": "info", "message": "theirs"}', extra={"formatted": True})

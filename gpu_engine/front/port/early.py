@@ -26,7 +26,7 @@ def check_port(config: ServerConfig) -> None:
             token_file(Path(config.auth_token_file))
     except ValueError as error:
         raise ServerError(str(error)) from error
-    for setting in ("listen", "health_listen", "metrics_listen"):
+    for setting in ("listen", "http", "health_listen", "metrics_listen"):
         address = getattr(config, setting)
         if address:
             _check_address(setting, address)

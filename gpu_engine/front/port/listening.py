@@ -8,6 +8,7 @@ Not responsible for: the services on the addresses (see front/servicer.py).
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import logging
 import os
@@ -56,6 +57,9 @@ class Listeners:
     health: HealthServicer
     address: str
     """Address of the public server: "host:port" or "unix:/path"."""
+    http: socket.socket | None = None
+    """With `http`: the bound socket of the gateway process, which this process keeps, so that a gateway that is started
+    again takes the connections that wait."""
 
     async def start(self) -> None:
         """Start to accept calls."""
@@ -68,10 +72,15 @@ class Listeners:
         await self.server.stop(None)
         if self.probe is not None:
             await self.probe.stop(None)
+        if self.http is not None:
+            self.http.close()
 
 
-def bind(config: ServerConfig) -> Listeners:
-    """Bind the addresses; called on the event loop. Raises ServerError that names the setting at fault."""
+def bind(config: ServerConfig, gateway_path: Path | None = None) -> Listeners:
+    """Bind the addresses; called on the event loop. Raises ServerError that names the setting at fault.
+
+    gateway_path: a unix socket on which the public server listens for its gateway, too, in clear text and with tokens.
+    """
     try:
         credentials = server_credentials(config) if config.tls_cert else None
         interceptors = [BearerTokens(token_file(Path(config.auth_token_file)))] if config.auth_token_file else []
@@ -87,6 +96,8 @@ def bind(config: ServerConfig) -> Listeners:
         ],
     )
     port = _add_port(server, "listen", config.listen, credentials)
+    if gateway_path is not None:
+        _add_port(server, "http", f"unix:{gateway_path}", None)
     servicer: HealthServicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stub
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     probe = None
@@ -97,17 +108,36 @@ def bind(config: ServerConfig) -> Listeners:
     address = config.listen
     if not address.startswith("unix:"):
         address = f"{address.rpartition(':')[0]}:{port}"
-    return Listeners(server, probe, servicer, address)
+    return Listeners(server, probe, servicer, address, _bind_http(config.http) if config.http else None)
+
+
+def _bind_http(address: str) -> socket.socket:
+    if importlib.util.find_spec("uvicorn") is None:
+        raise ServerError("http: needs the extra `http`: pip install 'lockstep-engine[http]'")
+    host, _, port = address.rpartition(":")
+    try:
+        family, *_, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ServerError(f"http: cannot bind {address!r}: {error.strerror or error}") from error
+    return listener
 
 
 def exposure(config: ServerConfig) -> str | None:
     """Return a warning when other machines can use or read this server without protection; None otherwise."""
-    if is_local(config.listen):
-        return None
-    if not config.auth_token_file and not config.tls_client_ca:
-        return f"listen: any client that reaches {config.listen} may use it; see auth_token_file and tls_client_ca"
-    if not config.tls_cert:
-        return f"listen: tokens and answers cross the network to {config.listen} in clear text; see tls_cert"
+    for setting, address in (("listen", config.listen), ("http", config.http)):
+        if not address or is_local(address):
+            continue
+        if not config.auth_token_file and not config.tls_client_ca:
+            return f"{setting}: any client that reaches {address} may use it; see auth_token_file and tls_client_ca"
+        if not config.tls_cert:
+            return f"{setting}: tokens and answers cross the network to {address} in clear text; see tls_cert"
     return None
 
 

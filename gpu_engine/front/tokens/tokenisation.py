@@ -60,7 +60,8 @@ class Tokenisation:
 
         def run() -> pb.DetokenizeResponse:
             ids = check_token_ids(request.token_ids, "token_ids", self._limits.vocab_size)
-            return pb.DetokenizeResponse(text=self._decode([list(ids)], skip=request.skip_special_tokens)[0])
+            text = self._decode([list(ids)], skip=request.skip_special_tokens)[0]
+            return pb.DetokenizeResponse(text=text, texts=self._texts([*ids]) if request.with_texts else ())
 
         return await self._run(run, large=count > LARGE_PROMPT_CHARS)
 

@@ -1,0 +1,95 @@
+"""What an answer consists of: content, reasoning, and tool calls, as pieces of text in their order.
+
+Invariant: the pieces of one sequence joined are its answer. A sequence whose responses have parts is read from the
+parts alone: its text has the model's own markers, too.
+
+Not responsible for: the shape in which HTTP shows them (chat.py, completions.py, responses.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from http_gateway.wire.errors import ApiError
+from protos.engine.v1 import engine_pb2 as pb
+
+Kind = Literal["content", "reasoning", "call", "arguments"]
+
+_KINDS: dict[int, Kind] = {
+    pb.AnswerPart.KIND_REASONING: "reasoning",
+    pb.AnswerPart.KIND_CONTENT: "content",
+    pb.AnswerPart.KIND_TOOL_CALL: "call",
+    pb.AnswerPart.KIND_TOOL_ARGUMENTS: "arguments",
+}
+_REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_GRAMMAR_CLOSED: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_GRAMMAR_INCOMPLETE: "length",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A delta of one part."""
+
+    kind: Kind
+    text: str = ""
+    call: int = 0
+    """Which call of the answer, from 0."""
+    id: str = ""
+    """In the piece that begins a call."""
+    name: str = ""
+    """The tool's name, in the piece that begins a call."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """Reads the pieces of one sequence."""
+
+    apart: bool
+    """The responses have parts. They turn it on themselves, too: a model may think without being asked."""
+    calls: int = 0
+    """Calls that have begun."""
+
+    def of(self, response: pb.GenerateResponse) -> Iterator[Piece]:
+        """Yield the pieces of a response."""
+        if not response.parts:
+            if response.text and not self.apart:
+                yield Piece("content", response.text)
+            return
+        self.apart = True
+        for part in response.parts:
+            kind = _KINDS[part.kind]
+            if kind == "call":
+                self.calls += 1
+            yield Piece(kind, part.text, part.tool_call_index, part.tool_call_id, part.tool_name)
+
+
+def finish_reason(response: pb.GenerateResponse, calls: int) -> str:
+    """Return OpenAI's name of the reason. Raises ApiError where the sequence has no complete answer to show for it.
+
+    calls: number of tool calls that the sequence has made.
+    """
+    reason = _REASONS.get(response.finish_reason)
+    if reason is not None:
+        return "tool_calls" if reason == "stop" and calls else reason
+    if response.finish_reason == pb.FINISH_REASON_ABORTED:
+        raise ApiError("the answer was aborted", status=503, kind="server_error", code="aborted")
+    raise ApiError(
+        "the grammar left no legal token: together with the banned tokens and the stops it allows no answer",
+        status=422,
+        code="grammar_error",
+    )
+
+
+def stop_reason(response: pb.GenerateResponse, asked: Container[int]) -> str | int | None:
+    """Return the stop of the request that matched: a string, or a token's id; None for an end of sequence.
+
+    asked: the request's stop tokens.
+    """
+    if response.HasField("matched_stop_str"):
+        return response.matched_stop_str
+    return response.matched_token_id if response.matched_token_id in asked else None

@@ -1,0 +1,1 @@
+"""The HTTP side: routes, connections, API keys, limits of bodies, metrics, and the server itself."""

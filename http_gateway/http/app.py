@@ -1,0 +1,176 @@
+"""The ASGI application: routes, and what every request passes through.
+
+Invariant: every answer with a status of 400 or more has OpenAI's error shape, and no exception reaches the server. The
+order, from outside: metrics, CORS, keys, routes.
+
+Not responsible for: what a call does (calls.py, responses.py), connections (server.py).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from http_gateway.config import GatewayConfig
+from http_gateway.engines.engine import Metadata
+from http_gateway.engines.fleet import Fleet
+from http_gateway.http.bodies import read_body
+from http_gateway.http.calls import Calls
+from http_gateway.http.keys import ApiKeys, bearer
+from http_gateway.http.metrics import CONTENT_TYPE, GatewayMetrics
+from http_gateway.http.openapi import document
+from http_gateway.http.stream import ClientGone, Events, EventStream, while_connected
+from http_gateway.wire.chat import ChatRequest
+from http_gateway.wire.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from http_gateway.wire.errors import ApiError
+from http_gateway.wire.fields import Fields
+from http_gateway.wire.responses import ResponsesRequest
+from service_runtime.from_files import FromFiles
+from service_runtime.tokens import Digests
+
+DISTRIBUTION = "lockstep-engine"
+PAGE = Path(__file__).resolve().parents[1] / "page/index.html"
+TRACE_HEADERS = ("traceparent", "tracestate")
+CREATED_S = 0
+"""Models have no date of their own."""
+
+Body = TypeVar("Body", bound=Fields)
+
+
+class Gateway:
+    """The handlers. Made on the event loop."""
+
+    def __init__(self, config: GatewayConfig, fleet: Fleet, own: Metadata) -> None:
+        """Args: see below.
+
+        fleet: the engines.
+        own: the metadata of calls where clients' keys are not handed on.
+        """
+        self._config, self._fleet, self._own = config, fleet, own
+        self._calls = Calls(fleet)
+        self.metrics = GatewayMetrics(fleet, frozenset(path for path, *_ in self._table()))
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [Route(path, handler, methods=[method]) for path, method, handler in self._table()]
+
+    def _table(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
+        table = [
+            ("/v1/chat/completions", "POST", self._posted(ChatRequest, self._calls.chat)),
+            ("/v1/completions", "POST", self._posted(CompletionRequest, self._calls.complete)),
+            ("/v1/responses", "POST", self._posted(ResponsesRequest, self._calls.respond)),
+            ("/tokenize", "POST", self._posted(TokenizeRequest, self._calls.tokenize)),
+            ("/detokenize", "POST", self._posted(DetokenizeRequest, self._calls.detokenize)),
+            ("/v1/models", "GET", self._models),
+            ("/v1/models/{model:path}", "GET", self._model),
+            ("/health", "GET", self._health),
+            ("/version", "GET", self._version),
+            ("/metrics", "GET", self._metrics),
+            ("/openapi.json", "GET", self._openapi),
+        ]
+        return [*table, ("/", "GET", self._page)] if self._config.page else table
+
+    def _posted(
+        self, model: type[Body], call: Callable[[Body, Metadata], Awaitable[Any]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return a handler that reads a body, runs the call while the client is there, and sends what it returns."""
+
+        async def handle(request: Request) -> Response:
+            fields = await read_body(request, model, self._config.max_body_bytes)
+            answer = await while_connected(request.receive, _awaited(call(fields, self._metadata(request))))
+            return EventStream(answer) if isinstance(answer, Events) else JSONResponse(answer)
+
+        return handle
+
+    def _metadata(self, request: Request) -> Metadata:
+        headers = request.headers
+        key = bearer(headers.get("authorization")) if self._config.forward_keys else self._own
+        return [*key, *((name, headers[name]) for name in TRACE_HEADERS if name in headers)]
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._fleet.names()]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name not in self._fleet.names():
+            raise ApiError(f"{name!r} is not served", status=404, param="model", code="model_not_found")
+        return JSONResponse(self._described(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        info = next(engine.info for engine in self._fleet.engines if name in engine.names)
+        assert info is not None, "an engine without a description has no names"
+        return {
+            "id": name,
+            "object": "model",
+            "created": CREATED_S,
+            "owned_by": "lockstep",
+            "root": info.model,
+            "max_model_len": info.max_model_len,
+        }
+
+    async def _health(self, request: Request) -> Response:
+        if any(engine.serves for engine in self._fleet.engines):
+            return JSONResponse({"status": "ok"})
+        raise self._fleet.unavailable()
+
+    async def _version(self, request: Request) -> Response:
+        engines = {engine.address: engine.info.version for engine in self._fleet.engines if engine.info}
+        return JSONResponse({"version": importlib.metadata.version(DISTRIBUTION), "engines": engines})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(await self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(document(importlib.metadata.version(DISTRIBUTION), keys=bool(self._config.api_key_file)))
+
+    async def _page(self, request: Request) -> Response:
+        return FileResponse(PAGE, headers={"Cache-Control": "no-cache"})
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    return await work
+
+
+def application(config: GatewayConfig, gateway: Gateway, keys: FromFiles[Digests] | None) -> ASGIApp:
+    """Return the whole application."""
+    app: ASGIApp = Starlette(
+        routes=gateway.routes(),
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _defect},
+    )
+    if keys is not None:
+        app = ApiKeys(app, keys)
+    if config.origins:
+        app = CORSMiddleware(app, config.origins, allow_methods=["*"], allow_headers=["*"])
+    return gateway.metrics.watch(app)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(ApiError(message, code=code).body(), error.status_code, error.headers)
+
+
+async def _defect(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientGone):
+        raise error
+    # Starlette raises the error again behind this answer, and the server logs it.
+    internal = ApiError(
+        "a defect of the gateway; its log has the details", status=500, kind="server_error", code="internal"
+    )
+    return JSONResponse(internal.body(), 500)

@@ -1,0 +1,61 @@
+"""Bodies of requests: bounded, and read into their model.
+
+Invariant: no more than `limit` bytes of a body are held, whatever its header says; a longer one is answered with 413.
+
+Not responsible for: the fields (wire/).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from http_gateway.http.stream import ClientGone
+from http_gateway.wire.errors import ApiError
+from http_gateway.wire.fields import Fields, problem
+
+Body = TypeVar("Body", bound=Fields)
+
+
+async def read_body(request: Request, model: type[Body], limit: int) -> Body:
+    """Return the body as `model`. Raises ApiError that names the field, or 413."""
+    data = await _read(request, limit)
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise problem(error, _parsed(data)) from error
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > limit:
+        raise _too_large(limit)
+    data = bytearray()
+    try:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > limit:
+                raise _too_large(limit)
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    return bytes(data)
+
+
+def _too_large(limit: int) -> ApiError:
+    # The rest of the body is not read, so the connection cannot be used again.
+    return ApiError(
+        f"the body is longer than {limit} bytes (max_body_bytes)",
+        status=413,
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def _parsed(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,345 @@
+"""The calls of the API: from a body to the engine's call, and from its responses to an answer.
+
+Invariant: an answer that has begun holds exactly the engine calls that it reads, and they are closed however it ends.
+The status of a stream is sent with its first event, so that what an engine refuses has an HTTP status of its own.
+
+Not responsible for: connections and routes (app.py, stream.py), the Responses API (responses.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+
+from http_gateway.answers import prompts, texts
+from http_gateway.answers.chat import ChatShape, ChatStream, ChatWhole
+from http_gateway.answers.completions import Completions, CompletionShape
+from http_gateway.answers.responses import ResponseAnswer, ResponseShape
+from http_gateway.answers.sampling import begin, check_stream_options
+from http_gateway.engines.engine import CALL_TIMEOUT_S, Call, Engine, Metadata
+from http_gateway.engines.fleet import Fleet
+from http_gateway.http.stream import Events, ended, event
+from http_gateway.wire.chat import ChatRequest
+from http_gateway.wire.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from http_gateway.wire.errors import ApiError, from_grpc
+from http_gateway.wire.responses import ResponsesRequest, chat_body
+from protos.engine.v1 import engine_pb2 as pb
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens in completions."""
+Json = dict[str, Any]
+Result = TypeVar("Result")
+
+
+class Calls:
+    """Runs the calls on the engines."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+
+    async def chat(self, fields: ChatRequest, metadata: Metadata) -> Json | Events:
+        """Return the answer, or its events. Raises ApiError."""
+        request = chat_request(fields)
+        call = await self.fleet.open(request, fields.model, metadata)
+        try:
+            shape = await self._chat_shape(fields, request, call.engine, metadata)
+        except BaseException:
+            call.close()
+            raise
+        if fields.stream:
+            return Events(ended(_chat_events(call, ChatStream(shape), metadata)), call.close)
+        whole = ChatWhole(shape)
+        async with call:
+            async for response in read(call, metadata):
+                whole.take(response)
+        return whole.result()
+
+    async def complete(self, fields: CompletionRequest, metadata: Metadata) -> Json | Events:
+        """Return the answer to each prompt, or its events. Raises ApiError."""
+        request_id = fields.request_id or f"cmpl-{uuid.uuid4().hex}"
+        requests = [
+            completion_request(fields, prompt, _nth_id(request_id, i, len(fields.prompts())))
+            for i, prompt in enumerate(fields.prompts())
+        ]
+        calls = await self._open_all(requests, fields.model, metadata)
+        try:
+            shape = await self._completion_shape(fields, request_id, requests, calls, metadata)
+        except BaseException:
+            _close(calls)
+            raise
+        completions = Completions(shape)
+        if fields.stream:
+            return Events(ended(_completion_events(calls, completions, metadata)), partial(_close, calls))
+        with _closing(calls):
+            async for prompt, response in _merged(calls, metadata):
+                completions.take(prompt, response)
+        return completions.result()
+
+    async def respond(self, fields: ResponsesRequest, metadata: Metadata) -> Json | Events:
+        """Return the answer of the Responses API, or its events. Raises ApiError."""
+        request_id = f"resp_{uuid.uuid4().hex}"
+        request = chat_request(chat_body(fields, request_id))
+        call = await self.fleet.open(request, fields.model, metadata)
+        answer = ResponseAnswer(
+            ResponseShape(
+                id=request_id,
+                model=fields.model or call.engine.names[0],
+                fields=fields,
+                custom=prompts.custom_names(request.tools),
+                apart=parts_expected(request),
+                texts=call.engine.texts,
+            )
+        )
+        if fields.stream:
+            return Events(_response_events(call, answer, metadata), call.close)
+        async with call:
+            async for response in read(call, metadata):
+                for _ in answer.take(response):
+                    pass
+        return answer.json()
+
+    async def tokenize(self, fields: TokenizeRequest, metadata: Metadata) -> Json:
+        """Return the tokens of a text or a conversation. Raises ApiError."""
+        if (fields.prompt is None) == (fields.messages is None):
+            raise ApiError("prompt: exactly one of prompt and messages is required", param="prompt")
+        request = pb.TokenizeRequest(with_texts=bool(fields.return_token_strs))
+        if fields.prompt is not None:
+            request.text = fields.prompt
+        else:
+            messages = prompts.chat_messages(
+                fields.messages or (), fields.chat_template_kwargs, go_on=bool(fields.continue_final_message)
+            )
+            request.messages.CopyFrom(messages)
+        if (tools := prompts.chat_tools(fields.tools, None, None)) is not None:
+            request.tools.CopyFrom(tools)
+        if fields.add_special_tokens is not None:
+            request.add_special_tokens = fields.add_special_tokens
+        engine = self.fleet.choose(fields.model, b"")
+        response = await _asked(engine.stub.Tokenize(request, timeout=CALL_TIMEOUT_S, metadata=[*metadata]))
+        info = engine.info
+        return {
+            "count": len(response.token_ids),
+            "max_model_len": info.max_model_len if info else None,
+            "tokens": list(response.token_ids),
+            "token_strs": list(response.texts) if fields.return_token_strs else None,
+        }
+
+    async def detokenize(self, fields: DetokenizeRequest, metadata: Metadata) -> Json:
+        """Return the text of token ids. Raises ApiError."""
+        request = pb.DetokenizeRequest(token_ids=fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
+        engine = self.fleet.choose(fields.model, b"")
+        response = await _asked(engine.stub.Detokenize(request, timeout=CALL_TIMEOUT_S, metadata=[*metadata]))
+        return {"prompt": response.text}
+
+    async def _chat_shape(
+        self, fields: ChatRequest, request: pb.GenerateRequest, engine: Engine, metadata: Metadata
+    ) -> ChatShape:
+        return ChatShape(
+            id=request.request_id,
+            model=fields.model or engine.names[0],
+            fields=fields,
+            custom=prompts.custom_names(request.tools),
+            apart=parts_expected(request),
+            texts=engine.texts,
+            prompt_ids=await prompt_ids(engine, request, metadata) if _shows_prompt(fields) else (),
+        )
+
+    async def _completion_shape(
+        self,
+        fields: CompletionRequest,
+        request_id: str,
+        requests: Sequence[pb.GenerateRequest],
+        calls: Sequence[Call],
+        metadata: Metadata,
+    ) -> CompletionShape:
+        shape = CompletionShape(
+            id=request_id, model=fields.model or calls[0].engine.names[0], fields=fields, texts=calls[0].engine.texts
+        )
+        for number, (request, call) in enumerate(zip(requests, calls, strict=True)):
+            echo_alone = fields.max_tokens == 0
+            if _shows_prompt(fields) or echo_alone:
+                shape.prompt_ids[number] = await prompt_ids(call.engine, request, metadata)
+            if echo_alone:
+                ids = pb.DetokenizeRequest(token_ids=shape.prompt_ids[number])
+                asked = call.engine.stub.Detokenize(ids, timeout=CALL_TIMEOUT_S, metadata=[*metadata])
+                shape.echo_alone[number] = (await _asked(asked)).text if fields.echo else ""
+        return shape
+
+    async def _open_all(
+        self, requests: Sequence[pb.GenerateRequest], model: str | None, metadata: Metadata
+    ) -> list[Call]:
+        """Open a call for each request; none stays open if one fails."""
+        if len(requests) == 1:
+            return [await self.fleet.open(requests[0], model, metadata)]
+        tasks = [asyncio.ensure_future(self.fleet.open(request, model, metadata)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            opened = await asyncio.gather(*tasks, return_exceptions=True)
+            _close([call for call in opened if isinstance(call, Call)])
+            raise
+
+
+def chat_request(fields: ChatRequest) -> pb.GenerateRequest:
+    """Return the engine's request of a chat body. Raises ApiError."""
+    check_stream_options(fields)
+    if fields.max_tokens is not None and fields.max_completion_tokens not in (None, fields.max_tokens):
+        raise ApiError("max_tokens: max_completion_tokens says otherwise", param="max_tokens", code="invalid_value")
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs", code="invalid_value")
+    most = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    request = begin(
+        fields,
+        fields.request_id or f"chatcmpl-{uuid.uuid4().hex}",
+        max_tokens=most,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+    )
+    go_on = bool(fields.continue_final_message)
+    request.messages.CopyFrom(prompts.chat_messages(fields.messages, fields.chat_template_kwargs, go_on=go_on))
+    tools = prompts.chat_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    if tools is not None:
+        request.tools.CopyFrom(tools)
+    if (phase := prompts.reasoning(fields)) is not None:
+        request.reasoning.CopyFrom(phase)
+    return request
+
+
+def completion_request(fields: CompletionRequest, prompt: str | list[int], request_id: str) -> pb.GenerateRequest:
+    """Return the engine's request of one prompt. Raises ApiError."""
+    check_stream_options(fields)
+    most = COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
+    if most == 0 and not fields.echo:
+        raise ApiError("max_tokens: must be at least 1, or 0 with echo", param="max_tokens", code="invalid_value")
+    request = begin(fields, request_id, max_tokens=max(1, most), logprobs=fields.logprobs)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    if fields.echo and most:
+        request.response.echo = True
+    if fields.echo and fields.logprobs is not None:
+        request.response.echo = True
+        request.response.prompt_logprobs = fields.logprobs
+    return request
+
+
+def parts_expected(request: pb.GenerateRequest) -> bool:
+    """Return whether the engine tells the parts of the answer apart, its text being more than its content."""
+    asks_to_think = request.HasField("reasoning") and (
+        not request.reasoning.HasField("enabled") or request.reasoning.enabled
+    )
+    return bool(request.tools.tools) or asks_to_think
+
+
+async def prompt_ids(engine: Engine, request: pb.GenerateRequest, metadata: Metadata) -> tuple[int, ...]:
+    """Return the tokens of a request's prompt. Raises ApiError."""
+    if request.WhichOneof("prompt") == "token_ids":
+        return tuple(request.token_ids.ids)
+    asked = pb.TokenizeRequest(tools=request.tools if request.HasField("tools") else None)
+    if request.WhichOneof("prompt") == "text":
+        asked.text = request.text
+    else:
+        asked.messages.CopyFrom(request.messages)
+    response = await _asked(engine.stub.Tokenize(asked, timeout=CALL_TIMEOUT_S, metadata=[*metadata]))
+    return tuple(response.token_ids)
+
+
+def _shows_prompt(fields: ChatRequest | CompletionRequest) -> bool:
+    return bool(fields.return_token_ids) or fields.prompt_logprobs is not None or fields.usage_events()[1]
+
+
+def _nth_id(request_id: str, number: int, of: int) -> str:
+    return request_id if of == 1 else f"{request_id}-{number}"
+
+
+async def _asked(call: Awaitable[Result]) -> Result:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_grpc(error) from error
+
+
+async def read(call: Call, metadata: Metadata) -> AsyncIterator[pb.GenerateResponse]:
+    """Yield the responses, with the texts of all tokens that they name known. Raises ApiError."""
+    try:
+        async for response in call.responses():
+            if ids := texts.ids_of(response):
+                await texts.load(call.engine, metadata, ids)
+            yield response
+    except grpc.aio.AioRpcError as error:
+        raise from_grpc(error) from error
+
+
+async def _merged(calls: Sequence[Call], metadata: Metadata) -> AsyncIterator[tuple[int, pb.GenerateResponse]]:
+    """Yield (number of the call, response) of all calls, as they come. Raises ApiError."""
+    if len(calls) == 1:
+        async for response in read(calls[0], metadata):
+            yield 0, response
+        return
+    readers = [read(call, metadata) for call in calls]
+    waiting = {asyncio.ensure_future(anext(reader)): number for number, reader in enumerate(readers)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                number = waiting.pop(task)
+                try:
+                    response = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(readers[number]))] = number
+                yield number, response
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _chat_events(call: Call, stream: ChatStream, metadata: Metadata) -> AsyncIterator[bytes]:
+    async for response in read(call, metadata):
+        for chunk in stream.chunks(response):
+            yield event(chunk)
+    if (last := stream.last()) is not None:
+        yield event(last)
+
+
+async def _response_events(call: Call, answer: ResponseAnswer, metadata: Metadata) -> AsyncGenerator[bytes]:
+    try:
+        for made in answer.begin():
+            yield event(made, made["type"])
+        async for response in read(call, metadata):
+            for made in answer.take(response):
+                yield event(made, made["type"])
+    except ApiError as error:
+        yield event(answer.failed(error), "error")
+
+
+async def _completion_events(
+    calls: Sequence[Call], completions: Completions, metadata: Metadata
+) -> AsyncIterator[bytes]:
+    async for prompt, response in _merged(calls, metadata):
+        if (chunk := completions.chunk(prompt, response)) is not None:
+            yield event(chunk)
+    if (last := completions.last()) is not None:
+        yield event(last)
+
+
+@contextlib.contextmanager
+def _closing(calls: Sequence[Call]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        _close(calls)
+
+
+def _close(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call.close()

@@ -1,0 +1,101 @@
+"""Errors in OpenAI's shape, and the one table from gRPC's statuses to HTTP's.
+
+Invariant: every answer that is no success has this shape: `{"error": {"message", "type", "param", "code"}}`.
+
+Not responsible for: what is an error (see fields.py, the engine, and http/app.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import grpc
+
+RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """An answer with an HTTP status of 400 or more."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Args: see below.
+
+        kind: the `type` of the body.
+        param: the field at fault.
+        code: a word for programs.
+        """
+        super().__init__(message)
+        self.message, self.status, self.kind, self.param, self.code = message, status, kind, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+class _Row(NamedTuple):
+    status: int
+    kind: str
+    code: str
+    retry: bool = False
+
+
+_C = grpc.StatusCode
+TABLE: dict[grpc.StatusCode, _Row] = {
+    _C.INVALID_ARGUMENT: _Row(400, "invalid_request_error", "invalid_value"),
+    _C.OUT_OF_RANGE: _Row(400, "invalid_request_error", "invalid_value"),
+    _C.FAILED_PRECONDITION: _Row(400, "invalid_request_error", "not_supported"),
+    _C.UNIMPLEMENTED: _Row(400, "invalid_request_error", "not_supported"),
+    _C.UNAUTHENTICATED: _Row(401, "authentication_error", "invalid_api_key"),
+    _C.PERMISSION_DENIED: _Row(403, "permission_error", "forbidden"),
+    _C.NOT_FOUND: _Row(404, "invalid_request_error", "not_found"),
+    _C.ALREADY_EXISTS: _Row(409, "invalid_request_error", "already_exists"),
+    _C.RESOURCE_EXHAUSTED: _Row(429, "rate_limit_error", "overloaded", retry=True),
+    _C.UNAVAILABLE: _Row(503, "server_error", "unavailable", retry=True),
+    _C.ABORTED: _Row(503, "server_error", "aborted", retry=True),
+    _C.DEADLINE_EXCEEDED: _Row(504, "server_error", "timeout"),
+}
+_INTERNAL = _Row(500, "server_error", "internal")
+
+_FIELD = re.compile(r"([a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*): ")
+"""The engine's messages begin with the field."""
+_HTTP_NAMES = {"sampling": "", "response": "", "messages": "", "token_ids": "prompt", "text": "prompt"}
+"""First part of an engine's field -> its place in the HTTP body."""
+
+
+def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
+    """Return the HTTP error of a call that failed."""
+    return from_status(error.code(), error.details() or error.code().name)
+
+
+def from_status(status: grpc.StatusCode, details: str) -> ApiError:
+    """Return the HTTP error of a gRPC status with its message."""
+    row = TABLE.get(status, _INTERNAL)
+    field = _FIELD.match(details) if row.status == 400 else None
+    param = _http_name(field[1]) if field else None
+    return ApiError(
+        f"{param}: {details[field.end() :]}" if field else details,
+        status=row.status,
+        kind=row.kind,
+        param=param,
+        code=row.code,
+        headers={"Retry-After": str(RETRY_AFTER_S)} if row.retry else None,
+    )
+
+
+def _http_name(field: str) -> str:
+    first, _, rest = field.partition(".")
+    if rest and _HTTP_NAMES.get(first) == "":
+        return rest
+    return _HTTP_NAMES.get(first) or field

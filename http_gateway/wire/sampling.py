@@ -1,0 +1,120 @@
+"""Fields that chat and completions share: sampling, stopping, and what an answer carries.
+
+Not responsible for: their ranges where the engine checks them; numbers are bounded by what its messages hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from http_gateway.wire.fields import Fields, Refusal
+from http_gateway.wire.outputs import GrammarBackend, ResponseFormat, Schema, StructuredOutputs
+
+Unsigned = Annotated[int, Field(ge=0, lt=1 << 32)]
+Signed = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 64)]
+Number = Annotated[float, Field(ge=-3e38, le=3e38)]
+TokenIds = list[Unsigned]
+
+_NO_BEAMS = "there is no beam search"
+SHARED_REFUSALS: Mapping[str, Refusal] = {
+    "best_of": Refusal("ask for n answers", (1,)),
+    "use_beam_search": Refusal(_NO_BEAMS, (False,)),
+    "length_penalty": Refusal(_NO_BEAMS, (1, 1.0)),
+    "early_stopping": Refusal(_NO_BEAMS, (False,)),
+    "truncate_prompt_tokens": Refusal("a prompt is never cut; send a shorter one"),
+    "allowed_token_ids": Refusal("use structured_outputs or logit_bias"),
+    "logits_processors": Refusal("use structured_outputs, logit_bias or bad_words"),
+    "vllm_xargs": Refusal("there are no such extensions"),
+    "kv_transfer_params": Refusal("prefill and decode run in one engine"),
+    "mm_processor_kwargs": Refusal("the model reads text alone"),
+    "spaces_between_special_tokens": Refusal("special tokens are never set apart", (True, False)),
+    "return_tokens_as_token_ids": Refusal("use return_token_ids", (False,)),
+    "add_special_tokens": Refusal("send token ids for full control", (True,)),
+    "prompt_embeds": Refusal("send text or token ids"),
+    "lora_path": Refusal("there are no adapters"),
+    "separate_reasoning": Refusal("reasoning is always apart", (True,)),
+}
+
+
+class StreamOptions(Fields):
+    """What the events of a stream carry."""
+
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {"include_obfuscation": Refusal("events are not padded", (False,))}
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Speculation(Fields):
+    """Speculative decoding of this request. It changes the speed, never the tokens."""
+
+    num_draft_tokens: Unsigned | None = None
+    draft_index: bool | None = None
+
+
+class SamplingFields(Fields):
+    """What chat and completions share."""
+
+    REFUSED: ClassVar[Mapping[str, Refusal]] = SHARED_REFUSALS
+
+    model: str | None = None
+    """A name that `/v1/models` lists. Unset: the first one."""
+    max_tokens: Unsigned | None = None
+    min_tokens: Unsigned | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Signed | None = None
+    min_p: Number | None = None
+    seed: Seed | None = None
+    n: Unsigned | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Number] | None = None
+    bad_words: list[str] | None = None
+    bad_token_ids: TokenIds | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Unsigned | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: GrammarBackend | None = None
+    guided_whitespace_pattern: str | None = None
+    priority: Signed | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    user: str | None = None
+    """Without effect on the answer."""
+    speculation: Speculation | None = None
+    field_logprobs: bool | None = None
+    """The log-probability of each leaf of a guided JSON answer, in the choice's `field_logprobs`."""
+    telemetry: bool | None = None
+    """Times, drafts and seed of each sequence, in the choice's `telemetry`."""
+
+    def stops(self) -> list[str]:
+        """Return the stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    def usage_events(self) -> tuple[bool, bool]:
+        """Return whether a stream ends with its usage, and whether each event has one."""
+        options = self.stream_options or StreamOptions()
+        return options.include_usage, options.continuous_usage_stats
+
+
+def as_text(value: Any) -> str:
+    """Return the texts of parts joined, or the text itself."""
+    return value if isinstance(value, str) else "".join(part.text for part in value)

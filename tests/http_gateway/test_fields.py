@@ -1,0 +1,114 @@
+"""Bodies of requests: known fields, refused fields, and the place of a problem."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from http_gateway.http.openapi import document
+from http_gateway.wire.chat import ChatRequest
+from http_gateway.wire.completions import CompletionRequest
+from http_gateway.wire.fields import Fields, problem
+from http_gateway.wire.responses import ResponsesRequest
+
+ASK = {"messages": [{"role": "user", "content": "x"}]}
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+
+
+def refusal(model: type[Fields], body: Any) -> tuple[str, str | None, str | None]:
+    with pytest.raises(ValidationError) as raised:
+        model.model_validate_json(json.dumps(body))
+    error = problem(raised.value, body)
+    return error.message, error.param, error.code
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"max_tokns": 1}, "max_tokns", "is unknown; did you mean max_tokens?"),
+        ({"qqqq": 1}, "qqqq", "is unknown"),
+        ({"best_of": 2}, "best_of", "is not supported: ask for n answers"),
+        ({"audio": {}}, "audio", "is not supported: the model reads text alone"),
+        ({"messages": []}, "messages", "list should have at least 1 item"),
+        ({"messages": None}, "messages", "field required"),
+        ({"messages": [{"role": "user", "contnt": "x"}]}, "messages[0].contnt", "did you mean content?"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "x"}]}]}, "messages[0].content[0].txt", ""),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].image_url",
+            "the model reads text alone",
+        ),
+        ({"temperature": "hot"}, "temperature", "should be a valid number"),
+        ({"seed": -1}, "seed", "greater than or equal to 0"),
+        ({"max_tokens": 1 << 32}, "max_tokens", "less than 4294967296"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x", ""),
+        ({"response_format": {"type": "jsn"}}, "response_format", ""),
+        ({"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}, None, "did you mean schema?"),
+        ({"tool_choice": "maybe"}, "tool_choice", ""),
+        ({"tool_choice": {"type": "function", "function": {"nme": "f"}}}, "tool_choice.function.nme", "name?"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "not padded"),
+    ],
+)
+def test_a_problem_names_its_field(body: dict[str, Any], param: str | None, message: str) -> None:
+    said, named, _ = refusal(ChatRequest, ASK | body)
+    assert message in said
+    if param is not None:
+        assert named == param
+        assert said.startswith(f"{param}: ")
+
+
+def test_what_is_no_object_is_refused() -> None:
+    assert refusal(ChatRequest, [1])[0].startswith("body: ")
+    assert refusal(ResponsesRequest, {"input": []})[1] == "input"
+    assert refusal(ResponsesRequest, {"input": [{"type": "item_reference", "id": "x"}]})[1] == "input[0]"
+    with pytest.raises(ValidationError) as raised:
+        ChatRequest.model_validate_json(b"{")
+    assert problem(raised.value, None).code == "invalid_json"
+
+
+def test_null_means_unset_for_every_field() -> None:
+    names = ChatRequest.names() | CompletionRequest.names() | set(ChatRequest.REFUSED)
+    nulls = dict.fromkeys(names - {"messages", "prompt", "echo"})
+    body = ChatRequest.model_validate_json(json.dumps(nulls | ASK))
+    assert body == ChatRequest.model_validate_json(json.dumps(ASK))
+
+
+def test_values_that_ask_for_nothing_are_accepted() -> None:
+    harmless: dict[str, Any] = {name: r.harmless[0] for name, r in ChatRequest.REFUSED.items() if r.harmless}
+    assert len(harmless) > 8
+    ChatRequest.model_validate_json(json.dumps(harmless | ASK))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_completions_take_every_form_of_prompt(prompt: Any, prompts: Any) -> None:
+    assert CompletionRequest.model_validate_json(json.dumps({"prompt": prompt})).prompts() == prompts
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], ["a", 1], [1, "a"], {"a": 1}, [-1]])
+def test_a_prompt_of_another_form_is_refused(prompt: Any) -> None:
+    body = {"prompt": prompt}
+    if prompt == [[]]:
+        assert CompletionRequest.model_validate_json(json.dumps(body)).prompts() == [[]]  # the engine refuses it
+    else:
+        assert (refusal(CompletionRequest, body)[1] or "").startswith("prompt")
+
+
+def test_a_schema_keeps_the_order_of_its_properties() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    body = ChatRequest.model_validate_json(json.dumps(ASK | {"response_format": form}))
+    made: Any = body.response_format
+    assert list(made.json_schema.schema_["properties"]) == ["b", "a"]
+
+
+def test_the_document_describes_every_field() -> None:
+    schemas = document("1", keys=True)["components"]["schemas"]
+    for model in (ChatRequest, CompletionRequest, ResponsesRequest):
+        assert set(schemas[model.__name__]["properties"]) == model.names()
+        assert schemas[model.__name__]["additionalProperties"] is False
+    assert json.dumps(schemas)
