@@ -12,14 +12,15 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import grpc
 
-from grammar_service.backends.backend import MatcherFailed
+from grammar_service.backends.backend import Matcher, MatcherFailed
+from grammar_service.backends.reasoning import ReasoningCompiled
 from grammar_service.backends.registry import NAMES, installed, installed_version
 from grammar_service.compile.compiler import AUTO, Compiler
 from grammar_service.completion.budget import CompletionBudget
@@ -168,7 +169,10 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             try:
                 limit = request.max_tokens
                 new_budget = partial(CompletionBudget, entry.plan, limit) if limit else None
-                arguments = (request.slot_gen, entry.compiled.matcher, tokens, new_budget)
+                new_matcher: Callable[[], Matcher] = entry.compiled.matcher
+                if limit and isinstance(entry.compiled, ReasoningCompiled):
+                    new_matcher = partial(entry.compiled.matcher, entry.plan.closing_at(limit))
+                arguments = (request.slot_gen, new_matcher, tokens, new_budget)
                 if len(tokens) > _MANY_TOKENS or (limit and not entry.plan.is_far(limit - len(tokens))):
                     state = await asyncio.to_thread(SlotMatcher.bind, *arguments)
                 else:

@@ -19,7 +19,7 @@ from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import GrammarSpec
 from gpu_engine.front.grammar_field import check_grammar
-from gpu_engine.front.tools.fields import chat_bytes, check_chat, check_tools
+from gpu_engine.front.tools.fields import chat_bytes, check_chat, check_reasoning, check_tools
 from protos.engine.v1 import engine_pb2 as pb
 
 MAX_REQUEST_ID_BYTES = 128
@@ -55,7 +55,8 @@ def check(
     sampling = request.sampling
     grammar = None
     if request.HasField("grammar"):
-        grammar = check_grammar(request.grammar, known, options_only=request.HasField("tools"))
+        options_only = request.HasField("tools") or request.HasField("reasoning")
+        grammar = check_grammar(request.grammar, known, options_only=options_only)
     if grammar and sampling.ignore_eos:
         raise InvalidRequest("sampling.ignore_eos", "is not allowed together with a grammar")
     if request.HasField("tools") and sampling.ignore_eos:
@@ -93,6 +94,7 @@ def check(
         skip_special_tokens=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
         omit_text=request.response.omit_text,
         omit_token_ids=request.response.omit_token_ids,
+        reasoning=check_reasoning(request),
         echo=request.response.echo,
         priority=_priority(request.priority),
         cache_salt=_cache_salt(request.cache_salt),
@@ -103,7 +105,6 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     """Raise InvalidRequest for a field that the proto has and this version does not serve."""
     response = request.response
     asked = {
-        "reasoning": request.HasField("reasoning"),
         "response.prompt_logprobs": response.HasField("prompt_logprobs"),
         "response.per_field_logprobs": response.per_field_logprobs,
     }
@@ -152,7 +153,7 @@ def _prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
             check_prompt_length("token_ids.ids", len(ids), limits.max_model_len)
             return Tokens(check_token_ids(ids, "token_ids.ids", limits.vocab_size))
         case "messages":
-            chat = replace(check_chat(request.messages), tools=check_tools(request))
+            chat = replace(check_chat(request.messages), tools=check_tools(request), reasoning=check_reasoning(request))
             _prompt_bytes("messages.messages", chat_bytes(chat), limits)
             return chat
         case _:

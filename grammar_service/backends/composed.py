@@ -4,10 +4,11 @@ The text of a composed grammar is a structural tag with more members:
 
     format         the language of the answer, as in a structural tag
     open_tokens    ids of special tokens that the format spells as text; in this grammar they are text
+    reasoning      the phase before the answer, as `ReasoningSpec.parse` reads it
 
 Invariant: `open_tokens` come from the engine, which takes them from the model's own tool format; a request cannot name
 any. A backend for each set of opened tokens is made once.
-Not responsible for: the formats (see the backends and grammar/structural_tag.py).
+Not responsible for: the formats (see the backends and grammar/structural_tag.py), the phase (see reasoning.py).
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from dataclasses import replace
 from typing import Any
 
 from grammar_service.backends.backend import Backend, Compiled
+from grammar_service.backends.reasoning import MarkerRows, ReasoningCompiled, ReasoningSpec
 from grammar_service.errors import InvalidGrammar, NotSupported
 from grammar_service.grammar.structural_tag import formats
 from grammar_service.grammar.value import Grammar, Kind
 from grammar_service.grammar.vocabulary import Vocabulary
+
+MAX_MARKERS = 16
+"""Phases whose rows are cached."""
 
 
 class ComposingBackend:
@@ -33,7 +38,8 @@ class ComposingBackend:
         self._vocabulary = vocabulary
         self._inner = make(vocabulary)
         self._lock = threading.Lock()
-        self._opened: dict[tuple[int, ...], Backend] = {(): self._inner}
+        self._opened: dict[tuple[int, ...], tuple[Backend, Vocabulary]] = {(): (self._inner, vocabulary)}
+        self._rows: dict[tuple[str, ReasoningSpec], MarkerRows] = {}
 
     @property
     def name(self) -> str:
@@ -45,7 +51,9 @@ class ComposingBackend:
         if grammar.kind is not Kind.COMPOSED:
             return self._inner.compile(grammar, allow_unenforced=allow_unenforced)
         document = json.loads(grammar.text)
-        backend = self._backend(document)
+        backend, vocabulary = self._backend(document)
+        if "reasoning" in document:
+            MarkerRows(vocabulary, ReasoningSpec.parse(document["reasoning"]))
         try:
             return backend.compile(_tag(grammar, document), allow_unenforced=allow_unenforced)
         except (InvalidGrammar, NotSupported) as error:
@@ -56,14 +64,30 @@ class ComposingBackend:
         if grammar.kind is not Kind.COMPOSED:
             return self._inner.load(grammar, artifact)
         document = json.loads(grammar.text)
-        return self._backend(document).load(_tag(grammar, document), artifact)
+        backend, vocabulary = self._backend(document)
+        answer = backend.load(_tag(grammar, document), artifact)
+        if "reasoning" not in document:
+            return answer
+        return ReasoningCompiled(answer, self._marker_rows(vocabulary, ReasoningSpec.parse(document["reasoning"])))
 
-    def _backend(self, document: dict[str, Any]) -> Backend:
+    def _backend(self, document: dict[str, Any]) -> tuple[Backend, Vocabulary]:
         opened = tuple(sorted(document.get("open_tokens", ())))
         with self._lock:
             if opened not in self._opened:
-                self._opened[opened] = self._make(self._vocabulary.opened(opened))
+                vocabulary = self._vocabulary.opened(opened)
+                self._opened[opened] = self._make(vocabulary), vocabulary
             return self._opened[opened]
+
+    def _marker_rows(self, vocabulary: Vocabulary, spec: ReasoningSpec) -> MarkerRows:
+        """Return the rows of a phase; grammars with the same markers share them."""
+        key = vocabulary.digest, spec
+        with self._lock:
+            rows = self._rows.get(key)
+            if rows is None:
+                if len(self._rows) >= MAX_MARKERS:
+                    self._rows.clear()
+                rows = self._rows[key] = MarkerRows(vocabulary, spec)
+            return rows
 
     def _with_field(
         self, error: InvalidGrammar | NotSupported, document: dict[str, Any], grammar: Grammar, allow_unenforced: bool

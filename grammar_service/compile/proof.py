@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grammar_service.backends.backend import Backend, Matcher, MatcherFailed, Rows
+from grammar_service.backends.reasoning import ReasoningCompiled
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.errors import InvalidGrammar, LimitExceeded
@@ -59,7 +60,9 @@ def prove(backend: Backend, grammar: Grammar, artifact: bytes, texts: TokenTexts
     plans: list[CompletionPlan] = []
     before = threading.stack_size(WALK_STACK_BYTES)
     try:
-        arguments = (compiled.matcher, grammar.text, texts, plans, failures)
+        # The way to an answer's end is searched behind the reasoning, which is ended by a count of tokens.
+        answer = compiled.answer if isinstance(compiled, ReasoningCompiled) else compiled
+        arguments = (answer.matcher, grammar.text, texts, plans, failures)
         walking = threading.Thread(target=_walk_and_plan, args=arguments, name="proof")
         walking.start()
     finally:

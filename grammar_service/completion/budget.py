@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grammar_service.backends.backend import Matcher, MatcherFailed
+from grammar_service.backends.reasoning import Phase, ReasoningMatcher
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.search import Path, Search, WorkSpentError, is_text
 from grammar_service.completion.texts import TokenTexts
@@ -114,6 +115,11 @@ class CompletionBudget:
         if matcher.terminated:
             return
         before = self._lookaheads[-1] if self._lookaheads else None
+        if isinstance(matcher, ReasoningMatcher) and matcher.phase is not Phase.ANSWER:
+            # The answer's way to its end begins behind the reasoning, whose own end is a count of tokens.
+            steered = matcher.cut_short or (before is not None and before.steered)
+            self._lookaheads.append(LookAhead(at, self._plan.path, at + 1, steered=steered))
+            return
         try:
             self._lookaheads.append(self._look(matcher, tokens, before))
         except (MatcherFailed, WorkSpentError):

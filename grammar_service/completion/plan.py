@@ -97,6 +97,14 @@ class CompletionPlan:
                     return CompletionPlan(texts, way, minimum, margin, cost, longest)
         raise ValueError("the completion plan cannot be read")
 
+    def closing_at(self, max_tokens: int) -> int:
+        """Return at which token a phase before the answer must end, so that the answer fits into `max_tokens`.
+
+        The answer keeps its known way and the margin, or of few tokens half of what the way leaves.
+        """
+        beyond = max_tokens - len(self.path or ())
+        return beyond - min(self.margin, beyond // 2)
+
     def is_far(self, tokens_left: int) -> bool:
         """Return whether a row at the start of an answer needs no look-ahead with so many tokens left."""
         return self.path is not None and tokens_left - len(self.path) >= self.margin

@@ -38,10 +38,11 @@ class TokenBytes:
 
     @staticmethod
     def of(vocabulary: Vocabulary) -> TokenBytes:
-        """Return the bytes of a vocabulary. The last result is cached. Any thread may call it."""
+        """Return the bytes of a vocabulary. The last results are cached. Any thread may call it."""
         with _LOCK:
             if vocabulary.digest not in _LAST:
-                _LAST.clear()
+                while len(_LAST) >= _MAX_VOCABULARIES:
+                    del _LAST[next(iter(_LAST))]
                 _LAST[vocabulary.digest] = _read(vocabulary)
             return _LAST[vocabulary.digest]
 
@@ -94,7 +95,9 @@ class TokenBytes:
 
 _LOCK = threading.Lock()
 _LAST: dict[str, TokenBytes] = {}
-"""The last vocabulary that was read, by its digest. Guarded by the lock."""
+"""The last vocabularies that were read, by their digest. Guarded by the lock."""
+_MAX_VOCABULARIES = 2
+"""The model's, and the one in which the special tokens of its tool calls are text."""
 
 
 def decoder_types(tokenizer: dict[str, Any]) -> set[str]:

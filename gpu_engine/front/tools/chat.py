@@ -15,10 +15,10 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from gpu_engine.api.conversation import Chat, InputKind, Tool, ToolCall, Tools, Turn
+from gpu_engine.api.conversation import Chat, InputKind, Reasoning, Tool, ToolCall, Tools, Turn
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import Tokenizer
-from gpu_engine.front.tools.formats import ToolFormat, template_text, tool_format
+from gpu_engine.front.tools.formats import ToolFormat, reasoning_markers, template_text, tool_format
 
 STANDARD_ROLES = frozenset({"system", "user", "assistant"})
 
@@ -36,20 +36,32 @@ def render(chat: Chat, tokenizer: Tokenizer) -> str:
     for i, turn in enumerate(chat.turns):
         if turn.role != "tool":
             _check_role(turn.role, source, i)
-    options: dict[str, Any] = {**chat.template_arguments}
-    if reasoning is not None and reasoning.enabled is not None:
-        options.setdefault("enable_thinking", reasoning.enabled)
-    if reasoning is not None and reasoning.effort:
-        options["reasoning_effort"] = reasoning.effort
+    options: dict[str, Any] = {**chat.template_arguments, **_reasoning_options(reasoning, source)}
     if tools is not None and form.native:
         options["tools"] = [_function(tool, form) for tool in tools.tools]
     if chat.continue_final_message:
         options["continue_final_message"] = True
     try:
-        return _apply(tokenizer, turns, options, parsed=True)
+        text = _apply(tokenizer, turns, options, parsed=True)
     except TypeError:
         # Some templates join the arguments of a call to a text.
-        return _apply(tokenizer, turns, options, parsed=False)
+        text = _apply(tokenizer, turns, options, parsed=False)
+    markers = reasoning_markers(tokenizer.chat_template)
+    if reasoning and reasoning.enabled is False and markers and text.rstrip().endswith(markers.begin):
+        return f"{text.rstrip()}\n\n{markers.end}\n\n"  # the template begins the reasoning in any case
+    return text
+
+
+def _reasoning_options(reasoning: Reasoning | None, source: str) -> dict[str, Any]:
+    """Return what a request says about reasoning as variables of the template. Raises InvalidRequest."""
+    options: dict[str, Any] = {}
+    if reasoning is not None and reasoning.enabled is not None:
+        options = {name: reasoning.enabled for name in ("enable_thinking", "thinking") if name in source}
+    if reasoning is not None and reasoning.effort:
+        if "reasoning_effort" not in source:
+            raise InvalidRequest("reasoning.effort", "the model's chat template does not read reasoning_effort")
+        options["reasoning_effort"] = reasoning.effort
+    return options
 
 
 def _apply(tokenizer: Tokenizer, turns: Sequence[Turn], options: dict[str, Any], *, parsed: bool) -> str:

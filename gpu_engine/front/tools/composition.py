@@ -1,4 +1,4 @@
-"""One grammar of an answer's tool calls and of the request's own grammar, as a structural tag.
+"""One grammar of an answer: reasoning, tool calls and the request's own grammar, as a structural tag.
 
     choice      without a grammar                       with one
     auto        free text, in which a trigger begins    calls alone, or the grammar's content alone
@@ -7,6 +7,7 @@
     named       calls of one function, at least one     calls of one function, at least one
     none        no grammar                              the grammar itself
 
+A reasoning phase stands before each of them.
 Invariant: wherever a call may begin, its whole text is constrained, from the trigger to its end.
 Not responsible for: compiling it (the grammar process), reading an answer (see parts.py).
 """
@@ -14,16 +15,17 @@ Not responsible for: compiling it (the grammar process), reading an answer (see 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gpu_engine.api.checked import Checked
-from gpu_engine.api.conversation import Chat, InputKind, Tool, ToolChoice, Tools
+from gpu_engine.api.checked import Checked, Prompt, Tokens
+from gpu_engine.api.conversation import Chat, InputKind, Tool, ToolChoice, Tools, Turn
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import Tokenizer
 from gpu_engine.api.request import GrammarKind, GrammarSpec
-from gpu_engine.front.tools.fields import read_json
-from gpu_engine.front.tools.formats import ToolFormat, tool_format
+from gpu_engine.front.tools.chat import render
+from gpu_engine.front.tools.fields import MAX_MARKER_BYTES, read_json
+from gpu_engine.front.tools.formats import Markers, ToolFormat, reasoning_markers, tool_format
 from gpu_engine.front.tools.parts import AnswerLayout
 
 Node = dict[str, Any]
@@ -32,41 +34,106 @@ _ROOT_CHOICES = frozenset({"$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 """Keywords beside which a backend may not enforce `type`."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReasoningPhase:
+    """The phase before an answer."""
+
+    markers: Markers
+    is_open: bool
+    """The prompt ends with the marker that begins the phase."""
+    max_tokens: int | None
+
+
 def planned(checked: Checked, tokenizer: Tokenizer) -> tuple[Checked, AnswerLayout | None]:
     """Return a request with the grammar of its whole answer, and the layout of the answer; None: it has one part.
 
     Raises InvalidRequest.
     """
     tools = checked.prompt.tools if isinstance(checked.prompt, Chat) else None
-    if tools is None:
+    if tools is None and checked.reasoning is None:
         return checked, None
     form = tool_format(tokenizer.chat_template)
-    if form is None:
+    if tools is not None and form is None:
         raise InvalidRequest("tools", "this model has no chat template")
-    layout = AnswerLayout(tools, form, triggered=tools.choice is ToolChoice.AUTO and not _has_content(checked.grammar))
-    return replace(checked, grammar=composed(tools, form, checked.grammar)), layout
+    phase = reasoning_phase(checked, tokenizer)
+    grammar = composed(tools, form, checked.grammar, phase)
+    if grammar is not None and checked.ignore_eos:
+        raise InvalidRequest("sampling.ignore_eos", "is not allowed together with reasoning.max_tokens")
+    triggered = tools is not None and tools.choice is ToolChoice.AUTO and not _has_content(checked.grammar)
+    markers, is_open = (phase.markers, phase.is_open) if phase else (None, False)
+    layout = AnswerLayout(tools, form, triggered=triggered, markers=markers, thinks_first=is_open)
+    return replace(checked, grammar=grammar), layout
 
 
-def composed(tools: Tools, form: ToolFormat, grammar: GrammarSpec | None) -> GrammarSpec | None:
+def reasoning_phase(checked: Checked, tokenizer: Tokenizer) -> ReasoningPhase | None:
+    """Return the phase with which an answer may begin; None: it has none. Raises InvalidRequest."""
+    wanted, prompt = checked.reasoning, checked.prompt
+    if wanted is None:
+        return None
+    if wanted.effort and not isinstance(prompt, Chat):
+        raise InvalidRequest("reasoning.effort", "needs messages, because the chat template reads it")
+    continues = isinstance(prompt, Chat) and prompt.continue_final_message
+    if continues and wanted.enabled:
+        raise InvalidRequest("reasoning.enabled", "is not possible with messages.continue_final_message")
+    markers = Markers(wanted.begin, wanted.end) if wanted.begin else reasoning_markers(tokenizer.chat_template)
+    if markers is None and wanted.enabled:
+        raise InvalidRequest("reasoning.enabled", "the chat template has no reasoning; give reasoning.begin and .end")
+    if markers is None or wanted.enabled is False or continues:
+        return None
+    return ReasoningPhase(markers, _end_of(prompt, tokenizer).endswith(markers.begin), wanted.max_tokens)
+
+
+def _end_of(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    """Return the end of a prompt's text, without white space behind it."""
+    match prompt:
+        case str(text):
+            end = text[-2 * MAX_MARKER_BYTES :]
+        case Tokens(ids):
+            tail = [list(ids[-MAX_MARKER_BYTES:])]
+            (end,) = tokenizer.backend_tokenizer.decode_batch(tail, skip_special_tokens=False)
+        case _:
+            # The end depends on the template's arguments, and not on a conversation, which may be long.
+            end = render(replace(prompt, turns=(Turn("user", "x"),), tools=None), tokenizer)
+    return str(end).rstrip()
+
+
+def composed(
+    tools: Tools | None, form: ToolFormat | None, grammar: GrammarSpec | None, phase: ReasoningPhase | None = None
+) -> GrammarSpec | None:
     """Return the grammar of an answer; None: it is free text.
 
     `grammar`: the request's own. Its white space, its backend and whether parts may stay unenforced hold for all.
     """
-    if tools.choice is ToolChoice.NONE:
-        return grammar if _has_content(grammar) else None
-    strict = tools.choice is not ToolChoice.AUTO
-    calls = [(_schema_field(i), tool) for i, tool in tools.callable]
-    if strict:
-        node = _calls(calls, tools, form, always_strict=True)
-    elif grammar is None or grammar.kind is GrammarKind.NONE:
-        node = _free(calls, tools, form)
-    else:
-        node = {"type": "or", "elements": [_calls(calls, tools, form, as_schema=_is_json(grammar)), content(grammar)]}
-    document = {"type": "structural_tag", "format": node}
+    own = grammar if _has_content(grammar) else None
+    node = _answer(tools, form, own) if tools and form and tools.callable else None
+    if node is None and phase is None:
+        return own
+    if node is None and own is None and (phase is None or phase.max_tokens is None):
+        return None
+    document: Node = {"type": "structural_tag", "format": node or (content(own) if own else {"type": "any_text"})}
+    if phase is not None:
+        document["reasoning"] = {
+            "begin": phase.markers.begin,
+            "end": phase.markers.end,
+            "open": phase.is_open,
+            "max_tokens": phase.max_tokens,
+        }
     source = json.dumps(document, ensure_ascii=False)
     if grammar is None:
         return GrammarSpec(GrammarKind.COMPOSED, source)
-    return GrammarSpec(GrammarKind.COMPOSED, source, grammar.whitespace, grammar.backend, grammar.allow_unenforced)
+    # As in a Lark grammar by itself, white space is no option of the schemas in it.
+    whitespace = 0 if grammar.kind is GrammarKind.LARK else grammar.whitespace
+    return GrammarSpec(GrammarKind.COMPOSED, source, whitespace, grammar.backend, grammar.allow_unenforced)
+
+
+def _answer(tools: Tools, form: ToolFormat, grammar: GrammarSpec | None) -> Node:
+    """Return the format of an answer that may have calls."""
+    calls = [(_schema_field(i), tool) for i, tool in tools.callable]
+    if tools.choice is not ToolChoice.AUTO:
+        return _calls(calls, tools, form, always_strict=True)
+    if grammar is None:
+        return _free(calls, tools, form)
+    return {"type": "or", "elements": [_calls(calls, tools, form, as_schema=_is_json(grammar)), content(grammar)]}
 
 
 def content(grammar: GrammarSpec) -> Node:

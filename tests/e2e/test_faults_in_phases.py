@@ -1,0 +1,88 @@
+"""Death of the grammar process in each phase of an answer: reasoning, tool call, content. No token changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from gpu_engine.cli.client import Client
+from protos.engine.v1 import engine_pb2 as pb
+from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats
+from tests.e2e.conftest import RunningServer
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+NOTE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"title": {"type": "string", "minLength": 20, "maxLength": 40}, "n": {"enum": [1, 2]}},
+    "required": ["title", "n"],
+    "additionalProperties": False,
+}
+
+
+def request(backend: pb.Backend, choice: pb.ToolChoice, drafts: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Note the weather.\n<think>")]),
+        tools=pb.Tools(tools=[pb.Tool(name="note", parameters=json.dumps(NOTE))], choice=choice, parallel=False),
+        grammar=pb.Grammar(backend=backend),
+        reasoning=pb.Reasoning(begin="<think>", end="</think>", max_tokens=16),
+        sampling=pb.SamplingParams(max_tokens=90, seed=4, temperature=0.8),
+        speculation=pb.Speculation(num_draft_tokens=drafts),
+    )
+
+
+async def run(
+    client: Client, message: pb.GenerateRequest, server: RunningServer | None, kill_in: int
+) -> tuple[list[int], set[int]]:
+    """Return the tokens and the kinds of parts; the grammar process dies when the first part of a kind is there."""
+    tokens: list[int] = []
+    kinds: set[int] = set()
+    async for response in client.generate(message, timeout_s=ANSWER_TIMEOUT_S):
+        tokens += response.token_ids
+        new = {part.kind for part in response.parts} - kinds
+        kinds |= new
+        if server and kill_in in new and not response.finish_reason:
+            os.kill(server.grammar_process().pid, signal.SIGKILL)
+            server = None
+    assert server is None
+    return tokens, kinds
+
+
+@pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR], ids=["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    ("choice", "kind"),
+    [
+        (pb.TOOL_CHOICE_REQUIRED, pb.AnswerPart.KIND_TOOL_CALL),
+        (pb.TOOL_CHOICE_REQUIRED, pb.AnswerPart.KIND_TOOL_ARGUMENTS),
+        (pb.TOOL_CHOICE_AUTO, pb.AnswerPart.KIND_CONTENT),
+    ],
+    ids=["call", "arguments", "content"],
+)
+async def test_a_killed_grammar_process_changes_no_token(
+    server: RunningServer, backend: pb.Backend, choice: pb.ToolChoice, kind: int
+) -> None:
+    async with Client(server.address) as client:
+        plain, _ = await run(client, request(backend, choice, 0), None, 0)
+        got, kinds = await run(client, request(backend, choice, 3), server, kind)
+        assert got == plain
+        assert kind in kinds
+        await idle_stats(client)
+
+
+@pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR], ids=["llguidance", "xgrammar"])
+async def test_a_grammar_process_killed_within_the_reasoning(server: RunningServer, backend: pb.Backend) -> None:
+    """The prompt has begun the phase, so the first part is reasoning."""
+    message = request(backend, pb.TOOL_CHOICE_REQUIRED, 3)
+    message.text = "Note the weather.\n<think>"
+    message.ClearField("tools")
+    message.grammar.json_schema = json.dumps(NOTE)
+    async with Client(server.address) as client:
+        plain, kinds = await run(client, message, None, 0)
+        assert kinds == {pb.AnswerPart.KIND_REASONING, pb.AnswerPart.KIND_CONTENT}
+        got, _ = await run(client, message, server, pb.AnswerPart.KIND_REASONING)
+        assert got == plain
+        await idle_stats(client)
