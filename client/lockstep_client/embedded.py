@@ -41,6 +41,7 @@ _DEFAULTS: Mapping[str, str] = {
     "auth_token_file": "",
     "health_listen": "",
     "metrics_listen": "",
+    "http": "",
     "log_level": "warning",
 }
 _HOW_TO_INSTALL = f"""\

@@ -89,6 +89,18 @@ class Client:
         """Return the counters and gauges of the server."""
         return await self._stub.GetStats(pb.GetStatsRequest(), timeout=timeout_s, metadata=self._metadata)
 
+    async def tokenize(self, request: pb.TokenizeRequest, *, timeout_s: float = 30.0) -> pb.TokenizeResponse:
+        """Return the token ids of a text or a conversation."""
+        return await self._stub.Tokenize(request, timeout=timeout_s, metadata=self._metadata)
+
+    async def detokenize(self, request: pb.DetokenizeRequest, *, timeout_s: float = 30.0) -> str:
+        """Return the text of token ids."""
+        return (await self._stub.Detokenize(request, timeout=timeout_s, metadata=self._metadata)).text
+
+    async def token_text(self, token: int) -> str:
+        """Return the text of one token; bytes that are no UTF-8 become U+FFFD."""
+        return await self.detokenize(pb.DetokenizeRequest(token_ids=[token]))
+
     async def aclose(self) -> None:
         """Close the channel and cancel the calls that run."""
         await self._channel.close(None)

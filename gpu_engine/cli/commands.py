@@ -1,10 +1,10 @@
-"""The command line: `lockstep serve`, `gateway`, `generate`, `compile`, `info`, `health`, `demo`.
+"""The command line: its commands with their flags and their help, and the two that run a server, `serve` and `demo`.
 
 The invariant: answers go to stdout and everything else to stderr, and the exit status says how the command ended. The
 client commands do not load the model's libraries.
 
-Not responsible for: the work behind a command (server.py, client.py, demo.py), or the flags of a request
-(request_flags.py).
+Not responsible for: the commands that ask a server (see asking.py, chat.py), or the flags of a request (see
+request_flags.py).
 """
 
 from __future__ import annotations
@@ -16,33 +16,43 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.cli.client import Access, Client, access_of, add_access_flags
-from gpu_engine.cli.request_flags import (
-    GRAMMAR_FLAGS,
-    add_grammar_flags,
-    add_request_flags,
-    build_grammar,
-    build_request,
-    seconds,
+from gpu_engine.cli.asking import (
+    FAILED,
+    INTERRUPTED,
+    NOT_COMPLETE,
+    OK,
+    USAGE,
+    refused,
+    run_compile,
+    run_detokenize,
+    run_generate,
+    run_health,
+    run_info,
+    run_tokenize,
+    usage,
 )
-from gpu_engine.cli.terminal import grammar_cost, loading_progress, summary
+from gpu_engine.cli.chat import run_chat
+from gpu_engine.cli.client import add_access_flags
+from gpu_engine.cli.grammar_flags import add_grammar_flags
+from gpu_engine.cli.inputs import text
+from gpu_engine.cli.parser import Commands, Parser
+from gpu_engine.cli.request_flags import add_chat_flags, add_request_flags, add_sampling_flags, seconds
+from gpu_engine.cli.terminal import loading_progress
 from gpu_engine.ops.installation import DISTRIBUTION, installed_version
 from gpu_engine.ops.parent import stop_with_stdin
-from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.logs import configure as configure_logs
 from service_runtime.logs import json_line
 from service_runtime.settings import Sources, add_flags
 
 log = logging.getLogger(__name__)
 
-OK, FAILED, USAGE, NOT_COMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
-INCOMPLETE = frozenset({pb.FINISH_REASON_ABORTED, pb.FINISH_REASON_GRAMMAR_INCOMPLETE, pb.FINISH_REASON_GRAMMAR_ERROR})
+__all__ = ["FAILED", "INTERRUPTED", "NOT_COMPLETE", "OK", "USAGE", "main"]
+
+_TIMEOUT = "end the call after this time (default: never)"
 
 _TOP = """\
 Lockstep: a text generation server with guided decoding (an answer that fits a grammar) and speculative decoding
@@ -51,7 +61,8 @@ Lockstep: a text generation server with guided decoding (an answer that fits a g
 Start here:
   lockstep demo                        one guided answer from the embedded model; nothing to prepare
   lockstep serve                       a server on 127.0.0.1:50051
-  lockstep generate --chat "Hello"     one request to that server
+  lockstep chat                        a conversation with it
+  lockstep generate --chat "Hello"     one request to it
   lockstep COMMAND --help              the flags of a command, with examples
 """
 
@@ -76,22 +87,56 @@ Send one request to a running server and stream the answer to stdout. A line wit
 
 Examples:
   lockstep generate --chat "Name three rivers." --temperature 0
-  lockstep generate --chat "Describe Paris." --schema city.json     an answer that fits a JSON Schema
-  lockstep generate --chat "Is 7 a prime?" --choice yes --choice no
+  lockstep generate --chat "Describe Paris." --schema samples/city.json --max-tokens 128 --temperature 0
+  lockstep generate --chat "Is Paris in France?" --choice yes --choice no --temperature 0
   lockstep generate --prompt "The date is " --regex '[0-9]{4}-[0-9]{2}-[0-9]{2}'
   cat letter.txt | lockstep generate --max-tokens 200
+  lockstep generate --prompt "1, 2, " --max-tokens 8 --n 3 --logprobs 2
   lockstep generate --server gpu1:50051 --tls-ca ca.crt --token-file token --chat "Hello"
 
 Exit status: 0 the answer is complete or reached --max-tokens; 1 the server refused or failed; 2 wrong usage;
 3 the answer was cut before its grammar was satisfied, or aborted; 130 interrupted.
 """
 
+_CHAT = """\
+Chat with the model of a running server. The conversation is sent with every question; /help lists the commands.
+
+Examples:
+  lockstep chat
+  lockstep chat --system "Answer in one sentence." --temperature 0.7 --max-tokens 300
+  lockstep chat --schema samples/city.json  every answer fits a JSON Schema
+
+Control-C ends a running answer, Control-D the conversation. Without a terminal each line of stdin is a question. Exit
+status: 0; 1 the last question was not answered, or no server answered; 2 wrong usage.
+"""
+
+_TOKENIZE = """\
+Print the token ids of a text, as a request would have them, separated by commas.
+
+Examples:
+  lockstep tokenize --text "Hello world"
+  lockstep tokenize --chat "Hello" --with-texts      with the chat template's own tokens
+  lockstep tokenize <letter.txt
+
+Exit status: 0 the server answered; 1 it did not, or refused; 2 wrong usage.
+"""
+
+_DETOKENIZE = """\
+Print the text of token ids.
+
+Examples:
+  lockstep detokenize --ids 504,3365,282
+  lockstep tokenize --text "Hello world" | lockstep detokenize
+
+Exit status: 0 the server answered; 1 it did not, or refused; 2 wrong usage.
+"""
+
 _COMPILE = """\
 Compile a grammar on a running server ahead of time: its id goes to stdout, its cost and warnings to stderr.
 
 Examples:
-  lockstep compile --schema city.json
-  lockstep generate --chat "Describe Paris." --grammar-id "$(lockstep compile --schema city.json)"
+  lockstep compile --schema samples/city.json
+  lockstep generate --chat "Describe Paris." --grammar-id "$(lockstep compile --schema samples/city.json)"
   lockstep compile --lark query.lark --backend auto       with the first library that enforces all of it
 
 Exit status: 0 the grammar compiled; 1 the server refused it, with the reason; 2 wrong usage.
@@ -148,55 +193,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser("lockstep", description=_TOP, formatter_class=_Formatter)
-    parser.add_argument("--version", action="version", version=f"{DISTRIBUTION} {installed_version()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    serve = commands.add_parser(
-        "serve", help="run a server", usage="%(prog)s [settings]", description=_SERVE, formatter_class=_Formatter
-    )
-    demo = commands.add_parser(
-        "demo", help="see one guided answer", usage="%(prog)s [settings]", description=_DEMO, formatter_class=_Formatter
-    )
+def _parser() -> Parser:
+    version = f"{DISTRIBUTION} {installed_version()}"
+    parser = Parser("lockstep", description=_TOP)
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_commands(version)
+    serve = commands.add("serve", help="run a server", usage="%(prog)s [settings]", description=_SERVE)
+    demo = commands.add("demo", help="see one guided answer", usage="%(prog)s [settings]", description=_DEMO)
     for command, run in ((serve, _run_serve), (demo, _run_demo)):
         add_flags(command, [EngineConfig, ServerConfig])
         command.set_defaults(run=run)
-    commands.add_parser("gateway", help="serve OpenAI's HTTP API in front of running servers", add_help=False)
-    generate = commands.add_parser(
-        "generate", help="send a request", usage="%(prog)s [flags]", description=_GENERATE, formatter_class=_Formatter
-    )
-    add_request_flags(generate)
-    generate.add_argument("--timeout", type=seconds, metavar="SECONDS", help="end the call after this time")
-    generate.set_defaults(run=_run_generate)
-    ahead = commands.add_parser(
-        "compile", help="compile a grammar ahead of time", description=_COMPILE, formatter_class=_Formatter
-    )
+    commands.add("gateway", help="serve OpenAI's HTTP API in front of running servers", add_help=False)
+    _add_generate(commands)
+    chat = commands.add("chat", help="chat in the terminal", usage="%(prog)s [flags]", description=_CHAT)
+    add_chat_flags(chat)
+    chat.set_defaults(run=run_chat)
+    add_grammar_flags(chat, "The form of each answer; without a flag here it is free text.")
+    add_sampling_flags(chat)
+    ahead = commands.add("compile", help="compile a grammar ahead of time", description=_COMPILE)
     add_grammar_flags(ahead, "The grammar to compile; exactly one is required.")
-    ahead.add_argument("--timeout", type=seconds, metavar="SECONDS", help="end the call after this time")
-    ahead.set_defaults(run=_run_compile)
-    info = commands.add_parser("info", help="describe a server", description=_INFO, formatter_class=_Formatter)
-    info.set_defaults(run=_run_info)
-    health = commands.add_parser(
-        "health", help="ask a server whether it serves", description=_HEALTH, formatter_class=_Formatter
-    )
+    ahead.add_argument("--timeout", type=seconds, metavar="SECONDS", help=_TIMEOUT)
+    ahead.set_defaults(run=run_compile)
+    tokenizing = _add_tokenizing(commands)
+    info = commands.add("info", help="describe a server", description=_INFO)
+    info.set_defaults(run=run_info)
+    health = commands.add("health", help="ask a server whether it serves", description=_HEALTH)
     health.add_argument(
         "--timeout", type=seconds, metavar="SECONDS", default=5.0, help="longest wait for an answer (default: 5)"
     )
-    health.set_defaults(run=_run_health)
-    for command in (generate, ahead, info, health):
+    health.set_defaults(run=run_health)
+    for command in (chat, ahead, *tokenizing, info, health):
         add_access_flags(command)
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
-    """Refuses abbreviated flags: an abbreviation would change its meaning when a longer flag is added."""
+def _add_generate(commands: Commands) -> None:
+    generate = commands.add("generate", help="send a request", usage="%(prog)s [flags]", description=_GENERATE)
+    add_request_flags(generate)
+    generate.add_argument(
+        "--output",
+        choices=("text", "json"),
+        default="text",
+        help="json: each response of the API as a line of JSON (default: text)",
+    )
+    generate.add_argument("--timeout", type=seconds, metavar="SECONDS", help=_TIMEOUT)
+    generate.set_defaults(run=run_generate)
+    add_access_flags(generate)
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **{"allow_abbrev": False} | more)
 
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the examples."""
+def _add_tokenizing(commands: Commands) -> list[Parser]:
+    tokenize = commands.add("tokenize", help="turn text into token ids", description=_TOKENIZE)
+    prompt = tokenize.add_mutually_exclusive_group()
+    prompt.add_argument("--text", type=text, metavar="TEXT", help="plain text; without a flag here, stdin is read")
+    prompt.add_argument("--chat", type=text, metavar="TEXT", help="a user message, in the model's chat template")
+    prompt.add_argument(
+        "--messages", metavar="FILE", help="a conversation: a JSON list of objects with role and content"
+    )
+    tokenize.add_argument(
+        "--no-special-tokens", action="store_true", help="with --text: no tokens but those of the text"
+    )
+    tokenize.add_argument("--with-texts", action="store_true", help="a line per token, with its text")
+    tokenize.set_defaults(run=run_tokenize)
+    detokenize = commands.add("detokenize", help="turn token ids into text", description=_DETOKENIZE)
+    detokenize.add_argument("--ids", type=text, metavar="IDS", help="separated by commas; without it, stdin is read")
+    detokenize.add_argument("--skip-special-tokens", action="store_true", help="leave special tokens out")
+    detokenize.set_defaults(run=run_detokenize)
+    return [tokenize, detokenize]
 
 
 def _configure(flags: argparse.Namespace, default_level: str) -> tuple[EngineConfig, ServerConfig]:
@@ -214,7 +276,7 @@ def _run_serve(flags: argparse.Namespace) -> int:
     try:
         engine_config, server_config = _configure(flags, "info")
     except ValueError as error:
-        return _usage(error)
+        return usage(error)
     as_json = server_config.log_format == "json"
     if server_config.stop_with_stdin:
         stop_with_stdin()
@@ -245,129 +307,16 @@ def _run_demo(flags: argparse.Namespace) -> int:
     try:
         engine_config, server_config = _configure(flags, "warning")
     except ValueError as error:
-        return _usage(error)
+        return usage(error)
     from gpu_engine.cli.demo import run_demo
     from gpu_engine.front.port.listening import ServerError
 
     try:
         return asyncio.run(run_demo(engine_config, server_config))
     except grpc.aio.AioRpcError as error:
-        return _refused("the demo's server", error)
+        return refused("the demo's server", error)
     except (ServerError, OSError, ValueError, RuntimeError) as error:
         return _failed(error)
-
-
-def _run_generate(flags: argparse.Namespace) -> int:
-    try:
-        request, access = build_request(flags), access_of(flags)
-    except (OSError, ValueError) as error:
-        return _usage(error)
-    return asyncio.run(_generate(flags.server, access, request, flags.timeout))
-
-
-async def _generate(address: str, access: Access, request: pb.GenerateRequest, timeout_s: float | None) -> int:
-    status = FAILED
-    try:
-        async with (
-            Client(address, access) as client,
-            contextlib.aclosing(client.generate(request, timeout_s=timeout_s)) as responses,
-        ):
-            async for response in responses:
-                print(response.text, end="", flush=True)
-                if response.finish_reason:
-                    print()
-                    print(summary(response), file=sys.stderr)
-                    status = NOT_COMPLETE if response.finish_reason in INCOMPLETE else OK
-    except grpc.aio.AioRpcError as error:
-        return _refused(address, error)
-    return status
-
-
-def _run_compile(flags: argparse.Namespace) -> int:
-    try:
-        grammar, access = build_grammar(flags), access_of(flags)
-        if grammar is None:
-            raise ValueError(f"a grammar is required: {', '.join(GRAMMAR_FLAGS)}")
-    except (OSError, ValueError) as error:
-        return _usage(error)
-    return asyncio.run(_compile(flags.server, access, grammar, flags.timeout))
-
-
-async def _compile(address: str, access: Access, grammar: pb.Grammar, timeout_s: float | None) -> int:
-    try:
-        async with Client(address, access) as client:
-            response = await client.compile(grammar, timeout_s=timeout_s)
-    except grpc.aio.AioRpcError as error:
-        return _refused(address, error)
-    print(response.grammar_id)
-    print(grammar_cost(response), file=sys.stderr)
-    for warning in response.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    return OK
-
-
-def _run_info(flags: argparse.Namespace) -> int:
-    try:
-        access = access_of(flags)
-    except ValueError as error:
-        return _usage(error)
-    return asyncio.run(_info(flags.server, access))
-
-
-async def _info(address: str, access: Access) -> int:
-    try:
-        async with Client(address, access) as client:
-            info, stats = await client.info(), await client.stats()
-    except grpc.aio.AioRpcError as error:
-        return _refused(address, error)
-    for title, message in (("model", info), ("stats", stats)):
-        print(title)
-        for field in message.DESCRIPTOR.fields:
-            print(f"  {field.name:<24} {_shown(message, field.name)}")
-    return OK
-
-
-def _run_health(flags: argparse.Namespace) -> int:
-    try:
-        access = access_of(flags)
-    except ValueError as error:
-        return _usage(error)
-    status = health_of(flags.server, access, flags.timeout)
-    print(f"{flags.server}: {status}")
-    return OK if status == "SERVING" else FAILED
-
-
-def health_of(address: str, access: Access, timeout_s: float) -> str:
-    """Return "SERVING", "NOT_SERVING", or the reason for no answer."""
-    with grpc.secure_channel(address, access.tls) if access.tls else grpc.insecure_channel(address) as channel:
-        try:
-            response = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=access.metadata
-            )
-        except grpc.RpcError as error:
-            return f"{error.code().name}: {error.details()}"
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
-
-
-def _shown(message: pb.GetModelInfoResponse | pb.GetStatsResponse, name: str) -> str:
-    value = getattr(message, name)
-    if name == "backends":
-        return ", ".join(pb.Backend.Name(backend).removeprefix("BACKEND_").lower() for backend in value) or "none"
-    if hasattr(value, "items"):
-        return ", ".join(f"{key}: {count}" for key, count in sorted(value.items())) or "none"
-    if isinstance(value, float):
-        return f"{value:.1f}"
-    return str(list(value)) if hasattr(value, "extend") else str(value)
-
-
-def _refused(address: str, error: grpc.aio.AioRpcError) -> int:
-    print(f"{address}: {error.code().name}: {error.details()}", file=sys.stderr)
-    return FAILED
-
-
-def _usage(error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return USAGE
 
 
 def _failed(error: Exception, *, as_json: bool = False) -> int:

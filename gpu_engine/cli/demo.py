@@ -148,10 +148,11 @@ def _jsonschema() -> Any:
 
 
 _NEXT = """Next:
-  {lockstep} serve                                        a server of your own
-  {lockstep} generate --chat "Describe Oslo." --json      ask it
-  {lockstep} generate --help                              schemas, regexes, choices, grammars
-  {lockstep} serve --help                                 models, batch sizes, settings"""
+  {lockstep} serve                    a server of your own
+  {lockstep} chat                     chat with it
+  {lockstep} generate --chat "Is Paris in France?" --choice yes --choice no --temperature 0
+  {lockstep} generate --help          schemas, regexes, choices, grammars, with examples
+  {lockstep} serve --help             models, batch sizes, settings"""
 
 
 def how_to_call(python: str, which: Callable[[str], str | None], directory: str) -> str:

@@ -1,164 +1,345 @@
-"""The flags of `generate` and `compile`, and the request or grammar that they make.
+"""The flags of a request, and the request that they make: every field of the API has one.
 
-The invariant: a flag that is not given leaves its field unset, so that the server's default applies. The server alone
-checks values, and names the wrong one.
+The invariant: a flag that is not given leaves its field unset, so that the server's default applies; `--help` names it.
+The server alone checks values, and names the wrong one.
 
-Not responsible for: sending the request (client.py).
+Not responsible for: the grammar (see grammar_flags.py), sending the request (see client.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
+from google.protobuf import json_format
+
+from gpu_engine.cli.grammar_flags import add_grammar_flags, build_grammar
+from gpu_engine.cli.inputs import json_of, read_stdin, read_text, text
 from protos.engine.v1 import engine_pb2 as pb
 
-_WHITESPACE = {"compact": pb.WHITESPACE_COMPACT, "bounded": pb.WHITESPACE_BOUNDED, "any": pb.WHITESPACE_ANY}
-_BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE, "auto": pb.BACKEND_AUTO}
-_FILE_KINDS = {"schema": "json_schema", "ebnf": "ebnf", "lark": "lark", "structural_tag": "structural_tag"}
-GRAMMAR_FLAGS = ("--json", "--schema", "--regex", "--choice", "--ebnf", "--lark", "--structural-tag")
-"""The flags that exclude each other."""
-_SAMPLING: list[tuple[str, type, str]] = [
-    ("max_tokens", int, "most tokens of the answer"),
-    ("min_tokens", int, "fewest tokens of the answer"),
-    ("temperature", float, "0: the most likely token each time"),
-    ("top_p", float, "sample from the smallest set of tokens with this probability, in (0, 1]"),
-    ("top_k", int, "sample from the k most likely tokens; 0: from all"),
-    ("min_p", float, "drop tokens below this share of the most likely token's probability"),
-    ("seed", int, "the same seed gives the same answer"),
-    ("repetition_penalty", float, "above 1: tokens of the prompt and the answer become less likely"),
-    ("presence_penalty", float, "subtracted once from the logit of a token of the answer"),
-    ("frequency_penalty", float, "subtracted from the logit for each occurrence in the answer"),
+
+class _Value(NamedTuple):
+    """A flag with one value."""
+
+    part: str
+    """The message of the request that holds the field; "" is the request itself."""
+    field: str
+    flag: str
+    kind: Any
+    help: str
+
+
+class _Switch(NamedTuple):
+    """A flag without a value, which sets a field."""
+
+    part: str
+    field: str
+    flag: str
+    value: bool
+    help: str
+
+
+_SAMPLING: list[_Value | _Switch] = [
+    _Value("sampling", "max_tokens", "--max-tokens", int, "most tokens of the answer (default: what fits)"),
+    _Value("sampling", "min_tokens", "--min-tokens", int, "fewest tokens of the answer (default: 0)"),
+    _Value("sampling", "temperature", "--temperature", float, "0: the most likely token each time (default: 1)"),
+    _Value(
+        "sampling",
+        "top_p",
+        "--top-p",
+        float,
+        "sample from the smallest set of tokens with this probability (default: 1)",
+    ),
+    _Value("sampling", "top_k", "--top-k", int, "sample from the k most likely tokens; 0: from all (default: 0)"),
+    _Value("sampling", "min_p", "--min-p", float, "drop tokens below this share of the most likely one's (default: 0)"),
+    _Value("sampling", "seed", "--seed", int, "the same seed gives the same answer (default: drawn at random)"),
+    _Value("sampling", "n", "--n", int, "number of answers to the prompt (default: 1)"),
+    _Value(
+        "sampling",
+        "repetition_penalty",
+        "--repetition-penalty",
+        float,
+        "above 1: tokens of the prompt and the answer become less likely (default: 1)",
+    ),
+    _Value(
+        "sampling",
+        "presence_penalty",
+        "--presence-penalty",
+        float,
+        "subtracted once from the logit of a token of the answer (default: 0)",
+    ),
+    _Value(
+        "sampling",
+        "frequency_penalty",
+        "--frequency-penalty",
+        float,
+        "subtracted from the logit for each occurrence in the answer (default: 0)",
+    ),
+    _Switch("sampling", "ignore_eos", "--ignore-eos", True, "continue after the end-of-sequence token"),
+    _Switch("sampling", "include_stop_str_in_output", "--include-stop", True, "keep the text of --stop in the answer"),
+    _Switch("sampling", "skip_special_tokens", "--keep-special-tokens", False, "keep special tokens in the answer"),
 ]
+_RESPONSE: list[_Value | _Switch] = [
+    _Value(
+        "sampling", "logprobs", "--logprobs", int, "show log-probabilities, with this many alternatives (default: none)"
+    ),
+    _Value(
+        "response",
+        "prompt_logprobs",
+        "--prompt-logprobs",
+        int,
+        "the same for the prompt, which is shown, too (default: none)",
+    ),
+    _Switch(
+        "response", "per_field_logprobs", "--per-field-logprobs", True, "show the log-probability of each leaf of JSON"
+    ),
+    _Switch("response", "echo", "--echo", True, "begin with the prompt"),
+    _Switch("response", "omit_token_ids", "--omit-token-ids", True, "with --output json: no token ids"),
+    _Switch("response", "omit_text", "--omit-text", True, "with --output json: no text"),
+]
+_REQUEST: list[_Value | _Switch] = [
+    _Value("", "request_id", "--request-id", text, "a name for the request, for Abort and the log (default: made)"),
+    _Value("", "priority", "--priority", int, "higher ones leave the waiting queue first (default: 0)"),
+    _Value(
+        "", "cache_salt", "--cache-salt", text, "prompts share cached prefixes only with equal salts (default: empty)"
+    ),
+    _Value(
+        "speculation",
+        "num_draft_tokens",
+        "--draft-tokens",
+        int,
+        "drafts per step, jump-forward tokens included; 0: no speculation (default: the server's)",
+    ),
+    _Switch(
+        "speculation",
+        "draft_index",
+        "--no-draft-index",
+        False,
+        "draft from no earlier answer, and keep none of this one",
+    ),
+]
+_CHAT: list[_Value | _Switch] = [
+    _Switch(
+        "messages", "continue_final_message", "--continue-final-message", True, "go on with the assistant's last turn"
+    ),
+    _Switch("reasoning", "enabled", "--reasoning", True, "the answer may begin with a phase of free thought"),
+    _Switch("reasoning", "enabled", "--no-reasoning", False, "the answer begins at once"),
+    _Value("reasoning", "max_tokens", "--reasoning-tokens", int, "most tokens of that phase (default: no limit)"),
+    _Value("reasoning", "effort", "--reasoning-effort", text, "handed to the chat template: low, medium, high"),
+]
+_LISTS: list[tuple[str, str, Any, str, str]] = [
+    ("stop", "--stop", text, "TEXT", "end before this text; may be repeated"),
+    ("stop_token_ids", "--stop-token-id", int, "ID", "end at this token; may be repeated"),
+    ("bad_words", "--bad-word", text, "TEXT", "never generate this text; may be repeated"),
+    ("bad_token_ids", "--bad-token-id", int, "ID", "never generate this token; may be repeated"),
+]
+_TOOL_CHOICES = {
+    "auto": pb.TOOL_CHOICE_AUTO,
+    "none": pb.TOOL_CHOICE_NONE,
+    "required": pb.TOOL_CHOICE_REQUIRED,
+}
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for prompt, grammar, sampling and speculation."""
+    """Add the flags for prompt, grammar, sampling, response and request."""
     prompt = parser.add_argument_group(
-        "prompt", "Either --prompt or --chat; without both, the prompt is read from stdin."
+        "prompt", "One of --prompt, --chat, --messages and --token-ids; without any, the prompt is read from stdin."
     )
-    prompt.add_argument("--prompt", metavar="TEXT", help="text that the answer continues")
-    prompt.add_argument("--chat", metavar="TEXT", help="a user message, in the model's chat template")
-    prompt.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    prompt.add_argument("--prompt", type=text, metavar="TEXT", help="text that the answer continues")
+    prompt.add_argument("--chat", type=text, metavar="TEXT", help="a user message, in the model's chat template")
+    prompt.add_argument(
+        "--messages", metavar="FILE", help="a conversation: a JSON list of objects with role and content"
+    )
+    prompt.add_argument("--token-ids", type=text, metavar="IDS", help="token ids, separated by commas")
+    add_chat_flags(parser)
     kind = add_grammar_flags(parser)
-    kind.add_argument("--grammar-id", metavar="ID", help="the id of a grammar, from `lockstep compile`")
-    sampling = parser.add_argument_group("sampling", "A flag that is not given has the server's default.")
-    for name, kind_of_value, text in _SAMPLING:
-        flag = "--" + name.replace("_", "-")
-        sampling.add_argument(flag, type=kind_of_value, metavar=kind_of_value.__name__.upper(), help=text)
-    sampling.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be repeated"
+    kind.add_argument("--grammar-id", type=text, metavar="ID", help="the id of a grammar, from `lockstep compile`")
+    add_sampling_flags(parser)
+    _add(parser.add_argument_group("response", "What is shown besides the text."), _RESPONSE)
+    _add(parser.add_argument_group("request"), _REQUEST)
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a conversation: system message, tools, reasoning, the chat template."""
+    chat = parser.add_argument_group("conversation", "With --chat or --messages.")
+    chat.add_argument("--system", type=text, metavar="TEXT", help="the system message")
+    chat.add_argument("--tools", metavar="FILE", help="functions that the model may call: a JSON list in OpenAI's form")
+    chat.add_argument(
+        "--tool-choice", type=text, metavar="CHOICE", help="auto, none, required, or the name of a tool (default: auto)"
     )
-    sampling.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
+    chat.add_argument("--no-parallel-tool-calls", action="store_true", help="at most one call in an answer")
+    chat.add_argument(
+        "--template-arguments", type=text, metavar="JSON", help="variables for the chat template, as a JSON object"
+    )
+    _add(chat, _CHAT)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of sampling and stopping."""
+    sampling = parser.add_argument_group("sampling")
+    _add(sampling, _SAMPLING)
+    for field, flag, kind, metavar, help_text in _LISTS:
+        sampling.add_argument(flag, dest=field, type=kind, metavar=metavar, action="append", default=[], help=help_text)
     sampling.add_argument(
-        "--draft-tokens",
-        type=int,
-        metavar="INT",
-        help="drafts per step, jump-forward tokens included; 0: no speculation",
+        "--logit-bias",
+        type=_bias,
+        metavar="ID=BIAS",
+        action="append",
+        default=[],
+        help="added to the logit of a token, in [-100, 100]; may be repeated",
     )
 
 
-def seconds(text: str) -> float:
+def _add(group: argparse._ArgumentGroup, flags: list[_Value | _Switch]) -> None:
+    for flag in flags:
+        dest = _dest(flag)
+        if isinstance(flag, _Switch):
+            action = "store_true" if flag.value else "store_false"
+            group.add_argument(flag.flag, dest=dest, action=action, default=None, help=flag.help)
+        else:
+            metavar = "TEXT" if flag.kind is text else flag.kind.__name__.upper()
+            group.add_argument(flag.flag, dest=dest, type=flag.kind, metavar=metavar, help=flag.help)
+
+
+def _dest(flag: _Value | _Switch) -> str:
+    return f"{flag.part}_{flag.field}"
+
+
+def _bias(value: str) -> tuple[int, float]:
+    token, _, bias = value.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is not ID=BIAS") from None
+
+
+def seconds(value: str) -> float:
     """Return the value of a flag in seconds. Raises ArgumentTypeError."""
     try:
-        value = float(text)
+        number = float(value)
     except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
-
-
-def add_grammar_flags(
-    parser: argparse.ArgumentParser, description: str = "The form of the answer; without a flag here it is free text."
-) -> argparse._MutuallyExclusiveGroup:
-    """Add the flags of a grammar; return the group of flags that exclude each other."""
-    grammar = parser.add_argument_group("grammar", description)
-    kind = grammar.add_mutually_exclusive_group()
-    kind.add_argument("--json", action="store_true", help="any JSON object")
-    kind.add_argument("--schema", metavar="FILE", help="JSON that fits the JSON Schema in this file")
-    kind.add_argument("--regex", metavar="PATTERN", help="text that this regular expression matches as a whole")
-    kind.add_argument(
-        "--choice", metavar="TEXT", action="append", help="one of these texts; give the flag once per text"
-    )
-    kind.add_argument("--ebnf", metavar="FILE", help="text of the GBNF grammar in this file (start rule `root`)")
-    kind.add_argument("--lark", metavar="FILE", help="text of the Lark grammar in this file (start rule `start`)")
-    kind.add_argument(
-        "--structural-tag", metavar="FILE", help="free text with guided regions, described by the JSON in this file"
-    )
-    grammar.add_argument(
-        "--whitespace", choices=sorted(_WHITESPACE), help="white space in JSON (the server's default: bounded)"
-    )
-    grammar.add_argument(
-        "--backend",
-        choices=sorted(_BACKENDS),
-        help="grammar library; auto: the first one that enforces the whole grammar",
-    )
-    grammar.add_argument(
-        "--allow-unenforced",
-        action="store_true",
-        help="accept a grammar with parts that cannot be enforced; each becomes a warning",
-    )
-    return kind
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of seconds above 0")
+    return number
 
 
 def build_request(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> pb.GenerateRequest:
-    """Return the request. Raises OSError for an unreadable file, ValueError for a value that its field cannot hold."""
+    """Return the request. Raises ValueError that names the flag."""
     request = pb.GenerateRequest()
     _fill_prompt(request, flags, stdin)
-    for name, _, _ in _SAMPLING:
-        if (value := getattr(flags, name)) is not None:
-            try:
-                setattr(request.sampling, name, value)
-            except ValueError as error:
-                raise ValueError(f"--{name.replace('_', '-')}: {error}") from error
-    request.sampling.stop.extend(flags.stop)
-    request.sampling.ignore_eos = flags.ignore_eos
-    if flags.draft_tokens is not None:
-        request.speculation.num_draft_tokens = flags.draft_tokens
-    grammar = build_grammar(flags)
-    if grammar is not None:
-        request.grammar.CopyFrom(grammar)
+    fill_options(request, flags)
     return request
 
 
+def fill_options(request: pb.GenerateRequest, flags: argparse.Namespace) -> None:
+    """Set everything but the prompt, as far as `flags` has it. Raises ValueError that names the flag."""
+    for flag in (*_SAMPLING, *_RESPONSE, *_REQUEST, *_CHAT):
+        value = getattr(flags, _dest(flag), None)
+        if value is not None:
+            _set(getattr(request, flag.part) if flag.part else request, flag.field, value, flag.flag)
+    for field, flag_name, *_ in _LISTS:
+        try:
+            getattr(request.sampling, field).extend(getattr(flags, field))
+        except ValueError as error:
+            raise ValueError(f"{flag_name}: {error}") from None
+    for token, bias in flags.logit_bias:
+        try:
+            request.sampling.logit_bias[token] = bias
+        except ValueError as error:
+            raise ValueError(f"--logit-bias: {error}") from None
+    if request.response.HasField("prompt_logprobs"):
+        request.response.echo = True  # or nobody could read them
+    _fill_tools(request, flags)
+    grammar = build_grammar(flags)
+    if grammar is not None:
+        request.grammar.CopyFrom(grammar)
+
+
+def _set(message: Any, field: str, value: Any, flag: str) -> None:
+    try:
+        setattr(message, field, value)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
 def _fill_prompt(request: pb.GenerateRequest, flags: argparse.Namespace, stdin: TextIO) -> None:
-    if flags.prompt is not None and flags.chat is not None:
-        raise ValueError("--prompt and --chat exclude each other")
-    if flags.system is not None and flags.chat is None:
-        raise ValueError("--system needs --chat")
-    if flags.chat is None:
-        request.text = flags.prompt if flags.prompt is not None else stdin.read()
+    names = ("prompt", "chat", "messages", "token_ids")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(flags, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other")
+    if flags.chat is None and flags.messages is None:
+        _refuse_chat_flags(flags)
+        if flags.token_ids is not None:
+            request.token_ids.ids.extend(_token_ids(flags.token_ids))
+        else:
+            request.text = flags.prompt if flags.prompt is not None else read_stdin(stdin)
         return
     if flags.system is not None:
         request.messages.messages.add(role="system", content=flags.system)
-    request.messages.messages.add(role="user", content=flags.chat)
+    if flags.chat is not None:
+        request.messages.messages.add(role="user", content=flags.chat)
+    else:
+        source = json_of("--messages", read_text("--messages", flags.messages))
+        request.messages.MergeFrom(conversation("--messages", source))
+    if flags.template_arguments is not None:
+        request.messages.template_arguments = flags.template_arguments
 
 
-def build_grammar(flags: argparse.Namespace) -> pb.Grammar | None:
-    """Return the grammar, or None without one. Raises as `build_request`."""
-    options: dict[str, Any] = {}
-    if flags.whitespace:
-        options["whitespace"] = _WHITESPACE[flags.whitespace]
-    if flags.backend:
-        options["backend"] = _BACKENDS[flags.backend]
-    if flags.allow_unenforced:
-        options["allow_unenforced"] = True
-    if getattr(flags, "grammar_id", None) is not None:
-        return pb.Grammar(grammar_id=flags.grammar_id, **options)
-    if flags.json:
-        return pb.Grammar(json_object=True, **options)
-    if flags.regex is not None:
-        return pb.Grammar(regex=flags.regex, **options)
-    if flags.choice:
-        return pb.Grammar(choice=pb.Choice(choices=flags.choice), **options)
-    for flag, field in _FILE_KINDS.items():
-        if (path := getattr(flags, flag)) is not None:
-            source: dict[str, Any] = {field: Path(path).read_text(encoding="utf-8")}
-            return pb.Grammar(**source, **options)
-    if options:
-        raise ValueError("--whitespace, --backend and --allow-unenforced need a grammar")
-    return None
+def _refuse_chat_flags(flags: argparse.Namespace) -> None:
+    given = [("--system", flags.system), ("--tools", flags.tools), ("--template-arguments", flags.template_arguments)]
+    given += [(flag.flag, getattr(flags, _dest(flag))) for flag in _CHAT]
+    for flag, value in given:
+        if value is not None:
+            raise ValueError(f"{flag} needs --chat or --messages")
+
+
+def _token_ids(value: str) -> list[int]:
+    try:
+        return [int(each) for each in value.split(",")]
+    except ValueError:
+        raise ValueError(f"--token-ids: {value!r} is no list of numbers") from None
+
+
+def _fill_tools(request: pb.GenerateRequest, flags: argparse.Namespace) -> None:
+    if flags.tools is None:
+        if flags.tool_choice is not None or flags.no_parallel_tool_calls:
+            raise ValueError("--tool-choice and --no-parallel-tool-calls need --tools")
+        return
+    request.tools.CopyFrom(tools_of("--tools", json_of("--tools", read_text("--tools", flags.tools))))
+    if flags.no_parallel_tool_calls:
+        request.tools.parallel = False
+    if flags.tool_choice in _TOOL_CHOICES:
+        request.tools.choice = _TOOL_CHOICES[flags.tool_choice]
+    elif flags.tool_choice is not None:
+        request.tools.choice, request.tools.name = pb.TOOL_CHOICE_NAMED, flags.tool_choice
+
+
+def _tool(tool: Any) -> Any:
+    """Return a tool of OpenAI's form in that of the API; any other value as it is."""
+    if isinstance(tool, dict) and tool.get("type") == "function":
+        tool = tool.get("function")
+    if isinstance(tool, dict) and isinstance(tool.get("parameters"), dict):
+        tool = tool | {"parameters": json.dumps(tool["parameters"])}
+    return tool
+
+
+def conversation(flag: str, turns: Any) -> pb.ChatMessages:
+    """Return the messages of a JSON list. Raises ValueError that names the flag and the place."""
+    try:
+        return json_format.ParseDict({"messages": turns}, pb.ChatMessages())
+    except json_format.ParseError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def tools_of(flag: str, tools: Any) -> pb.Tools:
+    """Return the tools of a JSON list. Raises ValueError that names the flag and the place."""
+    if not isinstance(tools, list):
+        raise ValueError(f"{flag}: must be a JSON list")
+    try:
+        return json_format.ParseDict({"tools": [_tool(tool) for tool in tools]}, pb.Tools())
+    except json_format.ParseError as error:
+        raise ValueError(f"{flag}: {error}") from None

@@ -7,8 +7,10 @@ Not responsible for: logging (service_runtime/logs.py).
 
 from __future__ import annotations
 
+import json
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -65,3 +67,36 @@ def grammar_cost(response: pb.CompileResponse) -> str:
     known = response.known_answer_tokens
     ends = f"completes within max_tokens of {known} or more" if known else "no complete answer was found"
     return f"{backend}, {when}, {response.memory_bytes / 1024:.0f} KiB, {least}, {ends}"
+
+
+async def logprob_table(
+    rows: Sequence[tuple[int, Sequence[int], Sequence[pb.TokenLogprobs]]], token_text: Callable[[int], Awaitable[str]]
+) -> str:
+    """Return a line per token: its sequence, its text, its probability in percent, and the alternatives'.
+
+    Args:
+        rows: (sequence, token ids, log-probabilities) of each response. The prompt's first token has none.
+        token_text: returns the text of a token.
+    """
+    wanted = {token for _, tokens, _ in rows for token in tokens}
+    wanted |= {top.token_id for _, _, values in rows for value in values for top in value.top}
+    texts = {token: json.dumps(await token_text(token), ensure_ascii=False) for token in sorted(wanted)}
+    lines = []
+    for index, tokens, values in rows:
+        for token, value in zip(tokens, values, strict=True):
+            # An empty entry is the prompt's first token, which nothing precedes.
+            share = _percent(value.logprob) if value.ByteSize() else "     -"
+            others = "  ".join(f"{texts[top.token_id]} {_percent(top.logprob)}" for top in value.top)
+            lines.append(f"[{index}] {texts[token]:<16} {share}   {others}".rstrip())
+    return "\n".join(lines)
+
+
+def field_table(fields: Sequence[pb.FieldLogprob]) -> str:
+    """Return a line per leaf of a JSON answer: its place and its probability in percent."""
+    return "\n".join(
+        f"{field.pointer or '/':<24} {_percent(field.logprob)} in {field.tokens} tokens" for field in fields
+    )
+
+
+def _percent(logprob: float) -> str:
+    return f"{100 * math.exp(logprob):5.1f}%"

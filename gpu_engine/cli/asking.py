@@ -1,0 +1,281 @@
+"""The commands that ask a running server: generate, compile, tokenize, detokenize, info, health.
+
+The invariant: answers go to stdout and everything else to stderr, and the exit status says how the command ended. These
+commands do not load the model's libraries.
+
+Not responsible for: their flags (see request_flags.py), the conversation in a terminal (see chat.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Awaitable, Callable
+
+import grpc
+from google.protobuf import json_format
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gpu_engine.cli.client import DEFAULT_SERVER, Access, Client, access_of
+from gpu_engine.cli.grammar_flags import GRAMMAR_FLAGS, build_grammar
+from gpu_engine.cli.inputs import json_of, read_stdin, read_text
+from gpu_engine.cli.request_flags import build_request, conversation
+from gpu_engine.cli.terminal import field_table, grammar_cost, logprob_table, summary
+from protos.engine.v1 import engine_pb2 as pb
+
+OK, FAILED, USAGE, NOT_COMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
+INCOMPLETE = frozenset({pb.FINISH_REASON_ABORTED, pb.FINISH_REASON_GRAMMAR_INCOMPLETE, pb.FINISH_REASON_GRAMMAR_ERROR})
+
+
+def run_generate(flags: argparse.Namespace) -> int:
+    """Send one request and stream the answer."""
+    try:
+        request, access = build_request(flags), access_of(flags)
+    except ValueError as error:
+        return usage(error)
+    return _ask(flags.server, access, lambda client: _generate(client, request, flags))
+
+
+async def _generate(client: Client, request: pb.GenerateRequest, flags: argparse.Namespace) -> int:
+    output = _JsonLines() if flags.output == "json" else _Text(request)
+    status = FAILED
+    async with contextlib.aclosing(client.generate(request, timeout_s=flags.timeout)) as responses:
+        async for response in responses:
+            output.take(response)
+            if response.finish_reason:
+                print(summary(response), file=sys.stderr)
+                complete = response.finish_reason not in INCOMPLETE
+                status = NOT_COMPLETE if not complete or status == NOT_COMPLETE else OK
+    await output.end(client)
+    return status
+
+
+class _JsonLines:
+    """Prints each response as a line of JSON."""
+
+    def take(self, response: pb.GenerateResponse) -> None:
+        print(json_format.MessageToJson(response, preserving_proto_field_name=True, indent=None), flush=True)
+
+    async def end(self, client: Client) -> None:
+        """Nothing is left."""
+
+
+class _Text:
+    """Prints the text: of one sequence as it arrives, of several each when all are done.
+
+    Reasoning goes to stderr, and a tool call is a line of JSON.
+    """
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        self._request = request
+        self._streams = request.sampling.n <= 1
+        self._texts: dict[int, list[str]] = {}
+        self._calls: dict[tuple[int, int], dict[str, str]] = {}
+        self._logprobs: list[tuple[int, list[int], list[pb.TokenLogprobs]]] = []
+        self._fields: list[pb.FieldLogprob] = []
+        self._prompt: tuple[list[int], list[pb.TokenLogprobs]] = ([], [])
+
+    def take(self, response: pb.GenerateResponse) -> None:
+        text = self._text(response)
+        self._texts.setdefault(response.index, []).append(text)
+        if self._streams:
+            print(text, end="", flush=True)
+            if response.finish_reason:
+                print()
+        if response.logprobs:
+            self._logprobs.append((response.index, list(response.token_ids), list(response.logprobs)))
+        if response.prompt_logprobs:
+            self._prompt = (list(response.prompt_token_ids), list(response.prompt_logprobs))
+        self._fields += response.field_logprobs
+
+    def _text(self, response: pb.GenerateResponse) -> str:
+        if not (self._request.HasField("tools") or self._request.HasField("reasoning")):
+            return response.text
+        content = ""
+        for part in response.parts:
+            call = self._calls.setdefault((response.index, part.tool_call_index), {})
+            if part.kind == pb.AnswerPart.KIND_REASONING:
+                print(part.text, end="", file=sys.stderr, flush=True)
+            elif part.kind == pb.AnswerPart.KIND_CONTENT:
+                content += part.text
+            elif part.kind == pb.AnswerPart.KIND_TOOL_CALL:
+                call |= {"id": part.tool_call_id, "name": part.tool_name, "arguments": ""}
+            else:
+                call["arguments"] += part.text
+        return content
+
+    async def end(self, client: Client) -> None:
+        """Print what waited for the end: other sequences, tool calls, log-probabilities with their texts."""
+        if not self._streams:
+            for index in sorted(self._texts):
+                print(f"[{index}] {''.join(self._texts[index])}")
+        for _, call in sorted((place, call) for place, call in self._calls.items() if call):
+            print(json.dumps(call, ensure_ascii=False))
+        rows = [(0, *self._prompt), *self._logprobs] if self._prompt[1] else self._logprobs
+        if rows:
+            print(await logprob_table(rows, client.token_text), file=sys.stderr)
+        if self._fields:
+            print(field_table(self._fields), file=sys.stderr)
+
+
+def run_compile(flags: argparse.Namespace) -> int:
+    """Compile a grammar ahead of time."""
+    try:
+        grammar, access = build_grammar(flags), access_of(flags)
+        if grammar is None:
+            raise ValueError(f"a grammar is required: {', '.join(GRAMMAR_FLAGS)}")
+    except ValueError as error:
+        return usage(error)
+
+    async def ask(client: Client) -> int:
+        response = await client.compile(grammar, timeout_s=flags.timeout)
+        print(response.grammar_id)
+        print(grammar_cost(response), file=sys.stderr)
+        for warning in response.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        return OK
+
+    return _ask(flags.server, access, ask)
+
+
+def run_tokenize(flags: argparse.Namespace) -> int:
+    """Print the token ids of a text or a conversation."""
+    try:
+        request, access = _tokenize_request(flags), access_of(flags)
+    except ValueError as error:
+        return usage(error)
+
+    async def ask(client: Client) -> int:
+        response = await client.tokenize(request)
+        if flags.with_texts:
+            for token, text in zip(response.token_ids, response.texts, strict=True):
+                print(f"{token}\t{json.dumps(text, ensure_ascii=False)}")
+        else:
+            print(",".join(map(str, response.token_ids)))
+        print(f"{len(response.token_ids)} tokens", file=sys.stderr)
+        return OK
+
+    return _ask(flags.server, access, ask)
+
+
+def _tokenize_request(flags: argparse.Namespace) -> pb.TokenizeRequest:
+    request = pb.TokenizeRequest(with_texts=flags.with_texts)
+    if flags.no_special_tokens:
+        request.add_special_tokens = False
+    if flags.chat is not None:
+        request.messages.messages.add(role="user", content=flags.chat)
+    elif flags.messages is not None:
+        source = json_of("--messages", read_text("--messages", flags.messages))
+        request.messages.CopyFrom(conversation("--messages", source))
+    else:
+        request.text = flags.text if flags.text is not None else read_stdin(sys.stdin)
+    return request
+
+
+def run_detokenize(flags: argparse.Namespace) -> int:
+    """Print the text of token ids."""
+    try:
+        words = (flags.ids if flags.ids is not None else read_stdin(sys.stdin)).replace(",", " ").split()
+        if not all(word.isdecimal() for word in words):
+            raise ValueError("token ids are numbers, separated by commas or white space")
+        request = pb.DetokenizeRequest(token_ids=map(int, words), skip_special_tokens=flags.skip_special_tokens)
+        access = access_of(flags)
+    except ValueError as error:
+        return usage(error)
+
+    async def ask(client: Client) -> int:
+        print(await client.detokenize(request))
+        return OK
+
+    return _ask(flags.server, access, ask)
+
+
+def run_info(flags: argparse.Namespace) -> int:
+    """Show the model, the limits and the counters of a server."""
+    try:
+        access = access_of(flags)
+    except ValueError as error:
+        return usage(error)
+
+    async def ask(client: Client) -> int:
+        for title, message in (("model", await client.info()), ("stats", await client.stats())):
+            print(title)
+            for field in message.DESCRIPTOR.fields:
+                print(f"  {field.name:<24} {_shown(message, field.name)}")
+        return OK
+
+    return _ask(flags.server, access, ask)
+
+
+def run_health(flags: argparse.Namespace) -> int:
+    """Ask a server whether it serves."""
+    try:
+        access = access_of(flags)
+    except ValueError as error:
+        return usage(error)
+    status = health_of(flags.server, access, flags.timeout)
+    print(f"{flags.server}: {status}")
+    return OK if status == "SERVING" else FAILED
+
+
+def health_of(address: str, access: Access, timeout_s: float) -> str:
+    """Return "SERVING", "NOT_SERVING", or the reason for no answer."""
+    with grpc.secure_channel(address, access.tls) if access.tls else grpc.insecure_channel(address) as channel:
+        try:
+            response = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=access.metadata
+            )
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}{hint(address, error.code(), error.details())}"
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+
+def _shown(message: pb.GetModelInfoResponse | pb.GetStatsResponse, name: str) -> str:
+    value = getattr(message, name)
+    if name == "backends":
+        return ", ".join(pb.Backend.Name(backend).removeprefix("BACKEND_").lower() for backend in value) or "none"
+    if hasattr(value, "items"):
+        return ", ".join(f"{key}: {count}" for key, count in sorted(value.items())) or "none"
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    return str(list(value)) if hasattr(value, "extend") else str(value)
+
+
+def _ask(address: str, access: Access, ask: Callable[[Client], Awaitable[int]]) -> int:
+    async def run() -> int:
+        try:
+            async with Client(address, access) as client:
+                return await ask(client)
+        except grpc.aio.AioRpcError as error:
+            return refused(address, error)
+
+    return asyncio.run(run())
+
+
+def refused(address: str, error: grpc.aio.AioRpcError) -> int:
+    """Print why a call failed, and what helps; return the exit status."""
+    explanation = hint(address, error.code(), error.details())
+    print(f"{address}: {error.code().name}: {error.details()}{explanation}", file=sys.stderr)
+    return FAILED
+
+
+def hint(address: str, code: grpc.StatusCode, details: str | None) -> str:
+    """Return what helps against a failed call, on a line of its own, or ""."""
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return "\nGive the server's token with --token-file FILE."
+    if code is not grpc.StatusCode.UNAVAILABLE or "connect" not in (details or "").lower():
+        return ""
+    listen = "" if address == DEFAULT_SERVER else f" --listen {address}"
+    return (
+        f"\nNo server answers there. Start one with `lockstep serve{listen}`, or name another with --server or "
+        "LOCKSTEP_SERVER. A server with TLS needs --tls or --tls-ca."
+    )
+
+
+def usage(error: Exception) -> int:
+    """Print what is wrong with a command line, and return the exit status."""
+    print(f"error: {error}", file=sys.stderr)
+    return USAGE

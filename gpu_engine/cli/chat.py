@@ -1,0 +1,209 @@
+"""`lockstep chat`: a conversation in the terminal, over a running server.
+
+The invariant: the conversation holds whole turns alone. An answer that was interrupted or failed is forgotten with its
+question, and interrupting it cancels the request, so that the server frees its slot.
+
+Not responsible for: the flags of a request (see request_flags.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from typing import Protocol
+
+import grpc
+
+from gpu_engine.cli.asking import FAILED, OK, hint, usage
+from gpu_engine.cli.client import Client, access_of
+from gpu_engine.cli.inputs import text
+from gpu_engine.cli.request_flags import fill_options
+from gpu_engine.cli.terminal import summary
+from protos.engine.v1 import engine_pb2 as pb
+
+_HELP = """\
+/reset          forget the conversation
+/system TEXT    set the system message, and forget the conversation
+/undo           forget the last question and its answer
+/help           this list
+/exit           end; so does Control-D
+Control-C ends a running answer."""
+
+
+class Screen(Protocol):
+    """What the conversation needs of a terminal."""
+
+    def ask(self) -> str:
+        """Return the user's next line. Raises EOFError at the end, KeyboardInterrupt at Control-C."""
+
+    def write(self, text: str) -> None:
+        """Show a piece of the answer."""
+
+    def note(self, text: str) -> None:
+        """Show a line that belongs to no answer."""
+
+
+class Plain:
+    """A screen for pipes: answers on stdout, notes on stderr."""
+
+    def ask(self) -> str:
+        """Return the next line of stdin."""
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\n")
+
+    def write(self, text: str) -> None:
+        """Write to stdout at once."""
+        print(text, end="", flush=True)
+
+    def note(self, text: str) -> None:
+        """Write a line to stderr."""
+        print(text, file=sys.stderr)
+
+
+class Rich:
+    """A screen for a terminal, with colours and the keys of a line editor."""
+
+    def __init__(self) -> None:
+        import readline  # noqa: F401 - gives `input` history and editing
+
+        from rich.console import Console
+
+        self._console = Console(highlight=False)
+
+    def ask(self) -> str:
+        """Ask with a prompt."""
+        return self._console.input("[bold cyan]you>[/] ")
+
+    def write(self, text: str) -> None:
+        """Write as it is: an answer's brackets are no markup."""
+        self._console.print(text, end="", markup=False, soft_wrap=True)
+        self._console.file.flush()
+
+    def note(self, text: str) -> None:
+        """Write a dim line."""
+        self._console.print(text, style="dim", markup=False)
+
+
+def run_chat(flags: argparse.Namespace) -> int:
+    """Chat until the end of the input."""
+    template = pb.GenerateRequest()
+    try:
+        access = access_of(flags)
+        fill_options(template, flags)
+    except ValueError as error:
+        return usage(error)
+    screen = Rich() if sys.stdin.isatty() and sys.stdout.isatty() else Plain()
+
+    async def connect() -> Client:
+        return Client(flags.server, access)
+
+    # The event loop runs while an answer does. A line is read in between, in this thread, where Control-C ends `ask`.
+    with asyncio.Runner() as runner:
+        client = runner.run(connect())
+        try:
+            return Conversation(client, template, screen, flags.system).run(runner)
+        finally:
+            runner.run(client.aclose())
+
+
+class Conversation:
+    """One conversation with one server."""
+
+    def __init__(self, client: Client, template: pb.GenerateRequest, screen: Screen, system: str | None) -> None:
+        """Args: see below.
+
+        template: everything of a request but its messages.
+        system: the system message, if any.
+        """
+        self._client, self._template, self._screen, self._system = client, template, screen, system
+        self._turns: list[pb.ChatMessage] = []
+
+    def run(self, runner: asyncio.Runner) -> int:
+        """Chat until the end of the input; return the exit status."""
+        try:
+            info = runner.run(self._client.info())
+        except grpc.aio.AioRpcError as error:
+            self._fail(error)
+            return FAILED
+        self._screen.note(f"{info.model} on {self._client.address}; /help lists the commands")
+        answered = True
+        while (line := self._next_line()) is not None:
+            if line.startswith("/"):
+                self._command(line)
+            elif line.strip():
+                try:
+                    answered = runner.run(self._answer(line))
+                except KeyboardInterrupt:
+                    answered = False
+                    self._screen.write("\n")
+                    self._screen.note("interrupted; the question is forgotten")
+        return OK if answered else FAILED
+
+    def _next_line(self) -> str | None:
+        """Return the next line, or None at the end."""
+        while True:
+            try:
+                line = text(self._screen.ask())
+            except (EOFError, KeyboardInterrupt):
+                return None
+            except argparse.ArgumentTypeError as error:
+                self._screen.note(f"the line {error}")
+                continue
+            return None if line in ("/exit", "/quit") else line
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        match name:
+            case "/reset":
+                self._turns.clear()
+            case "/system":
+                self._system = rest.strip() or None
+                self._turns.clear()
+            case "/undo":
+                del self._turns[-2:]
+            case "/help":
+                self._screen.note(_HELP)
+                return
+            case _:
+                self._screen.note(f"there is no command {name}; /help lists them")
+                return
+        self._screen.note(f"{len(self._turns)} turns in the conversation")
+
+    async def _answer(self, question: str) -> bool:
+        """Answer one question; return whether the server did."""
+        request = pb.GenerateRequest()
+        request.CopyFrom(self._template)
+        if self._system is not None:
+            request.messages.messages.add(role="system", content=self._system)
+        asked = pb.ChatMessage(role="user", content=question)
+        request.messages.messages.extend([*self._turns, asked])
+        answer = ""
+        try:
+            async with contextlib.aclosing(self._client.generate(request)) as responses:
+                async for response in responses:
+                    shown = _content(request, response)
+                    answer += shown
+                    self._screen.write(shown)
+                    if response.finish_reason:
+                        self._screen.write("\n")
+                        self._screen.note(summary(response))
+        except grpc.aio.AioRpcError as error:
+            self._fail(error)
+            return False
+        self._turns += [asked, pb.ChatMessage(role="assistant", content=answer)]
+        return True
+
+    def _fail(self, error: grpc.aio.AioRpcError) -> None:
+        explanation = hint(self._client.address, error.code(), error.details())
+        self._screen.note(f"{error.code().name}: {error.details()}{explanation}")
+
+
+def _content(request: pb.GenerateRequest, response: pb.GenerateResponse) -> str:
+    """Return what the user reads of a response: everything but the arguments and markers of tools and reasoning."""
+    if not (request.HasField("tools") or request.HasField("reasoning")):
+        return response.text
+    return "".join(part.text for part in response.parts if part.kind == pb.AnswerPart.KIND_CONTENT)

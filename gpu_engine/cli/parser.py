@@ -1,0 +1,95 @@
+"""The argument parser of `lockstep`: argparse, whose errors name the nearest flag and the command that has it.
+
+The invariant: a wrong flag is explained by the usage of its own command. Abbreviated flags are refused: an abbreviation
+would change its meaning when a longer flag is added.
+
+Not responsible for: the commands (see commands.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of the examples."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of commands, and of each command's flags."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        defaults: dict[str, Any] = {"allow_abbrev": False, "formatter_class": Formatter}
+        super().__init__(*arguments, **defaults | more)
+        self._commands: dict[str, Parser] = {}
+
+    def add_commands(self, version: str) -> Commands:
+        """Return what adds commands to this parser."""
+        return Commands(self, version)
+
+    def parse_args(  # type: ignore[override]  # argparse's has overloads for a namespace of the caller's own
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
+        """Parse a command line. Prints the error and ends the process where it is wrong."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        if self._commands:
+            self._check_beginning(arguments)
+        flags, unknown = self.parse_known_args(arguments)
+        if unknown:
+            self._commands.get(arguments[0] if arguments else "", self)._refuse(unknown, self._commands)
+        return flags
+
+    def _check_beginning(self, arguments: list[str]) -> None:
+        """Refuse a flag in front of its command, and a command that does not exist."""
+        if not arguments or arguments[0] in (*self._commands, "-h", "--help", "--version"):
+            return
+        first = arguments[0]
+        if first.startswith("-"):
+            owners = _owners(first, self._commands)
+            self.error(
+                f"{_name(first)} stands behind its command: lockstep {owners[0]} {_name(first)} ..."
+                if owners
+                else f"{_name(first)}: a command comes first: {', '.join(self._commands)}"
+            )
+        near = difflib.get_close_matches(first, self._commands, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(self._commands)}"
+        self.error(f"there is no command {first!r}; {hint}")
+
+    def _refuse(self, unknown: list[str], commands: dict[str, Parser]) -> NoReturn:
+        first = next((word for word in unknown if word.startswith("-")), None)
+        problem = f"unrecognized arguments: {' '.join(unknown)}"
+        if first is None:
+            self.error(f"{problem}; every value belongs to a flag")
+        near = difflib.get_close_matches(_name(first), self._option_string_actions, 1)
+        owners = _owners(first, commands)
+        if owners:
+            self.error(f"{problem}; {_name(first)} is a flag of `lockstep {owners[0]}`")
+        self.error(f"{problem}; did you mean {near[0]}?" if near else problem)
+
+
+class Commands:
+    """Adds commands to a parser."""
+
+    def __init__(self, parser: Parser, version: str) -> None:
+        self._parser, self._version = parser, version
+        self._added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+
+    def add(self, name: str, **about: Any) -> Parser:
+        """Return the parser of a new command; `about` is for argparse."""
+        command: Parser = self._added.add_parser(name, **about)
+        command.add_argument("--version", action="version", version=self._version)
+        self._parser._commands[name] = command
+        return command
+
+
+def _name(word: str) -> str:
+    return word.partition("=")[0]
+
+
+def _owners(word: str, commands: dict[str, Parser]) -> list[str]:
+    """Return the commands that have the flag of `word`."""
+    return [name for name, command in commands.items() if _name(word) in command._option_string_actions]

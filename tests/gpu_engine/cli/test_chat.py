@@ -1,0 +1,189 @@
+"""A conversation in the terminal, against a server with a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.request import Request, TokenEvent
+from gpu_engine.cli import commands as cli
+from gpu_engine.cli.chat import Conversation
+from gpu_engine.cli.client import Client
+from gpu_engine.server import Parts, open_server
+from protos.engine.v1 import engine_pb2 as pb
+from tests.fakes import FakeEngine, FakeModel, Script
+from tests.fakes import answers_with as answers
+from tests.waiting import eventually
+
+
+class Lines:
+    """A screen that asks from a list and remembers what it shows."""
+
+    def __init__(self, *lines: str | type[BaseException]) -> None:
+        self._lines = iter(lines)
+        self.answers = ""
+        self.notes: list[str] = []
+
+    def ask(self) -> str:
+        line = next(self._lines, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    def write(self, text: str) -> None:
+        self.answers += text
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, engine: FakeEngine) -> AsyncIterator[str]:
+    parts = Parts(lambda config, progress: FakeModel(), lambda config, model, channel, grammar: engine)
+    config = ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none")
+    async with open_server(EngineConfig(max_model_len=256), config, parts=parts) as server:
+        yield server.address
+
+
+async def chat(address: str, screen: Lines, system: str | None = None) -> int:
+    def run() -> int:
+        async def connect() -> Client:
+            return Client(address)
+
+        with asyncio.Runner() as runner:
+            client = runner.run(connect())
+            try:
+                return Conversation(client, pb.GenerateRequest(), screen, system).run(runner)
+            finally:
+                runner.run(client.aclose())
+
+    return await asyncio.to_thread(run)
+
+
+def prompts(engine: FakeEngine) -> list[str]:
+    return [bytes(request.prompt_ids).decode() for request in engine.submitted]
+
+
+async def test_every_question_is_sent_with_the_conversation(tmp_path: Path) -> None:
+    engine = FakeEngine(EngineConfig(max_model_len=256), answers("hm"))
+    screen = Lines("one", "  ", "two")
+    async with serving(tmp_path, engine) as address:
+        assert await chat(address, screen, "be brief") == cli.OK
+    assert prompts(engine) == [
+        "system: be brief\nuser: one\nassistant:",
+        "system: be brief\nuser: one\nassistant: hm\nuser: two\nassistant:",
+    ]
+    assert screen.answers == "hm\nhm\n"
+    assert screen.notes[0].startswith("fake-model on unix:")
+    assert screen.notes[1].startswith("[stop]")
+
+
+async def test_commands_change_the_conversation(tmp_path: Path) -> None:
+    engine = FakeEngine(EngineConfig(max_model_len=256), answers("hm"))
+    screen = Lines(
+        "one", "two", "/undo", "/foo", "/help", "three", "/reset", "four", "/system S", "five", "/exit", "six"
+    )
+    async with serving(tmp_path, engine) as address:
+        assert await chat(address, screen) == cli.OK
+    assert prompts(engine)[2:] == [
+        "user: one\nassistant: hm\nuser: three\nassistant:",
+        "user: four\nassistant:",
+        "system: S\nuser: five\nassistant:",
+    ]
+    assert "there is no command /foo; /help lists them" in screen.notes
+    assert any("/reset" in note for note in screen.notes)
+
+
+async def test_a_question_that_is_refused_is_forgotten(tmp_path: Path) -> None:
+    engine = FakeEngine(EngineConfig(max_model_len=256), answers("hm"))
+    screen = Lines("refuse", "\udcff", "one", KeyboardInterrupt)
+    async with serving(tmp_path, engine) as address:
+        assert await chat(address, screen) == cli.OK
+    assert prompts(engine) == ["user: one\nassistant:"]
+    assert screen.notes[1].startswith("INVALID_ARGUMENT")
+    assert screen.notes[2] == "the line is no UTF-8 at character 0"
+
+
+async def test_the_status_is_that_of_the_last_question(tmp_path: Path) -> None:
+    engine = FakeEngine(EngineConfig(max_model_len=256), answers("hm"))
+    async with serving(tmp_path, engine) as address:
+        assert await chat(address, Lines("one", "refuse")) == cli.FAILED
+
+
+async def test_without_a_server_it_says_how_to_start_one(tmp_path: Path) -> None:
+    screen = Lines("one")
+    assert await chat(f"unix:{tmp_path}/nobody", screen) == cli.FAILED
+    assert f"lockstep serve --listen unix:{tmp_path}/nobody" in screen.notes[0]
+
+
+def endless(asked: threading.Event) -> Script:
+    def script(request: Request) -> Iterable[TokenEvent]:
+        asked.set()
+        return [TokenEvent(request.index, (ord("a"),))]
+
+    return script
+
+
+async def test_control_c_ends_the_answer_and_not_the_chat(tmp_path: Path, root: Path) -> None:
+    asked = threading.Event()
+    engine = FakeEngine(EngineConfig(max_model_len=256), endless(asked))
+    async with serving(tmp_path, engine) as address:
+        primary, terminal = pty.openpty()
+        command = [sys.executable, "-m", "gpu_engine", "chat", "--server", address]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=terminal, stdout=terminal, stderr=terminal, cwd=root
+        )
+        os.close(terminal)
+        shown = bytearray()
+        reader = threading.Thread(target=_read_all, args=(primary, shown.extend), daemon=True)
+        reader.start()
+        try:
+            await eventually(lambda: b"you>" in shown)
+            os.write(primary, b"one\n")
+            await eventually(asked.is_set)
+            await eventually(lambda: b"a" in shown.partition(b"one")[2])
+            process.send_signal(signal.SIGINT)
+            await eventually(lambda: b"interrupted" in shown)
+            await eventually(lambda: engine.dropped)
+            os.write(primary, b"/exit\n")
+            async with asyncio.timeout(20):
+                assert await process.wait() == cli.FAILED
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            await asyncio.to_thread(reader.join, 20)
+            os.close(primary)
+
+
+def _read_all(descriptor: int, take: Callable[[bytes], object]) -> None:
+    while True:
+        try:
+            read = os.read(descriptor, 4096)
+        except OSError:  # the other end is closed
+            return
+        if not read:
+            return
+        take(read)
+
+
+async def test_lines_of_a_pipe_are_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str], root: Path) -> None:
+    engine = FakeEngine(EngineConfig(max_model_len=256), answers("hm"))
+    async with serving(tmp_path, engine) as address:
+        command = [sys.executable, "-m", "gpu_engine", "chat", "--server", address, "--max-tokens", "9"]
+        done = await asyncio.to_thread(
+            subprocess.run, command, input="one\ntwo\n", capture_output=True, text=True, cwd=root, check=False
+        )
+    assert (done.returncode, done.stdout) == (cli.OK, "hm\nhm\n")
+    assert engine.submitted[0].sampling.max_tokens == 9

@@ -1,0 +1,164 @@
+"""Every field of the API has a flag, and every wrong flag is explained where it belongs."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+
+from gpu_engine.cli import commands as cli
+from gpu_engine.cli.request_flags import build_request
+from protos.engine.v1 import engine_pb2 as pb
+from tests.docs.pages import ROOT
+
+ALL = shlex.split("""
+--max-tokens 5 --min-tokens 1 --temperature 0.5 --top-p 0.75 --top-k 7 --min-p 0.25 --seed 9 --n 2
+--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty 0.25 --ignore-eos --include-stop
+--keep-special-tokens --stop a --stop-token-id 4 --bad-word b --bad-token-id 5 --logit-bias 8=-1.5 --logprobs 2
+--prompt-logprobs 1 --per-field-logprobs --echo --omit-token-ids --omit-text --request-id r --priority -2
+--cache-salt s --draft-tokens 3 --no-draft-index --reasoning --reasoning-tokens 9 --reasoning-effort low
+--continue-final-message --template-arguments '{"a": 1}' --tool-choice required --no-parallel-tool-calls
+""")
+
+
+def build(*arguments: str) -> pb.GenerateRequest:
+    return build_request(cli._parser().parse_args(["generate", *arguments]), io.StringIO())
+
+
+def set_fields(message: Any, prefix: str = "") -> set[str]:
+    """Return the paths of the fields that are set."""
+    found = set()
+    for field, value in message.ListFields():
+        nested = field.message_type is not None and not hasattr(value, "extend") and not hasattr(value, "items")
+        found |= set_fields(value, f"{prefix}{field.name}.") if nested else {f"{prefix}{field.name}"}
+    return found
+
+
+def all_fields(descriptor: Any, prefix: str = "") -> set[str]:
+    """Return the paths of all fields below a message, as far as `set_fields` goes."""
+    found = set()
+    for field in descriptor.fields:
+        nested = field.message_type is not None and not field.is_repeated
+        found |= all_fields(field.message_type, f"{prefix}{field.name}.") if nested else {f"{prefix}{field.name}"}
+    return found
+
+
+def test_every_field_has_a_flag(tmp_path: Path) -> None:
+    conversation = tmp_path / "m.json"
+    conversation.write_text('[{"role": "user", "content": "a"}]')
+    request = build("--messages", str(conversation), "--tools", str(ROOT / "samples/tools.json"), *ALL)
+    other = build("--token-ids", "1,2"), build("--prompt", "x"), build("--prompt", "x", "--grammar-id", "g")
+    for grammar in (["--json"], ["--schema", "{}"], ["--regex", "a"], ["--choice", "a"]):
+        other += (build("--prompt", "x", *grammar, "--whitespace", "any", "--backend", "auto", "--allow-unenforced"),)
+    for kind, file in (("ebnf", "list.gbnf"), ("lark", "order.lark"), ("structural-tag", "call.json")):
+        other += (build("--prompt", "x", f"--{kind}", str(ROOT / "samples" / file)),)
+    named = build("--chat", "x", "--tools", str(ROOT / "samples/tools.json"), "--tool-choice", "weather")
+    found = set().union(*(set_fields(each) for each in (request, named, *other)))
+    # The markers are the model's own; naming others takes the API.
+    assert all_fields(pb.GenerateRequest.DESCRIPTOR) - found == {"reasoning.begin", "reasoning.end"}
+    assert request.sampling.logit_bias == {8: -1.5}
+    assert not request.sampling.skip_special_tokens
+    assert json.loads(request.tools.tools[0].parameters)["required"] == ["city", "days"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["generate", "--max-batch-size", "4"],
+            "lockstep generate: error: .*; --max-batch-size is a flag of `lockstep serve`",
+        ),
+        (["generate", "--temprature", "0"], "lockstep generate: error: .*; did you mean --temperature?"),
+        (["serve", "--max-batch", "4"], "lockstep serve: error: .*; did you mean --max-batch-size?"),
+        (
+            ["generate", "hello"],
+            "lockstep generate: error: unrecognized arguments: hello; every value belongs to a flag",
+        ),
+        (["--server", "x", "info"], "lockstep: error: --server stands behind its command: lockstep generate --server"),
+        (["--zork"], "lockstep: error: --zork: a command comes first: serve"),
+        (["genrate"], "lockstep: error: there is no command 'genrate'; did you mean 'generate'"),
+        (["zork"], "there is no command 'zork'; the commands are serve"),
+        (["generate", "--prompt", "\udcff"], "argument --prompt: is no UTF-8 at character 0"),
+        (["generate", "--logit-bias", "a=1"], "argument --logit-bias: 'a=1' is not ID=BIAS"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == cli.USAGE
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--prompt", "x", "--schema", "nowhere.json"],
+            "--schema: cannot read nowhere.json: No such file or directory",
+        ),
+        (["--prompt", "x", "--lark", "binary"], "--lark: binary is no UTF-8 at byte 0"),
+        (["--messages", "binary"], "--messages: binary is no UTF-8"),
+        (["--messages", "text"], "--messages: is no JSON"),
+        (["--messages", "turn"], '--messages: .*"contents"'),
+        (["--chat", "x", "--tools", "turn"], '--tools: .*"role"'),
+        (["--chat", "x", "--tools", "object"], "--tools: must be a JSON list"),
+        (["--prompt", "x", "--tools", "turn"], "--tools needs --chat or --messages"),
+        (["--prompt", "x", "--reasoning"], "--reasoning needs --chat or --messages"),
+        (["--chat", "x", "--tool-choice", "auto"], "--tool-choice and --no-parallel-tool-calls need --tools"),
+        (["--token-ids", "1,b"], "--token-ids: '1,b' is no list of numbers"),
+        (["--prompt", "x", "--stop-token-id", "-1"], "--stop-token-id: "),
+        (["--prompt", "x", "--n", "-1"], "--n: "),
+        (["--prompt", "x", "--token-ids", "1"], "--prompt and --token-ids exclude each other"),
+    ],
+)
+def test_a_wrong_value_names_its_flag(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff")
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "object").write_text("{}")
+    (tmp_path / "turn").write_text('[{"role": "user", "contents": "a"}]')
+    with pytest.raises(ValueError, match=message):
+        build(*arguments)
+
+
+def test_stdin_that_is_no_utf_8_is_named() -> None:
+    flags = cli._parser().parse_args(["generate"])
+    with pytest.raises(ValueError, match=r"stdin \(the prompt\): is no UTF-8"):
+        build_request(flags, io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "command", ["serve", "generate", "chat", "compile", "tokenize", "detokenize", "info", "health"]
+)
+def test_every_command_knows_its_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("lockstep-engine ")
+
+
+def test_help_states_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for flag in ("--temperature", "--top-p", "--max-tokens", "--n", "--seed", "--whitespace", "--priority"):
+        assert "(default: " in shown.rpartition(f" {flag} ")[2][:200], flag
+
+
+def test_a_conversation_of_the_api_is_taken_as_it_is(tmp_path: Path) -> None:
+    conversation = tmp_path / "m.json"
+    turns = [{"role": "assistant", "tool_calls": [{"id": "c", "name": "f", "arguments": "{}"}]}]
+    conversation.write_text(json.dumps(turns))
+    request = build("--messages", str(conversation), "--system", "S")
+    expected = json_format.ParseDict({"messages": [{"role": "system", "content": "S"}, *turns]}, pb.ChatMessages())
+    assert request.messages == expected
