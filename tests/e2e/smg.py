@@ -49,8 +49,8 @@ def smg(workers: list[str], log: Path, *options: str) -> Iterator[Smg]:
         "--shutdown-grace-period-secs", "0",
         *options,
     ]  # fmt: skip
-    # It asks the hub for the tokenizer of a model that it does not find, before it asks the engine.
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    # It asks the hub for the tokenizer before it asks the engine: here is none.
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=log.parent, env=environment)
     try:

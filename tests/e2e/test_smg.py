@@ -24,6 +24,7 @@ from tests.e2e.asking import idle_stats
 from tests.e2e.conftest import RunningServer
 from tests.e2e.smg import Smg, smg
 
+pytest.importorskip("smg", reason="needs the gateway smg, of which there is a wheel for x86-64")
 pytestmark = pytest.mark.model
 
 MODEL = "embedded"

@@ -18,6 +18,9 @@ from gpu_engine.front.calls import Calls
 
 SERVER_TYPE = "vllm-grpc"
 """The name by which gateways recognise this wire."""
+OWN_TOKENIZER = "engine:"
+"""Before the model's name, it is no path and no id of a hub: a gateway that looks there first would take the files of
+another revision, or of another model in the same place. It asks for the engine's own (GetTokenizer) instead."""
 MIN_WINDOW_S = 1.0
 """Tokens per second are measured over at least this long, however often a gateway asks."""
 
@@ -28,7 +31,7 @@ def model_info(calls: Calls) -> vllm.GetModelInfoResponse:
     tokenizer = model.tokenizer
     return vllm.GetModelInfoResponse(
         model_path=model.name,
-        tokenizer_path=model.name,
+        tokenizer_path=f"{OWN_TOKENIZER}{model.name}",
         served_model_name=calls.engine.config.served_names[0],
         model_type=model.model_type,
         is_generation=True,

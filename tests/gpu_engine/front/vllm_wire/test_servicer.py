@@ -244,6 +244,7 @@ async def test_the_model_and_the_server_are_described(tmp_path: Path) -> None:
         server = await s.stub.GetServerInfo(vllm.GetServerInfoRequest(), timeout=20)
         health = await s.stub.HealthCheck(vllm.HealthCheckRequest(), timeout=20)
         assert (model.model_path, model.served_model_name, model.is_generation) == ("fake-model", "city", True)
+        assert model.tokenizer_path == "engine:fake-model", "no place where a gateway could find other files"
         assert (model.max_context_length, model.vocab_size, list(model.eos_token_ids)) == (256, 320, [EOS])
         assert (model.bos_token_id, model.pad_token_id) == (257, 0)
         assert (server.server_type, server.block_size, server.max_num_seqs) == ("vllm-grpc", 16, 3)
