@@ -12,8 +12,12 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from gpu_engine.api.errors import LockstepError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class FinishReason(enum.Enum):
@@ -96,6 +100,18 @@ class Logprobs:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens but the first, natural logarithms of the model's own distribution.
+
+    N tokens, M alternatives of each, the most likely first.
+    """
+
+    logprob_N: np.ndarray[Any, np.dtype[np.float32]]
+    top_ids_NM: np.ndarray[Any, np.dtype[np.int32]]
+    top_logprobs_NM: np.ndarray[Any, np.dtype[np.float32]]
+
+
 @dataclass(slots=True)
 class Telemetry:
     """Times and counts of one sequence. Times are `time.monotonic()` seconds. Only the engine's thread writes it."""
@@ -133,6 +149,8 @@ class TokenEvent:
     finish: FinishReason | None = None
     matched_token_id: int | None = None
     error: LockstepError | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """In the first event with a token, if the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +185,8 @@ class Request:
     """A higher one leaves the waiting queue first."""
     cache_salt: str = ""
     """Requests share pages of the prefix cache only where their salts are equal."""
+    prompt_logprobs: int | None = None
+    """Alternatives of each token of the prompt whose log-probabilities are wanted; None: none are."""
     echo: str | None = None
     """The prompt's text, with which the first response of the sequence begins. None: not asked for."""
     telemetry: Telemetry = field(default_factory=Telemetry)

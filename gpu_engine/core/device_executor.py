@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -30,6 +31,7 @@ from gpu_engine.step.device.pinned import PinnedSegment
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
 from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.program import StepProgram
+from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import NoSync, Sync
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
@@ -117,6 +119,8 @@ def device_executor(
     prefill = Prefill(
         stream, model, pages, drafter, slot_writer, shapes.of, max_lanes=max(lanes for lanes, _ in shapes.every)
     )
+    scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
+    warm_up = partial(_warm_up, stream, step_sync, prefill, scorer, graphs, budget, channel, shapes.every)
 
     def close() -> None:
         try:
@@ -128,8 +132,7 @@ def device_executor(
         slot_writer,
         step_sync,
         LauncherRunner(graphs, slot_writer, step_sync, budget, max_inflight_steps),
-        prefill,
-        lambda: _warm_up(stream, step_sync, prefill, graphs, budget, channel, shapes.every),
+        *(prefill, scorer, warm_up),
         enter=lambda: None,
         probe=stream.synchronize,
         close=close,
@@ -140,6 +143,7 @@ def _warm_up(
     stream: Stream,
     sync: Sync,
     prefill: Prefill,
+    scorer: PromptScorer,
     graphs: StepGraphs,
     budget: DraftBudget,
     channel: EngineEnd | None,
@@ -148,6 +152,7 @@ def _warm_up(
     """Run every prefill shape and every step once, capture both, and measure the steps."""
     sync.reserve(graphs.buckets)
     prefill.warm_up(shapes)  # loads every kernel before the first wait is captured
+    scorer.warm_up()
     graphs.capture(channel)
     budget.seed(graphs.ms_by_rows)
     if not graphs.eager:
@@ -155,4 +160,5 @@ def _warm_up(
     # The first replay of a graph allocates. A capture empties the allocator's cache, and a shape that is not captured
     # allocates there. Either could wait for the device while a step there waits for the grammar process.
     prefill.warm_up(shapes)
+    scorer.warm_up()
     stream.synchronize()

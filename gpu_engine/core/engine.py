@@ -167,6 +167,7 @@ class Engine:
                 request.grammar is not None,
                 priority=request.priority,
                 salt=request.cache_salt,
+                scored=request.prompt_logprobs is not None,
             )
             # Under the lock: a sequence that is counted is in the inbox before `close` sets the flag.
             self._inbox.put(lambda: loop.admit(sequence))

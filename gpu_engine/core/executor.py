@@ -30,6 +30,7 @@ from gpu_engine.step.native_launches import NativeLaunches
 from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.prefill import chunks_of, fill_prompts, prompt_rows
 from gpu_engine.step.program import Drafter, StepProgram
+from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import ImmediateStream
 from gpu_engine.step.stream_sync import InlineSync
 from gpu_engine.step.sync import NoSync, Sync
@@ -48,6 +49,8 @@ class Executor:
     runner: StepRunner
     prefill: Callable[[tuple[Chunk[SequenceState], ...]], None]
     """Fill the caches with these chunks of different sequences, which fit one of the configuration's shapes."""
+    scorer: PromptScorer
+    """Fills the caches with a chunk, and returns the log-probabilities of its tokens."""
     warm_up: Callable[[], None]
     """Run every shape once; capture. Before the first request, after `enter`."""
     enter: Callable[[], None]
@@ -168,4 +171,5 @@ def cpu_executor(
         raise _cannot_mix(model, drafter)
     fills = prefill_together if program.mixes else prefill
     answers = suffix_drafter(drafter)
-    return Executor(slot_writer, sync, runner, fills, warm_up, **idle, mixes=program.mixes, answers=answers)
+    scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
+    return Executor(slot_writer, sync, runner, fills, scorer, warm_up, **idle, mixes=program.mixes, answers=answers)

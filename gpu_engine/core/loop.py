@@ -17,7 +17,7 @@ from collections.abc import Collection
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError, status_of
 from gpu_engine.api.ports import GrammarPort
-from gpu_engine.api.request import FinishReason, Request, TokenEvent
+from gpu_engine.api.request import FinishReason, PromptLogprobs, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.executor import lookahead
@@ -28,6 +28,7 @@ from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import Chunk, Scheduler
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.outcomes import LaneOutcome
+from gpu_engine.step.prompt_scorer import SCORED_ROWS
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import RowKind
 
@@ -63,6 +64,7 @@ class EngineLoop:
             shapes=shapes,
             tokens_of=_tokens_of if config.caches_prefixes else None,
             max_batched_tokens=config.max_batched_tokens or shapes.budget if self.executor.mixes else 0,
+            scored_chunk=SCORED_ROWS,
         )
         self._slot_writer, self._sync, self._runner = (
             self.executor.slot_writer,
@@ -90,6 +92,8 @@ class EngineLoop:
             self._slot_lost(sequence)
         for sequence in plan.assigned:
             self._slot_assigned(sequence)
+        if plan.scored is not None:
+            self._score(plan.scored)
         shared = plan.prefill if plan.decode and self.executor.mixes else ()
         if plan.prefill and not shared:
             self.executor.prefill(plan.prefill)
@@ -116,7 +120,23 @@ class EngineLoop:
     def _slot_lost(self, sequence: RunningSequence) -> None:
         """Release the matcher of a sequence that was preempted."""
         self.stats.preemptions += 1
+        if sequence.scored:
+            self.executor.scorer.drop(sequence)
         self.grammar_slots.close(sequence)
+
+    def _score(self, chunk: Chunk[SequenceState]) -> None:
+        sequence, wanted = chunk.sequence, chunk.sequence.payload.request.prompt_logprobs
+        assert wanted is not None, sequence
+        self._slot_writer.write_pages(sequence)
+        self.executor.scorer.launch(sequence, sequence.slot, chunk.start, chunk.end, wanted)
+        self._prefilled((chunk,))
+
+    def _prompt_logprobs(self, sequence: RunningSequence) -> PromptLogprobs | None:
+        """Return what belongs to the first event with a token; does not wait, as these launches are before its step."""
+        if not sequence.scored:
+            return None
+        sequence.scored = False
+        return self.executor.scorer.take(sequence)
 
     def _prefilled(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
         now_s = time.monotonic()
@@ -153,7 +173,8 @@ class EngineLoop:
                 self.end(sequence, outcome, finish=outcome.finish)
             elif outcome.token_ids:
                 request = sequence.payload.request
-                request.sink(TokenEvent(request.index, outcome.token_ids, outcome.logprobs))
+                scores = self._prompt_logprobs(sequence)
+                request.sink(TokenEvent(request.index, outcome.token_ids, outcome.logprobs, prompt_logprobs=scores))
 
     def _count(self, sequence: RunningSequence, outcome: LaneOutcome, waited_ms: float) -> None:
         telemetry, stats, count = sequence.payload.request.telemetry, self.stats, len(outcome.token_ids)
@@ -213,8 +234,11 @@ class EngineLoop:
             ids, logprobs = (outcome.token_ids, outcome.logprobs) if outcome else ((), ())
             if finish is FinishReason.GRAMMAR_CLOSED and ids[-1] in request.sampling.stop_token_ids:
                 finish = FinishReason.STOP  # a stop token of the client: the grammar may be incomplete
+            scores = self._prompt_logprobs(sequence) if ids else None
             matched = ids[-1] if finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and ids else None
-            request.sink(TokenEvent(request.index, ids, logprobs, finish, matched, error))
+            request.sink(TokenEvent(request.index, ids, logprobs, finish, matched, error, scores))
+        if sequence.scored:
+            self.executor.scorer.drop(sequence)
         self.grammar_slots.close(sequence)  # last: the client gets its last event even if the port fails
 
     @property

@@ -66,6 +66,9 @@ class Sequence(Generic[Payload]):
     """A higher one leaves the waiting queue first."""
     salt: str = ""
     """The prefix cache shares pages among sequences with one salt alone."""
+    scored: bool = False
+    """Log-probabilities of its prompt are wanted: it is prefilled in chunks of its own, and uses no cached page, for
+    which there are no logits. The engine clears it with the first token."""
     order: int = 0
     """Number of its first slot, in the order in which slots were given; 0: it had none yet. The youngest sequence, with
     the largest number, is preempted first."""
@@ -111,11 +114,13 @@ class Plan(Generic[Payload]):
     """Chunks to be run in one forward, the oldest sequence first."""
     decode: tuple[Sequence[Payload], ...]
     """The batch of the decode step."""
+    scored: Chunk[Payload] | None = None
+    """A chunk to be run in a forward of its own, before the others: its logits are wanted."""
 
     @property
     def idle(self) -> bool:
         """There is nothing to run."""
-        return not self.prefill and not self.decode
+        return not self.prefill and not self.decode and self.scored is None
 
 
 class Scheduler(Generic[Payload]):
@@ -131,6 +136,7 @@ class Scheduler(Generic[Payload]):
         shapes: PrefillShapes,
         tokens_of: Callable[[Sequence[Payload]], list[int]] | None = None,
         max_batched_tokens: int = 0,
+        scored_chunk: int = 1,
     ) -> None:
         """Args: see below.
 
@@ -140,9 +146,11 @@ class Scheduler(Generic[Payload]):
         tokens_of: returns the tokens of a sequence, by which the prefix cache is searched; None: no prefix cache.
         max_batched_tokens: tokens of one forward, over decoding sequences and prompts together: a prompt whose last
             chunk is in it decodes in it, too. 0: prompts have forwards of their own, with `prefill_chunk` and `shapes`.
+        scored_chunk: chunks of scored sequences end at multiples of this number of tokens.
         """
         self.allocator, self._shapes, self._tokens_of = allocator, shapes, tokens_of
         self._chunk, self._lookahead, self._max_batched_tokens = prefill_chunk, lookahead, max_batched_tokens
+        self._scored_chunk_tokens = scored_chunk
         self._slots: list[Sequence[Payload] | None] = [None] * num_slots
         self._gens = [0] * num_slots
         self._waiting: deque[Sequence[Payload]] = deque()
@@ -170,11 +178,12 @@ class Scheduler(Generic[Payload]):
         """Decide one iteration: find pages for the decode batch, assign free slots, choose chunks to prefill."""
         preempted = self._make_room()
         assigned = () if preempted else self._assign_slots()
+        scored = self._scored_chunk()
         # Before the decode batch: the search of the prefix cache may leave nothing of a prompt to prefill.
-        chunks = self._mixed_chunks() if self._max_batched_tokens else self._chunks()
+        chunks = self._mixed_chunks(scored) if self._max_batched_tokens else self._chunks()
         ends = {c.sequence: c.end for c in chunks} if self._max_batched_tokens else {}
         decode = tuple(s for s in self.running if s.decodes_behind(ends.get(s, s.prefilled)))
-        return Plan(tuple(preempted), tuple(assigned), chunks, decode)
+        return Plan(tuple(preempted), tuple(assigned), chunks, decode, scored)
 
     def index_pages(self, sequence: Sequence[Payload]) -> None:
         """Put the full pages that are prefilled so far into the prefix cache, for sequences with the same beginning."""
@@ -195,6 +204,20 @@ class Scheduler(Generic[Payload]):
             at += 1
         self._waiting.insert(at, sequence)
 
+    def _scored_chunk(self) -> Chunk[Payload] | None:
+        """Return the next chunk of the oldest scored sequence."""
+        prompts = (s for s in self.running if s.scored and s.prefilled < s.prefill_end)
+        oldest = min(prompts, key=lambda s: s.order, default=None)
+        if oldest is None:
+            return None
+        size = self._scored_chunk_tokens
+        return Chunk(oldest, oldest.prefilled, min(oldest.prefill_end, (oldest.prefilled // size + 1) * size))
+
+    def _prompts(self) -> list[Sequence[Payload]]:
+        """Return the running sequences whose prompts share forwards, the oldest first."""
+        prompts = (s for s in self.running if s.prefilled < s.prefill_end and not s.scored)
+        return sorted(prompts, key=lambda s: s.order)
+
     def _chunks(self) -> tuple[Chunk[Payload], ...]:
         """Return the next chunk of the oldest sequence, and of every younger one that fits beside the older ones.
 
@@ -203,7 +226,7 @@ class Scheduler(Generic[Payload]):
         """
         chosen: list[Chunk[Payload]] = []
         longest = 0
-        for s in sorted((s for s in self.running if s.prefilled < s.prefill_end), key=lambda s: s.order):
+        for s in self._prompts():
             if chosen and self._shapes.of(len(chosen) + 1, longest) is None:
                 break
             if self._search_again(s):
@@ -215,16 +238,18 @@ class Scheduler(Generic[Payload]):
                 longest = length
         return tuple(chosen)
 
-    def _mixed_chunks(self) -> tuple[Chunk[Payload], ...]:
+    def _mixed_chunks(self, scored: Chunk[Payload] | None) -> tuple[Chunk[Payload], ...]:
         """Return what the prompts have of the next forward: the oldest first, as much as the budget leaves.
 
-        A decoding sequence has one token of the budget: its drafts are bounded elsewhere. A prompt that begins as an
+        A decoding sequence has one token of the budget: its drafts are bounded elsewhere. The chunk `scored`, which has
+        a forward of its own, has a part of it, too. A prompt that begins as an
         older one in the same forward begins waits, because it finds these pages in the prefix cache afterwards.
         """
-        prompts = sorted((s for s in self.running if s.prefilled < s.prefill_end), key=lambda s: s.order)
         room = self._max_batched_tokens - sum(s.decoding for s in self.running)
+        if scored is not None:
+            room -= scored.end - scored.start
         chosen: list[Chunk[Payload]] = []
-        for s in prompts:
+        for s in self._prompts():
             if room <= 0:
                 break
             if self._search_again(s) or any(self._shares_next_page(s, chunk) for chunk in chosen):
@@ -294,7 +319,8 @@ class Scheduler(Generic[Payload]):
         """
         if self._tokens_of is None:
             return []
-        pages = self.allocator.match_prefix(self._tokens_of(sequence)[: sequence.prefill_end], sequence.salt)
+        tokens = [] if sequence.scored else self._tokens_of(sequence)[: sequence.prefill_end]
+        pages = self.allocator.match_prefix(tokens, sequence.salt)
         sequence.searched_version, sequence.num_indexed_pages = self.allocator.index_version, len(pages)
         sequence.prefilled = sequence.num_cached_tokens = len(pages) * self.allocator.page_size
         return pages

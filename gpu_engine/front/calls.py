@@ -57,6 +57,9 @@ Respond = Callable[[SequenceOutput, Delta], Iterable[Any]]
 Rename = Callable[[str], str]
 """Returns the name that a service has for a field of our own request."""
 
+MANY_NUMBERS = 2048
+"""More log-probabilities than this take some milliseconds to put into a message."""
+
 
 @dataclass(slots=True)
 class Call:
@@ -231,7 +234,7 @@ class Calls:
                 delta = output.take(events)
                 if delta.matched_stop is not None:
                     self.engine.drop(output.request)
-                for response in respond(output, delta):
+                for response in await _responses(respond, output, delta):
                     await context.write(response)
                     self._pacer.response_sent()
                 if delta.error:
@@ -257,6 +260,14 @@ class Calls:
 
     def __repr__(self) -> str:
         return f"<Calls running={len(self._running)} draining={self._draining}>"
+
+
+async def _responses(respond: Respond, output: SequenceOutput, delta: Delta) -> Iterable[Any]:
+    """Return the messages, which are made off the event loop where they have many numbers."""
+    scores = delta.prompt_logprobs
+    if scores is not None and scores.top_ids_NM.size + scores.logprob_N.size > MANY_NUMBERS:
+        return await asyncio.to_thread(lambda: list(respond(output, delta)))
+    return respond(output, delta)
 
 
 class ErrorToStatus:

@@ -105,6 +105,7 @@ def build_requests(
             draft_scope=draft_scope,
             priority=checked.priority,
             cache_salt=checked.cache_salt,
+            prompt_logprobs=checked.prompt_logprobs if i == 0 else None,
             echo=echo,
             telemetry=Telemetry(arrived_s=arrived_s),
         )

@@ -7,13 +7,13 @@ Not responsible for: any decision about a request (see calls.py and text_output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.ports import Model
-from gpu_engine.api.request import Request
+from gpu_engine.api.request import PromptLogprobs, Request
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tools.formats import reasoning_markers, tool_format
@@ -25,7 +25,7 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
     request, echo = output.request, delta.echo is not None
     text = delta.text if options.omit_text else (delta.echo or "") + delta.text
     has_ids = (delta.token_ids or echo) and not options.omit_token_ids
-    if not (text or delta.finish or delta.logprobs or has_ids):
+    if not (text or delta.finish or delta.logprobs or delta.prompt_logprobs or has_ids):
         return []
     response = pb.GenerateResponse(request_id=request.request_id, index=request.index, text=text)
     if echo and not options.omit_token_ids:
@@ -40,6 +40,8 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
             tool_call_id=part.tool_call_id,
             tool_name=part.tool_name,
         )
+    if delta.prompt_logprobs is not None:
+        response.prompt_logprobs.extend(_prompt_entries(delta.prompt_logprobs))
     for entry in delta.logprobs:
         top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
         response.logprobs.append(pb.TokenLogprobs(logprob=entry.logprob, top=top))
@@ -54,6 +56,15 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
         response.usage.cached_tokens = request.telemetry.cached_tokens
         response.telemetry.CopyFrom(_telemetry(request, output.finished_s))
     return [response]
+
+
+def _prompt_entries(scores: PromptLogprobs) -> Iterator[pb.TokenLogprobs]:
+    """Yield an entry for each token of the prompt; the first one, which has no log-probability, is empty."""
+    yield pb.TokenLogprobs()
+    rows = zip(scores.logprob_N.tolist(), scores.top_ids_NM.tolist(), scores.top_logprobs_NM.tolist(), strict=True)
+    for logprob, ids, values in rows:
+        top = [pb.TokenLogprob(token_id=token, logprob=value) for token, value in zip(ids, values, strict=True)]
+        yield pb.TokenLogprobs(logprob=logprob, top=top)
 
 
 def _telemetry(request: Request, finished_s: float) -> pb.Telemetry:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpu_engine.api.errors import LockstepError
-from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
+from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent
 from gpu_engine.front.tools.parts import Part, PartsParser
 
 Decode = Callable[[Sequence[int]], str]
@@ -38,6 +38,8 @@ class Delta:
     """In the first delta, if asked for: the prompt's text, in front of `text`."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    """With the first token, if asked for."""
     finish: FinishReason | None = None
     matched_token_id: int | None = None
     matched_stop: str | None = None
@@ -95,6 +97,7 @@ class SequenceOutput:
     def _take_one(self, event: TokenEvent, delta: Delta, text: list[str]) -> None:
         stopped = event.finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED)
         stop_token_last = stopped and event.matched_token_id is not None
+        delta.prompt_logprobs = delta.prompt_logprobs or event.prompt_logprobs
         for i, token_id in enumerate(event.token_ids):
             delta.token_ids.append(token_id)
             if event.logprobs:

@@ -96,6 +96,7 @@ def check(
         omit_token_ids=request.response.omit_token_ids,
         reasoning=check_reasoning(request),
         echo=request.response.echo,
+        prompt_logprobs=_prompt_logprobs(request.response),
         priority=_priority(request.priority),
         cache_salt=_cache_salt(request.cache_salt),
     )
@@ -105,7 +106,6 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     """Raise InvalidRequest for a field that the proto has and this version does not serve."""
     response = request.response
     asked = {
-        "response.prompt_logprobs": response.HasField("prompt_logprobs"),
         "response.per_field_logprobs": response.per_field_logprobs,
     }
     for field, set_ in asked.items():
@@ -158,6 +158,16 @@ def _prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
             return chat
         case _:
             raise InvalidRequest("prompt", "one of text, token_ids and messages is required")
+
+
+def _prompt_logprobs(options: pb.ResponseOptions) -> int | None:
+    if not options.HasField("prompt_logprobs"):
+        return None
+    if options.prompt_logprobs > MAX_LOGPROBS:
+        raise InvalidRequest(
+            "response.prompt_logprobs", f"is {options.prompt_logprobs}, must be at most {MAX_LOGPROBS}"
+        )
+    return options.prompt_logprobs
 
 
 def _priority(value: int) -> int:

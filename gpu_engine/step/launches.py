@@ -27,6 +27,7 @@ from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.mask_rows import RowStore
 from gpu_engine.step.post_buffers import PostBuffers
 from kernels.accept import StepTensors
+from kernels.logprobs import RowLogprobs
 
 VERIFY, PROPOSE = -1, -2
 """Instead of the number of a draft. PROPOSE requests no mask row, but jump-forward tokens."""
@@ -71,6 +72,9 @@ class StepLaunches(Protocol):
         `num_drafts_S` of the lanes that emitted a token is the same number. A token outside of [0, `vocab_size`) ends
         a lane's tokens, and is not one of them.
         """
+
+    def row_logprobs(self, logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
+        """Fill the results of `rows`: log-probabilities of its tokens, one for each row of the logits."""
 
     def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
         """Write drafts by prompt lookup; with `jump_forward` behind the jump-forward tokens."""

@@ -16,6 +16,7 @@ from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.mask_rows import RowStore
 from gpu_engine.step.post_buffers import PostBuffers
 from kernels.accept import StepTensors, accept
+from kernels.logprobs import RowLogprobs, row_logprobs
 from kernels.step_launches import LaneArgs, NativeStep, PostArgs, SlotArgs, StoreArgs
 
 MaskRows = Callable[[int], "np.ndarray[Any, np.dtype[np.int32]]"]
@@ -78,6 +79,10 @@ class NativeLaunches:
     def take_jump_forward(self, batch: StepBatch, post: PostBuffers, vocab_size: int) -> None:
         """See `StepLaunches.take_jump_forward`."""
         self._step.take_jump_forward(batch.num_lanes, self._post_args(post), vocab_size)
+
+    def row_logprobs(self, logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
+        """See `StepLaunches.row_logprobs`."""
+        row_logprobs(logits_NV, rows)
 
     def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
         """Raise NotImplementedError: on a CPU the drafter `ngram` is drafters/suffix.py."""

@@ -11,13 +11,13 @@ import triton
 
 from kernels.cuda.acceptance import acceptance_kernel, draft_kernel
 from kernels.cuda.filters import filter_kernel
+from kernels.cuda.logprobs import TILE as _LOGPROB_TILE
 from kernels.cuda.logprobs import logprobs_kernel
 from kernels.cuda.row_state import RowScratch, SlotRows
 from kernels.cuda.rows import row_kernel
 from kernels.step_tensors import MAX_LOGPROBS, StepTensors
 
 _FILTER_TILE_ROWS = 256
-_LOGPROB_TILE = 8192
 
 
 def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None:

@@ -1,15 +1,20 @@
-"""Log-probabilities of emitted tokens under the model's own distribution: no mask, no penalty, no temperature.
+"""Log-probabilities of tokens under the model's own distribution: no mask, no bias, no penalty, no temperature.
 
-One program a row, for the emitted rows of slots that return log-probabilities. Invariant: equal values are listed by
-lowest id first. Not responsible for: choosing the token (see acceptance.py).
+One program a row: for the emitted rows of slots that return log-probabilities, or for rows of a prompt. Invariant:
+equal values are listed by lowest id first. Not responsible for: choosing the token (see acceptance.py).
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from kernels.cuda.rows import NO_COLUMN
+from kernels.logprobs import RowLogprobs
+from kernels.step_tensors import MAX_LOGPROBS
+
+TILE = 8192
 
 
 @triton.jit
@@ -68,3 +73,17 @@ def logprobs_kernel(
         before_id = tl.min(tl.where(values == before, ids, NO_COLUMN), axis=0)
         tl.store(top_logprobs + out * MOST + i, before)
         tl.store(top_ids + out * MOST + i, before_id)
+
+
+def row_logprobs(logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
+    """Fill the results of `rows` for logits [N, V]; see `kernels.logprobs.row_logprobs`."""
+    (n, V), lane = logits_NV.shape, torch.zeros_like(rows.count_1)
+    assert n <= len(rows.tokens_N), (n, len(rows.tokens_N))
+    assert logits_NV.stride(1) == 1
+    logprobs_kernel[(n,)](
+        *(logits_NV, lane, rows.tokens_N, rows.count_1, rows.wanted_1),
+        *(rows.logprob_N, rows.top_ids_NM, rows.top_logprobs_NM, logits_NV.stride(0), len(rows.tokens_N), V, n),
+        MOST=MAX_LOGPROBS,
+        TILE=TILE,
+        num_warps=16,
+    )

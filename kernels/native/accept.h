@@ -292,6 +292,35 @@ INLINE void report_logprobs(const struct accept_args *a, int64_t row, int64_t ou
     }
 }
 
+/* Log-probabilities of given tokens, one a row; the rows are cut into groups that share scratch. */
+struct logprobs_args {
+    const void *logits;    /* [N][logits_stride], V columns used */
+    const int32_t *tokens; /* [N] */
+    float *logprob;        /* [N] */
+    int32_t *top_ids;      /* [N][MAX_LOGPROBS] */
+    float *top_logprobs;   /* [N][MAX_LOGPROBS] */
+    float *scratch;        /* [num_groups][scratch_stride] */
+    int64_t logits_stride, scratch_stride;
+    int32_t num_rows, num_groups, top, vocab_size, bf16;
+};
+
+static void logprobs_body(struct member *m, void *context) {
+    const struct logprobs_args *a = context;
+    const struct accept_args rows = {.logits = a->logits, .logprob = a->logprob, .top_ids = a->top_ids,
+                                     .top_logprobs = a->top_logprobs, .logits_stride = a->logits_stride,
+                                     .scratch_stride = a->scratch_stride, .vocab_size = a->vocab_size};
+    TEAM_FOR_CHUNKS(m, group, a->num_groups, 1)
+        for (int64_t row = group; row < a->num_rows; row += a->num_groups) {
+            float *x = a->scratch + group * a->scratch_stride;
+            if (a->bf16)
+                report_logprobs(&rows, row, row, a->tokens[row], a->top, x, 1);
+            else
+                report_logprobs(&rows, row, row, a->tokens[row], a->top, x, 0);
+        }
+}
+
+void VARIANT(lockstep_logprobs)(const struct logprobs_args *a) { team_run(logprobs_body, (void *)(intptr_t)a); }
+
 INLINE void accept_slot(const struct accept_args *a, int64_t b, int bf16) {
     int32_t s = a->slots[b], *history = a->history + s * a->history_stride, n = a->length[s];
     const int32_t *rule = (const int32_t *)(intptr_t)a->rules[s];

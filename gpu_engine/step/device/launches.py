@@ -19,8 +19,10 @@ from kernels.cuda import posting
 from kernels.cuda.accept import accept
 from kernels.cuda.advance import advance
 from kernels.cuda.jump_forward import take_jump_forward
+from kernels.cuda.logprobs import row_logprobs
 from kernels.cuda.ngram import propose_ngram
 from kernels.cuda.step_inputs import load_step
+from kernels.logprobs import RowLogprobs
 
 
 class TritonLaunches:
@@ -91,6 +93,10 @@ class TritonLaunches:
             *(slot.length_S, slot.history_SL, slot.drafts_SR, slot.num_drafts_S, lane.num_jump_forward_B[:B]),
             vocab_size=vocab_size,
         )
+
+    def row_logprobs(self, logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
+        """See `StepLaunches.row_logprobs`."""
+        row_logprobs(logits_NV, rows)
 
     def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
         """See `StepLaunches.propose_ngram`."""

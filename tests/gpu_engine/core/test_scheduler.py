@@ -14,7 +14,7 @@ from gpu_engine.api.prefill_shapes import PrefillShapes
 from gpu_engine.core.kv_cache import PageAllocator
 from gpu_engine.core.scheduler import GrammarState, Plan, Scheduler, Sequence
 
-PAGE, CHUNK, ROWS = 16, 32, 4
+PAGE, CHUNK, ROWS, SCORED = 16, 32, 4, 24
 
 Names = Scheduler[str]
 
@@ -36,6 +36,7 @@ def scheduler(
         shapes=PrefillShapes(chunk, lanes, chunk),
         tokens_of=tokens_of,
         max_batched_tokens=max_batched_tokens,
+        scored_chunk=SCORED,
     )
 
 
@@ -125,6 +126,32 @@ def test_a_preempted_sequence_waits_behind_higher_priorities() -> None:
     machine.add(sequence("equal", 30))
     machine.preempt(second)
     assert names(machine.waiting) == ["high", "second", "equal"]
+
+
+@pytest.mark.parametrize("mixed", [0, 60])
+def test_one_scored_prompt_at_a_time_has_a_chunk_of_its_own_beside_the_others(mixed: int) -> None:
+    machine = scheduler(num_slots=4, num_pages=40, chunk=64, lanes=4, max_batched_tokens=mixed)
+    for name, length in (("a", 60), ("b", 30), ("c", 30), ("d", 30)):
+        one = sequence(name, length)
+        one.scored = name in "ac"
+        machine.add(one)
+    seen = []
+    while not (plan := machine.plan()).idle and len(plan.decode) < 4:
+        assert plan.scored is not None
+        chunks = (plan.scored, *plan.prefill)
+        seen.append([(chunk.sequence.payload, chunk.start, chunk.end) for chunk in chunks])
+        for chunk in chunks:
+            chunk.sequence.prefilled = chunk.end
+    # The scored chunk has a part of a mixed forward's budget.
+    others = [("b", 0, 29), ("d", 0, 7)] if mixed else [("b", 0, 29), ("d", 0, 29)]
+    rest = [("d", 7, 29)] if mixed else []
+    assert seen == [
+        [("a", 0, 24), *others],
+        [("a", 24, 48), *rest],
+        [("a", 48, 59)],
+        [("c", 0, 24)],
+        [("c", 24, 29)],
+    ]
 
 
 def test_a_prompt_is_cut_at_multiples_of_the_chunk_and_oldest_first() -> None:
@@ -506,11 +533,18 @@ class Turns(RuleBasedStateMachine):
         self.count = 0
         self.gens: dict[int, int] = {}
 
-    @rule(target=alive, length=st.integers(1, MAX_LENGTH), guided=st.booleans(), priority=st.integers(-1, 1))
-    def arrive(self, length: int, guided: bool, priority: int) -> Sequence[str]:
+    @rule(
+        target=alive,
+        length=st.integers(1, MAX_LENGTH),
+        guided=st.booleans(),
+        scored=st.booleans(),
+        priority=st.integers(-1, 1),
+    )
+    def arrive(self, length: int, guided: bool, scored: bool, priority: int) -> Sequence[str]:
         self.count += 1
         salt = self.salts[self.count % len(self.salts)]
         new = sequence(str(self.count), length, guided=guided, priority=priority, salt=salt)
+        new.scored = scored
         line = names(self.machine.waiting)
         self.machine.add(new)
         assert names([s for s in self.machine.waiting if s is not new]) == line
@@ -540,17 +574,21 @@ class Turns(RuleBasedStateMachine):
         for s in plan.decode:
             assert len(s.pages) * PAGE >= s.length + ROWS
             assert s.prefilled >= s.length - 1
-        for chunk in plan.prefill:
+        for chunk in (*plan.prefill, *([plan.scored] if plan.scored else ())):
+            size = SCORED if chunk is plan.scored else self.chunk
+            assert chunk.sequence.scored == (chunk is plan.scored)
             assert chunk.start == chunk.sequence.prefilled
             assert chunk.start < chunk.end <= chunk.sequence.prefill_end
-            assert chunk.end - chunk.start <= self.chunk
-            assert chunk.end % self.chunk == 0 or chunk.end == chunk.sequence.prefill_end
+            assert chunk.end - chunk.start <= size
+            assert chunk.end % size == 0 or chunk.end == chunk.sequence.prefill_end
             assert len(chunk.sequence.pages) * PAGE >= chunk.end
             self.wrote(chunk.sequence, chunk.start, chunk.end)
             chunk.sequence.prefilled = chunk.end
             if chunk.end == chunk.sequence.prefill_end:
                 self.machine.index_pages(chunk.sequence)
         for s in plan.decode:
+            assert not s.scored or s.num_cached_tokens == 0
+            s.scored = s.scored and not emitted
             end = s.length + ROWS - 1
             s.length = min(s.length + emitted, MAX_LENGTH)
             self.wrote(s, s.prefilled, end)  # drafts, too, of which all but `emitted` - 1 are wrong

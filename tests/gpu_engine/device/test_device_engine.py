@@ -233,6 +233,33 @@ def test_logprobs_equal_those_of_a_cpu(llama: LoadedModel) -> None:
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
+@pytest.mark.parametrize("drafts_by", ["ngram", pytest.param("model", marks=pytest.mark.slow)])
+def test_prompt_logprobs_equal_those_of_a_cpu(llama: LoadedModel, drafts_by: str) -> None:
+    def made() -> list[Answer]:
+        answers = [ask(tokens(n, n), max_tokens=4, ignore_eos=True) for n in (70, 5, 1)]
+        for answer in answers:
+            answer.request.prompt_logprobs = 3
+        return [*answers, ask(tokens(8, 2), max_tokens=4)]
+
+    fields = {"draft_model": llama.name} if drafts_by == "model" else {}
+    expected, answers = made(), made()
+    with unguided_engine(llama, with_drafts(3, **{**SMALL, "max_model_len": 96})) as engine:
+        answer_all(engine, expected)
+    with device_engine(llama, on_device(3, max_model_len=96, **fields)) as (engine, _):
+        assert answer_all(engine, answers) == [answer.tokens for answer in expected]
+        if fields:
+            stats = engine.stats()
+            assert stats.accepted_draft_tokens > 0.9 * stats.draft_tokens > 0, "the draft model has the prompt's keys"
+    assert answers[3].events[0].prompt_logprobs is None
+    for ours, theirs in zip(answers[:3], expected[:3], strict=True):
+        got, want = ours.events[0].prompt_logprobs, theirs.events[0].prompt_logprobs
+        assert got is not None
+        assert want is not None
+        assert got.logprob_N == pytest.approx(want.logprob_N, abs=1e-4)
+        assert got.top_ids_NM.tolist() == want.top_ids_NM.tolist()
+        assert len(got.logprob_N) == len(ours.request.prompt_ids) - 1
+
+
 def test_the_slot_of_an_aborted_request_is_reused(llama: LoadedModel, unguided_tokens: list[list[int]]) -> None:
     with device_engine(llama, on_device(3, max_batch_size=1)) as (engine, _):
         endless = ask(tokens(5, 9), max_tokens=1000, ignore_eos=True)

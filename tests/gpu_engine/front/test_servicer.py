@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import GrammarUnavailable, InvalidRequest, LimitExceeded
-from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
+from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent
 from gpu_engine.cli.client import Client
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.pacing import StreamPacer
@@ -171,6 +172,34 @@ async def test_an_echo_ends_with_the_last_whole_character_of_the_prompt(tmp_path
         responses = await answer(s.client, pb.GenerateRequest(token_ids=prompt, response=options))
         assert "".join(r.text for r in responses) == ""
         assert list(responses[0].prompt_token_ids) == list(prompt.ids)
+
+
+def prompt_scores(count: int, wanted: int) -> PromptLogprobs:
+    ids = np.tile(np.arange(wanted, dtype=np.int32), (count, 1))
+    return PromptLogprobs(np.linspace(-1, 0, count, dtype=np.float32), ids, -ids.astype(np.float32))
+
+
+@pytest.mark.parametrize("length", [1, 3, 250])
+async def test_log_probabilities_of_the_prompt_are_in_the_first_response_of_sequence_0(
+    tmp_path: Path, length: int
+) -> None:
+    def script(request: Request) -> Iterable[TokenEvent]:
+        wanted = request.prompt_logprobs
+        scores = None if wanted is None else prompt_scores(len(request.prompt_ids) - 1, wanted)
+        yield TokenEvent(request.index, (104,), prompt_logprobs=scores)
+        yield TokenEvent(request.index, (EOS,), finish=FinishReason.STOP, matched_token_id=EOS)
+
+    async with serving(tmp_path, script) as s:
+        options = pb.ResponseOptions(prompt_logprobs=20, omit_text=True, omit_token_ids=True)
+        responses = await answer(s.client, ask("x" * length, sampling=pb.SamplingParams(n=2), response=options))
+    with_scores = [r for r in responses if r.prompt_logprobs]
+    assert [r.index for r in with_scores] == [0]
+    first, *behind = with_scores[0].prompt_logprobs
+    assert first == pb.TokenLogprobs()
+    assert [entry.logprob for entry in behind] == prompt_scores(length - 1, 20).logprob_N.tolist()
+    for entry in behind:
+        assert [(top.token_id, top.logprob) for top in entry.top] == [(i, -i) for i in range(20)]
+    assert {r.index for r in responses if r.finish_reason} == {0, 1}
 
 
 async def test_tokenize_and_detokenize_are_calls_of_the_service(tmp_path: Path) -> None:

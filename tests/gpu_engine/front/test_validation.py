@@ -73,6 +73,11 @@ BAD: list[tuple[str, str, Change]] = [
     ("sampling.bad_words", "at most 64", sampling(bad_words=[str(i) for i in range(65)])),
     ("sampling.bad_words[0]", "empty", sampling(bad_words=[""])),
     ("sampling.logprobs", "at most 20", sampling(logprobs=21)),
+    (
+        "response.prompt_logprobs",
+        "is 21, must be at most 20",
+        lambda m: m.response.CopyFrom(pb.ResponseOptions(prompt_logprobs=21)),
+    ),
     ("sampling.n", "at least 1", sampling(n=0)),
     ("sampling.n", "at most 4", sampling(n=5)),
     ("speculation.num_draft_tokens", "at most 7", lambda m: m.speculation.__setattr__("num_draft_tokens", 8)),

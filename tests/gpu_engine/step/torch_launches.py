@@ -16,6 +16,7 @@ from gpu_engine.step.launches import PROPOSE, VERIFY, place_of
 from gpu_engine.step.mask_rows import RowStore
 from gpu_engine.step.post_buffers import PostBuffers
 from kernels.accept import RUN_ON, StepTensors, accept
+from kernels.logprobs import RowLogprobs
 from shared_mem.layout import RowKind
 
 
@@ -144,6 +145,14 @@ class TorchLaunches:
                 slot.history_SL[place, at : at + num_legal] = tokens
                 slot.drafts_SR[place, :num_legal] = tokens
             lane.num_jump_forward_B[b] = slot.num_drafts_S[place] = num_legal
+
+    def row_logprobs(self, logits_NV: torch.Tensor, rows: RowLogprobs) -> None:
+        """See `StepLaunches.row_logprobs`. Looks at values."""
+        n, wanted = len(logits_NV), int(rows.wanted_1)
+        logprobs_NV = logits_NV.float().log_softmax(-1)
+        rows.logprob_N[:n] = logprobs_NV.gather(1, rows.tokens_N[:n, None].long())[:, 0]
+        top = logprobs_NV.topk(wanted)
+        rows.top_logprobs_NM[:n, :wanted], rows.top_ids_NM[:n, :wanted] = top.values, top.indices.int()
 
     def propose_ngram(self, batch: StepBatch, ngram_max: int, ngram_min: int, *, jump_forward: bool) -> None:
         """See `StepLaunches.propose_ngram`. Looks at values.
