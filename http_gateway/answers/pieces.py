@@ -50,17 +50,16 @@ class Parts:
     """Reads the pieces of one sequence."""
 
     apart: bool
-    """The responses have parts. They turn it on themselves, too: a model may think without being asked."""
+    """The responses have parts: their text is more than the answer."""
     calls: int = 0
     """Calls that have begun."""
 
     def of(self, response: pb.GenerateResponse) -> Iterator[Piece]:
         """Yield the pieces of a response."""
-        if not response.parts:
-            if response.text and not self.apart:
+        if not self.apart:
+            if response.text:
                 yield Piece("content", response.text)
             return
-        self.apart = True
         for part in response.parts:
             kind = _KINDS[part.kind]
             if kind == "call":

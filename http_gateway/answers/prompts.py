@@ -171,14 +171,13 @@ def custom_names(tools: pb.Tools | None) -> frozenset[str]:
     )
 
 
-def reasoning(fields: ChatRequest) -> pb.Reasoning | None:
-    """Return the phase before the answer; None: the engine's default."""
-    return reasoning_of(fields.reasoning_effort, fields.thinking_token_budget)
+def reasoning(fields: ChatRequest, *, thinks: bool) -> pb.Reasoning | None:
+    """Return the phase before the answer; None: there is none to be told apart.
 
-
-def reasoning_of(effort: str | None, max_tokens: int | None) -> pb.Reasoning | None:
-    """Return the phase before the answer, from OpenAI's effort and a budget of tokens."""
-    if effort is None and max_tokens is None:
+    thinks: the model has markers of its own for what it thinks.
+    """
+    effort, max_tokens = fields.reasoning_effort, fields.thinking_token_budget
+    if effort is None and max_tokens is None and not thinks:
         return None
     phase = pb.Reasoning()
     if effort == NO_THOUGHT:

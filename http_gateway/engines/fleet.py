@@ -78,6 +78,10 @@ class Fleet:
                 if error.code() != grpc.StatusCode.UNAVAILABLE or not others:
                     raise from_grpc(error) from error
 
+    def thinks(self, model: str | None) -> bool:
+        """Return whether the model of that name has markers of its own for what it thinks."""
+        return any(e.info and e.info.reasoning_begin for e in self.engines if model is None or model in e.names)
+
     def names(self) -> list[str]:
         """Return the names of all models, each once."""
         return list(dict.fromkeys(name for engine in self.engines for name in engine.names))

@@ -45,7 +45,7 @@ class Calls:
 
     async def chat(self, fields: ChatRequest, metadata: Metadata) -> Json | Events:
         """Return the answer, or its events. Raises ApiError."""
-        request = chat_request(fields)
+        request = chat_request(fields, thinks=self.fleet.thinks(fields.model))
         call = await self.fleet.open(request, fields.model, metadata)
         try:
             shape = await self._chat_shape(fields, request, call.engine, metadata)
@@ -84,7 +84,7 @@ class Calls:
     async def respond(self, fields: ResponsesRequest, metadata: Metadata) -> Json | Events:
         """Return the answer of the Responses API, or its events. Raises ApiError."""
         request_id = f"resp_{uuid.uuid4().hex}"
-        request = chat_request(chat_body(fields, request_id))
+        request = chat_request(chat_body(fields, request_id), thinks=self.fleet.thinks(fields.model))
         call = await self.fleet.open(request, fields.model, metadata)
         answer = ResponseAnswer(
             ResponseShape(
@@ -188,8 +188,11 @@ class Calls:
             raise
 
 
-def chat_request(fields: ChatRequest) -> pb.GenerateRequest:
-    """Return the engine's request of a chat body. Raises ApiError."""
+def chat_request(fields: ChatRequest, *, thinks: bool) -> pb.GenerateRequest:
+    """Return the engine's request of a chat body. Raises ApiError.
+
+    thinks: the model has markers of its own for what it thinks.
+    """
     check_stream_options(fields)
     if fields.max_tokens is not None and fields.max_completion_tokens not in (None, fields.max_tokens):
         raise ApiError("max_tokens: max_completion_tokens says otherwise", param="max_tokens", code="invalid_value")
@@ -207,7 +210,7 @@ def chat_request(fields: ChatRequest) -> pb.GenerateRequest:
     tools = prompts.chat_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     if tools is not None:
         request.tools.CopyFrom(tools)
-    if (phase := prompts.reasoning(fields)) is not None:
+    if (phase := prompts.reasoning(fields, thinks=thinks)) is not None:
         request.reasoning.CopyFrom(phase)
     return request
 
@@ -233,10 +236,7 @@ def completion_request(fields: CompletionRequest, prompt: str | list[int], reque
 
 def parts_expected(request: pb.GenerateRequest) -> bool:
     """Return whether the engine tells the parts of the answer apart, its text being more than its content."""
-    asks_to_think = request.HasField("reasoning") and (
-        not request.reasoning.HasField("enabled") or request.reasoning.enabled
-    )
-    return bool(request.tools.tools) or asks_to_think
+    return request.HasField("tools") or request.HasField("reasoning")
 
 
 async def prompt_ids(engine: Engine, request: pb.GenerateRequest, metadata: Metadata) -> tuple[int, ...]:

@@ -70,8 +70,18 @@ _INTERNAL = _Row(500, "server_error", "internal")
 
 _FIELD = re.compile(r"([a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*): ")
 """The engine's messages begin with the field."""
-_HTTP_NAMES = {"sampling": "", "response": "", "messages": "", "token_ids": "prompt", "text": "prompt"}
-"""First part of an engine's field -> its place in the HTTP body."""
+_INSIDE = frozenset({"sampling", "response", "messages", "tools"})
+"""Messages of the engine whose fields stand at the top of the HTTP body."""
+_HTTP_NAMES = {
+    "token_ids.ids": "prompt",
+    "text": "prompt",
+    "tools.name": "tool_choice",
+    "tools.choice": "tool_choice",
+    "tools.parallel": "parallel_tool_calls",
+    "reasoning.effort": "reasoning_effort",
+    "reasoning.max_tokens": "thinking_token_budget",
+}
+"""Other names of the engine -> HTTP's."""
 
 
 def from_grpc(error: grpc.aio.AioRpcError) -> ApiError:
@@ -96,6 +106,4 @@ def from_status(status: grpc.StatusCode, details: str) -> ApiError:
 
 def _http_name(field: str) -> str:
     first, _, rest = field.partition(".")
-    if rest and _HTTP_NAMES.get(first) == "":
-        return rest
-    return _HTTP_NAMES.get(first) or field
+    return _HTTP_NAMES.get(field) or (rest if rest and first in _INSIDE else field)
