@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 
 from http_gateway.config import read
@@ -18,6 +19,9 @@ def main() -> None:
         logging.getLogger("http_gateway.config").warning("%s", warning)
     # The gateway starts no processes, so it does not need gRPC's fork handlers.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    # Every client that waits is a descriptor; many systems begin with a soft limit of 1024.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     from http_gateway.http.server import CannotListen, run
 
     try:

@@ -17,6 +17,9 @@ from http_gateway.http.stream import ClientGone
 from http_gateway.wire.errors import ApiError
 from http_gateway.wire.fields import Fields, problem
 
+MAX_DISCARDED_BYTES = 64 << 20
+"""A client reads no answer before it has sent its body, so the rest of one that is too long is read, and dropped."""
+
 Body = TypeVar("Body", bound=Fields)
 
 
@@ -31,21 +34,24 @@ async def read_body(request: Request, model: type[Body], limit: int) -> Body:
 
 async def _read(request: Request, limit: int) -> bytes:
     length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > limit:
+    if length.isdecimal() and int(length) > limit + MAX_DISCARDED_BYTES:
         raise _too_large(limit)
-    data = bytearray()
+    data, seen = bytearray(), 0
     try:
         async for chunk in request.stream():
-            data += chunk
-            if len(data) > limit:
+            seen += len(chunk)
+            if seen <= limit:
+                data += chunk
+            elif seen > limit + MAX_DISCARDED_BYTES:
                 raise _too_large(limit)
     except ClientDisconnect as error:
         raise ClientGone from error
+    if seen > limit:
+        raise _too_large(limit)
     return bytes(data)
 
 
 def _too_large(limit: int) -> ApiError:
-    # The rest of the body is not read, so the connection cannot be used again.
     return ApiError(
         f"the body is longer than {limit} bytes (max_body_bytes)",
         status=413,

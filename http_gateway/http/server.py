@@ -112,6 +112,7 @@ async def serve(config: GatewayConfig, listener: socket.socket) -> None:
         )
         follow = asyncio.create_task(certificates.follow()) if certificates else None
         try:
+            listener.listen(BACKLOG)
             scheme, name = "https" if certificates else "http", listener.getsockname()
             line = f"ready: {scheme}://{_shown(name)} in front of {', '.join(config.engines)}"
             if config.listen.startswith("fd:"):  # the parent process says that it is ready

@@ -1,0 +1,236 @@
+"""A gateway process in front of engines that misbehave, with clients that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import pytest_asyncio
+import trustme
+
+from benchmarks.harness.gateway import start_gateway
+from http_gateway.wire.errors import TABLE
+from tests.http_gateway.fake_engine import FakeEngine, ask, begin, chat, close, request, served
+from tests.waiting import eventually
+
+KEY, OTHER_KEY = "a-key-of-the-first-client", "a-key-of-the-second-client"
+CHAT = "/v1/chat/completions"
+
+
+class House:
+    """Two engines with one model, one with another, and a gateway in front of the three."""
+
+    def __init__(self, engines: list[FakeEngine], address: str) -> None:
+        self.engines, self.address = engines, address
+
+    @property
+    def running(self) -> int:
+        return sum(engine.running for engine in self.engines)
+
+
+@pytest_asyncio.fixture
+async def house() -> AsyncIterator[House]:
+    engines = [FakeEngine(), FakeEngine(), FakeEngine(("other", "alias"))]
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(served(engine))
+        addresses = ",".join(engine.address for engine in engines)
+        context = start_gateway(addresses)
+        address = await asyncio.to_thread(context.__enter__)
+        try:
+            yield House(engines, address)
+        finally:
+            await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+async def test_engines_and_clients_that_misbehave_change_nothing_for_others(house: House) -> None:
+    """One gateway for all of it: a start takes a second."""
+    await _statuses_are_mapped(house)
+    await _models_choose_engines(house)
+    await _prompts_go_where_they_begin_alike(house)
+    await _clients_that_go_away_are_noticed(house)
+    await _large_bodies_are_refused(house)
+    await _a_slow_reader_stops_its_own_call(house)
+    await _idle_connections_cost_nothing(house)
+    await _a_late_error_is_an_event(house)
+    await _an_engine_that_is_gone_gets_nothing(house)
+    metrics = (await request(house.address, "/metrics")).body.decode()
+    assert 'lockstep_gateway_requests_total{path="/v1/chat/completions",status="499"}' in metrics
+    assert "vllm:kv_cache_usage_perc" in metrics
+
+
+async def _statuses_are_mapped(house: House) -> None:
+    for status in (grpc.StatusCode.INTERNAL, *TABLE):
+        answer = await chat(house.address, status.name)
+        row = TABLE.get(status)
+        assert answer.status == (row.status if row else 500), status
+        assert set(answer.json["error"]) == {"message", "type", "param", "code"}
+        assert ("retry-after" in answer.headers) == bool(row and row.retry)
+        assert answer.json["error"]["param"] == ("top_p" if answer.status == 400 else None)
+
+
+async def _models_choose_engines(house: House) -> None:
+    before = len(house.engines[2].requests)
+    assert (await chat(house.address, model="alias")).json["model"] == "alias"
+    assert len(house.engines[2].requests) == before + 1
+    missing = await chat(house.address, model="none")
+    assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
+    listed = (await request(house.address, "/v1/models")).json["data"]
+    assert [model["id"] for model in listed] == ["fake", "other", "alias"]
+    assert (await request(house.address, "/v1/models/other")).json["id"] == "other"
+    assert (await request(house.address, "/v1/models/none")).status == 404
+
+
+async def _prompts_go_where_they_begin_alike(house: House) -> None:
+    async def ask_all(topic: str) -> list[int]:
+        before = [len(engine.requests) for engine in house.engines[:2]]
+        for turn in range(4):
+            assert (await chat(house.address, f"{topic}:{'long ' * 200}{turn}", model="fake")).status == 200
+        return [len(engine.requests) - b for engine, b in zip(house.engines, before, strict=False)]
+
+    for topic in ("cats", "dogs"):
+        assert sorted(await ask_all(topic)) == [0, 4]
+
+
+async def _clients_that_go_away_are_noticed(house: House) -> None:
+    streamed = await begin(house.address, CHAT, ask("hang", stream=True))
+    whole = asyncio.create_task(begin(house.address, CHAT, ask("hang")))
+    await eventually(lambda: house.running == 2)
+    await close(streamed.writer)
+    await eventually(lambda: house.running == 1)
+    whole.cancel()
+    with suppress(asyncio.CancelledError):
+        await whole
+    host, _, port = house.address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    await close(writer)  # nor does one that says nothing disturb
+    await eventually(lambda: house.running == 0, 40)
+
+
+async def _large_bodies_are_refused(house: House) -> None:
+    large = json.dumps(ask("x" * (10 << 20))).encode()
+    assert (await request(house.address, CHAT, large)).status == 413
+    pieces = b"".join(b"10000\r\n" + large[i : i + 65536].ljust(65536) + b"\r\n" for i in range(0, len(large), 65536))
+    assert (await request(house.address, CHAT, pieces + b"0\r\n\r\n", {"Transfer-Encoding": "chunked"})).status == 413
+    assert (await chat(house.address)).status == 200
+
+
+async def _a_slow_reader_stops_its_own_call(house: House) -> None:
+    slow = await begin(house.address, CHAT, ask("flood", stream=True, model="fake"))
+    sent = -1
+    async with asyncio.timeout(30):
+        while sent != (sent := sum(engine.sent for engine in house.engines)):  # until the windows are full
+            await asyncio.sleep(0.5)
+            assert (await chat(house.address, model="fake")).status == 200
+    assert sent < 5000, "50 MB are somewhere"
+    await close(slow.writer)
+    await eventually(lambda: house.running == 0)
+
+
+async def _idle_connections_cost_nothing(house: House) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    host, _, port = house.address.rpartition(":")
+    idle = await asyncio.gather(*(asyncio.open_connection(host, int(port)) for _ in range(1000)))
+    for _ in range(3):
+        assert (await chat(house.address)).status == 200
+    for _, writer in idle:
+        await close(writer)
+
+
+async def _a_late_error_is_an_event(house: House) -> None:
+    answer = await chat(house.address, "late error", stream=True)
+    assert answer.status == 200
+    events = [json.loads(line[6:]) for line in answer.body.decode().split("\n\n")[:-2]]
+    assert events[-1]["error"]["message"] == "a defect"
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+
+
+async def _an_engine_that_is_gone_gets_nothing(house: House) -> None:
+    await house.engines[0].set_serving(False)
+    before = len(house.engines[0].requests)
+    async with asyncio.timeout(10):
+        while True:
+            answers = [await chat(house.address, f"{i}", model="fake") for i in range(4)]
+            assert {answer.status for answer in answers} == {200}
+            if len(house.engines[0].requests) == before:
+                break
+            before = len(house.engines[0].requests)
+    await house.engines[1].set_serving(False)
+    async with asyncio.timeout(10):
+        while (none := await chat(house.address, model="fake")).status != 503:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert "it is starting or closing" in none.json["error"]["message"]
+    assert (await request(house.address, "/health")).status == 200  # the third one serves
+
+
+async def test_a_gateway_that_is_killed_or_stopped_frees_its_calls(tmp_path: Path) -> None:
+    async with served(FakeEngine()) as engine:
+        context = start_gateway(engine.address)
+        address = await asyncio.to_thread(context.__enter__)
+        (gateway,) = [p for p in psutil.Process().children() if engine.address in p.cmdline()]
+        slow = asyncio.create_task(chat(address, "slow"))
+        await eventually(lambda: engine.running == 1)
+        await asyncio.to_thread(context.__exit__, None, None, None)  # SIGTERM: the answer ends, then the process
+        assert (await slow).json["choices"][0]["message"]["content"] == "yes"
+        assert not gateway.is_running()
+
+        context = start_gateway(engine.address)
+        address = await asyncio.to_thread(context.__enter__)
+        (gateway,) = [p for p in psutil.Process().children() if engine.address in p.cmdline()]
+        hanging = await begin(address, CHAT, ask("hang", stream=True))
+        gateway.kill()
+        await eventually(lambda: engine.running == 0)
+        await close(hanging.writer)
+        with pytest.raises(Exception, match="the gateway ended with -9"):
+            await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+async def test_keys_and_certificates_are_asked_for(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    certificate, mine = authority.issue_cert("127.0.0.1"), authority.issue_cert("client")
+    files = {name: tmp_path / name for name in ("cert", "key", "ca", "keys")}
+    certificate.cert_chain_pems[0].write_to_path(files["cert"])
+    certificate.private_key_pem.write_to_path(files["key"])
+    authority.cert_pem.write_to_path(files["ca"])
+    files["keys"].write_text(f"{KEY}\n")
+    flags: list[str] = ["--forward-keys", "true", "--engine-token-file", str(files["keys"])]
+    names = (("--tls-cert", "cert"), ("--tls-key", "key"), ("--tls-client-ca", "ca"), ("--api-key-file", "keys"))
+    flags += [word for flag, name in names for word in (flag, str(files[name]))]
+    with_certificate = ssl.create_default_context()
+    authority.configure_trust(with_certificate)
+    mine.configure_cert(with_certificate)
+    without = ssl.create_default_context()
+    authority.configure_trust(without)
+
+    async with served(FakeEngine()) as engine:
+        context = start_gateway(engine.address, *flags)
+        address = await asyncio.to_thread(context.__enter__)
+        try:
+
+            async def status(key: str | None, tls: Any = with_certificate, path: str = CHAT) -> int:
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                body = ask() if path == CHAT else None
+                return (await request(address, path, body, headers, tls)).status
+
+            assert [await status(None), await status("wrong"), await status(KEY)] == [401, 401, 200]
+            assert engine.metadata[-1]["authorization"] == f"Bearer {KEY}"
+            assert [await status(None, path=path) for path in ("/health", "/", "/metrics")] == [200, 200, 401]
+            with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
+                await status(KEY, without)
+            files["keys"].write_text(f"{OTHER_KEY}\n")
+            async with asyncio.timeout(10):
+                while await status(OTHER_KEY) != 200:  # noqa: ASYNC110  # the gateway looks once a second
+                    await asyncio.sleep(0.2)
+            assert await status(KEY) == 401
+        finally:
+            await asyncio.to_thread(context.__exit__, None, None, None)
