@@ -35,6 +35,13 @@ class Smg:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=20) as response:
             return json.load(response)
 
+    def post(self, path: str, body: object) -> Any:
+        """Send JSON to a path and return the JSON of the answer."""
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)
+
 
 @contextmanager
 def smg(workers: list[str], log: Path, *options: str) -> Iterator[Smg]:
