@@ -1,7 +1,8 @@
 """From what is new of a sequence to the messages of vLLM's wire: chunks of a stream, and one complete for each index.
 
 Invariant: the token ids of an index's chunks, joined, are the `output_ids` of its complete. A complete is the last
-message of its index, and has all of its tokens, its finish reason and its totals.
+message of its index, and has all of its tokens, its finish reason and its totals. The log-probabilities of the prompt,
+which all sequences share, are in messages of index 0.
 
 Not responsible for: text, which the gateway makes of the tokens.
 """
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from gpu_engine.api.request import FinishReason, Logprobs
+from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs
 from gpu_engine.front.text_output import Delta, SequenceOutput
 
 FINISH_REASONS = {
@@ -32,6 +33,7 @@ class Answers:
         self._stream = stream
         self._token_ids: dict[int, list[int]] = {}
         self._logprobs: dict[int, list[Logprobs]] = {}
+        self._prompt: vllm.InputLogProbs | None = None
 
     def respond(self, output: SequenceOutput, delta: Delta) -> list[vllm.GenerateResponse]:
         """Return the messages for `delta`: at most a chunk and a complete."""
@@ -39,8 +41,13 @@ class Answers:
         self._token_ids.setdefault(index, []).extend(delta.token_ids)
         self._logprobs.setdefault(index, []).extend(delta.logprobs)
         messages = []
+        if delta.prompt_logprobs is not None:
+            self._prompt = _prompt_logprobs(output.request.prompt_ids, delta.prompt_logprobs)
         if self._stream and delta.token_ids:
-            messages.append(vllm.GenerateResponse(chunk=_chunk(output, delta)))
+            chunk = _chunk(output, delta)
+            if delta.prompt_logprobs is not None:
+                chunk.input_logprobs.CopyFrom(self._prompt)
+            messages.append(vllm.GenerateResponse(chunk=chunk))
         if delta.finish:
             messages.append(vllm.GenerateResponse(complete=self._complete(output, delta, delta.finish)))
         return messages
@@ -55,6 +62,7 @@ class Answers:
             completion_tokens=output.completion_tokens,
             cached_tokens=request.telemetry.cached_tokens,
             output_logprobs=_logprobs(token_ids, self._logprobs[index]),
+            input_logprobs=self._prompt if index == 0 else None,
             index=index,
             spec_accepted_tokens=request.telemetry.accepted_draft_tokens,
             spec_draft_tokens=request.telemetry.draft_tokens,
@@ -88,4 +96,16 @@ def _logprobs(token_ids: Sequence[int], entries: Sequence[Logprobs]) -> vllm.Out
             vllm.TopLogProbs(values=[logprob for _, logprob in entry.top], token_ids=[token for token, _ in entry.top])
             for entry in entries
         ],
+    )
+
+
+def _prompt_logprobs(prompt_ids: Sequence[int], scores: PromptLogprobs) -> vllm.InputLogProbs:
+    """Return an entry for each token of the prompt; that of the first one, which has no log-probability, is empty."""
+    values = [vllm.InputTokenLogProb(value=logprob) for logprob in scores.logprob_N.tolist()]
+    rows = zip(scores.top_logprobs_NM.tolist(), scores.top_ids_NM.tolist(), strict=True)
+    tops = [vllm.TopLogProbs(values=logprobs, token_ids=ids) for logprobs, ids in rows]
+    return vllm.InputLogProbs(
+        token_logprobs=[vllm.InputTokenLogProb(), *values],
+        token_ids=prompt_ids,
+        top_logprobs=[vllm.TopLogProbs(), *tops],
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
@@ -21,7 +22,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
+from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent
 from gpu_engine.cli.client import Client
 from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.malformed import ParsedRequests
@@ -155,6 +156,31 @@ async def test_log_probabilities_of_chunks_join_to_those_of_the_complete(tmp_pat
         ([3, 8], [-0.25, -1.5]),
     ]
     assert [value for r in responses[:-1] for value in r.chunk.output_logprobs.token_logprobs] == [-0.5, -1.5]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_log_probabilities_of_the_prompt_are_in_the_messages_of_index_0(tmp_path: Path, stream: bool) -> None:
+    scores = PromptLogprobs(
+        np.array([-0.5], np.float32), np.array([[105, 7]], np.int32), np.array([[-0.5, -1.0]], np.float32)
+    )
+
+    def script(request: Request) -> list[TokenEvent]:
+        first = scores if request.prompt_logprobs is not None else None
+        return [
+            TokenEvent(request.index, (7,), prompt_logprobs=first),
+            TokenEvent(request.index, (8,), finish=FinishReason.LENGTH),
+        ]
+
+    async with serving(tmp_path, script) as s:
+        responses = await answer(s.stub, ask(stream=stream, sampling_params={"prompt_logprobs": 2, "n": 2}))
+    completes = {r.complete.index: r.complete for r in responses if r.HasField("complete")}
+    entries = completes[0].input_logprobs
+    assert list(entries.token_ids) == [*b"hi"]
+    assert [entry.value if entry.HasField("value") else None for entry in entries.token_logprobs] == [None, -0.5]
+    assert [list(top.token_ids) for top in entries.top_logprobs] == [[], [105, 7]]
+    assert not completes[1].HasField("input_logprobs"), "all sequences share the prompt"
+    chunks = [r.chunk for r in responses if r.HasField("chunk") and r.chunk.HasField("input_logprobs")]
+    assert [(chunk.index, chunk.input_logprobs) for chunk in chunks] == ([(0, entries)] if stream else [])
 
 
 @pytest.mark.parametrize(
