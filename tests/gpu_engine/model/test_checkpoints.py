@@ -428,6 +428,9 @@ def test_a_file_that_is_cut_off_is_named(write: Write) -> None:
 def test_weights_in_other_files_are_refused(write: Write) -> None:
     folder, _ = write(published.gptq())
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelNotSupported, match=r"has its weights in pytorch_model\.bin alone: a pickle"):
+        load(folder)
+    (folder / "pytorch_model.bin").unlink()
     with pytest.raises(ModelNotSupported, match="is read from safetensors files, and it has none"):
         load(folder)
 
