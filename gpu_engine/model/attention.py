@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,6 +35,17 @@ class LayerAttention:
     """0: none."""
     window: int
     """In tokens; 0: none."""
+    chunk: int = 0
+    """Tokens of a chunk, whose queries see its own keys alone; 0: none."""
+    sinks: bool = False
+    """Each head has a further logit without a value."""
+    padded: bool = False
+    """Heads are narrower than those of the cache: keys and values of different sizes (MLA), or no multiple of 16."""
+
+    @property
+    def plain(self) -> bool:
+        """True: without any of the last three."""
+        return not (self.chunk or self.sinks or self.padded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,26 +125,85 @@ def _attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend; q, k, v are [B, H, P, D], the result is [B, P, Hq, D]."""
+    """Attend; q, k, v are [B, H, P, D], the result is [B, P, Hq, D] with the D of v. `s_aux` [Hq]: sinks."""
     ctx, layer = context_of_forward(), cast(int, module.layer_idx)
-    num_heads, head_dim = query.shape[1], query.shape[3]
-    scale = head_dim**-0.5 if scaling is None else scaling
-    parameters = LayerAttention(num_heads, key.shape[1], head_dim, scale, softcap or 0.0, sliding_window or 0)
+    pages, head_dim, value_dim = ctx.pages[layer], query.shape[3], value.shape[3]
+    width = pages.v.shape[3]
+    parameters = LayerAttention(
+        query.shape[1],
+        key.shape[1],
+        width,
+        head_dim**-0.5 if scaling is None else scaling,
+        softcap or 0.0,
+        sliding_window or 0,
+        _chunk_of(module, layer),
+        s_aux is not None,
+        padded=head_dim != width or value_dim != width,
+    )
     ctx.layers_seen[layer] = parameters
+    tuning = getattr(module, _TEMPERATURE, None)
+    if tuning is not None:
+        query = tuning.of(query, ctx.positions_BP)
     out = paged_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        ctx.pages[layer],
+        _widened(query.transpose(1, 2), width),
+        _widened(key.transpose(1, 2), width),
+        _widened(value.transpose(1, 2), width),
+        pages,
         ctx.page_table_BN,
         ctx.positions_BP,
         scale=parameters.scale,
         softcap=parameters.softcap,
         window=parameters.window,
+        chunk=parameters.chunk,
+        sinks_H=None if s_aux is None else s_aux.float().contiguous(),
     )
-    return out, None
+    return out[..., :value_dim], None
+
+
+_TEMPERATURE = "lockstep_temperature"
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """The factor of Llama 4's queries without rotation, which grows with the position."""
+
+    attn_scale: float
+    floor_scale: float
+
+    def of(self, query_BHPD: torch.Tensor, positions_BP: torch.Tensor) -> torch.Tensor:
+        """Return the queries times their factors; arithmetic as in transformers."""
+        steps_BP = torch.floor((positions_BP.clamp(min=0).float() + 1.0) / self.floor_scale)
+        factors_BP = torch.log1p(steps_BP) * self.attn_scale + 1.0
+        return (query_BHPD * factors_BP[:, None, :, None]).to(query_BHPD.dtype)
+
+
+def take_temperatures(net: nn.Module, *, back: bool = False) -> None:
+    """Apply the temperature of Llama 4's attention here instead of there, where positions are counted from the rows of
+    a forward; with `back`, there again."""
+    for module in net.modules():
+        if not back and getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            own: Any = module
+            object.__setattr__(module, _TEMPERATURE, Temperature(float(own.attn_scale), float(own.floor_scale)))
+            own.attn_temperature_tuning = False
+        elif back and hasattr(module, _TEMPERATURE):
+            delattr(module, _TEMPERATURE)
+            module.attn_temperature_tuning = True  # type: ignore[assignment]
+
+
+def _widened(heads_BPHD: torch.Tensor, width: int) -> torch.Tensor:
+    """Fill heads up with zeros to those of the cache: they add nothing to a score or to a value."""
+    missing = width - heads_BPHD.shape[3]
+    return nn.functional.pad(heads_BPHD, (0, missing)) if missing else heads_BPHD
+
+
+def _chunk_of(module: nn.Module, layer: int) -> int:
+    """Return the chunk of a layer, which transformers passes in the mask."""
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    return int(config.attention_chunk_size) if kinds and kinds[layer] == "chunked_attention" else 0
 
 
 def register() -> None:

@@ -84,6 +84,8 @@ def attention_of(
     module: nn.Module, record: Recording, shape: LayerAttention, layer_idx: int, bounds: Bounds
 ) -> FusedAttention:
     """Return the fused form of an attention: q, k, v and output products, head norms, rotary. Raise NotRecognised."""
+    if not shape.plain:
+        raise NotRecognised("has sinks, chunks or heads of other sizes")
     norms = {name: getattr(module, name, None) for name in ("q_norm", "k_norm")}
     linears = _linears(module, but=[norm for norm in norms.values() if isinstance(norm, nn.Module)])
     call = _only(record, module)

@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils.quantization_config import Mxfp4Config
 
 from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
 from gpu_engine.model import attention
 from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
+from gpu_engine.model.experts import replace_experts
 from gpu_engine.model.fusion import Bounds, FusedModelDiffers, fuse_parts, verified
 from gpu_engine.model.hub import Hub, Wanted, locate, read_token, refuse_what_runs_code
 from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.model.linear import pack_linears, replace_conv1d, thin_linears
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.probe import probe, refuse_recurrent
-from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, open_checkpoint
+from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
 from gpu_engine.model.quantised.choice import quantise
 from gpu_engine.model.quantised.linear import release_blocks
 from gpu_engine.model.quantised.native import with_native
@@ -122,6 +124,9 @@ def _network(folder: Path, dtype: torch.dtype, source: dict[str, Any], checkpoin
         return checkpoint.load(dtype, attention.NAME)
     if not source:
         source = {"use_safetensors": True}
+        if has_mxfp4_experts(folder):
+            source["quantization_config"] = Mxfp4Config(dequantize=True)
+            log.info("dequantised the experts to %s: MXFP4 has no product here", str(dtype).removeprefix("torch."))
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=False, **source
     )
@@ -159,6 +164,8 @@ def prepare(
     # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint)
     net.to(device)
+    if device.type == "cpu":
+        replace_experts(net)
     install_tables(net.get_decoder(), model.max_model_len, captured=device.type == "cuda")
     by_row = model.quantised and device.type == "cuda"
     seen = probe(model, rough=by_row)
@@ -206,8 +213,17 @@ def _describe(
         max_model_len=min([config.max_model_len, *_position_limits(text)]),
         num_layers=text.num_hidden_layers,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        head_dim=_cached_head_dim(text),
     )
+
+
+def _cached_head_dim(text: Any) -> int:
+    """Return the channels of a head in the cache: those of keys and values, filled up to a multiple of 16."""
+    if getattr(text, "kv_lora_rank", None):  # latent attention, whose keys and values are cached expanded
+        wide: int = max(text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim)
+    else:
+        wide = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return -(-wide // 16) * 16
 
 
 def _position_limits(text: Any) -> list[int]:

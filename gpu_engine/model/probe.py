@@ -84,8 +84,9 @@ def probe(model: LoadedModel, *, rough: bool = False) -> Probe:
 
     `rough`: inputs of products are rounded to 8 bits by row. Raises ModelNotSupported.
     """
-    if model.head_dim % 16 or model.head_dim > 256:
-        raise ModelNotSupported(f"model: head size {model.head_dim} is not a multiple of 16 up to 256")
+    if model.head_dim > 256:
+        raise ModelNotSupported(f"model: head size {model.head_dim} is more than 256")
+    attention.take_temperatures(model.net)
     ctx = _context(model)
     ids = torch.arange(_TOKENS, device=model.device)[None] * 37 % model.vocab_size
     try:
@@ -100,14 +101,18 @@ def probe(model: LoadedModel, *, rough: bool = False) -> Probe:
         )
     kinds = getattr(model.net.config.get_text_config(), "layer_types", None) or ["full_attention"] * model.num_layers
     for layer, kind in enumerate(kinds):
-        if kind != "full_attention" and not (kind == "sliding_attention" and ctx.layers_seen[layer].window):
+        seen = ctx.layers_seen[layer]
+        held = {"full_attention": True, "sliding_attention": seen.window > 0, "chunked_attention": seen.chunk > 0}
+        if not held.get(kind, False):
             raise ModelNotSupported(f"model: layer {layer} of {model.model_type} is {kind}, which is not supported")
     if not bool(torch.isfinite(logits).all()):
         raise ModelNotSupported(f"model: {model.model_type} gives logits that are not finite in {model.dtype_name}")
     # Sinks and biases are passed in arguments of the model's own attention: without them the logits differ.
     net: Any = model.net
     net.set_attn_implementation("eager")
+    attention.take_temperatures(net, back=True)
     own = net(input_ids=ids, use_cache=False).logits[0].float()
+    attention.take_temperatures(net)
     net.set_attn_implementation(attention.NAME)
     noise = distance(logits, own)
     if noise > (_ROUGH_ERROR if rough else _ERROR):

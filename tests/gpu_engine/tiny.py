@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     CohereConfig,
+    DeepseekV2Config,
     DeepseekV3Config,
     FalconH1Config,
     Gemma2Config,
@@ -27,6 +28,7 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -114,11 +116,14 @@ OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
     "cohere": lambda: CohereConfig(**_SHAPE, tie_word_embeddings=False),
     "granite": lambda: GraniteConfig(**_SHAPE, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0),
     "qwen3_moe": lambda: qwen3_moe(),
+    "llama with heads of 20": lambda: LlamaConfig(**_SHAPE, head_dim=20),
+    "gpt_oss": lambda: gpt_oss(),
+    "llama4": lambda: llama4(),
+    "deepseek_v2": lambda: deepseek_v2(),
+    "deepseek_v3": lambda: deepseek_v3(),
     "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }
 """Further model families that the engine serves, by transformers' own forward over our attention."""
-MIXTURES = frozenset({"qwen3_moe", "mixtral"})
-"""Those with experts."""
 
 
 def bloom() -> PreTrainedConfig:
@@ -128,7 +133,14 @@ def bloom() -> PreTrainedConfig:
 
 def gpt_oss() -> PreTrainedConfig:
     """Return a family with attention sinks."""
-    return GptOssConfig(**_SHAPE, **_LAYERS, head_dim=32, num_local_experts=2, num_experts_per_tok=1)
+    return GptOssConfig(**_SHAPE, **_LAYERS, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
+
+
+def llama4(**options: Any) -> PreTrainedConfig:
+    """Return a family with chunks, and a layer without rotation whose queries grow with their position."""
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+    layers: dict[str, Any] = {"no_rope_layers": [1, 0], "attention_chunk_size": WINDOW, "intermediate_size_mlp": 96}
+    return Llama4TextConfig(**_SHAPE, **experts, **layers, head_dim=32, floor_scale=8, **options)
 
 
 def qwen3_moe() -> PreTrainedConfig:
@@ -163,17 +175,28 @@ def gptj() -> PreTrainedConfig:
     return GPTJConfig(**_WITHOUT_GATE, rotary_dim=8)
 
 
-def deepseek() -> PreTrainedConfig:
+_LATENT: dict[str, Any] = {
+    **_SHAPE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+
+
+def deepseek_v2() -> PreTrainedConfig:
     """Return a family whose keys and values have different sizes."""
-    shape = {**_SHAPE, "num_key_value_heads": 4}
-    latent: dict[str, Any] = {
-        "q_lora_rank": None,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-    }
-    return DeepseekV3Config(**shape, **latent, n_routed_experts=4, first_k_dense_replace=2)
+    return DeepseekV2Config(**_LATENT, q_lora_rank=None, n_shared_experts=1, topk_method="greedy")
+
+
+def deepseek_v3() -> PreTrainedConfig:
+    """Return the same with compressed queries and groups of experts."""
+    return DeepseekV3Config(**_LATENT, q_lora_rank=24, n_shared_experts=1, n_group=2, topk_group=1)
 
 
 def save(config: PreTrainedConfig, folder: Path, *, rounds: bool = False, seed: int = 0) -> Path:

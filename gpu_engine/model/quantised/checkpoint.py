@@ -38,7 +38,14 @@ def open_checkpoint(folder: Path) -> QuantisedCheckpoint | None:
     Raises UnsupportedCheckpoint for a kind that is not read, and OSError or ValueError for a broken file.
     """
     config = _config_of(folder)
-    return None if config is None else QuantisedCheckpoint(folder, config)
+    return None if config is None or has_mxfp4_experts(folder) else QuantisedCheckpoint(folder, config)
+
+
+def has_mxfp4_experts(folder: Path) -> bool:
+    """Return whether a folder holds gpt-oss with experts in MXFP4, which transformers dequantises by itself."""
+    config = _config_of(folder)
+    whole = json.loads((folder / "config.json").read_text())
+    return config is not None and config.get("quant_method") == "mxfp4" and whole.get("model_type") == "gpt_oss"
 
 
 def _config_of(folder: Path) -> dict[str, Any] | None:

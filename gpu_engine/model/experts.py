@@ -1,0 +1,189 @@
+"""Experts of a mixture on a CPU, as products like any other, and routers whose product is packed.
+
+transformers multiplies an expert's rows by a slice of one tensor, in a product whose rounding depends on the number of
+rows. Here each expert has two linear layers, which `pack_linears` packs, and a router's product is packed in place.
+Invariant: a row has the same bits whatever rows come with it, so drafts stay lossless. Not responsible for: a GPU,
+where transformers' grouped products run; the choice of experts (the model's own router).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from gpu_engine.model.linear import PackedLinear, can_pack
+from gpu_engine.model.recording import distance
+
+log = logging.getLogger(__name__)
+
+_ROUTER = re.compile(r"Router|Gate$")
+_VECTORS = 32
+"""Rows that are whole vectors for any number of experts."""
+_SAME = 2e-2
+"""Largest relative distance of an expert's output from transformers': rounding of bfloat16."""
+
+
+class Experts(nn.Module):
+    """Replaces transformers' experts: (rows [N, H], chosen experts [N, k], their weights [N, k]) -> [N, H].
+
+    Takes the weights of `inner` away, which keeps its gate function.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        own: Any = inner
+        transposed, biased = getattr(own, "is_transposed", True), getattr(own, "has_bias", False)
+        self.gate_up = _linears(own.gate_up_proj, own.gate_up_proj_bias if biased else None, transposed)
+        self.down = _linears(own.down_proj, own.down_proj_bias if biased else None, transposed)
+        self.inner = inner
+        self._gate: Callable[[torch.Tensor], torch.Tensor] = getattr(own, "_apply_gate", self._halves)
+
+    def take_weights(self) -> None:
+        """Remove the weights of the replaced module."""
+        for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+            if name in self.inner._parameters:
+                delattr(self.inner, name)
+
+    def _halves(self, gate_up_NC: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up_NC.chunk(2, dim=-1)
+        out: torch.Tensor = up * self.inner.act_fn(gate)  # type: ignore[operator]
+        return out
+
+    def one(self, expert: int, rows_NH: torch.Tensor) -> torch.Tensor:
+        """Return one expert's output, [N, H]."""
+        out_NH: torch.Tensor = self.down[expert](self._gate(self.gate_up[expert](rows_NH)))
+        return out_NH
+
+    def forward(self, hidden_states: torch.Tensor, chosen_Nk: torch.Tensor, weights_Nk: torch.Tensor) -> torch.Tensor:
+        """Add the experts' outputs in the order of the experts."""
+        out_NH = torch.zeros_like(hidden_states)
+        for expert in chosen_Nk.unique().tolist():
+            if not 0 <= expert < len(self.down):
+                continue
+            rows, places = torch.where(chosen_Nk == expert)
+            part_NH = self.one(expert, hidden_states[rows]) * weights_Nk[rows, places, None]
+            out_NH.index_add_(0, rows, part_NH.to(out_NH.dtype))
+        return out_NH
+
+
+class WeightedExperts(Experts):
+    """Llama 4's experts: every row once for each expert, weighted already, [E * N, H] -> [E * N, H]."""
+
+    def forward(self, routed_MH: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Skip rows of zeros, whose output is zero: their expert was not chosen."""
+        routed_ENH = routed_MH.view(len(self.down), -1, routed_MH.shape[-1])
+        out_ENH = torch.zeros_like(routed_ENH)
+        for expert, rows_NH in enumerate(routed_ENH):
+            (chosen,) = torch.where(rows_NH.any(-1))
+            if len(chosen):
+                out_ENH[expert, chosen] = self.one(expert, rows_NH[chosen])
+        return out_ENH.view_as(routed_MH)
+
+
+def replace_experts(net: nn.Module) -> int:
+    """Replace the experts of a model on a CPU, and pack the products of its routers; return the mixtures replaced.
+
+    Experts of a form that is not known stay, and the log names them.
+    """
+    count = 0
+    for parent in list(net.modules()):
+        for name, child in list(parent.named_children()):
+            if not isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
+                continue
+            if (experts := _replaced(child)) is not None:
+                setattr(parent, name, experts)
+                count += 1
+    if count and can_pack():
+        for module in net.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 2 and _ROUTER.search(type(module).__name__):
+                _pack_router(module, weight)
+    return count
+
+
+@torch.no_grad()
+def _replaced(module: nn.Module) -> Experts | None:
+    """Return the replacement, if it gives the outputs of the module for a few rows."""
+    kind, own = type(module).__name__, module.__dict__
+    weights: Any = module.gate_up_proj
+    if weights.dim() != 3 or not own.get("has_gate", True) or own.get("has_post_expert_norm", False):
+        log.info("the experts %s stay as they are: an unknown form", kind)
+        return None
+    made = Experts(module) if "has_gate" in own else WeightedExperts(module)
+    num_experts = len(weights)
+    width = weights.shape[1 if getattr(module, "is_transposed", True) else 2]
+    rows_NH = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(weights)
+    if type(made) is Experts:
+        chosen_Nk = torch.arange(8).view(4, 2) % num_experts
+        call: tuple[torch.Tensor, ...] = (rows_NH, chosen_Nk, torch.rand(4, 2).to(weights))
+    else:
+        call = (rows_NH.repeat(num_experts, 1),)
+    try:
+        far = distance(made(*call), module(*call))
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        log.info("the experts %s stay as they are: %s", kind, error)
+        return None
+    if far > _SAME:
+        log.info("the experts %s stay as they are: their products are %.1e away", kind, far)
+        return None
+    made.take_weights()
+    return made
+
+
+def _linears(weight_ENK: torch.Tensor, bias_EN: torch.Tensor | None, transposed: bool) -> nn.ModuleList:
+    made = []
+    for expert, weight in enumerate(weight_ENK.detach()):
+        weight_NK = weight.T.contiguous() if transposed else weight
+        linear = nn.Linear(weight_NK.shape[1], weight_NK.shape[0], bias=bias_EN is not None, device="meta")
+        linear.weight = nn.Parameter(weight_NK, requires_grad=False)
+        if bias_EN is not None:
+            linear.bias = nn.Parameter(bias_EN.detach()[expert], requires_grad=False)
+        made.append(linear)
+    return nn.ModuleList(made)
+
+
+class _PackedProduct(TorchFunctionMode):
+    """Sends products by one weight to a packed one, inside the `with` block."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self._weight = weight
+        self._packed: dict[torch.dtype, PackedLinear] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not nn.functional.linear or args[1].shape != self._weight.shape:
+            return func(*args, **(kwargs or {}))
+        x, weight = args[:2]
+        bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+        if weight.dtype not in self._packed:
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            linear.weight = nn.Parameter(self._weight.detach().to(weight.dtype), requires_grad=False)
+            self._packed[weight.dtype] = PackedLinear(linear)
+        out = self._packed[weight.dtype](x)
+        return out if bias is None else out + bias
+
+
+def _pack_router(router: nn.Module, weight: torch.Tensor) -> None:
+    """Let a router's forward run as it is, over a packed product and whole vectors.
+
+    torch computes what is left behind the last whole vectors of a tensor by another function, so the bits of a sigmoid
+    over few experts would depend on the number of rows.
+    """
+    inner, product = router.forward, _PackedProduct(weight)
+
+    def forward(hidden_states: torch.Tensor) -> Any:
+        rows_NH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        count = len(rows_NH)
+        with product:
+            out = inner(nn.functional.pad(rows_NH, (0, 0, 0, -count % _VECTORS)))
+        return tuple(part[:count] for part in out) if isinstance(out, tuple) else out[:count]
+
+    router.forward = forward
