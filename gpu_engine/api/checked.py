@@ -100,6 +100,8 @@ class Checked:
     omit_token_ids: bool
     echo: bool = False
     """The first response of each sequence begins with the prompt."""
+    field_logprobs: bool = False
+    """The last response has the log-probability of each leaf of the JSON answer."""
     prompt_logprobs: int | None = None
     """Alternatives of each token of the prompt; None: no log-probabilities of the prompt."""
     priority: int = 0

@@ -37,6 +37,7 @@ from gpu_engine.front.mailbox import Inbox, Mailbox
 from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.prompt import build_requests, is_large
 from gpu_engine.front.text_output import Delta, SequenceOutput
+from gpu_engine.front.tokens.field_logprobs import FieldScorer
 from gpu_engine.front.tools.composition import planned
 from gpu_engine.front.tools.parts import AnswerLayout
 from gpu_engine.front.validation import given_id
@@ -222,7 +223,14 @@ class Calls:
             return str(decode_ids(ids, skip_special_tokens=skip))
 
         parser = layout.parser() if layout else None
-        return SequenceOutput(request, decode, with_text=not checked.omit_text, parser=parser)
+        return SequenceOutput(
+            request,
+            decode,
+            with_text=not checked.omit_text,
+            with_logprobs=checked.logprobs is not None,
+            parser=parser,
+            fields=FieldScorer() if checked.field_logprobs else None,
+        )
 
     async def _stream(self, call: Call, context: Context, respond: Respond) -> None:
         running = len(call.outputs)

@@ -94,7 +94,7 @@ def build_requests(
                 bad_words=bad_words,
                 logit_bias=checked.logit_bias,
                 ignore_eos=checked.ignore_eos,
-                logprobs=checked.logprobs,
+                logprobs=0 if checked.logprobs is None and checked.field_logprobs else checked.logprobs,
                 include_stop_str_in_output=checked.include_stop_str_in_output,
                 skip_special_tokens=checked.skip_special_tokens,
             ),

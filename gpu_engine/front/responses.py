@@ -45,6 +45,8 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
     for entry in delta.logprobs:
         top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
         response.logprobs.append(pb.TokenLogprobs(logprob=entry.logprob, top=top))
+    for leaf in delta.fields:
+        response.field_logprobs.add(pointer=leaf.pointer, logprob=leaf.logprob, tokens=leaf.tokens)
     if delta.finish:
         response.finish_reason = cast("pb.FinishReason", delta.finish.value)
         if delta.matched_stop is not None:

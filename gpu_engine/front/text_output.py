@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent
-from gpu_engine.front.tools.parts import Part, PartsParser
+from gpu_engine.front.tokens.field_logprobs import FieldLogprob, FieldScorer
+from gpu_engine.front.tools.parts import Part, PartKind, PartsParser
 
 Decode = Callable[[Sequence[int]], str]
 """Maps token ids to text, without clean-up; special tokens are dropped or not, as the request asks."""
@@ -45,6 +46,8 @@ class Delta:
     matched_stop: str | None = None
     parts: list[Part] = field(default_factory=list)
     """The text by part, where the answer has parts."""
+    fields: list[FieldLogprob] = field(default_factory=list)
+    """In the last delta, if asked for: the leaves of the answer's content."""
     error: LockstepError | None = None
     """The engine failed the sequence; the tokens before the failure are valid."""
 
@@ -58,12 +61,21 @@ class SequenceOutput:
     """Turns the events of one request into deltas. Used by one task at a time."""
 
     def __init__(
-        self, request: Request, decode: Decode, *, with_text: bool = True, parser: PartsParser | None = None
+        self,
+        request: Request,
+        decode: Decode,
+        *,
+        with_text: bool = True,
+        with_logprobs: bool = True,
+        parser: PartsParser | None = None,
+        fields: FieldScorer | None = None,
     ) -> None:
         """Args: see below.
 
         with_text: False: the deltas have no text; tokens are decoded for stop strings alone.
+        with_logprobs: False: the deltas have no log-probabilities, though the events may.
         parser: of this sequence; None: the deltas have no parts.
+        fields: collects the log-probabilities of the answer's leaves, which its events have; None: not asked for.
         """
         sampling = request.sampling
         self.request = request
@@ -73,10 +85,14 @@ class SequenceOutput:
         """`time.monotonic()` of the end; 0.0 before it."""
         self._with_text = with_text
         self._echo = request.echo
-        self._parser = parser if with_text else None
+        self._with_logprobs, self._fields = with_logprobs, fields
+        self._content: list[str] = []
+        """With `fields`: the text that was sent, without reasoning and tool calls."""
+        needs_text = with_text or fields is not None
+        self._parser = parser if needs_text else None
         self._min_tokens = sampling.min_tokens
         self._keep_stop = sampling.include_stop_str_in_output
-        self._detokenizer = Detokenizer(decode, request.prompt_ids) if with_text or sampling.stop else None
+        self._detokenizer = Detokenizer(decode, request.prompt_ids) if needs_text or sampling.stop else None
         self._scanner = StopScanner(sampling.stop, keep_match=self._keep_stop)
 
     def take(self, events: Sequence[TokenEvent]) -> Delta:
@@ -87,12 +103,23 @@ class SequenceOutput:
         for event in events:
             if not self.ended:
                 self._take_one(event, delta, text)
-        delta.text = "".join(text) if self._with_text else ""
-        if self._parser is not None:
-            delta.parts = self._parser.push(delta.text)
-            if delta.ended:
-                delta.parts += self._parser.finish()
+        joined = "".join(text)
+        parts = self._parts(joined, ended=delta.ended)
+        if self._with_text:
+            delta.text, delta.parts = joined, parts
+        if self._fields is not None:
+            content = [part.text for part in parts if part.kind is PartKind.CONTENT]
+            self._content += [joined] if self._parser is None else content
+            if delta.finish is not None:
+                whole = delta.finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and delta.matched_stop is None
+                delta.fields = self._fields.fields("".join(self._content), complete=whole)
         return delta
+
+    def _parts(self, text: str, *, ended: bool) -> list[Part]:
+        if self._parser is None:
+            return []
+        parts = self._parser.push(text)
+        return parts + self._parser.finish() if ended else parts
 
     def _take_one(self, event: TokenEvent, delta: Delta, text: list[str]) -> None:
         stopped = event.finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED)
@@ -100,16 +127,25 @@ class SequenceOutput:
         delta.prompt_logprobs = delta.prompt_logprobs or event.prompt_logprobs
         for i, token_id in enumerate(event.token_ids):
             delta.token_ids.append(token_id)
-            if event.logprobs:
+            if event.logprobs and self._with_logprobs:
                 delta.logprobs.append(event.logprobs[i])
             self.completion_tokens += 1
             hidden = stop_token_last and i == len(event.token_ids) - 1 and not self._keep_stop
-            if not hidden and self._detokenizer and self._scan(self._detokenizer.push(token_id), delta, text):
+            if hidden or self._detokenizer is None:
+                continue
+            piece = self._detokenizer.push(token_id)
+            if self._fields is not None:
+                self._fields.push(piece, event.logprobs[i].logprob, holds=self._detokenizer.holds)
+            if self._scan(piece, delta, text):
                 return  # tokens behind a stop string do not count, though the same step brought them
         if event.finish is None and event.error is None:
             return
-        if self._detokenizer and self._scan(self._detokenizer.flush(), delta, text):
-            return
+        if self._detokenizer is not None:
+            piece = self._detokenizer.flush()
+            if self._fields is not None:
+                self._fields.push_text(piece)
+            if self._scan(piece, delta, text):
+                return
         text.append(self._scanner.flush())
         delta.finish, delta.matched_token_id, delta.error = event.finish, event.matched_token_id, event.error
         self._end()
@@ -156,12 +192,15 @@ class Detokenizer:
         """Number of context tokens."""
         self._returned = self._complete(self._decode(self._ids)) if self._ids else 0
         """Characters of the window's text that were returned."""
+        self.holds = False
+        """The last token ended in the middle of a character."""
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that can no longer change, often empty in the middle of a character."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._context <= MAX_HELD_TOKENS:
+        self.holds = text.endswith(REPLACEMENT)
+        if self.holds and len(self._ids) - self._context <= MAX_HELD_TOKENS:
             end = max(self._complete(text), self._returned)
             delta, self._returned = text[self._returned : end], end
             return delta

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.request import GrammarSpec
+from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.front.grammar_field import check_grammar
 from gpu_engine.front.tools.fields import chat_bytes, check_chat, check_reasoning, check_tools
 from protos.engine.v1 import engine_pb2 as pb
@@ -47,7 +47,6 @@ def check(
     `running` has the request ids in use, `known` returns the grammar of an id. Raises InvalidRequest, UnknownGrammar or
     NotSupported.
     """
-    _refuse_unsupported(request)
     request_id = _request_id(request.request_id, running)
     if request.HasField("tools") and request.WhichOneof("prompt") != "messages":
         raise InvalidRequest("tools", "needs messages, because the chat template shows the functions")
@@ -96,21 +95,11 @@ def check(
         omit_token_ids=request.response.omit_token_ids,
         reasoning=check_reasoning(request),
         echo=request.response.echo,
+        field_logprobs=_field_logprobs(request.response, grammar),
         prompt_logprobs=_prompt_logprobs(request.response),
         priority=_priority(request.priority),
         cache_salt=_cache_salt(request.cache_salt),
     )
-
-
-def _refuse_unsupported(request: pb.GenerateRequest) -> None:
-    """Raise InvalidRequest for a field that the proto has and this version does not serve."""
-    response = request.response
-    asked = {
-        "response.per_field_logprobs": response.per_field_logprobs,
-    }
-    for field, set_ in asked.items():
-        if set_:
-            raise InvalidRequest(field, "is not supported by this version")
 
 
 def given_id(request_id: str) -> str:
@@ -133,7 +122,6 @@ def _request_id(request_id: str, running: Collection[str]) -> str:
 
 def check_prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
     """Return the prompt of a request, within the limits that need no tokenizer. Raises InvalidRequest."""
-    _refuse_unsupported(request)
     if request.HasField("tools") and request.WhichOneof("prompt") != "messages":
         raise InvalidRequest("tools", "needs messages, because the chat template shows the functions")
     return _prompt(request, limits)
@@ -158,6 +146,13 @@ def _prompt(request: pb.GenerateRequest, limits: Limits) -> Prompt:
             return chat
         case _:
             raise InvalidRequest("prompt", "one of text, token_ids and messages is required")
+
+
+def _field_logprobs(options: pb.ResponseOptions, grammar: GrammarSpec | None) -> bool:
+    kinds = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
+    if options.per_field_logprobs and (grammar is None or grammar.kind not in kinds):
+        raise InvalidRequest("response.per_field_logprobs", "needs a grammar of the kind json_object or json_schema")
+    return options.per_field_logprobs
 
 
 def _prompt_logprobs(options: pb.ResponseOptions) -> int | None:

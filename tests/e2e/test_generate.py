@@ -17,7 +17,7 @@ import pytest
 
 from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
-from tests.e2e.asking import Answer, answer, answers, chat, idle_stats
+from tests.e2e.asking import ANSWER_TIMEOUT_S, Answer, answer, answers, chat, idle_stats
 from tests.e2e.conftest import RunningServer
 
 pytestmark = pytest.mark.model
@@ -139,6 +139,40 @@ async def test_logprobs_come_with_every_token(server: RunningServer) -> None:
         assert values == sorted(values, reverse=True)
         assert entry.logprob <= 0
         assert entry.top[0].token_id == token
+
+
+@pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR])
+async def test_log_probabilities_of_prompt_and_fields_are_those_of_the_same_tokens(
+    server: RunningServer, backend: pb.Backend
+) -> None:
+    grammar = guided(json_schema=json.dumps(SCHEMA), backend=backend)
+    options = pb.ResponseOptions(echo=True, prompt_logprobs=2, per_field_logprobs=True)
+    request = chat(PROMPT, grammar=grammar, sampling=sampling(temperature=0.8, logprobs=2), response=options)
+    async with Client(server.address) as client:
+
+        async def streamed(asked: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+            return [response async for response in client.generate(asked, timeout_s=ANSWER_TIMEOUT_S)]
+
+        responses = [await streamed(each) for each in (request, without_speculation(request))]
+        first, last = responses[0][0], responses[0][-1]
+        for mine in responses:
+            assert list(mine[-1].field_logprobs) == list(last.field_logprobs)
+            assert list(mine[0].prompt_logprobs) == list(first.prompt_logprobs)
+        prompt, tokens = list(first.prompt_token_ids), [t for r in responses[0] for t in r.token_ids]
+        chosen = [entry for r in responses[0] for entry in r.logprobs]
+        text = "".join(r.text for r in responses[0])
+        value = json.loads(text[text.index("{") :])  # the echo of the prompt is in front
+        again = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt + tokens), response=options, sampling=sampling())
+        again.response.per_field_logprobs, again.sampling.max_tokens = False, 1
+        scored = (await streamed(again))[0].prompt_logprobs
+    assert len(first.prompt_logprobs) == len(prompt)
+    assert list(scored[: len(prompt)]) == list(first.prompt_logprobs)
+    assert list(scored[len(prompt) :]) == chosen
+    pointers = ["/name", "/year", *(f"/tags/{i}" for i in range(len(value["tags"])))]
+    assert [leaf.pointer for leaf in last.field_logprobs] == pointers
+    for leaf in last.field_logprobs:
+        runs = (chosen[i : i + leaf.tokens] for i in range(len(chosen)))
+        assert any(leaf.logprob == pytest.approx(sum(entry.logprob for entry in run)) for run in runs)
 
 
 async def test_a_cancelled_answer_leaves_nothing_behind(server: RunningServer) -> None:
