@@ -328,7 +328,7 @@ def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig) -
         from gpu_engine.front.vllm_wire.servicer import SERVICE as VLLM_SERVICE
         from gpu_engine.front.vllm_wire.servicer import add_to
 
-        add_to(server, calls, version)
+        add_to(server, calls, version, kv_events=config.kv_events)
         services.append(VLLM_SERVICE)
     reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     return services

@@ -367,6 +367,9 @@ class ServerConfig:
     vllm_wire: str = "auto"
     """Serve vllm.grpc.engine.VllmEngine, the gRPC service that gateways such as smg speak, on the public port: "on",
     "off", or "auto": on where the extra vllm-wire (the package smg-grpc-proto) is installed."""
+    kv_events: bool = False
+    """Serve SubscribeKvEvents of that service: the tokens of the prompts and answers in the prefix cache, for a gateway
+    that sends a request where its prompt is cached. Every client that reaches the public port can then read them."""
     metrics_listen: str = ""
     """"host:port" on which to serve the Prometheus metrics of both processes over HTTP. Empty: none. The port has no
     password: bind it to an address that only the scraper reaches."""

@@ -27,14 +27,19 @@ from gpu_engine.front.vllm_wire.requests import field_name, to_engine
 from gpu_engine.front.vllm_wire.tokenizer_files import TokenizerFiles, tokenizer_files
 from gpu_engine.ops.access import CallRecord
 
+_MAX_START = 2**63 - 1
+"""Of a subscriber's cursor: numbers behind it fit into the message."""
+
 SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # untyped base
     """Serves one engine, beside EngineServicer. Made on the event loop."""
 
-    def __init__(self, calls: Calls, *, version: str) -> None:
+    def __init__(self, calls: Calls, *, version: str, kv_events: bool) -> None:
+        """Args: `version` is this distribution's; `kv_events`: clients may read what the prefix cache holds."""
         self._calls = calls
+        self._kv_events = kv_events
         self._reports = Reports(calls, version)
         self._feed = PageFeed(calls.engine)
         self._files: asyncio.Task[TokenizerFiles] | None = None
@@ -94,8 +99,15 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
         """Stream the blocks that enter and leave the prefix cache, after a snapshot of those that are in it."""
+        if not self._kv_events:
+            await _refuse(context, "SubscribeKvEvents: the setting kv_events is off")
         if not self._calls.engine.config.caches_prefixes:
             await _refuse(context, "SubscribeKvEvents: this server has no prefix cache")
+        if request.start_sequence_number > _MAX_START:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"start_sequence_number: is {request.start_sequence_number}, must be at most {_MAX_START}",
+            )
         async with aclosing(self._feed.batches(request.start_sequence_number)) as batches:
             async for batch in batches:
                 await context.write(batch)
@@ -126,9 +138,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         return f"<VllmEngineServicer {self._calls!r} {self._feed!r}>"
 
 
-def add_to(server: grpc.aio.Server, calls: Calls, version: str) -> None:
-    """Serve `calls` on `server`, too. `version` is this distribution's."""
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(calls, version=version), server)
+def add_to(server: grpc.aio.Server, calls: Calls, version: str, *, kv_events: bool) -> None:
+    """Serve `calls` on `server`, too. For the other arguments see VllmEngineServicer."""
+    servicer = VllmEngineServicer(calls, version=version, kv_events=kv_events)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(servicer, server)
 
 
 async def _refuse(context: Context, message: str) -> None:

@@ -45,7 +45,9 @@ class Setup:
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, script: Script | None = None, **engine_fields: Any) -> AsyncIterator[Setup]:
+async def serving(
+    tmp_path: Path, script: Script | None = None, *, kv_events: bool = True, **engine_fields: Any
+) -> AsyncIterator[Setup]:
     engine = FakeEngine(EngineConfig(max_model_len=256, **engine_fields), script)
     grammar = FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
     limits = Limits.of(engine.config, ServerConfig(max_n=4), vocab_size=320, max_model_len=256)
@@ -53,7 +55,7 @@ async def serving(tmp_path: Path, script: Script | None = None, **engine_fields:
     calls.warm()
     server = grpc.aio.server(interceptors=[ParsedRequests()])
     engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(calls, version="1.2"), server)
-    add_to(server, calls, "1.2")
+    add_to(server, calls, "1.2", kv_events=kv_events)
     address = f"unix:{tmp_path}/s"
     server.add_insecure_port(address)
     await server.start()
@@ -363,7 +365,18 @@ async def test_the_engine_is_watched_while_a_subscriber_is_there(tmp_path: Path)
         await eventually(lambda: s.engine.page_events is None)
 
 
-async def test_there_are_no_events_without_a_prefix_cache(tmp_path: Path) -> None:
-    async with serving(tmp_path, prefix_cache=False) as s:
-        with pytest.raises(grpc.aio.AioRpcError, match="SubscribeKvEvents: "):
-            await anext(aiter(s.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), timeout=20)))
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"kv_events": False}, "UNIMPLEMENTED", "SubscribeKvEvents: the setting kv_events is off"),
+        ({"prefix_cache": False}, "UNIMPLEMENTED", "SubscribeKvEvents: this server has no prefix cache"),
+        ({}, "INVALID_ARGUMENT", "start_sequence_number: is 18446744073709551615, must be at most"),
+    ],
+)
+async def test_events_are_refused_by_name(tmp_path: Path, fields: dict[str, Any], status: str, message: str) -> None:
+    async with serving(tmp_path, **fields) as s:
+        request = common.SubscribeKvEventsRequest(start_sequence_number=2**64 - 1)
+        with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
+            await anext(aiter(s.stub.SubscribeKvEvents(request, timeout=20)))
+        assert caught.value.code().name == status
+        assert s.engine.page_events is None

@@ -49,7 +49,7 @@ async def behind_smg(folder: Path) -> AsyncIterator[Setup]:
     calls = Calls(engine, FakeModel(), limits, FakeGrammar())
     calls.warm()
     server = grpc.aio.server()
-    add_to(server, calls, "1.2")
+    add_to(server, calls, "1.2", kv_events=True)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     running = smg([f"127.0.0.1:{port}"], folder / "log")
