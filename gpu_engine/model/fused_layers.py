@@ -6,10 +6,13 @@ runs over them. Not responsible for: choosing the modules to replace (see fusion
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from gpu_engine.model.attention import AttentionContext, LayerAttention, context_of_forward
+from gpu_engine.model.linear import SkinnyLinear
 from kernels.fused import Activation, RMSNorm, gated, rms_norm
 from kernels.fused_attention import QkvAttention
 
@@ -34,6 +37,7 @@ class FusedGated(nn.Module):
         super().__init__()
         self.gate_up, self.down, self.act = gate_up, down, act
         self._gate_up, self._down = gate_up.forward, down.forward
+        self._in_one: Callable[[torch.Tensor, Activation], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
@@ -41,8 +45,15 @@ class FusedGated(nn.Module):
 
     def of_rows(self, x_NH: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N, H]."""
-        out_NH: torch.Tensor = self._down(gated(self._gate_up(x_NH), self.act))
+        active_NI = self._in_one(x_NH, self.act) if self._in_one else gated(self._gate_up(x_NH), self.act)
+        out_NH: torch.Tensor = self._down(active_NI)
         return out_NH
+
+    def join_activation(self) -> bool:
+        """Put the activation at the end of the product's kernel, where there is one that agrees; return whether."""
+        if isinstance(self.gate_up, SkinnyLinear) and self.gate_up.gates_in_one(self.act):
+            self._in_one = self.gate_up.gated
+        return self._in_one is not None
 
 
 class FusedAttention(nn.Module):
@@ -85,6 +96,11 @@ class FusedAttention(nn.Module):
         out_NC = self._core(self._qkv(x_NH), cos_NR, sin_NR, pages, ctx.page_table_BN, ctx.positions_BP)
         out_NH: torch.Tensor = self._output(out_NC)
         return out_NH
+
+
+def join_activations(model: nn.Module) -> int:
+    """Join the activation of every fused gated block to its product, where that has a kernel; return how many."""
+    return sum(module.join_activation() for module in model.modules() if isinstance(module, FusedGated))
 
 
 def angles_by_row(part_BPR: torch.Tensor, num_sequences: int) -> torch.Tensor:

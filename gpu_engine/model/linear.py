@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from gpu_engine.model.quantised.linear import BlockLinear, joined_blocks
 from gpu_engine.model.quantised.scaled import ScaledLinear, joined_scaled
 from gpu_engine.model.recording import distance
+from kernels.fused_arguments import Activation
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +61,12 @@ class SkinnyLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        from kernels.cuda.skinny import MAX_ROWS, skinny_linear  # a CPU install has no Triton
+        from kernels.cuda.fused import gated  # a CPU install has no Triton
+        from kernels.cuda.skinny import MAX_ROWS, skinny_gated, skinny_linear
 
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, _bias(linear)
-        self._most, self._product = MAX_ROWS, skinny_linear
+        self._most, self._product, self._product_gated, self._gated = MAX_ROWS, skinny_linear, skinny_gated, gated
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x @ weight.T + bias; [..., in_features] -> [..., out_features]."""
@@ -73,6 +75,20 @@ class SkinnyLinear(nn.Module):
             return nn.functional.linear(x, self.weight, self.bias)
         out_MN = self._product(x.reshape(rows, self.in_features), self.weight, self.bias)
         return out_MN.view(*x.shape[:-1], self.out_features)
+
+    def gated(self, x_NK: torch.Tensor, act: Activation) -> torch.Tensor:
+        """Return act(gate) * up of a product whose outputs are gate and then up: in one launch for few rows."""
+        if not 0 < len(x_NK) <= self._most:
+            return self._gated(self(x_NK), act)
+        return self._product_gated(x_NK, self.weight, act, self.bias)
+
+    def gates_in_one(self, act: Activation) -> bool:
+        """Return whether `gated` gives the numbers of the two kernels. Each kind of matrix is compared once."""
+        return _gates_agree(self.weight.shape, self.weight.dtype, self.weight.device, self.bias is not None, act)
+
+    def gates_apart(self, x_NK: torch.Tensor, act: Activation) -> torch.Tensor:
+        """Return the same from two launches."""
+        return self._gated(self(x_NK), act)
 
     def extra_repr(self) -> str:
         """Name the shape."""
@@ -88,6 +104,21 @@ def skinny(linear: nn.Linear) -> nn.Module:
     return (
         SkinnyLinear(linear) if _agrees(weight.shape, weight.dtype, weight.device, linear.bias is not None) else linear
     )
+
+
+@functools.cache
+def _gates_agree(shape: torch.Size, dtype: torch.dtype, device: torch.device, biased: bool, act: Activation) -> bool:
+    made = SkinnyLinear(nn.Linear(shape[1], shape[0], bias=biased, device=device, dtype=dtype).requires_grad_(False))
+    x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    try:
+        far = distance(made.gated(x, act), made.gates_apart(x, act))
+    except Exception as error:  # of the compiler, as above
+        kind = type(error).__name__
+        log.warning("products of %s and their activation are two kernels: %s: %s", tuple(shape), kind, error)
+        return False
+    if far > _ROUNDING:
+        log.warning("products of %s and their activation are two kernels: one is %.1e away", tuple(shape), far)
+    return far <= _ROUNDING
 
 
 @functools.cache

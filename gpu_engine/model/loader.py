@@ -20,6 +20,7 @@ from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
 from gpu_engine.model import attention
 from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
 from gpu_engine.model.experts import replace_experts
+from gpu_engine.model.fused_layers import join_activations
 from gpu_engine.model.fusion import Bounds, FusedModelDiffers, fuse_parts, verified
 from gpu_engine.model.hub import Hub, Wanted, locate, read_token, refuse_what_runs_code
 from gpu_engine.model.kernel_loading import load_kernels_eagerly
@@ -178,6 +179,7 @@ def prepare(
         pack_linears(net)
     elif config.fuse:
         thin_linears(net)
+        join_activations(net)
     if config.fuse:
         model.fused = verified(net, model.fused, seen.record, seen.logits_NV, seen.again(model), bounds, seen.noise)
     if model.quantised and not by_row:

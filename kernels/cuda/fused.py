@@ -108,6 +108,17 @@ def rotary_kernel(
 
 
 @triton.jit
+def activated(gate: tl.tensor, up: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
+    """Return act(gate) * up of values that are rounded to the model's dtype, in that dtype."""
+    g = gate.to(tl.float32)
+    t = g
+    if ACT == GELU:
+        t = 1.5957691216057308 * (g + 0.044715 * g * g * g)
+    active = (g * tl.sigmoid(t)).to(gate.dtype).to(tl.float32)
+    return (active * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
 def gated_kernel(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.tensor, ACT: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """Grid (N, blocks of WIDTH): act(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
@@ -115,12 +126,7 @@ def gated_kernel(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.tensor, ACT: tl.c
     inside = column < WIDTH
     gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0)
-    g = gate.to(tl.float32)
-    t = g
-    if ACT == GELU:
-        t = 1.5957691216057308 * (g + 0.044715 * g * g * g)
-    active = (g * tl.sigmoid(t)).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (active * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    tl.store(out + row * WIDTH + column, activated(gate, up, ACT), mask=inside)
 
 
 def rms_norm(x_NH: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

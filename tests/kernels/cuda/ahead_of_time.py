@@ -162,6 +162,9 @@ def compile_products(M: int, N: int, K: int) -> None:
     x, weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((M, K), (N, K), (N,)))
     skinny.skinny_linear(x, weight)
     skinny.skinny_linear(x, weight, bias)
+    for act in Activation:
+        skinny.skinny_gated(x, weight, act)
+        skinny.skinny_gated(x, weight, act, bias)
 
 
 def compile_scaled(M: int, N: int, K: int, dtype: torch.dtype) -> None:

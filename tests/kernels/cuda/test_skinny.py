@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu_engine.model.fused_layers import FusedGated, join_activations
 from gpu_engine.model.linear import SkinnyLinear
-from kernels.cuda.skinny import MAX_ROWS, SkinnyTuning, skinny_linear
+from kernels.cuda.fused import gated
+from kernels.cuda.skinny import MAX_ROWS, SkinnyTuning, skinny_gated, skinny_linear
+from kernels.fused_arguments import Activation
 
 
 def some(device: torch.device, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -42,11 +45,39 @@ def test_unsupported_inputs_are_rejected(device: torch.device) -> None:
             skinny_linear(x, weight)
 
 
+@pytest.mark.parametrize("act", list(Activation))
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("M", "J", "K"), [(1, 128, 128), (3, 98, 192), (8, 66, 576), (16, 260, 64)])
+def test_a_product_with_its_activation_has_the_bits_of_both_kernels(
+    device: torch.device, act: Activation, M: int, J: int, K: int, bias: bool
+) -> None:
+    x, weight, offset = some(device, M, K), some(device, J, K, seed=1), some(device, J, seed=2) if bias else None
+    got = skinny_gated(x, weight, act, offset)
+    assert got.shape == (M, J // 2)
+    assert torch.equal(got, gated(skinny_linear(x, weight, offset), act))
+    for count in range(1, M, 3):
+        assert torch.equal(skinny_gated(x[:count], weight, act, offset), got[:count])
+
+
+@pytest.mark.parametrize("rows", [3, MAX_ROWS + 1])
+def test_a_gated_block_joins_its_activation_for_few_rows(device: torch.device, rows: int) -> None:
+    x = some(device, rows, 64)
+    gate_up, down = (
+        torch.nn.Linear(K, N, device=device, dtype=x.dtype).requires_grad_(False) for K, N in ((64, 96), (48, 64))
+    )
+    block = FusedGated(SkinnyLinear(gate_up), down, Activation.SILU)
+    apart = down(gated(SkinnyLinear(gate_up)(x), Activation.SILU))
+    assert join_activations(torch.nn.Sequential(block)) == 1
+    assert torch.equal(block.of_rows(x), apart)
+    assert join_activations(FusedGated(gate_up, down, Activation.SILU)) == 0, "another product has no such kernel"
+
+
 def test_stages_fit_into_shared_memory() -> None:
     for N, K in ((576, 576), (4096, 4096), (128_256, 4096), (49_152, 576)):
         for shared in (99 << 10, 227 << 10):
             cut = SkinnyTuning.of(N, K, shared)
             assert cut.num_stages * (cut.block_n + MAX_ROWS) * cut.block_k * 2 <= shared
+            assert cut.num_stages * (2 * max(16, cut.block_n // 2) + MAX_ROWS) * cut.block_k * 2 <= shared, "with gates"
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (2, 3, 64), (16, 64), (17, 64), (0, 64)])
