@@ -70,6 +70,29 @@ class SlotBuffers:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneInputs:
+    """What the engine writes for each lane before a step, side by side in one memory. The fields are views."""
+
+    memory: torch.Tensor
+    """uint8."""
+    slots_B: torch.Tensor
+    slot_gens_B: torch.Tensor
+    draft_limit_B: torch.Tensor
+    guided_B: torch.Tensor
+
+    @staticmethod
+    def num_bytes(num_lanes: int) -> int:
+        """Return the size of so many lanes: three int32 and a bool each."""
+        return 13 * num_lanes
+
+    @classmethod
+    def of(cls, memory: torch.Tensor) -> LaneInputs:
+        """Return the views of `memory`, of `num_bytes` bytes."""
+        L = len(memory) // 13
+        return cls(memory, *memory[: 12 * L].view(torch.int32).view(3, L), memory[12 * L :].view(torch.bool))
+
+
+@dataclass(frozen=True, slots=True)
 class LaneBuffers:
     """The inputs and results of one step, lane by lane; a step uses the first B lanes."""
 
@@ -97,6 +120,8 @@ class LaneBuffers:
     rows are cached for them. Writer: the sync, in steps with a guided lane; 0 without jump-forward."""
     result: AcceptResult
     """Writer: the step."""
+    inputs: torch.Tensor
+    """uint8: the memory of what the engine writes before a step, so that one copy fills it; see `LaneInputs`."""
 
     @classmethod
     def allocate(
@@ -107,11 +132,14 @@ class LaneBuffers:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        inputs = LaneInputs.of(torch.zeros(LaneInputs.num_bytes(num_lanes), dtype=torch.uint8, device=device))
+        inputs.draft_limit_B.fill_(num_rows)
         return cls(
-            slots_B=ints(num_lanes),
-            guided_B=torch.zeros(num_lanes, dtype=torch.bool, device=device),
-            draft_limit_B=ints(num_lanes) + num_rows,
-            slot_gens_B=ints(num_lanes),
+            inputs=inputs.memory,
+            slots_B=inputs.slots_B,
+            guided_B=inputs.guided_B,
+            draft_limit_B=inputs.draft_limit_B,
+            slot_gens_B=inputs.slot_gens_B,
             drafting_B=torch.zeros(num_lanes, dtype=torch.bool, device=device),
             drafts_BR=ints(num_lanes, num_rows),
             num_drafts_B=ints(num_lanes),

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
+from gpu_engine.step.buffers import LaneBuffers, LaneInputs, SlotBuffers, StepBatch
 from gpu_engine.step.handle import StepHandle
 from gpu_engine.step.output_ring import OutputRing, StepOutputs
 from gpu_engine.step.stream import Event, Graph, Stream
@@ -114,12 +114,9 @@ def lane_buckets(max_lanes: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class _Inputs:
-    """Pinned copies of the lane inputs of one step, behind an event."""
+    """A pinned copy of the lane inputs of one step, behind an event."""
 
-    slots_B: torch.Tensor
-    slot_gens_B: torch.Tensor
-    draft_limit_B: torch.Tensor
-    guided_B: torch.Tensor
+    lanes: LaneInputs
     copied: Event
     used: bool = False
 
@@ -162,13 +159,7 @@ class StepGraphs:
         max_lanes = self.buckets[-1]
         assert len(self.lane.slots_B) >= max_lanes
         self._inputs = [
-            _Inputs(
-                self.stream.pinned(4 * max_lanes).view(torch.int32),
-                self.stream.pinned(4 * max_lanes).view(torch.int32),
-                self.stream.pinned(4 * max_lanes).view(torch.int32),
-                self.stream.pinned(max_lanes).view(torch.bool),
-                self.stream.event(),
-            )
+            _Inputs(LaneInputs.of(self.stream.pinned(len(self.lane.inputs))), self.stream.event())
             for _ in range(self.max_inflight_steps + 1)
         ]
         self._next = 0
@@ -314,18 +305,12 @@ class StepGraphs:
             inputs.copied.wait()
         slots, gens, guided = ((), (), ()) if handle is None else (handle.slots, handle.slot_gens, handle.guided)
         limits = () if handle is None else handle.draft_limits or (self.max_drafts,) * len(slots)
-        pad = B - len(slots)
-        inputs.slots_B[:B] = torch.tensor([*slots, *[-1] * pad], dtype=torch.int32)
-        inputs.slot_gens_B[:B] = torch.tensor([*gens, *[0] * pad], dtype=torch.int32)
-        inputs.draft_limit_B[:B] = torch.tensor([*limits, *[0] * pad], dtype=torch.int32)
-        inputs.guided_B[:B] = torch.tensor([*guided, *[False] * pad])
-        for target, source in (
-            (self.lane.slots_B, inputs.slots_B),
-            (self.lane.slot_gens_B, inputs.slot_gens_B),
-            (self.lane.draft_limit_B, inputs.draft_limit_B),
-            (self.lane.guided_B, inputs.guided_B),
-        ):
-            self.stream.copy(target[:B], source[:B])
+        pad, lanes = B - len(slots), inputs.lanes
+        lanes.slots_B[:B] = torch.tensor([*slots, *[-1] * pad], dtype=torch.int32)
+        lanes.slot_gens_B[:B] = torch.tensor([*gens, *[0] * pad], dtype=torch.int32)
+        lanes.draft_limit_B[:B] = torch.tensor([*limits, *[0] * pad], dtype=torch.int32)
+        lanes.guided_B[:B] = torch.tensor([*guided, *[False] * pad])
+        self.stream.copy(self.lane.inputs, lanes.memory)
         inputs.copied.mark()
         inputs.used = True
 

@@ -7,11 +7,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.device.graphs import StepGraphs, StepRows
@@ -112,15 +110,6 @@ def tokens_of(outputs: StepOutputs) -> dict[int, list[int]]:
     return emitted
 
 
-def on_device(buffers: Any, device: torch.device) -> Any:
-    """Return a dataclass of tensors, or of such dataclasses, as copies on a device."""
-    moved = {}
-    for name in (f.name for f in fields(buffers)):
-        value = getattr(buffers, name)
-        moved[name] = value.to(device) if isinstance(value, torch.Tensor) else on_device(value, device)
-    return type(buffers)(**moved)
-
-
 def build_executor(
     segment: Segment,
     channel: EngineEnd,
@@ -132,8 +121,8 @@ def build_executor(
 ) -> tuple[Segment, EngineEnd, HostCallbackSync | DeviceFlagSync, ToyStep, StepGraphs]:
     """Build buffers, ring, step and graphs for a sync, and return the fields of `Toys`."""
     stream, vocab = sync.stream, channel.layout.vocab_size
-    slot: SlotBuffers = on_device(SlotBuffers.allocate(SLOTS + 1, ROWS, 2000, 16), stream.device)
-    lane: LaneBuffers = on_device(LaneBuffers.allocate(SLOTS, ROWS, vocab), stream.device)
+    slot = SlotBuffers.allocate(SLOTS + 1, ROWS, 2000, 16, stream.device)
+    lane = LaneBuffers.allocate(SLOTS, ROWS, vocab, stream.device)
     ring = OutputRing(stream, lane, sync.report)
     step = ToyStep(slot, lane, sync, ring, drafts)
     return (

@@ -125,6 +125,16 @@ def test_launch_does_not_wait_and_outputs_are_read_one_step_later() -> None:
             assert emitted == expected(Automaton(1500).legal, 0, len(emitted))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_launch_is_one_copy_in_a_replay_and_one_copy_out(mode: str) -> None:
+    with toys(mode) as t:
+        t.graphs.capture()
+        t.stream.eager.clear()
+        for lanes in ([0], [2, 0, 1]):
+            t.graphs.read(t.start([Lane(slot, 1, False) for slot in lanes]))
+        assert t.stream.eager == [COPY, COPY] * 2
+
+
 def test_unread_outputs_are_not_overwritten() -> None:
     with toys("host_callback") as t:
         t.graphs.capture()
