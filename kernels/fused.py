@@ -21,6 +21,7 @@ __all__ = [
     "RMSNorm",
     "RotaryArgs",
     "add_rms_norm",
+    "angles_at",
     "check_rotate",
     "gated",
     "rms_norm",
@@ -136,6 +137,18 @@ def rotate(
     args.rows, args.stride, args.rotated = qkv_NC.shape[0], qkv_NC.stride(0), cos_NR.shape[1]
     args.bf16 = qkv_NC.dtype == torch.bfloat16
     native().lockstep_rotary(ctypes.byref(args))
+
+
+def angles_at(
+    positions_BP: torch.Tensor, cos_LR: torch.Tensor, sin_LR: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of two tables at int32 positions, [N, R] each, contiguous; padding (negative) has those of 0."""
+    if positions_BP.device.type != "cpu":
+        from kernels.cuda import fused as device  # a CPU install has no Triton
+
+        return device.angles_at(positions_BP, cos_LR, sin_LR)
+    places_N = positions_BP.view(-1).clamp(min=0)
+    return torch.nn.functional.embedding(places_N, cos_LR), torch.nn.functional.embedding(places_N, sin_LR)
 
 
 def gated(gate_up_NJ: torch.Tensor, act: Activation) -> torch.Tensor:

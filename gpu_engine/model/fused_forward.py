@@ -8,7 +8,7 @@ the model itself (see fusion.py). Not responsible for: the computation of a laye
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm, angles_by_row
 from gpu_engine.model.linear import PackedLinear
 from gpu_engine.model.recording import Recording
-from kernels.fused import RMSNorm, add_rms_norm, rms_norm
+from kernels.fused import RMSNorm, add_rms_norm, angles_at, rms_norm
 
 
 class NotALoop(Exception):
@@ -52,6 +52,16 @@ class Layer:
     post_block: RMSNorm | None
 
 
+@runtime_checkable
+class AngleTables(Protocol):
+    """A rotary embedding whose cosines and sines are tables; rotary.py has it."""
+
+    def table(
+        self, x: torch.Tensor, rest: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of every position, [L, R] each, for these further arguments."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryCall:
     """One call of a rotary embedding, without (x, positions), which differ in every forward."""
@@ -61,8 +71,11 @@ class RotaryCall:
     kwargs: dict[str, Any]
 
     def angles(self, x_BPH: torch.Tensor, positions_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [N, R]."""
-        cos, sin = self.module(x_BPH, positions_BP, *self.rest, **self.kwargs)
+        """Return cosines and sines [N, R] at int32 positions; padding is negative."""
+        if isinstance(self.module, AngleTables):
+            return angles_at(positions_BP, *self.module.table(x_BPH, self.rest, self.kwargs))
+        places_BP = positions_BP.clamp(min=0).long()
+        cos, sin = self.module(x_BPH, places_BP, *self.rest, **self.kwargs)
         return angles_by_row(cos, len(x_BPH)), angles_by_row(sin, len(x_BPH))
 
 
@@ -111,8 +124,7 @@ class FusedForward:
         self, ids_BP: torch.Tensor, ctx: AttentionContext, *, only_fill: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x_BPH: torch.Tensor = self.embedding(ids_BP)
-        positions_BP = ctx.positions_BP.clamp(min=0).long()
-        angles = [call.angles(x_BPH, positions_BP) for call in self.rotary]
+        angles = [call.angles(x_BPH, ctx.positions_BP) for call in self.rotary]
         x, delta = x_BPH.view(-1, x_BPH.shape[-1]), None
         if self.pairs and len(x) == 1:
             x = torch.cat([x, x])

@@ -108,6 +108,25 @@ def rotary_kernel(
 
 
 @triton.jit
+def angles_kernel(
+    positions: tl.tensor,
+    cos_table: tl.tensor,
+    sin_table: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    R: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (N,): the rows of two tables at a position."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.maximum(tl.load(positions + row), 0).to(tl.int64) * R
+    channel = tl.arange(0, BLOCK)
+    inside = channel < R
+    tl.store(cos + row * R + channel, tl.load(cos_table + at + channel, mask=inside), mask=inside)
+    tl.store(sin + row * R + channel, tl.load(sin_table + at + channel, mask=inside), mask=inside)
+
+
+@triton.jit
 def activated(gate: tl.tensor, up: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
     """Return act(gate) * up of values that are rounded to the model's dtype, in that dtype."""
     g = gate.to(tl.float32)
@@ -187,6 +206,23 @@ def rotate(
         KIND=int(q_norm.kind) if q_norm else 0,
         num_warps=1 if head_dim <= 128 else 2,
     )
+
+
+def angles_at(
+    positions_BP: torch.Tensor, cos_LR: torch.Tensor, sin_LR: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `kernels.fused.angles_at`, in one launch."""
+    assert positions_BP.dtype == torch.int32
+    assert positions_BP.is_contiguous()
+    assert cos_LR.shape == sin_LR.shape
+    assert cos_LR.dtype == sin_LR.dtype
+    assert cos_LR.is_contiguous()
+    assert sin_LR.is_contiguous()
+    N, R = positions_BP.numel(), cos_LR.shape[1]
+    cos_NR, sin_NR = (torch.empty(N, R, dtype=cos_LR.dtype, device=cos_LR.device) for _ in range(2))
+    block = triton.next_power_of_2(R)
+    angles_kernel[(N,)](positions_BP, cos_LR, sin_LR, cos_NR, sin_NR, R, BLOCK=block, num_warps=1)
+    return cos_NR, sin_NR
 
 
 def gated(gate_up_NJ: torch.Tensor, act: Activation) -> torch.Tensor:

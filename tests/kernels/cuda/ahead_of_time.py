@@ -153,6 +153,7 @@ def compile_fused(rows: int, H: int, inner: int, heads: tuple[int, int], D: int,
         fused.add_rms_norm(x, x, norm)
         fused.rotate(qkv, angles, angles, heads=heads, head_dim=D, q_norm=head, k_norm=head)
     fused.rotate(qkv, angles, angles, heads=heads, head_dim=D)
+    fused.angles_at(ints(rows, 1), angles, angles)
     for act in Activation:
         fused.gated(torch.zeros(rows, 2 * inner, dtype=dtype), act)
 

@@ -12,7 +12,7 @@ import pytest
 
 NAMES = {
     *("row_kernel", "filter_kernel", "acceptance_kernel", "logprobs_kernel", "draft_kernel", "noise_kernel"),
-    *("norm_kernel", "rotary_kernel", "gated_kernel"),
+    *("norm_kernel", "rotary_kernel", "angles_kernel", "gated_kernel"),
     *("decode_kernel", "combine_kernel", "store_kernel", "prefill_kernel"),
     *("load_kernel", "post_kernel", "cache_kernel", "advance_kernel", "ngram_kernel", "take_jump_forward_kernel"),
     *("skinny_kernel", "skinny_gated_kernel", "quantise_kernel", "rescale_kernel"),

@@ -21,6 +21,20 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "channels"), [((1, 1), 64), ((3, 4), 20), ((2, 17), 128)])
+def test_angles_are_the_rows_of_both_tables(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int], channels: int
+) -> None:
+    cos, sin = (rand(90, channels, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
+    positions = torch.randint(0, 90, shape, generator=torch.Generator().manual_seed(3)).to(device, torch.int32)
+    positions[-1, -1] = -1
+    places = positions.clamp(min=0).long().view(-1)
+    for got, table in zip(fused.angles_at(positions, cos, sin), (cos, sin), strict=True):
+        assert got.is_contiguous()
+        assert torch.equal(got, table[places])
+
+
 @DTYPES
 @pytest.mark.parametrize("kind", NormKind)
 @pytest.mark.parametrize(("rows", "width"), [(1, 576), (5, 64), (3, 1000)])
