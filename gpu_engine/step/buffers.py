@@ -89,7 +89,8 @@ class LaneInputs:
     def of(cls, memory: torch.Tensor) -> LaneInputs:
         """Return the views of `memory`, of `num_bytes` bytes."""
         L = len(memory) // 13
-        return cls(memory, *memory[: 12 * L].view(torch.int32).view(3, L), memory[12 * L :].view(torch.bool))
+        slots_B, slot_gens_B, draft_limit_B = memory[: 12 * L].view(torch.int32).view(3, L)
+        return cls(memory, slots_B, slot_gens_B, draft_limit_B, memory[12 * L :].view(torch.bool))
 
 
 @dataclass(frozen=True, slots=True)
