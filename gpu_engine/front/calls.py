@@ -222,14 +222,17 @@ class Calls:
         def decode(ids: Any) -> str:
             return str(decode_ids(ids, skip_special_tokens=skip))
 
-        parser = layout.parser() if layout else None
+        def decode_special(ids: Any) -> str:
+            return str(decode_ids(ids, skip_special_tokens=False))
+
         return SequenceOutput(
             request,
             decode,
             with_text=not checked.omit_text,
             with_logprobs=checked.logprobs is not None,
-            parser=parser,
+            parser=layout.parser() if layout else None,
             fields=FieldScorer() if checked.field_logprobs else None,
+            decode_special=decode_special if layout and layout.special_text else None,
         )
 
     async def _stream(self, call: Call, context: Context, respond: Respond) -> None:

@@ -69,6 +69,7 @@ class SequenceOutput:
         with_logprobs: bool = True,
         parser: PartsParser | None = None,
         fields: FieldScorer | None = None,
+        decode_special: Decode | None = None,
     ) -> None:
         """Args: see below.
 
@@ -76,6 +77,7 @@ class SequenceOutput:
         with_logprobs: False: the deltas have no log-probabilities, though the events may.
         parser: of this sequence; None: the deltas have no parts.
         fields: collects the log-probabilities of the answer's leaves, which its events have; None: not asked for.
+        decode_special: keeps special tokens, for a parser that reads them; None: it reads the text.
         """
         sampling = request.sampling
         self.request = request
@@ -94,6 +96,10 @@ class SequenceOutput:
         self._keep_stop = sampling.include_stop_str_in_output
         self._detokenizer = Detokenizer(decode, request.prompt_ids) if needs_text or sampling.stop else None
         self._scanner = StopScanner(sampling.stop, keep_match=self._keep_stop)
+        self._special = Detokenizer(decode_special, request.prompt_ids) if decode_special and self._parser else None
+        self._special_scanner = StopScanner(sampling.stop, keep_match=self._keep_stop)
+        self._special_text = ""
+        """For the parser: text with special tokens that it has not read."""
 
     def take(self, events: Sequence[TokenEvent]) -> Delta:
         """Merge all events that arrived into one delta. Events after the end are ignored."""
@@ -118,6 +124,8 @@ class SequenceOutput:
     def _parts(self, text: str, *, ended: bool) -> list[Part]:
         if self._parser is None:
             return []
+        if self._special:
+            text, self._special_text = self._special_text, ""
         parts = self._parser.push(text)
         return parts + self._parser.finish() if ended else parts
 
@@ -131,6 +139,8 @@ class SequenceOutput:
                 delta.logprobs.append(event.logprobs[i])
             self.completion_tokens += 1
             hidden = stop_token_last and i == len(event.token_ids) - 1 and not self._keep_stop
+            if self._special and not hidden:
+                self._scan_special(self._special.push(token_id))
             if hidden or self._detokenizer is None:
                 continue
             piece = self._detokenizer.push(token_id)
@@ -140,6 +150,9 @@ class SequenceOutput:
                 return  # tokens behind a stop string do not count, though the same step brought them
         if event.finish is None and event.error is None:
             return
+        if self._special:
+            self._scan_special(self._special.flush())
+            self._special_text += self._special_scanner.flush()
         if self._detokenizer is not None:
             piece = self._detokenizer.flush()
             if self._fields is not None:
@@ -163,6 +176,11 @@ class SequenceOutput:
             return True
         text.append(result)
         return False
+
+    def _scan_special(self, piece: str) -> None:
+        """Add what the parser may read of `piece`; stop strings are cut off as in the text."""
+        result = piece if self.completion_tokens < self._min_tokens else self._special_scanner.push(piece)
+        self._special_text += result.text if isinstance(result, StopMatch) else result
 
     def _end(self) -> None:
         self.ended = True

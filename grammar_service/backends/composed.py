@@ -20,9 +20,10 @@ from dataclasses import replace
 from typing import Any
 
 from grammar_service.backends.backend import Backend, Compiled
-from grammar_service.backends.reasoning import MarkerRows, ReasoningCompiled, ReasoningSpec
+from grammar_service.backends.reasoning import MarkerRows, ReasoningCompiled, ReasoningSpec, ways_out
 from grammar_service.errors import InvalidGrammar, NotSupported
 from grammar_service.grammar.structural_tag import formats
+from grammar_service.grammar.token_bytes import TokenBytes
 from grammar_service.grammar.value import Grammar, Kind
 from grammar_service.grammar.vocabulary import Vocabulary
 
@@ -38,7 +39,7 @@ class ComposingBackend:
         self._vocabulary = vocabulary
         self._inner = make(vocabulary)
         self._lock = threading.Lock()
-        self._opened: dict[tuple[int, ...], tuple[Backend, Vocabulary]] = {(): (self._inner, vocabulary)}
+        self._opened: dict[tuple[int, ...], tuple[Backend, Vocabulary]] = {}
         self._rows: dict[tuple[str, ReasoningSpec], MarkerRows] = {}
 
     @property
@@ -53,7 +54,7 @@ class ComposingBackend:
         document = json.loads(grammar.text)
         backend, vocabulary = self._backend(document)
         if "reasoning" in document:
-            MarkerRows(vocabulary, ReasoningSpec.parse(document["reasoning"]))
+            ways_out(TokenBytes.of(vocabulary), ReasoningSpec.parse(document["reasoning"]).end)
         try:
             return backend.compile(_tag(grammar, document), allow_unenforced=allow_unenforced)
         except (InvalidGrammar, NotSupported) as error:
@@ -72,6 +73,8 @@ class ComposingBackend:
 
     def _backend(self, document: dict[str, Any]) -> tuple[Backend, Vocabulary]:
         opened = tuple(sorted(document.get("open_tokens", ())))
+        if not opened and not self._vocabulary.markers:
+            return self._inner, self._vocabulary
         with self._lock:
             if opened not in self._opened:
                 vocabulary = self._vocabulary.opened(opened)
@@ -105,7 +108,7 @@ class ComposingBackend:
         return error
 
     def __repr__(self) -> str:
-        return f"<ComposingBackend {self.name} opened={len(self._opened) - 1}>"
+        return f"<ComposingBackend {self.name} opened={len(self._opened)}>"
 
 
 def _tag(grammar: Grammar, document: dict[str, Any]) -> Grammar:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,11 @@ class Vocabulary:
     digest: str
     special: dict[int, str] = field(repr=False)
     """Token id -> text of the tokens that the tokenizer marks as special. A stop token may or may not be marked."""
+
+    markers: tuple[int, ...] = ()
+    """Added tokens in angle brackets that are not special, such as `<tool_call>`."""
+    as_text: bool = False
+    """The grammars of this vocabulary are the engine's own, whose markers are text."""
 
     @property
     def num_words(self) -> int:
@@ -51,19 +56,25 @@ class Vocabulary:
             for t in document.get("added_tokens", ())
             if t.get("special") and t["id"] < size
         }
+        markers = tuple(
+            int(t["id"])
+            for t in document.get("added_tokens", ())
+            if not t.get("special") and t["id"] < size and t["content"][:1] == "<" and t["content"][-1:] == ">"
+        )
         stops = tuple(sorted(set(stop_ids)))
         digest = hashlib.blake2b(tokenizer_json, digest_size=16)
         digest.update(json.dumps([size, stops]).encode())
-        return Vocabulary(tokenizer_json, size, stops, digest.hexdigest(), special)
+        return Vocabulary(tokenizer_json, size, stops, digest.hexdigest(), special, markers)
 
     def opened(self, tokens: tuple[int, ...]) -> Vocabulary:
-        """Return the same vocabulary in which `tokens` are no special tokens. Raises InvalidGrammar for other ids."""
+        """Return the same vocabulary in which `tokens` and `markers` are text. Raises InvalidGrammar for other ids."""
         if strange := [token for token in tokens if token not in self.special]:
             raise InvalidGrammar(f"open_tokens: {strange[0]} is not a special token")
         document = json.loads(self.tokenizer_json)
         for added in document["added_tokens"]:
             added["special"] = bool(added.get("special")) and added["id"] not in tokens
-        return Vocabulary.load(json.dumps(document, ensure_ascii=False).encode(), self.size, self.stop_ids)
+        changed = json.dumps(document, ensure_ascii=False).encode() if tokens else self.tokenizer_json
+        return replace(Vocabulary.load(changed, self.size, self.stop_ids), as_text=True)
 
     def plain_tokens(self) -> NDArray[np.uint8]:
         """Return 1 for each token that is neither special nor a stop token, else 0: uint8 [size]."""

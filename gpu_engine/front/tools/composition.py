@@ -15,6 +15,7 @@ Not responsible for: compiling it (the grammar process), reading an answer (see 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from gpu_engine.api.ports import Tokenizer
 from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.fields import MAX_MARKER_BYTES, read_json
-from gpu_engine.front.tools.formats import Markers, ToolFormat, reasoning_markers, tool_format
+from gpu_engine.front.tools.formats import Markers, ToolFormat, opened_tokens, reasoning_markers, tool_format
 from gpu_engine.front.tools.parts import AnswerLayout
 
 Node = dict[str, Any]
@@ -55,13 +56,22 @@ def planned(checked: Checked, tokenizer: Tokenizer) -> tuple[Checked, AnswerLayo
     form = tool_format(tokenizer.chat_template)
     if tools is not None and form is None:
         raise InvalidRequest("tools", "this model has no chat template")
+    if tools is not None and form is not None and tools.callable and not form.served:
+        raise InvalidRequest("tools", f"calls in the model's format {form.name} are not supported by this version")
     phase = reasoning_phase(checked, tokenizer)
-    grammar = composed(tools, form, checked.grammar, phase)
+    opened = opened_tokens(tokenizer, form, phase.markers if phase else None)
+    grammar = composed(tools, form, checked.grammar, phase, opened)
     if grammar is not None and checked.ignore_eos:
         raise InvalidRequest("sampling.ignore_eos", "is not allowed together with reasoning.max_tokens")
-    triggered = tools is not None and tools.choice is ToolChoice.AUTO and not _has_content(checked.grammar)
-    markers, is_open = (phase.markers, phase.is_open) if phase else (None, False)
-    layout = AnswerLayout(tools, form, triggered=triggered, markers=markers, thinks_first=is_open)
+    free = tools is not None and tools.choice is ToolChoice.AUTO and not _has_content(checked.grammar)
+    layout = AnswerLayout(
+        tools,
+        form,
+        triggered=free and form is not None and not form.content_begin,
+        markers=phase.markers if phase else None,
+        thinks_first=phase is not None and phase.is_open,
+        special_text=bool(opened),
+    )
     return replace(checked, grammar=grammar), layout
 
 
@@ -98,11 +108,16 @@ def _end_of(prompt: Prompt, tokenizer: Tokenizer) -> str:
 
 
 def composed(
-    tools: Tools | None, form: ToolFormat | None, grammar: GrammarSpec | None, phase: ReasoningPhase | None = None
+    tools: Tools | None,
+    form: ToolFormat | None,
+    grammar: GrammarSpec | None,
+    phase: ReasoningPhase | None = None,
+    opened: Sequence[int] = (),
 ) -> GrammarSpec | None:
     """Return the grammar of an answer; None: it is free text.
 
-    `grammar`: the request's own. Its white space, its backend and whether parts may stay unenforced hold for all.
+    `opened` are the special tokens with which the answer is spelled. `grammar` is the request's own: its white space,
+    its backend and whether parts may stay unenforced hold for all.
     """
     own = grammar if _has_content(grammar) else None
     node = _answer(tools, form, own) if tools and form and tools.callable else None
@@ -110,7 +125,9 @@ def composed(
         return own
     if node is None and own is None and (phase is None or phase.max_tokens is None):
         return None
-    document: Node = {"type": "structural_tag", "format": node or (content(own) if own else {"type": "any_text"})}
+    document: Node = {"type": "structural_tag", "format": node or _content(form, own)}
+    if opened:
+        document["open_tokens"] = list(opened)
     if phase is not None:
         document["reasoning"] = {
             "begin": phase.markers.begin,
@@ -131,9 +148,18 @@ def _answer(tools: Tools, form: ToolFormat, grammar: GrammarSpec | None) -> Node
     calls = [(_schema_field(i), tool) for i, tool in tools.callable]
     if tools.choice is not ToolChoice.AUTO:
         return _calls(calls, tools, form, always_strict=True)
-    if grammar is None:
+    if grammar is None and not form.content_begin:
         return _free(calls, tools, form)
-    return {"type": "or", "elements": [_calls(calls, tools, form, as_schema=_is_json(grammar)), content(grammar)]}
+    as_schema = grammar is not None and _is_json(grammar)
+    return {"type": "or", "elements": [_calls(calls, tools, form, as_schema=as_schema), _content(form, grammar)]}
+
+
+def _content(form: ToolFormat | None, grammar: GrammarSpec | None) -> Node:
+    """Return the format of an answer without calls."""
+    node = content(grammar) if grammar else {"type": "any_text"}
+    if form is None or not form.content_begin:
+        return node
+    return {"type": "sequence", "elements": [_text(form.content_begin), node]}
 
 
 def content(grammar: GrammarSpec) -> Node:
@@ -192,7 +218,7 @@ def _free(calls: list[tuple[str, Tool]], tools: Tools, form: ToolFormat) -> Node
         tags = [{"type": "tag", "begin": form.first, "content": _separated(calls, tools, form), "end": form.last}]
     else:
         tags = [_tag(field, tool, form) for field, tool in calls]
-    once = bool(form.first) or not tools.parallel
+    once = bool(form.first) or not (tools.parallel and form.parallel)
     return {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags, "stop_after_first": once}
 
 
@@ -205,7 +231,11 @@ def _calls(
     as_schema: bool = False,
 ) -> Node:
     node = _separated(
-        calls, tools, form, always_strict=always_strict, as_schema=as_schema and form.begin.startswith("{")
+        calls,
+        tools,
+        form,
+        always_strict=always_strict,
+        as_schema=as_schema and form.begin.startswith("{") and not form.first,
     )
     around = [_text(form.first), node, _text(form.last)] if form.first or form.last else [node]
     elements = [one for one in around if one.get("value") != ""]
@@ -226,7 +256,7 @@ def _separated(
         "tags": tags,
         "separator": form.separator,
         "at_least_one": True,
-        "stop_after_first": not tools.parallel,
+        "stop_after_first": not (tools.parallel and form.parallel),
     }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import secrets
+import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -56,15 +57,23 @@ class AnswerLayout:
     """Of the reasoning; None: the answer has none."""
     thinks_first: bool = False
     """The prompt has ended with the marker that begins the reasoning."""
+    special_text: bool = False
+    """Markers are special tokens, so the parser reads the text with special tokens in it."""
 
     def parser(self, new_id: Callable[[], str] | None = None) -> PartsParser:
         """Return a parser of one answer. `new_id` returns the id of a tool call."""
-        return PartsParser(self, new_id or new_call_id)
+        short = self.form is not None and self.form.short_ids
+        return PartsParser(self, new_id or (short_call_id if short else new_call_id))
 
 
 def new_call_id() -> str:
-    """Return a new id of a tool call: 9 letters and digits would be too few to be unique, so it has 24."""
+    """Return a new id of a tool call."""
     return f"call_{secrets.token_hex(12)}"
+
+
+def short_call_id() -> str:
+    """Return a new id of 9 letters and digits."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class _State(enum.Enum):
@@ -98,11 +107,18 @@ class PartsParser:
         called = [tool for _, tool in layout.tools.callable] if layout.tools and layout.form else []
         self._triggered = layout.triggered and bool(called)
         self._heads: dict[str, tuple[str, bool]] = {}
-        """Text in front of the arguments, without free white space -> (function, its input is raw)."""
+        """Text in front of the first arguments, without free white space -> (function, its input is raw)."""
+        self._next: dict[str, tuple[str, bool]] = {}
+        """The same of a call behind another one."""
         for tool in called:
             if self._form:
-                self._heads[squeezed(self._form.begin_of(tool.name, raw=tool.raw))] = (tool.name, tool.raw)
-        self._after_reasoning = _State.START if called and not self._triggered else _State.CONTENT
+                begin, call = self._form.begin_of(tool.name, raw=tool.raw), (tool.name, tool.raw)
+                self._heads[squeezed(self._form.first + begin)] = call
+                if self._form.parallel:
+                    self._next[squeezed(self._form.separator + begin)] = call
+        self._content_begin = squeezed(self._form.content_begin) if self._form else ""
+        framed = (called and not self._triggered) or self._content_begin
+        self._after_reasoning = _State.START if framed else _State.CONTENT
         self._state = self._after_reasoning
         if layout.markers:
             self._state = _State.REASONING if layout.thinks_first else _State.BEGIN
@@ -227,7 +243,12 @@ class PartsParser:
 
     def _head(self, heads: dict[str, tuple[str, bool]], otherwise: _State) -> bool:
         """Read the beginning of a call, or take the text as content."""
-        found, end, undecided = match_squeezed(self._held, heads)
+        begin = [self._content_begin] if self._content_begin else []
+        found, end, undecided = match_squeezed(self._held, [*heads, *begin])
+        if found is not None and found not in heads:
+            self._held = self._held[end:]
+            self._state = _State.CONTENT
+            return True
         if found is not None:
             name, self._raw = heads[found]
             self._out.append(Part(PartKind.TOOL_CALL, "", self._calls, self._new_id(), name))
@@ -271,6 +292,9 @@ class PartsParser:
 
     def _tail(self) -> bool:
         assert self._form is not None
+        if not self._form.end:
+            self._state = _State.AFTER
+            return True
         found, end, undecided = match_squeezed(self._held, [squeezed(self._form.end)])
         if found is None and undecided:
             return False
@@ -280,8 +304,7 @@ class PartsParser:
 
     def _after(self) -> bool:
         assert self._form is not None
-        separator = squeezed(self._form.separator)
-        heads = {separator + head: call for head, call in self._heads.items()}
+        heads = self._next
         last = squeezed(self._form.last)
         found, end, undecided = match_squeezed(self._held, [*heads, *([last] if last else [])])
         if found is None and undecided:

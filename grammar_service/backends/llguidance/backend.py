@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.backends.json_schema import unenforced
 from grammar_service.backends.llguidance.chains import LlguidanceFiller
+from grammar_service.backends.llguidance.native_tokens import native_tokenizer
 from grammar_service.backends.llguidance.notation import check_types, has_schemas, misspelled, notation, parts, readable
 from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
 from grammar_service.grammar.text_grammar import count_alternatives
@@ -41,9 +42,11 @@ class LlguidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         try:
-            self._tokenizer = LLTokenizer(
-                _without_special_names(vocabulary), n_vocab=vocabulary.size, eos_token=list(vocabulary.stop_ids)
-            )
+            named = _without_special_names(vocabulary)
+            if vocabulary.as_text:
+                self._tokenizer = native_tokenizer(vocabulary, named)
+            else:
+                self._tokenizer = LLTokenizer(named, n_vocab=vocabulary.size, eos_token=list(vocabulary.stop_ids))
         except (ValueError, UnicodeDecodeError) as error:
             raise InvalidField("tokenizer_json", f"llguidance cannot read it: {error}") from None
         self._limits = LLParserLimits(max_items_in_row=MAX_ROW_ITEMS, verbose_errors=False)
@@ -100,10 +103,14 @@ def _without_special_names(vocabulary: Vocabulary) -> str:
     """Return tokenizer.json with names of the special tokens that occur in no text.
 
     Where only one text can follow, the library allows only the canonical tokens of that text. If the text contained the
-    name of a special token, its canonical token would be the special token, which no mask allows: a dead end.
+    name of a special token, its canonical token would be the special token, which no mask allows: a dead end. The same
+    holds for markers, which the library takes for special tokens unless they are text.
     """
     document = json.loads(vocabulary.tokenizer_json)
     names = {text: f"\0{token}\0" for token, text in vocabulary.special.items()}
+    if not vocabulary.as_text:
+        markers = frozenset(vocabulary.markers)
+        names |= {t["content"]: f"\0{t['id']}\0" for t in document.get("added_tokens", ()) if t["id"] in markers}
     for added in document.get("added_tokens", ()):
         added["content"] = names.get(added["content"], added["content"])
     model = document["model"]

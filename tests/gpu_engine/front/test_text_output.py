@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
+from gpu_engine.api.conversation import Tool, Tools
 from gpu_engine.api.errors import GrammarUnavailable
 from gpu_engine.api.request import FinishReason, Logprobs, Request, SamplingParams, TokenEvent
 from gpu_engine.front.text_output import (
@@ -21,6 +22,8 @@ from gpu_engine.front.text_output import (
     StopMatch,
     StopScanner,
 )
+from gpu_engine.front.tools.formats import MISTRAL
+from gpu_engine.front.tools.parts import AnswerLayout, PartKind
 from tests.fakes import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -187,3 +190,26 @@ def test_without_text_only_stop_strings_are_found() -> None:
 def test_of_two_matches_the_earlier_wins_then_the_longer() -> None:
     assert StopScanner(("bc", "abc"), keep_match=False).push("xabc") == StopMatch("x", "abc")
     assert StopScanner(("ab", "abc"), keep_match=False).push("abc") == StopMatch("", "abc")
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_parts_are_read_from_text_with_special_tokens(size: int) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(["[TOOL_CALLS]"])
+    call = [tokenizer.token_to_id("[TOOL_CALLS]"), *b'[{"name": "f", "arguments": {"a": 1}}]']
+    layout = AnswerLayout(Tools((Tool("f"),)), MISTRAL, triggered=True, special_text=True)
+    for stop, wanted in (((), '{"a": 1}'), (("1}",), '{"a": ')):
+        out = SequenceOutput(
+            Request("r", 0, list(b"prompt"), SamplingParams(max_tokens=1000, seed=0, stop=stop), lambda event: None),
+            lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+            parser=layout.parser(),
+            decode_special=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+        )
+        ids = [*b"Hi ", *call]
+        deltas = run(out, [tuple(ids[at : at + size]) for at in range(0, len(ids), size)])
+        parts = [part for delta in deltas for part in delta.parts]
+        text = "".join(delta.text for delta in deltas)
+        assert text.startswith('Hi [{"name": "f"')
+        joined = {kind: "".join(part.text for part in parts if part.kind is kind) for kind in PartKind}
+        assert (joined[PartKind.CONTENT], joined[PartKind.TOOL_ARGUMENTS]) == ("Hi", wanted)
+        assert [part.tool_name for part in parts if part.kind is PartKind.TOOL_CALL] == ["f"]

@@ -11,7 +11,21 @@ from gpu_engine.api.checked import Limits
 from gpu_engine.api.conversation import Chat
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.front.tools.chat import render
-from gpu_engine.front.tools.formats import HERMES, JSON, reasoning_markers, tool_format
+from gpu_engine.front.tools.composition import planned
+from gpu_engine.front.tools.formats import (
+    DEEPSEEK,
+    DEEPSEEK_V31,
+    HARMONY,
+    HERMES,
+    JSON,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_ARGS,
+    QWEN3_CODER,
+    opened_tokens,
+    reasoning_markers,
+    tool_format,
+)
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import ByteTokenizer
@@ -177,6 +191,13 @@ def test_a_role_that_the_template_does_not_know() -> None:
         (QWEN, HERMES, "</think>"),
         ("{{ messages }}", JSON, None),
         ({"default": "{{ messages }}", "tool_use": QWEN}, HERMES, "</think>"),
+        (QWEN + "<function=", QWEN3_CODER, "</think>"),
+        ('<|start_header_id|>{"name": x, "parameters": y}', LLAMA3, None),
+        ("[TOOL_CALLS][", MISTRAL, None),
+        ("[TOOL_CALLS][ARGS][THINK]", MISTRAL_ARGS, "[/THINK]"),
+        ("<\uff5ctool\u2581calls\u2581begin\uff5c>```json", DEEPSEEK, None),
+        ("<\uff5ctool\u2581calls\u2581begin\uff5c></think>", DEEPSEEK_V31, "</think>"),
+        ("<|start|><|channel|>analysis<|message|>", HARMONY, "<|end|><|start|>assistant"),
         ("", None, None),
         (None, None, None),
     ],
@@ -185,3 +206,31 @@ def test_formats_are_read_from_the_template(template: Any, form: Any, marker: st
     assert tool_format(template) is form
     found = reasoning_markers(template)
     assert (found.end if found else None) == marker
+
+
+def test_the_space_of_older_mistral_templates() -> None:
+    form = tool_format("[TOOL_CALLS] [{")
+    assert form is not None
+    assert (form.name, form.first) == ("mistral", "[TOOL_CALLS] [")
+
+
+def test_calls_in_a_format_that_is_not_served_are_refused() -> None:
+    tokenizer = ByteTokenizer(QWEN + "<function=")
+    message = pb.GenerateRequest(messages=pb.ChatMessages(messages=[user()]), tools=TOOLS)
+    with pytest.raises(InvalidRequest, match=r"^tools: calls in the model's format qwen3-coder"):
+        planned(check(message, LIMITS, ()), tokenizer)
+    message.tools.choice = pb.TOOL_CHOICE_NONE
+    assert planned(check(message, LIMITS, ()), tokenizer)[0].grammar is None
+
+
+def test_special_tokens_of_a_format_are_opened() -> None:
+    tokenizer = ByteTokenizer("[TOOL_CALLS][")
+    tokenizer.backend_tokenizer.add_special_tokens(["[TOOL_CALLS]", "[INST]"])
+    number = tokenizer.backend_tokenizer.token_to_id("[TOOL_CALLS]")
+    assert opened_tokens(tokenizer, MISTRAL, None) == (number,)
+    message = pb.GenerateRequest(messages=pb.ChatMessages(messages=[user()]), tools=TOOLS)
+    made, layout = planned(check(message, LIMITS, ()), tokenizer)
+    assert made.grammar is not None
+    assert json.loads(made.grammar.source)["open_tokens"] == [number]
+    assert layout is not None
+    assert layout.special_text

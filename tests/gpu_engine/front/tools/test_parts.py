@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_engine.api.conversation import InputKind, Tool, ToolChoice, Tools
-from gpu_engine.front.tools.formats import FORMATS, HERMES, JSON, Markers, ToolFormat
-from gpu_engine.front.tools.parts import AnswerLayout, Part, PartKind, new_call_id, squeezed
+from gpu_engine.front.tools.formats import FORMATS, HARMONY, HERMES, JSON, MISTRAL, Markers, ToolFormat
+from gpu_engine.front.tools.parts import AnswerLayout, Part, PartKind, new_call_id, short_call_id, squeezed
 
 THINK = Markers("<think>", "</think>")
 TOOLS = Tools((Tool("get"), Tool("get_x"), Tool("run", input=InputKind.TEXT)))
@@ -52,6 +52,7 @@ def spelled(form: ToolFormat, calls: Sequence[tuple[str, str]]) -> str:
     return form.first + form.separator.join(texts) + form.last
 
 
+PARALLEL = [form for form in FORMATS if form.parallel]
 CALLS = [("get_x", ARGUMENTS[0]), ("get", ARGUMENTS[1]), ("run", "any </text {\n")]
 WANTED: Joined = [
     ("call get_x", ""),
@@ -63,7 +64,7 @@ WANTED: Joined = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", PARALLEL, ids=lambda form: form.name)
 def test_calls_of_each_format(form: ToolFormat) -> None:
     text = spelled(form, CALLS)
     for pieces in cuts(text):
@@ -73,13 +74,25 @@ def test_calls_of_each_format(form: ToolFormat) -> None:
         assert found == [("CONTENT", "Sure { <tool."), *WANTED]
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", PARALLEL, ids=lambda form: form.name)
 def test_reasoning_before_calls(form: ToolFormat) -> None:
     text = f"\nhm <tool_call> </thin\n\n</think>\n\n{spelled(form, CALLS)}"
     for first in (True, False):
         layout = AnswerLayout(TOOLS, form, markers=THINK, thinks_first=first)
         for pieces in cuts(text if first else f"<think>{text}"):
             assert parts_of(layout, pieces) == [("REASONING", "hm <tool_call> </thin"), *WANTED]
+
+
+@pytest.mark.parametrize(("name", "given"), CALLS)
+def test_one_call_or_a_final_message_of_harmony(name: str, given: str) -> None:
+    analysis = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    markers = Markers("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+    layout = AnswerLayout(TOOLS, HARMONY, markers=markers, special_text=True)
+    for before, thought in (("", []), (analysis, [("REASONING", "hm")])):
+        for pieces in cuts(before + spelled(HARMONY, [(name, given)])):
+            assert parts_of(layout, pieces) == [*thought, (f"call {name}", ""), ("TOOL_ARGUMENTS", given)]
+        for pieces in cuts(f"{before}<|channel|>final<|message|>Hi <|channel|>"):
+            assert parts_of(layout, pieces) == [*thought, ("CONTENT", "Hi <|channel|>")]
 
 
 def test_content_with_the_beginning_of_a_call_in_it() -> None:
@@ -161,5 +174,9 @@ def test_any_split_of_a_text_gives_the_same_parts(text: str, data: st.DataObject
 
 def test_ids_of_calls_are_unique() -> None:
     assert len({new_call_id() for _ in range(1000)}) == 1000
+    assert len({short_call_id() for _ in range(1000)}) == 1000
+    part = AnswerLayout(TOOLS, MISTRAL).parser().push(spelled(MISTRAL, CALLS))[0]
+    assert part.tool_call_id.isalnum()
+    assert len(part.tool_call_id) == 9
     assert squeezed(' {"a b": 1}\n') == '{"a b":1}'
     assert Part(PartKind.CONTENT, "a") == Part(PartKind.CONTENT, "a")
