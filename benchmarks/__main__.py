@@ -15,6 +15,7 @@ HARNESSES = {
     "serve": ("speed", "speed of this engine, OpenVINO, llama.cpp, vLLM and transformers on the same prompts"),
     "drafts": ("speed", "tokens per second with drafts and without, in turn"),
     "builds": ("speed", "tokens per second of two builds of this engine, in turn"),
+    "gateway": ("speed", "tokens per second over HTTP and over gRPC, in turn"),
     "prefixes": ("speed", "time to the first token with and without the prefix cache"),
     "bench_forward": ("speed", "time of a forward with fused and with separate layers"),
     "bench_channel": ("speed", "round trip of a step between two processes over shared memory"),
