@@ -8,6 +8,7 @@ Not responsible for: the connection (http/stream.py), the request (sampling.py).
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,8 @@ class CompletionShape:
     id: str
     model: str
     fields: CompletionRequest
-    texts: Texts
+    texts: Sequence[Texts]
+    """By prompt: prompts of one request may be on several engines."""
     echo_alone: dict[int, str] = field(default_factory=dict)
     """By prompt, where the client wants its prompt and no token (max_tokens is 0): the prompt's text."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -118,7 +120,7 @@ class Completions:
                 choice["prompt_token_ids"] = list(self._shape.prompt_ids.get(prompt, ()))
         if first and fields.prompt_logprobs is not None and prompt in self._prompts:
             rows = self._prompts[prompt].prompt_logprobs
-            choice["prompt_logprobs"] = prompt_logprobs(self._shape.prompt_ids[prompt], rows, self._shape.texts)
+            choice["prompt_logprobs"] = prompt_logprobs(self._shape.prompt_ids[prompt], rows, self._shape.texts[prompt])
         if response.finish_reason:
             choice["finish_reason"] = "length" if self._shape.echo_alone else finish_reason(response, 0)
             choice["stop_reason"] = stop_reason(response, fields.stop_token_ids or ())
@@ -154,5 +156,7 @@ class Completions:
         entries += response.logprobs
         if not ids:
             return None
-        made, state.offset = completion_logprobs(ids, entries, self._shape.texts, state.offset, at_start=at_start)
+        made, state.offset = completion_logprobs(
+            ids, entries, self._shape.texts[prompt], state.offset, at_start=at_start
+        )
         return made

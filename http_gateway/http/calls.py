@@ -147,7 +147,7 @@ class Calls:
             custom=prompts.custom_names(request.tools),
             apart=parts_expected(request),
             texts=engine.texts,
-            prompt_ids=await prompt_ids(engine, request, metadata) if _shows_prompt(fields) else (),
+            prompt_ids=await self._prompt_ids(fields, request, engine, metadata),
         )
 
     async def _completion_shape(
@@ -159,17 +159,35 @@ class Calls:
         metadata: Metadata,
     ) -> CompletionShape:
         shape = CompletionShape(
-            id=request_id, model=fields.model or calls[0].engine.names[0], fields=fields, texts=calls[0].engine.texts
+            id=request_id,
+            model=fields.model or calls[0].engine.names[0],
+            fields=fields,
+            texts=[call.engine.texts for call in calls],
         )
         for number, (request, call) in enumerate(zip(requests, calls, strict=True)):
             echo_alone = fields.max_tokens == 0
-            if _shows_prompt(fields) or echo_alone:
-                shape.prompt_ids[number] = await prompt_ids(call.engine, request, metadata)
+            if ids := await self._prompt_ids(fields, request, call.engine, metadata):
+                shape.prompt_ids[number] = ids
             if echo_alone:
-                ids = pb.DetokenizeRequest(token_ids=shape.prompt_ids[number])
-                asked = call.engine.stub.Detokenize(ids, timeout=CALL_TIMEOUT_S, metadata=[*metadata])
+                prompt = pb.DetokenizeRequest(token_ids=ids)
+                asked = call.engine.stub.Detokenize(prompt, timeout=CALL_TIMEOUT_S, metadata=[*metadata])
                 shape.echo_alone[number] = (await _asked(asked)).text if fields.echo else ""
         return shape
+
+    async def _prompt_ids(
+        self,
+        fields: ChatRequest | CompletionRequest,
+        request: pb.GenerateRequest,
+        engine: Engine,
+        metadata: Metadata,
+    ) -> tuple[int, ...]:
+        """Return the prompt's tokens where the answer shows or counts them, with the texts that it shows known."""
+        if not _shows_prompt(fields):
+            return ()
+        ids = await prompt_ids(engine, request, metadata)
+        if fields.prompt_logprobs is not None:
+            await texts.load(engine, metadata, ids)
+        return ids
 
     async def _open_all(
         self, requests: Sequence[pb.GenerateRequest], model: str | None, metadata: Metadata
@@ -253,7 +271,8 @@ async def prompt_ids(engine: Engine, request: pb.GenerateRequest, metadata: Meta
 
 
 def _shows_prompt(fields: ChatRequest | CompletionRequest) -> bool:
-    return bool(fields.return_token_ids) or fields.prompt_logprobs is not None or fields.usage_events()[1]
+    echo_alone = isinstance(fields, CompletionRequest) and fields.max_tokens == 0
+    return echo_alone or bool(fields.return_token_ids) or fields.prompt_logprobs is not None or fields.usage_events()[1]
 
 
 def _nth_id(request_id: str, number: int, of: int) -> str:
