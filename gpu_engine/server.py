@@ -209,7 +209,7 @@ async def _start(
     await set_health(NOT_SERVING)
     await listeners.start()
     if gateway:
-        _run_until_close(stack, background, gateway.run(), "gateway process")
+        gateway.start(background, stack)
 
     # 8. The engine warms up, and the grammar process compiles its first grammar.
     stack.push_async_callback(asyncio.to_thread, engine.close, CLOSE_TIMEOUT_S)
@@ -224,6 +224,8 @@ async def _start(
     calls.warm()
     await set_health(SERVING)
     stack.push_async_callback(_drain, listeners.server, calls, set_health, server_config.drain_timeout_s)
+    if gateway:  # its answers end while requests are still served
+        stack.push_async_callback(gateway.stop)
     addresses = (scrapes.address if scrapes else None, gateway.address if gateway else None)
     return Server(listeners.address, model, calls, engine, grammar.sidecar if grammar else None, *addresses)
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from gpu_engine.api.config import ServerConfig
@@ -66,7 +67,7 @@ def gateway_command(config: ServerConfig, listener: int, engine_socket: Path) ->
 
 
 class HttpGateway:
-    """Keeps one gateway running while `run` runs."""
+    """Keeps one gateway running from `start` to `stop`."""
 
     def __init__(self, command: Sequence[str], listener: socket.socket, drain_timeout_s: float = 0.0) -> None:
         """Args: see below.
@@ -78,6 +79,7 @@ class HttpGateway:
         self._command, self._listener = list(command), listener
         self._term_timeout_s = drain_timeout_s + TERM_TIMEOUT_S
         self._process: ChildProcess | None = None
+        self._task: asyncio.Task[None] | None = None
         self.starts = 0
 
     @property
@@ -91,6 +93,17 @@ class HttpGateway:
         """Process id of the gateway while it runs."""
         process = self._process
         return process.pid if process and process.returncode is None else None
+
+    def start(self, background: asyncio.TaskGroup, stack: AsyncExitStack) -> None:
+        """Start to run; `stack` stops it at the latest."""
+        self._task = background.create_task(self.run(), name="gateway process")
+        stack.push_async_callback(self.stop)
+
+    async def stop(self) -> None:
+        """End the gateway when its answers have ended, or their time is over. May be called again."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
 
     async def run(self) -> None:
         """Start the gateway, and start it again whenever it ends, until cancelled."""
