@@ -99,14 +99,14 @@ async def test_a_start_that_is_cancelled_leaves_no_process(command: list[str]) -
 
 @pytest.mark.parametrize("load_s", [0, 60], ids=["serving", "loading"])
 def test_a_server_ends_with_a_process_that_is_killed(command: list[str], load_s: int) -> None:
+    start = "threading.Thread(target=server.start, daemon=True).start()" if load_s else "server.start()"
     program = f"""
-import sys, threading, time
+import threading, time
 from lockstep_client.embedded import EmbeddedServer
 server = EmbeddedServer({{"load_s": {load_s}}}, {command!r}, 100)
-threading.Thread(target=server.start, daemon=True).start()
+{start}
 while server.pid is None:
     time.sleep(0.01)
-time.sleep({0 if load_s else 2})
 print(server.pid, flush=True)
 time.sleep(100)
 """
