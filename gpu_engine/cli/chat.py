@@ -41,6 +41,9 @@ class Screen(Protocol):
     def write(self, text: str) -> None:
         """Show a piece of the answer."""
 
+    def aside(self, text: str) -> None:
+        """Show a piece of what the model thinks."""
+
     def note(self, text: str) -> None:
         """Show a line that belongs to no answer."""
 
@@ -58,6 +61,10 @@ class Plain:
     def write(self, text: str) -> None:
         """Write to stdout at once."""
         print(text, end="", flush=True)
+
+    def aside(self, text: str) -> None:
+        """Write to stderr at once."""
+        print(text, end="", flush=True, file=sys.stderr)
 
     def note(self, text: str) -> None:
         """Write a line to stderr."""
@@ -83,6 +90,11 @@ class Rich:
         self._console.print(text, end="", markup=False, soft_wrap=True)
         self._console.file.flush()
 
+    def aside(self, text: str) -> None:
+        """Write in italics."""
+        self._console.print(text, end="", style="dim italic", markup=False, soft_wrap=True)
+        self._console.file.flush()
+
     def note(self, text: str) -> None:
         """Write a dim line."""
         self._console.print(text, style="dim", markup=False)
@@ -94,6 +106,8 @@ def run_chat(flags: argparse.Namespace) -> int:
     try:
         access = access_of(flags)
         fill_options(template, flags)
+        if flags.template_arguments is not None:
+            template.messages.template_arguments = flags.template_arguments
     except ValueError as error:
         return usage(error)
     screen = Rich() if sys.stdin.isatty() and sys.stdout.isatty() else Plain()
@@ -116,7 +130,7 @@ class Conversation:
     def __init__(self, client: Client, template: pb.GenerateRequest, screen: Screen, system: str | None) -> None:
         """Args: see below.
 
-        template: everything of a request but its messages.
+        template: everything of a request but its turns.
         system: the system message, if any.
         """
         self._client, self._template, self._screen, self._system = client, template, screen, system
@@ -181,29 +195,36 @@ class Conversation:
             request.messages.messages.add(role="system", content=self._system)
         asked = pb.ChatMessage(role="user", content=question)
         request.messages.messages.extend([*self._turns, asked])
-        answer = ""
+        answer = pb.ChatMessage(role="assistant")
         try:
             async with contextlib.aclosing(self._client.generate(request)) as responses:
                 async for response in responses:
-                    shown = _content(request, response)
-                    answer += shown
-                    self._screen.write(shown)
+                    self._show(request, response, answer)
                     if response.finish_reason:
                         self._screen.write("\n")
                         self._screen.note(summary(response))
         except grpc.aio.AioRpcError as error:
             self._fail(error)
             return False
-        self._turns += [asked, pb.ChatMessage(role="assistant", content=answer)]
+        self._turns += [asked, answer]
         return True
+
+    def _show(self, request: pb.GenerateRequest, response: pb.GenerateResponse, answer: pb.ChatMessage) -> None:
+        """Show what a response adds to the answer, and add it to the turn."""
+        if not request.HasField("reasoning"):
+            self._screen.write(response.text)
+            answer.content += response.text
+            return
+        for part in response.parts:
+            if part.kind == pb.AnswerPart.KIND_REASONING:
+                self._screen.aside(part.text)
+                answer.reasoning += part.text
+            else:
+                if answer.reasoning and not answer.content:
+                    self._screen.write("\n")
+                self._screen.write(part.text)
+                answer.content += part.text
 
     def _fail(self, error: grpc.aio.AioRpcError) -> None:
         explanation = hint(self._client.address, error.code(), error.details())
         self._screen.note(f"{error.code().name}: {error.details()}{explanation}")
-
-
-def _content(request: pb.GenerateRequest, response: pb.GenerateResponse) -> str:
-    """Return what the user reads of a response: everything but the arguments and markers of tools and reasoning."""
-    if not (request.HasField("tools") or request.HasField("reasoning")):
-        return response.text
-    return "".join(part.text for part in response.parts if part.kind == pb.AnswerPart.KIND_CONTENT)

@@ -122,13 +122,17 @@ _REQUEST: list[_Value | _Switch] = [
     ),
 ]
 _CHAT: list[_Value | _Switch] = [
-    _Switch(
-        "messages", "continue_final_message", "--continue-final-message", True, "go on with the assistant's last turn"
-    ),
     _Switch("reasoning", "enabled", "--reasoning", True, "the answer may begin with a phase of free thought"),
     _Switch("reasoning", "enabled", "--no-reasoning", False, "the answer begins at once"),
     _Value("reasoning", "max_tokens", "--reasoning-tokens", int, "most tokens of that phase (default: no limit)"),
     _Value("reasoning", "effort", "--reasoning-effort", text, "handed to the chat template: low, medium, high"),
+    _Value("reasoning", "begin", "--reasoning-begin", text, "the marker that begins the phase (default: the model's)"),
+    _Value("reasoning", "end", "--reasoning-end", text, "the marker that ends it (default: the model's)"),
+]
+_CONTINUATION: list[_Value | _Switch] = [
+    _Switch(
+        "messages", "continue_final_message", "--continue-final-message", True, "go on with the assistant's last turn"
+    ),
 ]
 _LISTS: list[tuple[str, str, Any, str, str]] = [
     ("stop", "--stop", text, "TEXT", "end before this text; may be repeated"),
@@ -154,7 +158,13 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         "--messages", metavar="FILE", help="a conversation: a JSON list of objects with role and content"
     )
     prompt.add_argument("--token-ids", type=text, metavar="IDS", help="token ids, separated by commas")
-    add_chat_flags(parser)
+    chat = add_chat_flags(parser, "With --chat or --messages.")
+    _add(chat, _CONTINUATION)
+    chat.add_argument("--tools", metavar="FILE", help="functions that the model may call: a JSON list in OpenAI's form")
+    chat.add_argument(
+        "--tool-choice", type=text, metavar="CHOICE", help="auto, none, required, or the name of a tool (default: auto)"
+    )
+    chat.add_argument("--no-parallel-tool-calls", action="store_true", help="at most one call in an answer")
     kind = add_grammar_flags(parser)
     kind.add_argument("--grammar-id", type=text, metavar="ID", help="the id of a grammar, from `lockstep compile`")
     add_sampling_flags(parser)
@@ -162,19 +172,15 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     _add(parser.add_argument_group("request"), _REQUEST)
 
 
-def add_chat_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a conversation: system message, tools, reasoning, the chat template."""
-    chat = parser.add_argument_group("conversation", "With --chat or --messages.")
+def add_chat_flags(parser: argparse.ArgumentParser, description: str | None = None) -> argparse._ArgumentGroup:
+    """Add the flags of a conversation: system message, reasoning, the chat template. Return their group."""
+    chat = parser.add_argument_group("conversation", description)
     chat.add_argument("--system", type=text, metavar="TEXT", help="the system message")
-    chat.add_argument("--tools", metavar="FILE", help="functions that the model may call: a JSON list in OpenAI's form")
-    chat.add_argument(
-        "--tool-choice", type=text, metavar="CHOICE", help="auto, none, required, or the name of a tool (default: auto)"
-    )
-    chat.add_argument("--no-parallel-tool-calls", action="store_true", help="at most one call in an answer")
     chat.add_argument(
         "--template-arguments", type=text, metavar="JSON", help="variables for the chat template, as a JSON object"
     )
     _add(chat, _CHAT)
+    return chat
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -232,12 +238,13 @@ def build_request(flags: argparse.Namespace, stdin: TextIO = sys.stdin) -> pb.Ge
     request = pb.GenerateRequest()
     _fill_prompt(request, flags, stdin)
     fill_options(request, flags)
+    _fill_tools(request, flags)
     return request
 
 
 def fill_options(request: pb.GenerateRequest, flags: argparse.Namespace) -> None:
     """Set everything but the prompt, as far as `flags` has it. Raises ValueError that names the flag."""
-    for flag in (*_SAMPLING, *_RESPONSE, *_REQUEST, *_CHAT):
+    for flag in (*_SAMPLING, *_RESPONSE, *_REQUEST, *_CHAT, *_CONTINUATION):
         value = getattr(flags, _dest(flag), None)
         if value is not None:
             _set(getattr(request, flag.part) if flag.part else request, flag.field, value, flag.flag)
@@ -253,7 +260,6 @@ def fill_options(request: pb.GenerateRequest, flags: argparse.Namespace) -> None
             raise ValueError(f"--logit-bias: {error}") from None
     if request.response.HasField("prompt_logprobs"):
         request.response.echo = True  # or nobody could read them
-    _fill_tools(request, flags)
     grammar = build_grammar(flags)
     if grammar is not None:
         request.grammar.CopyFrom(grammar)
@@ -291,7 +297,7 @@ def _fill_prompt(request: pb.GenerateRequest, flags: argparse.Namespace, stdin: 
 
 def _refuse_chat_flags(flags: argparse.Namespace) -> None:
     given = [("--system", flags.system), ("--tools", flags.tools), ("--template-arguments", flags.template_arguments)]
-    given += [(flag.flag, getattr(flags, _dest(flag))) for flag in _CHAT]
+    given += [(flag.flag, getattr(flags, _dest(flag))) for flag in (*_CHAT, *_CONTINUATION)]
     for flag, value in given:
         if value is not None:
             raise ValueError(f"{flag} needs --chat or --messages")

@@ -33,6 +33,7 @@ class Lines:
     def __init__(self, *lines: str | type[BaseException]) -> None:
         self._lines = iter(lines)
         self.answers = ""
+        self.thoughts = ""
         self.notes: list[str] = []
 
     def ask(self) -> str:
@@ -43,6 +44,9 @@ class Lines:
 
     def write(self, text: str) -> None:
         self.answers += text
+
+    def aside(self, text: str) -> None:
+        self.thoughts += text
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -56,7 +60,9 @@ async def serving(tmp_path: Path, engine: FakeEngine) -> AsyncIterator[str]:
         yield server.address
 
 
-async def chat(address: str, screen: Lines, system: str | None = None) -> int:
+async def chat(
+    address: str, screen: Lines, system: str | None = None, template: pb.GenerateRequest | None = None
+) -> int:
     def run() -> int:
         async def connect() -> Client:
             return Client(address)
@@ -64,7 +70,7 @@ async def chat(address: str, screen: Lines, system: str | None = None) -> int:
         with asyncio.Runner() as runner:
             client = runner.run(connect())
             try:
-                return Conversation(client, pb.GenerateRequest(), screen, system).run(runner)
+                return Conversation(client, template or pb.GenerateRequest(), screen, system).run(runner)
             finally:
                 runner.run(client.aclose())
 
@@ -119,6 +125,16 @@ async def test_the_status_is_that_of_the_last_question(tmp_path: Path) -> None:
     engine = FakeEngine(EngineConfig(max_model_len=256), answers("hm"))
     async with serving(tmp_path, engine) as address:
         assert await chat(address, Lines("one", "refuse")) == cli.FAILED
+
+
+async def test_thoughts_are_shown_apart_and_sent_back(tmp_path: Path) -> None:
+    engine = FakeEngine(EngineConfig(max_model_len=256), answers("<a>hm</a>yes"))
+    screen = Lines("one", "two")
+    phase = pb.GenerateRequest(reasoning=pb.Reasoning(enabled=True, begin="<a>", end="</a>"))
+    async with serving(tmp_path, engine) as address:
+        assert await chat(address, screen, template=phase) == cli.OK
+    assert (screen.thoughts, screen.answers) == ("hmhm", "\nyes\n\nyes\n")
+    assert prompts(engine)[1] == "user: one\nassistant: yes\nuser: two\nassistant:"
 
 
 async def test_without_a_server_it_says_how_to_start_one(tmp_path: Path) -> None:

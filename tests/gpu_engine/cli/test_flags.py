@@ -23,6 +23,7 @@ ALL = shlex.split("""
 --keep-special-tokens --stop a --stop-token-id 4 --bad-word b --bad-token-id 5 --logit-bias 8=-1.5 --logprobs 2
 --prompt-logprobs 1 --per-field-logprobs --echo --omit-token-ids --omit-text --request-id r --priority -2
 --cache-salt s --draft-tokens 3 --no-draft-index --reasoning --reasoning-tokens 9 --reasoning-effort low
+--reasoning-begin <a> --reasoning-end </a>
 --continue-final-message --template-arguments '{"a": 1}' --tool-choice required --no-parallel-tool-calls
 """)
 
@@ -60,8 +61,7 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         other += (build("--prompt", "x", f"--{kind}", str(ROOT / "samples" / file)),)
     named = build("--chat", "x", "--tools", str(ROOT / "samples/tools.json"), "--tool-choice", "weather")
     found = set().union(*(set_fields(each) for each in (request, named, *other)))
-    # The markers are the model's own; naming others takes the API.
-    assert all_fields(pb.GenerateRequest.DESCRIPTOR) - found == {"reasoning.begin", "reasoning.end"}
+    assert all_fields(pb.GenerateRequest.DESCRIPTOR) == found
     assert request.sampling.logit_bias == {8: -1.5}
     assert not request.sampling.skip_special_tokens
     assert json.loads(request.tools.tools[0].parameters)["required"] == ["city", "days"]
