@@ -159,6 +159,6 @@ def _warm_up(
         prefill.capture(shapes)  # behind the steps: a capture that fails leaves theirs as they are
     # The first replay of a graph allocates. A capture empties the allocator's cache, and a shape that is not captured
     # allocates there. Either could wait for the device while a step there waits for the grammar process.
-    prefill.warm_up(shapes)
     scorer.warm_up()
+    prefill.warm_up(shapes)
     stream.synchronize()

@@ -121,7 +121,7 @@ class PromptScorer:
         entry.numbers[:] = torch.tensor([slot, start, end, wanted], dtype=torch.int32)
         length = padded(end - start) if self._stream.runs_at_once else SCORED_ROWS
         self._stream.copy(self._numbers, entry.numbers)
-        self._stream.kernel(self._run, length)
+        self._stream.kernel(self._score, length)
         for pinned, result in (
             (entry.logprob_P, self._rows.logprob_N),
             (entry.top_ids_PM, self._rows.top_ids_NM),
@@ -133,7 +133,7 @@ class PromptScorer:
         return entry
 
     @torch.no_grad()
-    def _run(self, length: int) -> None:
+    def _score(self, length: int) -> None:
         place_1, start_1, end_1, wanted_1 = self._numbers.split(1)
         chunks = Chunks.cut(self._slot, place_1.long(), start_1, end_1, length)
         positions_BP, hidden = chunks.positions_BP, Hidden(dict.fromkeys(self._drafter.layers))

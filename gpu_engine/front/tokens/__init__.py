@@ -1,1 +1,1 @@
-"""What clients ask about tokens: the calls Tokenize and Detokenize. Runs on the event loop."""
+"""What clients ask about tokens: Tokenize, Detokenize, and log-probabilities by field. Runs on the event loop."""
