@@ -196,6 +196,8 @@ def take_temperatures(net: nn.Module, *, back: bool = False) -> None:
 def _widened(heads_BPHD: torch.Tensor, width: int) -> torch.Tensor:
     """Fill heads up with zeros to those of the cache: they add nothing to a score or to a value."""
     missing = width - heads_BPHD.shape[3]
+    if missing < 0:
+        raise ValueError(f"heads of {heads_BPHD.shape[3]} channels, and the cache has {width}")
     return nn.functional.pad(heads_BPHD, (0, missing)) if missing else heads_BPHD
 
 

@@ -179,11 +179,11 @@ def _pack_router(router: nn.Module, weight: torch.Tensor) -> None:
     """
     inner, product = router.forward, _PackedProduct(weight)
 
-    def forward(hidden_states: torch.Tensor) -> Any:
+    def forward(hidden_states: torch.Tensor, *rest: Any, **options: Any) -> Any:
         rows_NH = hidden_states.reshape(-1, hidden_states.shape[-1])
         count = len(rows_NH)
         with product:
-            out = inner(nn.functional.pad(rows_NH, (0, 0, 0, -count % _VECTORS)))
+            out = inner(nn.functional.pad(rows_NH, (0, 0, 0, -count % _VECTORS)), *rest, **options)
         return tuple(part[:count] for part in out) if isinstance(out, tuple) else out[:count]
 
     router.forward = forward

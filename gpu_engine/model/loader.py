@@ -162,6 +162,8 @@ def prepare(
         model = _describe(config, net, tokenizer, dtype, device, num_parameters)
     except AttributeError as error:
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
+    except RuntimeError as error:  # of a configuration whose layers have their own
+        raise ModelNotSupported(f"model: layers of {net.config.model_type} differ in shape: {error}") from error
     # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint)
     net.to(device)

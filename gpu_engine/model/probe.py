@@ -22,7 +22,10 @@ from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.recording import Recording, distance, recording
 
 _TOKENS = 24
+_PREFILLED = 15
 _PAGE_SIZE = 32
+_EXACT_ERROR = 1e-3
+"""The same in float32."""
 _ERROR = 0.1
 """Largest relative distance from the model's own attention: rounding of bfloat16 is a few hundredths."""
 _ROUGH_ERROR = 0.25
@@ -62,6 +65,17 @@ def _context(model: LoadedModel) -> AttentionContext:
     )
 
 
+def _continued(model: LoadedModel, ids_BP: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the tokens from `_PREFILLED` on, in a forward behind the one of the tokens in front."""
+    whole = _context(model)
+    first, second = (
+        AttentionContext(whole.pages, whole.page_table_BN, part.contiguous())
+        for part in whole.positions_BP.split((_PREFILLED, _TOKENS - _PREFILLED), dim=1)
+    )
+    model.prefill(ids_BP[:, :_PREFILLED], first)
+    return model.logits(ids_BP[:, _PREFILLED:], second)
+
+
 _RECURRENT = re.compile(r"Mamba|Recurrent|DeltaNet|DeltaAttention|LightningAttention|ShortConv|Rwkv|LSTM|Mixer$")
 """In the names of transformers' modules that carry a state from token to token."""
 
@@ -93,7 +107,10 @@ def probe(model: LoadedModel, *, rough: bool = False) -> Probe:
         model.prefill(ids, ctx)
         with recording(model.net) as record:
             logits = model.logits(ids, ctx)
-    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        later = _continued(model, ids)
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ModelNotSupported(f"model: {model.model_type} does not fit our attention: {error}") from error
     if set(ctx.layers_seen) != set(range(model.num_layers)):
         raise ModelNotSupported(
@@ -115,6 +132,13 @@ def probe(model: LoadedModel, *, rough: bool = False) -> Probe:
     attention.take_temperatures(net)
     net.set_attn_implementation(attention.NAME)
     noise = distance(logits, own)
-    if noise > (_ROUGH_ERROR if rough else _ERROR):
+    exact = model.dtype == torch.float32 and not model.quantised
+    bound = _EXACT_ERROR if exact else _ROUGH_ERROR if rough else _ERROR
+    if noise > bound:
         raise ModelNotSupported(f"model: the attention of {model.model_type} does more than ours; it cannot be served")
+    if distance(later, own[_PREFILLED:]) > bound:
+        raise ModelNotSupported(
+            f"model: {model.model_type} has other logits when a sequence goes on in a second forward: it keeps more "
+            "than one key and value a layer, or counts positions itself; it cannot be served"
+        )
     return Probe(ids, logits, ctx, record, noise)

@@ -18,9 +18,11 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DiffLlamaConfig,
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     GPT2Config,
     GPTBigCodeConfig,
@@ -31,6 +33,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -121,6 +124,7 @@ OWN_FORWARD: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama4": lambda: llama4(),
     "deepseek_v2": lambda: deepseek_v2(),
     "deepseek_v3": lambda: deepseek_v3(),
+    "minimax_m2": lambda: MiniMaxM2Config(**_SHAPE, head_dim=32, num_local_experts=4, num_experts_per_tok=2),
     "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }
 """Further model families that the engine serves, by transformers' own forward over our attention."""
@@ -168,6 +172,16 @@ def qwen3_next() -> PreTrainedConfig:
 def falcon_h1() -> PreTrainedConfig:
     """Return a hybrid whose layers have attention and a state-space block side by side."""
     return FalconH1Config(**_SHAPE, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16)
+
+
+def gemma4() -> PreTrainedConfig:
+    """Return a family whose layers have heads of different sizes."""
+    return Gemma4TextConfig(**_SHAPE)
+
+
+def diffllama() -> PreTrainedConfig:
+    """Return a family whose layers call attention twice, with the same keys and other values."""
+    return DiffLlamaConfig(**_SHAPE)
 
 
 def gptj() -> PreTrainedConfig:

@@ -239,6 +239,8 @@ def test_the_error_of_a_missing_device_names_the_device() -> None:
     ("family", "reason"),
     [
         (tiny.bloom, "bloom sends 0 of 2 layers through our attention"),
+        (tiny.diffllama, "diffllama has other logits when a sequence goes on in a second forward"),
+        (tiny.gemma4, "layers of gemma4_text differ in shape: 'head_dim' is a per-layer attribute"),
         (tiny.gptj, ".* the attention of its family in transformers takes no other function"),
         (tiny.mamba, r"mamba has recurrent layers \(MambaBlock\)"),
         (tiny.qwen3_next, r"qwen3_next has recurrent layers \(Qwen3NextGatedDeltaNet\)"),
