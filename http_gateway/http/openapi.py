@@ -98,7 +98,7 @@ def document(version: str, *, keys: bool) -> dict[str, Any]:
 def _post(text: str, model: type[Fields], streams: bool) -> dict[str, Any]:
     answer = _answer(text, "application/json")
     if streams:
-        answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        answer["content"]["text/event-stream"] = {}
     reference = {"$ref": _REF.format(model=model.__name__)}
     return {
         "summary": text,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from http_gateway.wire.chat import (
     TEXT_ALONE,
@@ -21,7 +21,7 @@ from http_gateway.wire.chat import (
     TextPart,
 )
 from http_gateway.wire.errors import ApiError
-from http_gateway.wire.fields import Fields, Refusal
+from http_gateway.wire.fields import Fields, Refusal, problem
 from http_gateway.wire.outputs import JsonObjectFormat, Schema, StructuredOutputs, TextFormat
 from http_gateway.wire.sampling import Number, Seed, Signed, Speculation, Unsigned
 
@@ -34,7 +34,7 @@ class MessageItem(Fields):
     REFUSED: ClassVar[Mapping[str, Refusal]] = {"phase": Refusal("turns have none")}
 
     type: Literal["message"] = "message"
-    role: str
+    role: Annotated[str, Field(min_length=1)]
     content: Content
     id: str | None = None
     status: str | None = None
@@ -271,7 +271,10 @@ def chat_body(fields: ResponsesRequest, request_id: str) -> ChatRequest:
     for name in ("structured_outputs", "speculation"):
         if (value := getattr(fields, name)) is not None:
             body[name] = value.model_dump(by_alias=True, exclude_none=True)
-    return ChatRequest.model_validate(body)
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        raise problem(error, body) from error
 
 
 def _format(form: TextFormat | JsonObjectFormat | SchemaFormat) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from gpu_engine.sidecar.supervisor import SPIN_ALWAYS_US
+from http_gateway.config import ENVIRONMENT_PREFIX, GatewayConfig
 
 SERVICES = ("engine", "grammar")
 DOCKERFILES = ("gpu_engine/Dockerfile", "grammar_service/Dockerfile")
@@ -96,6 +97,15 @@ def test_a_gpu_is_an_override(root: Path, compose: dict[str, Any]) -> None:
     assert services["engine"]["environment"]["LOCKSTEP_SYNC"] == "${LOCKSTEP_SYNC:-device_flag}"
     assert services["grammar"]["environment"]["LOCKSTEP_GRAMMAR_SPIN_US"].endswith(f":-{SPIN_ALWAYS_US:.0f}}}")
     assert "nvidia" not in str(compose)
+
+
+def test_the_gateway_is_an_override_as_hardened_as_the_engine(root: Path, compose: dict[str, Any]) -> None:
+    gateway, engine = load(root, "compose.http.yaml")["services"]["gateway"], compose["services"]["engine"]
+    for name in ("image", "user", "read_only", "tmpfs", "cap_drop", "security_opt", "init", "restart", "logging"):
+        assert gateway[name] == engine[name], name
+    given = {name.removeprefix(ENVIRONMENT_PREFIX).lower(): value for name, value in gateway["environment"].items()}
+    assert GatewayConfig(**given).engines == ("engine:50051",)
+    assert all(port.startswith("${LOCKSTEP_PUBLISH_HTTP:-127.0.0.1:") for port in gateway["ports"])
 
 
 def test_secrets_are_mounted_and_not_built_in(root: Path) -> None:

@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from http_gateway.http.openapi import document
 from http_gateway.wire.chat import ChatRequest
 from http_gateway.wire.completions import CompletionRequest
+from http_gateway.wire.errors import ApiError
 from http_gateway.wire.fields import Fields, problem
-from http_gateway.wire.responses import ResponsesRequest
+from http_gateway.wire.responses import ResponsesRequest, chat_body
 
 ASK = {"messages": [{"role": "user", "content": "x"}]}
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
@@ -112,3 +113,12 @@ def test_the_document_describes_every_field() -> None:
         assert set(schemas[model.__name__]["properties"]) == model.names()
         assert schemas[model.__name__]["additionalProperties"] is False
     assert json.dumps(schemas)
+
+
+def test_a_problem_that_only_the_translation_finds_is_named() -> None:
+    fields = ResponsesRequest.model_validate_json(
+        '{"input": "x", "tools": [{"type": "function", "name": "f", "format": {"type": "text"}}]}'
+    )
+    with pytest.raises(ApiError, match="tools: format is not for a tool of type function"):
+        chat_body(fields, "id")
+    assert refusal(ResponsesRequest, {"input": [{"role": "", "content": "x"}]})[1] == "input[0].role"
