@@ -266,12 +266,19 @@ def hint(address: str, code: grpc.StatusCode, details: str | None) -> str:
     """Return what helps against a failed call, on a line of its own, or ""."""
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return "\nGive the server's token with --token-file FILE."
-    if code is not grpc.StatusCode.UNAVAILABLE or "connect" not in (details or "").lower():
+    problem = (details or "").lower()
+    if code is not grpc.StatusCode.UNAVAILABLE or "connect" not in problem:
         return ""
+    if "wrong_version_number" in problem:
+        return "\nThe server speaks no TLS."
+    if "handshake" in problem or "verification" in problem:
+        return "\nThe server's certificate is not from the authorities of --tls-ca, or is for another name."
+    if "socket closed" in problem:
+        return "\nA server with TLS needs --tls or --tls-ca."
     listen = "" if address == DEFAULT_SERVER else f" --listen {address}"
     return (
         f"\nNo server answers there. Start one with `lockstep serve{listen}`, or name another with --server or "
-        "LOCKSTEP_SERVER. A server with TLS needs --tls or --tls-ca."
+        "LOCKSTEP_SERVER."
     )
 
 

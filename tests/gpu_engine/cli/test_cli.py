@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.request import FinishReason, Request, TokenEvent
 from gpu_engine.cli import commands as cli
+from gpu_engine.cli.asking import hint
 from gpu_engine.cli.demo import how_to_call
 from gpu_engine.cli.request_flags import build_request
 from gpu_engine.cli.terminal import grammar_cost, loading_progress, summary
@@ -83,6 +85,31 @@ async def test_the_exit_status_says_how_the_answer_ended(tmp_path: Path, finish:
 async def test_no_server_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert await run("generate", "--server", f"unix:{tmp_path}/nobody", "--prompt", "x") == cli.FAILED
     assert "UNAVAILABLE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "help_text"),
+    [
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "failed to connect to all addresses; Connection refused",
+            "lockstep serve --listen a:1",
+        ),
+        (grpc.StatusCode.UNAVAILABLE, "failed to connect ... Socket closed", "needs --tls or --tls-ca"),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "failed to connect ... CERTIFICATE_VERIFY_FAILED: handshake",
+            "authorities of --tls-ca",
+        ),
+        (grpc.StatusCode.UNAVAILABLE, "failed to connect ... handshake WRONG_VERSION_NUMBER", "speaks no TLS"),
+        (grpc.StatusCode.UNAUTHENTICATED, "authorization: is missing", "--token-file"),
+        (grpc.StatusCode.UNAVAILABLE, "the server is shutting down", ""),
+        (grpc.StatusCode.INTERNAL, "failed to connect", ""),
+    ],
+)
+def test_a_failed_call_says_what_helps(code: grpc.StatusCode, details: str, help_text: str) -> None:
+    found = hint("a:1", code, details)
+    assert help_text in found if help_text else found == ""
 
 
 async def test_compile_needs_a_grammar_and_prints_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
