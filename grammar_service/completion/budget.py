@@ -110,15 +110,15 @@ class CompletionBudget:
     def advance(self, matcher: Matcher, tokens: list[int]) -> None:
         """Look ahead from the position behind `tokens`, over which `matcher` has just moved; it stays there."""
         at = len(tokens)
-        if (self._lookaheads and at < self._lookaheads[-1].next_position) or at >= self._max_tokens:
-            return
-        if matcher.terminated:
-            return
         before = self._lookaheads[-1] if self._lookaheads else None
-        if isinstance(matcher, ReasoningMatcher) and matcher.phase is not Phase.ANSWER:
+        if isinstance(matcher, ReasoningMatcher) and matcher.phase is Phase.REASONING:
             # The answer's way to its end begins behind the reasoning, whose own end is a count of tokens.
             steered = matcher.cut_short or (before is not None and before.steered)
             self._lookaheads.append(LookAhead(at, self._plan.path, at + 1, steered=steered))
+            return
+        if (before is not None and at < before.next_position) or at >= self._max_tokens:
+            return
+        if matcher.terminated:
             return
         try:
             self._lookaheads.append(self._look(matcher, tokens, before))

@@ -62,6 +62,9 @@ class CompletionPlan:
         search = Search(matcher.copy(), texts, START_WORK, measures=True)
         try:
             path = search.find(MAX_START_PATH)
+            if path is None:
+                # A long certain text, such as the beginning of a tool call, takes the depth of the short searches.
+                path = Search(matcher.copy(), texts, START_WORK, measures=True).find(MAX_START_PATH, any_will_do=True)
             minimum = max(minimum, min_tokens(matcher.copy(), texts, MIN_TOKENS_WORK))
         except MatcherFailed:
             path = None
