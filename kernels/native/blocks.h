@@ -94,7 +94,7 @@ INLINE v16i splat_int(int32_t x) { return (v16i){x, x, x, x, x, x, x, x, x, x, x
 
 /* Without the instruction for it a dot product is a long program, and the sums do not fit into registers: one row, in a loop. */
 #if defined(__AVX512VNNI__)
-#define ROW_TILE 4 /* rows at once: their sums stay in registers */
+#define ROW_TILE 6 /* rows at once: 12 sums hide the latency of a dot product, and stay in registers */
 #define UNROLL_DOTS _Pragma("GCC unroll 8")
 #else
 #define ROW_TILE 1
@@ -130,30 +130,46 @@ INLINE v16i dot4(v16i sum, v16u w, int32_t x, int wide) {
 #endif
 }
 
-/* Quantise one block of 32: integers to nearest even of x * 127 / largest magnitude. */
-INLINE void quantise_block(const float *x, const struct block_rows *to, int64_t row, int64_t block) {
+/* Quantise `count` blocks of 32, up to 16, of which block i is at x + i * stride: integers to nearest even of
+ * x * 127 / largest magnitude. Block 0 is `block` of `row`; the others follow in the same row, or are those of the next rows. */
+INLINE void quantise_blocks(const float *x, int64_t stride, int64_t count, const struct block_rows *to, int64_t row, int64_t block,
+                            int next_rows) {
     const v16f magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
     const v16i positive = splat_int(0x7fffffff);
-    int64_t at = row * (to->inputs / QBLOCK) + block;
-    v16f a = load_f32(x), b = load_f32(x + 16);
-    float top = max16(larger((v16f)((v16i)a & positive), (v16f)((v16i)b & positive)));
-    float inverse = top > 0.0f ? 127.0f / top : 0.0f;
-    a = (a * splat(inverse) + magic) - magic;
-    b = (b * splat(inverse) + magic) - magic;
-    v16c qa = __builtin_convertvector(__builtin_convertvector(a, v16i), v16c);
-    v16c qb = __builtin_convertvector(__builtin_convertvector(b, v16i), v16c);
-    int8_t *q = to->quants + row * to->inputs + block * QBLOCK;
-    memcpy(q, &qa, sizeof qa);
-    memcpy(q + 16, &qb, sizeof qb);
-    float count = sum16(a + b), scale = top / 127.0f;
-    to->scales[at] = scale;
-    to->sums[at] = scale * count;
-    to->counts[at] = (int32_t)count;
+    const int64_t at = row * (to->inputs / QBLOCK) + block, step = next_rows ? to->inputs / QBLOCK : 1;
+    v16f each[16];
+    float inverse[16];
+    for (int64_t i = 0; i < 16; i++)
+        each[i] = i < count ? larger((v16f)((v16i)load_f32(x + i * stride) & positive),
+                                     (v16f)((v16i)load_f32(x + i * stride + 16) & positive))
+                            : splat(0.0f);
+    v16f top = max_of_each(each), scale = top / splat(127.0f);
+    v16f ratio = select16(top > splat(0.0f), splat(127.0f) / top, splat(0.0f));
+    memcpy(inverse, &ratio, sizeof ratio);
+    for (int64_t i = 0; i < count; i++) {
+        v16f a = load_f32(x + i * stride), b = load_f32(x + i * stride + 16);
+        a = (a * splat(inverse[i]) + magic) - magic;
+        b = (b * splat(inverse[i]) + magic) - magic;
+        each[i] = a + b;
+        v16c qa = __builtin_convertvector(__builtin_convertvector(a, v16i), v16c);
+        v16c qb = __builtin_convertvector(__builtin_convertvector(b, v16i), v16c);
+        int8_t *q = to->quants + (at + i * step) * QBLOCK;
+        memcpy(q, &qa, sizeof qa);
+        memcpy(q + 16, &qb, sizeof qb);
+    }
+    v16f whole = sum_of_each(each), sum = scale * whole; /* the lanes behind `count` are not read */
+    v16i integer = __builtin_convertvector(whole, v16i);
+    for (int64_t i = 0; i < count; i++) {
+        to->scales[at + i * step] = scale[i];
+        to->sums[at + i * step] = sum[i];
+        to->counts[at + i * step] = integer[i];
+    }
 }
 
 INLINE void quantise_row(const float *x, const struct block_rows *to, int64_t row) {
-    for (int64_t block = 0; block < to->inputs / QBLOCK; block++)
-        quantise_block(x + block * QBLOCK, to, row, block);
+    const int64_t blocks = to->inputs / QBLOCK;
+    for (int64_t block = 0; block < blocks; block += 16)
+        quantise_blocks(x + block * QBLOCK, QBLOCK, blocks - block < 16 ? blocks - block : 16, to, row, block, 0);
 }
 
 /* Decode part j of a block, the bytes of four inputs of 16 outputs. */
@@ -167,9 +183,10 @@ INLINE v16u part_of(const uint8_t *q, int64_t block, int j, int form) {
     return (j < 4 ? x : x >> 4) & 0x0f0f0f0fu;
 }
 
-/* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on; rows and form are compile-time constants. */
+/* Outputs [GROUP g, GROUP (g + 1)) of `rows` rows from `first` on, into rows of `out`; rows and form are compile-time
+ * constants. The sums go from registers to their place: a copy would wait for them, and hold up the next tile. */
 INLINE void group_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int rows, int form,
-                       v16f out[ROW_TILE][2]) {
+                       float *out, int64_t stride) {
     const int64_t blocks = w->inputs / QBLOCK, bytes = form == OF_4_BITS ? 256 : 512;
     const uint8_t *q = w->quants + 2 * g * blocks * bytes;
     const uint16_t *s = w->scales + g * blocks * GROUP, *o = form == OF_8_BITS ? 0 : w->offsets + g * blocks * GROUP;
@@ -185,7 +202,8 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
             __builtin_prefetch(q + 2 * k * bytes + FETCH_AHEAD + line);
         UNROLL_8 for (int t = 0; t < rows; t++) sum[t][0] = sum[t][1] =
             splat_int(form == OF_4_BITS ? 0 : -128 * xc[t * blocks + k]);
-        UNROLL_DOTS for (int j = 0; j < 8; j++) {
+        UNROLL_DOTS for (int i = 0; i < 8; i++) {
+            const int j = form == OF_4_BITS ? i / 2 + i % 2 * 4 : i; /* both halves of a byte, one behind the other */
             v16u a = part_of(q, 2 * k, j, form), b = part_of(q, 2 * k + 1, j, form);
             UNROLL_8 for (int t = 0; t < rows; t++) {
                 int32_t four;
@@ -209,55 +227,86 @@ INLINE void group_tile(const struct block_weights *w, int64_t g, const struct bl
             }
         }
     }
-    for (int t = 0; t < rows; t++)
-        for (int half = 0; half < 2; half++)
-            out[t][half] = w->bias ? acc[t][half] + load_f32(w->bias + g * GROUP + half * LANES) : acc[t][half];
+    if (w->bias)
+        UNROLL_8 for (int t = 0; t < rows; t++) {
+            acc[t][0] += load_f32(w->bias + g * GROUP);
+            acc[t][1] += load_f32(w->bias + g * GROUP + LANES);
+        }
+    UNROLL_8 for (int t = 0; t < rows; t++) {
+        memcpy(out + t * stride, &acc[t][0], sizeof acc[t][0]);
+        memcpy(out + t * stride + LANES, &acc[t][1], sizeof acc[t][1]);
+    }
 }
 
 #define OF_ROWS(n)                                                                                                      \
     case n:                                                                                                             \
-        group_tile(w, g, x, first, n, form, out);                                                                       \
+        group_tile(w, g, x, first, n, form, out, stride);                                                                     \
         break;
 
 /* The same for up to ROW_TILE rows. */
 INLINE void rows_tile(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int64_t rows, int form,
-                      v16f out[ROW_TILE][2]) {
+                      float *out, int64_t stride) {
     switch (rows) {
         OF_ROWS(1)
-#if ROW_TILE == 4
+#if ROW_TILE == 6
         OF_ROWS(2)
         OF_ROWS(3)
         OF_ROWS(4)
+        OF_ROWS(5)
+        OF_ROWS(6)
 #endif
     }
 }
 
-static void group_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int64_t rows,
-                       v16f out[ROW_TILE][2]) {
+static void group_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int64_t rows, float *out,
+                       int64_t stride) {
     if (w->kind == BLOCKS_4_BIT)
-        rows_tile(w, g, x, first, rows, OF_4_BITS, out);
+        rows_tile(w, g, x, first, rows, OF_4_BITS, out, stride);
     else if (w->offsets)
-        rows_tile(w, g, x, first, rows, OF_8_BITS_OFFSET, out);
+        rows_tile(w, g, x, first, rows, OF_8_BITS_OFFSET, out, stride);
     else
-        rows_tile(w, g, x, first, rows, OF_8_BITS, out);
+        rows_tile(w, g, x, first, rows, OF_8_BITS, out, stride);
 }
 
 INLINE int64_t groups_of(const struct block_weights *w) { return (w->outputs + GROUP - 1) / GROUP; }
 
-/* Rows of the next tile. */
-INLINE int64_t tile_of(int64_t left) { return left < ROW_TILE ? left : ROW_TILE; }
+/* Rows of the next tile: a tile of few rows waits for its dot products, so the last two are about equal. */
+INLINE int64_t tile_of(int64_t left) {
+    if (left <= ROW_TILE)
+        return left;
+    return left < 2 * ROW_TILE ? (left + 1) / 2 : ROW_TILE;
+}
 
-/* Group g of `rows` rows, as fp32 [rows][stride]; row r goes to place[r], or to r where place is null. */
+/* Group g of `rows` rows from `first` on, whole, as fp32 [rows][stride]. */
+INLINE void group_of_rows(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t first, int64_t rows, float *out,
+                          int64_t stride) {
+    for (int64_t r = 0, n; r < rows; r += n) {
+        n = tile_of(rows - r);
+        group_rows(w, g, x, first + r, n, out + r * stride, stride);
+    }
+}
+
+/* The same of all rows, for those columns that there are; row r goes to place[r], or to r where place is null. */
 INLINE void group_into(const struct block_weights *w, int64_t g, const struct block_rows *x, int64_t rows, float *out,
                        int64_t stride, const int32_t *place) {
     const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
-    v16f y[ROW_TILE][2];
+    float y[ROW_TILE][GROUP];
+    if (count == GROUP && !place) {
+        group_of_rows(w, g, x, 0, rows, out + g * GROUP, stride);
+        return;
+    }
     for (int64_t r = 0, n; r < rows; r += n) {
         n = tile_of(rows - r);
-        group_rows(w, g, x, r, n, y);
+        group_rows(w, g, x, r, n, y[0], GROUP);
         for (int64_t t = 0; t < n; t++)
             memcpy(out + (place ? place[r + t] : r + t) * stride + g * GROUP, y[t], (size_t)count * sizeof(float));
     }
+}
+
+/* Groups of a chunk of a product's loop. With many rows a group is work enough, and threads end together. */
+#define MANY_ROWS 32
+INLINE int64_t groups_of_chunk(const struct member *m, int64_t groups, int64_t rows) {
+    return rows >= MANY_ROWS ? 1 : (groups + m->chunks - 1) / m->chunks;
 }
 
 /* A product on its own: all rows are quantised before any member multiplies. */
@@ -272,17 +321,17 @@ static void block_linear_body(struct member *m, void *context) {
                 v16f y = load(a->x, r * w->inputs + block * QBLOCK + i, (int)a->bf16);
                 memcpy(part + i, &y, sizeof y);
             }
-            quantise_block(part, &x, r, block);
+            quantise_blocks(part, QBLOCK, 1, &x, r, block, 0);
         }
     TEAM_FOR(m, g, groups_of(w)) {
         const int64_t left = w->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
-        v16f y[ROW_TILE][2];
+        float y[ROW_TILE][GROUP];
         for (int64_t r = 0, n; r < a->rows; r += n) {
             n = tile_of(a->rows - r);
-            group_rows(w, g, &x, r, n, y);
+            group_rows(w, g, &x, r, n, y[0], GROUP);
             for (int64_t t = 0; t < n; t++)
                 for (int64_t i = 0; i < count; i++)
-                    store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i / LANES][i % LANES], (int)a->bf16);
+                    store1(a->out, (r + t) * w->outputs + g * GROUP + i, y[t][i], (int)a->bf16);
         }
     }
 }

@@ -163,7 +163,8 @@ static void before_product(struct member *m, const struct forward_args *a, const
 }
 
 static void product(struct member *m, const struct block_weights *weights, const struct block_rows *x, int64_t rows, float *out) {
-    TEAM_FOR(m, g, groups_of(weights))
+    const int64_t groups = groups_of(weights);
+    TEAM_FOR_CHUNKS(m, g, groups, groups_of_chunk(m, groups, rows))
         group_into(weights, g, x, rows, out, weights->outputs, 0);
 }
 
@@ -219,25 +220,27 @@ static void quantise_attended(struct member *m, const struct forward_args *a, co
         quantise_row(w->attended + r * a->num_heads * a->head_dim, &w->heads, r);
 }
 
+#define GATED_ROWS 48 /* rows whose gates and ups lie in L1 together */
+
 /* act(gate) * up of 32 channels at a time, quantised at once: the input of the product `down`. */
 static void gate_and_up(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                         const struct forward_work *w) {
     const int64_t blocks = a->inner / GROUP;
-    TEAM_FOR(m, c, blocks)
-        for (int64_t r = 0, n; r < w->rows; r += n) {
-            v16f gate[ROW_TILE][2], up[ROW_TILE][2], z[2];
-            n = tile_of(w->rows - r);
-            group_rows(&l->gate_up, c, &w->normed, r, n, gate);
-            group_rows(&l->gate_up, blocks + c, &w->normed, r, n, up);
-            for (int64_t t = 0; t < n; t++) {
-                for (int half = 0; half < 2; half++) {
-                    v16f g = gate[t][half], u = g;
-                    if (l->act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
-                        u = splat(2.0f * 0.7978845608028654f) * (g + splat(0.044715f) * g * g * g);
-                    z[half] = g * sigmoid16(u) * up[t][half];
-                }
-                quantise_block((const float *)z, &w->gated, r + t, c);
+    float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), up[GATED_ROWS][GROUP] __attribute__((aligned(64)));
+    TEAM_FOR_CHUNKS(m, c, blocks, groups_of_chunk(m, blocks, w->rows))
+        for (int64_t r = 0, rows; r < w->rows; r += rows) {
+            rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
+            group_of_rows(&l->gate_up, c, &w->normed, r, rows, gate[0], GROUP);
+            group_of_rows(&l->gate_up, blocks + c, &w->normed, r, rows, up[0], GROUP);
+            for (int64_t i = 0; i < rows * GROUP; i += 16) {
+                v16f g = load_f32(gate[0] + i), u = g;
+                if (l->act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
+                    u = splat(2.0f * 0.7978845608028654f) * (g + splat(0.044715f) * g * g * g);
+                v16f z = g * sigmoid16(u) * load_f32(up[0] + i);
+                memcpy(gate[0] + i, &z, sizeof z);
             }
+            for (int64_t t = 0; t < rows; t += 16)
+                quantise_blocks(gate[t], GROUP, rows - t < 16 ? rows - t : 16, &w->gated, r + t, c, 1);
         }
 }
 

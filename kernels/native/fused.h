@@ -39,13 +39,6 @@ struct gated_args {
     int32_t act, bf16;
 };
 
-/* Round to nearest even, as to_bf16, and widen again. */
-INLINE v16u bf16_bits(v16f x) {
-    v16u u = (v16u)x, nan = (v16u)(x != x);
-    v16u r = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
-    return (nan & 0x7fc0u) | (~nan & r);
-}
-
 INLINE v16f rounded(v16f x, int bf16) { return bf16 ? (v16f)(bf16_bits(x) << 16) : x; }
 
 INLINE float rounded1(float x, int bf16) {
@@ -53,14 +46,6 @@ INLINE float rounded1(float x, int bf16) {
     float y;
     memcpy(&y, &u, sizeof y);
     return bf16 ? y : x;
-}
-
-INLINE void store(void *base, int64_t index, v16f x, int bf16) {
-    if (bf16) {
-        v16h h = __builtin_convertvector(bf16_bits(x), v16h);
-        memcpy((uint16_t *)base + index, &h, sizeof h);
-    } else
-        memcpy((float *)base + index, &x, sizeof x);
 }
 
 /* 16 elements, or the last `n`, with zeros behind them. */

@@ -78,7 +78,7 @@ INLINE void store_row(const struct paged_attention_args *a, int64_t b, int64_t p
 
 /* State of one tile of queries, carried from block to block. */
 struct tile {
-    float q[MAX_D][TILE];          /* scaled */
+    float q[TILE][MAX_D];          /* scaled */
     v16f acc[TILE][MAX_D / 16];    /* weighted sum of the values so far */
     float peak[TILE], denom[TILE]; /* largest score so far, sum of weights */
     int32_t first_key[TILE], pos[TILE];
@@ -101,8 +101,10 @@ INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int6
         for (int64_t c = 0; c < d / 16; c++)
             w->acc[t][c] = splat(0.0f);
         int64_t src = b * a->q_stride_b + (i / group) * a->q_stride_p + (hkv * group + i % group) * a->q_stride_h;
-        for (int64_t c = 0; c < d; c++)
-            w->q[c][t] = w->pos[t] < 0 ? 0.0f : load1(a->q, src + c, a->io_bf16) * a->scale;
+        for (int64_t c = 0; c < d; c += 16) {
+            v16f q = w->pos[t] < 0 ? splat(0.0f) : load(a->q, src + c, a->io_bf16) * splat(a->scale);
+            memcpy(w->q[t] + c, &q, sizeof q);
+        }
         if (w->pos[t] < 0)
             continue;
         w->last = w->pos[t] > w->last ? w->pos[t] : w->last;
@@ -134,14 +136,15 @@ INLINE struct block block_at(const struct paged_attention_args *a, int64_t b, in
 
 /* Start to load a block: its sub-blocks are not neighbours in memory, so no stream of addresses foretells them. */
 INLINE void fetch(const struct paged_attention_args *a, const struct block *k, int64_t d, int bf16) {
-    const int64_t size = bf16 ? 2 : 4, ps = a->page_size;
-    for (int i = 0; i < k->subs; i++)
-        for (int64_t c = 0; c < d; c++) {
-            if (c * ps * size % 64 == 0)
-                __builtin_prefetch((const char *)a->k_pages + (k->key[i] + c * ps) * size);
-            if (c * 16 * size % 64 == 0)
-                __builtin_prefetch((const char *)a->v_pages + (k->value[i] + c * 16) * size);
-        }
+    const int64_t size = bf16 ? 2 : 4, row = a->page_size * size; /* bytes of one channel in a page */
+    const int64_t step = row < 64 ? 64 / row : 1;                 /* channels of a cache line */
+    for (int i = 0; i < k->subs; i++) {
+        const char *key = (const char *)a->k_pages + k->key[i] * size, *value = (const char *)a->v_pages + k->value[i] * size;
+        for (int64_t c = 0; c < d; c += step)
+            __builtin_prefetch(key + c * row);
+        for (int64_t at = 0; at < 16 * d * size; at += 64)
+            __builtin_prefetch(value + at);
+    }
 }
 
 /* Scores of the block's keys into s. */
@@ -157,7 +160,7 @@ INLINE void score(const struct paged_attention_args *a, const struct tile *w, co
             v16f x[SUBS];
             UNROLL for (int i = 0; i < SUBS; i++) x[i] = load(a->k_pages, k->key[i] + c * ps, bf16);
             UNROLL for (int t = 0; t < n; t++) {
-                v16f q = splat(w->q[c][t]);
+                v16f q = splat(w->q[t][c]);
                 UNROLL for (int i = 0; i < SUBS; i++) r[t][i] += q * x[i];
             }
         }
@@ -167,7 +170,7 @@ INLINE void score(const struct paged_attention_args *a, const struct tile *w, co
             v16f part[TILE] = {0};
             for (int64_t c = 0; c < d; c++) {
                 v16f x = load(a->k_pages, k->key[i] + c * ps, bf16);
-                UNROLL for (int t = 0; t < n; t++) part[t] += splat(w->q[c][t]) * x;
+                UNROLL for (int t = 0; t < n; t++) part[t] += splat(w->q[t][c]) * x;
             }
             for (int t = 0; t < n; t++)
                 s[t][i] = part[t];
@@ -177,15 +180,18 @@ INLINE void score(const struct paged_attention_args *a, const struct tile *w, co
 /* Write query t's weights of this block into p, zero where the key is masked, and rescale its sums to the new peak. */
 INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, int64_t at, const v16f s[SUBS], float *p, int64_t d) {
     const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int whole = at + BLOCK - 1 <= w->pos[t] && at >= w->first_key[t]; /* no key is masked */
     v16f x[SUBS], m = splat(-INFINITY), total = splat(0.0f);
     for (int i = 0; i < SUBS; i++) {
-        v16i token = lane + (int32_t)(at + 16 * i);
-        v16i legal = (token <= w->pos[t]) & (token >= w->first_key[t]);
         x[i] = s[i];
         if (a->softcap > 0.0f)
             for (int j = 0; j < 16; j++)
                 x[i][j] = a->softcap * tanhf(x[i][j] / a->softcap);
-        x[i] = select16(legal, x[i], splat(-INFINITY));
+        if (!whole) {
+            v16i token = lane + (int32_t)(at + 16 * i);
+            v16i legal = (token <= w->pos[t]) & (token >= w->first_key[t]);
+            x[i] = select16(legal, x[i], splat(-INFINITY));
+        }
         m = larger(m, x[i]);
     }
     float peak = max16(m);
@@ -272,8 +278,8 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
         int64_t i = first + t;
         int64_t dst = ((b * a->num_queries + i / group) * a->num_heads + hkv * group + i % group) * d;
         float inverse = share(a, &w, t, hkv * group + i % group);
-        for (int64_t c = 0; c < d; c++)
-            store1(a->out, dst + c, w.acc[t][c / 16][c % 16] * inverse, a->io_bf16);
+        for (int64_t c = 0; c < d; c += 16)
+            store(a->out, dst + c, w.acc[t][c / 16] * splat(inverse), a->io_bf16);
     }
 }
 
