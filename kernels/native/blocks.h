@@ -303,12 +303,6 @@ INLINE void group_into(const struct block_weights *w, int64_t g, const struct bl
     }
 }
 
-/* Groups of a chunk of a product's loop. With many rows a group is work enough, and threads end together. */
-#define MANY_ROWS 32
-INLINE int64_t groups_of_chunk(const struct member *m, int64_t groups, int64_t rows) {
-    return rows >= MANY_ROWS ? 1 : (groups + m->chunks - 1) / m->chunks;
-}
-
 /* A product on its own: all rows are quantised before any member multiplies. */
 static void block_linear_body(struct member *m, void *context) {
     const struct block_linear_args *a = context;

@@ -163,8 +163,7 @@ static void before_product(struct member *m, const struct forward_args *a, const
 }
 
 static void product(struct member *m, const struct block_weights *weights, const struct block_rows *x, int64_t rows, float *out) {
-    const int64_t groups = groups_of(weights);
-    TEAM_FOR_CHUNKS(m, g, groups, groups_of_chunk(m, groups, rows))
+    TEAM_FOR(m, g, groups_of(weights))
         group_into(weights, g, x, rows, out, weights->outputs, 0);
 }
 
@@ -227,7 +226,7 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
                         const struct forward_work *w) {
     const int64_t blocks = a->inner / GROUP;
     float gate[GATED_ROWS][GROUP] __attribute__((aligned(64))), up[GATED_ROWS][GROUP] __attribute__((aligned(64)));
-    TEAM_FOR_CHUNKS(m, c, blocks, groups_of_chunk(m, blocks, w->rows))
+    TEAM_FOR(m, c, blocks)
         for (int64_t r = 0, rows; r < w->rows; r += rows) {
             rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
             group_of_rows(&l->gate_up, c, &w->normed, r, rows, gate[0], GROUP);

@@ -87,12 +87,11 @@ struct tile {
 
 INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int64_t b, int64_t hkv, int64_t first, int64_t d,
                       int n) {
-    const int64_t group = a->num_heads / a->num_kv_heads, total = a->num_queries * group;
+    const int64_t group = a->num_heads / a->num_kv_heads;
     w->begin = INT32_MAX;
     w->last = -1;
-    for (int t = 0; t < n; t++) {
-        int64_t i = first + t;
-        w->pos[t] = i < total ? a->positions[b * a->num_queries + i / group] : -1;
+    for (int64_t t = 0, row = first / group, head = first % group; t < n; t++, head + 1 < group ? head++ : (row++, head = 0)) {
+        w->pos[t] = row < a->num_queries ? a->positions[b * a->num_queries + row] : -1;
         w->first_key[t] = a->window > 0 && w->pos[t] >= a->window ? w->pos[t] - a->window + 1 : 0;
         if (a->chunk > 0 && w->pos[t] > 0)
             w->first_key[t] = w->pos[t] / a->chunk * a->chunk;
@@ -100,7 +99,7 @@ INLINE void open_tile(const struct paged_attention_args *a, struct tile *w, int6
         w->denom[t] = 0.0f;
         for (int64_t c = 0; c < d / 16; c++)
             w->acc[t][c] = splat(0.0f);
-        int64_t src = b * a->q_stride_b + (i / group) * a->q_stride_p + (hkv * group + i % group) * a->q_stride_h;
+        int64_t src = b * a->q_stride_b + row * a->q_stride_p + (hkv * group + head) * a->q_stride_h;
         for (int64_t c = 0; c < d; c += 16) {
             v16f q = w->pos[t] < 0 ? splat(0.0f) : load(a->q, src + c, a->io_bf16) * splat(a->scale);
             memcpy(w->q[t] + c, &q, sizeof q);
@@ -125,7 +124,11 @@ INLINE struct block block_at(const struct paged_attention_args *a, int64_t b, in
     /* Keys past the tile's last position may lie in no page at all. */
     k.subs = last - at >= BLOCK - 16 ? SUBS : (int)((last - at) / 16 + 1);
     k.tokens = last - at + 1 < BLOCK ? (int)(last - at + 1) : BLOCK;
-    for (int i = 0; i < k.subs; i++) {
+    for (int i = 0; i < SUBS; i++) {
+        if (i >= k.subs) { /* scores of the first sub-block again, which are masked */
+            k.key[i] = k.key[0];
+            continue;
+        }
         int64_t token = at + 16 * i, page = a->page_table[b * a->table_stride + token / ps];
         int64_t head = (page * a->num_kv_heads + hkv) * d * ps;
         k.key[i] = head + token % ps;
@@ -147,42 +150,39 @@ INLINE void fetch(const struct paged_attention_args *a, const struct block *k, i
     }
 }
 
-/* Scores of the block's keys into s. */
-INLINE void score(const struct paged_attention_args *a, const struct tile *w, const struct block *k, v16f s[TILE][SUBS], int64_t d,
-                  int bf16, int n) {
+/* Scores of the keys in the first `subs` sub-blocks, a compile-time constant: each needs several sums to hide the latency. */
+INLINE void score_subs(const struct paged_attention_args *a, const struct tile *w, const struct block *k, v16f s[TILE][SUBS], int64_t d,
+                       int bf16, int n, int subs) {
     const int64_t ps = a->page_size;
-    for (int t = 0; t < n; t++)
-        for (int i = 0; i < SUBS; i++)
-            s[t][i] = splat(0.0f);
-    if (k->subs == SUBS) {
-        v16f r[TILE][SUBS] = {0};
-        for (int64_t c = 0; c < d; c++) {
-            v16f x[SUBS];
-            UNROLL for (int i = 0; i < SUBS; i++) x[i] = load(a->k_pages, k->key[i] + c * ps, bf16);
-            UNROLL for (int t = 0; t < n; t++) {
-                v16f q = splat(w->q[t][c]);
-                UNROLL for (int i = 0; i < SUBS; i++) r[t][i] += q * x[i];
-            }
+    v16f r[TILE][SUBS] = {0};
+    for (int64_t c = 0; c < d; c++) {
+        v16f x[SUBS];
+        UNROLL for (int i = 0; i < subs; i++) x[i] = load(a->k_pages, k->key[i] + c * ps, bf16);
+        UNROLL for (int t = 0; t < n; t++) {
+            v16f q = splat(w->q[t][c]);
+            UNROLL for (int i = 0; i < subs; i++) r[t][i] += q * x[i];
         }
-        memcpy(s, r, (size_t)n * sizeof r[0]);
-    } else
-        for (int i = 0; i < k->subs; i++) {
-            v16f part[TILE] = {0};
-            for (int64_t c = 0; c < d; c++) {
-                v16f x = load(a->k_pages, k->key[i] + c * ps, bf16);
-                UNROLL for (int t = 0; t < n; t++) part[t] += splat(w->q[t][c]) * x;
-            }
-            for (int t = 0; t < n; t++)
-                s[t][i] = part[t];
-        }
+    }
+    UNROLL for (int t = 0; t < n; t++) memcpy(s[t], r[t], (size_t)subs * sizeof r[t][0]);
 }
 
-/* Write query t's weights of this block into p, zero where the key is masked, and rescale its sums to the new peak. */
-INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, int64_t at, const v16f s[SUBS], float *p, int64_t d) {
+/* Scores of the block's keys into s, of `subs` sub-blocks at least. */
+INLINE void score(const struct paged_attention_args *a, const struct tile *w, const struct block *k, v16f s[TILE][SUBS], int64_t d,
+                  int bf16, int n) {
+    if (k->subs <= 2)
+        score_subs(a, w, k, s, d, bf16, n, 2);
+    else
+        score_subs(a, w, k, s, d, bf16, n, SUBS);
+}
+
+/* Write query t's weights of the block's first sub-blocks into p, zero where the key is masked, and rescale its sums to the
+ * new peak. */
+INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, int64_t at, int subs, const v16f s[SUBS], float *p,
+                  int64_t d) {
     const v16i lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int whole = at + BLOCK - 1 <= w->pos[t] && at >= w->first_key[t]; /* no key is masked */
     v16f x[SUBS], m = splat(-INFINITY), total = splat(0.0f);
-    for (int i = 0; i < SUBS; i++) {
+    for (int i = 0; i < subs; i++) {
         x[i] = s[i];
         if (a->softcap > 0.0f)
             for (int j = 0; j < 16; j++)
@@ -203,7 +203,7 @@ INLINE void weigh(const struct paged_attention_args *a, struct tile *w, int t, i
         w->peak[t] = peak;
     }
     float base = w->peak[t] == -INFINITY ? 0.0f : w->peak[t];
-    for (int i = 0; i < SUBS; i++) {
+    for (int i = 0; i < subs; i++) {
         x[i] = exp16(x[i] - splat(base));
         total += x[i];
         memcpy(p + 16 * i, &x[i], sizeof x[i]);
@@ -255,7 +255,7 @@ INLINE float share(const struct paged_attention_args *a, const struct tile *w, i
 
 /* n queries, up to TILE, of one (sequence, KV head): query number i is (p, g) = (i / group, i % group). */
 INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t hkv, int64_t first, int64_t d, int bf16, int n) {
-    const int64_t group = a->num_heads / a->num_kv_heads, total = a->num_queries * group;
+    const int64_t group = a->num_heads / a->num_kv_heads;
     struct tile w __attribute__((aligned(64)));
     float p[TILE][BLOCK] __attribute__((aligned(64)));
     struct block now, next;
@@ -271,13 +271,13 @@ INLINE void attend_tile(const struct paged_attention_args *a, int64_t b, int64_t
         }
         score(a, &w, &now, s, d, bf16, n);
         for (int t = 0; t < n; t++)
-            weigh(a, &w, t, at, s[t], p[t], d);
+            weigh(a, &w, t, at, now.subs, s[t], p[t], d);
         gather(a, &w, &now, p, d, bf16, n);
     }
-    for (int t = 0; t < n && first + t < total; t++) {
-        int64_t i = first + t;
-        int64_t dst = ((b * a->num_queries + i / group) * a->num_heads + hkv * group + i % group) * d;
-        float inverse = share(a, &w, t, hkv * group + i % group);
+    for (int64_t t = 0, row = first / group, head = first % group; t < n && row < a->num_queries;
+         t++, head + 1 < group ? head++ : (row++, head = 0)) {
+        int64_t dst = ((b * a->num_queries + row) * a->num_heads + hkv * group + head) * d;
+        float inverse = share(a, &w, (int)t, hkv * group + head);
         for (int64_t c = 0; c < d; c += 16)
             store(a->out, dst + c, w.acc[t][c / 16] * splat(inverse), a->io_bf16);
     }
