@@ -1,7 +1,7 @@
 /* A decoder's whole forward over block-quantised weights, for CPUs: one call, one team of threads, no Python in between.
  *
  * A layer is x += post(attention(pre(x))), then the same with a gated block; each function below is a loop that the team shares,
- * in their order. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding is
+ * in their order, or with many rows a loop over a chunk of rows that one member has. Between products everything is fp32; keys and values are rounded to the pages' dtype. Padding is
  * dropped in front: only rows with a position are computed. Invariant: a row depends on its own sequence alone, bit for bit,
  * whatever else is in the call. Not responsible for: the ownership of pages and weights.
  */
@@ -47,7 +47,7 @@ struct forward_args {
 /* Memory of one call, cut from the scratch. R rows that are no padding. */
 struct forward_work {
     float *x, *delta, *qkv, *attended; /* [R][hidden], [R][hidden], [R][(Hq + 2 Hkv) D], [R][Hq D] */
-    struct block_rows normed, heads, gated; /* inputs of products: of hidden, Hq D and inner channels; the first two share memory */
+    struct block_rows normed, heads, gated; /* inputs of products: of hidden, Hq D and inner channels */
     int32_t *place, *position, *sequence; /* [R]: number among the caller's rows, position, and whose row it is */
     int32_t *first;                    /* [num_sequences + 1]: sequence b has rows [first[b], first[b + 1]) of R */
     int32_t (*tasks)[3];               /* sequence, KV head, first query of a tile */
@@ -63,16 +63,15 @@ static uint8_t *carve(uint8_t **memory, int64_t bytes) {
 /* Lay the work out from `memory` on for so many rows; return the end. With a null `work` it only counts. */
 static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t rows, struct forward_work *work) {
     const int64_t attended = a->num_heads * a->head_dim, channels = attended + 2 * a->num_kv_heads * a->head_dim;
-    const int64_t narrow = attended > a->hidden ? attended : a->hidden, group = a->num_heads / a->num_kv_heads;
+    const int64_t group = a->num_heads / a->num_kv_heads;
     const int64_t tiles = (rows * group + TILE - 1) / TILE + a->num_sequences;
     struct forward_work w;
     w.x = (float *)carve(&memory, rows * a->hidden * 4);
     w.delta = (float *)carve(&memory, rows * a->hidden * 4);
     w.qkv = (float *)carve(&memory, rows * channels * 4);
     w.attended = (float *)carve(&memory, rows * attended * 4);
-    uint8_t *shared = carve(&memory, block_rows_bytes(rows, narrow));
-    w.normed = block_rows_at(shared, rows, a->hidden);
-    w.heads = block_rows_at(shared, rows, attended);
+    w.normed = block_rows_at(carve(&memory, block_rows_bytes(rows, a->hidden)), rows, a->hidden);
+    w.heads = block_rows_at(carve(&memory, block_rows_bytes(rows, attended)), rows, attended);
     w.gated = block_rows_at(carve(&memory, block_rows_bytes(rows, a->inner)), rows, a->inner);
     w.place = (int32_t *)carve(&memory, rows * 4);
     w.position = (int32_t *)carve(&memory, rows * 4);
@@ -255,11 +254,10 @@ static void head(struct member *m, const struct forward_args *a, const struct fo
     }
 }
 
-/* One layer, called by every member of the team. Each function is a loop that all of them share. */
-static void layer(struct member *m, const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w,
-                  const float *post, float post_eps, int fill) {
+static struct paged_attention_args attention_of(const struct forward_args *a, const struct forward_layer *l,
+                                                const struct forward_work *w) {
     const int64_t d = a->head_dim, attended = a->num_heads * d, channels = attended + 2 * a->num_kv_heads * d;
-    struct paged_attention_args attention = {
+    return (struct paged_attention_args){
         .q = w->qkv, .k = w->qkv + attended, .v = w->qkv + attended + a->num_kv_heads * d, .out = w->attended,
         .k_pages = l->k_pages, .v_pages = l->v_pages, .page_table = a->page_table, .positions = w->position,
         .q_stride_p = channels, .q_stride_h = d, .k_stride_p = channels, .k_stride_h = d, .v_stride_p = channels,
@@ -267,12 +265,21 @@ static void layer(struct member *m, const struct forward_args *a, const struct f
         .num_heads = (int32_t)a->num_heads, .num_kv_heads = (int32_t)a->num_kv_heads, .head_dim = (int32_t)d,
         .page_size = (int32_t)a->page_size, .bf16 = a->bf16, .window = l->window, .scale = l->scale, .softcap = l->softcap,
     };
-    before_product(m, a, w, post, post_eps, l->pre_attention, l->pre_attention_eps, l->tap);
+}
+
+/* A layer up to the keys and values, which attention has of all rows. Each function is a loop that the members share. */
+static void before_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                             const struct forward_work *w, const struct forward_layer *last) {
+    const struct paged_attention_args attention = attention_of(a, l, w);
+    before_product(m, a, w, last ? last->post_block : 0, last ? last->post_block_eps : 0.0f, l->pre_attention,
+                   l->pre_attention_eps, l->tap);
     product(m, &l->qkv, &w->normed, w->rows, w->qkv);
     rotate_and_store(m, a, l, w, &attention);
-    if (fill)
-        return;
-    attend_all(m, a, w, &attention);
+}
+
+/* The rest of a layer: every row for itself. */
+static void after_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                            const struct forward_work *w) {
     quantise_attended(m, a, w);
     product(m, &l->output, &w->heads, w->rows, w->delta);
     before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0);
@@ -289,18 +296,84 @@ struct forward_call {
     const struct forward_work *work;
 };
 
+static struct block_rows block_rows_from(const struct block_rows *x, int64_t row) {
+    const int64_t at = row * (x->inputs / QBLOCK);
+    return (struct block_rows){x->quants + at * QBLOCK, x->scales + at, x->sums + at, x->counts + at, x->inputs};
+}
+
+/* The work of rows [begin, end) alone. */
+static struct forward_work work_of_rows(const struct forward_args *a, const struct forward_work *w, int64_t begin, int64_t end) {
+    const int64_t attended = a->num_heads * a->head_dim, channels = attended + 2 * a->num_kv_heads * a->head_dim;
+    struct forward_work part = *w;
+    part.x += begin * a->hidden;
+    part.delta += begin * a->hidden;
+    part.qkv += begin * channels;
+    part.attended += begin * attended;
+    part.normed = block_rows_from(&w->normed, begin);
+    part.heads = block_rows_from(&w->heads, begin);
+    part.gated = block_rows_from(&w->gated, begin);
+    part.place += begin;
+    part.position += begin;
+    part.sequence += begin;
+    part.rows = end - begin;
+    return part;
+}
+
+/* Few rows: the members share the outputs of each product, so that each of them reads a part of the weights. */
+static void layers_by_outputs(struct member *m, const struct forward_args *a, const struct forward_work *w, int only_fill) {
+    for (int64_t i = 0; i < a->num_layers; i++) {
+        const struct forward_layer *l = a->layers + i;
+        const struct paged_attention_args attention = attention_of(a, l, w);
+        before_attention(m, a, l, w, i ? l - 1 : 0);
+        if (only_fill && i + 1 == a->num_layers)
+            return;
+        attend_all(m, a, w, &attention);
+        after_attention(m, a, l, w);
+    }
+}
+
+#define MEMBER_ROWS 48 /* rows for every member from which on they share rows */
+#define CHUNK_ROWS 36  /* about: a chunk's activations lie in L2, and it reads all weights of a layer */
+
+static int by_rows(const struct member *m, int64_t rows) { return !m->alone && rows >= MEMBER_ROWS * m->threads; }
+
+/* As many chunks for each member, of about CHUNK_ROWS rows. */
+static int64_t rows_of_chunk(const struct member *m, int64_t rows) {
+    const int64_t round = CHUNK_ROWS * m->threads, rounds = (rows + round / 2) / round, chunks = m->threads * rounds;
+    return (rows + chunks - 1) / chunks;
+}
+
+/* Many rows: the members share the rows. What a member writes is read by itself, from its own cache, but for keys and values;
+ * and a layer has two loops. */
+static void layers_by_rows(struct member *m, const struct forward_args *a, const struct forward_work *w, int only_fill) {
+    struct member alone = {.alone = 1, .chunks = 1};
+    for (int64_t i = 0; i <= a->num_layers; i++) {
+        const struct forward_layer *l = a->layers + i;
+        for (struct share s = team_loop(m, w->rows, rows_of_chunk(m, w->rows)); team_take(m, &s);) {
+            const struct forward_work part = work_of_rows(a, w, s.begin, s.end);
+            if (i)
+                after_attention(&alone, a, l - 1, &part);
+            if (i < a->num_layers)
+                before_attention(&alone, a, l, &part, i ? l - 1 : 0);
+        }
+        if (i == a->num_layers || (only_fill && i + 1 == a->num_layers))
+            return;
+        const struct paged_attention_args attention = attention_of(a, l, w);
+        attend_all(m, a, w, &attention);
+    }
+}
+
 static void forward_body(struct member *m, void *context) {
     const struct forward_call *call = context;
     const struct forward_args *a = call->args;
     const struct forward_work *w = call->work;
     const int only_fill = a->num_logits == 0 && !a->tap;
-    const struct forward_layer *last = 0;
+    const struct forward_layer *last = a->layers + a->num_layers - 1;
     embed(m, a, w);
-    for (int64_t i = 0; i < a->num_layers; i++) {
-        const struct forward_layer *l = a->layers + i;
-        layer(m, a, l, w, last ? last->post_block : 0, last ? last->post_block_eps : 0.0f, only_fill && i + 1 == a->num_layers);
-        last = l;
-    }
+    if (by_rows(m, w->rows))
+        layers_by_rows(m, a, w, only_fill);
+    else
+        layers_by_outputs(m, a, w, only_fill);
     if (only_fill)
         return;
     before_product(m, a, w, last->post_block, last->post_block_eps, a->norm, a->norm_eps, 0);

@@ -117,7 +117,8 @@ static int join(uint32_t *last) {
             return 0; /* threads from a time when there were to be more */
     } while (!atomic_compare_exchange_weak_explicit(&team.call, &call, call + 1, memory_order_acq_rel, memory_order_acquire));
     *last = (uint32_t)(call >> 32);
-    struct member m = {.loop = team.first_loop, .chunks = CHUNKS_PER_THREAD * team.num_members, .alone = 0};
+    struct member m = {.loop = team.first_loop, .chunks = CHUNKS_PER_THREAD * team.num_members,
+                       .threads = team.num_members, .alone = 0};
     team.body(&m, team.context);
     call = atomic_fetch_sub_explicit(&team.call, 1, memory_order_acq_rel) - 1;
     if (!(call & OPEN) && !(call & MEMBERS))
@@ -184,13 +185,13 @@ void team_run(void (*body)(struct member *, void *), void *context) {
     int threads = omp_get_max_threads();
     threads = threads > MAX_THREADS ? MAX_THREADS : threads;
     if (threads < 2 || pthread_mutex_trylock(&team.busy)) {
-        struct member alone = {.loop = 0, .chunks = 1, .alone = 1};
+        struct member alone = {.loop = 0, .chunks = 1, .threads = 1, .alone = 1};
         body(&alone, context);
         return;
     }
     start_threads(threads - 1);
     struct member m = {.loop = (uint32_t)(atomic_load_explicit(&team.ticket, memory_order_relaxed) >> 32),
-                       .chunks = CHUNKS_PER_THREAD * threads, .alone = 0};
+                       .chunks = CHUNKS_PER_THREAD * threads, .threads = threads, .alone = 0};
     team.num_members = threads;
     team.body = body;
     team.context = context;

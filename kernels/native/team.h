@@ -19,6 +19,7 @@
 struct member {
     uint32_t loop;  /* number of the next loop */
     int32_t chunks; /* of a loop whose items cost the same: enough that a late member costs little */
+    int32_t threads; /* the most members that the call may have */
     int alone;      /* the call has no team */
 };
 

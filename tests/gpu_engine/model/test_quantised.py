@@ -77,6 +77,31 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_call(saved: Saved, fami
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_rows_of_a_forward_that_threads_share_by_rows_are_those_of_one_thread(saved: Saved, family: str) -> None:
+    model = load_model(config(model=str(saved(family)), dtype="bfloat16", quantization="q4"))
+    ids_BP, before, got = some_ids(5, 50), torch.get_num_threads(), []  # 250 rows: 48 for each of five members
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            ctx = context(model, 5, 50)
+            whole_BPV = model.logits(ids_BP, ctx).view(5, 50, -1).clone()
+            filled = context(model, 5, 50)
+            model.prefill(ids_BP, filled)
+            used = ctx.page_table_BN[:, :3].flatten().long()  # whole pages of a sequence
+            for of_logits, alone in zip(ctx.pages, filled.pages, strict=True):
+                assert torch.equal(of_logits.k[used], alone.k[used])
+                assert torch.equal(of_logits.v[used], alone.v[used])
+            got.append((whole_BPV, [page.k[used].clone() for page in ctx.pages]))
+    finally:
+        torch.set_num_threads(before)
+    for whole_BPV, keys in got[1:]:
+        assert torch.equal(whole_BPV, got[0][0])
+        assert all(torch.equal(k, want) for k, want in zip(keys, got[0][1], strict=True))
+    assert torch.equal(logits(model, ids_BP[2:3]), got[0][0][2:3])
+
+
+@torch.inference_mode()
 def test_padding_is_not_computed_and_writes_nothing(saved: Saved) -> None:
     model = load_model(config(model=str(saved("llama")), dtype="bfloat16", quantization="int8"))
     ids_BP, ctx = some_ids(3, 8), context(model, 3, 8)
