@@ -262,6 +262,12 @@ class AsyncClient:
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._call(calls.DETOKENIZE, request, timeout_s)).text
 
+    async def token_texts(self, token_ids: Sequence[int], *, timeout_s: float = UNARY_TIMEOUT_S) -> tuple[str, ...]:
+        """Return the text of each token, as for log-probabilities; bytes that are no UTF-8 become U+FFFD."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, with_texts=True)
+        response = await self._call(calls.DETOKENIZE, request, timeout_s)
+        return tuple(response.texts)
+
     async def model_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> ModelInfo:
         """Describe the model and the limits of the server."""
         response = await self._call(calls.MODEL_INFO, pb.GetModelInfoRequest(), timeout_s)

@@ -258,6 +258,12 @@ class Client:
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return self._call(calls.DETOKENIZE, request, timeout_s).text
 
+    def token_texts(self, token_ids: Sequence[int], *, timeout_s: float = UNARY_TIMEOUT_S) -> tuple[str, ...]:
+        """Return the text of each token, as for log-probabilities; bytes that are no UTF-8 become U+FFFD."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, with_texts=True)
+        response = self._call(calls.DETOKENIZE, request, timeout_s)
+        return tuple(response.texts)
+
     def model_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> ModelInfo:
         """Describe the model and the limits of the server."""
         return from_message(ModelInfo, self._call(calls.MODEL_INFO, pb.GetModelInfoRequest(), timeout_s))

@@ -116,7 +116,7 @@ class _Text:
             print(json.dumps(call, ensure_ascii=False))
         rows = [(0, *self._prompt), *self._logprobs] if self._prompt[1] else self._logprobs
         if rows:
-            print(await logprob_table(rows, client.token_text), file=sys.stderr)
+            print(await logprob_table(rows, client.token_texts), file=sys.stderr)
         if self._fields:
             print(field_table(self._fields), file=sys.stderr)
 

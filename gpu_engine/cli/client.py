@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -97,9 +97,10 @@ class Client:
         """Return the text of token ids."""
         return (await self._stub.Detokenize(request, timeout=timeout_s, metadata=self._metadata)).text
 
-    async def token_text(self, token: int) -> str:
-        """Return the text of one token; bytes that are no UTF-8 become U+FFFD."""
-        return await self.detokenize(pb.DetokenizeRequest(token_ids=[token]))
+    async def token_texts(self, token_ids: Sequence[int], *, timeout_s: float = 30.0) -> list[str]:
+        """Return the text of each token; bytes that are no UTF-8 become U+FFFD."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, with_texts=True)
+        return list((await self._stub.Detokenize(request, timeout=timeout_s, metadata=self._metadata)).texts)
 
     async def aclose(self) -> None:
         """Close the channel and cancel the calls that run."""

@@ -70,17 +70,20 @@ def grammar_cost(response: pb.CompileResponse) -> str:
 
 
 async def logprob_table(
-    rows: Sequence[tuple[int, Sequence[int], Sequence[pb.TokenLogprobs]]], token_text: Callable[[int], Awaitable[str]]
+    rows: Sequence[tuple[int, Sequence[int], Sequence[pb.TokenLogprobs]]],
+    token_texts: Callable[[Sequence[int]], Awaitable[Sequence[str]]],
 ) -> str:
     """Return a line per token: its sequence, its text, its probability in percent, and the alternatives'.
 
     Args:
         rows: (sequence, token ids, log-probabilities) of each response. The prompt's first token has none.
-        token_text: returns the text of a token.
+        token_texts: returns the text of each token.
     """
     wanted = {token for _, tokens, _ in rows for token in tokens}
     wanted |= {top.token_id for _, _, values in rows for value in values for top in value.top}
-    texts = {token: json.dumps(await token_text(token), ensure_ascii=False) for token in sorted(wanted)}
+    ordered = sorted(wanted)
+    shown = (json.dumps(text, ensure_ascii=False) for text in await token_texts(ordered))
+    texts = dict(zip(ordered, shown, strict=True))
     lines = []
     for index, tokens, values in rows:
         for token, value in zip(tokens, values, strict=True):

@@ -86,7 +86,8 @@ class Scripted(engine_pb2_grpc.EngineServicer):
 
     def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         self._received(request, context)
-        return pb.DetokenizeResponse(text=",".join(map(str, request.token_ids)))
+        texts = list(map(str, request.token_ids))
+        return pb.DetokenizeResponse(text=",".join(texts), texts=texts if request.with_texts else [])
 
 
 @contextmanager

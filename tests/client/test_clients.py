@@ -139,6 +139,7 @@ async def test_the_other_calls(twin: Twin) -> None:
     tokens = await twin.call("tokenize", "ab", with_texts=True)
     assert (tokens.token_ids, tokens.texts) == ((5, 6), ("a", "b"))
     assert await twin.call("detokenize", [5, 6]) == "5,6"
+    assert await twin.call("token_texts", [5, 6]) == ("5", "6")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from gpu_engine.cli import commands as cli
 from gpu_engine.cli.asking import hint
 from gpu_engine.cli.demo import how_to_call
 from gpu_engine.cli.request_flags import build_request
-from gpu_engine.cli.terminal import grammar_cost, loading_progress, summary
+from gpu_engine.cli.terminal import field_table, grammar_cost, loading_progress, logprob_table, summary
 from gpu_engine.server import Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import FakeEngine, FakeModel, Script, answers_with
@@ -306,3 +307,39 @@ print("closed", flush=True)
             assert process.wait(60) == 0
         finally:
             process.kill()  # leaving the block waits for it
+
+
+async def test_log_probabilities_are_shown_with_texts() -> None:
+    async def token_texts(token_ids: Sequence[int]) -> list[str]:
+        return [chr(token) for token in token_ids]
+
+    likely = pb.TokenLogprobs(logprob=math.log(0.5), top=[pb.TokenLogprob(token_id=98, logprob=math.log(0.25))])
+    table = await logprob_table([(0, [97, 98], [pb.TokenLogprobs(), likely]), (1, [97], [likely])], token_texts)
+    first, second, other = table.splitlines()
+    assert first.split() == ["[0]", '"a"', "-"]
+    assert second.split() == ["[0]", '"b"', "50.0%", '"b"', "25.0%"]
+    assert other.startswith("[1]")
+    fields = [pb.FieldLogprob(pointer="/city", logprob=math.log(0.125), tokens=3)]
+    assert field_table(fields).split() == ["/city", "12.5%", "in", "3", "tokens"]
+
+
+async def test_several_answers_are_shown_one_after_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(tmp_path, answers_with("hello")) as address:
+        assert await run("generate", "--server", address, "--prompt", "x", "--n", "2") == cli.OK
+        assert await run("generate", "--server", address, "--prompt", "x", "--output", "json") == cli.OK
+    texts, lines = capsys.readouterr().out.split("[1] hello\n")
+    assert texts == "[0] hello\n"
+    assert "".join(json.loads(line).get("text", "") for line in lines.splitlines()) == "hello"
+
+
+async def test_tokens_of_a_text_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(tmp_path, answers_with("x")) as address:
+        assert await run("tokenize", "--server", address, "--text", "ab") == cli.OK
+        assert await run("tokenize", "--server", address, "--text", "ab", "--with-texts") == cli.OK
+        assert await run("detokenize", "--server", address, "--ids", "97, 98 99") == cli.OK
+        assert await run("detokenize", "--server", address, "--ids", "97,b") == cli.USAGE
+    out, err = capsys.readouterr()
+    assert out == '97,98\n97\t"a"\n98\t"b"\nabc\n'
+    assert "token ids are numbers" in err
