@@ -20,9 +20,9 @@ def test_no_request_is_a_server_error(gateway: str, tmp_path: Path) -> None:
     program = Path(sys.executable).parent / "schemathesis"
     if not program.exists():
         pytest.skip("needs the extra `clients`")
-    command = [str(program), "run", f"http://{gateway}/openapi.json", "--checks", CHECKS, "--max-examples", "25"]
+    command = [str(program), "run", f"http://{gateway}/openapi.json", "--checks", CHECKS, "--max-examples", "15"]
     done = subprocess.run(
-        [*command, "--phases", "fuzzing", "--seed", "1", "--no-color"],
+        [*command, "--phases", "fuzzing", "--request-timeout", "120", "--seed", "1", "--no-color"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -1,0 +1,176 @@
+"""Answers and their streams, from responses that hold it all: reasoning, content, calls, several sequences."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from http_gateway.answers.chat import ChatShape, ChatStream, ChatWhole
+from http_gateway.answers.pieces import finish_reason
+from http_gateway.answers.responses import ResponseAnswer, ResponseShape
+from http_gateway.http.calls import chat_request
+from http_gateway.wire.chat import ChatRequest
+from http_gateway.wire.errors import ApiError
+from http_gateway.wire.responses import ResponsesRequest
+from protos.engine.v1 import engine_pb2 as pb
+
+Part = pb.AnswerPart
+KINDS = {"reasoning": Part.KIND_REASONING, "content": Part.KIND_CONTENT, "arguments": Part.KIND_TOOL_ARGUMENTS}
+USAGE = pb.Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=3)
+ASK: Any = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def end(index: int = 0, reason: pb.FinishReason = pb.FINISH_REASON_STOP) -> pb.GenerateResponse:
+    return pb.GenerateResponse(index=index, finish_reason=reason, usage=USAGE)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[pb.GenerateResponse]:
+    """An answer of one sequence: reasoning, content, then calls, cut into responses anywhere."""
+    parts = [Part(kind=KINDS[kind], text=text) for kind in ("reasoning", "content") for text in draw(TEXTS)]
+    for number, name in enumerate(draw(st.lists(st.sampled_from(["f", "c"]), max_size=3))):
+        parts.append(Part(kind=Part.KIND_TOOL_CALL, tool_call_index=number, tool_call_id=f"id{number}", tool_name=name))
+        parts += [Part(kind=Part.KIND_TOOL_ARGUMENTS, tool_call_index=number, text=text) for text in draw(TEXTS)]
+    responses = []
+    while parts:
+        count = draw(st.integers(1, 4))
+        responses.append(pb.GenerateResponse(text="raw <markers>", parts=parts[:count]))
+        parts = parts[count:]
+    return [*responses, end()]
+
+
+TEXTS = st.lists(st.text(min_size=1, max_size=3), max_size=3)
+
+
+def shape(**fields: Any) -> ChatShape:
+    made = ChatRequest.model_validate(ASK | fields)
+    return ChatShape(id="i", model="m", fields=made, custom=frozenset({"c"}), apart=True, texts={}, created=1)
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join the deltas as a client does."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": {}}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            for name in ("content", "reasoning_content"):
+                message[name] += delta.get(name) or ""
+            for call in delta.get("tool_calls", ()):
+                kind, key = ("custom", "input") if "custom" in call else ("function", "arguments")
+                known = message["calls"].setdefault(call["index"], {"id": "", "name": "", "text": "", "type": kind})
+                assert known["type"] == kind
+                known["id"] += call.get("id", "")
+                known["name"] += call[kind].get("name", "")
+                known["text"] += call[kind].get(key, "")
+            message["reason"] = choice["finish_reason"]
+    return message
+
+
+@given(responses=answers())
+def test_the_deltas_of_a_stream_are_the_message_of_the_whole_answer(responses: list[pb.GenerateResponse]) -> None:
+    stream, whole = ChatStream(shape()), ChatWhole(shape())
+    chunks = [chunk for response in responses for chunk in stream.chunks(response)]
+    for response in responses:
+        whole.take(response)
+    (choice,) = whole.result()["choices"]
+    message, streamed = choice["message"], joined(chunks)
+    assert streamed["content"] == (message["content"] or "")
+    assert streamed["reasoning_content"] == message.get("reasoning_content", "")
+    assert streamed["reason"] == choice["finish_reason"]
+    calls = message.get("tool_calls", [])
+    assert [(c["id"], c[c["type"]]["name"]) for c in calls] == [
+        (c["id"], c["name"]) for c in streamed["calls"].values()
+    ]
+    texts = [c["function"]["arguments"] if c["type"] == "function" else c["custom"]["input"] for c in calls]
+    assert texts == [c["text"] for c in streamed["calls"].values()]
+    assert "raw" not in json.dumps(chunks)
+    assert (choice["finish_reason"] == "tool_calls") == bool(calls)
+
+
+@given(responses=answers())
+def test_the_events_of_the_responses_api_build_its_items(responses: list[pb.GenerateResponse]) -> None:
+    fields = ResponsesRequest.model_validate({"input": "x"})
+    custom: frozenset[str] = frozenset({"c"})
+    answer = ResponseAnswer(ResponseShape(id="i", model="m", fields=fields, custom=custom, apart=True, texts={}))
+    events = [*answer.begin(), *(event for response in responses for event in answer.take(response))]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    final = events[-1]["response"]
+    assert events[-1]["type"] == "response.completed"
+    assert final == answer.json()
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == final["output"]
+    texts = {item["id"]: "" for item in done}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            texts[event["item_id"]] += event["delta"]
+    for item in done:
+        shown = item.get("arguments", item.get("input"))
+        if item["type"] in ("message", "reasoning"):
+            shown = "".join(part["text"] for part in item["content"])
+        assert texts[item["id"]] == shown
+
+
+def test_each_sequence_and_the_usage_have_a_place_of_their_own() -> None:
+    stream = ChatStream(shape(stream=True, stream_options={"include_usage": True}, n=2))
+    responses = [
+        *(pb.GenerateResponse(index=i, parts=[Part(kind=Part.KIND_CONTENT, text=str(i))]) for i in (1, 0, 1)),
+        end(0, pb.FINISH_REASON_LENGTH),
+        end(1),
+    ]
+    chunks = [chunk for response in responses for chunk in stream.chunks(response)]
+    assert {c["index"]: c["finish_reason"] for chunk in chunks for c in chunk["choices"]} == {0: "length", 1: "stop"}
+    assert all(chunk["usage"] is None for chunk in chunks)
+    last = stream.last()
+    assert last is not None
+    assert last["choices"] == []
+    assert last["usage"]["prompt_tokens"] == 7
+    assert last["usage"]["completion_tokens"] == 10
+    assert ChatStream(shape(stream=True)).last() is None
+
+
+def test_reasoning_is_hidden_where_the_client_says_so() -> None:
+    thought = pb.GenerateResponse(parts=[Part(kind=Part.KIND_REASONING, text="hm")])
+    stream, whole = ChatStream(shape(include_reasoning=False)), ChatWhole(shape(include_reasoning=False))
+    assert "hm" not in json.dumps([*stream.chunks(thought)])
+    whole.take(thought)
+    whole.take(end())
+    assert "hm" not in json.dumps(whole.result())
+
+
+def test_a_model_that_thinks_is_asked_for_its_thoughts_apart() -> None:
+    fields = ChatRequest.model_validate(ASK)
+    assert chat_request(fields, thinks=True).HasField("reasoning")
+    assert not chat_request(fields, thinks=False).HasField("reasoning")
+    effort = chat_request(ChatRequest.model_validate(ASK | {"reasoning_effort": "low"}), thinks=False).reasoning
+    assert (effort.effort, effort.HasField("enabled")) == ("low", False)
+    none = chat_request(ChatRequest.model_validate(ASK | {"reasoning_effort": "none"}), thinks=True).reasoning
+    assert none.HasField("enabled")
+    assert not none.enabled
+    budget = chat_request(ChatRequest.model_validate(ASK | {"thinking_token_budget": 9}), thinks=False).reasoning
+    assert budget.max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("reason", "calls", "said"),
+    [
+        (pb.FINISH_REASON_STOP, 0, "stop"),
+        (pb.FINISH_REASON_STOP, 1, "tool_calls"),
+        (pb.FINISH_REASON_GRAMMAR_CLOSED, 0, "stop"),
+        (pb.FINISH_REASON_GRAMMAR_CLOSED, 1, "tool_calls"),
+        (pb.FINISH_REASON_LENGTH, 1, "length"),
+        (pb.FINISH_REASON_GRAMMAR_INCOMPLETE, 0, "length"),
+    ],
+)
+def test_finish_reasons_have_openai_s_names(reason: pb.FinishReason, calls: int, said: str) -> None:
+    assert finish_reason(end(0, reason), calls) == said
+
+
+@pytest.mark.parametrize(("reason", "status"), [(pb.FINISH_REASON_ABORTED, 503), (pb.FINISH_REASON_GRAMMAR_ERROR, 422)])
+def test_an_answer_that_failed_is_an_error(reason: pb.FinishReason, status: int) -> None:
+    with pytest.raises(ApiError) as raised:
+        finish_reason(end(0, reason), 0)
+    assert raised.value.status == status
