@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from typing import Any
 
@@ -56,6 +57,16 @@ async def test_a_conversation_is_rendered_by_the_template() -> None:
     assert bytes(response.token_ids) == b"user: u\nassistant:"
 
 
+async def test_a_conversation_with_tools_has_the_ids_that_generate_gives_it() -> None:
+    tools = pb.Tools(tools=[pb.Tool(name="add", parameters='{"type": "object"}')])
+    limits = dataclasses.replace(LIMITS, max_model_len=1000)
+    checked = check(pb.GenerateRequest(messages=chat("u"), tools=tools), limits, ())
+    (request,) = build_requests(checked, ByteTokenizer(), limits, print, 0.0)
+    response = await served().tokenize(pb.TokenizeRequest(messages=chat("u"), tools=tools))
+    assert list(response.token_ids) == request.prompt_ids
+    assert b"add" in bytes(response.token_ids)
+
+
 async def test_a_text_longer_than_the_context_is_tokenised() -> None:
     response = await served().tokenize(pb.TokenizeRequest(text="x" * 5_000))
     assert len(response.token_ids) == 5_000
@@ -93,6 +104,7 @@ async def test_ids_become_text_and_no_utf8_becomes_u_fffd() -> None:
         (pb.TokenizeRequest(text="x" * 100_001), r"text: has 100001 bytes, at most 100000 \(max_prompt_bytes\)"),
         (pb.TokenizeRequest(messages=pb.ChatMessages()), "messages.messages: is empty"),
         (pb.TokenizeRequest(messages=chat("refuse")), "messages: the model's chat template raised an error: no"),
+        (pb.TokenizeRequest(text="x", tools=pb.Tools(tools=[pb.Tool(name="a")])), "tools: needs messages"),
         (pb.TokenizeRequest(messages=chat("x"), add_special_tokens=True), "add_special_tokens: is for text"),
         (pb.DetokenizeRequest(token_ids=[1, 320]), r"token_ids\[1\]: is 320, token ids are in \[0, 320\)"),
         (pb.DetokenizeRequest(token_ids=[1] * 25_001), "token_ids: has 25001 ids, at most 25000"),
