@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,6 +140,8 @@ def _snapshot(wanted: Wanted, hub: Hub, progress: Progress) -> Path:
         raise ModelNotSupported(
             f"{wanted.setting}: {missing}, and HF_HUB_OFFLINE forbids to ask the hub; {_todo(wanted)}"
         )
+    for name in ("httpx", "httpx2"):  # they log every address, and some are signed
+        logging.getLogger(name).setLevel(logging.WARNING)
     progress(f"fetching {wanted} from {hub.shown_endpoint}", 0.0)
     try:
         folder = Path(snapshot_download(**files, token=hub.token, tqdm_class=_bar(str(wanted), progress)))
