@@ -77,6 +77,8 @@ def load_model(config: EngineConfig, progress: Progress | None = None, *, settin
         if (device.index or 0) >= torch.cuda.device_count():
             there = torch.cuda.device_count() if torch.backends.cuda.is_built() else "none: this torch is a CPU build"
             raise ModelNotSupported(f"device: {config.device} is not there; CUDA devices that torch sees: {there}")
+        if device.index is not None:
+            torch.cuda.set_device(device)  # Triton launches on this thread's current device, also at load
     path = path_of(config, progress, setting=setting)
     if path.is_dir():
         if not (path / "config.json").is_file():
