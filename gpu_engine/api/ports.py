@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from gpu_engine.api.config import EngineConfig
     from gpu_engine.api.errors import LockstepError
@@ -85,16 +85,19 @@ class Model(Protocol):
 
 
 class PageEvents(Protocol):
-    """Told of each page that enters or leaves the prefix index, on the engine's thread; must not block or raise."""
+    """Told of each page that enters or leaves the prefix index, on the engine's thread; must not block or raise.
+
+    A page is told with its parent, the page before it or for the first one the salt, and the tokens that it holds.
+    """
+
+    def reset(self, pages: Sequence[tuple[int, tuple[int | str, tuple[int, ...]]]]) -> None:
+        """These pages are indexed, a page behind its parent, and no others are."""
 
     def stored(self, page: int, parent: int | str, tokens: tuple[int, ...]) -> None:
-        """`page` holds `tokens` behind those of the page `parent`, which is indexed, too; a salt: they come first."""
+        """`page` is indexed, too."""
 
     def removed(self, page: int) -> None:
         """`page` is not indexed any more; no page behind it is."""
-
-    def cleared(self) -> None:
-        """No page is indexed."""
 
 
 class EngineCore(Protocol):
@@ -117,8 +120,7 @@ class EngineCore(Protocol):
         """Return the counters and gauges, at most one step old."""
 
     def watch_pages(self, events: PageEvents | None) -> None:
-        """Report the prefix index to `events` from now on: that it is cleared, its pages, every change. None: report to
-        none."""
+        """Report the prefix index to `events` from now on: its pages, then every change. None: report to none."""
 
 
 class GrammarEvents(Protocol):

@@ -198,15 +198,13 @@ class PrefixIndex:
         self._pages.clear()
         self._keys.clear()
         if self._events is not None:
-            self._events.cleared()
+            self._events.reset(())
 
     def watch(self, events: PageEvents | None) -> None:
-        """Report that the index is cleared and that each of its pages is stored, and then every change, to `events`."""
+        """Report the indexed pages, and then every change, to `events`; None: report to none."""
         self._events = events
         if events is not None:
-            events.cleared()
-            for page, key in self._keys.items():
-                events.stored(page, *key)
+            events.reset(tuple(self._keys.items()))
 
     def __contains__(self, page: int) -> bool:
         return page in self._keys

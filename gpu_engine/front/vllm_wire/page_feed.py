@@ -14,6 +14,7 @@ Not responsible for: the index (see core/kv_cache.py).
 from __future__ import annotations
 
 import asyncio
+import enum
 import hashlib
 import logging
 import time
@@ -33,6 +34,8 @@ RING_EVENTS = 8192
 """A subscriber may be this many pages behind."""
 BATCH_EVENTS = 512
 """Most pages of one message."""
+POSTS_PER_TURN = 1024
+"""Most changes that one turn of the event loop applies: about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +58,28 @@ class _Removed:
     hash: int
 
 
+_Event = _Stored | _Removed
+_Key = tuple[int | str, tuple[int, ...]]
+
+
+class _Sync(enum.Enum):
+    """How much of the index the mirror has."""
+
+    NONE = enum.auto()
+    """Nothing: the engine has not posted its pages yet."""
+    FILLING = enum.auto()
+    """A part of the pages that the engine posted at once."""
+    DONE = enum.auto()
+    """All of it."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Cleared:
-    pass
+class _Reset:
+    pages: Sequence[tuple[int, _Key]]
 
 
-_Event = _Stored | _Removed | _Cleared
-_Post = tuple[int, int | str, tuple[int, ...] | None] | None
+_Post = tuple[int, _Key | None] | _Reset | None
+"""A page that is stored; one that is removed, without a key; all pages at once; None: the mirror has all of these."""
 
 
 class PageFeed:
@@ -71,12 +89,12 @@ class PageFeed:
         self._engine, self._page_size = engine, engine.config.page_size
         self._loop = asyncio.get_running_loop()
         self._posts: deque[_Post] = deque()
-        """(page, parent, tokens) of a page that is stored, without tokens of one that is removed; None: cleared."""
         self._wake_up_sent = False
         self._blocks: dict[int, _Block] = {}
         """The mirror, by page; a page comes behind its parent. Pages with a salt are left out."""
-        self._synced = False
-        """A `cleared` has arrived since the engine began to post."""
+        self._sync = _Sync.NONE
+        self._resets = 0
+        """Counts the times that the mirror was filled anew; each is a reason for a snapshot."""
         self._ring: deque[_Event] = deque(maxlen=ring_events)
         self._end = 0
         """Number of events so far; the ring holds the last of them."""
@@ -85,17 +103,17 @@ class PageFeed:
 
     # On the engine's thread.
 
+    def reset(self, pages: Sequence[tuple[int, _Key]]) -> None:
+        """These pages are indexed, and no others."""
+        self._post(_Reset(pages))
+
     def stored(self, page: int, parent: int | str, tokens: tuple[int, ...]) -> None:
         """A page is indexed behind the page `parent`, or as the first one with that salt."""
-        self._post((page, parent, tokens))
+        self._post((page, (parent, tokens)))
 
     def removed(self, page: int) -> None:
         """A page is not indexed any more."""
-        self._post((page, "", None))
-
-    def cleared(self) -> None:
-        """No page is indexed."""
-        self._post(None)
+        self._post((page, None))
 
     def _post(self, post: _Post) -> None:
         self._posts.append(post)
@@ -115,23 +133,26 @@ class PageFeed:
         news = asyncio.Event()
         self._subscribe(news)
         try:
-            at = -1
+            at, resets = -1, -1
             while not self._closed:
                 news.clear()
-                if at < self._end - len(self._ring):
-                    if at >= 0:
+                passed = at < self._end - len(self._ring)
+                if passed or resets != self._resets:
+                    if passed and at >= 0:
                         log.info("a subscriber of KV events was too slow; it starts anew")
-                    blocks, at = list(self._blocks.values()), self._end
-                    chunks = list(_snapshot(blocks, self._page_size))
+                    blocks, at, resets = list(self._blocks.values()), self._end, self._resets
+                    chunks = _snapshot(blocks, self._page_size)
                 else:
-                    fresh = list(islice(self._ring, len(self._ring) - (self._end - at), None))[:BATCH_EVENTS]
+                    first = len(self._ring) - (self._end - at)
+                    fresh = list(islice(self._ring, first, first + BATCH_EVENTS))
                     at += len(fresh)
-                    chunks = [common.KvEventBatch(events=_grouped(fresh, self._page_size))] if fresh else []
+                    chunks = iter([common.KvEventBatch(events=_grouped(fresh, self._page_size))] if fresh else [])
                 for batch in chunks:
                     last += 1
                     batch.sequence_number, batch.timestamp = last, time.time()
                     yield batch
-                if at == self._end:
+                    await asyncio.sleep(0)  # a write may return at once, and other calls want the event loop, too
+                if at == self._end and resets == self._resets:
                     await news.wait()
         finally:
             self._unsubscribe(news)
@@ -145,32 +166,45 @@ class PageFeed:
         self._subscribers.discard(news)
         if not self._subscribers:
             self._engine.watch_pages(None)
-            self._synced = False
+            self._sync = _Sync.NONE
+            self._posts.clear()
             self._blocks.clear()
             self._ring.clear()
 
     def _deliver(self) -> None:
         # Cleared before the queue is read: a post that arrives meanwhile sends a wake-up of its own.
         self._wake_up_sent = False
-        while self._posts:
-            event = self._apply(self._posts.popleft())
-            if event is not None:
-                self._ring.append(event)
-                self._end += 1
+        for _ in range(POSTS_PER_TURN):
+            if not self._posts:
+                break
+            self._apply(self._posts.popleft())
+        else:
+            self._loop.call_soon(self._deliver)
         self._wake()
 
-    def _apply(self, post: _Post) -> _Event | None:
-        """Apply a post to the mirror; None: its page has a salt, or it is from before the engine was asked to post."""
-        if post is None:
-            self._synced = bool(self._subscribers)
-            self._blocks.clear()
-            return _Cleared()
-        if not self._synced:
-            return None
-        page, parent, tokens = post
-        if tokens is None:
+    def _apply(self, post: _Post) -> None:
+        match post:
+            case _Reset(pages):
+                self._sync = _Sync.FILLING if self._subscribers else _Sync.NONE
+                self._blocks.clear()
+                self._posts.appendleft(None)
+                self._posts.extendleft(reversed(pages))
+            case None:
+                self._sync = _Sync.DONE if self._sync is _Sync.FILLING else _Sync.NONE
+                self._resets += 1
+                self._ring.clear()
+            case page, key if self._sync is not _Sync.NONE:
+                event = self._change(page, key)
+                if event is not None and self._sync is _Sync.DONE:
+                    self._ring.append(event)
+                    self._end += 1
+
+    def _change(self, page: int, key: _Key | None) -> _Event | None:
+        """Apply a change of one page to the mirror; None: the page has a salt."""
+        if key is None:
             gone = self._blocks.pop(page, None)
             return _Removed(gone.hash) if gone else None
+        parent, tokens = key
         parent_hash: int | None = None
         if parent != "":
             # No request of this service has a salt: pages behind one are of no use to it.
@@ -199,11 +233,10 @@ def _snapshot(blocks: Sequence[_Block], page_size: int) -> Iterator[common.KvEve
     """Yield the batches that replace what a subscriber has by `blocks`, in which a block comes behind its parent."""
     count = max(1, -(-len(blocks) // BATCH_EVENTS))
     for index in range(count):
-        events: list[_Event] = [_Stored(block) for block in blocks[index * BATCH_EVENTS : (index + 1) * BATCH_EVENTS]]
-        if index == 0:
-            events.insert(0, _Cleared())
+        stored = [_Stored(block) for block in blocks[index * BATCH_EVENTS : (index + 1) * BATCH_EVENTS]]
+        cleared = [common.KvCacheEvent(cleared=common.KvCacheCleared())] if index == 0 else []
         yield common.KvEventBatch(
-            events=_grouped(events, page_size),
+            events=[*cleared, *_grouped(stored, page_size)],
             snapshot=common.KvSnapshotChunk(index=index, count=count, blocks=len(blocks)),
         )
 
@@ -227,7 +260,5 @@ def _grouped(events: Sequence[_Event], page_size: int) -> list[common.KvCacheEve
                     messages.append(common.KvCacheEvent())
                     messages[-1].removed.tier = common.KV_CACHE_TIER_DEVICE
                 messages[-1].removed.block_hashes.append(block_hash)
-            case _Cleared():
-                messages.append(common.KvCacheEvent(cleared=common.KvCacheCleared()))
         last = event
     return messages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -187,8 +189,8 @@ class Told:
     def removed(self, page: int) -> None:
         self.events.append(("removed", page))
 
-    def cleared(self) -> None:
-        self.events.append(("cleared",))
+    def reset(self, pages: Sequence[tuple[int, tuple[int | str, tuple[int, ...]]]]) -> None:
+        self.events.append(("reset", *pages))
 
 
 def test_a_watcher_is_told_what_is_indexed_and_then_every_change() -> None:
@@ -197,19 +199,16 @@ def test_a_watcher_is_told_what_is_indexed_and_then_every_change() -> None:
     first, second = mine
     told = Told()
     allocator.watch(told)
-    before: list[tuple[object, ...]] = [
-        ("cleared",),
-        ("stored", first, "", (1,) * 16),
-        ("stored", second, first, (2,) * 16),
-    ]
+    before: list[tuple[object, ...]] = [("reset", (first, ("", (1,) * 16)), (second, (first, (2,) * 16)))]
     assert told.events == before
     allocator.free(mine)
     assert told.events == before, "a page without an owner stays cached"
     other: list[int] = []
     assert allocator.grow(other, 33)
-    assert told.events[3:] == [("removed", second), ("removed", first)], "a page leaves before its parent"
-    allocator.clear_index()
-    assert told.events[-1] == ("cleared",)
-    allocator.watch(None)
+    assert told.events[1:] == [("removed", second), ("removed", first)], "a page leaves before its parent"
     allocator.insert([3] * 16, other)
-    assert told.events[-1] == ("cleared",)
+    assert told.events[3:] == [("stored", other[0], "", (3,) * 16)]
+    allocator.clear_index()
+    allocator.watch(None)
+    allocator.insert([4] * 16, other[1:])
+    assert told.events[4:] == [("reset",)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from itertools import count
 from typing import Any
@@ -16,10 +16,41 @@ from smg_grpc_proto.generated import common_pb2 as common
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.ports import PageEvents
 from gpu_engine.core.kv_cache import PageAllocator
-from gpu_engine.front.vllm_wire.page_feed import BATCH_EVENTS, PageFeed
+from gpu_engine.front.vllm_wire.page_feed import BATCH_EVENTS, POSTS_PER_TURN, PageFeed
 from tests.fakes import FakeEngine
 
 PAGE = 16
+
+
+class Chains:
+    """`PageEvents` that keeps the tokens of each page without a salt, those before it included, and tells another."""
+
+    def __init__(self) -> None:
+        self.chains: dict[int, tuple[int, ...]] = {}
+        self.other: PageEvents | None = None
+
+    def _store(self, page: int, parent: int | str, tokens: tuple[int, ...]) -> None:
+        if parent == "":
+            self.chains[page] = tokens
+        elif isinstance(parent, int) and parent in self.chains:
+            self.chains[page] = (*self.chains[parent], *tokens)
+
+    def reset(self, pages: Sequence[tuple[int, tuple[int | str, tuple[int, ...]]]]) -> None:
+        self.chains.clear()
+        for page, key in pages:
+            self._store(page, *key)
+        if self.other is not None:
+            self.other.reset(pages)
+
+    def stored(self, page: int, parent: int | str, tokens: tuple[int, ...]) -> None:
+        self._store(page, parent, tokens)
+        if self.other is not None:
+            self.other.stored(page, parent, tokens)
+
+    def removed(self, page: int) -> None:
+        self.chains.pop(page, None)
+        if self.other is not None:
+            self.other.removed(page)
 
 
 class Cache(FakeEngine):
@@ -29,10 +60,13 @@ class Cache(FakeEngine):
         super().__init__(EngineConfig(page_size=PAGE))
         self.allocator = PageAllocator(num_pages, PAGE)
         self.watchers_seen: list[PageEvents | None] = []
+        self._chains = Chains()
+        self.allocator.watch(self._chains)
 
     def watch_pages(self, events: PageEvents | None) -> None:
         self.watchers_seen.append(events)
-        self.allocator.watch(events)
+        self._chains.other = events
+        self.allocator.watch(self._chains)
 
     def serve(self, tokens: list[int], salt: str = "") -> None:
         """Run a sequence with these tokens, from its slot to its end."""
@@ -42,26 +76,8 @@ class Cache(FakeEngine):
         self.allocator.free(pages)
 
     def chains(self) -> set[tuple[int, ...]]:
-        """Return the tokens of every indexed page, those before it included."""
-        seen = Chains()
-        self.allocator.watch(seen)
-        return set(seen.chains.values())
-
-
-class Chains:
-    """`PageEvents` that keeps the tokens of each page."""
-
-    def __init__(self) -> None:
-        self.chains: dict[int, tuple[int, ...]] = {}
-
-    def stored(self, page: int, parent: int | str, tokens: tuple[int, ...]) -> None:
-        self.chains[page] = (*(self.chains[parent] if isinstance(parent, int) else ()), *tokens)
-
-    def removed(self, page: int) -> None:
-        del self.chains[page]
-
-    def cleared(self) -> None:
-        self.chains.clear()
+        """Return the tokens of every indexed page without a salt, those before it included."""
+        return set(self._chains.chains.values())
 
 
 class Subscriber:
@@ -114,17 +130,19 @@ def sequence(seed: int, length: int) -> list[int]:
     return [seed % 2] * min(length, 2 * PAGE) + [seed + 2] * max(0, length - 2 * PAGE)
 
 
-Actions = st.lists(st.one_of(st.tuples(st.integers(0, 7), st.integers(0, 90)), st.none()), max_size=30)
+CLEAR = 8
+Actions = st.lists(st.tuples(st.integers(0, CLEAR), st.sampled_from([20, 50, 90])), max_size=30)
+"""(seed, length) of sequences, or CLEAR instead of a seed."""
 
 
 @settings(max_examples=60, deadline=None)
-@given(before=Actions, after=Actions, ring=st.integers(1, 12))
-async def test_a_subscriber_follows_any_history(before: Any, after: Any, ring: int) -> None:
+@given(before=Actions, after=Actions, ring=st.sampled_from([2, 8, 64]), turns=st.sampled_from([1, 3, 8]))
+async def test_a_subscriber_follows_any_history(before: Any, after: Any, ring: int, turns: int) -> None:
     cache = Cache(8)
 
     def act(actions: Any) -> None:
         for action in actions:
-            if action is None:
+            if action[0] == CLEAR:
                 cache.allocator.clear_index()
             else:
                 cache.serve(sequence(*action))
@@ -135,10 +153,9 @@ async def test_a_subscriber_follows_any_history(before: Any, after: Any, ring: i
     await settled(lambda: subscriber.snapshots > 0)
     for action in after:
         act([action])
-        await asyncio.sleep(0)
-    expected = cache.chains()
-    cache.allocator.watch(feed)
-    await settled(lambda: task.done() or set(subscriber.blocks.values()) == expected)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    await settled(lambda: task.done() or set(subscriber.blocks.values()) == cache.chains())
     feed.close()
     await task
     cache.close(5)
@@ -160,14 +177,14 @@ async def test_a_subscriber_that_the_ring_has_passed_starts_anew(caplog: pytest.
     cache.close(5)
 
 
-async def test_a_subscriber_that_comes_again_gets_numbers_behind_its_last(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_subscriber_that_comes_again_gets_numbers_behind_its_last() -> None:
     cache = Cache(8)
     cache.serve(sequence(0, 64))
     feed, subscriber = PageFeed(cache), Subscriber(last=41)
     async with aclosing(feed.batches(41)) as batches:
-        while set(subscriber.blocks.values()) != cache.chains():
-            cache.allocator.watch(feed)
-            subscriber.apply(await anext(batches))
+        async with asyncio.timeout(10):
+            while set(subscriber.blocks.values()) != cache.chains():
+                subscriber.apply(await anext(batches))
     cache.close(5)
 
 
@@ -194,15 +211,16 @@ async def test_pages_with_a_salt_are_not_reported() -> None:
     async with aclosing(feed.batches(0)) as batches:
         subscriber.apply(await anext(batches))
         cache.serve(sequence(0, 32))
-        expected = cache.chains()
-        cache.allocator.watch(feed)
         cache.serve(sequence(0, 64), salt="secret")
-        while set(subscriber.blocks.values()) != expected:
-            subscriber.apply(await anext(batches))
+        assert len(cache.chains()) == 2
+        async with asyncio.timeout(10):
+            while set(subscriber.blocks.values()) != cache.chains():
+                subscriber.apply(await anext(batches))
         # Every page is evicted, those with a salt, too.
         assert cache.allocator.grow([], 6 * PAGE)
-        while subscriber.blocks:
-            subscriber.apply(await anext(batches))
+        async with asyncio.timeout(10):
+            while subscriber.blocks:
+                subscriber.apply(await anext(batches))
     cache.close(5)
 
 
@@ -213,7 +231,8 @@ async def test_a_large_index_arrives_in_several_batches_of_one_snapshot() -> Non
     feed = PageFeed(cache)
     async with aclosing(feed.batches(0)) as warming:
         await anext(warming)
-        await asyncio.sleep(0)
+        for _ in range(pages // POSTS_PER_TURN + 2):
+            await asyncio.sleep(0)
         subscriber = Subscriber()
         async with aclosing(feed.batches(0)) as batches:
             chunks = [await anext(batches) for _ in range(3)]

@@ -359,7 +359,7 @@ async def test_the_engine_is_watched_while_a_subscriber_is_there(tmp_path: Path)
             await events.read()
         assert s.engine.page_events is not None
         subscriptions[0].cancel()
-        s.engine.page_events.cleared()
+        s.engine.page_events.reset(())
         assert (await subscriptions[1].read()).events[0].WhichOneof("data") == "cleared"
         subscriptions[1].cancel()
         await eventually(lambda: s.engine.page_events is None)
