@@ -158,7 +158,7 @@ async def test_control_c_ends_the_answer_and_not_the_chat(tmp_path: Path, root: 
         primary, terminal = pty.openpty()
         command = [sys.executable, "-m", "gpu_engine", "chat", "--server", address]
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=terminal, stdout=terminal, stderr=terminal, cwd=root
+            *command, stdin=terminal, stdout=terminal, stderr=terminal, cwd=root, preexec_fn=_heed_control_c
         )
         os.close(terminal)
         shown = bytearray()
@@ -181,6 +181,11 @@ async def test_control_c_ends_the_answer_and_not_the_chat(tmp_path: Path, root: 
                 await process.wait()
             await asyncio.to_thread(reader.join, 20)
             os.close(primary)
+
+
+def _heed_control_c() -> None:
+    # A shell starts what it puts into the background with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _read_all(descriptor: int, take: Callable[[bytes], object]) -> None:

@@ -189,8 +189,8 @@ async def test_the_real_worker_compiles_and_never_loads_torch(vocabulary: Vocabu
         assert [process.loads_torch for process in workers._all] == [False]
         with pytest.raises(InvalidGrammar, match="uniqueItems"):
             await workers.compile(parse(Kind.JSON_SCHEMA, '{"uniqueItems":true}', Whitespace.COMPACT))
-        sequence = parse(Kind.STRUCTURAL_TAG, '{"format":{"type":"sequence","elements":[]}}', Whitespace.ANY)
-        with pytest.raises(NotSupported):
-            await workers.compile(sequence)
+        parameter = '{"format":{"type":"qwen_xml_parameter","json_schema":{"type":"object"}}}'
+        with pytest.raises(NotSupported, match="qwen_xml_parameter"):
+            await workers.compile(parse(Kind.STRUCTURAL_TAG, parameter, Whitespace.ANY))
     finally:
         await workers.close()
