@@ -39,7 +39,7 @@ def _require(condition: bool, name: str, problem: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """The HTTP address, the engines behind it, and who may use it."""
+    """The HTTP address of the gateway, its engines, and the keys of its clients."""
 
     listen: str = "127.0.0.1:8000"
     """Address for HTTP: "host:port", or "fd:N", a socket that the parent process has bound."""

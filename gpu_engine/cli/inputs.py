@@ -51,5 +51,5 @@ def json_of(flag: str, source: str) -> Any:
 
 
 def text_or_file(flag: str, value: str) -> str:
-    """Return JSON that stands in the flag itself, else the text of the file that it names. Raises ValueError."""
+    """Return the value of a flag if it is JSON, else the text of the file that the value names. Raises ValueError."""
     return value if value.lstrip().startswith("{") else read_text(flag, value)

@@ -259,7 +259,7 @@ def fill_options(request: pb.GenerateRequest, flags: argparse.Namespace) -> None
         except ValueError as error:
             raise ValueError(f"--logit-bias: {error}") from None
     if request.response.HasField("prompt_logprobs"):
-        request.response.echo = True  # or nobody could read them
+        request.response.echo = True  # prompt log-probabilities are printed with the prompt's text
     grammar = build_grammar(flags)
     if grammar is not None:
         request.grammar.CopyFrom(grammar)

@@ -31,7 +31,7 @@ _SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Translations of what stands inside formats."""
+    """Functions that translate the schemas, expressions and grammars inside formats."""
 
     schema: Callable[[Any, str], str]
     """(JSON Schema, its place) -> the text after `%json`."""
