@@ -47,6 +47,7 @@ def check(
     `running` has the request ids in use, `known` returns the grammar of an id. Raises InvalidRequest, UnknownGrammar or
     NotSupported.
     """
+    _refuse_unsupported(request)
     request_id = _request_id(request.request_id, running)
     if request.HasField("tools") and request.WhichOneof("prompt") != "messages":
         raise InvalidRequest("tools", "needs messages, because the chat template shows the functions")
@@ -100,6 +101,28 @@ def check(
         priority=_priority(request.priority),
         cache_salt=_cache_salt(request.cache_salt),
     )
+
+
+def _refuse_unsupported(request: pb.GenerateRequest) -> None:
+    """Raise InvalidRequest for a field that the proto has and this version does not serve."""
+    response = request.response
+    asked = {
+        "client_id": bool(request.client_id),
+        "logits_processors": bool(request.logits_processors),
+        "lora": bool(request.lora),
+        "prompt_adapter": bool(request.prompt_adapter),
+        "beam_search": request.HasField("beam_search"),
+        "max_queue_ms": request.HasField("max_queue_ms"),
+        "never_preempt": request.never_preempt,
+        "response.whole": response.whole,
+        "response.cumulative": response.cumulative,
+        "response.context_logits": response.context_logits,
+        "response.generation_logits": response.generation_logits,
+        "response.additional_outputs": bool(response.additional_outputs),
+    }
+    for field, is_set in asked.items():
+        if is_set:
+            raise InvalidRequest(field, "is not supported by this version")
 
 
 def given_id(request_id: str) -> str:

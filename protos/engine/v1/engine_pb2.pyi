@@ -29,6 +29,13 @@ class Backend(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BACKEND_LLGUIDANCE: _ClassVar[Backend]
     BACKEND_AUTO: _ClassVar[Backend]
 
+class EarlyStopping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EARLY_STOPPING_UNSPECIFIED: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_HEURISTIC: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_TRUE: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_NEVER: _ClassVar[EarlyStopping]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -51,6 +58,10 @@ BACKEND_UNSPECIFIED: Backend
 BACKEND_XGRAMMAR: Backend
 BACKEND_LLGUIDANCE: Backend
 BACKEND_AUTO: Backend
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping
+EARLY_STOPPING_HEURISTIC: EarlyStopping
+EARLY_STOPPING_TRUE: EarlyStopping
+EARLY_STOPPING_NEVER: EarlyStopping
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -60,7 +71,7 @@ FINISH_REASON_GRAMMAR_ERROR: FinishReason
 FINISH_REASON_GRAMMAR_CLOSED: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "messages", "sampling", "grammar", "speculation", "response", "tools", "reasoning", "cache_salt", "priority")
+    __slots__ = ("request_id", "text", "token_ids", "messages", "sampling", "grammar", "speculation", "response", "tools", "reasoning", "cache_salt", "priority", "client_id", "logits_processors", "lora", "prompt_adapter", "beam_search", "max_queue_ms", "never_preempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +84,13 @@ class GenerateRequest(_message.Message):
     REASONING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_PROCESSORS_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    NEVER_PREEMPT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -85,7 +103,14 @@ class GenerateRequest(_message.Message):
     reasoning: Reasoning
     cache_salt: str
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    client_id: str
+    logits_processors: _containers.RepeatedCompositeFieldContainer[LogitsProcessor]
+    lora: str
+    prompt_adapter: str
+    beam_search: BeamSearch
+    max_queue_ms: int
+    never_preempt: bool
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., tools: _Optional[_Union[Tools, _Mapping]] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., logits_processors: _Optional[_Iterable[_Union[LogitsProcessor, _Mapping]]] = ..., lora: _Optional[str] = ..., prompt_adapter: _Optional[str] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., max_queue_ms: _Optional[int] = ..., never_preempt: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -273,21 +298,57 @@ class Speculation(_message.Message):
     def __init__(self, num_draft_tokens: _Optional[int] = ..., draft_index: _Optional[bool] = ...) -> None: ...
 
 class ResponseOptions(_message.Message):
-    __slots__ = ("omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs")
+    __slots__ = ("omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs", "whole", "cumulative", "context_logits", "generation_logits", "additional_outputs")
     OMIT_TEXT_FIELD_NUMBER: _ClassVar[int]
     OMIT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PER_FIELD_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_LOGITS_FIELD_NUMBER: _ClassVar[int]
+    ADDITIONAL_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     omit_text: bool
     omit_token_ids: bool
     echo: bool
     prompt_logprobs: int
     per_field_logprobs: bool
-    def __init__(self, omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., per_field_logprobs: _Optional[bool] = ...) -> None: ...
+    whole: bool
+    cumulative: bool
+    context_logits: bool
+    generation_logits: bool
+    additional_outputs: _containers.RepeatedCompositeFieldContainer[AdditionalOutput]
+    def __init__(self, omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., per_field_logprobs: _Optional[bool] = ..., whole: _Optional[bool] = ..., cumulative: _Optional[bool] = ..., context_logits: _Optional[bool] = ..., generation_logits: _Optional[bool] = ..., additional_outputs: _Optional[_Iterable[_Union[AdditionalOutput, _Mapping]]] = ...) -> None: ...
+
+class LogitsProcessor(_message.Message):
+    __slots__ = ("name", "arguments")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    arguments: str
+    def __init__(self, name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
+
+class BeamSearch(_message.Message):
+    __slots__ = ("beam_width", "length_penalty", "early_stopping")
+    BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    beam_width: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+    def __init__(self, beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ...) -> None: ...
+
+class AdditionalOutput(_message.Message):
+    __slots__ = ("name", "context")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    context: bool
+    def __init__(self, name: _Optional[str] = ..., context: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "matched_token_id", "matched_stop_str", "usage", "telemetry", "parts", "prompt_token_ids", "prompt_logprobs", "field_logprobs")
+    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "matched_token_id", "matched_stop_str", "usage", "telemetry", "parts", "prompt_token_ids", "prompt_logprobs", "field_logprobs", "outputs", "beam_score")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +363,8 @@ class GenerateResponse(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FIELD_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    BEAM_SCORE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     text: str
@@ -316,7 +379,23 @@ class GenerateResponse(_message.Message):
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     field_logprobs: _containers.RepeatedCompositeFieldContainer[FieldLogprob]
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[AnswerPart, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., field_logprobs: _Optional[_Iterable[_Union[FieldLogprob, _Mapping]]] = ...) -> None: ...
+    outputs: _containers.RepeatedCompositeFieldContainer[OutputTensor]
+    beam_score: float
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[AnswerPart, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., field_logprobs: _Optional[_Iterable[_Union[FieldLogprob, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[OutputTensor, _Mapping]]] = ..., beam_score: _Optional[float] = ...) -> None: ...
+
+class OutputTensor(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "data", "start")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    start: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., start: _Optional[int] = ...) -> None: ...
 
 class AnswerPart(_message.Message):
     __slots__ = ("kind", "text", "tool_call_index", "tool_call_id", "tool_name")
@@ -455,7 +534,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end")
+    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end", "logits_processors", "max_beam_width", "output_names", "max_adapter_bytes")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -474,6 +553,10 @@ class GetModelInfoResponse(_message.Message):
     TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     REASONING_BEGIN_FIELD_NUMBER: _ClassVar[int]
     REASONING_END_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_PROCESSORS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_NAMES_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     dtype: str
@@ -492,7 +575,11 @@ class GetModelInfoResponse(_message.Message):
     tool_format: str
     reasoning_begin: str
     reasoning_end: str
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ...) -> None: ...
+    logits_processors: _containers.RepeatedScalarFieldContainer[str]
+    max_beam_width: int
+    output_names: _containers.RepeatedScalarFieldContainer[str]
+    max_adapter_bytes: int
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., max_beam_width: _Optional[int] = ..., output_names: _Optional[_Iterable[str]] = ..., max_adapter_bytes: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "messages", "tools", "add_special_tokens", "with_texts")
@@ -595,3 +682,195 @@ class GetStatsResponse(_message.Message):
     cached_tokens: int
     pages_cached: int
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., num_slots: _Optional[int] = ..., pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., failed: _Optional[_Mapping[str, int]] = ..., mask_wait_ms: _Optional[float] = ..., deferred_rows: _Optional[int] = ..., grammar_starts: _Optional[int] = ..., grammar_ready: _Optional[bool] = ..., matchers: _Optional[int] = ..., cached_grammars: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...
+
+class GenerateManyRequest(_message.Message):
+    __slots__ = ("generate", "abort")
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    generate: GenerateRequest
+    abort: str
+    def __init__(self, generate: _Optional[_Union[GenerateRequest, _Mapping]] = ..., abort: _Optional[str] = ...) -> None: ...
+
+class GenerateManyResponse(_message.Message):
+    __slots__ = ("request_id", "response", "error", "last")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    response: GenerateResponse
+    error: RequestError
+    last: bool
+    def __init__(self, request_id: _Optional[str] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class RequestError(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class WatchStatsRequest(_message.Message):
+    __slots__ = ("history", "interval_ms", "omit_requests")
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    OMIT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    history: int
+    interval_ms: int
+    omit_requests: bool
+    def __init__(self, history: _Optional[int] = ..., interval_ms: _Optional[int] = ..., omit_requests: _Optional[bool] = ...) -> None: ...
+
+class WatchStatsResponse(_message.Message):
+    __slots__ = ("iterations", "requests", "missed")
+    ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    iterations: _containers.RepeatedCompositeFieldContainer[IterationStats]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestStats]
+    missed: int
+    def __init__(self, iterations: _Optional[_Iterable[_Union[IterationStats, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestStats, _Mapping]]] = ..., missed: _Optional[int] = ...) -> None: ...
+
+class IterationStats(_message.Message):
+    __slots__ = ("iteration", "time_s", "iteration_ms", "waiting", "running", "num_slots", "decoding", "prefill_tokens", "generated_tokens", "draft_tokens", "accepted_draft_tokens", "parked", "preempted", "pages_used", "num_pages")
+    ITERATION_FIELD_NUMBER: _ClassVar[int]
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    ITERATION_MS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    DECODING_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_USED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    iteration: int
+    time_s: float
+    iteration_ms: float
+    waiting: int
+    running: int
+    num_slots: int
+    decoding: int
+    prefill_tokens: int
+    generated_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
+    parked: int
+    preempted: int
+    pages_used: int
+    num_pages: int
+    def __init__(self, iteration: _Optional[int] = ..., time_s: _Optional[float] = ..., iteration_ms: _Optional[float] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., num_slots: _Optional[int] = ..., decoding: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., parked: _Optional[int] = ..., preempted: _Optional[int] = ..., pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
+
+class RequestStats(_message.Message):
+    __slots__ = ("request_id", "index", "client_id", "stage", "prompt_tokens", "prefilled_tokens", "generated_tokens", "slot", "pages")
+    class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STAGE_UNSPECIFIED: _ClassVar[RequestStats.Stage]
+        STAGE_WAITING: _ClassVar[RequestStats.Stage]
+        STAGE_PREFILL: _ClassVar[RequestStats.Stage]
+        STAGE_DECODE: _ClassVar[RequestStats.Stage]
+        STAGE_PARKED: _ClassVar[RequestStats.Stage]
+    STAGE_UNSPECIFIED: RequestStats.Stage
+    STAGE_WAITING: RequestStats.Stage
+    STAGE_PREFILL: RequestStats.Stage
+    STAGE_DECODE: RequestStats.Stage
+    STAGE_PARKED: RequestStats.Stage
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    index: int
+    client_id: str
+    stage: RequestStats.Stage
+    prompt_tokens: int
+    prefilled_tokens: int
+    generated_tokens: int
+    slot: int
+    pages: int
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., client_id: _Optional[str] = ..., stage: _Optional[_Union[RequestStats.Stage, str]] = ..., prompt_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., slot: _Optional[int] = ..., pages: _Optional[int] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters", "max_bytes")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    max_bytes: int
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., max_bytes: _Optional[int] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "kind", "path", "size", "memory_bytes", "in_use")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Adapter.Kind]
+        KIND_LORA: _ClassVar[Adapter.Kind]
+        KIND_PROMPT: _ClassVar[Adapter.Kind]
+    KIND_UNSPECIFIED: Adapter.Kind
+    KIND_LORA: Adapter.Kind
+    KIND_PROMPT: Adapter.Kind
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_USE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kind: Adapter.Kind
+    path: str
+    size: int
+    memory_bytes: int
+    in_use: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[Adapter.Kind, str]] = ..., path: _Optional[str] = ..., size: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., in_use: _Optional[int] = ...) -> None: ...
+
+class ClearGrammarCacheRequest(_message.Message):
+    __slots__ = ("disk",)
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    disk: bool
+    def __init__(self, disk: _Optional[bool] = ...) -> None: ...
+
+class ClearGrammarCacheResponse(_message.Message):
+    __slots__ = ("dropped", "kept", "freed_bytes")
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    dropped: int
+    kept: int
+    freed_bytes: int
+    def __init__(self, dropped: _Optional[int] = ..., kept: _Optional[int] = ..., freed_bytes: _Optional[int] = ...) -> None: ...

@@ -70,6 +70,36 @@ class EngineStub:
                 request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/lockstep.engine.v1.Engine/GenerateMany',
+                request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
+        self.WatchStats = channel.unary_stream(
+                '/lockstep.engine.v1.Engine/WatchStats',
+                request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.WatchStatsRequest.SerializeToString,
+                response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.WatchStatsResponse.FromString,
+                _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/lockstep.engine.v1.Engine/LoadAdapter',
+                request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/lockstep.engine.v1.Engine/UnloadAdapter',
+                request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/lockstep.engine.v1.Engine/ListAdapters',
+                request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
+        self.ClearGrammarCache = channel.unary_unary(
+                '/lockstep.engine.v1.Engine/ClearGrammarCache',
+                request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.ClearGrammarCacheRequest.SerializeToString,
+                response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.ClearGrammarCacheResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -137,6 +167,60 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMany(self, request_iterator, context):
+        """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
+        refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
+        cancelling the call ends them.
+
+        Errors: RESOURCE_EXHAUSTED when the server has too many such calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchStats(self, request, context):
+        """Sends the statistics of iterations and of running requests, those of the last ones first. A reader that is too slow
+        misses some; `missed` says how many.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Loads an adapter, or replaces one of that name that no request uses.
+
+        Errors: INVALID_ARGUMENT (the files do not fit the model; the message names the part), NOT_FOUND (no such directory),
+        FAILED_PRECONDITION (the server allows none, or one of that name is in use), RESOURCE_EXHAUSTED (the bound on memory).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unloads an adapter when the last request that uses it has ended; new requests can no longer name it.
+
+        Errors: NOT_FOUND names the adapters that exist.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Lists the adapters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearGrammarCache(self, request, context):
+        """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk.
+
+        Errors: UNAVAILABLE, FAILED_PRECONDITION (no grammar process).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -174,6 +258,36 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeRequest.FromString,
                     response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.GenerateManyRequest.FromString,
+                    response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.GenerateManyResponse.SerializeToString,
+            ),
+            'WatchStats': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStats,
+                    request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.WatchStatsRequest.FromString,
+                    response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.WatchStatsResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'ClearGrammarCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearGrammarCache,
+                    request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.ClearGrammarCacheRequest.FromString,
+                    response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.ClearGrammarCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -366,6 +480,168 @@ class Engine:
             '/lockstep.engine.v1.Engine/Detokenize',
             protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeRequest.SerializeToString,
             protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/lockstep.engine.v1.Engine/GenerateMany',
+            protos_dot_engine_dot_v1_dot_engine__pb2.GenerateManyRequest.SerializeToString,
+            protos_dot_engine_dot_v1_dot_engine__pb2.GenerateManyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lockstep.engine.v1.Engine/WatchStats',
+            protos_dot_engine_dot_v1_dot_engine__pb2.WatchStatsRequest.SerializeToString,
+            protos_dot_engine_dot_v1_dot_engine__pb2.WatchStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.engine.v1.Engine/LoadAdapter',
+            protos_dot_engine_dot_v1_dot_engine__pb2.LoadAdapterRequest.SerializeToString,
+            protos_dot_engine_dot_v1_dot_engine__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.engine.v1.Engine/UnloadAdapter',
+            protos_dot_engine_dot_v1_dot_engine__pb2.UnloadAdapterRequest.SerializeToString,
+            protos_dot_engine_dot_v1_dot_engine__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.engine.v1.Engine/ListAdapters',
+            protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersRequest.SerializeToString,
+            protos_dot_engine_dot_v1_dot_engine__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearGrammarCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.engine.v1.Engine/ClearGrammarCache',
+            protos_dot_engine_dot_v1_dot_engine__pb2.ClearGrammarCacheRequest.SerializeToString,
+            protos_dot_engine_dot_v1_dot_engine__pb2.ClearGrammarCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

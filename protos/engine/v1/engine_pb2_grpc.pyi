@@ -67,6 +67,35 @@ class EngineStub:
 
     Errors: INVALID_ARGUMENT names the field and the limit.
     """
+    GenerateMany: _grpc.StreamStreamMultiCallable[_engine_pb2.GenerateManyRequest, _engine_pb2.GenerateManyResponse]
+    """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
+    refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
+    cancelling the call ends them.
+
+    Errors: RESOURCE_EXHAUSTED when the server has too many such calls.
+    """
+    WatchStats: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchStatsRequest, _engine_pb2.WatchStatsResponse]
+    """Sends the statistics of iterations and of running requests, those of the last ones first. A reader that is too slow
+    misses some; `missed` says how many.
+    """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.LoadAdapterRequest, _engine_pb2.LoadAdapterResponse]
+    """Loads an adapter, or replaces one of that name that no request uses.
+
+    Errors: INVALID_ARGUMENT (the files do not fit the model; the message names the part), NOT_FOUND (no such directory),
+    FAILED_PRECONDITION (the server allows none, or one of that name is in use), RESOURCE_EXHAUSTED (the bound on memory).
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.UnloadAdapterRequest, _engine_pb2.UnloadAdapterResponse]
+    """Unloads an adapter when the last request that uses it has ended; new requests can no longer name it.
+
+    Errors: NOT_FOUND names the adapters that exist.
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]
+    """Lists the adapters."""
+    ClearGrammarCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ClearGrammarCacheRequest, _engine_pb2.ClearGrammarCacheResponse]
+    """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk.
+
+    Errors: UNAVAILABLE, FAILED_PRECONDITION (no grammar process).
+    """
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
@@ -102,6 +131,35 @@ class EngineAsyncStub(EngineStub):
     """Turns token ids into text.
 
     Errors: INVALID_ARGUMENT names the field and the limit.
+    """
+    GenerateMany: _aio.StreamStreamMultiCallable[_engine_pb2.GenerateManyRequest, _engine_pb2.GenerateManyResponse]  # type: ignore[assignment]
+    """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
+    refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
+    cancelling the call ends them.
+
+    Errors: RESOURCE_EXHAUSTED when the server has too many such calls.
+    """
+    WatchStats: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchStatsRequest, _engine_pb2.WatchStatsResponse]  # type: ignore[assignment]
+    """Sends the statistics of iterations and of running requests, those of the last ones first. A reader that is too slow
+    misses some; `missed` says how many.
+    """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.LoadAdapterRequest, _engine_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads an adapter, or replaces one of that name that no request uses.
+
+    Errors: INVALID_ARGUMENT (the files do not fit the model; the message names the part), NOT_FOUND (no such directory),
+    FAILED_PRECONDITION (the server allows none, or one of that name is in use), RESOURCE_EXHAUSTED (the bound on memory).
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.UnloadAdapterRequest, _engine_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Unloads an adapter when the last request that uses it has ended; new requests can no longer name it.
+
+    Errors: NOT_FOUND names the adapters that exist.
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Lists the adapters."""
+    ClearGrammarCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ClearGrammarCacheRequest, _engine_pb2.ClearGrammarCacheResponse]  # type: ignore[assignment]
+    """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk.
+
+    Errors: UNAVAILABLE, FAILED_PRECONDITION (no grammar process).
     """
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
@@ -177,6 +235,71 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         """Turns token ids into text.
 
         Errors: INVALID_ARGUMENT names the field and the limit.
+        """
+
+    @_abc_1.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_engine_pb2.GenerateManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.GenerateManyResponse], _abc.AsyncIterator[_engine_pb2.GenerateManyResponse]]:
+        """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
+        refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
+        cancelling the call ends them.
+
+        Errors: RESOURCE_EXHAUSTED when the server has too many such calls.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchStats(
+        self,
+        request: _engine_pb2.WatchStatsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.WatchStatsResponse], _abc.AsyncIterator[_engine_pb2.WatchStatsResponse]]:
+        """Sends the statistics of iterations and of running requests, those of the last ones first. A reader that is too slow
+        misses some; `missed` says how many.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _engine_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.LoadAdapterResponse, _abc.Awaitable[_engine_pb2.LoadAdapterResponse]]:
+        """Loads an adapter, or replaces one of that name that no request uses.
+
+        Errors: INVALID_ARGUMENT (the files do not fit the model; the message names the part), NOT_FOUND (no such directory),
+        FAILED_PRECONDITION (the server allows none, or one of that name is in use), RESOURCE_EXHAUSTED (the bound on memory).
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _engine_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.UnloadAdapterResponse, _abc.Awaitable[_engine_pb2.UnloadAdapterResponse]]:
+        """Unloads an adapter when the last request that uses it has ended; new requests can no longer name it.
+
+        Errors: NOT_FOUND names the adapters that exist.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _engine_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ListAdaptersResponse, _abc.Awaitable[_engine_pb2.ListAdaptersResponse]]:
+        """Lists the adapters."""
+
+    @_abc_1.abstractmethod
+    def ClearGrammarCache(
+        self,
+        request: _engine_pb2.ClearGrammarCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ClearGrammarCacheResponse, _abc.Awaitable[_engine_pb2.ClearGrammarCacheResponse]]:
+        """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk.
+
+        Errors: UNAVAILABLE, FAILED_PRECONDITION (no grammar process).
         """
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
