@@ -200,7 +200,8 @@ async def _start(
 
     # 6. The services on the public port.
     watch = _watch_requests(stack, metrics, engine, model)
-    limits = Limits.of(engine_config, server_config, vocab_size=model.vocab_size, max_model_len=model.max_model_len)
+    sizes = {"vocab_size": model.vocab_size, "max_model_len": model.max_model_len}
+    limits = Limits.of(engine_config, server_config, outputs=model.outputs, **sizes)
     calls = Calls(engine, model, limits, client, watch=watch)
     services = _add_services(listeners.server, calls, server_config)
 

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, LockstepError
+from gpu_engine.api.outputs import OutputSpec
 from gpu_engine.api.ports import Compiled, GrammarStats, PageEvents
 from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats
@@ -86,6 +87,7 @@ class FakeModel:
     num_parameters: int = 7
     name: str = "fake-model"
     max_model_len: int = 256
+    outputs: dict[str, OutputSpec] = field(default_factory=lambda: {"logits": OutputSpec("float32", (320,))})
 
 
 Script = Callable[[Request], Iterable[TokenEvent]]

@@ -11,6 +11,7 @@ from lockstep_client.answers import (
     FieldLogprob,
     FinishReason,
     ModelInfo,
+    OutputTensor,
     Part,
     PartKind,
     Stats,
@@ -41,13 +42,14 @@ from lockstep_client.errors import (
 )
 from lockstep_client.grammars import CompiledGrammar, Grammar
 from lockstep_client.messages import Message, Tool, ToolCall
-from lockstep_client.options import ChatOptions, Options, Reasoning
+from lockstep_client.options import AdditionalOutput, ChatOptions, Options, Reasoning
 from lockstep_client.retrying import NO_RETRIES, Retries
 from lockstep_client.schemas import Keywords
 
 __all__ = [
     "NO_RETRIES",
     "TLS",
+    "AdditionalOutput",
     "Answer",
     "AsyncClient",
     "AsyncStream",
@@ -73,6 +75,7 @@ __all__ = [
     "NotParsed",
     "NotSupported",
     "Options",
+    "OutputTensor",
     "Part",
     "PartKind",
     "Reasoning",

@@ -9,7 +9,8 @@ Not responsible for: joining deltas (see joining.py).
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
@@ -93,6 +94,48 @@ class FieldLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """Some rows of a tensor that the request asked for. Row i belongs to position `start + i` of prompt and answer."""
+
+    name: str
+    """`context_logits`, `generation_logits`, or a name of `additional_outputs`."""
+    dtype: str
+    """ "float32", "bfloat16" or "float16"."""
+    shape: tuple[int, ...]
+    """Rows first."""
+    data: bytes
+    """Little endian, row by row."""
+    start: int
+    """Position of the first row: 0 is the first token of the prompt. The row of a token of the answer is that of the
+    token before it."""
+
+    def tolist(self) -> list[Any]:
+        """Return the numbers as nested lists."""
+        if self.dtype == "bfloat16":  # the upper half of a float32
+            wide = bytearray(2 * len(self.data))
+            wide[2::4], wide[3::4] = self.data[::2], self.data[1::2]
+            values = list(struct.unpack(f"<{len(self.data) // 2}f", wide))
+        else:
+            code, size = ("e", 2) if self.dtype == "float16" else ("f", 4)
+            values = list(struct.unpack(f"<{len(self.data) // size}{code}", self.data))
+        for size in reversed(self.shape[1:]):
+            values = [values[at : at + size] for at in range(0, len(values), size)]
+        return values
+
+    def numpy(self) -> Any:
+        """Return the numbers as an array of numpy, which must be installed; bfloat16 becomes float32."""
+        import numpy as np
+
+        if self.dtype == "bfloat16":
+            wide = np.frombuffer(self.data, np.dtype("<u2")).astype(np.uint32) << 16
+            return wide.view(np.float32).reshape(self.shape)
+        return np.frombuffer(self.data, np.dtype("<f2" if self.dtype == "float16" else "<f4")).reshape(self.shape)
+
+    def __repr__(self) -> str:
+        return f"<OutputTensor {self.name} {self.dtype} {self.shape} from {self.start}>"
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one sequence."""
 
@@ -144,6 +187,8 @@ class Delta:
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...]
     field_logprobs: tuple[FieldLogprob, ...]
+    outputs: tuple[OutputTensor, ...]
+    """Rows of the tensors that the request asked for."""
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -169,6 +214,8 @@ class Answer(Generic[T]):
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     field_logprobs: tuple[FieldLogprob, ...] = ()
+    outputs: Mapping[str, OutputTensor] = field(default_factory=dict)
+    """By name, all rows of each tensor that the request asked for."""
     others: tuple[Answer[T], ...] = ()
     _parse: Any = None
     _value: list[T] = field(default_factory=list)
@@ -235,6 +282,8 @@ class ModelInfo:
     tool_format: str
     reasoning_begin: str
     reasoning_end: str
+    output_names: tuple[str, ...]
+    """Tensors that `additional_outputs` may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +351,25 @@ def delta_of(response: pb.GenerateResponse) -> Delta:
         prompt_token_ids=tuple(response.prompt_token_ids),
         prompt_logprobs=_logprobs(response.prompt_logprobs),
         field_logprobs=tuple(from_message(FieldLogprob, each) for each in response.field_logprobs),
+        outputs=tuple(from_message(OutputTensor, each) for each in response.outputs),
     )
+
+
+def joined_outputs(parts: Iterable[OutputTensor]) -> dict[str, OutputTensor]:
+    """Return the tensors whole, by name. `parts` are in the order in which they came."""
+    found: dict[str, list[OutputTensor]] = {}
+    for part in parts:
+        found.setdefault(part.name, []).append(part)
+    return {
+        name: OutputTensor(
+            name,
+            every[0].dtype,
+            (sum(part.shape[0] for part in every), *every[0].shape[1:]),
+            b"".join(part.data for part in every),
+            every[0].start,
+        )
+        for name, every in found.items()
+    }
 
 
 def _finish_reason(reason: int) -> FinishReason | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from lockstep_client.answers import Answer, Delta, PartKind
+from lockstep_client.answers import Answer, Delta, PartKind, joined_outputs
 from lockstep_client.errors import from_status
 from lockstep_client.messages import ToolCall
 
@@ -79,6 +79,7 @@ class _Sequence:
             prompt_token_ids=first.prompt_token_ids,
             prompt_logprobs=first.prompt_logprobs,
             field_logprobs=last.field_logprobs,
+            outputs=joined_outputs(each for delta in self.deltas for each in delta.outputs),
             _parse=parse,
         )
 

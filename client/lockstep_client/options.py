@@ -18,6 +18,20 @@ from lockstep_client.messages import AnyTool, refuse_unknown, tools_message
 from lockstep_client.wire import engine_pb2 as pb
 
 
+@dataclass(frozen=True, slots=True)
+class AdditionalOutput:
+    """A tensor of the model to be returned.
+
+    Attributes:
+        name: one of `info().output_names`: `logits`, `hidden_states.L`, or a module.
+        context: also at the tokens of the prompt.
+
+    """
+
+    name: str
+    context: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
     """The phase before the answer in which the model thinks freely.
@@ -70,10 +84,15 @@ class Options(TypedDict, total=False):
     echo: bool
     prompt_logprobs: int
     per_field_logprobs: bool
+    context_logits: bool
+    generation_logits: bool
+    additional_outputs: Sequence[str | AdditionalOutput]
     # The request.
     request_id: str
     cache_salt: str
     priority: int
+    max_queue_ms: int
+    never_preempt: bool
     # The call.
     timeout_s: float
     """End the call after this time, attempts and pauses included. Default: the client's `timeout_s`."""
@@ -101,11 +120,14 @@ _SCALARS = {
         "skip_special_tokens",
     ),
     "speculation": ("num_draft_tokens", "draft_index"),
-    "response": ("omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs"),
+    "response": (
+        "omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs",
+        "context_logits", "generation_logits",
+    ),
 }  # fmt: skip
 """Options by the message that holds them."""
 _LISTS = ("stop", "stop_token_ids", "bad_token_ids", "bad_words")
-_OWN = ("request_id", "cache_salt", "priority")
+_OWN = ("request_id", "cache_salt", "priority", "max_queue_ms", "never_preempt")
 OPTIONS = frozenset(Options.__annotations__)
 CHAT_OPTIONS = OPTIONS | frozenset(ChatOptions.__annotations__)
 
@@ -131,6 +153,9 @@ def request_of(
         if name in given:
             values = [given[name]] if isinstance(given[name], str) else given[name]
             _extend(request.sampling, name, values)
+    for output in given.get("additional_outputs", ()):
+        output = AdditionalOutput(output) if isinstance(output, str) else output
+        request.response.additional_outputs.add(name=output.name, context=output.context)
     for token, bias in given.get("logit_bias", {}).items():
         request.sampling.logit_bias[token] = bias
     if grammar is not None:

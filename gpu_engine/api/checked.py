@@ -8,10 +8,12 @@ Not responsible for: the checks (front/validation.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.conversation import Chat, Reasoning
+from gpu_engine.api.outputs import OutputSpec, WantedOutput
 from gpu_engine.api.request import GrammarSpec
 
 
@@ -32,9 +34,24 @@ class Limits:
     draft_index_shared: bool = False
     checks_tokens: bool = False
     """Every call has a bearer token that the server knows."""
+    max_queue_ms: int = 0
+    """Of a request without its own; 0: none."""
+    allow_never_preempt: bool = False
+    max_output_bytes: int = 0
+    """Of the tensors that a request asks for."""
+    outputs: Mapping[str, OutputSpec] = field(default_factory=dict)
+    """The tensors of the model, by name."""
 
     @classmethod
-    def of(cls, engine: EngineConfig, server: ServerConfig, *, vocab_size: int, max_model_len: int) -> Limits:
+    def of(
+        cls,
+        engine: EngineConfig,
+        server: ServerConfig,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        outputs: Mapping[str, OutputSpec] | None = None,
+    ) -> Limits:
         """Return the limits: the smaller of the configured and the model's."""
         return cls(
             vocab_size=vocab_size,
@@ -48,6 +65,10 @@ class Limits:
             draft_index=engine.max_draft_index_bytes > 0,
             draft_index_shared=engine.draft_index_shared,
             checks_tokens=bool(server.auth_token_file),
+            max_queue_ms=server.max_queue_ms,
+            allow_never_preempt=server.allow_never_preempt,
+            max_output_bytes=server.max_output_bytes,
+            outputs=outputs or {},
         )
 
 
@@ -106,6 +127,11 @@ class Checked:
     """Alternatives of each token of the prompt; None: no log-probabilities of the prompt."""
     priority: int = 0
     """A higher one leaves the waiting queue first."""
+    max_queue_ms: int | None = None
+    """The longest wait for a slot; None: no limit."""
+    never_preempt: bool = False
+    outputs: tuple[WantedOutput, ...] = ()
+    """Tensors to return; those of the prompt's tokens come with the first sequence alone."""
     cache_salt: str = ""
     """Part of the key of the prefix cache and of the suffix index."""
     reasoning: Reasoning | None = None

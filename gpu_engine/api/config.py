@@ -143,6 +143,12 @@ class EngineConfig:
     step."""
     max_queue_size: int = 256
     """Sequences that may wait for a slot; one more is refused with RESOURCE_EXHAUSTED."""
+    max_starvation_s: float = 60.0
+    """A sequence that has waited for a slot so long goes in front of all that came later, whatever their priority.
+    0: no such bound, so sequences of a low priority may wait for ever."""
+    batching: str = "inflight"
+    """"inflight": a sequence gets a slot as soon as one is free. "static": slots are given only when every sequence of
+    the former batch has ended, to as many as wait then; for comparisons and benchmarks."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -196,6 +202,8 @@ class EngineConfig:
         _require(self.prefill_chunk == 0 or self.prefill_chunk >= 16, "prefill_chunk", "must be 0 or at least 16")
         _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
         _require(self.max_queue_size >= 1, "max_queue_size", "must be at least 1")
+        _require(self.max_starvation_s >= 0, "max_starvation_s", "must not be negative")
+        _require(self.batching in ("inflight", "static"), "batching", f"{self.batching!r} is not inflight or static")
         _require(
             self.kv_cache_tokens == 0 or self.kv_cache_tokens >= self.max_model_len,
             "kv_cache_tokens",
@@ -355,6 +363,15 @@ class ServerConfig:
     """Most sequences of one request."""
     max_prompt_bytes: int = 4 << 20
     """Longest text prompt, in bytes before tokenisation."""
+    max_queue_ms: int = 0
+    """Longest wait for a slot of a request that sets no max_queue_ms of its own, in milliseconds; it then ends with
+    DEADLINE_EXCEEDED. 0: no limit."""
+    max_output_bytes: int = 256 << 20
+    """Most bytes of the tensors of one request (context_logits, generation_logits, additional_outputs), its n sequences
+    together, computed from its prompt and max_tokens before it begins. 0: none may be asked for."""
+    allow_never_preempt: bool = False
+    """Allow requests with never_preempt. Such a request gets its slot when the pages of its whole answer are free, and
+    holds them to its end, so it takes more of the KV cache than it uses."""
     stream_pace_ms: float = 50.0
     """Longest pause between two responses of a stream while other requests run, in milliseconds. The pause follows the
     measured cost of a response, so that all responses take about 5% of a core; the end of an answer is sent at once.
@@ -424,4 +441,6 @@ class ServerConfig:
         levels = ("", "debug", "info", "warning", "error")
         _require(self.log_level in levels, "log_level", f"{self.log_level!r} is not one of {', '.join(levels[1:])}")
         _require(self.max_n >= 1, "max_n", "must be at least 1")
+        _require(self.max_queue_ms >= 0, "max_queue_ms", "must not be negative")
+        _require(self.max_output_bytes >= 0, "max_output_bytes", "must not be negative")
         _require(0 <= self.stream_pace_ms <= 1000, "stream_pace_ms", "must be in [0, 1000]")

@@ -7,6 +7,7 @@
     |- UnknownGrammar        NOT_FOUND             a grammar_id that this server does not know, or has forgotten
     |- GrammarNotConfigured  FAILED_PRECONDITION   a grammar on a server without a grammar process
     |- NotSupported          UNIMPLEMENTED         this server does not support it
+    |- QueueTimeout          DEADLINE_EXCEEDED     the request waited for a slot longer than it may
     |- ShuttingDown          UNAVAILABLE           the server is closing
     `- InternalError         INTERNAL              a defect of Lockstep
 
@@ -52,6 +53,10 @@ class NotSupported(LockstepError):
     """The request asks for something that this server does not do."""
 
 
+class QueueTimeout(LockstepError):
+    """The request waited for a slot longer than its `max_queue_ms`; the message has both times."""
+
+
 class ShuttingDown(LockstepError):
     """The server is closing."""
 
@@ -67,6 +72,7 @@ _STATUS: dict[type[LockstepError], grpc.StatusCode] = {
     UnknownGrammar: grpc.StatusCode.NOT_FOUND,
     GrammarNotConfigured: grpc.StatusCode.FAILED_PRECONDITION,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
+    QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     ShuttingDown: grpc.StatusCode.UNAVAILABLE,
     InternalError: grpc.StatusCode.INTERNAL,
 }

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from gpu_engine.api.config import EngineConfig
     from gpu_engine.api.errors import LockstepError
+    from gpu_engine.api.outputs import OutputSpec
     from gpu_engine.api.request import GrammarSpec, Request
     from gpu_engine.api.stats import EngineStats
 
@@ -82,6 +83,10 @@ class Model(Protocol):
     @property
     def max_model_len(self) -> int:
         """Longest prompt and answer together, in tokens."""
+
+    @property
+    def outputs(self) -> Mapping[str, OutputSpec]:
+        """The tensors that requests may ask for, by name."""
 
 
 class PageEvents(Protocol):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpu_engine.api.errors import LockstepError
+from gpu_engine.api.outputs import OutputRows, WantedOutput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -151,6 +152,8 @@ class TokenEvent:
     error: LockstepError | None = None
     prompt_logprobs: PromptLogprobs | None = None
     """In the first event with a token, if the request asked for them."""
+    outputs: tuple[OutputRows, ...] = ()
+    """Rows of the tensors that the request asked for; those of `token_ids` among them. An event may have rows alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +186,16 @@ class Request:
     """None: the suffix index neither drafts for this sequence nor keeps its answer."""
     priority: int = 0
     """A higher one leaves the waiting queue first."""
+    max_queue_s: float | None = None
+    """The longest wait for a slot, in seconds, after which the sequence ends with QueueTimeout; None: no limit."""
+    never_preempt: bool = False
+    """The sequence waits until the pages of its whole answer are free, and holds them to its end."""
     cache_salt: str = ""
     """Requests share pages of the prefix cache only where their salts are equal."""
     prompt_logprobs: int | None = None
     """Alternatives of each token of the prompt whose log-probabilities are wanted; None: none are."""
+    outputs: tuple[WantedOutput, ...] = ()
+    """Tensors of the model that the request asks for."""
     echo: str | None = None
     """The prompt's text, with which the first response of the sequence begins. None: not asked for."""
     telemetry: Telemetry = field(default_factory=Telemetry)

@@ -76,6 +76,8 @@ class _Text:
         self._calls: dict[tuple[int, int], dict[str, str]] = {}
         self._logprobs: list[tuple[int, list[int], list[pb.TokenLogprobs]]] = []
         self._fields: list[pb.FieldLogprob] = []
+        self._outputs: list[pb.OutputTensor] = []
+        """Without their data."""
         self._prompt: tuple[list[int], list[pb.TokenLogprobs]] = ([], [])
 
     def take(self, response: pb.GenerateResponse) -> None:
@@ -90,6 +92,9 @@ class _Text:
         if response.prompt_logprobs:
             self._prompt = (list(response.prompt_token_ids), list(response.prompt_logprobs))
         self._fields += response.field_logprobs
+        for output in response.outputs:
+            output.ClearField("data")
+            self._outputs.append(output)
 
     def _text(self, response: pb.GenerateResponse) -> str:
         if not (self._request.HasField("tools") or self._request.HasField("reasoning")):
@@ -119,6 +124,9 @@ class _Text:
             print(await logprob_table(rows, client.token_texts), file=sys.stderr)
         if self._fields:
             print(field_table(self._fields), file=sys.stderr)
+        for output in self._outputs:
+            shape = " x ".join(map(str, output.shape))
+            print(f"{output.name}: {shape} {output.dtype} from token {output.start} on", file=sys.stderr)
 
 
 def run_compile(flags: argparse.Namespace) -> int:

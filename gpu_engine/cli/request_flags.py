@@ -96,6 +96,10 @@ _RESPONSE: list[_Value | _Switch] = [
     _Switch(
         "response", "per_field_logprobs", "--per-field-logprobs", True, "show the log-probability of each leaf of JSON"
     ),
+    _Switch("response", "context_logits", "--context-logits", True, "return the logits at the prompt's tokens"),
+    _Switch(
+        "response", "generation_logits", "--generation-logits", True, "return the logits of each token of the answer"
+    ),
     _Switch("response", "echo", "--echo", True, "begin with the prompt"),
     _Switch("response", "omit_token_ids", "--omit-token-ids", True, "with --output json: no token ids"),
     _Switch("response", "omit_text", "--omit-text", True, "with --output json: no text"),
@@ -103,6 +107,8 @@ _RESPONSE: list[_Value | _Switch] = [
 _REQUEST: list[_Value | _Switch] = [
     _Value("", "request_id", "--request-id", text, "a name for the request, for Abort and the log (default: made)"),
     _Value("", "priority", "--priority", int, "higher ones leave the waiting queue first (default: 0)"),
+    _Value("", "max_queue_ms", "--max-queue-ms", int, "end after waiting so long for a slot (default: the server's)"),
+    _Switch("", "never_preempt", "--never-preempt", True, "hold slot and pages to the end, if the server allows it"),
     _Value(
         "", "cache_salt", "--cache-salt", text, "prompts share cached prefixes only with equal salts (default: empty)"
     ),
@@ -168,7 +174,17 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     kind = add_grammar_flags(parser)
     kind.add_argument("--grammar-id", type=text, metavar="ID", help="the id of a grammar, from `lockstep compile`")
     add_sampling_flags(parser)
-    _add(parser.add_argument_group("response", "What is shown besides the text."), _RESPONSE)
+    response = parser.add_argument_group("response", "What is shown besides the text.")
+    _add(response, _RESPONSE)
+    for flag, rows in (("--tensor", "at the answer's tokens"), ("--context-tensor", "at the prompt's tokens, too")):
+        response.add_argument(
+            flag,
+            type=text,
+            metavar="NAME",
+            action="append",
+            default=[],
+            help=f"return a tensor of the model {rows}: logits, hidden_states.L, or a module; may be repeated",
+        )
     _add(parser.add_argument_group("request"), _REQUEST)
 
 
@@ -258,6 +274,9 @@ def fill_options(request: pb.GenerateRequest, flags: argparse.Namespace) -> None
             request.sampling.logit_bias[token] = bias
         except ValueError as error:
             raise ValueError(f"--logit-bias: {error}") from None
+    for names, context in ((getattr(flags, "tensor", ()), False), (getattr(flags, "context_tensor", ()), True)):
+        for name in names:
+            request.response.additional_outputs.add(name=name, context=context)
     if request.response.HasField("prompt_logprobs"):
         request.response.echo = True  # prompt log-probabilities are printed with the prompt's text
     grammar = build_grammar(flags)

@@ -30,6 +30,7 @@ from gpu_engine.step.device.launches import TritonLaunches
 from gpu_engine.step.device.pinned import PinnedSegment
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
 from gpu_engine.step.output_ring import OutputRing
+from gpu_engine.step.outputs.tensors import TensorOutputs, scratch_pages
 from gpu_engine.step.program import StepProgram
 from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import Stream
@@ -103,7 +104,7 @@ def device_executor(
     ring = OutputRing(stream, lane, step_sync.report)
     buckets, guided = lane_buckets(S), sync is not None
     step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows, links=config.drafts_by_net)
-    pages = model.allocate_pages(num_pages, config.page_size, token_major=True)
+    pages = model.allocate_pages(num_pages + scratch_pages(config.page_size), config.page_size, token_major=True)
     parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, True, slot, lane)
     drafter = build_drafter(parts, drafter_builders)
     scratch = RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device)
@@ -120,7 +121,8 @@ def device_executor(
         stream, model, pages, drafter, slot_writer, shapes.of, max_lanes=max(lanes for lanes, _ in shapes.every)
     )
     scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
-    warm_up = partial(_warm_up, stream, step_sync, prefill, scorer, graphs, budget, channel, shapes.every)
+    tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
+    warm_up = partial(_warm_up, stream, step_sync, prefill, (scorer, tensors), graphs, budget, channel, shapes.every)
 
     def close() -> None:
         try:
@@ -132,7 +134,7 @@ def device_executor(
         slot_writer,
         step_sync,
         LauncherRunner(graphs, slot_writer, step_sync, budget, max_inflight_steps),
-        *(prefill, scorer, warm_up),
+        *(prefill, scorer, tensors, warm_up),
         enter=lambda: None,
         probe=stream.synchronize,
         close=close,
@@ -143,7 +145,7 @@ def _warm_up(
     stream: Stream,
     sync: Sync,
     prefill: Prefill,
-    scorer: PromptScorer,
+    others: tuple[PromptScorer, TensorOutputs],
     graphs: StepGraphs,
     budget: DraftBudget,
     channel: EngineEnd | None,
@@ -152,13 +154,15 @@ def _warm_up(
     """Run every prefill shape and every step once, capture both, and measure the steps."""
     sync.reserve(graphs.buckets)
     prefill.warm_up(shapes)  # loads every kernel before the first wait is captured
-    scorer.warm_up()
+    for forward in others:
+        forward.warm_up()
     graphs.capture(channel)
     budget.seed(graphs.ms_by_rows)
     if not graphs.eager:
         prefill.capture(shapes)  # behind the steps: a capture that fails leaves theirs as they are
     # The first replay of a graph allocates. A capture empties the allocator's cache, and a shape that is not captured
     # allocates there. Either could wait for the device while a step there waits for the grammar process.
-    scorer.warm_up()
+    for forward in others:
+        forward.warm_up()
     prefill.warm_up(shapes)
     stream.synchronize()

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection
 
 from gpu_engine.api.config import EngineConfig
@@ -132,11 +134,17 @@ class Engine:
             self._channel.heartbeat()
         try:
             if wait:
-                self._inbox.get(timeout=_DEFERRED_POLL_S if self._loop.grammar_slots.any_deferred else _IDLE_S)()
+                self._inbox.get(timeout=self._idle_s())()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
             return
+
+    def _idle_s(self) -> float:
+        """Return how long an idle engine may wait for a message."""
+        if self._loop.grammar_slots.any_deferred:
+            return _DEFERRED_POLL_S
+        return min(_IDLE_S, max(self._loop.scheduler.next_due_s - time.monotonic(), _DEFERRED_POLL_S))
 
     def start(self) -> None:
         """Start the thread; block until it is warm and a request can be served. Raises the error of the warm-up."""
@@ -161,16 +169,24 @@ class Engine:
             if loop.live >= config.max_queue_size + config.max_batch_size:
                 raise LimitExceeded(f"{loop.live} sequences run or wait; max_queue_size = {config.max_queue_size}")
             loop.live += 1
-            sequence: RunningSequence = RunningSequence(
-                SequenceState(request),
-                len(request.prompt_ids),
-                request.grammar is not None,
-                priority=request.priority,
-                salt=request.cache_salt,
-                scored=request.prompt_logprobs is not None,
-            )
+            sequence = self._sequence_of(request)
             # Under the lock: a sequence that is counted is in the inbox before `close` sets the flag.
             self._inbox.put(lambda: loop.admit(sequence))
+
+    def _sequence_of(self, request: Request) -> RunningSequence:
+        length = len(request.prompt_ids)
+        longest = min(length + request.sampling.max_tokens, self.model.max_model_len)
+        return RunningSequence(
+            SequenceState(request),
+            length,
+            request.grammar is not None,
+            priority=request.priority,
+            salt=request.cache_salt,
+            scored=request.prompt_logprobs is not None,
+            waits_since_s=time.monotonic(),
+            max_queue_s=math.inf if request.max_queue_s is None else request.max_queue_s,
+            reserved=longest if request.never_preempt else 0,
+        )
 
     def abort(self, request_id: str) -> bool:
         """End every sequence of the request with ABORTED; False when none was running."""

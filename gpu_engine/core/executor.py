@@ -28,6 +28,7 @@ from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.direct import DirectLauncher
 from gpu_engine.step.native_launches import NativeLaunches
 from gpu_engine.step.output_ring import OutputRing
+from gpu_engine.step.outputs.tensors import TensorOutputs, scratch_pages
 from gpu_engine.step.prefill import chunks_of, fill_prompts, prompt_rows
 from gpu_engine.step.program import Drafter, StepProgram
 from gpu_engine.step.prompt_scorer import PromptScorer
@@ -51,6 +52,8 @@ class Executor:
     """Fill the caches with these chunks of different sequences, which fit one of the configuration's shapes."""
     scorer: PromptScorer
     """Fills the caches with a chunk, and returns the log-probabilities of its tokens."""
+    tensors: TensorOutputs
+    """Computes the tensors that requests ask for."""
     warm_up: Callable[[], None]
     """Run every shape once; capture. Before the first request, after `enter`."""
     enter: Callable[[], None]
@@ -136,7 +139,7 @@ def cpu_executor(
         sync = InlineSync(stream, channel, launches, **timeouts)
     parts = DrafterParts(config, model, stream, launches, sync, num_pages, False, slot, lane)
     drafter = build_drafter(parts, drafter_builders)
-    pages = model.allocate_pages(num_pages, config.page_size)
+    pages = model.allocate_pages(num_pages + scratch_pages(config.page_size), config.page_size)
     ring = OutputRing(stream, lane, sync.report, max_inflight_steps + 1)
     program = StepProgram(stream, launches, model, pages, sync, drafter, slot, lane, ring)
     limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
@@ -172,4 +175,7 @@ def cpu_executor(
     fills = prefill_together if program.mixes else prefill
     answers = suffix_drafter(drafter)
     scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
-    return Executor(slot_writer, sync, runner, fills, scorer, warm_up, **idle, mixes=program.mixes, answers=answers)
+    tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
+    return Executor(
+        slot_writer, sync, runner, fills, scorer, tensors, warm_up, **idle, mixes=program.mixes, answers=answers
+    )

@@ -9,13 +9,15 @@ Not responsible for: gRPC and tokenisation (see front/), compiling grammars (see
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.api.errors import LockstepError, status_of
+from gpu_engine.api.errors import LockstepError, QueueTimeout, status_of
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, PromptLogprobs, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats
@@ -23,9 +25,10 @@ from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.executor import lookahead
 from gpu_engine.core.grammar_slots import GrammarSlots
 from gpu_engine.core.kv_cache import PageAllocator
+from gpu_engine.core.outputs.streams import OutputStreams
 from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence, SequenceState
-from gpu_engine.core.scheduler import Chunk, Scheduler
+from gpu_engine.core.scheduler import Chunk, GrammarState, Scheduler
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.step.outcomes import LaneOutcome
 from gpu_engine.step.prompt_scorer import SCORED_ROWS
@@ -35,6 +38,15 @@ from shared_mem.layout import RowKind
 
 def _tokens_of(sequence: RunningSequence) -> list[int]:
     return [*sequence.payload.request.prompt_ids, *sequence.payload.answer]
+
+
+def _ended(event: TokenEvent, request: Request, finish: FinishReason | None, error: LockstepError | None) -> TokenEvent:
+    """Return the last event of a sequence, with the reason for its end."""
+    ids = event.token_ids
+    if finish is FinishReason.GRAMMAR_CLOSED and ids[-1] in request.sampling.stop_token_ids:
+        finish = FinishReason.STOP  # a stop token of the client: the grammar may be incomplete
+    matched = ids[-1] if finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and ids else None
+    return replace(event, finish=finish, matched_token_id=matched, error=error)
 
 
 class EngineLoop:
@@ -65,6 +77,8 @@ class EngineLoop:
             tokens_of=_tokens_of if config.caches_prefixes else None,
             max_batched_tokens=config.max_batched_tokens or shapes.budget if self.executor.mixes else 0,
             scored_chunk=SCORED_ROWS,
+            max_starvation_s=config.max_starvation_s or math.inf,
+            static=config.batching == "static",
         )
         self._slot_writer, self._sync, self._runner = (
             self.executor.slot_writer,
@@ -78,6 +92,11 @@ class EngineLoop:
         self.live = 0
         """Sequences submitted and not ended, for the bound of the queue. Guarded by `live_lock`."""
         self.live_lock = threading.Lock()
+        self.outputs = OutputStreams(
+            self.executor.tensors,
+            self._slot_writer.write_pages,
+            lambda sequence, finish: self.end(sequence, finish=finish),
+        )
         self.grammar_slots = GrammarSlots(
             grammar, self.scheduler, self._slot_writer, self._sync, self.stats, self._in_step, self.end
         )
@@ -87,7 +106,9 @@ class EngineLoop:
 
         Where the executor mixes, the chunks share the step's forward."""
         self.grammar_slots.poll()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(time.monotonic())
+        for sequence in plan.expired:
+            self._expired(sequence)
         for sequence in plan.preempted:
             self._slot_lost(sequence)
         for sequence in plan.assigned:
@@ -103,9 +124,20 @@ class EngineLoop:
             self._prefilled(shared)
         if len(self._in_flight) > (self._runner.max_inflight_steps if plan.decode else 0):
             self._process_outputs(self._in_flight.popleft())
-        return not plan.idle or bool(self._in_flight)
+        busy = not plan.idle or bool(self._in_flight)
+        if self.outputs:
+            busy |= self.outputs.run(wait=not busy)
+        return busy
 
     # -- one sequence ------------------------------------------------------------------------------------------------
+
+    def _expired(self, sequence: RunningSequence) -> None:
+        waited_ms = (time.monotonic() - sequence.waits_since_s) * 1e3
+        most_ms = sequence.max_queue_s * 1e3
+        error = QueueTimeout(
+            f"max_queue_ms: waited {waited_ms:.0f} ms for a slot, at most {most_ms:.0f} ms are allowed"
+        )
+        self.end(sequence, error=error)
 
     def _slot_assigned(self, sequence: RunningSequence) -> None:
         self._slot_writer.assign(sequence)
@@ -159,7 +191,7 @@ class EngineLoop:
             step.forward_rows + step.prompt_tokens, step.step_ms, step.waited_ms, guided=step.any_guided
         )
         for b, (sequence, outcome) in enumerate(zip(step.sequences, step.outcomes, strict=True)):
-            if not step.holds(b):
+            if not step.holds(b) or sequence.ended:
                 continue
             if outcome.error is not None:
                 self.end(sequence, error=outcome.error)
@@ -169,12 +201,23 @@ class EngineLoop:
                 self.grammar_slots.defer(sequence, step.seq, advanced=bool(outcome.token_ids))
             elif sequence.guided:
                 self.grammar_slots.rows_arrived(sequence)
-            if outcome.finish is not None:
+            if sequence in self.outputs:
+                self._hold(sequence, outcome)
+            elif outcome.finish is not None:
                 self.end(sequence, outcome, finish=outcome.finish)
             elif outcome.token_ids:
                 request = sequence.payload.request
                 scores = self._prompt_logprobs(sequence)
                 request.sink(TokenEvent(request.index, outcome.token_ids, outcome.logprobs, prompt_logprobs=scores))
+
+    def _hold(self, sequence: RunningSequence, outcome: LaneOutcome) -> None:
+        """Have the tokens sent with their rows; a sequence that ends here holds its slot until these are computed."""
+        scores = self._prompt_logprobs(sequence) if outcome.token_ids else None
+        self.outputs.hold(sequence, outcome.token_ids, outcome.logprobs, scores, outcome.finish)
+        if outcome.finish is not None:
+            sequence.ended, sequence.deferred = True, False
+            sequence.guided, sequence.grammar_state = False, GrammarState.UNCONSTRAINED
+            self.grammar_slots.close(sequence)
 
     def _count(self, sequence: RunningSequence, outcome: LaneOutcome, waited_ms: float) -> None:
         telemetry, stats, count = sequence.payload.request.telemetry, self.stats, len(outcome.token_ids)
@@ -194,13 +237,19 @@ class EngineLoop:
             if telemetry.first_token_s:
                 stats.token_gap_seconds.observe(now_s - telemetry.last_token_s)
             else:
-                telemetry.first_token_s, telemetry.cached_tokens = now_s, sequence.num_cached_tokens
+                telemetry.first_token_s, telemetry.cached_tokens = now_s, self._num_reused(sequence)
                 if sequence.num_cached_tokens:  # a prompt of one token has no prefill, and no time of it
                     telemetry.prefilled_s = telemetry.prefilled_s or telemetry.scheduled_s
             telemetry.last_token_s = now_s
         if outcome.finish is FinishReason.GRAMMAR_ERROR:
             stats.dead_ends += outcome.blocked == RowKind.DEAD_END
             stats.matcher_errors += outcome.blocked == RowKind.ERROR
+
+    def _num_reused(self, sequence: RunningSequence) -> int:
+        """Return how many tokens of the prompt the prefix cache had. Rows that were sent before a preemption say more
+        than the pages that the sequence found afterwards."""
+        reused = self.outputs.reused(sequence) if sequence in self.outputs else None
+        return sequence.num_cached_tokens if reused is None else reused
 
     def _in_step(self, sequence: RunningSequence) -> bool:
         """Return whether a step with the sequence in its slot is launched and not collected."""
@@ -231,12 +280,15 @@ class EngineLoop:
         else:
             self.stats.finished[finish.name if finish else "DROPPED"] += 1
         if not silent:
-            ids, logprobs = (outcome.token_ids, outcome.logprobs) if outcome else ((), ())
-            if finish is FinishReason.GRAMMAR_CLOSED and ids[-1] in request.sampling.stop_token_ids:
-                finish = FinishReason.STOP  # a stop token of the client: the grammar may be incomplete
-            scores = self._prompt_logprobs(sequence) if ids else None
-            matched = ids[-1] if finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and ids else None
-            request.sink(TokenEvent(request.index, ids, logprobs, finish, matched, error, scores))
+            if sequence in self.outputs:
+                event = self.outputs.close(sequence)
+            else:
+                ids, logprobs = (outcome.token_ids, outcome.logprobs) if outcome else ((), ())
+                scores = self._prompt_logprobs(sequence) if ids else None
+                event = TokenEvent(request.index, ids, logprobs, prompt_logprobs=scores)
+            request.sink(_ended(event, request, finish, error))
+        elif sequence in self.outputs:
+            self.outputs.close(sequence)
         if sequence.scored:
             self.executor.scorer.drop(sequence)
         self.grammar_slots.close(sequence)  # last: the client gets its last event even if the port fails
@@ -257,6 +309,7 @@ class EngineLoop:
         """Put a submitted sequence into the waiting queue."""
         self.sequences[sequence.payload.request] = sequence
         self.scheduler.add(sequence)
+        self.outputs.add(sequence)
 
     def end_request(self, request_id: str) -> None:
         """End every sequence of the request with ABORTED."""

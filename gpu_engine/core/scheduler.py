@@ -1,9 +1,10 @@
 """Decides each iteration: assigns slots, cuts prompts into prefill chunks, picks the decode batch, preempts.
 
 `Scheduler.plan` returns a `Plan`; the engine loop acts on it. The waiting queue is in the order of priorities, and
-first come, first served among equal ones. A priority decides nothing else: a sequence that has had a slot is never
-preempted for one that had its first slot later. Invariant: a running sequence owns its pages and its (slot, slot_gen);
-`remove` and `preempt` take both back. Pure: no tensors, no clocks, no I/O.
+first come, first served among equal ones; a sequence that has waited for too long is in front of all others. A priority
+decides nothing else: a sequence that has had a slot is never preempted for one that had its first slot later.
+Invariant: a running sequence owns its pages and its (slot, slot_gen); `remove` and `preempt` take both back. Pure: no
+tensors, no clocks, no I/O; the caller says what time it is.
 
 Not responsible for: page accounting (see kv_cache.py), running what was planned (see loop.py).
 """
@@ -11,6 +12,7 @@ Not responsible for: page accounting (see kv_cache.py), running what was planned
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -72,6 +74,17 @@ class Sequence(Generic[Payload]):
     order: int = 0
     """Number of its first slot, in the order in which slots were given; 0: it had none yet. The youngest sequence, with
     the largest number, is preempted first."""
+    waits_since_s: float = 0.0
+    """When it came into the waiting queue: at its arrival, or when it was preempted."""
+    max_queue_s: float = math.inf
+    """The longest wait for its first slot."""
+    starving: bool = False
+    """It has waited so long that no sequence that came later is in front of it."""
+    ended: bool = False
+    """It has all of its tokens, and holds its slot until the engine removes it."""
+    reserved: int = 0
+    """It has the pages of so many tokens from its first slot on, all that it may ever need, and is never preempted. 0:
+    it gets pages as it grows, and may be preempted."""
 
     @property
     def prefill_end(self) -> int:
@@ -86,7 +99,8 @@ class Sequence(Generic[Payload]):
     def decodes_behind(self, prefilled: int) -> bool:
         """Return whether the sequence may be in a decode batch once so many of its tokens are prefilled."""
         ready = self.grammar_state in (GrammarState.UNCONSTRAINED, GrammarState.OPEN)
-        return self.slot >= 0 and ready and not self.deferred and prefilled >= self.prefill_end
+        waits = self.deferred or self.ended
+        return self.slot >= 0 and ready and not waits and prefilled >= self.prefill_end
 
     def __repr__(self) -> str:
         state = "waiting" if self.slot < 0 else f"slot {self.slot} gen {self.slot_gen} pages {len(self.pages)}"
@@ -116,6 +130,8 @@ class Plan(Generic[Payload]):
     """The batch of the decode step."""
     scored: Chunk[Payload] | None = None
     """A chunk to be run in a forward of its own, before the others: its logits are wanted."""
+    expired: tuple[Sequence[Payload], ...] = ()
+    """Sequences whose `max_queue_s` is over: they are out of the waiting queue, and the engine removes them."""
 
     @property
     def idle(self) -> bool:
@@ -137,6 +153,8 @@ class Scheduler(Generic[Payload]):
         tokens_of: Callable[[Sequence[Payload]], list[int]] | None = None,
         max_batched_tokens: int = 0,
         scored_chunk: int = 1,
+        max_starvation_s: float = math.inf,
+        static: bool = False,
     ) -> None:
         """Args: see below.
 
@@ -147,13 +165,20 @@ class Scheduler(Generic[Payload]):
         max_batched_tokens: tokens of one forward, over decoding sequences and prompts together: a prompt whose last
             chunk is in it decodes in it, too. 0: prompts have forwards of their own, with `prefill_chunk` and `shapes`.
         scored_chunk: chunks of scored sequences end at multiples of this number of tokens.
+        max_starvation_s: the wait after which a sequence goes in front of every one that came later.
+        static: slots are given only while no sequence runs, to as many as fit; else whenever one is free.
         """
         self.allocator, self._shapes, self._tokens_of = allocator, shapes, tokens_of
         self._chunk, self._lookahead, self._max_batched_tokens = prefill_chunk, lookahead, max_batched_tokens
         self._scored_chunk_tokens = scored_chunk
+        self._max_starvation_s, self._static = max_starvation_s, static
         self._slots: list[Sequence[Payload] | None] = [None] * num_slots
         self._gens = [0] * num_slots
         self._waiting: deque[Sequence[Payload]] = deque()
+        self._expired: list[Sequence[Payload]] = []
+        """Sequences that a plan named and that are not removed yet."""
+        self._next_due_s = math.inf
+        """When a wait in the queue is over next, or earlier: `plan` looks at the queue then."""
         self._admissions = 0
         self._blocked: tuple[Sequence[Payload], int, int] | None = None
         """The first waiting sequence that had too few pages, with the allocator's (index_version, num_available)."""
@@ -161,29 +186,36 @@ class Scheduler(Generic[Payload]):
         """Tokens of all sequences so far that the prefix cache had, so that they needed no prefill."""
 
     def add(self, sequence: Sequence[Payload]) -> None:
-        """Put a new sequence into the waiting queue, behind those of its priority."""
+        """Put a new sequence into the waiting queue, behind those of its priority. It waits since `waits_since_s`."""
         at = len(self._waiting)
-        while at and self._waiting[at - 1].priority < sequence.priority:
+        while at and not self._waiting[at - 1].starving and self._waiting[at - 1].priority < sequence.priority:
             at -= 1
         self._waiting.insert(at, sequence)
+        self._next_due_s = min(self._next_due_s, self._due_s(sequence))
 
     def remove(self, sequence: Sequence[Payload]) -> None:
         """Remove a sequence, running or waiting; its slot and pages are released."""
         if sequence.slot >= 0:
             self._release_slot(sequence)
+        elif sequence in self._expired:
+            self._expired.remove(sequence)
         else:
             self._waiting.remove(sequence)
 
-    def plan(self) -> Plan[Payload]:
-        """Decide one iteration: find pages for the decode batch, assign free slots, choose chunks to prefill."""
-        preempted = self._make_room()
+    def plan(self, now_s: float = 0.0) -> Plan[Payload]:
+        """Decide one iteration: find pages for the decode batch, assign free slots, choose chunks to prefill.
+
+        `now_s` is of the clock of `Sequence.waits_since_s`, and never goes back.
+        """
+        expired = self._look_at_waits(now_s) if now_s >= self._next_due_s else ()
+        preempted = self._make_room(now_s)
         assigned = () if preempted else self._assign_slots()
         scored = self._scored_chunk()
         # Before the decode batch: the search of the prefix cache may leave nothing of a prompt to prefill.
         chunks = self._mixed_chunks(scored) if self._max_batched_tokens else self._chunks()
         ends = {c.sequence: c.end for c in chunks} if self._max_batched_tokens else {}
         decode = tuple(s for s in self.running if s.decodes_behind(ends.get(s, s.prefilled)))
-        return Plan(tuple(preempted), tuple(assigned), chunks, decode, scored)
+        return Plan(tuple(preempted), tuple(assigned), chunks, decode, scored, expired)
 
     def index_pages(self, sequence: Sequence[Payload]) -> None:
         """Put the full pages that are prefilled so far into the prefix cache, for sequences with the same beginning."""
@@ -192,17 +224,41 @@ class Scheduler(Generic[Payload]):
             where = sequence.pages, sequence.num_indexed_pages, sequence.salt
             sequence.num_indexed_pages = self.allocator.insert(tokens, *where)
 
-    def preempt(self, sequence: Sequence[Payload]) -> None:
+    def preempt(self, sequence: Sequence[Payload], now_s: float = 0.0) -> None:
         """Take slot and pages of a sequence and put it into the waiting queue, in front of those of its priority.
 
         With its next slot it is prefilled again, or finds its pages in the prefix cache.
         """
         self._release_slot(sequence)
         sequence.prefilled = 0
+        sequence.waits_since_s, sequence.starving = now_s, False
         at = 0
-        while at < len(self._waiting) and self._waiting[at].priority > sequence.priority:
+        while at < len(self._waiting) and (
+            self._waiting[at].starving or self._waiting[at].priority > sequence.priority
+        ):
             at += 1
         self._waiting.insert(at, sequence)
+        self._next_due_s = min(self._next_due_s, self._due_s(sequence))
+
+    def _due_s(self, sequence: Sequence[Payload]) -> float:
+        """Return when the queue must be looked at for this sequence."""
+        starves_s = math.inf if sequence.starving else self._max_starvation_s
+        return sequence.waits_since_s + min(starves_s, math.inf if sequence.order else sequence.max_queue_s)
+
+    def _look_at_waits(self, now_s: float) -> tuple[Sequence[Payload], ...]:
+        """Take sequences whose longest wait is over out of the queue, and return them; put starving ones to the front.
+
+        Starving sequences are in the order in which they came.
+        """
+        expired = [s for s in self._waiting if not s.order and now_s >= s.waits_since_s + s.max_queue_s]
+        left = [s for s in self._waiting if s not in expired]
+        for s in left:
+            s.starving = s.starving or now_s >= s.waits_since_s + self._max_starvation_s
+        front = sorted((s for s in left if s.starving), key=lambda s: s.waits_since_s)
+        self._waiting = deque([*front, *(s for s in left if not s.starving)])
+        self._next_due_s = min(map(self._due_s, self._waiting), default=math.inf)
+        self._expired += expired
+        return tuple(expired)
 
     def _scored_chunk(self) -> Chunk[Payload] | None:
         """Return the next chunk of the oldest scored sequence."""
@@ -270,19 +326,25 @@ class Scheduler(Generic[Payload]):
             return False
         return self._tokens_of(sequence)[:end] == self._tokens_of(chunk.sequence)[:end]
 
-    def _make_room(self) -> list[Sequence[Payload]]:
-        """Give every decoding sequence pages for its next step; preempt the youngest sequences while pages lack."""
+    def _make_room(self, now_s: float) -> list[Sequence[Payload]]:
+        """Give every decoding sequence pages for its next step; preempt the youngest sequences while pages lack.
+
+        A sequence that has reserved pages has all of them, so it lacks none and every one that lacks some may be
+        preempted itself.
+        """
         preempted: list[Sequence[Payload]] = []
         for sequence in sorted((s for s in self.running if s.decoding), key=lambda s: s.order):
             while sequence.slot >= 0 and not self.allocator.grow(sequence.pages, sequence.length + self._lookahead):
-                youngest = max(self.running, key=lambda s: s.order)
-                self.preempt(youngest)
+                youngest = max((s for s in self.running if not s.reserved), key=lambda s: s.order)
+                self.preempt(youngest, now_s)
                 preempted.append(youngest)
         return preempted
 
     def _assign_slots(self) -> list[Sequence[Payload]]:
         """Move sequences from the head of the waiting queue into free slots while there are pages for the first one."""
         assigned: list[Sequence[Payload]] = []
+        if self._static and self.running:
+            return assigned
         free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
         for slot in free:
             if not self._waiting or not self._allocate(self._waiting[0]):
@@ -293,6 +355,7 @@ class Scheduler(Generic[Payload]):
                 sequence.order = self._admissions
             self._gens[slot] += 1
             sequence.slot, sequence.slot_gen = slot, self._gens[slot]
+            sequence.starving = False
             sequence.grammar_state = GrammarState.OPENING if sequence.guided else GrammarState.UNCONSTRAINED
             self._slots[slot] = sequence
             assigned.append(sequence)
@@ -304,7 +367,7 @@ class Scheduler(Generic[Payload]):
         if state == self._blocked:
             return False
         pages = self._match_prefix(sequence)
-        if not self.allocator.grow(pages, sequence.length + self._lookahead):
+        if not self.allocator.grow(pages, max(sequence.length, sequence.reserved) + self._lookahead):
             self.allocator.free(pages)
             self._blocked = state
             return False
@@ -351,6 +414,11 @@ class Scheduler(Generic[Payload]):
             self.allocator.free(sequence.pages)
 
     @property
+    def next_due_s(self) -> float:
+        """When a wait in the queue is over next, or earlier; inf: never."""
+        return self._next_due_s
+
+    @property
     def running(self) -> list[Sequence[Payload]]:
         """Sequences that hold a slot, by slot."""
         return [s for s in self._slots if s is not None]
@@ -370,6 +438,7 @@ class Scheduler(Generic[Payload]):
         self.allocator.check_integrity([s.pages for s in self.running])
         assert all(s is None or s.slot == slot for slot, s in enumerate(self._slots))
         assert all(s.slot < 0 and not s.pages for s in self._waiting)
+        assert all(self.allocator.pages_for(s.reserved) <= len(s.pages) for s in self.running)
 
     def __repr__(self) -> str:
         slots = f"running={len(self.running)}/{len(self._slots)}"

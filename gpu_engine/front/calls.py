@@ -61,6 +61,9 @@ Rename = Callable[[str], str]
 MANY_NUMBERS = 2048
 """More log-probabilities than this take some milliseconds to put into a message."""
 
+MANY_BYTES = 1 << 20
+"""The same for the bytes of tensors."""
+
 
 @dataclass(slots=True)
 class Call:
@@ -276,7 +279,8 @@ class Calls:
 async def _responses(respond: Respond, output: SequenceOutput, delta: Delta) -> Iterable[Any]:
     """Return the messages, which are made off the event loop where they have many numbers."""
     scores = delta.prompt_logprobs
-    if scores is not None and scores.top_ids_NM.size + scores.logprob_N.size > MANY_NUMBERS:
+    numbers = 0 if scores is None else scores.top_ids_NM.size + scores.logprob_N.size
+    if numbers > MANY_NUMBERS or sum(rows.data.size for rows in delta.outputs) > MANY_BYTES:
         return await asyncio.to_thread(lambda: list(respond(output, delta)))
     return respond(output, delta)
 

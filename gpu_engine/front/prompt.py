@@ -15,6 +15,7 @@ from gpu_engine.api.conversation import Chat
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.ports import Tokenizer
 from gpu_engine.api.request import DraftScope, Request, SamplingParams, Telemetry, TokenEvent
+from gpu_engine.front.outputs_field import check_bytes, of_sequence
 from gpu_engine.front.text_output import REPLACEMENT
 from gpu_engine.front.tools.chat import render
 from gpu_engine.front.tools.fields import chat_bytes
@@ -70,6 +71,9 @@ def build_requests(
             "sampling.min_tokens",
             f"is {checked.min_tokens}, at most {max_tokens} can be generated (max_tokens, context)",
         )
+    check_bytes(
+        checked.outputs, num_sequences=checked.n, prompt_length=len(prompt_ids), max_tokens=max_tokens, limits=limits
+    )
     bad_token_ids, bad_words = _bad_words(checked, tokenizer)
     echo = _echo(checked, prompt_ids, tokenizer) if checked.echo else None
     return [
@@ -104,6 +108,9 @@ def build_requests(
             jump_forward_tokens=checked.jump_forward_tokens,
             draft_scope=draft_scope,
             priority=checked.priority,
+            max_queue_s=None if checked.max_queue_ms is None else checked.max_queue_ms / 1e3,
+            never_preempt=checked.never_preempt,
+            outputs=of_sequence(checked.outputs, i),
             cache_salt=checked.cache_salt,
             prompt_logprobs=checked.prompt_logprobs if i == 0 else None,
             echo=echo,

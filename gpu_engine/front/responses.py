@@ -7,11 +7,12 @@ Not responsible for: any decision about a request (see calls.py and text_output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.outputs import OutputRows
 from gpu_engine.api.ports import Model
 from gpu_engine.api.request import PromptLogprobs, Request
 from gpu_engine.api.stats import EngineStats
@@ -19,21 +20,27 @@ from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tools.formats import reasoning_markers, tool_format
 from protos.engine.v1 import engine_pb2 as pb
 
+MAX_MESSAGE_BYTES = 1 << 20
+"""Of tensors in one message, or one row where that is larger: clients take 4 MiB unless they say so."""
+
 
 def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOptions) -> list[pb.GenerateResponse]:
-    """Return the message for `delta`, as the request asks for it; none when the message would have no content."""
+    """Return the message for `delta`, as the request asks for it; none when the message would have no content.
+
+    There are several where it has many rows of tensors: the first one has the text, and the last one the finish reason.
+    """
     request, echo = output.request, delta.echo is not None
     text = delta.text if options.omit_text else (delta.echo or "") + delta.text
     has_ids = (delta.token_ids or echo) and not options.omit_token_ids
-    if not (text or delta.finish or delta.logprobs or delta.prompt_logprobs or has_ids):
+    if not (text or delta.finish or delta.logprobs or delta.prompt_logprobs or delta.outputs or has_ids):
         return []
-    response = pb.GenerateResponse(request_id=request.request_id, index=request.index, text=text)
+    first = pb.GenerateResponse(request_id=request.request_id, index=request.index, text=text)
     if echo and not options.omit_token_ids:
-        response.prompt_token_ids.extend(request.prompt_ids)
+        first.prompt_token_ids.extend(request.prompt_ids)
     if not options.omit_token_ids:
-        response.token_ids.extend(delta.token_ids)
+        first.token_ids.extend(delta.token_ids)
     for part in delta.parts:
-        response.parts.add(
+        first.parts.add(
             kind=cast("pb.AnswerPart.Kind", part.kind.value),
             text=part.text,
             tool_call_index=part.tool_call_index,
@@ -41,23 +48,50 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
             tool_name=part.tool_name,
         )
     if delta.prompt_logprobs is not None:
-        response.prompt_logprobs.extend(_prompt_entries(delta.prompt_logprobs))
+        first.prompt_logprobs.extend(_prompt_entries(delta.prompt_logprobs))
     for entry in delta.logprobs:
         top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
-        response.logprobs.append(pb.TokenLogprobs(logprob=entry.logprob, top=top))
+        first.logprobs.append(pb.TokenLogprobs(logprob=entry.logprob, top=top))
+    responses = [first, *_add_outputs(first, delta.outputs)] if delta.outputs else [first]
+    if delta.finish:
+        _add_end(responses[-1], output, delta)
+    return responses
+
+
+def _add_end(response: pb.GenerateResponse, output: SequenceOutput, delta: Delta) -> None:
+    """Add what the last message of a sequence has."""
+    request = output.request
     for leaf in delta.fields:
         response.field_logprobs.add(pointer=leaf.pointer, logprob=leaf.logprob, tokens=leaf.tokens)
-    if delta.finish:
-        response.finish_reason = cast("pb.FinishReason", delta.finish.value)
-        if delta.matched_stop is not None:
-            response.matched_stop_str = delta.matched_stop
-        elif delta.matched_token_id is not None:
-            response.matched_token_id = delta.matched_token_id
-        response.usage.prompt_tokens = len(request.prompt_ids)
-        response.usage.completion_tokens = output.completion_tokens
-        response.usage.cached_tokens = request.telemetry.cached_tokens
-        response.telemetry.CopyFrom(_telemetry(request, output.finished_s))
-    return [response]
+    response.finish_reason = cast("pb.FinishReason", delta.finish.value if delta.finish else 0)
+    if delta.matched_stop is not None:
+        response.matched_stop_str = delta.matched_stop
+    elif delta.matched_token_id is not None:
+        response.matched_token_id = delta.matched_token_id
+    response.usage.prompt_tokens = len(request.prompt_ids)
+    response.usage.completion_tokens = output.completion_tokens
+    response.usage.cached_tokens = request.telemetry.cached_tokens
+    response.telemetry.CopyFrom(_telemetry(request, output.finished_s))
+
+
+def _add_outputs(first: pb.GenerateResponse, outputs: Sequence[OutputRows]) -> list[pb.GenerateResponse]:
+    """Put rows into `first` and, where they are too many, into further messages, which are returned."""
+    more: list[pb.GenerateResponse] = []
+    response, room = first, MAX_MESSAGE_BYTES
+    for rows in outputs:
+        at, size = 0, rows.spec.row_bytes
+        while at < len(rows.data):
+            if room < size and room < MAX_MESSAGE_BYTES:
+                response, room = pb.GenerateResponse(request_id=first.request_id, index=first.index), MAX_MESSAGE_BYTES
+                more.append(response)
+            count = min(len(rows.data) - at, max(room // size, 1))
+            part = rows.data[at : at + count]
+            shape = (count, *rows.spec.shape)
+            response.outputs.add(
+                name=rows.name, dtype=rows.spec.dtype, shape=shape, data=part.tobytes(), start=rows.start + at
+            )
+            at, room = at + count, room - count * size
+    return more
 
 
 def _prompt_entries(scores: PromptLogprobs) -> Iterator[pb.TokenLogprobs]:
@@ -112,6 +146,7 @@ def model_info(
         version=version,
         device=config.device,
         served_names=config.served_names,
+        output_names=model.outputs,
     )
     response.backends.extend(cast("tuple[pb.Backend, ...]", backends))
     template = model.tokenizer.chat_template

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpu_engine.api.errors import LockstepError
+from gpu_engine.api.outputs import OutputRows
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent
 from gpu_engine.front.tokens.field_logprobs import FieldLogprob, FieldScorer
 from gpu_engine.front.tools.parts import Part, PartKind, PartsParser
@@ -41,6 +42,8 @@ class Delta:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     """With the first token, if asked for."""
+    outputs: list[OutputRows] = field(default_factory=list)
+    """Rows of the tensors that were asked for."""
     finish: FinishReason | None = None
     matched_token_id: int | None = None
     matched_stop: str | None = None
@@ -109,6 +112,9 @@ class SequenceOutput:
         for event in events:
             if not self.ended:
                 self._take_one(event, delta, text)
+        if delta.matched_stop is not None:  # the event may have had tokens behind the stop string
+            end = len(self.request.prompt_ids) + self.completion_tokens - 1
+            delta.outputs = [rows.before(end) for rows in delta.outputs if rows.start < end]
         joined = "".join(text)
         parts = self._parts(joined, ended=delta.ended)
         if self._with_text:
@@ -133,6 +139,7 @@ class SequenceOutput:
         stopped = event.finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED)
         stop_token_last = stopped and event.matched_token_id is not None
         delta.prompt_logprobs = delta.prompt_logprobs or event.prompt_logprobs
+        delta.outputs += event.outputs
         for i, token_id in enumerate(event.token_ids):
             delta.token_ids.append(token_id)
             if event.logprobs and self._with_logprobs:

@@ -19,6 +19,7 @@ from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.front.grammar_field import check_grammar
+from gpu_engine.front.outputs_field import check_outputs
 from gpu_engine.front.tools.fields import chat_bytes, check_chat, check_reasoning, check_tools
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -99,6 +100,9 @@ def check(
         field_logprobs=_field_logprobs(request.response, grammar),
         prompt_logprobs=_prompt_logprobs(request.response),
         priority=_priority(request.priority),
+        max_queue_ms=_max_queue_ms(request, limits),
+        never_preempt=_never_preempt(request, limits),
+        outputs=check_outputs(request, limits),
         cache_salt=_cache_salt(request.cache_salt),
     )
 
@@ -112,13 +116,8 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
         "lora": bool(request.lora),
         "prompt_adapter": bool(request.prompt_adapter),
         "beam_search": request.HasField("beam_search"),
-        "max_queue_ms": request.HasField("max_queue_ms"),
-        "never_preempt": request.never_preempt,
         "response.whole": response.whole,
         "response.cumulative": response.cumulative,
-        "response.context_logits": response.context_logits,
-        "response.generation_logits": response.generation_logits,
-        "response.additional_outputs": bool(response.additional_outputs),
     }
     for field, is_set in asked.items():
         if is_set:
@@ -192,6 +191,20 @@ def _priority(value: int) -> int:
     if abs(value) > MAX_PRIORITY:
         raise InvalidRequest("priority", f"is {value}, must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
     return value
+
+
+def _max_queue_ms(request: pb.GenerateRequest, limits: Limits) -> int | None:
+    if not request.HasField("max_queue_ms"):
+        return limits.max_queue_ms or None
+    if request.max_queue_ms < 1:
+        raise InvalidRequest("max_queue_ms", "is 0, must be at least 1")
+    return request.max_queue_ms
+
+
+def _never_preempt(request: pb.GenerateRequest, limits: Limits) -> bool:
+    if request.never_preempt and not limits.allow_never_preempt:
+        raise InvalidRequest("never_preempt", "this server does not allow it (its setting allow_never_preempt)")
+    return request.never_preempt
 
 
 def _cache_salt(salt: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from gpu_engine.api.outputs import OutputSpec
 from gpu_engine.model.attention import AttentionContext, attending
 from gpu_engine.model.fusion import Fused
 from kernels.kv_pages import KVPages
@@ -44,6 +45,8 @@ class LoadedModel:
     """The products are over blocks of 4 or 8 bits, or on a GPU over rows of 8 bits."""
     fused: Fused = field(default_factory=Fused)
     """The parts of it that are fused kernels."""
+    outputs: dict[str, OutputSpec] = field(default_factory=dict)
+    """The tensors that requests may ask for, by name (see outputs.py)."""
 
     @property
     def dtype_name(self) -> str:
@@ -75,6 +78,10 @@ class LoadedModel:
             self.fused.forward.fill(ids_BP, ctx)
         else:
             self._forward(self.net.get_decoder(), ids_BP, ctx)
+
+    def own_forward(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
+        """Run the model's own modules, over those that are fused, for the hooks on them."""
+        self._forward(self.net, ids_BP, ctx)
 
     def _forward(self, net: Any, ids_BP: torch.Tensor, ctx: AttentionContext) -> Any:
         """Run transformers' own forward; store the states that `ctx.hidden` wants."""

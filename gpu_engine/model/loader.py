@@ -26,6 +26,7 @@ from gpu_engine.model.hub import Hub, Wanted, locate, read_token, refuse_what_ru
 from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.model.linear import pack_linears, replace_conv1d, thin_linears
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
+from gpu_engine.model.outputs import find_outputs
 from gpu_engine.model.probe import probe, refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
 from gpu_engine.model.quantised.choice import quantise
@@ -190,6 +191,7 @@ def prepare(
         if model.fused.forward:
             model.fused = with_native(model.fused, seen.logits_NV, seen.again(model))
         release_blocks(net)
+    model.outputs = find_outputs(model)
     return model
 
 

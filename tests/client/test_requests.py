@@ -5,12 +5,24 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from lockstep_client import Answer, FinishReason, Grammar, Message, NotParsed, Reasoning, Telemetry, Tool, ToolCall
+from lockstep_client import (
+    AdditionalOutput,
+    Answer,
+    FinishReason,
+    Grammar,
+    Message,
+    NotParsed,
+    Reasoning,
+    Telemetry,
+    Tool,
+    ToolCall,
+)
 from lockstep_client import Delta as ClientDelta
-from lockstep_client.answers import FieldLogprob, ModelInfo, Part, Stats, Tokens, Usage
+from lockstep_client.answers import FieldLogprob, ModelInfo, OutputTensor, Part, Stats, Tokens, Usage, joined_outputs
 from lockstep_client.calls import chat_request, text_request, tokenize_request
 from lockstep_client.grammars import CompiledGrammar
 from lockstep_client.messages import conversation, tools_message
@@ -25,6 +37,8 @@ ALL_OPTIONS: dict[str, Any] = {
     "include_stop_str_in_output": True, "skip_special_tokens": False, "logit_bias": {8: -1.0},
     "num_draft_tokens": 0, "draft_index": False, "omit_text": True, "omit_token_ids": True, "echo": True,
     "prompt_logprobs": 1, "per_field_logprobs": True, "request_id": "r", "cache_salt": "s", "priority": -2,
+    "context_logits": True, "generation_logits": True, "additional_outputs": ["logits", AdditionalOutput("m", True)],
+    "max_queue_ms": 250, "never_preempt": True,
 }  # fmt: skip
 
 
@@ -43,6 +57,8 @@ def test_every_option_has_its_field() -> None:
     }
     for name, value in ALL_OPTIONS.items():
         found = by_name[name]
+        if name == "additional_outputs":
+            found = [each.name if not each.context else AdditionalOutput(each.name, True) for each in found]
         found = dict(found) if name == "logit_bias" else list(found) if hasattr(found, "extend") else found
         assert found == (["a"] if name == "stop" else value), name
     assert set(ALL_OPTIONS) == OPTIONS - {"timeout_s"}
@@ -65,6 +81,8 @@ def test_every_field_of_a_request_has_its_option() -> None:
         (Telemetry, own.Telemetry),
         (Usage, own.Usage),
         (FieldLogprob, own.FieldLogprob),
+        (OutputTensor, own.OutputTensor),
+        (AdditionalOutput, own.AdditionalOutput),
         (Part, own.AnswerPart),
         (Tokens, own.TokenizeResponse),
         (ClientDelta, own.GenerateResponse),
@@ -79,6 +97,17 @@ def test_every_field_of_a_message_has_one_of_the_client(kind: type[Any], message
     fields = set(kind.__dataclass_fields__) - {"parse"}
     described: list[FieldDescriptor] = list(message.DESCRIPTOR.fields)
     assert {field.name for field in described} - {"parts" if kind is Message else ""} == fields
+
+
+@pytest.mark.parametrize(("dtype", "packed"), [("float32", "<f4"), ("float16", "<f2"), ("bfloat16", "<u4")])
+def test_a_tensor_is_the_same_as_lists_and_as_an_array(dtype: str, packed: str) -> None:
+    values = np.array([[1.5, -2.0, 0.25], [0.0, -0.5, 96.0]], np.float32)
+    data = (values.view(np.uint32) >> 16).astype("<u2") if dtype == "bfloat16" else values.astype(packed)
+    parts = [OutputTensor("x", dtype, (1, 3), row.tobytes(), 4 + i) for i, row in enumerate(data)]
+    tensor = joined_outputs(parts)["x"]
+    assert (tensor.shape, tensor.start) == ((2, 3), 4)
+    assert tensor.tolist() == values.tolist()
+    assert tensor.numpy().tolist() == values.tolist()
 
 
 def test_the_reasons_of_an_end_are_the_engines() -> None:

@@ -29,7 +29,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         dtype="float32",
         num_threads=1,
         max_batch_size=8,
-        extra=("--max-model-len", "512", "--stream-pace-ms", "0"),
+        extra=(
+            "--max-model-len",
+            "512",
+            "--stream-pace-ms",
+            "0",
+            "--allow-never-preempt",
+            "--max-output-bytes",
+            "9000000",
+        ),
     )
     with EngineServer(options) as engine:
         yield engine.address

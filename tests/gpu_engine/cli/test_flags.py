@@ -22,6 +22,8 @@ ALL = shlex.split("""
 --repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty 0.25 --ignore-eos --include-stop
 --keep-special-tokens --stop a --stop-token-id 4 --bad-word b --bad-token-id 5 --logit-bias 8=-1.5 --logprobs 2
 --prompt-logprobs 1 --per-field-logprobs --echo --omit-token-ids --omit-text --request-id r --priority -2
+--context-logits --generation-logits --tensor logits --context-tensor hidden_states.1
+--max-queue-ms 250 --never-preempt
 --cache-salt s --draft-tokens 3 --no-draft-index --reasoning --reasoning-tokens 9 --reasoning-effort low
 --reasoning-begin <a> --reasoning-end </a>
 --continue-final-message --template-arguments '{"a": 1}' --tool-choice required --no-parallel-tool-calls

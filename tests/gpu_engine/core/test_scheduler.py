@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ def scheduler(
     lanes: int = 1,
     tokens_of: Callable[[Sequence[str]], list[int]] | None = None,
     max_batched_tokens: int = 0,
+    max_starvation_s: float = math.inf,
+    static: bool = False,
 ) -> Names:
     return Scheduler(
         num_slots,
@@ -37,6 +40,8 @@ def scheduler(
         tokens_of=tokens_of,
         max_batched_tokens=max_batched_tokens,
         scored_chunk=SCORED,
+        max_starvation_s=max_starvation_s,
+        static=static,
     )
 
 
@@ -126,6 +131,88 @@ def test_a_preempted_sequence_waits_behind_higher_priorities() -> None:
     machine.add(sequence("equal", 30))
     machine.preempt(second)
     assert names(machine.waiting) == ["high", "second", "equal"]
+
+
+def test_a_sequence_that_waits_for_longer_than_it_may_leaves_the_queue_and_no_other_does() -> None:
+    machine = scheduler(num_slots=1)
+    machine.add(sequence("runs"))
+    for name, patience_s in (("patient", math.inf), ("hasty", 2.0), ("less hasty", 5.0)):
+        one = sequence(name)
+        one.waits_since_s, one.max_queue_s = 1.0, patience_s
+        machine.add(one)
+    assert names(machine.plan(1.0).assigned) == ["runs"]
+    assert machine.next_due_s == 3.0
+    assert machine.plan(2.9).expired == ()
+    (hasty,) = machine.plan(3.0).expired
+    assert hasty.payload == "hasty"
+    machine.remove(hasty)
+    assert names(machine.plan(100.0).expired) == ["less hasty"]
+    assert names(machine.waiting) == ["patient"]
+    assert machine.next_due_s == math.inf
+
+
+def test_a_sequence_that_had_a_slot_does_not_expire_when_it_is_preempted() -> None:
+    machine = scheduler(num_slots=1)
+    one = sequence("a")
+    one.max_queue_s = 1.0
+    machine.add(one)
+    machine.plan(0.5)
+    machine.preempt(one, 0.6)
+    assert machine.plan(9.0).expired == ()
+    assert names(machine.running) == ["a"]
+
+
+def test_a_starving_sequence_goes_in_front_of_any_priority_that_came_later() -> None:
+    machine = scheduler(num_slots=1, max_starvation_s=10.0)
+    for name, priority, came_s in (("runs", 0, 0.0), ("low", -5, 1.0), ("lower", -9, 2.0), ("high", 5, 3.0)):
+        one = sequence(name, priority=priority)
+        one.waits_since_s = came_s
+        machine.add(one)
+        machine.plan(came_s)
+    assert names(machine.waiting) == ["high", "low", "lower"]
+    machine.plan(11.0)
+    assert names(machine.waiting) == ["low", "high", "lower"]
+    machine.plan(12.0)
+    late = sequence("higher", priority=9)
+    late.waits_since_s = 12.0
+    machine.add(late)
+    assert names(machine.waiting) == ["low", "lower", "higher", "high"]
+    machine.preempt(machine.running[0], 12.0)
+    assert names(machine.waiting) == ["low", "lower", "higher", "high", "runs"]
+
+
+def test_a_sequence_that_is_never_preempted_has_all_its_pages_before_it_begins() -> None:
+    machine = scheduler(num_slots=3, num_pages=7)
+    for name, reserved in (("a", 60), ("b", 60), ("c", 0)):
+        one = sequence(name, 10)
+        one.reserved = reserved
+        machine.add(one)
+    assert names(machine.plan().assigned) == ["a"]
+    assert len(machine.running[0].pages) == 4
+    machine.remove(machine.running[0])
+    assert names(machine.plan().assigned) == ["b", "c"]
+    b, c = machine.running
+    lost = []
+    for _ in range(60 - 10):
+        plan = machine.plan()
+        lost += names(plan.preempted)
+        act(machine, plan)
+    assert lost == ["c"], "the older one holds its pages, and the younger one gives way to itself"
+    machine.remove(b)
+    assert names(machine.plan().assigned) == ["c"]
+    assert c.slot >= 0
+
+
+def test_a_static_batch_begins_when_the_former_one_has_ended() -> None:
+    machine = scheduler(num_slots=2, static=True)
+    for name in "abc":
+        machine.add(sequence(name))
+    assert names(machine.plan().assigned) == ["a", "b"]
+    machine.remove(machine.running[0])
+    machine.add(sequence("d"))
+    assert machine.plan().assigned == ()
+    machine.remove(machine.running[0])
+    assert names(machine.plan().assigned) == ["c", "d"]
 
 
 @pytest.mark.parametrize("mixed", [0, 60])
@@ -522,14 +609,25 @@ class Turns(RuleBasedStateMachine):
     salts: tuple[str, ...] = ("",)
     chunk, lanes = CHUNK, 1
     tokens_of: Callable[[Sequence[str]], list[int]] | None = None
+    starves_s = math.inf
+    static = False
+    waits = False
+    """Some sequences reserve pages, and some wait for a bounded time."""
 
     def __init__(self) -> None:
         super().__init__()
         # One sequence of full length always fits, as the engine's configuration makes sure.
         pages = -(-(MAX_LENGTH + ROWS) // PAGE) + 2
         self.machine: Names = scheduler(
-            num_slots=3, num_pages=pages, chunk=self.chunk, lanes=self.lanes, tokens_of=self.tokens_of
+            num_slots=3,
+            num_pages=pages,
+            chunk=self.chunk,
+            lanes=self.lanes,
+            tokens_of=self.tokens_of,
+            max_starvation_s=self.starves_s,
+            static=self.static,
         )
+        self.now_s = 0.0
         self.count = 0
         self.gens: dict[int, int] = {}
 
@@ -539,12 +637,19 @@ class Turns(RuleBasedStateMachine):
         guided=st.booleans(),
         scored=st.booleans(),
         priority=st.integers(-1, 1),
+        more=st.none() | st.integers(0, MAX_LENGTH),
+        patience_s=st.sampled_from([math.inf, 2.0, 7.0]),
     )
-    def arrive(self, length: int, guided: bool, scored: bool, priority: int) -> Sequence[str]:
+    def arrive(
+        self, length: int, guided: bool, scored: bool, priority: int, more: int | None, patience_s: float
+    ) -> Sequence[str]:
         self.count += 1
         salt = self.salts[self.count % len(self.salts)]
         new = sequence(str(self.count), length, guided=guided, priority=priority, salt=salt)
-        new.scored = scored
+        new.scored, new.waits_since_s = scored, self.now_s
+        if self.waits:
+            new.max_queue_s = patience_s
+            new.reserved = 0 if more is None else min(length + more, MAX_LENGTH)
         line = names(self.machine.waiting)
         self.machine.add(new)
         assert names([s for s in self.machine.waiting if s is not new]) == line
@@ -561,16 +666,24 @@ class Turns(RuleBasedStateMachine):
 
     @rule(emitted=st.integers(0, ROWS))
     def turn(self, emitted: int) -> None:
-        line = names(self.machine.waiting)
-        plan = self.machine.plan()
+        line, ran = self.machine.waiting, self.machine.running
+        self.now_s += 1.0
+        plan = self.machine.plan(self.now_s)
         assert not (plan.preempted and plan.assigned)
-        assert names(plan.assigned) == line[: len(plan.assigned)]
+        for s in plan.expired:
+            assert s in line
+            assert not s.order
+            assert self.now_s >= s.waits_since_s + s.max_queue_s
+            self.machine.remove(s)
+        self.in_order(plan, [s for s in line if s not in plan.expired])
+        assert not (self.static and ran and plan.assigned)
         for s in plan.assigned:
             assert s.slot_gen == self.gens.get(s.slot, 0) + 1
             self.gens[s.slot] = s.slot_gen
             assert s.grammar_state is (GrammarState.OPENING if s.guided else GrammarState.UNCONSTRAINED)
         for s in plan.preempted:
-            assert all(other.order < s.order for other in self.machine.running)
+            assert not s.reserved
+            assert all(other.order < s.order for other in self.machine.running if not other.reserved)
         for s in plan.decode:
             assert len(s.pages) * PAGE >= s.length + ROWS
             assert s.prefilled >= s.length - 1
@@ -590,11 +703,18 @@ class Turns(RuleBasedStateMachine):
             assert not s.scored or s.num_cached_tokens == 0
             s.scored = s.scored and not emitted
             end = s.length + ROWS - 1
-            s.length = min(s.length + emitted, MAX_LENGTH)
+            most = s.reserved or MAX_LENGTH
+            s.length = min(s.length + emitted, most)
             self.wrote(s, s.prefilled, end)  # drafts, too, of which all but `emitted` - 1 are wrong
             s.prefilled = s.length - 1
-            if s.length == MAX_LENGTH:
+            if s.length == most:
                 self.machine.remove(s)
+
+    def in_order(self, plan: Plan[str], line: list[Sequence[str]]) -> None:
+        """Check that sequences got their slots in the order of the queue `line`, starving ones first."""
+        starving = [s for s in line if self.now_s >= s.waits_since_s + self.starves_s]
+        line = sorted(starving, key=lambda s: s.waits_since_s) + [s for s in line if s not in starving]
+        assert names(plan.assigned) == names(line[: len(plan.assigned)])
 
     def wrote(self, one: Sequence[str], start: int, end: int) -> None:
         """Hear that the keys of positions [start, end) are written."""
@@ -610,7 +730,9 @@ class Turns(RuleBasedStateMachine):
     @invariant()
     def whole(self) -> None:
         self.machine.check_integrity()
-        priorities = [s.priority for s in self.machine.waiting]
+        starving = [s.starving for s in self.machine.waiting]
+        assert starving == sorted(starving, reverse=True)
+        priorities = [s.priority for s in self.machine.waiting if not s.starving]
         assert priorities == sorted(priorities, reverse=True)
 
     def teardown(self) -> None:
@@ -659,9 +781,24 @@ class TurnsThatShare(TurnsOfSeveral):
                 assert self.cells[one.pages[at // PAGE], at % PAGE] == (one.salt, tuple(said[: at + 1])), (one, at)
 
 
+class TurnsThatWait(TurnsThatShare):
+    """The same with sequences that reserve their pages, a bound on starving, and waits that end."""
+
+    starves_s, waits = 5.0, True
+
+
+class StaticTurns(TurnsThatWait):
+    """The same in batches that begin and end together."""
+
+    static = True
+
+
 TestTurns = Turns.TestCase
+TestTurnsThatWait = TurnsThatWait.TestCase
+TestStaticTurns = StaticTurns.TestCase
 TestTurnsOfSeveral = TurnsOfSeveral.TestCase
 TestTurnsThatShare = TurnsThatShare.TestCase
 TestTurns.settings = TestTurnsOfSeveral.settings = TestTurnsThatShare.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+TestTurnsThatWait.settings = TestStaticTurns.settings = TestTurns.settings

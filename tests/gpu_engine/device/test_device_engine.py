@@ -8,11 +8,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, InvalidRequest
+from gpu_engine.api.outputs import WantedOutput
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.device_slot_writer import DeviceSlotWriter
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
@@ -258,6 +261,34 @@ def test_prompt_logprobs_equal_those_of_a_cpu(llama: LoadedModel, drafts_by: str
         assert got.logprob_N == pytest.approx(want.logprob_N, abs=1e-4)
         assert got.top_ids_NM.tolist() == want.top_ids_NM.tolist()
         assert len(got.logprob_N) == len(ours.request.prompt_ids) - 1
+
+
+def test_tensors_equal_those_of_a_cpu(llama: LoadedModel) -> None:
+    names = ("logits", "hidden_states.1", "model.layers.0.mlp")
+
+    def made() -> list[Answer]:
+        answers = [ask(tokens(n, n), max_tokens=12, ignore_eos=True) for n in (70, 1)]
+        for answer in answers:
+            answer.request.outputs = tuple(
+                WantedOutput(name, name, llama.outputs[name], context=True, answer=True) for name in names
+            )
+        return [*answers, ask(tokens(8, 2), max_tokens=4)]
+
+    def rows(answer: Answer, name: str) -> Any:
+        parts = [each for event in answer.events for each in event.outputs if each.name == name]
+        assert [part.start for part in parts] == [0, *(part.end for part in parts[:-1])]
+        return np.concatenate([part.data for part in parts]).view(np.float32)
+
+    expected, answers = made(), made()
+    with unguided_engine(llama, with_drafts(3, **{**SMALL, "max_model_len": 96})) as engine:
+        answer_all(engine, expected)
+    with device_engine(llama, on_device(3, max_model_len=96)) as (engine, _):
+        assert answer_all(engine, answers) == [answer.tokens for answer in expected]
+    for ours, theirs in zip(answers[:2], expected[:2], strict=True):
+        for name in names:
+            got = rows(ours, name)
+            assert len(got) == len(ours.request.prompt_ids) + len(ours.tokens) - 1
+            np.testing.assert_allclose(got, rows(theirs, name), atol=1e-4)
 
 
 def test_the_slot_of_an_aborted_request_is_reused(llama: LoadedModel, unguided_tokens: list[list[int]]) -> None:

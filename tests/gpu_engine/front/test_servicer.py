@@ -14,7 +14,8 @@ import pytest
 
 from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.api.errors import GrammarUnavailable, InvalidRequest, LimitExceeded
+from gpu_engine.api.errors import GrammarUnavailable, InvalidRequest, LimitExceeded, QueueTimeout
+from gpu_engine.api.outputs import OutputRows, OutputSpec
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent
 from gpu_engine.cli.client import Client
 from gpu_engine.front.calls import Calls
@@ -45,7 +46,8 @@ async def serving(
 ) -> AsyncIterator[Setup]:
     engine = FakeEngine(EngineConfig(max_model_len=256, **engine_fields), script)  # type: ignore[arg-type]
     model, grammar = FakeModel(), FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
-    limits = Limits.of(engine.config, ServerConfig(max_n=4, max_prompt_bytes=10_000), vocab_size=320, max_model_len=256)
+    server_config = ServerConfig(max_n=4, max_prompt_bytes=10_000)
+    limits = Limits.of(engine.config, server_config, vocab_size=320, max_model_len=256, outputs=model.outputs)
     access = grammar if with_grammar else None
     calls = Calls(engine, model, limits, access, pacer=pacer)
     calls.warm()
@@ -200,6 +202,62 @@ async def test_log_probabilities_of_the_prompt_are_in_the_first_response_of_sequ
     for entry in behind:
         assert [(top.token_id, top.logprob) for top in entry.top] == [(i, -i) for i in range(20)]
     assert {r.index for r in responses if r.finish_reason} == {0, 1}
+
+
+def rows(start: int, count: int) -> OutputRows:
+    """Return rows whose numbers are their positions."""
+    spec = OutputSpec("float32", (320,))
+    values = np.repeat(np.arange(start, start + count, dtype=np.float32), 320)
+    return OutputRows("generation_logits", spec, start, values.view(np.uint8).reshape(count, -1))
+
+
+async def test_many_rows_of_a_tensor_come_in_messages_that_any_client_takes(tmp_path: Path) -> None:
+    def script(request: Request) -> Iterable[TokenEvent]:
+        begin = len(request.prompt_ids) - 1
+        yield TokenEvent(0, tuple(b"abc"), outputs=(rows(begin, 3),))
+        yield TokenEvent(0, (*b"d" * 2000, EOS), finish=FinishReason.STOP, outputs=(rows(begin + 3, 2001),))
+
+    async with serving(tmp_path, script) as s:
+        request = ask(response=pb.ResponseOptions(generation_logits=True, echo=True))
+        responses = await answer(s.client, request)
+    assert responses[0].text.startswith("hi")
+    assert [bool(response.finish_reason) for response in responses] == [False] * (len(responses) - 1) + [True]
+    outputs = [output for response in responses for output in response.outputs]
+    assert max(response.ByteSize() for response in responses) < (1 << 20) + 50_000
+    assert len(outputs) > 2
+    begin = len(s.engine.submitted[0].prompt_ids) - 1
+    for output in outputs:
+        assert output.start == begin
+        assert list(output.shape) == [len(output.data) // 1280, 320]
+        assert np.frombuffer(output.data, "<f4")[::320].tolist() == list(range(begin, begin + output.shape[0]))
+        begin += output.shape[0]
+    assert begin == len(s.engine.submitted[0].prompt_ids) + 2003
+
+
+async def test_rows_of_tokens_behind_a_stop_string_are_dropped(tmp_path: Path) -> None:
+    def script(request: Request) -> Iterable[TokenEvent]:
+        begin = len(request.prompt_ids) - 1
+        yield TokenEvent(0, tuple(b"abcd"), outputs=(rows(begin, 4),))
+        yield TokenEvent(0, tuple(b"efgh"), outputs=(rows(begin + 4, 4),))
+
+    async with serving(tmp_path, script) as s:
+        sampling = pb.SamplingParams(stop=["ef"])
+        request = ask(sampling=sampling, response=pb.ResponseOptions(generation_logits=True))
+        responses = await answer(s.client, request)
+    assert sum(output.shape[0] for response in responses for output in response.outputs) == 6
+    assert responses[-1].usage.completion_tokens == 6
+
+
+async def test_a_wait_that_is_too_long_is_a_deadline_exceeded(tmp_path: Path) -> None:
+    def script(request: Request) -> Iterable[TokenEvent]:
+        assert request.max_queue_s == 0.25
+        yield TokenEvent(0, error=QueueTimeout("max_queue_ms: waited 251 ms"))
+
+    async with serving(tmp_path, script) as s:
+        error = await refusal(s.client, ask(max_queue_ms=250))
+        assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert error.details() == "max_queue_ms: waited 251 ms"
+        assert s.calls.failed == {"DEADLINE_EXCEEDED": 1}
 
 
 async def test_tokenize_and_detokenize_are_calls_of_the_service(tmp_path: Path) -> None:

@@ -44,6 +44,13 @@ def turns(*pairs: tuple[str, str]) -> pb.ChatMessages:
 
 
 BAD: list[tuple[str, str, Change]] = [
+    ("max_queue_ms", "at least 1", prompt(max_queue_ms=0)),
+    ("never_preempt", "allow_never_preempt", prompt(never_preempt=True)),
+    (
+        "response.additional_outputs[0].name",
+        "output_names",
+        prompt(response=pb.ResponseOptions(additional_outputs=[pb.AdditionalOutput(name="x")])),
+    ),
     ("sampling.max_tokens", "at least 1", sampling(max_tokens=0)),
     ("sampling.temperature", "[0, 100]", sampling(temperature=-1.0)),
     ("sampling.temperature", "[0, 100]", sampling(temperature=100.5)),

@@ -1,0 +1,286 @@
+"""Tensors that requests ask for: those of transformers, each row once, and the same tokens with and without."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gpu_engine.api.outputs import LOGITS, WantedOutput
+from gpu_engine.api.request import FinishReason
+from gpu_engine.core.engine import Engine
+from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.step.outputs.tensors import TensorOutputs
+from kernels.blocks import can_multiply_blocks
+from shared_mem.channel import Record
+from tests.gpu_engine.harness import (
+    PATIENCE_S,
+    Answer,
+    answer_all,
+    answer_each,
+    ask,
+    config,
+    tokens,
+    unguided_engine,
+    until_false,
+    with_drafts,
+)
+from tests.gpu_engine.toy_sidecar import guided_engine
+
+LONG = tokens(150, 4, repeat=40)
+MODULES = ("model.layers.1.mlp", "model.layers.0.self_attn", "model.norm", "model.embed_tokens", "lm_head")
+Rows = dict[str, "np.ndarray[Any, Any]"]
+
+
+@pytest.fixture(scope="module", params=["float32", "q4"])
+def model(request: pytest.FixtureRequest, llama: LoadedModel, saved: Callable[[str], Path]) -> LoadedModel:
+    """A fused forward, and a native one whose prompts share the forwards of steps."""
+    if request.param == "float32":
+        return llama
+    if not can_multiply_blocks():
+        pytest.skip("products over blocks need AVX2")
+    return load_model(config(model=str(saved("llama")), dtype="bfloat16", quantization="q4"))
+
+
+def wanted(model: LoadedModel, source: str, *, context: bool = True, answer: bool = True) -> WantedOutput:
+    return WantedOutput(source, source, model.outputs[source], context=context, answer=answer)
+
+
+def with_outputs(answer: Answer, *outputs: WantedOutput) -> Answer:
+    answer.request.outputs = outputs
+    return answer
+
+
+def rows_of(answer: Answer) -> Rows:
+    """Return the rows of an answer by name, by absolute position; asserts that each comes once and with its token."""
+    found: dict[str, dict[int, Any]] = {}
+    have, prompt = 0, len(answer.request.prompt_ids)
+    for event in answer.events:
+        have += len(event.token_ids)
+        for rows in event.outputs:
+            values = np.frombuffer(rows.data.tobytes(), "<u2" if rows.spec.dtype == "bfloat16" else "<f4").reshape(
+                len(rows.data), *rows.spec.shape
+            )
+            if rows.spec.dtype == "bfloat16":
+                values = (values.astype(np.uint32) << 16).view(np.float32)
+            of_name = found.setdefault(rows.name, {})
+            for at, row in enumerate(values, rows.start):
+                assert at not in of_name, "a row was sent twice"
+                assert at == max(of_name, default=rows.start - 1) + 1, "rows are sent in their order"
+                of_name[at] = row
+        for of_name in (
+            found.get(each.name, {}) for each in answer.request.outputs if each.answer and event.error is None
+        ):
+            if have and answer.finish is not FinishReason.ABORTED:
+                assert max(of_name) == prompt - 2 + have, "a token is sent with its row"
+    return {name: np.stack([rows[at] for at in sorted(rows)]) for name, rows in found.items()}
+
+
+def first_of(answer: Answer, name: str) -> int:
+    return next(rows.start for event in answer.events for rows in event.outputs if rows.name == name)
+
+
+def reference(model: LoadedModel, ids: list[int]) -> dict[str, torch.Tensor]:
+    """Return what transformers has for these tokens in float32: logits, hidden states, and results of modules."""
+    net = AutoModelForCausalLM.from_pretrained(model.name, dtype=torch.float32, attn_implementation="eager").eval()
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: Any, args: Any, output: Any) -> None:
+            found[name] = (output[0] if isinstance(output, tuple) else output)[0]
+
+        return hook
+
+    for name in MODULES:
+        net.get_submodule(name).register_forward_hook(keep(name))
+    with torch.no_grad():
+        out = net(torch.tensor([ids]), output_hidden_states=True)
+    found |= {f"hidden_states.{layer}": states[0] for layer, states in enumerate(out.hidden_states)}
+    return found | {"logits": out.logits[0]}
+
+
+@pytest.mark.parametrize("drafts", [0, 3, 7])
+def test_they_are_those_of_transformers_at_every_token(llama: LoadedModel, drafts: int, overlap: bool) -> None:
+    names = ("logits", *(f"hidden_states.{layer}" for layer in range(3)), *MODULES)
+    with unguided_engine(llama, with_drafts(drafts, overlap=overlap)) as engine:
+        plain = ask(LONG, max_tokens=40, ignore_eos=True)
+        answer = with_outputs(
+            ask(tokens(150, 4, repeat=41), max_tokens=40, ignore_eos=True), *(wanted(llama, name) for name in names)
+        )
+        answer_all(engine, [answer, plain])
+    ids = [*answer.request.prompt_ids, *answer.tokens]
+    expected, rows = reference(llama, ids[:-1]), rows_of(answer)
+    assert set(rows) == set(names)
+    for name in names:
+        assert first_of(answer, name) == 0
+        torch.testing.assert_close(torch.from_numpy(rows[name].copy()), expected[name], atol=2e-4, rtol=1e-4)
+    greedy = rows["logits"][len(answer.request.prompt_ids) - 1 :].argmax(-1)
+    assert greedy.tolist() == answer.tokens
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.8, "seed": 7, "logprobs": 2}])
+def test_they_change_no_token(model: LoadedModel, fields: dict[str, Any], overlap: bool) -> None:
+    def made() -> list[Answer]:
+        return [ask(tokens(20 * n, n, repeat=5 * n), max_tokens=40 + n, ignore_eos=True, **fields) for n in (1, 2, 7)]
+
+    last = f"hidden_states.{model.num_layers}"
+    with unguided_engine(model, with_drafts(3, overlap=overlap)) as engine:
+        expected = made()
+        answer_all(engine, expected)
+        answers = made()
+        with_outputs(answers[0], wanted(model, LOGITS, context=False))
+        with_outputs(answers[1], wanted(model, LOGITS), wanted(model, last), wanted(model, "model.layers.0.mlp"))
+        with_outputs(answers[2], wanted(model, last, answer=False))
+        answer_all(engine, answers)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert [answer.logprobs for answer in answers] == [answer.logprobs for answer in expected]
+    rows = [rows_of(answer) for answer in answers]
+    assert len(rows[0][LOGITS]) == 41
+    assert len(rows[2][last]) == 140 - answers[2].request.telemetry.cached_tokens
+    if not fields:
+        assert rows[0][LOGITS].argmax(-1).tolist() == answers[0].tokens
+
+
+def test_rows_of_cached_tokens_are_missing_and_the_first_row_says_so(model: LoadedModel) -> None:
+    with unguided_engine(model, with_drafts(3)) as engine:
+        answers = [with_outputs(ask(LONG, max_tokens=20), wanted(model, LOGITS)) for _ in range(2)]
+        answer_each(engine, answers)
+    cached = [answer.request.telemetry.cached_tokens for answer in answers]
+    assert cached[0] == 0 < cached[1]
+    assert [first_of(answer, LOGITS) for answer in answers] == cached
+    first, second = (rows_of(answer)[LOGITS] for answer in answers)
+    np.testing.assert_allclose(second, first[cached[1] :], atol=1e-4)
+
+
+def test_preempted_sequences_have_each_row_once(model: LoadedModel, overlap: bool) -> None:
+    def run(**fields: Any) -> tuple[list[Answer], int]:
+        with unguided_engine(model, with_drafts(3, overlap=overlap, prefix_cache=False, **fields)) as engine:
+            answers = [
+                with_outputs(ask(tokens(60 + 20 * n, n), max_tokens=60, seed=n), wanted(model, LOGITS))
+                for n in range(5)
+            ]
+            answer_all(engine, answers)
+            return answers, engine.stats().preemptions
+
+    undisturbed, never = run()
+    tight, preemptions = run(kv_cache_tokens=256)
+    assert never == 0 < preemptions
+    assert [answer.tokens for answer in tight] == [answer.tokens for answer in undisturbed]
+    for one, other in zip(tight, undisturbed, strict=True):
+        assert len(rows_of(one)[LOGITS]) == len(one.request.prompt_ids) + len(one.tokens) - 1
+        np.testing.assert_allclose(rows_of(one)[LOGITS], rows_of(other)[LOGITS], atol=1e-4)
+
+
+def test_a_request_that_ends_between_two_forwards_leaves_nothing(llama: LoadedModel, overlap: bool) -> None:
+    with unguided_engine(llama, config(overlap=overlap, max_batch_size=2)) as engine:
+        other = ask(tokens(5, 1), max_tokens=200, ignore_eos=True)
+        engine.submit(other.request)
+        for seed in range(8):
+            one = with_outputs(ask(tokens(200, seed), max_tokens=50), wanted(llama, LOGITS))
+            engine.submit(one.request)
+            until_false(lambda one=one: not (one.events or one.over))  # type: ignore[misc]
+            if seed % 2:
+                engine.abort(one.request.request_id)
+                one.wait()
+            else:
+                engine.drop(one.request)
+        last = with_outputs(ask(LONG), wanted(llama, LOGITS))
+        answer_all(engine, [last])
+        rows_of(last)
+        other.wait()
+        until_false(lambda: bool(engine._loop.outputs))
+        assert all(entry.free for entry in _tensors(engine)._entries)
+
+
+def _tensors(engine: Engine) -> TensorOutputs:
+    return engine._loop.executor.tensors
+
+
+def test_an_aborted_sequence_keeps_the_tokens_that_waited_for_their_rows(llama: LoadedModel) -> None:
+    with unguided_engine(llama, config()) as engine:
+        endless = with_outputs(ask(tokens(9, 2), max_tokens=200, ignore_eos=True), wanted(llama, LOGITS, context=False))
+        plain = ask(tokens(9, 2), max_tokens=200, ignore_eos=True)
+        engine.submit(endless.request)
+        until_false(lambda: len(endless.tokens) < 5)
+        engine.abort(endless.request.request_id)
+        assert endless.wait().finish is FinishReason.ABORTED
+        answer_all(engine, [plain])
+    assert endless.tokens == plain.tokens[: len(endless.tokens)]
+    assert not endless.events[-1].outputs or len(rows_of(endless)[LOGITS]) <= len(endless.tokens)
+
+
+def test_a_forward_that_holds_few_rows_computes_fewer_at_a_time(llama: LoadedModel) -> None:
+    few = 3 * llama.outputs[LOGITS].row_bytes
+    with unguided_engine(llama, with_drafts(3)) as engine:
+        answers = [with_outputs(ask(LONG, max_tokens=20), wanted(llama, LOGITS)) for _ in range(2)]
+        answer_all(engine, answers[:1])
+        whole = _tensors(engine)
+    with unguided_engine(llama, with_drafts(3)) as engine:
+        small = TensorOutputs(whole._stream, llama, whole._pages, whole._slot, 16, max_bytes=few)
+        small._pages, small._slot = _tensors(engine)._pages, _tensors(engine)._slot
+        engine._loop.outputs._tensors = small
+        answer_all(engine, answers[1:])
+        assert small.forwards >= len(LONG) // 3
+    np.testing.assert_allclose(rows_of(answers[1])[LOGITS], rows_of(answers[0])[LOGITS], atol=1e-4)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 7])
+def test_guided_answers_have_them_also_when_the_sidecar_dies(
+    llama: LoadedModel, num_drafts: int, overlap: bool
+) -> None:
+    def made() -> list[Answer]:
+        return [
+            ask(tokens(30, 1, repeat=10), grammar="50", max_tokens=90),
+            ask(tokens(20, 3), grammar="40", max_tokens=90, temperature=1.0, seed=3),
+            ask(tokens(21, 6), grammar="1", max_tokens=60),
+        ]
+
+    settings = with_drafts(num_drafts, overlap=overlap, row_timeout_ms=2000.0)
+    expected, answers = made(), made()
+    with guided_engine(llama, settings) as (engine, _):
+        answer_all(engine, expected)
+    with guided_engine(llama, with_drafts(num_drafts, overlap=overlap, row_timeout_ms=20.0)) as (engine, grammar):
+        reached = threading.Event()
+
+        def far(record: Record) -> None:
+            if record.commit_pos + len(record.committed) >= 15:
+                reached.set()
+
+        grammar.sidecar.before = far
+        for answer in answers:
+            engine.submit(with_outputs(answer, wanted(llama, LOGITS)).request)
+        assert reached.wait(PATIENCE_S)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
+        grammar.start_sidecar()
+        engine.grammar_restored()
+        assert [answer.wait().tokens for answer in answers] == [answer.tokens for answer in expected]
+    for answer in answers:
+        assert len(rows_of(answer)[LOGITS]) == len(answer.request.prompt_ids) + len(answer.tokens) - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gemma2"])
+def test_every_name_that_is_offered_gives_its_rows(saved: Callable[[str], Path], family: str) -> None:
+    loaded = load_model(config(model=str(saved(family))))
+    assert {LOGITS, "hidden_states.0", f"hidden_states.{loaded.num_layers}"} <= set(loaded.outputs)
+    assert any(name.endswith((".0.mlp", ".0.attn", ".0.self_attn")) for name in loaded.outputs)
+    with unguided_engine(loaded, config()) as engine:
+        names = list(loaded.outputs)
+        answers = [
+            with_outputs(
+                ask(tokens(20, 1), max_tokens=3, ignore_eos=True), *(wanted(loaded, n) for n in names[at : at + 8])
+            )
+            for at in range(0, len(names), 8)
+        ]
+        answer_each(engine, answers)
+    for answer in answers:
+        first = answer.request.telemetry.cached_tokens
+        for name, rows in rows_of(answer).items():
+            assert rows.shape == (20 + 3 - 1 - first, *loaded.outputs[name].shape)
+            assert np.isfinite(rows).all()
