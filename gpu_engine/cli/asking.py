@@ -76,8 +76,8 @@ class _Text:
         self._calls: dict[tuple[int, int], dict[str, str]] = {}
         self._logprobs: list[tuple[int, list[int], list[pb.TokenLogprobs]]] = []
         self._fields: list[pb.FieldLogprob] = []
-        self._outputs: list[pb.OutputTensor] = []
-        """Without their data."""
+        self._outputs: dict[tuple[int, str], list[tuple[int, list[int], str]]] = {}
+        """By sequence and name: the start, the shape and the dtype of each part."""
         self._prompt: tuple[list[int], list[pb.TokenLogprobs]] = ([], [])
 
     def take(self, response: pb.GenerateResponse) -> None:
@@ -93,8 +93,8 @@ class _Text:
             self._prompt = (list(response.prompt_token_ids), list(response.prompt_logprobs))
         self._fields += response.field_logprobs
         for output in response.outputs:
-            output.ClearField("data")
-            self._outputs.append(output)
+            of_name = self._outputs.setdefault((response.index, output.name), [])
+            of_name.append((output.start, list(output.shape), output.dtype))
 
     def _text(self, response: pb.GenerateResponse) -> str:
         if not (self._request.HasField("tools") or self._request.HasField("reasoning")):
@@ -124,9 +124,11 @@ class _Text:
             print(await logprob_table(rows, client.token_texts), file=sys.stderr)
         if self._fields:
             print(field_table(self._fields), file=sys.stderr)
-        for output in self._outputs:
-            shape = " x ".join(map(str, output.shape))
-            print(f"{output.name}: {shape} {output.dtype} from token {output.start} on", file=sys.stderr)
+        for (index, name), parts in sorted(self._outputs.items()):
+            start, shape, dtype = parts[0]
+            rows = sum(part_shape[0] for _, part_shape, _ in parts)
+            sizes = " x ".join(map(str, (rows, *shape[1:])))
+            print(f"[{index}] {name}: {sizes} {dtype} from position {start} on", file=sys.stderr)
 
 
 def run_compile(flags: argparse.Namespace) -> int:

@@ -124,12 +124,6 @@ def device_executor(
     tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
     warm_up = partial(_warm_up, stream, step_sync, prefill, (scorer, tensors), graphs, budget, channel, shapes.every)
 
-    def close() -> None:
-        try:
-            graphs.close()  # waits for the device
-        finally:
-            prefill.close()
-
     return Executor(
         slot_writer,
         step_sync,
@@ -137,8 +131,15 @@ def device_executor(
         *(prefill, scorer, tensors, warm_up),
         enter=lambda: None,
         probe=stream.synchronize,
-        close=close,
+        close=partial(_close, graphs, prefill),
     )
+
+
+def _close(graphs: StepGraphs, prefill: Prefill) -> None:
+    try:
+        graphs.close()  # waits for the device
+    finally:
+        prefill.close()
 
 
 def _warm_up(

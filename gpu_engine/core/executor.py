@@ -165,11 +165,8 @@ def cpu_executor(
         sync.reserve(tuple(range(1, S + 1)))
         budget.seed(_forward_ms(program.warm_up, min(S * R, config.step_rows or S * R)))
 
-    def nothing() -> None:
-        pass
-
     runner = LauncherRunner(launcher, slot_writer, sync, budget, max_inflight_steps)
-    idle = {"enter": _take_number_of_threads, "probe": nothing, "close": nothing}
+    idle = {"enter": _take_number_of_threads, "probe": lambda: None, "close": lambda: None}
     if config.max_batched_tokens and not program.mixes:
         raise _cannot_mix(model, drafter)
     fills = prefill_together if program.mixes else prefill

@@ -9,6 +9,7 @@ Not responsible for: protobuf messages and the other limits (see validation.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
 from gpu_engine.api.conversation import Chat
@@ -74,34 +75,14 @@ def build_requests(
     check_bytes(
         checked.outputs, num_sequences=checked.n, prompt_length=len(prompt_ids), max_tokens=max_tokens, limits=limits
     )
-    bad_token_ids, bad_words = _bad_words(checked, tokenizer)
+    sampling = _sampling(checked, max_tokens, tokenizer)
     echo = _echo(checked, prompt_ids, tokenizer) if checked.echo else None
     return [
         Request(
             request_id=checked.request_id,
             index=i,
             prompt_ids=list(prompt_ids),
-            sampling=SamplingParams(
-                max_tokens=max_tokens,
-                seed=sequence_seed(checked.seed, i),
-                min_tokens=checked.min_tokens,
-                temperature=checked.temperature,
-                top_p=checked.top_p,
-                top_k=checked.top_k,
-                min_p=checked.min_p,
-                repetition_penalty=checked.repetition_penalty,
-                presence_penalty=checked.presence_penalty,
-                frequency_penalty=checked.frequency_penalty,
-                stop=checked.stop,
-                stop_token_ids=checked.stop_token_ids,
-                bad_token_ids=bad_token_ids,
-                bad_words=bad_words,
-                logit_bias=checked.logit_bias,
-                ignore_eos=checked.ignore_eos,
-                logprobs=0 if checked.logprobs is None and checked.field_logprobs else checked.logprobs,
-                include_stop_str_in_output=checked.include_stop_str_in_output,
-                skip_special_tokens=checked.skip_special_tokens,
-            ),
+            sampling=replace(sampling, seed=sequence_seed(checked.seed, i)),
             sink=sink,
             grammar=checked.grammar,
             num_draft_tokens=checked.num_draft_tokens,
@@ -118,6 +99,32 @@ def build_requests(
         )
         for i in range(checked.n)
     ]
+
+
+def _sampling(checked: Checked, max_tokens: int, tokenizer: Tokenizer) -> SamplingParams:
+    """Return the parameters of sequence 0."""
+    bad_token_ids, bad_words = _bad_words(checked, tokenizer)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=checked.seed,
+        min_tokens=checked.min_tokens,
+        temperature=checked.temperature,
+        top_p=checked.top_p,
+        top_k=checked.top_k,
+        min_p=checked.min_p,
+        repetition_penalty=checked.repetition_penalty,
+        presence_penalty=checked.presence_penalty,
+        frequency_penalty=checked.frequency_penalty,
+        stop=checked.stop,
+        stop_token_ids=checked.stop_token_ids,
+        bad_token_ids=bad_token_ids,
+        bad_words=bad_words,
+        logit_bias=checked.logit_bias,
+        ignore_eos=checked.ignore_eos,
+        logprobs=0 if checked.logprobs is None and checked.field_logprobs else checked.logprobs,
+        include_stop_str_in_output=checked.include_stop_str_in_output,
+        skip_special_tokens=checked.skip_special_tokens,
+    )
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -54,14 +54,7 @@ def check(
         raise InvalidRequest("tools", "needs messages, because the chat template shows the functions")
     prompt = _prompt(request, limits)
     sampling = request.sampling
-    grammar = None
-    if request.HasField("grammar"):
-        options_only = request.HasField("tools") or request.HasField("reasoning")
-        grammar = check_grammar(request.grammar, known, options_only=options_only)
-    if grammar and sampling.ignore_eos:
-        raise InvalidRequest("sampling.ignore_eos", "is not allowed together with a grammar")
-    if request.HasField("tools") and sampling.ignore_eos:
-        raise InvalidRequest("sampling.ignore_eos", "is not allowed together with tools")
+    grammar = _grammar(request, known)
     top_k = _integer(sampling, "top_k", 0, low=-1, high=2**31 - 1)
     num_drafts, num_jump_forward = _draft_tokens(request, limits)
     return Checked(
@@ -105,6 +98,18 @@ def check(
         outputs=check_outputs(request, limits),
         cache_salt=_cache_salt(request.cache_salt),
     )
+
+
+def _grammar(request: pb.GenerateRequest, known: Callable[[str], GrammarSpec] | None) -> GrammarSpec | None:
+    grammar = None
+    if request.HasField("grammar"):
+        options_only = request.HasField("tools") or request.HasField("reasoning")
+        grammar = check_grammar(request.grammar, known, options_only=options_only)
+    if grammar and request.sampling.ignore_eos:
+        raise InvalidRequest("sampling.ignore_eos", "is not allowed together with a grammar")
+    if request.HasField("tools") and request.sampling.ignore_eos:
+        raise InvalidRequest("sampling.ignore_eos", "is not allowed together with tools")
+    return grammar
 
 
 def _refuse_unsupported(request: pb.GenerateRequest) -> None:

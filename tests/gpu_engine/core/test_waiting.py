@@ -1,0 +1,100 @@
+"""What a request says about its wait for a slot, and what a server says about its batches, on a whole engine."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from gpu_engine.api.errors import QueueTimeout
+from gpu_engine.model.loader import LoadedModel
+from tests.gpu_engine.harness import Answer, answer_all, ask, config, tokens, unguided_engine, until_false
+
+
+def endless(seed: int) -> Answer:
+    """Return a request that ends after a second at the earliest."""
+    return ask(tokens(5, seed), max_tokens=1000, ignore_eos=True, seed=seed, on_event=lambda answer: time.sleep(0.005))
+
+
+def test_a_request_that_waits_for_too_long_ends_alone_and_says_for_how_long(llama: LoadedModel, overlap: bool) -> None:
+    with unguided_engine(llama, config(max_batch_size=1, overlap=overlap)) as engine:
+        runs, hasty, patient = endless(1), ask(tokens(9, 2)), ask(tokens(9, 2))
+        hasty.request.max_queue_s = 0.02
+        engine.submit(runs.request)
+        until_false(lambda: not runs.tokens)
+        for answer in (hasty, patient):
+            engine.submit(answer.request)
+        error = hasty.wait().error
+        assert isinstance(error, QueueTimeout)
+        assert str(error).startswith("max_queue_ms: waited ")
+        assert "at most 20 ms" in str(error)
+        assert hasty.tokens == []
+        engine.abort(runs.request.request_id)
+        assert patient.wait().tokens
+        assert engine.stats().failed == {"DEADLINE_EXCEEDED": 1}
+
+
+def test_an_idle_engine_ends_a_wait_in_time(llama: LoadedModel) -> None:
+    with unguided_engine(llama, config(max_batch_size=1)) as engine:
+        first, second = ask(tokens(9, 1)), ask(tokens(9, 2))
+        for answer in (first, second):
+            answer.request.max_queue_s = 30.0
+        assert all(answer_all(engine, [first, second]))
+        assert engine._loop.scheduler.next_due_s > 0
+
+
+def test_a_request_that_is_never_preempted_keeps_its_slot_and_two_of_them_end(
+    llama: LoadedModel, overlap: bool
+) -> None:
+    def made() -> list[Answer]:
+        return [ask(tokens(40, n), max_tokens=150, ignore_eos=True, seed=n) for n in range(4)]
+
+    with unguided_engine(llama, config(overlap=overlap)) as engine:
+        expected = answer_all(engine, made())
+        assert engine.stats().preemptions == 0
+    with unguided_engine(llama, config(overlap=overlap, kv_cache_tokens=256, prefix_cache=False)) as engine:
+        answers = made()
+        for answer in answers[2:]:  # both together need more pages than there are
+            answer.request.never_preempt = True
+        lost: list[str] = []
+        taken = engine._loop._slot_lost
+        engine._loop._slot_lost = lambda sequence: (lost.append(sequence.payload.request.request_id), taken(sequence))[
+            1
+        ]  # type: ignore[method-assign]
+        assert answer_all(engine, answers) == expected
+        assert lost
+        assert not {answer.request.request_id for answer in answers[2:]} & set(lost)
+
+
+def test_a_static_batch_begins_when_every_sequence_of_the_former_one_has_ended(llama: LoadedModel) -> None:
+    with unguided_engine(llama, config(max_batch_size=2, batching="static")) as engine:
+        answers = [ask(tokens(5, n), max_tokens=10 + 40 * (n % 2), ignore_eos=True) for n in range(5)]
+        answer_all(engine, answers)
+    times = sorted((a.request.telemetry.scheduled_s, a.request.telemetry.finished_s) for a in answers)
+    for begun_s, _ in times:
+        before = [end_s for other_s, end_s in times if other_s < begun_s - 1e-3]
+        assert all(end_s <= begun_s for end_s in before)
+    assert engine.stats().finished == {"LENGTH": 5}
+
+
+@pytest.mark.parametrize(("starves_s", "first"), [(0.0, "high"), (0.03, "low")])
+def test_a_low_priority_starves_no_longer_than_the_setting_says(
+    llama: LoadedModel, starves_s: float, first: str
+) -> None:
+    with unguided_engine(llama, config(max_batch_size=1, max_starvation_s=starves_s)) as engine:
+        runs, low = endless(1), ask(tokens(5, 2), max_tokens=3, name="low")
+        engine.submit(runs.request)
+        until_false(lambda: not runs.tokens)
+        low.request.priority = -1
+        engine.submit(low.request)
+        waits = engine._loop.scheduler
+        until_false(lambda: not waits.waiting)
+        until_false(lambda: starves_s > 0 and not waits.waiting[0].starving)
+        high = ask(tokens(5, 3), max_tokens=3, name="high")
+        high.request.priority = 1
+        engine.submit(high.request)
+        until_false(lambda: len(waits.waiting) < 2)
+        engine.abort(runs.request.request_id)
+        both = [low.wait(), high.wait()]
+    order = sorted(both, key=lambda answer: answer.request.telemetry.scheduled_s)
+    assert order[0].request.request_id == first
