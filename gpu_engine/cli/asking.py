@@ -126,8 +126,8 @@ class _Text:
             print(field_table(self._fields), file=sys.stderr)
         for (index, name), parts in sorted(self._outputs.items()):
             start, shape, dtype = parts[0]
-            rows = sum(part_shape[0] for _, part_shape, _ in parts)
-            sizes = " x ".join(map(str, (rows, *shape[1:])))
+            count = sum(part_shape[0] for _, part_shape, _ in parts)
+            sizes = " x ".join(map(str, (count, *shape[1:])))
             print(f"[{index}] {name}: {sizes} {dtype} from position {start} on", file=sys.stderr)
 
 
