@@ -339,6 +339,12 @@ def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig) -
 
         add_to(server, calls, version, kv_events=config.kv_events)
         services.append(VLLM_SERVICE)
+    if config.kserve:
+        from gpu_engine.front.kserve.servicer import SERVICE as KSERVE_SERVICE
+        from gpu_engine.front.kserve.servicer import add_to as add_kserve_to
+
+        add_kserve_to(server, calls, version)
+        services.append(KSERVE_SERVICE)
     reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     return services
 

@@ -25,7 +25,7 @@ SOURCE_FOLDERS = ("gpu_engine", "grammar_service", "http_gateway", "service_runt
 CLIENT = "client/lockstep_client"
 """A distribution of its own, with import contracts of its own."""
 SERVICES = ("gpu_engine", "grammar_service", "http_gateway")
-PROTO_NAMES = ("engine", "grammar")
+PROTO_FILES = ("engine/v1/engine", "grammar/v1/grammar", "kserve/v2/inference")
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 MAX_MODULES_IN_A_FOLDER = 15
@@ -66,6 +66,9 @@ LAZY_IMPORTS = {
     },
     "vLLM's messages are a package of their own extra": {
         ("gpu_engine.server", "gpu_engine.front.vllm_wire.servicer"),
+    },
+    "KServe's messages have the names of Triton's, which a process may have already": {
+        ("gpu_engine.server", "gpu_engine.front.kserve.servicer"),
     },
     "a backend's library is loaded where that backend is configured": {
         ("grammar_service.backends.registry", "grammar_service.backends"),
@@ -227,14 +230,14 @@ def test_generated_code_is_what_the_protos_say(root: Path, tmp_path: Path) -> No
     if installed != pins:
         pytest.skip(f"generated with {pins}, installed are {installed}")
     plugin = Path(sys.executable).parent / "protoc-gen-mypy_grpc"
-    protos = [f"protos/{name}/v1/{name}.proto" for name in PROTO_NAMES]
+    protos = [f"protos/{name}.proto" for name in PROTO_FILES]
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     outputs += [f"--mypy_grpc_out=quiet:{tmp_path}", f"--plugin=protoc-gen-mypy_grpc={plugin}"]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, *protos]
     subprocess.run(command, cwd=root, check=True, capture_output=True)
-    for name in PROTO_NAMES:
+    for name in PROTO_FILES:
         for suffix in GENERATED_SUFFIXES:
-            path = Path(f"protos/{name}/v1/{name}{suffix}")
+            path = Path(f"protos/{name}{suffix}")
             assert (root / path).read_bytes() == (tmp_path / path).read_bytes(), f"{path}: run `make protos`"
 
 

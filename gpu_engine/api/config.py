@@ -387,6 +387,9 @@ class ServerConfig:
     kv_events: bool = False
     """Serve SubscribeKvEvents of that service: the tokens of the prompts and answers in the prefix cache, for a gateway
     that sends a request where its prompt is cached. Every client that reaches the public port can then read them."""
+    kserve: bool = False
+    """Serve inference.GRPCInferenceService, the gRPC service of KServe and Triton, on the public port; see
+    docs/triton.md."""
     metrics_listen: str = ""
     """"host:port" on which to serve the Prometheus metrics of both processes over HTTP. Empty: none. The port has no
     password: bind it to an address that only the scraper reaches."""

@@ -5,6 +5,7 @@
     |- LimitExceeded         RESOURCE_EXHAUSTED    a stated limit (queue, compile time, grammar bytes) is reached
     |- GrammarUnavailable    UNAVAILABLE           the grammar process is lost or starting; try again
     |- UnknownGrammar        NOT_FOUND             a grammar_id that this server does not know, or has forgotten
+    |- UnknownModel          NOT_FOUND             a model that this server does not have
     |- GrammarNotConfigured  FAILED_PRECONDITION   a grammar on a server without a grammar process
     |- NotSupported          UNIMPLEMENTED         this server does not support it
     |- QueueTimeout          DEADLINE_EXCEEDED     the request waited for a slot longer than it may
@@ -45,6 +46,10 @@ class UnknownGrammar(LockstepError):
     """No grammar has this id; the client compiles it again."""
 
 
+class UnknownModel(LockstepError):
+    """The server has no model of this name and version; the message names those that it has."""
+
+
 class GrammarNotConfigured(LockstepError):
     """The request has a grammar, and this server runs without a grammar process."""
 
@@ -70,6 +75,7 @@ _STATUS: dict[type[LockstepError], grpc.StatusCode] = {
     LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     GrammarUnavailable: grpc.StatusCode.UNAVAILABLE,
     UnknownGrammar: grpc.StatusCode.NOT_FOUND,
+    UnknownModel: grpc.StatusCode.NOT_FOUND,
     GrammarNotConfigured: grpc.StatusCode.FAILED_PRECONDITION,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
     QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -1,12 +1,14 @@
 """Structural tags as JSON: a tree of formats, such as free text in which a trigger begins a constrained region.
 
 A tag has two notations: a tree in `format`, and the older `structures` with `triggers`. xgrammar reads the tree itself;
-for llguidance it becomes Lark (backends/llguidance/tags.py). Formats that are named by tokens are refused everywhere.
+for llguidance it becomes Lark (backends/llguidance/tags.py). Formats that are named by tokens are refused everywhere,
+and so is a tag with a part that is missing or not known.
 Not responsible for: what a backend supports, the schemas inside (see backends/).
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from grammar_service.errors import InvalidGrammar
 
 TOKEN_FORMATS = frozenset({"token", "exclude_token", "any_tokens", "token_triggered_tags", "token_dispatch"})
 """Types of format that name tokens."""
+_TAG_KEYS = frozenset({"type", "begin", "content", "end"})
 
 
 def modern(document: Any) -> dict[str, Any]:
@@ -39,7 +42,36 @@ def modern(document: Any) -> dict[str, Any]:
             raise InvalidGrammar(f"structural tag: {path}/type: must be a string")
         if node.get("type") in TOKEN_FORMATS or any(isinstance(node.get(k), dict) for k in ("begin", "end")):
             raise InvalidGrammar(f"structural tag: {path}: names tokens; a grammar may describe text only")
-    return {"type": "structural_tag", "format": document["format"]}
+        if node.get("type") == "tag":
+            _check_tag(node, path)
+    return {"type": "structural_tag", "format": _with_endless_text(document["format"])}
+
+
+def _check_tag(node: dict[str, Any], path: str) -> None:
+    unknown = node.keys() - _TAG_KEYS
+    if unknown:
+        name = min(unknown)
+        near = difflib.get_close_matches(name, _TAG_KEYS, 1)
+        known = f"did you mean {near[0]!r}?" if near else f"a tag has {', '.join(sorted(_TAG_KEYS))}"
+        raise InvalidGrammar(f"structural tag: {path}/{name}: is not known; {known}")
+    if not isinstance(node.get("begin"), str):
+        raise InvalidGrammar(f"structural tag: {path}/begin: must be a string")
+    end = node.get("end")
+    ends = end if isinstance(end, list) and end else [end]
+    if not all(isinstance(one, str) for one in ends):
+        raise InvalidGrammar(f"structural tag: {path}/end: must be a string or a non-empty array of strings")
+    if not isinstance(node.get("content"), dict):
+        raise InvalidGrammar(f"structural tag: {path}/content: must be an object")
+
+
+def _with_endless_text(form: dict[str, Any]) -> dict[str, Any]:
+    """Return the format; a tag whose free text has no end becomes a sequence, which xgrammar takes in its place."""
+    content = form.get("content")
+    if form.get("type") != "tag" or content.get("type") != "any_text" or form["end"] not in ("", [""]):
+        return form
+    if not form["begin"]:
+        return dict(content)
+    return {"type": "sequence", "elements": [{"type": "const_string", "value": form["begin"]}, content]}
 
 
 def formats(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:

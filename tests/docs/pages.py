@@ -11,7 +11,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(
         ROOT / name
-        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "client/README.md")
+        for name in (
+            "README.md",
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "benchmarks/README.md",
+            "client/README.md",
+            "deploy/triton/README.md",
+        )
     ),
     *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"),
     *sorted((ROOT / "gpu_engine/drafters/heads").glob("*/README.md")),

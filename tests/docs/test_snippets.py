@@ -196,6 +196,10 @@ def check_command(words: list[str]) -> None:
         case ["docker", "compose", *arguments]:
             files = [after for flag, after in itertools.pairwise(arguments) if flag == "-f"]
             assert all((ROOT / file).exists() for file in files)
+        case ["docker", "run", *arguments]:
+            mounts = [after.split(":")[0] for flag, after in itertools.pairwise(arguments) if flag == "-v"]
+            assert mounts
+            assert all((ROOT / mount).exists() for mount in mounts)
         case ["curl", *arguments]:
             assert any(argument.startswith(f"http://{DEFAULT_HTTP}/") for argument in arguments)
         case ["grpcurl", *arguments]:

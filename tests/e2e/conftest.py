@@ -35,7 +35,7 @@ def server() -> Iterator[RunningServer]:
     extra = ("--max-model-len", "512", "--max-queue-size", "64", "--grammar-silence-s", "4")
     # xgrammar takes some seconds for a random schema, and longer beside another test.
     extra += ("--compile-timeout-s", "20")
-    extra += ("--kv-events", "true")
+    extra += ("--kv-events", "true", "--kserve", "true")
     options = ServerOptions(dtype="auto", num_threads=1, max_batch_size=8, extra=extra)
     before = {child.pid for child in psutil.Process().children()}
     with EngineServer(options) as engine:

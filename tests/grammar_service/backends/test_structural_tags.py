@@ -58,6 +58,12 @@ FORMATS: list[tuple[str, Node, list[str], list[str]]] = [
     ("repeat", {"type": "repeat", "min": 2, "max": 3, "content": const("a")}, ["aa", "aaa"], ["a", "aaaa"]),
     ("tag", tag("<a>", SCHEMA, "</a>"), ['<a>{"x":1}</a>'], ["<a></a>", '<a>{"x":1}']),
     ("tag of free text", tag("<a>", TEXT, "</a>"), ["<a></a>", "<a>x<</a>"], ["<a>", "<a></a>x"]),
+    ("tag of free text without an end", tag("<a>", TEXT, ""), ["<a>", "<a>x</a>"], ["", "a>"]),
+    ("tag of nothing but free text", tag("", TEXT, [""]), ["", "x"], []),
+    ("tag without a beginning", tag("", SCHEMA, "</a>"), ['{"x":1}</a>'], ["</a>", '{"x":1}']),
+    ("tag without an end", tag("<a>", SCHEMA, ""), ['<a>{"x":1}'], ["<a>", '<a>{"x":1}</a>']),
+    ("tag with two ends", tag("<a>", SCHEMA, ["</a>", "!"]), ['<a>{"x":1}!', '<a>{"x":1}</a>'], ['<a>{"x":1}']),
+    ("tag in a tag", tag("<a>", tag("<b>", SCHEMA, "</b>"), "</a>"), ['<a><b>{"x":1}</b></a>'], ['<a>{"x":1}</a>']),
     (
         "tags with a separator",
         {"type": "tags_with_separator", "tags": CALLS, "separator": "\n", "at_least_one": True},
@@ -151,3 +157,26 @@ def test_llguidance_names_the_place_of_what_it_refuses(
 ) -> None:
     with pytest.raises(error, match=message):
         libraries("llguidance").compiled(Kind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": form}))
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"type": "tag", "content": SCHEMA, "end": ""}, "/format/begin: must be a string"),
+        ({"type": "tag", "begin": 1, "content": SCHEMA, "end": ""}, "/format/begin: must be a string"),
+        ({"type": "tag", "begin": "a", "end": ""}, "/format/content: must be an object"),
+        ({"type": "tag", "begin": "a", "content": SCHEMA}, "/format/end: must be a string or a non-empty array"),
+        (tag("a", SCHEMA, []), "/format/end: must be a string or a non-empty array"),
+        (tag("a", SCHEMA, ["b", 1]), "/format/end: must be a string or a non-empty array"),
+        ({**tag("a", SCHEMA, ""), "ends": ["b"]}, "/format/ends: is not known; did you mean 'end'"),
+        (
+            tag("a", {"type": "plus", "content": {**tag("b", SCHEMA, ""), "x": 1}}, ""),
+            "/format/content/content/x: is not",
+        ),
+    ],
+)
+def test_a_tag_with_a_wrong_part_is_refused_with_its_place_on_every_backend(
+    library: Library, form: Node, message: str
+) -> None:
+    with pytest.raises(InvalidGrammar, match=message):
+        library.compiled(Kind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": form}))

@@ -1,0 +1,246 @@
+"""The service `inference.GRPCInferenceService` on grpc.aio.
+
+Invariant: as in front/servicer.py, a method turns messages into values and back. Each request of a stream is a call of
+its own to the rest of the front, with its own errors; the stream's messages are written one at a time.
+
+Not responsible for: the life of a request (see front/calls.py), the meaning of tensors (see inputs.py, outputs.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Any, NoReturn, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from gpu_engine.api.checked import Checked
+from gpu_engine.api.errors import UnknownModel
+from gpu_engine.front.calls import Calls, Context, ErrorToStatus
+from gpu_engine.front.kserve.descriptions import model_config, model_metadata, repository_index, server_metadata
+from gpu_engine.front.kserve.inputs import Asked, ends_another, to_engine
+from gpu_engine.front.kserve.outputs import VERSION, Answers
+from gpu_engine.front.kserve.statistics import Statistics
+from gpu_engine.front.text_output import Delta, SequenceOutput
+from gpu_engine.front.validation import check
+from gpu_engine.ops.access import CallRecord
+from protos.kserve.v2 import inference_pb2 as pb
+from protos.kserve.v2 import inference_pb2_grpc
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+
+Write = Callable[[Any], Awaitable[None]]
+
+
+class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
+    """Serves one engine, beside EngineServicer. Made on the event loop."""
+
+    def __init__(self, calls: Calls, *, version: str) -> None:
+        """Args: `version` is this distribution's."""
+        self._calls, self._version = calls, version
+        self._statistics = Statistics()
+        self._readers: set[asyncio.Task[None]] = set()
+        config = calls.engine.config
+        self._names = config.served_names
+        self._max_running = config.max_batch_size + config.max_queue_size
+        """Of one stream; its next request is read when one of them has ended."""
+        calls.at_drain(self._end_reading)
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        """Say that the server answers."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        """Say whether new requests are served."""
+        return pb.ServerReadyResponse(ready=self._calls.serving)
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        """Say whether requests to this model are served."""
+        known = request.name in self._names and request.version in ("", VERSION)
+        return pb.ModelReadyResponse(ready=known and self._calls.serving)
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        """Describe the server."""
+        return server_metadata(self._version)
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        """Describe the tensors."""
+        await self._known(request.name, request.version, context)
+        return model_metadata(request.name)
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        """Describe the model as a configuration of Triton would."""
+        await self._known(request.name, request.version, context)
+        return pb.ModelConfigResponse(config=model_config(request.name))
+
+    async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
+        """Return counts and times."""
+        name = request.name or self._names[0]
+        await self._known(name, request.version, context)
+        return pb.ModelStatisticsResponse(model_stats=[self._statistics.message(name)])
+
+    async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
+        """List the model."""
+        return repository_index(self._names[0], ready=self._calls.serving, only_ready=request.ready)
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        """Answer a request with one response."""
+        responses: list[pb.ModelInferResponse] = []
+
+        async def keep(response: pb.ModelInferResponse) -> None:
+            responses.append(response)
+
+        await self._infer(request, _Request(context, keep, context.abort), decoupled=False)
+        (response,) = responses
+        return response
+
+    async def ModelStreamInfer(  # type: ignore[override]  # the stub knows generators only
+        self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
+    ) -> None:
+        """Answer requests until the client sends no more, and those that run have ended."""
+        lock = asyncio.Lock()
+
+        async def write(response: pb.ModelStreamInferResponse) -> None:
+            async with lock:
+                await context.write(response)
+
+        # The end of the call cancels this coroutine, and with it the group.
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(self._read(requests, context, write, group))
+            self._readers.add(reader)
+            reader.add_done_callback(self._readers.discard)
+
+    async def _read(
+        self, requests: AsyncIterator[pb.ModelInferRequest], context: Context, write: Write, group: asyncio.TaskGroup
+    ) -> None:
+        free = asyncio.Semaphore(self._max_running)
+        try:
+            async for request in requests:
+                await free.acquire()
+                task = group.create_task(self._answer(request, context, write))
+                task.add_done_callback(lambda _: free.release())
+        except DecodeError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a request is malformed: {error}")
+
+    async def _answer(self, request: pb.ModelInferRequest, context: Context, write: Write) -> None:
+        """Answer one request of a stream."""
+
+        async def send(response: pb.ModelInferResponse) -> None:
+            await write(pb.ModelStreamInferResponse(infer_response=response))
+
+        async def refuse(status: grpc.StatusCode, message: str) -> NoReturn:
+            response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+            response.parameters["triton_final_response"].bool_param = True
+            response.parameters["status"].string_param = status.name
+            await write(pb.ModelStreamInferResponse(error_message=message, infer_response=response))
+            raise _Refused
+
+        try:
+            await self._infer(request, _Request(context, send, refuse), decoupled=True)
+        except _Refused:
+            return  # the client has the reason
+
+    async def _infer(self, request: pb.ModelInferRequest, context: _Request, *, decoupled: bool) -> None:
+        self._statistics.arrived()
+        began_s = time.monotonic()
+        ours = cast(Context, context)  # what front/calls.py uses of a context is there
+        try:
+            if await self._ended_another(request, ours):
+                return
+            inference = _Inference(request, self._calls, self._statistics, decoupled=decoupled)
+            await self._calls.generate(ours, request.id, inference.check, inference.respond, inference.rename)
+        except Exception:
+            self._statistics.failed(time.monotonic() - began_s)
+            raise
+        self._statistics.succeeded(time.monotonic() - began_s)
+
+    async def _ended_another(self, request: pb.ModelInferRequest, context: Context) -> bool:
+        """End the request that a request with `stop` names, and answer; return False for any other request."""
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            request_id = ends_another(request)
+            if request_id is None:
+                return False
+            self._calls.abort(request_id)
+            response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+            response.parameters["triton_final_response"].bool_param = True
+            await context.write(response)
+            return True
+        raise AssertionError("abort raises")
+
+    async def _known(self, name: str, version: str, context: Context) -> None:
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            refuse_unknown_model(name, version, self._names)
+
+    def _end_reading(self) -> None:
+        for reader in self._readers:
+            reader.cancel()
+
+    def __repr__(self) -> str:
+        return f"<InferenceServicer {self._calls!r} {self._statistics!r}>"
+
+
+def refuse_unknown_model(name: str, version: str, names: Collection[str]) -> None:
+    """Raise UnknownModel, with the names that exist, unless the server has this model in this version."""
+    if name not in names:
+        raise UnknownModel(f"model_name: {name!r} is not known; this server has {', '.join(names)}")
+    if version not in ("", VERSION):
+        raise UnknownModel(f"model_version: {version!r} is not known; this server has {VERSION!r}")
+
+
+class _Refused(Exception):
+    """A request of a stream ended with an error, which was sent."""
+
+
+class _Request:
+    """One request as the context of a call, of which front/calls.py uses these methods."""
+
+    def __init__(
+        self, context: Context, write: Write, abort: Callable[[grpc.StatusCode, str], Awaitable[NoReturn]]
+    ) -> None:
+        self.write, self.abort = write, abort
+        self.invocation_metadata = context.invocation_metadata
+        self.peer_identities = context.peer_identities
+        self.cancelled, self.done = context.cancelled, context.done
+
+
+class _Inference:
+    """From a request to its responses, in the parts that front/calls.py asks for."""
+
+    def __init__(self, request: pb.ModelInferRequest, calls: Calls, statistics: Statistics, *, decoupled: bool) -> None:
+        self._request, self._calls, self._statistics = request, calls, statistics
+        self._decoupled = decoupled
+        self._asked = Asked()
+        self._answers: Answers | None = None
+
+    def check(self, running: Collection[str]) -> Checked:
+        request = self._request
+        refuse_unknown_model(request.model_name, request.model_version, self._calls.engine.config.served_names)
+        self._asked = asked = to_engine(request, decoupled=self._decoupled)
+        checked = check(asked.message, self._calls.limits, running)
+        self._answers = Answers(
+            request,
+            request.id or asked.message.request_id,
+            asked.outputs,
+            sequences=checked.n,
+            stream=asked.stream,
+            batched=asked.batched,
+            pad_id=asked.pad_id,
+        )
+        return checked
+
+    def respond(self, output: SequenceOutput, delta: Delta) -> list[pb.ModelInferResponse]:
+        assert self._answers is not None, "a request is answered after it was checked"
+        if delta.finish:
+            self._statistics.sequence_ended(output)
+        return self._answers.respond(output, delta)
+
+    def rename(self, field: str) -> str:
+        return self._asked.field_name(field)
+
+
+def add_to(server: grpc.aio.Server, calls: Calls, version: str) -> None:
+    """Serve `calls` on `server`, too; `version` is this distribution's."""
+    servicer = InferenceServicer(calls, version=version)
+    inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)

@@ -1,0 +1,273 @@
+"""From tensors and parameters to a request of our own: meanings, names in errors, and what is refused."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+
+from gpu_engine.api.errors import InvalidRequest, NotSupported
+from gpu_engine.front.kserve.inputs import INPUTS, REFUSED, UNSERVED, Asked, ends_another, to_engine
+from gpu_engine.front.kserve.outputs import OUTPUTS
+from protos.engine.v1 import engine_pb2 as engine
+from protos.kserve.v2 import inference_pb2 as pb
+
+FIELDS = {
+    "BYTES": "bytes_contents",
+    "BOOL": "bool_contents",
+    "INT32": "int_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+}
+
+
+def request(parameters: dict[str, dict[str, Any]] | None = None, **given: Any) -> pb.ModelInferRequest:
+    """Return a request; a text or a number becomes a tensor with one element."""
+    message = pb.ModelInferRequest(model_name="m")
+    for name, value in given.items():
+        items = value if isinstance(value, list) else [value]
+        items = [item.encode() if isinstance(item, str) else item for item in items]
+        tensor = INPUTS[name] if name in INPUTS else UNSERVED[name][0]
+        contents = pb.InferTensorContents(**{FIELDS[tensor.datatype]: items})
+        message.inputs.add(name=name, datatype=tensor.datatype, shape=[len(items)], contents=contents)
+    for name, parameter in (parameters or {}).items():
+        message.parameters[name].CopyFrom(pb.InferParameter(**parameter))
+    return message
+
+
+def asked(*, decoupled: bool = True, **given: Any) -> Asked:
+    return to_engine(request(**{"text_input": "hi"} | given), decoupled=decoupled)
+
+
+def refusal(message: pb.ModelInferRequest, decoupled: bool = True) -> str:
+    with pytest.raises((InvalidRequest, NotSupported)) as caught:
+        to_engine(message, decoupled=decoupled)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"max_tokens": 5, "temperature": 0.0, "top_k": 3}, {"max_tokens": 5, "temperature": 0.0, "top_k": 3}),
+        ({"request_output_len": 5, "runtime_top_k": 3}, {"max_tokens": 5, "top_k": 3}),
+        ({"random_seed": 2**64 - 1, "min_length": 2}, {"seed": 2**64 - 1, "min_tokens": 2}),
+        ({"seed": 0}, {"seed": 0}),
+        ({"num_return_sequences": 2}, {"n": 2}),
+        ({"stop_words": ["a", "b"], "bad_words": ["c"]}, {"stop": ["a", "b"], "bad_words": ["c"]}),
+        ({"end_id": 7}, {"stop_token_ids": [7]}),
+        ({"end_id": -1}, {"ignore_eos": True}),
+        ({"return_log_probs": True}, {"logprobs": 0}),
+        ({"return_log_probs": False, "beam_width": 1, "length_penalty": 1.0, "early_stopping": 0}, {}),
+    ],
+)
+def test_a_tensor_sets_its_field_alone(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert asked(**given).message.sampling == engine.SamplingParams(**expected)
+
+
+def test_every_input_is_handed_on() -> None:
+    samples: dict[str, Any] = {"BYTES": "x", "BOOL": True, "INT32": 3, "UINT64": 3, "FP32": 0.5}
+    needed = {
+        "length_penalty": {"beam_width": 2},
+        "len_penalty": {"beam_width": 2},
+        "early_stopping": {"beam_width": 2},
+        "guided_decoding_guide": {"guided_decoding_guide_type": "regex"},
+        "guided_decoding_guide_type": {"guided_decoding_guide": "x"},
+        "input_lengths": {"input_ids": [1, 2]},
+    }
+    values: dict[str, Any] = {"guided_decoding_guide_type": "regex", "early_stopping": 2, "input_lengths": 2}
+    ignored = {"pad_id", "stop", "stream", "streaming", "input_lengths"}
+    for name, tensor in INPUTS.items():
+        others: dict[str, Any] = {"text_input": "p"} | needed.get(name, {})
+        if name in ("input_ids", "input_lengths"):
+            others.pop("text_input")
+        with_it = to_engine(request(**others | {name: values.get(name, samples[tensor.datatype])}), decoupled=True)
+        if name in ("text_input", "input_ids", "guided_decoding_guide_type", "guided_decoding_guide"):
+            assert "x" in str(with_it.message) or with_it.message.token_ids.ids == [3]
+        elif name not in ignored:
+            others.setdefault("text_input", "p")
+            assert with_it.message != to_engine(request(**others), decoupled=True).message, name
+    assert asked(pad_id=3).pad_id == 3
+    assert asked(stream=True).stream
+    assert asked(streaming=True).stream
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "grammar"),
+    [
+        ("json", None, {"json_object": True}),
+        ("json_schema", "{}", {"json_schema": "{}"}),
+        ("regex", "a+", {"regex": "a+"}),
+        ("ebnf_grammar", 'root ::= "a"', {"ebnf": 'root ::= "a"'}),
+        ("structural_tag", "{}", {"structural_tag": "{}"}),
+        ("lark", 'start: "a"', {"lark": 'start: "a"'}),
+    ],
+)
+def test_a_guide_becomes_a_grammar(kind: str, guide: str | None, grammar: dict[str, Any]) -> None:
+    guides = {} if guide is None else {"guided_decoding_guide": guide}
+    assert asked(guided_decoding_guide_type=kind, **guides).message.grammar == engine.Grammar(**grammar)
+
+
+def test_beams_have_a_width_a_penalty_and_a_rule_for_the_end() -> None:
+    search = asked(beam_width=4, length_penalty=0.5, early_stopping=1).message.beam_search
+    assert search == engine.BeamSearch(beam_width=4, length_penalty=0.5, early_stopping=engine.EARLY_STOPPING_TRUE)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"priority": {"uint64_param": 1}}, {"priority": 999}),
+        ({"priority": {"int64_param": 2000}}, {"priority": -1000}),
+        ({"priority": {"uint64_param": 0}}, {}),
+        ({"timeout": {"int64_param": 1_500_001}}, {"max_queue_ms": 1501}),
+        ({"timeout": {"int64_param": 0}}, {}),
+        ({"triton_enable_empty_final_response": {"bool_param": True}}, {}),
+    ],
+)
+def test_parameters_set_the_fields_beside_the_tensors(parameters: Any, expected: dict[str, Any]) -> None:
+    found = to_engine(request(parameters, text_input="hi"), decoupled=True).message
+    names = ("priority", "max_queue_ms")
+    assert {name: getattr(found, name) for name in names if getattr(found, name)} == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"priority": {"uint64_param": 2001}}, "priority: is 2001, must be in [0, 2000]"),
+        ({"priority": {"string_param": "1"}}, "priority: is a string_param, must be a whole number"),
+        ({"priority": {}}, "priority: is a parameter without a value, must be a whole number"),
+        ({"timeout": {"int64_param": -1}}, "timeout: is -1, must not be negative"),
+        ({"timeout": {"int64_param": 2**62}}, "timeout: has a number that is too large"),
+        (
+            {"prioriti": {"int64_param": 1}},
+            "parameters: the parameter 'prioriti' is not known; did you mean 'priority'?",
+        ),
+        (
+            {"sequence_id": {"int64_param": 1}},
+            "parameters: the parameter 'sequence_id' is not known; known are priority",
+        ),
+        ({"triton_enable_empty_final_response": {"int64_param": 1}}, "triton_enable_empty_final_response: must be"),
+    ],
+)
+def test_a_wrong_parameter_is_refused_by_name(parameters: Any, message: str) -> None:
+    assert refusal(request(parameters, text_input="hi")).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"text_input": "a", "input_ids": [1]}, "input_ids: is there beside text_input; give one of them"),
+        ({"input_ids": [1, -2]}, "input_ids: is -2, must not be negative"),
+        ({"input_ids": [1, 2], "input_lengths": 3}, "input_lengths: is 3, input_ids has 2 tokens"),
+        ({"text_input": "a", "input_lengths": 1}, "input_lengths: is 1, input_ids has 0 tokens"),
+        ({"text_input": "a", "seed": 1, "random_seed": 1}, "random_seed: means the same as seed; give one of them"),
+        ({"text_input": "a", "end_id": -2}, "end_id: is -2, must not be negative"),
+        ({"text_input": "a", "beam_width": -1}, "beam_width: is -1, must not be negative"),
+        ({"text_input": "a", "beam_width": 2, "early_stopping": 3}, "early_stopping: is 3, must be 0 (heuristic)"),
+        (
+            {"text_input": "a", "guided_decoding_guide": "x"},
+            "guided_decoding_guide: needs a guided_decoding_guide_type",
+        ),
+        (
+            {"text_input": "a", "guided_decoding_guide_type": "yaml"},
+            "guided_decoding_guide_type: 'yaml' is not known; known",
+        ),
+        ({"text_input": "a", "guided_decoding_guide_type": "lark"}, "guided_decoding_guide: is required with the type"),
+        (
+            {"text_input": "a", "guided_decoding_guide_type": "json", "guided_decoding_guide": "{}"},
+            "guided_decoding_guide: is given with the type json, which has none",
+        ),
+        ({"text_input": "a", "return_perf_metrics": True}, "return_perf_metrics: this server does not do this: Model"),
+    ],
+)
+def test_a_wrong_tensor_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    assert refusal(request(**given)).startswith(message)
+
+
+@pytest.mark.parametrize("name", sorted(UNSERVED))
+def test_what_is_switched_off_is_accepted(name: str) -> None:
+    off = {"BOOL": False, "FP32": 0.0, "INT32": 0}[UNSERVED[name][0].datatype]
+    assert asked(**{name: off}).message == asked().message
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_tensors_of_other_models_are_refused_with_a_reason(name: str) -> None:
+    message = request(text_input="a")
+    message.inputs.add(name=name, datatype="FP32", shape=[1])
+    assert refusal(message) == f"{name}: this server does not take it: {REFUSED[name]}"
+    assert name not in INPUTS
+
+
+def test_errors_name_the_tensor_that_the_client_sent() -> None:
+    found = asked(request_output_len=3, stop_words=["a"], guided_decoding_guide_type="regex", guided_decoding_guide="a")
+    assert found.field_name("sampling.max_tokens") == "request_output_len"
+    assert found.field_name("sampling.stop[3]") == "stop_words[3]"
+    assert found.field_name("sampling.stop_token_ids") == "sampling.stop_token_ids", "of no tensor"
+    assert found.field_name("grammar") == found.field_name("grammar.regex") == "guided_decoding_guide"
+    assert found.field_name("beam_search") == "beam_width"
+
+
+def test_echo_is_the_default_of_whole_answers() -> None:
+    assert asked().message.response.echo
+    assert not asked(stream=True).message.response.echo
+    assert asked(stream=True, exclude_input_in_output=False).message.response.echo
+    assert not asked(exclude_input_in_output=True).message.response.echo
+
+
+def test_text_is_left_out_where_no_output_needs_it() -> None:
+    message = request(text_input="a")
+    message.outputs.add(name="output_ids")
+    message.outputs.add(name="output_ids")
+    found = to_engine(message, decoupled=True)
+    assert found.outputs == ("output_ids",)
+    assert found.message.response.omit_text
+    assert not asked().message.response.omit_text
+    assert set(asked(return_log_probs=True).outputs) == set(OUTPUTS)
+
+
+def test_a_request_with_stop_names_the_one_that_it_ends() -> None:
+    assert ends_another(request(text_input="a")) is None
+    assert ends_another(request(stop=False, text_input="a")) is None
+    assert ends_another(request(stop=True, request_id=7)) == "7"
+
+
+def raw(datatype: str, shape: list[int], content: bytes, name: str = "text_input") -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest(model_name="m", raw_input_contents=[content])
+    message.inputs.add(name=name, datatype=datatype, shape=shape)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (raw("BYTES", [1], b"\1\0"), "text_input: has an element that goes beyond the 2 bytes of the tensor"),
+        (raw("BYTES", [1], b"\5\0\0\0abcd"), "text_input: has an element that goes beyond the 8 bytes"),
+        (raw("BYTES", [1], b""), "text_input: has 0 elements, the shape [1] says 1"),
+        (raw("BYTES", [1], b"\1\0\0\0\xff"), "text_input: is not UTF-8 at byte 0"),
+        (raw("BYTES", [], b""), "text_input: has the shape [], must be [1] or [1, 1]"),
+        (raw("INT32", [1], b"\1\0\0"), "text_input: has the datatype 'INT32', must be BYTES"),
+        (raw("INT32", [1], b"\1\0\0", "input_ids"), "input_ids: has 3 bytes, an element of INT32 has 4"),
+        (raw("INT32", [-1], b"", "input_ids"), "input_ids: has the shape [-1], must be [-1] or [1, -1]"),
+        (raw("INT32", [3], b"\1\0\0\0", "input_ids"), "input_ids: has 1 elements, the shape [3] says 3"),
+        (
+            raw("INT32", [2**40, 2**40], b"", "input_ids"),
+            "input_ids: has a batch of 1099511627776; send each request by itself",
+        ),
+        (pb.ModelInferRequest(raw_input_contents=[b"a"]), "raw_input_contents: has 1 entries for 0 inputs"),
+    ],
+)
+def test_elements_that_do_not_fit_are_refused(message: pb.ModelInferRequest, problem: str) -> None:
+    assert refusal(message).startswith(problem)
+
+
+def test_elements_are_in_one_place_and_in_the_field_of_their_datatype() -> None:
+    both = raw("BYTES", [1], struct.pack("<I", 1) + b"a")
+    both.inputs[0].contents.bytes_contents.append(b"a")
+    assert refusal(both) == "text_input: has contents and an entry of raw_input_contents"
+    other = request(text_input="a")
+    other.inputs.add(name="max_tokens", datatype="INT32", shape=[1]).contents.int64_contents.append(3)
+    assert refusal(other) == "max_tokens: contents: elements of INT32 are in int_contents, not int64_contents"
+    twice = request(text_input="a")
+    twice.inputs.append(twice.inputs[0])
+    assert refusal(twice) == "text_input: is there twice"

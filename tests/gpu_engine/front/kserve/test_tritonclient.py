@@ -1,0 +1,378 @@
+"""KServe's service as `tritonclient` sees it, over the public port of a server with a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
+from gpu_engine.front.kserve.servicer import SERVICE
+from protos.kserve.v2 import inference_pb2 as pb
+from tests.fakes import EOS, answers_with
+from tests.gpu_engine.front.kserve.client_process import Fakes, TritonProcess, serving
+from tests.waiting import eventually
+
+TEXT = {"text_input": ("BYTES", ["hi"])}
+STREAM = {**TEXT, "stream": ("BOOL", [True])}
+WITHOUT_PROMPT = {"exclude_input_in_output": ("BOOL", [True])}
+
+
+async def test_a_whole_answer_is_one_response_with_every_tensor(triton: TritonProcess) -> None:
+    async with serving(Fakes(answers_with("yes"))) as server:
+        response = await triton("infer", server.address, TEXT | WITHOUT_PROMPT, request_id="mine")
+    assert response == {
+        "id": "mine",
+        "model": "fake",
+        "triton_final_response": True,
+        "text_output": [b"yes"],
+        "text_output shape": [1],
+        "output_ids": [[*b"yes", EOS]],
+        "output_ids shape": [1, 4],
+        "sequence_length": [4],
+        "sequence_length shape": [1],
+        "sequence_index": [0],
+        "sequence_index shape": [1],
+        "finish_reason": [b"stop"],
+        "finish_reason shape": [1],
+    }
+
+
+async def test_a_whole_answer_begins_with_the_prompt_unless_it_is_excluded(triton: TritonProcess) -> None:
+    async with serving(Fakes(answers_with("yes"))) as server:
+        response = await triton("infer", server.address, TEXT)
+    assert (response["text_output"], response["output_ids"]) == ([b"hiyes"], [[*b"hiyes", EOS]])
+
+
+async def test_shapes_have_a_dimension_for_the_batch_where_the_prompt_has(triton: TritonProcess) -> None:
+    given = {
+        "input_ids": ("INT32", [[*b"hi"]]),
+        "input_lengths": ("INT32", [[2]]),
+        "request_output_len": ("INT32", [[9]]),
+    }
+    async with serving(Fakes(answers_with("yes"))) as server:
+        response = await triton("infer", server.address, given | WITHOUT_PROMPT, outputs=["output_ids"])
+    assert response["output_ids"] == [[[*b"yes", EOS]]]
+    assert response["output_ids shape"] == [1, 1, 4]
+    assert "text_output" not in response
+
+
+def answers_by_index(request: Request) -> list[TokenEvent]:
+    text = b"yes"[: request.index + 1]
+    return [TokenEvent(request.index, tuple(text), finish=FinishReason.LENGTH)]
+
+
+async def test_sequences_are_rows_of_a_whole_answer_padded_to_the_longest(triton: TritonProcess) -> None:
+    given = {**TEXT, **WITHOUT_PROMPT, "num_return_sequences": ("INT32", [3]), "pad_id": ("INT32", [7])}
+    async with serving(Fakes(answers_by_index)) as server:
+        response = await triton("infer", server.address, given)
+    assert response["text_output"] == [b"y", b"ye", b"yes"]
+    assert response["output_ids"] == [[*b"y", 7, 7], [*b"ye", 7], [*b"yes"]]
+    assert (response["sequence_length"], response["sequence_index"]) == ([1, 2, 3], [0, 1, 2])
+    assert response["finish_reason"] == [b"length"] * 3
+
+
+async def test_a_stream_has_what_is_new_and_says_which_response_is_the_last(triton: TritonProcess) -> None:
+    options = {"enable_empty_final_response": True}
+    async with serving(Fakes(answers_with("yes")), stream_pace_ms=0) as server:
+        responses = await triton("stream", server.address, [("a", STREAM, options)])
+    assert b"".join(r["text_output"][0] for r in responses) == b"yes"
+    assert [token for r in responses for token in r["output_ids"][0]] == [*b"yes", EOS]
+    assert [r["triton_final_response"] for r in responses] == [False] * (len(responses) - 1) + [True]
+    assert [r["finish_reason"][0] for r in responses] == [b""] * (len(responses) - 1) + [b"stop"]
+
+
+async def test_each_step_of_a_stream_is_a_response() -> None:
+    request = pb.ModelInferRequest(model_name="fake", id="a")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"hi")
+    request.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+    request.outputs.add(name="text_output")
+    fakes = Fakes()
+    async with serving(fakes) as server, grpc.aio.insecure_channel(server.address) as channel:
+        call = _stream(channel)
+        await call.write(request)
+        await eventually(lambda: fakes.engine.submitted)
+        (sequence,) = fakes.engine.submitted
+        read = []
+        for token, finish in ((121, None), (101, None), (115, FinishReason.LENGTH)):
+            fakes.engine.emit(sequence, TokenEvent(0, (token,), finish=finish))
+            response = (await asyncio.wait_for(call.read(), 20)).infer_response
+            read.append((response.raw_output_contents[0], response.parameters["triton_final_response"].bool_param))
+        await call.done_writing()
+        assert await asyncio.wait_for(call.code(), 20) is grpc.StatusCode.OK
+    assert read == [(b"\1\0\0\0y", False), (b"\1\0\0\0e", False), (b"\1\0\0\0s", True)]
+
+
+def _stream(channel: grpc.aio.Channel) -> Any:
+    kinds = pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
+    return channel.stream_stream(f"/{SERVICE}/ModelStreamInfer", *kinds)()
+
+
+async def test_several_requests_run_at_once_over_one_stream(triton: TritonProcess) -> None:
+    whole = {**TEXT, **WITHOUT_PROMPT}
+    requests = [(str(i), STREAM if i % 2 else whole, {}) for i in range(8)]
+    async with serving(Fakes(answers_with("yes"))) as server:
+        responses = await triton("stream", server.address, requests)
+    for i in range(8):
+        own = [r for r in responses if r["id"] == str(i)]
+        assert b"".join(r["text_output"][0] for r in own) == b"yes"
+        assert [r["triton_final_response"] for r in own].count(True) == 1
+        assert own[-1]["triton_final_response"]
+        assert len(own) == 1 or i % 2
+
+
+async def test_two_sequences_are_streamed_and_the_last_response_ends_both(triton: TritonProcess) -> None:
+    given = {**STREAM, "num_return_sequences": ("INT32", [2])}
+    async with serving(Fakes(answers_by_index)) as server:
+        responses = await triton("stream", server.address, [("a", given, {})])
+    texts = {r["sequence_index"][0]: r["text_output"][0] for r in responses}
+    assert texts == {0: b"y", 1: b"ye"}
+    assert [r["triton_final_response"] for r in responses] == [False, True]
+
+
+def scored(request: Request) -> list[TokenEvent]:
+    first, second = Logprobs(-0.5, ()), Logprobs(-1.25, ())
+    return [
+        TokenEvent(request.index, (121,), (first,)),
+        TokenEvent(request.index, (101,), (second,), finish=FinishReason.LENGTH),
+    ]
+
+
+async def test_log_probabilities_are_outputs_when_they_are_asked_for(triton: TritonProcess) -> None:
+    given = {**TEXT, **WITHOUT_PROMPT, "return_log_probs": ("BOOL", [True])}
+    async with serving(Fakes(scored)) as server:
+        response = await triton("infer", server.address, given)
+        refused = await triton("infer", server.address, TEXT, outputs=["cum_log_probs"])
+    assert (response["output_log_probs"], response["cum_log_probs"]) == ([[-0.5, -1.25]], [-1.75])
+    assert refused == {
+        "error": "outputs: cum_log_probs needs return_log_probs",
+        "status": "StatusCode.INVALID_ARGUMENT",
+    }
+
+
+async def test_a_client_that_leaves_a_stream_ends_its_requests(triton: TritonProcess) -> None:
+    fakes = Fakes(lambda request: [TokenEvent(request.index, (121,))])
+    async with serving(fakes) as server:
+        requests = [("a", STREAM, {}), ("b", STREAM, {})]
+        responses = await triton("stream", server.address, requests, until=2)
+        assert {r.get("id") for r in responses[:2]} == {"a", "b"}
+        assert responses[2:] == [{"error": "Locally cancelled by application!", "status": "StatusCode.CANCELLED"}]
+        await eventually(lambda: len(fakes.engine.dropped) == 2)
+        assert len(server.calls) == 0
+
+
+async def test_stop_ends_the_request_of_its_id(triton: TritonProcess) -> None:
+    fakes = Fakes(lambda request: [TokenEvent(request.index, (121,))])
+    async with serving(fakes) as server:
+        running = asyncio.create_task(triton("stream", server.address, [("7", STREAM, {})]))
+        await eventually(lambda: fakes.engines and fakes.engine.submitted)
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            request = pb.ModelInferRequest(model_name="fake", id="7")
+            request.inputs.add(name="stop", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+            response = await _unary(channel, "ModelInfer", request, pb.ModelInferResponse)
+        responses = await running
+    assert response.parameters["triton_final_response"].bool_param
+    assert responses[-1]["finish_reason"] == [b"aborted"]
+    assert responses[-1]["triton_final_response"]
+
+
+async def _unary(channel: grpc.aio.Channel, name: str, request: Any, kind: Any) -> Any:
+    call = channel.unary_unary(f"/{SERVICE}/{name}", type(request).SerializeToString, kind.FromString)
+    return await call(request, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "message"),
+    [
+        ({}, "INVALID_ARGUMENT", "inputs: one of the tensors text_input and input_ids is required"),
+        (
+            {"text_imput": ("BYTES", ["hi"])},
+            "INVALID_ARGUMENT",
+            "inputs: the tensor 'text_imput' is not known; did you mean 'text_input'?",
+        ),
+        (
+            TEXT | {"max_tokens": ("INT64", [3])},
+            "INVALID_ARGUMENT",
+            "max_tokens: has the datatype 'INT64', must be INT32",
+        ),
+        (
+            TEXT | {"max_tokens": ("INT32", [3, 4])},
+            "INVALID_ARGUMENT",
+            "max_tokens: has the shape [2], must be [1] or [1, 1]",
+        ),
+        (
+            {"text_input": ("BYTES", [["a"], ["b"]])},
+            "INVALID_ARGUMENT",
+            "text_input: has a batch of 2; send each request by itself, the server batches them",
+        ),
+        (TEXT | {"max_tokens": ("INT32", [-3])}, "INVALID_ARGUMENT", "max_tokens: is -3, must not be negative"),
+        (TEXT | {"temperature": ("FP32", [101.0])}, "INVALID_ARGUMENT", "temperature: is 101, must be in [0, 100]"),
+        (TEXT | {"stop_words": ("BYTES", ["a", ""])}, "INVALID_ARGUMENT", "stop_words[1]: is empty"),
+        (
+            TEXT | {"stream": ("BOOL", [True])},
+            "INVALID_ARGUMENT",
+            "stream: needs ModelStreamInfer; ModelInfer sends one",
+        ),
+        (TEXT | {"embedding_bias": ("FP32", [1.0])}, "UNIMPLEMENTED", "embedding_bias: this server does not take it"),
+        (
+            TEXT | {"return_context_logits": ("BOOL", [True])},
+            "UNIMPLEMENTED",
+            "return_context_logits: this server does not do this",
+        ),
+        (
+            TEXT | {"guided_decoding_guide_type": ("BYTES", ["json"])},
+            "FAILED_PRECONDITION",
+            "grammar: this server runs without a grammar process",
+        ),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_by_name(
+    triton: TritonProcess, given: dict[str, Any], status: str, message: str
+) -> None:
+    async with serving(Fakes(answers_with("yes"))) as server:
+        response = await triton("infer", server.address, given)
+        assert response["status"] == f"StatusCode.{status}"
+        assert response["error"].startswith(message)
+        assert server.calls.failed[status] == 1
+
+
+async def test_a_request_of_a_stream_that_is_refused_disturbs_no_other(triton: TritonProcess) -> None:
+    requests = [("good", STREAM, {}), ("bad", TEXT | {"top_p": ("FP32", [2.0])}, {}), ("other", STREAM, {})]
+    async with serving(Fakes(answers_with("yes"))) as server:
+        responses = await triton("stream", server.address, requests)
+    errors = [r for r in responses if "error" in r]
+    assert errors == [{"error": "top_p: is 2, must be in (0, 1]", "status": None}]
+    for name in ("good", "other"):
+        assert b"".join(r["text_output"][0] for r in responses if r.get("id") == name) == b"yes"
+
+
+async def test_the_error_of_a_stream_says_whose_it_is_and_which_status_it_has() -> None:
+    request = pb.ModelInferRequest(model_name="fake", id="bad")
+    async with serving(Fakes()) as server, grpc.aio.insecure_channel(server.address) as channel:
+        call = _stream(channel)
+        await call.write(request)
+        response = await asyncio.wait_for(call.read(), 20)
+        await call.done_writing()
+        assert await asyncio.wait_for(call.code(), 20) is grpc.StatusCode.OK
+    assert response.error_message == "inputs: one of the tensors text_input and input_ids is required"
+    assert response.infer_response.id == "bad"
+    assert response.infer_response.parameters["status"].string_param == "INVALID_ARGUMENT"
+    assert response.infer_response.parameters["triton_final_response"].bool_param
+
+
+async def test_bytes_that_are_no_message_end_the_stream_with_invalid_argument() -> None:
+    async with serving(Fakes()) as server, grpc.aio.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")()
+        await call.write(b"\xff\xff")
+        assert await asyncio.wait_for(call.code(), 20) is grpc.StatusCode.INVALID_ARGUMENT
+        assert "malformed" in str(await call.details())
+
+
+async def test_a_model_that_the_server_does_not_have_is_not_found(triton: TritonProcess) -> None:
+    async with serving(Fakes(answers_with("yes"))) as server:
+        unknown = await triton("refusals", server.address, "other")
+        version = await triton("refusals", server.address, "fake", "2")
+        inferred = await triton("infer", server.address, TEXT, model="other")
+    message = "model_name: 'other' is not known; this server has fake, alias"
+    assert unknown == [{"ready": False}] + [{"error": message, "status": "StatusCode.NOT_FOUND"}] * 3
+    assert inferred == unknown[1]
+    assert [e["error"] for e in version[1:]] == ["model_version: '2' is not known; this server has '1'"] * 3
+
+
+async def test_the_server_and_its_model_are_described(triton: TritonProcess) -> None:
+    async with serving(Fakes()) as server:
+        found = await triton("describe", server.address, "alias", "1")
+    assert (found["live"], found["ready"], found["model_ready"]) == (True, True, True)
+    assert found["server"]["name"] == "lockstep"
+    assert found["index"] == {"models": [{"name": "fake", "version": "1", "state": "READY"}]}
+    assert found["metadata"]["name"] == found["config"]["name"] == "alias"
+    assert {"name": "text_input", "datatype": "BYTES", "shape": ["1"]} in found["metadata"]["inputs"]
+    assert {"name": "output_ids", "datatype": "INT32", "shape": ["-1", "-1"]} in found["metadata"]["outputs"]
+    assert found["config"]["model_transaction_policy"] == {"decoupled": True}
+    described = {tensor["name"] for tensor in found["metadata"]["inputs"]}
+    assert described == {tensor["name"] for tensor in found["config"]["input"]}
+
+
+async def test_statistics_count_requests_sequences_and_failures(triton: TritonProcess) -> None:
+    async with serving(Fakes(answers_with("yes"))) as server:
+        for given in (TEXT, TEXT | {"num_return_sequences": ("INT32", [2])}, {}):
+            await triton("infer", server.address, given)
+        found = await triton("statistics", server.address)
+    assert (found["name"], found["inference_count"]) == ("fake", "3")
+    times = found["inference_stats"]
+    assert (times["success"]["count"], times["fail"]["count"], times["cache_miss"]["count"]) == ("2", "1", "3")
+    assert int(times["success"]["ns"]) > 0
+
+
+async def test_shared_memory_is_refused_by_name(triton: TritonProcess) -> None:
+    async with serving(Fakes(answers_with("yes"))) as server:
+        response = await triton("shared_memory", server.address, TEXT)
+    assert response["status"] == "StatusCode.UNIMPLEMENTED"
+    assert response["error"].startswith("text_output: shared_memory_")
+
+
+async def test_a_server_without_the_setting_does_not_know_the_service(triton: TritonProcess) -> None:
+    async with serving(Fakes(), kserve=False) as server:
+        response = await triton("infer", server.address, TEXT)
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=SERVICE), timeout=20
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await check
+    assert response["status"] == "StatusCode.UNIMPLEMENTED"
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_service_has_a_health_name() -> None:
+    async with serving(Fakes()) as server, grpc.aio.insecure_channel(server.address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
+        assert (await check).status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_stream_that_is_open_does_not_hold_up_a_server_that_closes() -> None:
+    async with serving(Fakes(answers_with("yes"))) as server:
+        channel = grpc.aio.insecure_channel(server.address)
+        call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")()
+        await call.write(pb.ModelInferRequest(model_name="fake").SerializeToString())
+        assert await asyncio.wait_for(call.read(), 20)
+        began = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - began < 1.5, "gRPC would have waited two seconds for the stream"
+    await channel.close()
+
+
+def _members(message: descriptor_pb2.DescriptorProto, path: str) -> dict[str, tuple[Any, ...]]:
+    found: dict[str, tuple[Any, ...]] = {
+        f"{path}.{f.name}": (f.number, f.type, f.label, f.type_name) for f in message.field
+    }
+    for nested in message.nested_type:
+        found |= _members(nested, f"{path}.{nested.name}")
+    return found
+
+
+def _file(file: descriptor_pb2.FileDescriptorProto) -> dict[str, tuple[Any, ...]]:
+    found: dict[str, tuple[Any, ...]] = {}
+    for message in file.message_type:
+        found |= _members(message, message.name)
+    for enum in file.enum_type:
+        found |= {f"{enum.name}.{value.name}": (value.number,) for value in enum.value}
+    for service in file.service:
+        for rpc in service.method:
+            kinds = (rpc.input_type, rpc.client_streaming, rpc.output_type, rpc.server_streaming)
+            found[f"{service.name}.{rpc.name}"] = kinds
+    return found
+
+
+async def test_every_field_of_the_proto_is_that_of_triton(triton: TritonProcess) -> None:
+    theirs: dict[str, tuple[Any, ...]] = {}
+    for serialized in await triton("file_descriptors"):
+        theirs |= _file(descriptor_pb2.FileDescriptorProto.FromString(serialized))
+    own = descriptor_pb2.FileDescriptorProto()
+    pb.DESCRIPTOR.CopyToProto(own)
+    members = _file(own)
+    assert len(members) > 100
+    assert {name: kind for name, kind in members.items() if theirs.get(name) != kind} == {}
