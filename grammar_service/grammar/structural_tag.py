@@ -66,9 +66,9 @@ def _check_tag(node: dict[str, Any], path: str) -> None:
 
 def _with_endless_text(form: dict[str, Any]) -> dict[str, Any]:
     """Return the format; a tag whose free text has no end becomes a sequence, which xgrammar takes in its place."""
-    content = form.get("content")
-    if form.get("type") != "tag" or content.get("type") != "any_text" or form["end"] not in ("", [""]):
+    if form.get("type") != "tag" or form["content"].get("type") != "any_text" or form["end"] not in ("", [""]):
         return form
+    content = form["content"]
     if not form["begin"]:
         return dict(content)
     return {"type": "sequence", "elements": [{"type": "const_string", "value": form["begin"]}, content]}
