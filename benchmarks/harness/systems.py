@@ -112,10 +112,11 @@ class Lockstep:
         return EngineClient(self.address)
 
     def describe(self) -> str:
-        """Version, drafter, backend, K and threads."""
+        """Version, drafter, backend, K, quantization and threads."""
         return (
             f"lockstep {self._info.version}: K={self._info.num_draft_tokens}, drafter {self._info.drafter}, "
-            f"{self._info.dtype} on {self._info.device}, {self.options.num_threads} threads, "
+            f"{self._info.dtype}, quantization {self.options.quantization}, on {self._info.device}, "
+            f"{self.options.num_threads} threads, "
             f"{self.options.grammar_backend} in its own process, gRPC"
         )
 
