@@ -331,7 +331,7 @@ def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig) -
     """Add the services of the public port; return the names of those that have a health of their own."""
     services, version = [SERVICE], installed_version()
     # Calls that the service does not implement are UNIMPLEMENTED.
-    servicer = EngineServicer(calls, version=version)  # type: ignore[abstract]
+    servicer = EngineServicer(calls, version=version)
     engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
     if vllm_wire.wanted(config.vllm_wire):
         from gpu_engine.front.vllm_wire.servicer import SERVICE as VLLM_SERVICE

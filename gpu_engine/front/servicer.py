@@ -8,6 +8,10 @@ stopping the server (see server.py).
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
+import grpc
+
 from gpu_engine.api.ports import GrammarStats
 from gpu_engine.front.calls import Calls, Context, ErrorToStatus
 from gpu_engine.front.grammar_handles import GrammarHandles
@@ -85,6 +89,35 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         async with ErrorToStatus(context, self._calls.failed, CallRecord()):
             return await self._tokenisation.detokenize(request)
         raise AssertionError("abort raises")
+
+    async def GenerateMany(self, request_iterator: Any, context: Context) -> Any:  # type: ignore[override]
+        """Not served by this version."""
+        await self._not_served(context)
+
+    async def WatchStats(self, request: pb.WatchStatsRequest, context: Context) -> Any:  # type: ignore[override]
+        """Not served by this version."""
+        await self._not_served(context)
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        """Not served by this version."""
+        return await self._not_served(context)
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        """Not served by this version."""
+        return await self._not_served(context)
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
+        """Not served by this version."""
+        return await self._not_served(context)
+
+    async def ClearGrammarCache(
+        self, request: pb.ClearGrammarCacheRequest, context: Context
+    ) -> pb.ClearGrammarCacheResponse:
+        """Not served by this version."""
+        return await self._not_served(context)
+
+    async def _not_served(self, context: Context) -> NoReturn:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this version does not serve this call")
 
     def __repr__(self) -> str:
         return f"<EngineServicer {self._calls!r}>"
