@@ -25,6 +25,7 @@ HARNESSES = {
     "acceptance": ("quality", "tokens per step of guided answers, by drafter"),
     "quantisation": ("quality", "perplexity, divergence, greedy answers and extraction, by quantisation"),
     "schemas": ("quality", "validity of complete answers, judged by jsonschema"),
+    "function_calls": ("quality", "calls of bfcl-eval's functions over HTTP: they fit, with equal tokens with drafts"),
     "closing": ("quality", "answers that end within max_tokens, and whether they are valid"),
     "maskbench": ("quality", "masks of the backends on MaskBench's instances: time and correctness"),
     "isolation": ("faults", "latency of steady streams under hostile grammars and kills of the grammar process"),
@@ -42,7 +43,7 @@ def usage() -> str:
     lines = [f"usage: python -m benchmarks [NAME] [FLAGS]   (default: {DEFAULT}; NAME --help lists its flags)"]
     for room in dict.fromkeys(room for room, _ in HARNESSES.values()):
         lines.append(f"\n{room}:")
-        lines += [f"  {name:<14} {line}" for name, (each, line) in HARNESSES.items() if each == room]
+        lines += [f"  {name:<15} {line}" for name, (each, line) in HARNESSES.items() if each == room]
     return "\n".join(lines)
 
 

@@ -216,6 +216,8 @@ class ResponsesRequest(Fields):
     top_k: Signed | None = None
     min_p: Number | None = None
     stop: str | list[str] | None = None
+    min_tokens: Unsigned | None = None
+    ignore_eos: bool | None = None
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
@@ -240,6 +242,8 @@ _SAME = (
     "top_k",
     "min_p",
     "stop",
+    "min_tokens",
+    "ignore_eos",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",

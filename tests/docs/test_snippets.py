@@ -40,7 +40,20 @@ PYTHON_MARKS = {"embedded", "example", "http", "model", "tls"}
 """It starts a server of its own (tests/e2e/test_python_client.py runs it), or names machines and files that are not
 there."""
 SHELL = ("bash", "sh")
-NOT_OURS = {"pip", "vllm/bin/pip", "pipx", "smg", "uv", "apt", "python3.11", "openssl", "echo", "chmod"}
+NOT_OURS = {
+    "pip",
+    "vllm/bin/pip",
+    "pipx",
+    "smg",
+    "guidellm",
+    "lm-eval",
+    "uv",
+    "apt",
+    "python3.11",
+    "openssl",
+    "echo",
+    "chmod",
+}
 """Programs whose own flags are not looked at."""
 
 

@@ -1,12 +1,14 @@
 """openai-python through the gateway smg, against the embedded model: what docs/gateways.md says works, does.
 
 A feature is a function that returns what became of it: "works", "ignored" (smg answered as if it had not been asked for
-it) or "refused" (an error with status 400). The page's table has a row for each.
+it) or "refused" (an error with status 400). The page's table has a row for each, and the table of clients in
+docs/http.md has some of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -23,9 +25,15 @@ from tests.docs.pages import ROOT, rows
 from tests.e2e.asking import idle_stats
 from tests.e2e.conftest import RunningServer
 from tests.e2e.smg import Smg, smg
+from tools.clients import FEATURES as IN_TABLE
+from tools.clients import SMG
 
-pytest.importorskip("smg", reason="needs the gateway smg, of which there is a wheel for x86-64")
-pytestmark = pytest.mark.model
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(
+        importlib.util.find_spec("smg") is None, reason="needs the gateway smg, of which there is a wheel for x86-64"
+    ),
+]
 
 MODEL = "embedded"
 QUESTION: list[Any] = [{"role": "user", "content": "Describe Oslo."}]
@@ -50,6 +58,7 @@ WEATHER: dict[str, Any] = {
     "strict": True,
 }
 TOOLS: list[Any] = [{"type": "function", "function": WEATHER}]
+CITY: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "city", "schema": City.model_json_schema()}}
 
 
 @pytest.fixture(scope="module")
@@ -148,21 +157,79 @@ def streams_tool_calls(client: openai.OpenAI) -> str:
 
 def tools_with_a_response_format(client: openai.OpenAI) -> str:
     """The format is that of an answer without a call."""
-    schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": City.model_json_schema()}}
-    choice = chat(client, tools=TOOLS, tool_choice="required", response_format=schema, max_tokens=80)
+    choice = chat(client, tools=TOOLS, tool_choice="required", response_format=CITY, max_tokens=80)
     names = {call.function.name for call in choice.message.tool_calls or []}
     return held(names == {"get_weather"})
 
 
-def strict_tools_under_auto(client: openai.OpenAI) -> str:
-    """A small model does not call by itself, and nothing makes it."""
-    choice = chat(client, tools=TOOLS, tool_choice="auto")
+def conversation() -> list[Any]:
+    """A conversation in which the assistant calls the function each time. The zone is one that the schema forbids."""
+    turns: list[Any] = []
+    for city in ("Rome", "Paris", "Berlin"):
+        call = {"name": "get_weather", "arguments": {"city": f"the beautiful city of {city}"}}
+        turns.append({"role": "user", "content": f"Weather in {city}?"})
+        turns.append({"role": "assistant", "content": json.dumps(call)})
+    return [*turns, {"role": "user", "content": "Weather in Oslo?"}]
+
+
+def calls_by_itself(client: openai.OpenAI) -> str:
+    """Through the engine's own API the model calls here."""
+    choice = chat(client, messages=conversation(), tools=TOOLS, tool_choice="auto", max_tokens=60)
+    assert "get_weather" in (choice.message.content or "")
     return held(choice.message.tool_calls)
+
+
+def strict_tools_under_auto(client: openai.OpenAI) -> str:
+    """The model begins a call: do its arguments keep to the schema?"""
+    choice = chat(client, messages=conversation(), tools=TOOLS, tool_choice="auto", max_tokens=60)
+    call = json.loads(choice.message.content)
+    try:
+        jsonschema.validate(call["arguments"], WEATHER["parameters"])
+    except jsonschema.ValidationError:
+        return "ignored"
+    return "works"
+
+
+def tools_under_auto_with_a_response_format(client: openai.OpenAI) -> str:
+    choice = chat(client, messages=conversation(), tools=TOOLS, tool_choice="auto", response_format=CITY, max_tokens=80)
+    City.model_validate_json(choice.message.content)
+    return held(choice.message.tool_calls)
+
+
+def parses_a_function(client: openai.OpenAI) -> str:
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=QUESTION,
+        max_tokens=120,
+        temperature=0,
+        tools=[openai.pydantic_function_tool(City)],
+        tool_choice="required",
+    )
+    calls = answer.choices[0].message.tool_calls or []
+    return held(calls and all(isinstance(call.function.parsed_arguments, City) for call in calls))
+
+
+def calls_a_custom_tool(client: openai.OpenAI) -> str:
+    tool = {"type": "custom", "custom": {"name": "add", "description": "Adds."}}
+    return held(chat(client, tools=[tool], tool_choice="required").message.tool_calls)
+
+
+def takes_a_result(client: openai.OpenAI) -> str:
+    message = chat(client, tools=TOOLS, tool_choice="required", max_tokens=120).message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "12 degrees"} for call in message.tool_calls]
+    return held(chat(client, messages=[*QUESTION, message.model_dump(), *results], tools=TOOLS).message.content)
 
 
 def completes(client: openai.OpenAI) -> str:
     answer = client.completions.create(model=MODEL, prompt="Oslo is", max_tokens=8, temperature=0, n=2)
     return held(len(answer.choices) == 2 and answer.choices[0].text == answer.choices[1].text)
+
+
+def completes_several(client: openai.OpenAI) -> str:
+    prompts = ["Oslo is", "One, two,"]
+    together = client.completions.create(model=MODEL, prompt=prompts, max_tokens=8, temperature=0).choices
+    alone = [client.completions.create(model=MODEL, prompt=p, max_tokens=8, temperature=0).choices[0] for p in prompts]
+    return held([choice.text for choice in together] == [choice.text for choice in alone])
 
 
 def completes_in_a_stream(client: openai.OpenAI) -> str:
@@ -183,6 +250,31 @@ def completes_with_echo(client: openai.OpenAI) -> str:
 
 def responds(client: openai.OpenAI) -> str:
     return held(client.responses.create(model=MODEL, input="Describe Oslo.", max_output_tokens=24).output_text)
+
+
+def echoes_with_logprobs(client: openai.OpenAI) -> str:
+    answer = client.completions.create(
+        model=MODEL, prompt="Oslo is", max_tokens=4, temperature=0, echo=True, logprobs=1
+    )
+    return held(answer.choices[0].logprobs)
+
+
+def responds_in_a_stream(client: openai.OpenAI) -> str:
+    asked: Any = {"model": MODEL, "input": "Describe Oslo.", "max_output_tokens": 24, "temperature": 0}
+    events = list(client.responses.create(**asked, stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    return held(text == client.responses.create(**asked).output_text and len(events) > 6)
+
+
+def responds_with_a_call(client: openai.OpenAI) -> str:
+    function: Any = WEATHER | {"type": "function"}
+    answer = client.responses.create(
+        model=MODEL, input="Weather in Oslo?", tools=[function], tool_choice="required", max_output_tokens=120
+    )
+    for call in answer.output:
+        assert call.type == "function_call"
+        jsonschema.validate(json.loads(call.arguments), WEATHER["parameters"])
+    return held(answer.output)
 
 
 def responds_parsed(client: openai.OpenAI) -> str:
@@ -248,22 +340,31 @@ def biases(client: openai.OpenAI) -> str:
 FEATURES: dict[str, Callable[[openai.OpenAI], str]] = {
     "chat": chats,
     "chat, streamed, with usage": streams,
-    "`.parse` with a pydantic model": parses,
+    "a pydantic model, by `response_format` (`.parse`)": parses,
+    "a pydantic model, by a function": parses_a_function,
     "`response_format` json_object": makes_json,
     "`response_format` structural_tag": lambda client: held(
         chat(client, response_format={"type": "structural_tag", "format": {}})
     ),
+    "tools, `tool_choice` auto": calls_by_itself,
     "tools, `tool_choice` required": calls_a_tool,
     "tools, `tool_choice` with a name": calls_the_named_tool,
     "tool calls, streamed": streams_tool_calls,
     "strict tools, `tool_choice` auto": strict_tools_under_auto,
     "tools, `tool_choice` required, and `response_format`": tools_with_a_response_format,
+    "tools, `tool_choice` auto, and `response_format`": tools_under_auto_with_a_response_format,
+    "custom tools": calls_a_custom_tool,
+    "a tool's result, sent back": takes_a_result,
     "completions, `n`": completes,
+    "completions of several prompts": completes_several,
     "completions, streamed": completes_in_a_stream,
     "completions, `logprobs`": completes_with_logprobs,
     "completions, `echo`": completes_with_echo,
+    "completions, `echo` with `logprobs`": echoes_with_logprobs,
     "`responses.create`": responds,
+    "`responses.stream`": responds_in_a_stream,
     "`responses.parse`": responds_parsed,
+    "functions in `responses.create`": responds_with_a_call,
     "chat, `logprobs`": has_logprobs,
     "chat, `stop`": stops,
     "chat, `seed`": repeats_with_a_seed,
@@ -273,16 +374,21 @@ FEATURES: dict[str, Callable[[openai.OpenAI], str]] = {
     "`regex` of smg": extra(regex="[abc]{5}"),
     "`ebnf` of smg": extra(ebnf="root ::= [abc] [abc] [abc] [abc] [abc]"),
     "`structured_outputs` of vLLM": extra(structured_outputs={"regex": "[abc]{5}"}),
-    "a field that no one knows": knows_its_fields,
+    "an unknown field, refused by name": knows_its_fields,
 }
+ROWS = rows(ROOT / "docs/gateways.md", "What works through smg")
+
+
+def in_table(feature: str, outcome: str) -> list[pytest.MarkDecorator]:
+    """Return the mark of a row that the table of clients has, too."""
+    return [pytest.mark.client(SMG, feature, {"works": "yes"}.get(outcome, outcome))] if feature in IN_TABLE else []
 
 
 def test_the_page_has_every_feature() -> None:
-    table = [name for name, *_ in rows(ROOT / "docs/gateways.md", "What works through smg")]
-    assert table == list(FEATURES)
+    assert [name for name, *_ in ROWS] == list(FEATURES)
 
 
-@pytest.mark.parametrize("row", rows(ROOT / "docs/gateways.md", "What works through smg"), ids=lambda row: str(row[0]))
+@pytest.mark.parametrize("row", [pytest.param(row, id=row[0], marks=in_table(row[0], row[1])) for row in ROWS])
 def test_a_feature_works_as_the_page_says(client: openai.OpenAI, row: list[str]) -> None:
     try:
         became = FEATURES[row[0]](client)

@@ -21,6 +21,7 @@ def complete(client: openai.OpenAI, model: str, **fields: Any) -> Any:
     )
 
 
+@pytest.mark.client("openai", "completions, `echo` with `logprobs`")
 def test_echo_with_log_probabilities_scores_a_prompt(client: openai.OpenAI, model: str) -> None:
     """What lm-eval asks for: the log-probability of each token of a text."""
     scored = complete(client, model, echo=True, logprobs=1, max_tokens=1).choices[0]
@@ -53,6 +54,7 @@ def test_prompt_log_probabilities_have_vllm_s_form(client: openai.OpenAI, model:
     assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
 
 
+@pytest.mark.client("openai", "`logit_bias`")
 def test_a_bias_and_bans_change_the_answer(client: openai.OpenAI, model: str) -> None:
     usual = complete(client, model, return_token_ids=True).choices[0]
     first = usual.token_ids[0]
@@ -124,6 +126,7 @@ def test_reasoning_that_the_model_does_not_know_is_named(client: openai.OpenAI, 
     assert answer.choices[0].message.content
 
 
+@pytest.mark.client("openai", "`response_format` structural_tag")
 def test_a_structural_tag_guides_regions_of_free_text(client: openai.OpenAI, model: str) -> None:
     tag: Any = {
         "type": "structural_tag",

@@ -22,6 +22,8 @@ class City(BaseModel):
     country: Literal["France", "Italy"]
 
 
+@pytest.mark.client("openai", "chat")
+@pytest.mark.client("openai", "chat, streamed, with usage")
 def test_a_chat_answer_and_its_stream_are_equal(client: openai.OpenAI, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "messages": ASK, "max_tokens": 24, "seed": 3}
     whole = client.chat.completions.create(**asked)
@@ -41,6 +43,7 @@ def test_a_chat_answer_and_its_stream_are_equal(client: openai.OpenAI, model: st
     )
 
 
+@pytest.mark.client("openai", "a pydantic model, by `response_format` (`.parse`)")
 def test_parse_returns_the_schema_s_object(client: openai.OpenAI, model: str) -> None:
     answer = client.chat.completions.parse(model=model, messages=ASK, response_format=City, max_tokens=80, seed=1)
     assert isinstance(answer.choices[0].message.parsed, City)
@@ -51,6 +54,8 @@ def test_parse_returns_the_schema_s_object(client: openai.OpenAI, model: str) ->
     assert final.choices[0].message.parsed == answer.choices[0].message.parsed
 
 
+@pytest.mark.client("openai", "`response_format` json_object")
+@pytest.mark.client("openai", "`structured_outputs` of vLLM")
 @pytest.mark.parametrize(
     ("fields", "fits"),
     [
@@ -73,6 +78,7 @@ def test_every_way_to_ask_for_a_grammar_is_held_to_it(
     assert fits(answer.choices[0].message.content), answer.choices[0].message.content
 
 
+@pytest.mark.client("openai", "chat, `logprobs`")
 def test_log_probabilities_name_their_tokens(client: openai.OpenAI, model: str) -> None:
     answer = client.chat.completions.create(
         model=model, messages=ASK, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2
@@ -86,12 +92,16 @@ def test_log_probabilities_name_their_tokens(client: openai.OpenAI, model: str) 
         assert bytes(token.bytes or []).decode() == token.token
 
 
+@pytest.mark.client("openai", "chat, `n`")
 def test_sequences_have_an_index_each(client: openai.OpenAI, model: str) -> None:
     answer = client.chat.completions.create(model=model, messages=ASK, max_tokens=6, n=3, seed=5)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in answer.choices}) > 1
 
 
+@pytest.mark.client("openai", "completions of several prompts")
+@pytest.mark.client("openai", "completions, streamed")
+@pytest.mark.client("openai", "completions, `logprobs`")
 def test_completions_continue_several_prompts(client: openai.OpenAI, model: str) -> None:
     prompts = ["One, two,", "Monday, Tuesday,"]
     together = client.completions.create(model=model, prompt=prompts, max_tokens=5, temperature=0, logprobs=1)
@@ -107,6 +117,34 @@ def test_completions_continue_several_prompts(client: openai.OpenAI, model: str)
     assert [streamed[0], streamed[1]] == [choice.text for choice in together.choices]
 
 
+@pytest.mark.client("openai", "completions, `n`")
+def test_sequences_of_one_prompt_are_choices(client: openai.OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "prompt": "One, two,", "max_tokens": 6, "seed": 5}
+    greedy = client.completions.create(**asked, n=2, temperature=0).choices
+    assert [choice.index for choice in greedy] == [0, 1]
+    assert greedy[0].text == greedy[1].text
+    assert len({choice.text for choice in client.completions.create(**asked, n=4, temperature=1.5).choices}) > 1
+
+
+@pytest.mark.client("openai", "chat, `stop`")
+def test_an_answer_ends_in_front_of_a_stop_string(client: openai.OpenAI, model: str) -> None:
+    whole = client.chat.completions.create(model=model, messages=ASK, max_tokens=24, temperature=0)
+    text = whole.choices[0].message.content or ""
+    word = text.split()[3]
+    cut = client.chat.completions.create(model=model, messages=ASK, max_tokens=24, temperature=0, stop=[word])
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == (text[: text.index(word)], "stop")
+
+
+@pytest.mark.client("openai", "chat, `seed`")
+def test_a_seed_repeats_an_answer(client: openai.OpenAI, model: str) -> None:
+    def ask(seed: int) -> str | None:
+        asked: dict[str, Any] = {"model": model, "messages": ASK, "max_tokens": 16, "temperature": 1.5, "seed": seed}
+        return client.chat.completions.create(**asked).choices[0].message.content
+
+    assert ask(1) == ask(1) != ask(2)
+
+
+@pytest.mark.client("openai", "completions, `echo`")
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_echo_puts_the_prompt_in_front(client: openai.OpenAI, model: str, max_tokens: int) -> None:
     answer = client.completions.create(model=model, prompt="One, two,", max_tokens=max_tokens, temperature=0, echo=True)
@@ -116,6 +154,9 @@ def test_echo_puts_the_prompt_in_front(client: openai.OpenAI, model: str, max_to
     assert answer.usage.completion_tokens == max_tokens
 
 
+@pytest.mark.client("openai", "`responses.create`")
+@pytest.mark.client("openai", "`responses.stream`")
+@pytest.mark.client("openai", "`responses.parse`")
 def test_the_responses_api_answers_and_parses(client: openai.OpenAI, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "input": "Name a city of France.", "seed": 1}
     asked |= {"extra_body": {"seed": asked.pop("seed"), "structured_outputs": {"choice": ["Paris", "Lyon", "Nice"]}}}
@@ -136,6 +177,7 @@ def test_an_unknown_model_is_named(client: openai.OpenAI, model: str) -> None:
         client.chat.completions.create(model="nope", messages=ASK)
 
 
+@pytest.mark.client("openai", "an unknown field, refused by name")
 @pytest.mark.parametrize(
     ("body", "message", "param"),
     [

@@ -43,6 +43,37 @@ CUSTOM: Any = [
 ]
 
 
+MOOD = {
+    "type": "object",
+    "properties": {"mood": {"enum": ["good", "bad"]}},
+    "required": ["mood"],
+    "additionalProperties": False,
+}
+
+
+def conversation(*answers: dict[str, Any]) -> Any:
+    """A conversation in which the assistant has answered for each city, and is asked once more."""
+    turns: list[dict[str, Any]] = []
+    for city, answer in zip(("Rome", "Paris", "Berlin"), answers, strict=True):
+        turns += [{"role": "user", "content": f"Weather in {city}?"}, {"role": "assistant"} | answer]
+    return [*turns, {"role": "user", "content": "Weather in Oslo?"}]
+
+
+def a_call(city: str) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": json.dumps({"city": city, "unit": "celsius"})}
+    return {"tool_calls": [{"id": f"call_{city}", "type": "function", "function": function}]}
+
+
+CALLED_BEFORE = conversation(*(a_call(city) for city in ("Rome", "Paris", "Berlin")))
+"""A small model does what it did before: here it calls, with a unit that the schema does not allow."""
+ANSWERED_BEFORE = conversation(*({"content": json.dumps({"mood": mood})} for mood in ("good", "bad", "good")))
+"""Here it answers without a call."""
+
+
+def strict_tools(strict: bool) -> Any:
+    return [tool | {"function": tool["function"] | {"strict": strict}} for tool in TOOLS]
+
+
 class Weather(BaseModel):
     """Tells the weather."""
 
@@ -54,6 +85,9 @@ def fits(call: Any) -> None:
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
+@pytest.mark.client("openai", "tools, `tool_choice` required")
+@pytest.mark.client("openai", "tools, `tool_choice` with a name")
+@pytest.mark.client("openai", "tool calls, streamed")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}])
 def test_calls_that_must_be_made_fit_their_schemas(client: openai.OpenAI, model: str, choice: Any) -> None:
     asked: Any = {"model": model, "messages": ASK, "tools": TOOLS, "tool_choice": choice, "max_tokens": 80, "seed": 4}
@@ -71,29 +105,51 @@ def test_calls_that_must_be_made_fit_their_schemas(client: openai.OpenAI, model:
     assert calls == [(c.function.name, c.function.arguments) for c in whole.message.tool_calls if c.type == "function"]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_under_auto_an_answer_is_text_or_calls_that_fit(client: openai.OpenAI, model: str, seed: int) -> None:
-    asked: Any = {"model": model, "messages": ASK, "tools": TOOLS, "max_tokens": 60, "seed": seed}
-    choice = client.chat.completions.create(**asked, tool_choice="auto").choices[0]
-    for call in choice.message.tool_calls or []:
-        if choice.finish_reason == "tool_calls":
-            fits(call)
-    assert choice.message.content or choice.message.tool_calls
+@pytest.mark.client("openai", "tools, `tool_choice` auto")
+@pytest.mark.parametrize("parallel", [True, False])
+def test_under_auto_the_model_decides_whether_it_calls(client: openai.OpenAI, model: str, parallel: bool) -> None:
+    asked: Any = {"model": model, "tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": parallel}
+    asked |= {"max_tokens": 100, "temperature": 0}
+    calls = client.chat.completions.create(**asked, messages=CALLED_BEFORE).choices[0]
+    assert calls.finish_reason == "tool_calls"
+    assert calls.message.tool_calls
+    for call in calls.message.tool_calls:
+        fits(call)
+    text = client.chat.completions.create(**asked, messages=[{"role": "user", "content": "Hello!"}]).choices[0]
+    assert text.message.tool_calls is None
+    assert text.message.content
 
 
-def test_tools_and_a_response_format_are_one_grammar(client: openai.OpenAI, model: str) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "clock", "schema": CLOCK}}
-    for seed in range(3):
-        choice = client.chat.completions.create(
-            model=model, messages=ASK, tools=TOOLS, response_format=form, max_tokens=80, seed=seed
-        ).choices[0]
-        if choice.finish_reason == "tool_calls":
-            for call in choice.message.tool_calls or []:
-                fits(call)
-        else:
-            jsonschema.validate(json.loads(choice.message.content or ""), CLOCK)
+@pytest.mark.client("openai", "strict tools, `tool_choice` auto")
+def test_strict_holds_under_auto(client: openai.OpenAI, model: str) -> None:
+    """Where it need not, the model repeats the unit that the schema does not allow."""
+    asked: Any = {"model": model, "messages": CALLED_BEFORE, "tool_choice": "auto", "max_tokens": 100, "temperature": 0}
+    (call,) = client.chat.completions.create(**asked, tools=strict_tools(True)).choices[0].message.tool_calls or []
+    fits(call)
+    (free,) = client.chat.completions.create(**asked, tools=strict_tools(False)).choices[0].message.tool_calls or []
+    assert free.type == "function"
+    assert json.loads(free.function.arguments)["unit"] == "celsius"
 
 
+@pytest.mark.client("openai", "tools, `tool_choice` auto, and `response_format`")
+@pytest.mark.client("openai", "tools, `tool_choice` required, and `response_format`")
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_tools_and_a_response_format_are_one_grammar(client: openai.OpenAI, model: str, temperature: float) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "mood", "schema": MOOD}}
+    asked: Any = {"model": model, "tools": TOOLS, "response_format": form, "max_tokens": 100, "seed": 1}
+    asked |= {"temperature": temperature}
+    called = client.chat.completions.create(**asked, messages=CALLED_BEFORE).choices[0]
+    assert (called.finish_reason, called.message.content) == ("tool_calls", None)
+    answered = client.chat.completions.create(**asked, messages=ANSWERED_BEFORE).choices[0]
+    assert (answered.finish_reason, answered.message.tool_calls) == ("stop", None)
+    jsonschema.validate(json.loads(answered.message.content or ""), MOOD)
+    required = client.chat.completions.create(**asked, messages=ANSWERED_BEFORE, tool_choice="required").choices[0]
+    assert (required.finish_reason, required.message.content) == ("tool_calls", None)
+    for call in [*(called.message.tool_calls or []), *(required.message.tool_calls or [])]:
+        fits(call)
+
+
+@pytest.mark.client("openai", "a pydantic model, by a function")
 def test_parse_reads_strict_functions(client: openai.OpenAI, model: str) -> None:
     answer = client.chat.completions.parse(
         model=model,
@@ -116,6 +172,7 @@ def test_no_call_is_made_where_none_may_be(client: openai.OpenAI, model: str) ->
     assert choice.message.content
 
 
+@pytest.mark.client("openai", "a tool's result, sent back")
 def test_a_result_goes_back_into_the_conversation(client: openai.OpenAI, model: str) -> None:
     first = client.chat.completions.create(
         model=model, messages=ASK, tools=TOOLS, tool_choice="required", max_tokens=80, seed=4
@@ -130,6 +187,7 @@ def test_a_result_goes_back_into_the_conversation(client: openai.OpenAI, model: 
     assert second.usage.prompt_tokens > 60
 
 
+@pytest.mark.client("openai", "custom tools")
 def test_a_custom_tool_s_input_matches_its_grammar(client: openai.OpenAI, model: str) -> None:
     asked: Any = {"model": model, "messages": ASK, "tools": CUSTOM, "tool_choice": "required", "max_tokens": 60}
     asked |= {"parallel_tool_calls": False, "seed": 2}
@@ -142,6 +200,7 @@ def test_a_custom_tool_s_input_matches_its_grammar(client: openai.OpenAI, model:
     assert "".join(inputs) == call.custom.input
 
 
+@pytest.mark.client("openai", "functions in `responses.create`")
 def test_the_responses_api_makes_calls(client: openai.OpenAI, model: str) -> None:
     tool: Any = {"type": "function", "name": "clock", "parameters": CLOCK, "strict": True}
     asked: Any = {"model": model, "input": "What time is it?", "tools": [tool], "tool_choice": "required"}
