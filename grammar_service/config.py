@@ -79,6 +79,9 @@ class GrammarConfig:
     compile_priority: str = "low"
     """Priority of the compile workers: "low" (a higher nice value), or "idle" (SCHED_IDLE: they run when no other
     process needs their core)."""
+    compile_threads: int = 1
+    """Threads within one compilation, in backends that have it (xgrammar). More than one pays where there are more
+    cores than compile workers, and grammars take long."""
     compile_queue: int = 256
     """Compilations that may wait for a worker, not counting those of running sequences; one more is refused."""
     compile_memory_mb: int = 2048
@@ -91,6 +94,9 @@ class GrammarConfig:
     """Longest chain of rules or $ref that refer to each other, in steps."""
     max_artifact_bytes: int = 64 << 20
     """Largest serialised compiled grammar that a worker may return, in bytes."""
+    cache: bool = True
+    """Reuse compiled grammars. False: each request's grammar is compiled anew, unless an equal one is being compiled,
+    and cache_dir is not used; cache_bytes then bounds the grammars that are held for their matchers."""
     cache_bytes: int = 256 << 20
     """Size limit of the compiled grammars in memory, in bytes; the least recently used is evicted first."""
     cache_dir: str = ""
@@ -119,6 +125,7 @@ class GrammarConfig:
         _require(0 <= self.compile_workers <= 64, "compile_workers", "must be in [0, 64]")
         priority = self.compile_priority
         _require(priority in ("low", "idle"), "compile_priority", f"{priority!r} is not low or idle")
+        _require(1 <= self.compile_threads <= 64, "compile_threads", "must be in [1, 64]")
         _require(self.compile_queue >= 1, "compile_queue", "must be at least 1")
         _require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
         _require(1 <= self.max_grammar_bytes <= 64 << 20, "max_grammar_bytes", "must be in [1, 67108864]")

@@ -73,6 +73,8 @@ class GrammarServicer(pb_grpc.GrammarServicer):
         self._worker: Worker | None = None
         self._layout: Layout | None = None
         self._attachment = asyncio.Event()
+        self._bound: dict[int, tuple[int, str]] = {}
+        """By slot: slot_gen and grammar id of its matcher."""
         self.metrics = GrammarMetrics(lambda: self._compiler.stats() if self._compiler else {})
 
     def attach(self, worker: Worker, layout: Layout) -> None:
@@ -84,6 +86,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
     def detach(self) -> None:
         """Forget the worker of an engine that has disconnected. Compiled grammars stay for the next engine."""
         self._worker = self._layout = None
+        self._bound.clear()
         self.metrics.detach()
         self._attachment.clear()
 
@@ -110,6 +113,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
 
     async def _replace(self, vocabulary: Vocabulary) -> None:
         old, self._compiler, self._vocabulary = self._compiler, None, None
+        self._bound.clear()
         if self._worker is not None:
             self._worker.drop_all()
         if old is not None:
@@ -183,6 +187,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                 raise InternalError(f"the matcher failed: {error}") from None
             state.request_id = request.request_id
             worker.bind(request.slot, state)
+            self._bound[request.slot] = (request.slot_gen, request.grammar_id)
         return pb.BindResponse()
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
@@ -191,7 +196,19 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             if self._worker is not None:
                 worker = await self._attached(request.slot)
                 worker.release(request.slot, request.slot_gen)
+            if self._bound.get(request.slot, (0, ""))[0] == request.slot_gen:
+                del self._bound[request.slot]
         return pb.ReleaseResponse()
+
+    async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
+        """See grammar.proto."""
+        async with _statuses(context):
+            in_use = {grammar_id for _, grammar_id in self._bound.values()}
+            cleared = await self._configured().clear(in_use, disk=request.disk)
+            return pb.ClearCacheResponse(
+                dropped=cleared.dropped, kept=cleared.kept, freed_bytes=cleared.freed_bytes, files=cleared.files
+            )
+        raise AssertionError("abort raises")
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         """See grammar.proto."""

@@ -20,9 +20,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, LockstepError
 from gpu_engine.api.outputs import OutputSpec
-from gpu_engine.api.ports import Compiled, GrammarStats, PageEvents
+from gpu_engine.api.ports import ClearedGrammars, Compiled, GrammarStats, PageEvents
 from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
-from gpu_engine.api.stats import EngineStats
+from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
 
 EOS = 256
 """End of sequence of `ByteTokenizer`; 257 is its other special token."""
@@ -131,6 +131,9 @@ class FakeEngine:
         self.closed = False
         self.page_events: PageEvents | None = None
         self.generated_tokens = 0
+        self.iterations = IterationRing(8)
+        self.pause_s = 0.0
+        """Before each event, so that a client sees them one by one."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fake engine", daemon=True)
         self._thread.start()
@@ -154,6 +157,7 @@ class FakeEngine:
         """Send `event` from the engine thread, unless the request was dropped."""
 
         def send() -> None:
+            time.sleep(self.pause_s)
             if request not in self.dropped:
                 request.sink(event)
 
@@ -171,6 +175,13 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         running = len(self.submitted) - len(self.dropped)
         return EngineStats(num_slots=4, num_pages=64, running=running, generated_tokens=self.generated_tokens)
+
+    def sequence_stats(self) -> list[SequenceStats]:
+        return [
+            SequenceStats(r.request_id, r.index, r.client_id, Stage.DECODE, len(r.prompt_ids), 0, 0, None, 0)
+            for r in self.submitted
+            if r not in self.dropped
+        ]
 
     def watch_pages(self, events: PageEvents | None) -> None:
         self.page_events = events
@@ -251,6 +262,9 @@ class FakeGrammar:
         return Compiled(
             "inner", 2, len(self.compiled) > 1, 3.0, ("w",), memory_bytes=99, min_tokens=4, known_answer_tokens=6
         )
+
+    async def clear_cache(self, *, disk: bool) -> ClearedGrammars:
+        return ClearedGrammars(dropped=3, kept=1, files=2 if disk else 0, freed_bytes=99)
 
     async def stats(self) -> GrammarStats:
         return GrammarStats(starts=1, ready=True, matchers=2, cached_grammars=3)

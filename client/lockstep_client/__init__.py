@@ -7,6 +7,7 @@ the engine.
 from lockstep_client.access import TLS
 from lockstep_client.answers import (
     Answer,
+    ClearedGrammars,
     Delta,
     FieldLogprob,
     FinishReason,
@@ -21,8 +22,8 @@ from lockstep_client.answers import (
     Tokens,
     Usage,
 )
-from lockstep_client.async_client import AsyncClient, AsyncStream
-from lockstep_client.client import Client, Stream
+from lockstep_client.async_client import AsyncClient, AsyncStatsStream, AsyncStream
+from lockstep_client.client import Client, StatsStream, Stream
 from lockstep_client.errors import (
     CallError,
     Cancelled,
@@ -42,9 +43,18 @@ from lockstep_client.errors import (
 )
 from lockstep_client.grammars import CompiledGrammar, Grammar
 from lockstep_client.messages import Message, Tool, ToolCall
-from lockstep_client.options import AdditionalOutput, ChatOptions, Options, Reasoning
+from lockstep_client.options import (
+    AdditionalOutput,
+    BeamSearch,
+    ChatOptions,
+    LogitsProcessor,
+    Options,
+    Reasoning,
+)
 from lockstep_client.retrying import NO_RETRIES, Retries
 from lockstep_client.schemas import Keywords
+from lockstep_client.statistics import IterationStats, RequestStats, Stage, StatsUpdate
+from lockstep_client.tokenizer import TokenizerInfo
 
 __all__ = [
     "NO_RETRIES",
@@ -52,10 +62,13 @@ __all__ = [
     "AdditionalOutput",
     "Answer",
     "AsyncClient",
+    "AsyncStatsStream",
     "AsyncStream",
+    "BeamSearch",
     "CallError",
     "Cancelled",
     "ChatOptions",
+    "ClearedGrammars",
     "Client",
     "CompiledGrammar",
     "Delta",
@@ -66,9 +79,11 @@ __all__ = [
     "Grammar",
     "GrammarNotConfigured",
     "InvalidRequest",
+    "IterationStats",
     "Keywords",
     "LimitExceeded",
     "LockstepError",
+    "LogitsProcessor",
     "Message",
     "ModelInfo",
     "NotAuthenticated",
@@ -79,14 +94,19 @@ __all__ = [
     "Part",
     "PartKind",
     "Reasoning",
+    "RequestStats",
     "Retries",
     "ServerFailed",
+    "Stage",
     "Stats",
+    "StatsStream",
+    "StatsUpdate",
     "Stream",
     "Telemetry",
     "TimedOut",
     "TokenLogprob",
     "TokenLogprobs",
+    "TokenizerInfo",
     "Tokens",
     "Tool",
     "ToolCall",

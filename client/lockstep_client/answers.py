@@ -189,6 +189,8 @@ class Delta:
     field_logprobs: tuple[FieldLogprob, ...]
     outputs: tuple[OutputTensor, ...]
     """Rows of the tensors that the request asked for."""
+    beam_score: float | None
+    """In the last delta of a sequence of a beam search."""
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -216,6 +218,7 @@ class Answer(Generic[T]):
     field_logprobs: tuple[FieldLogprob, ...] = ()
     outputs: Mapping[str, OutputTensor] = field(default_factory=dict)
     """By name, all rows of each tensor that the request asked for."""
+    beam_score: float | None = None
     others: tuple[Answer[T], ...] = ()
     _parse: Any = None
     _value: list[T] = field(default_factory=list)
@@ -282,8 +285,23 @@ class ModelInfo:
     tool_format: str
     reasoning_begin: str
     reasoning_end: str
+    logits_processors: tuple[str, ...]
+    max_beam_width: int
     output_names: tuple[str, ...]
-    """Tensors that `additional_outputs` may name."""
+    max_adapter_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClearedGrammars:
+    """What `clear_grammar_cache` dropped."""
+
+    dropped: int
+    """Grammars in memory."""
+    kept: int
+    """Grammars that running requests use."""
+    freed_bytes: int
+    """Of memory and of disk, an estimate."""
+    files: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +370,7 @@ def delta_of(response: pb.GenerateResponse) -> Delta:
         prompt_logprobs=_logprobs(response.prompt_logprobs),
         field_logprobs=tuple(from_message(FieldLogprob, each) for each in response.field_logprobs),
         outputs=tuple(from_message(OutputTensor, each) for each in response.outputs),
+        beam_score=response.beam_score if response.HasField("beam_score") else None,
     )
 
 

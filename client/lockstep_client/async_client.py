@@ -19,7 +19,7 @@ import grpc
 
 from lockstep_client import calls
 from lockstep_client.access import TLS, Access, Token, access_to
-from lockstep_client.answers import Answer, Delta, ModelInfo, Stats, Tokens, delta_of, from_message
+from lockstep_client.answers import Answer, ClearedGrammars, Delta, ModelInfo, Stats, Tokens, delta_of, from_message
 from lockstep_client.calls import UNARY_TIMEOUT_S, AnyGrammar, Method, Prepared, Prompt, Q, R
 from lockstep_client.embedded import EmbeddedServer
 from lockstep_client.errors import from_rpc
@@ -27,6 +27,8 @@ from lockstep_client.grammars import CompiledGrammar, Grammar
 from lockstep_client.messages import AnyTool, Conversation
 from lockstep_client.options import ChatOptions, Options
 from lockstep_client.retrying import Attempts, Retries
+from lockstep_client.statistics import StatsUpdate, update_of
+from lockstep_client.tokenizer import TokenizerInfo, tokenizer_of
 from lockstep_client.wire import engine_pb2 as pb
 
 T = TypeVar("T")
@@ -86,6 +88,38 @@ class AsyncStream(Generic[T]):
         return f"<AsyncStream attempt {self._attempts.made}>"
 
 
+class AsyncStatsStream:
+    """Statistics of a server, as they arrive. An asynchronous iterator and context manager; leaving it cancels the
+    call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __aiter__(self) -> AsyncIterator[StatsUpdate]:
+        return self
+
+    async def __anext__(self) -> StatsUpdate:
+        try:
+            response = await self._call.read()
+        except grpc.RpcError as error:
+            raise from_rpc(error) from None
+        if response is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stub
+            raise StopAsyncIteration
+        return update_of(response)
+
+    async def aclose(self) -> None:
+        """Cancel the call, if it is not done."""
+        self._call.cancel()
+
+    async def __aenter__(self) -> AsyncStatsStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
 class AsyncClient:
     """A client of one server, for one event loop. An asynchronous context manager."""
 
@@ -124,6 +158,12 @@ class AsyncClient:
             )
             for method in calls.UNARY
         }
+        self._generate_many = self._channel.stream_stream(
+            calls.GENERATE_MANY.path, pb.GenerateManyRequest.SerializeToString, pb.GenerateManyResponse.FromString
+        )
+        self._watch_stats = self._channel.unary_stream(
+            calls.WATCH_STATS.path, pb.WatchStatsRequest.SerializeToString, pb.WatchStatsResponse.FromString
+        )
 
     @classmethod
     def embedded(
@@ -273,10 +313,37 @@ class AsyncClient:
         response = await self._call(calls.MODEL_INFO, pb.GetModelInfoRequest(), timeout_s)
         return from_message(ModelInfo, response)
 
+    async def tokenizer_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> TokenizerInfo:
+        """Return the server's tokenizer, which can be dumped to a file."""
+        return tokenizer_of(await self._call(calls.TOKENIZER_INFO, pb.GetTokenizerInfoRequest(), timeout_s))
+
+    async def clear_grammar_cache(self, *, disk: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> ClearedGrammars:
+        """Drop the compiled grammars that no running request uses; with `disk` the files, too."""
+        response = await self._call(calls.CLEAR_GRAMMAR_CACHE, pb.ClearGrammarCacheRequest(disk=disk), timeout_s)
+        return from_message(ClearedGrammars, response)
+
     async def stats(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> Stats:
         """Return the counters and gauges of the server."""
         response = await self._call(calls.STATS, pb.GetStatsRequest(), timeout_s)
         return from_message(Stats, response)
+
+    def watch_stats(
+        self, *, history: int = 0, interval_ms: int | None = None, requests: bool = True
+    ) -> AsyncStatsStream:
+        """Return the statistics of the server's iterations, as they come, until the stream is closed.
+
+        Args:
+            history: iterations of the past to begin with, as far as the server keeps them.
+            interval_ms: least time between two updates. None: the server's default, 100.
+            requests: also those of the requests that wait or run.
+
+        """
+        request = pb.WatchStatsRequest(history=history, interval_ms=interval_ms, omit_requests=not requests)
+        return AsyncStatsStream(self._watch_stats(request, metadata=self._access.metadata()))
+
+    def generate_many(self) -> Any:
+        """Open a call of GenerateMany, with `read`, `write`, `done_writing` and `cancel`. See `AsyncExecutor`."""
+        return self._generate_many(metadata=self._access.metadata())  # type: ignore[call-arg]  # of the iterator's form
 
     async def aclose(self) -> None:
         """Close the channel, cancel running calls, and end an embedded server."""

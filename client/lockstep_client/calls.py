@@ -52,7 +52,13 @@ MODEL_INFO = Method("GetModelInfo", pb.GetModelInfoRequest, pb.GetModelInfoRespo
 STATS = Method("GetStats", pb.GetStatsRequest, pb.GetStatsResponse)
 TOKENIZE = Method("Tokenize", pb.TokenizeRequest, pb.TokenizeResponse)
 DETOKENIZE = Method("Detokenize", pb.DetokenizeRequest, pb.DetokenizeResponse)
-UNARY: tuple[Method[Any, Any], ...] = (ABORT, COMPILE, MODEL_INFO, STATS, TOKENIZE, DETOKENIZE)
+TOKENIZER_INFO = Method("GetTokenizerInfo", pb.GetTokenizerInfoRequest, pb.GetTokenizerInfoResponse)
+CLEAR_GRAMMAR_CACHE = Method("ClearGrammarCache", pb.ClearGrammarCacheRequest, pb.ClearGrammarCacheResponse)
+UNARY: tuple[Method[Any, Any], ...] = (
+    ABORT, COMPILE, MODEL_INFO, STATS, TOKENIZE, DETOKENIZE, TOKENIZER_INFO, CLEAR_GRAMMAR_CACHE,
+)  # fmt: skip
+GENERATE_MANY = Method("GenerateMany", pb.GenerateManyRequest, pb.GenerateManyResponse)
+WATCH_STATS = Method("WatchStats", pb.WatchStatsRequest, pb.WatchStatsResponse)
 
 HEALTH_PATH = "/grpc.health.v1.Health/Check"
 HEALTH_SERVING = b"\x08\x01"
@@ -69,7 +75,7 @@ class Prepared:
 
     def joined(self) -> Joined:
         """Return what joins the deltas of its stream."""
-        return Joined(self.parse, self.request.sampling.n or 1)
+        return Joined(self.parse, self.request.sampling.n or 1, cumulative=self.request.response.cumulative)
 
 
 def text_request(

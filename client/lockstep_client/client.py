@@ -18,7 +18,7 @@ import grpc
 
 from lockstep_client import calls
 from lockstep_client.access import TLS, Access, Token, access_to
-from lockstep_client.answers import Answer, Delta, ModelInfo, Stats, Tokens, delta_of, from_message
+from lockstep_client.answers import Answer, ClearedGrammars, Delta, ModelInfo, Stats, Tokens, delta_of, from_message
 from lockstep_client.calls import UNARY_TIMEOUT_S, AnyGrammar, Method, Prepared, Prompt, Q, R
 from lockstep_client.embedded import EmbeddedServer
 from lockstep_client.errors import from_rpc
@@ -26,6 +26,8 @@ from lockstep_client.grammars import CompiledGrammar, Grammar
 from lockstep_client.messages import AnyTool, Conversation
 from lockstep_client.options import ChatOptions, Options
 from lockstep_client.retrying import Attempts, Retries
+from lockstep_client.statistics import StatsUpdate, update_of
+from lockstep_client.tokenizer import TokenizerInfo, tokenizer_of
 from lockstep_client.wire import engine_pb2 as pb
 
 T = TypeVar("T")
@@ -82,6 +84,34 @@ class Stream(Generic[T]):
         return f"<Stream attempt {self._attempts.made}>"
 
 
+class StatsStream:
+    """Statistics of a server, as they arrive. An iterator and a context manager; leaving it cancels the call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __iter__(self) -> Iterator[StatsUpdate]:
+        return self
+
+    def __next__(self) -> StatsUpdate:
+        try:
+            return update_of(next(self._call))
+        except grpc.RpcError as error:
+            raise from_rpc(error) from None
+
+    def close(self) -> None:
+        """Cancel the call, if it is not done."""
+        self._call.cancel()
+
+    def __enter__(self) -> StatsStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 class Client:
     """A client of one server. A context manager; may be used from several threads."""
 
@@ -120,6 +150,12 @@ class Client:
             )
             for method in calls.UNARY
         }
+        self._generate_many = self._channel.stream_stream(
+            calls.GENERATE_MANY.path, pb.GenerateManyRequest.SerializeToString, pb.GenerateManyResponse.FromString
+        )
+        self._watch_stats = self._channel.unary_stream(
+            calls.WATCH_STATS.path, pb.WatchStatsRequest.SerializeToString, pb.WatchStatsResponse.FromString
+        )
 
     @classmethod
     def embedded(
@@ -268,9 +304,37 @@ class Client:
         """Describe the model and the limits of the server."""
         return from_message(ModelInfo, self._call(calls.MODEL_INFO, pb.GetModelInfoRequest(), timeout_s))
 
+    def tokenizer_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> TokenizerInfo:
+        """Return the server's tokenizer, which can be dumped to a file."""
+        return tokenizer_of(self._call(calls.TOKENIZER_INFO, pb.GetTokenizerInfoRequest(), timeout_s))
+
+    def clear_grammar_cache(self, *, disk: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> ClearedGrammars:
+        """Drop the compiled grammars that no running request uses; with `disk` the files, too."""
+        response = self._call(calls.CLEAR_GRAMMAR_CACHE, pb.ClearGrammarCacheRequest(disk=disk), timeout_s)
+        return from_message(ClearedGrammars, response)
+
     def stats(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> Stats:
         """Return the counters and gauges of the server."""
         return from_message(Stats, self._call(calls.STATS, pb.GetStatsRequest(), timeout_s))
+
+    def watch_stats(self, *, history: int = 0, interval_ms: int | None = None, requests: bool = True) -> StatsStream:
+        """Return the statistics of the server's iterations, as they come, until the stream is closed.
+
+        Args:
+            history: iterations of the past to begin with, as far as the server keeps them.
+            interval_ms: least time between two updates. None: the server's default, 100.
+            requests: also those of the requests that wait or run.
+
+        """
+        request = pb.WatchStatsRequest(history=history, interval_ms=interval_ms, omit_requests=not requests)
+        return StatsStream(self._watch_stats(request, metadata=self._access.metadata()))
+
+    def generate_many(self, actions: Iterator[pb.GenerateManyRequest]) -> Any:
+        """Open a call of GenerateMany: an iterator of its responses, which can be cancelled. See `Executor`.
+
+        `actions` is read on a thread of gRPC's.
+        """
+        return self._generate_many(actions, metadata=self._access.metadata())
 
     def close(self) -> None:
         """Close the channel, cancel running calls, and end an embedded server."""

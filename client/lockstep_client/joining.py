@@ -9,7 +9,7 @@ Not responsible for: reading the stream (see client.py and async_client.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -80,6 +80,7 @@ class _Sequence:
             prompt_logprobs=first.prompt_logprobs,
             field_logprobs=last.field_logprobs,
             outputs=joined_outputs(each for delta in self.deltas for each in delta.outputs),
+            beam_score=last.beam_score,
             _parse=parse,
         )
 
@@ -87,18 +88,31 @@ class _Sequence:
 class Joined:
     """Takes the deltas of one request."""
 
-    def __init__(self, parse: Parse | None, wants_sequences: int) -> None:
+    def __init__(self, parse: Parse | None, wants_sequences: int, *, cumulative: bool = False) -> None:
         """Args: see below.
 
         parse: returns the value of a complete answer's content; None: there is none.
         wants_sequences: the request's `n`.
+        cumulative: each delta has all of its sequence so far, instead of what is new.
         """
         self._parse = parse
         self._wanted = wants_sequences
+        self._cumulative = cumulative
         self._sequences: dict[int, _Sequence] = {}
 
     def take(self, delta: Delta) -> None:
         """Add a delta."""
+        before = self._sequences.get(delta.index)
+        if self._cumulative and before is not None:
+            first = before.deltas[0]
+            outputs = before.deltas[-1].outputs + delta.outputs  # a tensor is sent once
+            delta = replace(
+                delta,
+                prompt_token_ids=first.prompt_token_ids,
+                prompt_logprobs=first.prompt_logprobs,
+                outputs=outputs,
+            )
+            del self._sequences[delta.index]
         self._sequences.setdefault(delta.index, _Sequence()).take(delta)
 
     def answer(self) -> Answer[Any]:

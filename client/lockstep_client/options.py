@@ -9,9 +9,10 @@ Not responsible for: the prompt's parts (see messages.py), the grammar (see gram
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from lockstep_client.grammars import CompiledGrammar, Grammar
 from lockstep_client.messages import AnyTool, refuse_unknown, tools_message
@@ -51,6 +52,47 @@ class Reasoning:
     end: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearch:
+    """Beam search instead of sampling; `n` says how many of its sequences are returned, best first.
+
+    Attributes:
+        beam_width: beams, at least 2, at most the server's limit.
+        length_penalty: the sum of log-probabilities is divided by the length to this power. None: 1.
+        early_stopping: when the search ends, once it has as many complete sequences as beams: True: at once;
+            "heuristic": when no running beam is better now than the worst complete one; "never": when none can become
+            better. None: "heuristic".
+
+    """
+
+    beam_width: int
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["heuristic", "never"] | None = None
+
+    def message(self) -> pb.BeamSearch:
+        """Return the message for the server. Raises ValueError for an unknown `early_stopping`."""
+        if self.early_stopping not in _EARLY_STOPPING:
+            raise ValueError(f"early_stopping: {self.early_stopping!r} is none of True, 'heuristic' and 'never'")
+        return pb.BeamSearch(
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
+            early_stopping=_EARLY_STOPPING[self.early_stopping],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsProcessor:
+    """A logits processor that the server has loaded, by its name, with arguments that JSON can hold."""
+
+    name: str
+    arguments: Mapping[str, Any] | None = None
+
+    def message(self) -> pb.LogitsProcessor:
+        """Return the message for the server."""
+        given = self.arguments
+        return pb.LogitsProcessor(name=self.name, arguments="" if given is None else json.dumps(given))
+
+
 class Options(TypedDict, total=False):
     """Arguments of `generate`, `chat` and their streams; engine.proto documents each field with its default."""
 
@@ -84,15 +126,24 @@ class Options(TypedDict, total=False):
     echo: bool
     prompt_logprobs: int
     per_field_logprobs: bool
+    whole: bool
+    cumulative: bool
     context_logits: bool
     generation_logits: bool
     additional_outputs: Sequence[str | AdditionalOutput]
     # The request.
     request_id: str
+    client_id: str
     cache_salt: str
     priority: int
     max_queue_ms: int
     never_preempt: bool
+    # What changes the model's answer.
+    logits_processors: Sequence[str | LogitsProcessor]
+    lora: str
+    prompt_adapter: str
+    beam_search: int | BeamSearch
+    """The number of beams, or more of the search."""
     # The call.
     timeout_s: float
     """End the call after this time, attempts and pauses included. Default: the client's `timeout_s`."""
@@ -121,13 +172,21 @@ _SCALARS = {
     ),
     "speculation": ("num_draft_tokens", "draft_index"),
     "response": (
-        "omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs",
+        "omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs", "whole", "cumulative",
         "context_logits", "generation_logits",
     ),
 }  # fmt: skip
 """Options by the message that holds them."""
 _LISTS = ("stop", "stop_token_ids", "bad_token_ids", "bad_words")
-_OWN = ("request_id", "cache_salt", "priority", "max_queue_ms", "never_preempt")
+_OWN = (
+    "request_id", "client_id", "cache_salt", "priority", "max_queue_ms", "never_preempt", "lora", "prompt_adapter",
+)  # fmt: skip
+_EARLY_STOPPING: Mapping[bool | str | None, pb.EarlyStopping] = {
+    None: pb.EARLY_STOPPING_UNSPECIFIED,
+    True: pb.EARLY_STOPPING_TRUE,
+    "heuristic": pb.EARLY_STOPPING_HEURISTIC,
+    "never": pb.EARLY_STOPPING_NEVER,
+}
 OPTIONS = frozenset(Options.__annotations__)
 CHAT_OPTIONS = OPTIONS | frozenset(ChatOptions.__annotations__)
 
@@ -153,15 +212,26 @@ def request_of(
         if name in given:
             values = [given[name]] if isinstance(given[name], str) else given[name]
             _extend(request.sampling, name, values)
-    for output in given.get("additional_outputs", ()):
-        output = AdditionalOutput(output) if isinstance(output, str) else output
-        request.response.additional_outputs.add(name=output.name, context=output.context)
     for token, bias in given.get("logit_bias", {}).items():
         request.sampling.logit_bias[token] = bias
     if grammar is not None:
         request.grammar.CopyFrom(grammar.message())
+    _add_parts(request, given)
     _add_tools(request, given)
     return request
+
+
+def _add_parts(request: pb.GenerateRequest, given: Mapping[str, Any]) -> None:
+    for each in given.get("logits_processors", ()):
+        processor = LogitsProcessor(each) if isinstance(each, str) else each
+        request.logits_processors.append(processor.message())
+    for each in given.get("additional_outputs", ()):
+        output = AdditionalOutput(each) if isinstance(each, str) else each
+        request.response.additional_outputs.add(name=output.name, context=output.context)
+    beams = given.get("beam_search")
+    if beams is not None:
+        search = BeamSearch(beam_width=beams) if isinstance(beams, int) else beams
+        request.beam_search.CopyFrom(search.message())
 
 
 def _add_tools(request: pb.GenerateRequest, given: Mapping[str, Any]) -> None:

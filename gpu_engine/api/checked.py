@@ -134,4 +134,6 @@ class Checked:
     """Tensors to return; those of the prompt's tokens come with the first sequence alone."""
     cache_salt: str = ""
     """Part of the key of the prefix cache and of the suffix index."""
+    client_id: str = ""
+    """Of a group of requests, chosen by the client; empty: none."""
     reasoning: Reasoning | None = None

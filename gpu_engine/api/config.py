@@ -121,6 +121,8 @@ class EngineConfig:
     """Longest suffix that the n-gram drafter looks up, in tokens."""
     ngram_min: int = 1
     """Shortest suffix that the n-gram drafter looks up, in tokens."""
+    iteration_history: int = 1000
+    """Iterations of the engine's loop whose statistics are kept, for clients that watch them (WatchStats)."""
     draft_index_bytes: int = -1
     """Memory of the suffix index, in bytes: earlier answers, by client and grammar, that drafter=ngram drafts from,
     too. The least recently used are dropped. 0: none. -1: 64 MiB with drafter=ngram on a CPU, and none elsewhere, where
@@ -230,6 +232,7 @@ class EngineConfig:
             _require(0 <= getattr(self, name) <= MAX_DRAFT_TOKENS, name, f"must be in [0, {MAX_DRAFT_TOKENS}]")
         _require(self.step_rows >= 0, "step_rows", "must not be negative")
         _require(1 <= self.ngram_min <= self.ngram_max <= 8, "ngram_min", "needs 1 <= ngram_min <= ngram_max <= 8")
+        _require(1 <= self.iteration_history <= 100_000, "iteration_history", "must be in [1, 100000]")
         _require(self.draft_index_bytes >= -1, "draft_index_bytes", "must be -1, 0 or a number of bytes")
         _require(
             self.draft_index_bytes <= 0 or (self.drafter == "ngram" and self.device in ("auto", "cpu")),

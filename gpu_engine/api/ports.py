@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpu_engine.api.errors import LockstepError
     from gpu_engine.api.outputs import OutputSpec
     from gpu_engine.api.request import GrammarSpec, Request
-    from gpu_engine.api.stats import EngineStats
+    from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats
 
 
 class Tokenizer(Protocol):
@@ -124,6 +124,13 @@ class EngineCore(Protocol):
     def stats(self) -> EngineStats:
         """Return the counters and gauges, at most one step old."""
 
+    @property
+    def iterations(self) -> IterationRing:
+        """The last iterations of the engine's loop."""
+
+    def sequence_stats(self) -> list[SequenceStats]:
+        """Return what each sequence that waits or runs is doing."""
+
     def watch_pages(self, events: PageEvents | None) -> None:
         """Report the prefix index to `events` from now on: its pages, then every change. None: report to none."""
 
@@ -215,6 +222,19 @@ class GrammarStats:
     cached_grammars: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ClearedGrammars:
+    """What a call of `GrammarAccess.clear_cache` dropped."""
+
+    dropped: int
+    """Grammars in memory."""
+    kept: int
+    """Grammars that matchers use."""
+    files: int
+    freed_bytes: int
+    """Of memory, estimated, and of files."""
+
+
 class GrammarAccess(Protocol):
     """The grammar client, as far as the servicer uses it. Called on the event loop."""
 
@@ -237,3 +257,6 @@ class GrammarAccess(Protocol):
 
     async def stats(self) -> GrammarStats:
         """Ask the grammar process for its gauges; never raises."""
+
+    async def clear_cache(self, *, disk: bool) -> ClearedGrammars:
+        """Have the grammar process drop the compiled grammars that no matcher uses. Raises GrammarUnavailable."""

@@ -192,6 +192,8 @@ class Request:
     """The sequence waits until the pages of its whole answer are free, and holds them to its end."""
     cache_salt: str = ""
     """Requests share pages of the prefix cache only where their salts are equal."""
+    client_id: str = ""
+    """Of a group of requests, chosen by the client; empty: none."""
     prompt_logprobs: int | None = None
     """Alternatives of each token of the prompt whose log-probabilities are wanted; None: none are."""
     outputs: tuple[WantedOutput, ...] = ()

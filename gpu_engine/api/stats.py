@@ -1,15 +1,20 @@
-"""The engine's counters and gauges, as one value. The engine's thread writes it; a reader's copy is at most a step old.
+"""The engine's counters and gauges as one value, and the last iterations of its loop in a ring.
 
-The invariant: a step counts with a few additions, without a lock and without allocation.
+The engine's thread writes both; a reader's copy is at most a step old.
 
-Not responsible for: the Prometheus metrics made of it (ops/metrics_engine.py).
+The invariant: a step counts with a few additions, without a lock; an iteration adds one tuple of numbers to the ring,
+and the ring's size never changes.
+
+Not responsible for: the Prometheus metrics (ops/metrics_engine.py), sending the ring to clients (front/stats_feed.py).
 """
 
 from __future__ import annotations
 
+import enum
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 STEP_BOUNDS_S = (1e-3, 2e-3, 5e-3, 1e-2, 1.5e-2, 2e-2, 3e-2, 4e-2, 6e-2, 8e-2, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
 MASK_WAIT_BOUNDS_S = (1e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
@@ -110,3 +115,77 @@ class EngineStats:
             self.accepted_draft_tokens += num_accepted
             self.jump_forward_tokens += min(num_jump_forward, num_drafts)
             self.accepted_jump_forward_tokens += min(num_jump_forward, num_accepted)
+
+
+class Iteration(NamedTuple):
+    """One iteration of the engine's loop that had something to do."""
+
+    number: int
+    """From 0, since the start."""
+    ended_s: float
+    """Seconds since 1970."""
+    seconds: float
+    waiting: int
+    running: int
+    decoding: int
+    """Sequences in its decode step."""
+    prefill_tokens: int
+    generated_tokens: int
+    """Of the step whose outputs it processed: with `overlap`, an earlier one."""
+    draft_tokens: int
+    accepted_draft_tokens: int
+    parked: int
+    """Guided sequences with a prefilled prompt that wait for the grammar process."""
+    preempted: int
+    pages_used: int
+
+
+class IterationRing:
+    """The last iterations. One thread adds to it; any thread reads it, and a reader that is too slow misses some."""
+
+    def __init__(self, size: int) -> None:
+        """Args: `size` is the number of iterations that are kept, at least 1."""
+        self.size = size
+        self._ring: list[Iteration | None] = [None] * size
+        self.total = 0
+        """Iterations since the start; the number of the next one."""
+
+    def add(self, iteration: Iteration) -> None:
+        """Add the iteration with the number `total`, over the oldest one."""
+        self._ring[iteration.number % self.size] = iteration
+        self.total = iteration.number + 1
+
+    def since(self, number: int) -> tuple[list[Iteration], int]:
+        """Return the iterations from `number` on that are still there, and the number behind the last of them."""
+        end = self.total
+        found = [self._ring[i % self.size] for i in range(max(number, end - self.size), end)]
+        # The writer may have replaced some of the oldest meanwhile.
+        return [each for each in found if each is not None and each.number < end], end
+
+    def __repr__(self) -> str:
+        return f"<IterationRing {self.total} iterations, {self.size} kept>"
+
+
+class Stage(enum.Enum):
+    """Where a sequence is; the values equal those of the proto enum."""
+
+    WAITING = 1
+    PREFILL = 2
+    DECODE = 3
+    PARKED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStats:
+    """One sequence that waits or runs. Its numbers may be of two neighbouring steps."""
+
+    request_id: str
+    index: int
+    client_id: str
+    stage: Stage
+    prompt_tokens: int
+    prefilled_tokens: int
+    """Of `prompt_tokens`: tokens whose keys and values are in pages."""
+    generated_tokens: int
+    slot: int | None
+    pages: int

@@ -34,6 +34,8 @@ def run_generate(flags: argparse.Namespace) -> int:
     """Send one request and stream the answer."""
     try:
         request, access = build_request(flags), access_of(flags)
+        if request.response.cumulative and flags.output != "json":
+            raise ValueError("--cumulative needs --output json")
     except ValueError as error:
         return usage(error)
     return _ask(flags.server, access, lambda client: _generate(client, request, flags))

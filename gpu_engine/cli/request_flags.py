@@ -103,9 +103,12 @@ _RESPONSE: list[_Value | _Switch] = [
     _Switch("response", "echo", "--echo", True, "begin with the prompt"),
     _Switch("response", "omit_token_ids", "--omit-token-ids", True, "with --output json: no token ids"),
     _Switch("response", "omit_text", "--omit-text", True, "with --output json: no text"),
+    _Switch("response", "whole", "--whole", True, "show each answer at once, when it has ended"),
+    _Switch("response", "cumulative", "--cumulative", True, "with --output json: each line has the answer so far"),
 ]
 _REQUEST: list[_Value | _Switch] = [
     _Value("", "request_id", "--request-id", text, "a name for the request, for Abort and the log (default: made)"),
+    _Value("", "client_id", "--client-id", text, "a name for a group of requests, for the log (default: none)"),
     _Value("", "priority", "--priority", int, "higher ones leave the waiting queue first (default: 0)"),
     _Value("", "max_queue_ms", "--max-queue-ms", int, "end after waiting so long for a slot (default: the server's)"),
     _Switch("", "never_preempt", "--never-preempt", True, "hold slot and pages to the end, if the server allows it"),

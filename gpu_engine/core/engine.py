@@ -20,7 +20,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, LimitExceeded, LockstepError, ShuttingDown
 from gpu_engine.api.ports import GrammarPort, PageEvents
 from gpu_engine.api.request import FinishReason, Request
-from gpu_engine.api.stats import EngineStats
+from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
 from gpu_engine.core.running import RunningSequence, SequenceState
@@ -253,6 +253,15 @@ class Engine:
         stats.index_draft_tokens, stats.accepted_index_draft_tokens = self._loop.num_index_drafts
         return stats
 
+    @property
+    def iterations(self) -> IterationRing:
+        """The last iterations of the loop. Any thread may read it."""
+        return self._loop.iterations
+
+    def sequence_stats(self) -> list[SequenceStats]:
+        """Return what each sequence that waits or runs is doing; the engine's thread may be changing some of it."""
+        return [_stats_of(sequence) for sequence in list(self._loop.sequences.values())]
+
     def watch_pages(self, events: PageEvents | None) -> None:
         """Report the prefix index to `events`, on the engine's thread: its pages, then every change; None: to none."""
         self._inbox.put(lambda: self._loop.allocator.watch(events))
@@ -277,3 +286,25 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<Engine {self.model} {self._loop.scheduler}>"
+
+
+def _stats_of(sequence: RunningSequence) -> SequenceStats:
+    request, slot = sequence.payload.request, sequence.slot
+    prompt = len(request.prompt_ids)
+    if slot < 0:
+        stage = Stage.WAITING
+    elif sequence.prefilled < sequence.prefill_end:
+        stage = Stage.PREFILL
+    else:
+        stage = Stage.DECODE if sequence.decoding else Stage.PARKED
+    return SequenceStats(
+        request.request_id,
+        request.index,
+        request.client_id,
+        stage,
+        prompt,
+        min(sequence.prefilled, prompt),
+        len(sequence.payload.answer),
+        slot if slot >= 0 else None,
+        len(sequence.pages),
+    )

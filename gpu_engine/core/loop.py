@@ -20,7 +20,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError, QueueTimeout, status_of
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, PromptLogprobs, Request, TokenEvent
-from gpu_engine.api.stats import EngineStats
+from gpu_engine.api.stats import EngineStats, IterationRing
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.executor import lookahead
 from gpu_engine.core.grammar_slots import GrammarSlots
@@ -30,6 +30,7 @@ from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import Chunk, GrammarState, Scheduler
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.ops.iterations import IterationRecorder
 from gpu_engine.step.outcomes import LaneOutcome
 from gpu_engine.step.prompt_scorer import SCORED_ROWS
 from shared_mem.channel import EngineEnd
@@ -89,6 +90,8 @@ class EngineLoop:
         self._in_flight: deque[LaunchedStep] = deque()
         self.sequences: dict[Request, RunningSequence] = {}
         self.stats = EngineStats(num_slots=S, num_pages=num_pages)
+        self.iterations = IterationRing(config.iteration_history)
+        self._recorder = IterationRecorder(self.stats, self.iterations)
         self.live = 0
         """Sequences submitted and not ended, for the bound of the queue. Guarded by `live_lock`."""
         self.live_lock = threading.Lock()
@@ -105,6 +108,7 @@ class EngineLoop:
         """Plan, prefill some chunks, launch one step, process an earlier one; False when there was nothing to do.
 
         Where the executor mixes, the chunks share the step's forward."""
+        self._recorder.begin()
         self.grammar_slots.poll()
         plan = self.scheduler.plan(time.monotonic())
         for sequence in plan.expired:
@@ -122,12 +126,29 @@ class EngineLoop:
         if plan.decode:
             self._in_flight.append(self._runner.launch(plan.decode, shared))
             self._prefilled(shared)
+        has_work = not plan.idle or bool(self._in_flight)
         if len(self._in_flight) > (self._runner.max_inflight_steps if plan.decode else 0):
             self._process_outputs(self._in_flight.popleft())
         busy = not plan.idle or bool(self._in_flight)
+        if has_work:
+            self._record(len(plan.decode))
         if self.outputs:
             busy |= self.outputs.run(wait=not busy)
         return busy
+
+    def _record(self, num_decoding: int) -> None:
+        """Add the iteration to the ring of the last ones."""
+        running = self.scheduler.running
+        parked = 0
+        if num_decoding < len(running):
+            parked = sum(s.guided and s.prefilled >= s.prefill_end and not s.decoding for s in running)
+        self._recorder.end(
+            waiting=max(self.live - len(running), 0),
+            running=len(running),
+            decoding=num_decoding,
+            parked=parked,
+            pages_used=self.allocator.num_used,
+        )
 
     # -- one sequence ------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
-"""The running Generate calls of every service on the public port, and the life of one of them.
+"""The running requests of every service on the public port, and the life of one of them.
 
-Invariant: however a call ends (answer, error, cancel, deadline, lost connection), its `finally` releases all that the
-call holds: its sequences in the engine, its compile ticket, its request id. Errors become a gRPC status in one place,
-`ErrorToStatus`. A slow client delays no other: its events wait in its Inbox and are merged into one response per
+Invariant: however a request ends (answer, error, cancel, deadline, lost connection), its `finally` releases all that it
+holds: its sequences in the engine, its compile ticket, its request id. An error becomes what a client may see in one
+place, `public_error`. A slow client delays no other: its events wait in its Inbox and are merged into one response per
 sequence when it reads.
 
-Not responsible for: messages (a service checks its own and makes its own responses), tokenisation (see prompt.py).
+Not responsible for: messages (a service checks its own and makes its own responses), tokenisation (see prompt.py),
+many requests in one call (see many.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,8 @@ Check = Callable[[Collection[str]], Checked]
 Respond = Callable[[SequenceOutput, Delta], Iterable[Any]]
 """Returns the messages to send for what is new of one sequence, in their order."""
 
+Write = Callable[[Any], Awaitable[None]]
+"""Sends one message to the client; returns when there is room for another."""
 
 Rename = Callable[[str], str]
 """Returns the name that a service has for a field of our own request."""
@@ -65,11 +68,22 @@ MANY_BYTES = 1 << 20
 """The same for the bytes of tensors."""
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The client of a gRPC call."""
+
+    metadata: tuple[tuple[str, str | bytes], ...] = ()
+    identity: bytes = b""
+    """See `client_identity`."""
+
+
 @dataclass(slots=True)
 class Call:
-    """A running Generate call."""
+    """A request, from its arrival to its last response."""
 
-    record: CallRecord
+    request_id: str = ""
+    """Empty until the request is checked."""
+    record: CallRecord = field(default_factory=CallRecord)
     inbox: Inbox = field(default_factory=Inbox)
     outputs: list[SequenceOutput] = field(default_factory=list)
     """Empty until the sequences are submitted."""
@@ -101,7 +115,7 @@ class Calls:
         """Sequences by the name of their finish reason."""
         self.failed: Counter[str] = Counter()
         """Calls by the name of their gRPC status, without those that succeeded."""
-        self._watch = watch or RequestWatch(CollectorRegistry())
+        self.watch = watch or RequestWatch(CollectorRegistry())
         self._scopes = DraftScopes(model.tokenizer, limits)
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._pacer = pacer or StreamPacer(limits.stream_pace_s)
@@ -120,20 +134,31 @@ class Calls:
         `request_id` is the client's, "" for none. Errors name fields as `rename` does. Written with `context.write` and
         not as a generator, so that the `finally` runs as soon as the call ends.
         """
-        with self._watch.call(tuple(context.invocation_metadata() or ())) as record:
+        caller = self.caller_of(context)
+        with self.watch.call(caller.metadata) as record:
             async with ErrorToStatus(context, self.failed, record, rename):
-                await self._generate(context, request_id, check, respond, record)
+                await self.answer(Call(record=record), caller, request_id, check, respond, context.write)
+
+    def caller_of(self, context: Context) -> Caller:
+        """Return the client of a gRPC call."""
+        metadata = tuple(context.invocation_metadata() or ())
+        identities = context.peer_identities()
+        return Caller(metadata, client_identity(metadata, identities, checks_tokens=self.limits.checks_tokens))
 
     def abort(self, request_id: str) -> bool:
         """End the request's sequences with ABORTED; return False when there is no such running request."""
         call = self._running.get(request_id)
-        if call is None:
-            return False
+        return call is not None and self.end(call)
+
+    def end(self, call: Call) -> bool:
+        """End the sequences of a request with ABORTED, also before they are there; return False when they had ended."""
         if not call.outputs:
             call.aborted = True
             return True
-        self.engine.abort(request_id)
-        return any(not output.ended for output in call.outputs)
+        if all(output.ended for output in call.outputs):
+            return False
+        self.engine.abort(call.request_id)
+        return True
 
     def warm(self) -> None:
         """Let requests through, also those that arrived before the engine was warm."""
@@ -175,28 +200,33 @@ class Calls:
     def __len__(self) -> int:
         return len(self._running)
 
-    async def _generate(
-        self, context: Context, request_id: str, check: Check, respond: Respond, record: CallRecord
+    async def answer(
+        self, call: Call, caller: Caller, request_id: str, check: Check, respond: Respond, write: Write
     ) -> None:
+        """Run one request to its end: `write` its responses, one at a time. Raises the error of a request that failed.
+
+        `call` is new, with the record of the request; `request_id` is the client's, "" for none.
+        """
         arrived_s = time.monotonic()
-        record.set_request_id(given_id(request_id))
+        call.record.set_request_id(given_id(request_id))
         self.refuse_if_draining()
         await self._warm.wait()
         checked, layout = planned(check(self._running), self.model.tokenizer)
-        record.begin(checked)
-        call = self._running[checked.request_id] = Call(record)
+        call.record.begin(checked)
+        call.request_id = checked.request_id
+        self._running[checked.request_id] = call
         self._idle.clear()
         try:
             if checked.grammar:
                 self._start_compile(checked.request_id, checked.grammar, call.inbox)
-            scope = self._scopes.of(checked, self._client_of(context))
+            scope = self._scopes.of(checked, caller.identity)
             for request in await self._build(checked, call.inbox, arrived_s, scope):
                 if call.aborted:
                     request.sink(TokenEvent(request.index, finish=FinishReason.ABORTED))
                 else:
                     self.engine.submit(request)
                 call.outputs.append(self._output(request, checked, layout))
-            await self._stream(call, context, respond)
+            await self._stream(call, respond, write)
         finally:
             self._release(checked, call)
 
@@ -206,10 +236,6 @@ class Calls:
 
         # An invalid grammar ends the request at once, not when a slot is free.
         self.grammar.prepare(request_id, grammar, inbox.fail)
-
-    def _client_of(self, context: Context) -> bytes:
-        metadata = tuple(context.invocation_metadata() or ())
-        return client_identity(metadata, context.peer_identities(), checks_tokens=self.limits.checks_tokens)
 
     async def _build(self, checked: Checked, inbox: Inbox, arrived_s: float, scope: DraftScope | None) -> list[Request]:
         sink = self._mailbox.sink(inbox)
@@ -238,7 +264,7 @@ class Calls:
             decode_special=decode_special if layout and layout.special_text else None,
         )
 
-    async def _stream(self, call: Call, context: Context, respond: Respond) -> None:
+    async def _stream(self, call: Call, respond: Respond, write: Write) -> None:
         running = len(call.outputs)
         while running:
             for index, events in (await call.inbox.take()).items():
@@ -249,7 +275,7 @@ class Calls:
                 if delta.matched_stop is not None:
                     self.engine.drop(output.request)
                 for response in await _responses(respond, output, delta):
-                    await context.write(response)
+                    await write(response)
                     self._pacer.response_sent()
                 if delta.error:
                     raise delta.error
@@ -280,9 +306,29 @@ async def _responses(respond: Respond, output: SequenceOutput, delta: Delta) -> 
     """Return the messages, which are made off the event loop where they have many numbers."""
     scores = delta.prompt_logprobs
     numbers = 0 if scores is None else scores.top_ids_NM.size + scores.logprob_N.size
+    if delta.ended:  # the last message may have those of the whole answer, and of the prompt
+        numbers += _numbers_of(output)
     if numbers > MANY_NUMBERS or sum(rows.data.size for rows in delta.outputs) > MANY_BYTES:
         return await asyncio.to_thread(lambda: list(respond(output, delta)))
     return respond(output, delta)
+
+
+def _numbers_of(output: SequenceOutput) -> int:
+    """Return how many log-probabilities the sequence has."""
+    request = output.request
+    of_prompt, of_answer = request.prompt_logprobs, request.sampling.logprobs
+    numbers = 0 if of_prompt is None else len(request.prompt_ids) * (1 + of_prompt)
+    return numbers if of_answer is None else numbers + output.completion_tokens * (1 + of_answer)
+
+
+def public_error(error: Exception, rename: Rename | None = None) -> LockstepError:
+    """Return what a client may see of `error`, with fields as `rename` names them. A defect is logged."""
+    if not isinstance(error, LockstepError):
+        log.error("a request failed by a defect", exc_info=error)
+        return InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
+    if rename and isinstance(error, InvalidRequest):
+        return InvalidRequest(rename(error.field), error.problem)
+    return error
 
 
 class ErrorToStatus:
@@ -305,11 +351,7 @@ class ErrorToStatus:
         if self._context.cancelled() or self._context.done():
             log.debug("the client left while an answer was written: %r", error)
             return
-        if not isinstance(error, LockstepError):
-            log.error("a request failed by a defect", exc_info=error)
-            error = InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
-        if self._rename and isinstance(error, InvalidRequest):
-            error = InvalidRequest(self._rename(error.field), error.problem)
+        error = public_error(error, self._rename)
         status = status_of(error)
         self._failed[status.name] += 1
         self._record.status = status.name

@@ -93,6 +93,7 @@ def build_requests(
             never_preempt=checked.never_preempt,
             outputs=of_sequence(checked.outputs, i),
             cache_salt=checked.cache_salt,
+            client_id=checked.client_id,
             prompt_logprobs=checked.prompt_logprobs if i == 0 else None,
             echo=echo,
             telemetry=Telemetry(arrived_s=arrived_s),

@@ -1,6 +1,7 @@
-"""From the engine's values to protobuf messages. Pure functions.
+"""From the engine's values to protobuf messages.
 
 Invariant: a field is left unset where its value is not known yet or was not asked for; it is never zero by accident.
+The deltas of a sequence, joined, equal its whole response and the last of its cumulative ones.
 
 Not responsible for: any decision about a request (see calls.py and text_output.py).
 """
@@ -22,6 +23,41 @@ from protos.engine.v1 import engine_pb2 as pb
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Of tensors in one message, or one row where that is larger: clients take 4 MiB unless they say so."""
+
+
+class Responses:
+    """The messages of one request: deltas, cumulative, or one for each sequence."""
+
+    def __init__(self, options: pb.ResponseOptions) -> None:
+        self._options = options
+        self._so_far: dict[int, Delta] = {}
+        """By sequence, unless the request asked for deltas."""
+
+    def respond(self, output: SequenceOutput, delta: Delta) -> list[pb.GenerateResponse]:
+        """Return the messages for what is new of a sequence; none while there is nothing to send.
+
+        Rows of tensors are sent as they come, and once: a whole response may follow messages that have rows alone.
+        """
+        whole = self._options.whole
+        if not whole and not self._options.cumulative:
+            return delta_responses(output, delta, self._options)
+        index = output.request.index
+        so_far = self._so_far.setdefault(index, delta)
+        has_news = so_far is delta or bool(delta.text or delta.token_ids or delta.outputs or delta.ended)
+        if so_far is not delta:
+            so_far.add(delta)
+        if whole and delta.finish is None:  # rows of tensors are too large to be kept
+            return delta_responses(output, Delta(outputs=delta.outputs), self._options)
+        if not has_news:
+            return []
+        responses = delta_responses(output, so_far, self._options)
+        if delta.ended:
+            del self._so_far[index]
+        elif responses:  # the prompt's tokens and their log-probabilities are in the first response alone
+            if so_far.echo is not None and not self._options.omit_text:
+                so_far.text = so_far.echo + so_far.text
+            so_far.echo = so_far.prompt_logprobs = None
+        return responses
 
 
 def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOptions) -> list[pb.GenerateResponse]:

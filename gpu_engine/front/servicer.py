@@ -8,16 +8,20 @@ stopping the server (see server.py).
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator
+from typing import NoReturn
 
 import grpc
 
+from gpu_engine.api.errors import GrammarNotConfigured
 from gpu_engine.api.ports import GrammarStats
-from gpu_engine.front.calls import Calls, Context, ErrorToStatus
+from gpu_engine.front.calls import Calls, Check, Context, ErrorToStatus
 from gpu_engine.front.grammar_handles import GrammarHandles
-from gpu_engine.front.responses import delta_responses, model_info, stats_response
-from gpu_engine.front.text_output import Delta, SequenceOutput
+from gpu_engine.front.many import OpenManyCalls
+from gpu_engine.front.responses import Responses, model_info, stats_response
+from gpu_engine.front.stats_feed import StatsFeed
 from gpu_engine.front.tokens.tokenisation import Tokenisation
+from gpu_engine.front.tokens.tokenizer_info import TokenizerInfo
 from gpu_engine.front.validation import check
 from gpu_engine.ops.access import CallRecord
 from protos.engine.v1 import engine_pb2 as pb
@@ -33,21 +37,28 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self._version = version
         self._handles = GrammarHandles(calls.limits.grammar_handles_bytes)
         self._tokenisation = Tokenisation(calls.model.tokenizer, calls.limits)
+        self._tokenizer_info = TokenizerInfo(calls.model)
+        self._many = OpenManyCalls(calls, self._check_of)
+        self._stats_feed = StatsFeed(calls.engine)
+        calls.at_drain(self._stats_feed.close)
 
     async def Generate(  # type: ignore[override]  # the stub knows generators only
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         """Stream one answer."""
-        calls = self._calls
-        known = self._handles.spec if calls.grammar else None
-        options = request.response
+        respond = Responses(request.response).respond
+        await self._calls.generate(context, request.request_id, self._check_of(request), respond)
 
-        def respond(output: SequenceOutput, delta: Delta) -> list[pb.GenerateResponse]:
-            return delta_responses(output, delta, options)
+    async def GenerateMany(  # type: ignore[override]  # the stub knows generators only
+        self, requests: AsyncIterator[pb.GenerateManyRequest], context: Context
+    ) -> None:
+        """Answer many requests, in the order in which their responses come."""
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            await self._many.run(requests, context)
 
-        await calls.generate(
-            context, request.request_id, lambda running: check(request, calls.limits, running, known), respond
-        )
+    def _check_of(self, request: pb.GenerateRequest) -> Check:
+        limits, known = self._calls.limits, self._handles.spec if self._calls.grammar else None
+        return lambda running: check(request, limits, running, known)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End a running request, by its id."""
@@ -59,6 +70,19 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         async with ErrorToStatus(context, self._calls.failed, CallRecord()):
             self._calls.refuse_if_draining()
             return await self._handles.compile(request, grammar.compile if grammar else None)
+        raise AssertionError("abort raises")
+
+    async def ClearGrammarCache(
+        self, request: pb.ClearGrammarCacheRequest, context: Context
+    ) -> pb.ClearGrammarCacheResponse:
+        """Drop the compiled grammars that no running request uses."""
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            if self._calls.grammar is None:
+                raise GrammarNotConfigured("this server runs without a grammar process (its setting grammar=none)")
+            cleared = await self._calls.grammar.clear_cache(disk=request.disk)
+            return pb.ClearGrammarCacheResponse(
+                dropped=cleared.dropped, kept=cleared.kept, freed_bytes=cleared.freed_bytes, files=cleared.files
+            )
         raise AssertionError("abort raises")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
@@ -78,10 +102,25 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         response.cached_grammars = grammar.cached_grammars
         return response
 
+    async def WatchStats(  # type: ignore[override]  # the stub knows generators only
+        self, request: pb.WatchStatsRequest, context: Context
+    ) -> None:
+        """Stream the statistics of iterations and of running requests."""
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            await self._stats_feed.run(request, context.write)
+
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turn text or a conversation into token ids."""
         async with ErrorToStatus(context, self._calls.failed, CallRecord()):
             return await self._tokenisation.tokenize(request)
+        raise AssertionError("abort raises")
+
+    async def GetTokenizerInfo(
+        self, request: pb.GetTokenizerInfoRequest, context: Context
+    ) -> pb.GetTokenizerInfoResponse:
+        """Return the tokenizer."""
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            return await self._tokenizer_info.get()
         raise AssertionError("abort raises")
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
@@ -89,14 +128,6 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         async with ErrorToStatus(context, self._calls.failed, CallRecord()):
             return await self._tokenisation.detokenize(request)
         raise AssertionError("abort raises")
-
-    async def GenerateMany(self, request_iterator: Any, context: Context) -> Any:  # type: ignore[override]
-        """Not served by this version."""
-        await self._not_served(context)
-
-    async def WatchStats(self, request: pb.WatchStatsRequest, context: Context) -> Any:  # type: ignore[override]
-        """Not served by this version."""
-        await self._not_served(context)
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         """Not served by this version."""
@@ -107,12 +138,6 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return await self._not_served(context)
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
-        """Not served by this version."""
-        return await self._not_served(context)
-
-    async def ClearGrammarCache(
-        self, request: pb.ClearGrammarCacheRequest, context: Context
-    ) -> pb.ClearGrammarCacheResponse:
         """Not served by this version."""
         return await self._not_served(context)
 

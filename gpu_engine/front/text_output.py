@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.outputs import OutputRows
@@ -58,6 +58,25 @@ class Delta:
     def ended(self) -> bool:
         """This is the last delta of the sequence."""
         return self.finish is not None or self.error is not None
+
+    def add(self, later: Delta) -> None:
+        """Append the next delta of the sequence: this one is then what is new since the delta before it.
+
+        Rows of tensors are not added up: those of `later` take the place of earlier ones.
+        """
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        for part in later.parts:
+            last = self.parts[-1] if self.parts else None
+            if last and last.kind is part.kind and last.tool_call_index == part.tool_call_index:
+                self.parts[-1] = replace(last, text=last.text + part.text)
+            else:
+                self.parts.append(part)
+        self.outputs = later.outputs
+        self.finish, self.error, self.fields = later.finish, later.error, later.fields
+        self.matched_token_id, self.matched_stop = later.matched_token_id, later.matched_stop
 
 
 class SequenceOutput:

@@ -35,6 +35,7 @@ MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_PRIORITY = 1000
 MAX_SALT_BYTES = 256
+MAX_CLIENT_ID_BYTES = 128
 
 
 def check(
@@ -97,6 +98,7 @@ def check(
         never_preempt=_never_preempt(request, limits),
         outputs=check_outputs(request, limits),
         cache_salt=_cache_salt(request.cache_salt),
+        client_id=_client_id(request.client_id),
     )
 
 
@@ -114,15 +116,11 @@ def _grammar(request: pb.GenerateRequest, known: Callable[[str], GrammarSpec] | 
 
 def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     """Raise InvalidRequest for a field that the proto has and this version does not serve."""
-    response = request.response
     asked = {
-        "client_id": bool(request.client_id),
         "logits_processors": bool(request.logits_processors),
         "lora": bool(request.lora),
         "prompt_adapter": bool(request.prompt_adapter),
         "beam_search": request.HasField("beam_search"),
-        "response.whole": response.whole,
-        "response.cumulative": response.cumulative,
     }
     for field, is_set in asked.items():
         if is_set:
@@ -216,6 +214,14 @@ def _cache_salt(salt: str) -> str:
     if (size := len(salt.encode())) > MAX_SALT_BYTES:
         raise InvalidRequest("cache_salt", f"has {size} bytes, at most {MAX_SALT_BYTES} are allowed")
     return salt
+
+
+def _client_id(client_id: str) -> str:
+    if (size := len(client_id.encode())) > MAX_CLIENT_ID_BYTES:
+        raise InvalidRequest("client_id", f"has {size} bytes, at most {MAX_CLIENT_ID_BYTES} are allowed")
+    if not client_id.isprintable():
+        raise InvalidRequest("client_id", "holds a control character")
+    return client_id
 
 
 def _prompt_bytes(field: str, size: int, limits: Limits) -> None:

@@ -92,6 +92,8 @@ class CallRecord:
         fields: dict[str, Any] = {"status": self.status}
         if self.request_id:
             fields["request_id"] = self.request_id
+        if self.checked and self.checked.client_id:
+            fields["client_id"] = self.checked.client_id
         if self.ended:
             fields["finish"] = ",".join(each.finish.name for each in self.ended)
             fields["prompt_tokens"], fields["completion_tokens"] = self.prompt_tokens, self.completion_tokens

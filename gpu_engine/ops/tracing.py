@@ -126,6 +126,8 @@ class RequestTracer:
             }
             if checked.seed <= _LARGEST_INTEGER:
                 attributes["gen_ai.request.seed"] = checked.seed
+            if checked.client_id:
+                attributes["lockstep.client_id"] = checked.client_id
             if checked.max_tokens is not None:
                 attributes["gen_ai.request.max_tokens"] = checked.max_tokens
             if checked.grammar:

@@ -20,7 +20,7 @@ import grpc
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, InvalidRequest, LockstepError
 from gpu_engine.api.owned_tasks import OwnedTasks
-from gpu_engine.api.ports import Compiled, GrammarEvents, GrammarStats
+from gpu_engine.api.ports import ClearedGrammars, Compiled, GrammarEvents, GrammarStats
 from gpu_engine.api.request import GrammarSpec, Request
 from gpu_engine.sidecar.compilations import Admission, GrammarCompiler, grammar_error
 from gpu_engine.sidecar.link import GrammarLink
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 BIND_TIMEOUT_S = 10.0
 STATS_TIMEOUT_S = 1.0
+CLEAR_TIMEOUT_S = 30.0
 
 
 class AbortWord(Protocol):
@@ -124,6 +125,20 @@ class GrammarClient:
             except grpc.aio.AioRpcError as error:
                 log.warning("the grammar process does not answer GetStats: %s", error.details())
         return GrammarStats(starts=starts)
+
+    async def clear_cache(self, *, disk: bool) -> ClearedGrammars:
+        """Have the grammar process drop the compiled grammars that no matcher uses; with `disk` the files, too.
+
+        Raises GrammarUnavailable while no grammar process is attached.
+        """
+        if not self._link.up:
+            raise GrammarUnavailable("the grammar process is not there; try again")
+        try:
+            cleared = await self._link.stub.ClearCache(gpb.ClearCacheRequest(disk=disk), timeout=CLEAR_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise grammar_error(error) from error
+        self.admission.forget_known()
+        return ClearedGrammars(cleared.dropped, cleared.kept, cleared.files, cleared.freed_bytes)
 
     async def metrics(self, timeout_s: float) -> bytes | None:
         """Return the grammar process's metrics in Prometheus' text format; None while it does not answer."""

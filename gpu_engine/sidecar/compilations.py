@@ -97,6 +97,10 @@ class Admission:
         if len(self._known) > self.max_known:
             self._known.popitem(last=False)
 
+    def forget_known(self) -> None:
+        """Forget which grammars the grammar process has: it dropped them."""
+        self._known.clear()
+
     def __repr__(self) -> str:
         return f"<Admission running={self._running.total()} known={len(self._known)} refused={self.refused}>"
 

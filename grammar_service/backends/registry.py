@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 
 from grammar_service.backends.backend import Backend
@@ -40,8 +41,8 @@ def import_library(name: str) -> None:
         _backend_class(name)
 
 
-def load_backend(name: str, vocabulary: Vocabulary) -> Backend:
-    """Return the backend `name` over a vocabulary.
+def load_backend(name: str, vocabulary: Vocabulary, *, threads: int = 1) -> Backend:
+    """Return the backend `name` over a vocabulary. `threads` may run within one compilation, if the library has it.
 
     Raises NotSupported (the name is not in NAMES, or its library is not installed) and InvalidField (the library cannot
     read the tokenizer).
@@ -50,14 +51,14 @@ def load_backend(name: str, vocabulary: Vocabulary) -> Backend:
         raise NotSupported(f"backend {name!r} is unknown; there are {', '.join(NAMES)}")
     if not installed(name):
         raise NotSupported(f"backend {name} is not installed in this sidecar")
-    return ComposingBackend(_backend_class(name), vocabulary)
+    return ComposingBackend(_backend_class(name, threads), vocabulary)
 
 
-def _backend_class(name: str) -> Callable[[Vocabulary], Backend]:
+def _backend_class(name: str, threads: int = 1) -> Callable[[Vocabulary], Backend]:
     if name == "llguidance":
         from grammar_service.backends.llguidance.backend import LlguidanceBackend
 
         return LlguidanceBackend
     from grammar_service.backends.xgrammar.backend import XgrammarBackend
 
-    return XgrammarBackend
+    return partial(XgrammarBackend, threads=threads)

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,18 @@ class Entry:
         return self.compiled.warnings
 
 
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """What `Compiler.clear` dropped."""
+
+    dropped: int
+    kept: int
+    """Grammars that are in use."""
+    files: int
+    freed_bytes: int
+    """Of memory, estimated, and of files."""
+
+
 class Compiler:
     """Grammars of one vocabulary. `ready` starts the default backend's workers; others start with their first use."""
 
@@ -81,7 +93,8 @@ class Compiler:
         self._accepted: set[str] = set()
         """Keys of running compilations that an accepted sequence waits for."""
         self._loader = CompileLoader()
-        self._disk = DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if config.cache_dir else None
+        on_disk = config.cache and config.cache_dir
+        self._disk = DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if on_disk else None
         self._cache: OrderedDict[str, Entry] = OrderedDict()
         self._choices: OrderedDict[str, str] = OrderedDict()
         self._cache_bytes = 0
@@ -143,6 +156,20 @@ class Compiler:
         self._cache.move_to_end(grammar_id)
         return entry
 
+    async def clear(self, in_use: Collection[str], *, disk: bool) -> Cleared:
+        """Drop every grammar that is not `in_use` (grammar ids), and with `disk` the files.
+
+        Compilations that run are not stopped, and their grammars are kept.
+        """
+        gone = [entry for entry in self._cache.values() if entry.grammar_id not in in_use]
+        for entry in gone:
+            del self._cache[entry.grammar_id]
+        memory = sum(entry.compiled.memory_bytes for entry in gone)
+        self._cache_bytes -= memory
+        kept = len(self._cache)
+        files, size = await asyncio.to_thread(self._disk.clear) if disk and self._disk else (0, 0)
+        return Cleared(len(gone), kept, files, memory + size)
+
     async def close(self) -> None:
         """Kill the workers and drop the cache."""
         await self._flights.close()
@@ -169,7 +196,7 @@ class Compiler:
         """Try the installed backends, the default first: all strictly, then with unenforced parts if allowed."""
         names = [self._config.backend, *(name for name in NAMES if name != self._config.backend and installed(name))]
         choice = _key(grammar, AUTO, allow_unenforced)
-        known = self._cache.get(self._choices.get(choice, ""))
+        known = self._cached(self._choices.get(choice, ""))
         if known is not None:
             self.hits += 1
             self._cache.move_to_end(known.grammar_id)
@@ -189,9 +216,13 @@ class Compiler:
                 return entry, hit
         raise _rejected_by_all(rejections)
 
+    def _cached(self, key: str) -> Entry | None:
+        """Return the entry that may be used in place of a compilation."""
+        return self._cache.get(key) if self._config.cache else None
+
     async def _one(self, grammar: Grammar, backend: str, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
         key = _key(grammar, backend, allow_unenforced)
-        entry = self._cache.get(key)
+        entry = self._cached(key)
         if entry is not None:
             self._cache.move_to_end(key)
             self.hits += 1
@@ -262,6 +293,7 @@ class Compiler:
                 workers=self._config.workers,
                 limits=self._config.compile_limits,
                 queue=self._config.compile_queue,
+                threads=self._config.compile_threads,
                 command=self._command,
             )
         return pool

@@ -117,6 +117,19 @@ class DiskCache:
         with contextlib.suppress(OSError):
             self._path(key).unlink(missing_ok=True)
 
+    def clear(self) -> tuple[int, int]:
+        """Remove every artifact; return how many files and bytes that were."""
+        files = freed = 0
+        for entry in os.scandir(self._directory):
+            # A name with a dot in front is being written; another process may remove files at the same time.
+            if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
+                with contextlib.suppress(OSError):
+                    size = entry.stat(follow_symlinks=False).st_size
+                    os.unlink(entry.path)
+                    files, freed = files + 1, freed + size
+        self._written = self._total = 0
+        return files, freed
+
     def _make_room(self) -> int:
         """Remove files until the others fit; return the bytes of those."""
         files = []

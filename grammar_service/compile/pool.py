@@ -41,6 +41,7 @@ class CompilePool:
         backend: name of the backend.
         vocabulary: each worker receives it at its start.
         workers: number of processes.
+        threads: within one compilation, in backends that have it.
         limits: of one compilation.
         queue: compilations that may wait for a worker; those of accepted sequences do not count.
         command: of a process that speaks the protocol of worker.py.
@@ -54,11 +55,12 @@ class CompilePool:
         workers: int,
         limits: CompileLimits,
         queue: int,
+        threads: int = 1,
         command: Sequence[str] = COMMAND,
     ) -> None:
         self._backend = backend
         self._vocabulary = vocabulary
-        self._limits = limits
+        self._threads, self._limits = threads, limits
         self._max_waiting = queue
         self._command = command
         self._closed = False
@@ -104,7 +106,8 @@ class CompilePool:
             "max_artifact_bytes": self._limits.max_artifact_bytes,
         }
         vocabulary = self._vocabulary
-        return {"backend": self._backend, "size": vocabulary.size, "stop_ids": vocabulary.stop_ids, "limits": limits}
+        about = {"size": vocabulary.size, "stop_ids": vocabulary.stop_ids, "threads": self._threads}
+        return {"backend": self._backend, **about, "limits": limits}
 
     async def ready(self) -> None:
         """Wait until every worker has started. Raises what their start raised."""

@@ -141,7 +141,9 @@ def _serve(frames: BinaryIO, out: BinaryIO) -> None:
 def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> _Toolchain | None:
     try:
         vocabulary = Vocabulary.load(tokenizer_json, head["size"], tuple(head["stop_ids"]))
-        toolchain = _Toolchain(load_backend(head["backend"], vocabulary), TokenTexts.of(vocabulary))
+        toolchain = _Toolchain(
+            load_backend(head["backend"], vocabulary, threads=head["threads"]), TokenTexts.of(vocabulary)
+        )
     except Exception as error:
         name, message = to_wire(error)
         out.write(pack({"error": name, "message": message}))

@@ -290,6 +290,8 @@ def test_the_twins_have_the_same_methods() -> None:
     asynchronous = methods(AsyncClient)
     assert asynchronous.pop("start") == ["self"]
     asynchronous["abort"] = asynchronous.pop("bort")
+    assert asynchronous.pop("generate_many") == ["self"]
     synchronous = methods(Client)
     synchronous["abort"] = synchronous.pop("bort")
+    assert synchronous.pop("generate_many") == ["self", "actions"]
     assert synchronous == asynchronous

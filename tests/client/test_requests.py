@@ -22,11 +22,23 @@ from lockstep_client import (
     ToolCall,
 )
 from lockstep_client import Delta as ClientDelta
-from lockstep_client.answers import FieldLogprob, ModelInfo, OutputTensor, Part, Stats, Tokens, Usage, joined_outputs
+from lockstep_client.answers import (
+    ClearedGrammars,
+    FieldLogprob,
+    ModelInfo,
+    OutputTensor,
+    Part,
+    Stats,
+    Tokens,
+    Usage,
+    joined_outputs,
+)
 from lockstep_client.calls import chat_request, text_request, tokenize_request
 from lockstep_client.grammars import CompiledGrammar
 from lockstep_client.messages import conversation, tools_message
-from lockstep_client.options import CHAT_OPTIONS, OPTIONS
+from lockstep_client.options import CHAT_OPTIONS, OPTIONS, BeamSearch, LogitsProcessor
+from lockstep_client.statistics import IterationStats, RequestStats, StatsUpdate
+from lockstep_client.tokenizer import TokenizerInfo
 from lockstep_client.wire import engine_pb2 as own
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -39,7 +51,20 @@ ALL_OPTIONS: dict[str, Any] = {
     "prompt_logprobs": 1, "per_field_logprobs": True, "request_id": "r", "cache_salt": "s", "priority": -2,
     "context_logits": True, "generation_logits": True, "additional_outputs": ["logits", AdditionalOutput("m", True)],
     "max_queue_ms": 250, "never_preempt": True,
+    "whole": True, "cumulative": True, "client_id": "c", "lora": "l", "prompt_adapter": "p",
 }  # fmt: skip
+
+OF_PARTS: dict[str, tuple[Any, Any]] = {
+    "beam_search": (
+        BeamSearch(beam_width=4, length_penalty=0.5, early_stopping=True),
+        pb.BeamSearch(beam_width=4, length_penalty=0.5, early_stopping=pb.EARLY_STOPPING_TRUE),
+    ),
+    "logits_processors": (
+        ["a", LogitsProcessor("b", {"size": 3})],
+        [pb.LogitsProcessor(name="a"), pb.LogitsProcessor(name="b", arguments='{"size": 3}')],
+    ),
+}
+"""Options that are messages of their own: the value, and its message."""
 
 
 def sent(message: Any) -> Any:
@@ -61,7 +86,23 @@ def test_every_option_has_its_field() -> None:
             found = [each.name if not each.context else AdditionalOutput(each.name, True) for each in found]
         found = dict(found) if name == "logit_bias" else list(found) if hasattr(found, "extend") else found
         assert found == (["a"] if name == "stop" else value), name
-    assert set(ALL_OPTIONS) == OPTIONS - {"timeout_s"}
+    assert set(ALL_OPTIONS) == OPTIONS - {"timeout_s", *OF_PARTS}
+
+
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_an_option_with_parts_becomes_its_message(name: str) -> None:
+    value, message = OF_PARTS[name]
+    request = sent(text_request("x", None, None, {name: value}, None).request)
+    found = getattr(request, name)
+    assert (found if name == "beam_search" else list(found)) == message
+
+
+def test_a_number_of_beams_is_a_beam_search_and_a_wrong_end_is_named() -> None:
+    request = sent(text_request("x", None, None, {"beam_search": 3}, None).request)
+    assert request.beam_search == pb.BeamSearch(beam_width=3)
+    wrong: Any = BeamSearch(beam_width=3, early_stopping="soon")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="early_stopping: 'soon' is none of"):
+        text_request("x", None, None, {"beam_search": wrong}, None)
 
 
 def test_every_field_of_a_request_has_its_option() -> None:
@@ -69,6 +110,7 @@ def test_every_field_of_a_request_has_its_option() -> None:
     nested = ("sampling", "speculation", "response")
     fields = {name for part in nested for name in request[part].message_type.fields_by_name}
     fields |= set(request) - set(nested)
+    assert len(fields) > 40
     elsewhere = {"text", "token_ids", "messages", "grammar"}
     assert fields - elsewhere <= CHAT_OPTIONS
 
@@ -86,6 +128,11 @@ def test_every_field_of_a_request_has_its_option() -> None:
         (Part, own.AnswerPart),
         (Tokens, own.TokenizeResponse),
         (ClientDelta, own.GenerateResponse),
+        (IterationStats, own.IterationStats),
+        (RequestStats, own.RequestStats),
+        (StatsUpdate, own.WatchStatsResponse),
+        (ClearedGrammars, own.ClearGrammarCacheResponse),
+        (TokenizerInfo, own.GetTokenizerInfoResponse),
         (CompiledGrammar, own.CompileResponse),
         (Message, own.ChatMessage),
         (ToolCall, own.ToolCall),

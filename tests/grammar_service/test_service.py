@@ -219,6 +219,26 @@ def test_the_same_configuration_keeps_everything_and_another_drops_it(sidecar: S
     assert refused(lambda: sidecar.bind(grammar))[0] == grpc.StatusCode.NOT_FOUND
 
 
+def test_a_cleared_cache_keeps_the_grammars_of_matchers(sidecar: Sidecar) -> None:
+    assert refused(lambda: sidecar.stub.ClearCache(pb.ClearCacheRequest()))[0] is grpc.StatusCode.FAILED_PRECONDITION
+    sidecar.configure()
+    _, engine = sidecar.attach()
+    bound, other = sidecar.compile(), sidecar.compile("[a-z]+", pb.KIND_REGEX)
+    sidecar.bind(bound, gen=1)
+    cleared = sidecar.stub.ClearCache(pb.ClearCacheRequest(disk=True))
+    assert (cleared.dropped, cleared.kept, cleared.files) == (1, 1, 0)
+    assert cleared.freed_bytes == other.memory_bytes
+    assert sidecar.stub.GetStats(pb.GetStatsRequest()).cached_grammars == 1
+    assert refused(lambda: sidecar.bind(other, slot=1))[0] is grpc.StatusCode.NOT_FOUND
+    assert ask(engine, "", "{") != [int(RowKind.ERROR)] * 2
+    sidecar.bind(bound, gen=2)
+    sidecar.stub.Release(pb.ReleaseRequest(slot=0, slot_gen=1))  # of the owner before
+    assert sidecar.stub.ClearCache(pb.ClearCacheRequest()).kept == 1
+    sidecar.stub.Release(pb.ReleaseRequest(slot=0, slot_gen=2))
+    assert sidecar.stub.ClearCache(pb.ClearCacheRequest()).kept == 0
+    assert not sidecar.compile().cache_hit
+
+
 def test_a_segment_of_another_vocabulary_is_not_bound_to(sidecar: Sidecar) -> None:
     sidecar.configure()
     grammar = sidecar.compile()

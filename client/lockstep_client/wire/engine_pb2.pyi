@@ -621,6 +621,20 @@ class DetokenizeResponse(_message.Message):
     texts: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, text: _Optional[str] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class GetTokenizerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetTokenizerInfoResponse(_message.Message):
+    __slots__ = ("encoded_vocab", "tokenizer_str", "stop_token_ids")
+    ENCODED_VOCAB_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_STR_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    encoded_vocab: _containers.RepeatedScalarFieldContainer[str]
+    tokenizer_str: str
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, encoded_vocab: _Optional[_Iterable[str]] = ..., tokenizer_str: _Optional[str] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -866,11 +880,13 @@ class ClearGrammarCacheRequest(_message.Message):
     def __init__(self, disk: _Optional[bool] = ...) -> None: ...
 
 class ClearGrammarCacheResponse(_message.Message):
-    __slots__ = ("dropped", "kept", "freed_bytes")
+    __slots__ = ("dropped", "kept", "freed_bytes", "files")
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
     dropped: int
     kept: int
     freed_bytes: int
-    def __init__(self, dropped: _Optional[int] = ..., kept: _Optional[int] = ..., freed_bytes: _Optional[int] = ...) -> None: ...
+    files: int
+    def __init__(self, dropped: _Optional[int] = ..., kept: _Optional[int] = ..., freed_bytes: _Optional[int] = ..., files: _Optional[int] = ...) -> None: ...

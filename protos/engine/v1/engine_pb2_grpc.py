@@ -70,6 +70,11 @@ class EngineStub:
                 request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizerInfo = channel.unary_unary(
+                '/lockstep.engine.v1.Engine/GetTokenizerInfo',
+                request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.GetTokenizerInfoRequest.SerializeToString,
+                response_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.GetTokenizerInfoResponse.FromString,
+                _registered_method=True)
         self.GenerateMany = channel.stream_stream(
                 '/lockstep.engine.v1.Engine/GenerateMany',
                 request_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.GenerateManyRequest.SerializeToString,
@@ -167,20 +172,31 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenizerInfo(self, request, context):
+        """Returns the tokenizer: what a client needs to tokenise by itself, or to make a grammar's tables.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GenerateMany(self, request_iterator, context):
         """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
         refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
-        cancelling the call ends them.
+        cancelling the call ends them. As many requests as the server's queue and batch hold may run or have responses that the
+        client has not read; one more has the error RESOURCE_EXHAUSTED.
 
-        Errors: RESOURCE_EXHAUSTED when the server has too many such calls.
+        Errors of the call: INVALID_ARGUMENT (a message that is no action), UNAVAILABLE (the server is closing, and the requests
+        of the call have ended).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchStats(self, request, context):
-        """Sends the statistics of iterations and of running requests, those of the last ones first. A reader that is too slow
-        misses some; `missed` says how many.
+        """Sends the statistics of iterations and of running requests, until the call is cancelled or the server closes. While the
+        engine has nothing to do, nothing is sent. A reader that is too slow misses iterations; `missed` says how many.
+
+        Errors: INVALID_ARGUMENT names the field and the limit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -213,7 +229,8 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ClearGrammarCache(self, request, context):
-        """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk.
+        """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk. A grammar id stays valid:
+        its grammar is compiled again.
 
         Errors: UNAVAILABLE, FAILED_PRECONDITION (no grammar process).
         """
@@ -258,6 +275,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeRequest.FromString,
                     response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetTokenizerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizerInfo,
+                    request_deserializer=protos_dot_engine_dot_v1_dot_engine__pb2.GetTokenizerInfoRequest.FromString,
+                    response_serializer=protos_dot_engine_dot_v1_dot_engine__pb2.GetTokenizerInfoResponse.SerializeToString,
             ),
             'GenerateMany': grpc.stream_stream_rpc_method_handler(
                     servicer.GenerateMany,
@@ -480,6 +502,33 @@ class Engine:
             '/lockstep.engine.v1.Engine/Detokenize',
             protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeRequest.SerializeToString,
             protos_dot_engine_dot_v1_dot_engine__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.engine.v1.Engine/GetTokenizerInfo',
+            protos_dot_engine_dot_v1_dot_engine__pb2.GetTokenizerInfoRequest.SerializeToString,
+            protos_dot_engine_dot_v1_dot_engine__pb2.GetTokenizerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

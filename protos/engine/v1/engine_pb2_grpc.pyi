@@ -67,16 +67,22 @@ class EngineStub:
 
     Errors: INVALID_ARGUMENT names the field and the limit.
     """
+    GetTokenizerInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetTokenizerInfoRequest, _engine_pb2.GetTokenizerInfoResponse]
+    """Returns the tokenizer: what a client needs to tokenise by itself, or to make a grammar's tables."""
     GenerateMany: _grpc.StreamStreamMultiCallable[_engine_pb2.GenerateManyRequest, _engine_pb2.GenerateManyResponse]
     """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
     refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
-    cancelling the call ends them.
+    cancelling the call ends them. As many requests as the server's queue and batch hold may run or have responses that the
+    client has not read; one more has the error RESOURCE_EXHAUSTED.
 
-    Errors: RESOURCE_EXHAUSTED when the server has too many such calls.
+    Errors of the call: INVALID_ARGUMENT (a message that is no action), UNAVAILABLE (the server is closing, and the requests
+    of the call have ended).
     """
     WatchStats: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchStatsRequest, _engine_pb2.WatchStatsResponse]
-    """Sends the statistics of iterations and of running requests, those of the last ones first. A reader that is too slow
-    misses some; `missed` says how many.
+    """Sends the statistics of iterations and of running requests, until the call is cancelled or the server closes. While the
+    engine has nothing to do, nothing is sent. A reader that is too slow misses iterations; `missed` says how many.
+
+    Errors: INVALID_ARGUMENT names the field and the limit.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_engine_pb2.LoadAdapterRequest, _engine_pb2.LoadAdapterResponse]
     """Loads an adapter, or replaces one of that name that no request uses.
@@ -92,7 +98,8 @@ class EngineStub:
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]
     """Lists the adapters."""
     ClearGrammarCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ClearGrammarCacheRequest, _engine_pb2.ClearGrammarCacheResponse]
-    """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk.
+    """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk. A grammar id stays valid:
+    its grammar is compiled again.
 
     Errors: UNAVAILABLE, FAILED_PRECONDITION (no grammar process).
     """
@@ -132,16 +139,22 @@ class EngineAsyncStub(EngineStub):
 
     Errors: INVALID_ARGUMENT names the field and the limit.
     """
+    GetTokenizerInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetTokenizerInfoRequest, _engine_pb2.GetTokenizerInfoResponse]  # type: ignore[assignment]
+    """Returns the tokenizer: what a client needs to tokenise by itself, or to make a grammar's tables."""
     GenerateMany: _aio.StreamStreamMultiCallable[_engine_pb2.GenerateManyRequest, _engine_pb2.GenerateManyResponse]  # type: ignore[assignment]
     """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
     refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
-    cancelling the call ends them.
+    cancelling the call ends them. As many requests as the server's queue and batch hold may run or have responses that the
+    client has not read; one more has the error RESOURCE_EXHAUSTED.
 
-    Errors: RESOURCE_EXHAUSTED when the server has too many such calls.
+    Errors of the call: INVALID_ARGUMENT (a message that is no action), UNAVAILABLE (the server is closing, and the requests
+    of the call have ended).
     """
     WatchStats: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchStatsRequest, _engine_pb2.WatchStatsResponse]  # type: ignore[assignment]
-    """Sends the statistics of iterations and of running requests, those of the last ones first. A reader that is too slow
-    misses some; `missed` says how many.
+    """Sends the statistics of iterations and of running requests, until the call is cancelled or the server closes. While the
+    engine has nothing to do, nothing is sent. A reader that is too slow misses iterations; `missed` says how many.
+
+    Errors: INVALID_ARGUMENT names the field and the limit.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_engine_pb2.LoadAdapterRequest, _engine_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Loads an adapter, or replaces one of that name that no request uses.
@@ -157,7 +170,8 @@ class EngineAsyncStub(EngineStub):
     ListAdapters: _aio.UnaryUnaryMultiCallable[_engine_pb2.ListAdaptersRequest, _engine_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists the adapters."""
     ClearGrammarCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ClearGrammarCacheRequest, _engine_pb2.ClearGrammarCacheResponse]  # type: ignore[assignment]
-    """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk.
+    """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk. A grammar id stays valid:
+    its grammar is compiled again.
 
     Errors: UNAVAILABLE, FAILED_PRECONDITION (no grammar process).
     """
@@ -238,6 +252,14 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def GetTokenizerInfo(
+        self,
+        request: _engine_pb2.GetTokenizerInfoRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.GetTokenizerInfoResponse, _abc.Awaitable[_engine_pb2.GetTokenizerInfoResponse]]:
+        """Returns the tokenizer: what a client needs to tokenise by itself, or to make a grammar's tables."""
+
+    @_abc_1.abstractmethod
     def GenerateMany(
         self,
         request_iterator: _MaybeAsyncIterator[_engine_pb2.GenerateManyRequest],
@@ -245,9 +267,11 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.GenerateManyResponse], _abc.AsyncIterator[_engine_pb2.GenerateManyResponse]]:
         """Takes many requests over one call and answers any of them, in the order in which their responses come. A request that is
         refused or that fails has an `error` and disturbs no other. Closing the requests' side lets those that run end;
-        cancelling the call ends them.
+        cancelling the call ends them. As many requests as the server's queue and batch hold may run or have responses that the
+        client has not read; one more has the error RESOURCE_EXHAUSTED.
 
-        Errors: RESOURCE_EXHAUSTED when the server has too many such calls.
+        Errors of the call: INVALID_ARGUMENT (a message that is no action), UNAVAILABLE (the server is closing, and the requests
+        of the call have ended).
         """
 
     @_abc_1.abstractmethod
@@ -256,8 +280,10 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.WatchStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.WatchStatsResponse], _abc.AsyncIterator[_engine_pb2.WatchStatsResponse]]:
-        """Sends the statistics of iterations and of running requests, those of the last ones first. A reader that is too slow
-        misses some; `missed` says how many.
+        """Sends the statistics of iterations and of running requests, until the call is cancelled or the server closes. While the
+        engine has nothing to do, nothing is sent. A reader that is too slow misses iterations; `missed` says how many.
+
+        Errors: INVALID_ARGUMENT names the field and the limit.
         """
 
     @_abc_1.abstractmethod
@@ -297,7 +323,8 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.ClearGrammarCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ClearGrammarCacheResponse, _abc.Awaitable[_engine_pb2.ClearGrammarCacheResponse]]:
-        """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk.
+        """Drops every compiled grammar that no running request uses, in memory and, if asked, on disk. A grammar id stays valid:
+        its grammar is compiled again.
 
         Errors: UNAVAILABLE, FAILED_PRECONDITION (no grammar process).
         """

@@ -142,6 +142,24 @@ class ReleaseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ClearCacheRequest(_message.Message):
+    __slots__ = ("disk",)
+    DISK_FIELD_NUMBER: _ClassVar[int]
+    disk: bool
+    def __init__(self, disk: _Optional[bool] = ...) -> None: ...
+
+class ClearCacheResponse(_message.Message):
+    __slots__ = ("dropped", "kept", "freed_bytes", "files")
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    dropped: int
+    kept: int
+    freed_bytes: int
+    files: int
+    def __init__(self, dropped: _Optional[int] = ..., kept: _Optional[int] = ..., freed_bytes: _Optional[int] = ..., files: _Optional[int] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

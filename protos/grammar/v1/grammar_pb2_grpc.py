@@ -55,6 +55,11 @@ class GrammarStub:
                 request_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.ClearCache = channel.unary_unary(
+                '/lockstep.grammar.v1.Grammar/ClearCache',
+                request_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.ClearCacheRequest.SerializeToString,
+                response_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.ClearCacheResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/lockstep.grammar.v1.Grammar/GetStats',
                 request_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.GetStatsRequest.SerializeToString,
@@ -104,6 +109,15 @@ class GrammarServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClearCache(self, request, context):
+        """Drops every compiled grammar that no matcher uses, in memory and, if asked, on disk. A compilation that runs is kept.
+
+        Errors: FAILED_PRECONDITION (not configured).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Returns counters and gauges.
         """
@@ -140,6 +154,11 @@ def add_GrammarServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.ReleaseRequest.FromString,
                     response_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'ClearCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearCache,
+                    request_deserializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.ClearCacheRequest.FromString,
+                    response_serializer=protos_dot_grammar_dot_v1_dot_grammar__pb2.ClearCacheResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -261,6 +280,33 @@ class Grammar:
             '/lockstep.grammar.v1.Grammar/Release',
             protos_dot_grammar_dot_v1_dot_grammar__pb2.ReleaseRequest.SerializeToString,
             protos_dot_grammar_dot_v1_dot_grammar__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.grammar.v1.Grammar/ClearCache',
+            protos_dot_grammar_dot_v1_dot_grammar__pb2.ClearCacheRequest.SerializeToString,
+            protos_dot_grammar_dot_v1_dot_grammar__pb2.ClearCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,11 @@ class GrammarStub:
     """
     Release: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.ReleaseRequest, _grammar_pb2.ReleaseResponse]
     """Drops the matcher of (slot, slot_gen). Not an error when there is none."""
+    ClearCache: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.ClearCacheRequest, _grammar_pb2.ClearCacheResponse]
+    """Drops every compiled grammar that no matcher uses, in memory and, if asked, on disk. A compilation that runs is kept.
+
+    Errors: FAILED_PRECONDITION (not configured).
+    """
     GetStats: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.GetStatsRequest, _grammar_pb2.GetStatsResponse]
     """Returns counters and gauges."""
     GetMetrics: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.GetMetricsRequest, _grammar_pb2.GetMetricsResponse]
@@ -76,6 +81,11 @@ class GrammarAsyncStub(GrammarStub):
     """
     Release: _aio.UnaryUnaryMultiCallable[_grammar_pb2.ReleaseRequest, _grammar_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Drops the matcher of (slot, slot_gen). Not an error when there is none."""
+    ClearCache: _aio.UnaryUnaryMultiCallable[_grammar_pb2.ClearCacheRequest, _grammar_pb2.ClearCacheResponse]  # type: ignore[assignment]
+    """Drops every compiled grammar that no matcher uses, in memory and, if asked, on disk. A compilation that runs is kept.
+
+    Errors: FAILED_PRECONDITION (not configured).
+    """
     GetStats: _aio.UnaryUnaryMultiCallable[_grammar_pb2.GetStatsRequest, _grammar_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Returns counters and gauges."""
     GetMetrics: _aio.UnaryUnaryMultiCallable[_grammar_pb2.GetMetricsRequest, _grammar_pb2.GetMetricsResponse]  # type: ignore[assignment]
@@ -122,6 +132,17 @@ class GrammarServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_grammar_pb2.ReleaseResponse, _abc.Awaitable[_grammar_pb2.ReleaseResponse]]:
         """Drops the matcher of (slot, slot_gen). Not an error when there is none."""
+
+    @_abc_1.abstractmethod
+    def ClearCache(
+        self,
+        request: _grammar_pb2.ClearCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_grammar_pb2.ClearCacheResponse, _abc.Awaitable[_grammar_pb2.ClearCacheResponse]]:
+        """Drops every compiled grammar that no matcher uses, in memory and, if asked, on disk. A compilation that runs is kept.
+
+        Errors: FAILED_PRECONDITION (not configured).
+        """
 
     @_abc_1.abstractmethod
     def GetStats(

@@ -24,6 +24,7 @@ ALL = shlex.split("""
 --prompt-logprobs 1 --per-field-logprobs --echo --omit-token-ids --omit-text --request-id r --priority -2
 --context-logits --generation-logits --tensor logits --context-tensor hidden_states.1
 --max-queue-ms 250 --never-preempt
+--whole --cumulative --client-id c
 --cache-salt s --draft-tokens 3 --no-draft-index --reasoning --reasoning-tokens 9 --reasoning-effort low
 --reasoning-begin <a> --reasoning-end </a>
 --continue-final-message --template-arguments '{"a": 1}' --tool-choice required --no-parallel-tool-calls

@@ -3,73 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import aclosing
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 
-from gpu_engine.api.checked import Limits
-from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.api.errors import GrammarUnavailable, InvalidRequest, LimitExceeded, QueueTimeout
+from gpu_engine.api.errors import GrammarUnavailable, LimitExceeded, QueueTimeout
 from gpu_engine.api.outputs import OutputRows, OutputSpec
 from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent
 from gpu_engine.cli.client import Client
-from gpu_engine.front.calls import Calls
 from gpu_engine.front.pacing import StreamPacer
-from gpu_engine.front.servicer import EngineServicer
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
-from tests.fakes import EOS, FakeEngine, FakeGrammar, FakeModel, Script, answers_with
+from tests.fakes import EOS, answers_with
+from tests.gpu_engine.front.serving import answer, ask, serving
 from tests.waiting import eventually
-
-
-@dataclass
-class Setup:
-    client: Client
-    engine: FakeEngine
-    calls: Calls
-    grammar: FakeGrammar
-
-
-@asynccontextmanager
-async def serving(
-    tmp_path: Path,
-    script: Script | None = None,
-    *,
-    with_grammar: bool = True,
-    pacer: StreamPacer | None = None,
-    **engine_fields: int,
-) -> AsyncIterator[Setup]:
-    engine = FakeEngine(EngineConfig(max_model_len=256, **engine_fields), script)  # type: ignore[arg-type]
-    model, grammar = FakeModel(), FakeGrammar({"bad": InvalidRequest("grammar", "line 1: no")})
-    server_config = ServerConfig(max_n=4, max_prompt_bytes=10_000)
-    limits = Limits.of(engine.config, server_config, vocab_size=320, max_model_len=256, outputs=model.outputs)
-    access = grammar if with_grammar else None
-    calls = Calls(engine, model, limits, access, pacer=pacer)
-    calls.warm()
-    server = grpc.aio.server()
-    engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(calls, version="1.2"), server)
-    address = f"unix:{tmp_path}/s"
-    server.add_insecure_port(address)
-    await server.start()
-    try:
-        async with Client(address) as client:
-            yield Setup(client, engine, calls, grammar)
-    finally:
-        await server.stop(None)
-        engine.close(5)
-
-
-def ask(text: str = "hi", **fields: object) -> pb.GenerateRequest:
-    return pb.GenerateRequest(text=text, **fields)  # type: ignore[arg-type]
-
-
-async def answer(client: Client, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    return [response async for response in client.generate(request, timeout_s=20)]
 
 
 async def refusal(client: Client, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:

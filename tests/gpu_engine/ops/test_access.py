@@ -41,7 +41,7 @@ async def test_every_call_has_one_access_line_without_its_texts(
         lambda config, progress: FakeModel(), lambda c, model, channel, grammar: FakeEngine(c, answers_with("hush"))
     )
     config = ServerConfig(listen=f"unix:{tmp_path}/s", grammar="none")
-    ask = pb.GenerateRequest(text="secret", request_id="r-1", sampling=pb.SamplingParams(n=2))
+    ask = pb.GenerateRequest(text="secret", request_id="r-1", client_id="team", sampling=pb.SamplingParams(n=2))
     wrong = pb.GenerateRequest(text="secret", request_id="r-2", grammar=pb.Grammar(regex="secret"))
     engine = EngineConfig(max_model_len=256)
     async with open_server(engine, config, parts=parts) as server, Client(server.address) as client:
@@ -55,6 +55,7 @@ async def test_every_call_has_one_access_line_without_its_texts(
     ]
     assert (lines[0]["finish"], lines[0]["prompt_tokens"], lines[0]["completion_tokens"]) == ("STOP,STOP", 6, 10)
     assert lines[0]["total_ms"] > 0
+    assert [line.get("client_id") for line in lines] == ["team", None]
     assert lines[1]["grammar"] == "regex"
     assert not [line for line in map(str, lines) if "secret" in line or "hush" in line]
 

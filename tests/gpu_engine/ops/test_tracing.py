@@ -87,6 +87,7 @@ async def test_a_call_is_a_span_of_its_caller_with_its_parts_below(tmp_path: Pat
     ask = pb.GenerateRequest(
         messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="secret")]),
         request_id="r-1",
+        client_id="team",
         grammar=pb.Grammar(json_schema="{}"),
         sampling=pb.SamplingParams(max_tokens=20, seed=5),
     )
@@ -96,7 +97,7 @@ async def test_a_call_is_a_span_of_its_caller_with_its_parts_below(tmp_path: Pat
     assert (whole.name, whole.kind, whole.status.status_code) == ("chat tiny", SpanKind.SERVER, StatusCode.UNSET)
     seen = dict(whole.attributes or {})
     assert seen["gen_ai.operation.name"] == "chat"
-    assert seen["gen_ai.response.id"] == "r-1"
+    assert (seen["gen_ai.response.id"], seen["lockstep.client_id"]) == ("r-1", "team")
     assert (seen["gen_ai.request.max_tokens"], seen["gen_ai.request.seed"]) == (20, 5)
     assert seen["lockstep.seed"] == "5"
     assert (seen["gen_ai.output.type"], seen["lockstep.grammar.kind"]) == ("json", "json_schema")

@@ -285,6 +285,50 @@ async def test_artifacts_outlive_a_restart_on_disk(vocabulary: Vocabulary, tmp_p
             assert (await made.compile(Kind.REGEX, source, ANY, "xgrammar"))[1]
 
 
+async def test_clearing_drops_what_is_not_in_use(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    async with compiler(vocabulary, cache_dir=str(tmp_path / "cache")) as made:
+        used, gone = [(await made.compile(Kind.REGEX, source, ANY, "llguidance"))[0] for source in ("ab+", "ac+")]
+        await made.compile(Kind.REGEX, "ac+", ANY, AUTO)
+        cleared = await made.clear({used.grammar_id, "unknown"}, disk=False)
+        assert (cleared.dropped, cleared.kept, cleared.files) == (1, 1, 0)
+        assert cleared.freed_bytes == gone.compiled.memory_bytes > 0
+        assert made.get(used.grammar_id) is used
+        with pytest.raises(UnknownGrammar):
+            made.get(gone.grammar_id)
+        assert made.stats()["cache_bytes"] == used.compiled.memory_bytes
+        again, hit = await made.compile(Kind.REGEX, "ac+", ANY, AUTO)
+        assert (again.grammar_id, hit, again.compile_ms, made.compiled) == (gone.grammar_id, True, 0, 2), (
+            "from the disk"
+        )
+        cleared = await made.clear((), disk=True)
+        assert (cleared.dropped, cleared.kept, cleared.files) == (2, 0, 2)
+        assert made.stats()["cached_grammars"] == made.stats()["cache_bytes"] == 0
+        assert not (await made.compile(Kind.REGEX, "ac+", ANY, "llguidance"))[1]
+
+
+async def test_without_a_cache_each_grammar_is_compiled_anew(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    async with compiler(vocabulary, cache=False, cache_dir=str(tmp_path / "cache")) as made:
+        for count, backend in enumerate(("llguidance", "llguidance", AUTO, AUTO), 1):
+            entry, hit = await made.compile(Kind.REGEX, "ab+", ANY, backend)
+            assert (hit, made.compiled) == (False, count)
+            assert made.get(entry.grammar_id) is entry, "it is held for its matchers"
+        assert made.stats()["cached_grammars"] == 1
+        one, other = await asyncio.gather(*(made.compile(Kind.REGEX, "ac+", ANY, "llguidance") for _ in range(2)))
+        assert one[0] is other[0], "compilations at the same time are one"
+    assert not (tmp_path / "cache").exists()
+
+
+async def test_a_compilation_in_threads_makes_the_same_grammar(vocabulary: Vocabulary) -> None:
+    pytest.importorskip("xgrammar", reason="needs xgrammar")
+    schema = json.dumps({"properties": {name: {"enum": ["x", 1]} for name in "abcdefgh"}, "required": ["a"]})
+    artifacts = []
+    for threads in (1, 4):
+        async with compiler(vocabulary, backend="xgrammar", compile_threads=threads) as made:
+            artifact = await made._pool("xgrammar").compile(parse(Kind.JSON_SCHEMA, schema, ANY))
+            artifacts.append((artifact.data, artifact.plan))
+    assert artifacts[0] == artifacts[1]
+
+
 async def test_a_grammar_on_disk_needs_no_worker(vocabulary: Vocabulary, tmp_path: Path) -> None:
     settings = {"cache_dir": str(tmp_path / "cache")}
     async with compiler(vocabulary, **settings) as made:

@@ -121,3 +121,18 @@ def test_a_key_depends_on_everything_that_an_artifact_depends_on() -> None:
     }
     assert len(keys) == 5
     assert FORMAT
+
+
+def test_clearing_removes_every_artifact_and_leaves_other_files(tmp_path: Path) -> None:
+    made = cache(tmp_path)
+    made.put(A, b"one")
+    made.put(B, b"two")
+    size = sum(path.stat().st_size for path in (tmp_path / "cache").iterdir())
+    (tmp_path / "cache/notes.txt").write_text("not ours")
+    (tmp_path / f"cache/.written{SUFFIX}").write_text("an artifact that another process is writing")
+    assert made.clear() == (2, size)
+    assert (made.get(A), made.get(B)) == (None, None)
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"notes.txt", f".written{SUFFIX}"}
+    assert made.clear() == (0, 0)
+    made.put(A, b"again")
+    assert made.get(A) == b"again"

@@ -1,0 +1,141 @@
+"""Whole and cumulative responses: what a request gets instead of deltas."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_engine.api.errors import GrammarUnavailable
+from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
+from protos.engine.v1 import engine_pb2 as pb
+from tests.fakes import EOS, answers_with
+from tests.gpu_engine.front.serving import answer, ask, serving
+from tests.gpu_engine.front.test_servicer import prompt_scores, refusal
+
+THINKS = "<think>a b</think>c d"
+PAUSE_S = 0.003
+"""Between two tokens: long enough for a response of its own."""
+EVERYTHING: dict[str, Any] = {
+    "reasoning": pb.Reasoning(begin="<think>", end="</think>"),
+    "sampling": pb.SamplingParams(n=2, logprobs=1, stop=["zz"]),
+}
+
+
+def script(request: Request) -> Iterable[TokenEvent]:
+    """Yield THINKS token by token, with log-probabilities and those of the prompt."""
+    ids = [*THINKS.encode(), EOS]
+    for place, token in enumerate(ids):
+        wanted = request.prompt_logprobs if place == 0 else None
+        yield TokenEvent(
+            request.index,
+            (token,),
+            (Logprobs(-0.25, ((token, -0.25),)),),
+            FinishReason.STOP if token == EOS else None,
+            token if token == EOS else None,
+            prompt_logprobs=None if wanted is None else prompt_scores(len(request.prompt_ids) - 1, wanted),
+        )
+
+
+def joined(responses: list[pb.GenerateResponse], index: int) -> pb.GenerateResponse:
+    """Return the deltas of a sequence as one message: what a whole response has to be."""
+    mine = [response for response in responses if response.index == index]
+    whole = pb.GenerateResponse()
+    whole.CopyFrom(mine[-1])
+    whole.text = "".join(response.text for response in mine)
+    for name in ("token_ids", "logprobs", "parts", "prompt_token_ids", "prompt_logprobs"):
+        whole.ClearField(name)
+        for response in mine:
+            getattr(whole, name).extend(getattr(response, name))
+    parts = list(whole.parts)
+    whole.ClearField("parts")
+    for part in parts:
+        if whole.parts and whole.parts[-1].kind == part.kind:
+            whole.parts[-1].text += part.text
+        else:
+            whole.parts.append(part)
+    whole.ClearField("telemetry")
+    return whole
+
+
+def asking(**options: Any) -> pb.GenerateRequest:
+    options = {"echo": True, "prompt_logprobs": 1, **options}
+    return ask("hi", response=pb.ResponseOptions(**options), request_id="r", **EVERYTHING)
+
+
+@pytest.mark.parametrize("more", [{}, {"omit_text": True}, {"omit_token_ids": True}], ids=["all", "no text", "no ids"])
+async def test_a_whole_response_has_all_that_the_deltas_of_its_sequence_have(
+    tmp_path: Path, more: dict[str, bool]
+) -> None:
+    async with serving(tmp_path, script) as s:
+        s.engine.pause_s = PAUSE_S
+        deltas = await answer(s.client, asking(**more))
+        whole = await answer(s.client, asking(whole=True, **more))
+    assert len(deltas) > 4
+    assert sorted(response.index for response in whole) == [0, 1]
+    for response in whole:
+        assert response.telemetry.seed
+        response.ClearField("telemetry")
+        assert response == joined(deltas, response.index)
+
+
+@pytest.mark.parametrize("more", [{}, {"omit_text": True}, {"omit_token_ids": True}], ids=["all", "no text", "no ids"])
+async def test_each_cumulative_response_has_the_answer_so_far(tmp_path: Path, more: dict[str, bool]) -> None:
+    async with serving(tmp_path, script) as s:
+        s.engine.pause_s = PAUSE_S
+        deltas = await answer(s.client, asking(**more))
+        cumulative = await answer(s.client, asking(cumulative=True, **more))
+    for index in range(2):
+        mine = [response for response in cumulative if response.index == index]
+        assert len(mine) > 2
+        whole, last = joined(deltas, index), mine[-1]
+        for response in mine[1:]:
+            assert not response.prompt_token_ids
+            assert not response.prompt_logprobs
+        assert (list(mine[0].prompt_token_ids), list(mine[0].prompt_logprobs)) == (
+            list(whole.prompt_token_ids),
+            list(whole.prompt_logprobs),
+        )
+        for before, after in itertools.pairwise(mine):
+            assert after.text.startswith(before.text)
+            assert list(after.token_ids)[: len(before.token_ids)] == list(before.token_ids)
+            assert (after.text, list(after.token_ids), after.finish_reason) != (before.text, list(before.token_ids), 0)
+        assert (last.text, list(last.token_ids), list(last.logprobs), list(last.parts)) == (
+            whole.text,
+            list(whole.token_ids),
+            list(whole.logprobs),
+            list(whole.parts),
+        )
+
+
+async def test_an_aborted_sequence_has_its_whole_response(tmp_path: Path) -> None:
+    def aborted(request: Request) -> Iterable[TokenEvent]:
+        yield TokenEvent(request.index, (65,))
+        yield TokenEvent(request.index, finish=FinishReason.ABORTED)
+
+    async with serving(tmp_path, aborted) as s:
+        (response,) = await answer(s.client, ask(response=pb.ResponseOptions(whole=True)))
+    assert (response.text, response.finish_reason) == ("A", pb.FINISH_REASON_ABORTED)
+
+
+async def test_a_sequence_that_fails_has_no_whole_response(tmp_path: Path) -> None:
+    def fails(request: Request) -> Iterable[TokenEvent]:
+        yield TokenEvent(request.index, (65,))
+        yield TokenEvent(request.index, error=GrammarUnavailable("gone"))
+
+    async with serving(tmp_path, fails) as s:
+        error = await refusal(s.client, ask(response=pb.ResponseOptions(whole=True)))
+    assert error.details() == "gone"
+
+
+async def test_a_client_id_reaches_the_engine_and_has_a_limit(tmp_path: Path) -> None:
+    async with serving(tmp_path, answers_with("x")) as s:
+        await answer(s.client, ask(client_id="team \u00e9"))
+        assert [request.client_id for request in s.engine.submitted] == ["team \u00e9"]
+        too_long = await refusal(s.client, ask(client_id="\u00e9" * 65))
+        control = await refusal(s.client, ask(client_id="a\nb"))
+    assert too_long.details() == "client_id: has 130 bytes, at most 128 are allowed"
+    assert control.details() == "client_id: holds a control character"
