@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gpu_engine.front.kserve.inputs import INPUTS
-from gpu_engine.front.kserve.outputs import OUTPUTS
+from gpu_engine.front.kserve.outputs import LOGITS, OUTPUTS
 from gpu_engine.front.kserve.tensors import Tensor
 from lockstep_client import Client
 from tests.e2e.conftest import RunningServer
@@ -36,6 +36,8 @@ ELSEWHERE = {
     "request_output_len", "min_length", "runtime_top_k", "runtime_top_p", "random_seed", "streaming", "len_penalty",
     "input_lengths", "request_id", "stop", "beam_width", "length_penalty", "early_stopping", "client_id", "lora",
     "prompt_adapter",
+    "return_context_logits",
+    "return_generation_logits",
 }  # fmt: skip
 """Tensors of the engine's own service that config.pbtxt leaves out: second names, and what Triton does itself."""
 
@@ -59,7 +61,7 @@ def backend(root: Path, server: RunningServer) -> Iterator[Any]:
     model.finalize()
 
 
-def request(outputs: tuple[str, ...] = tuple(OUTPUTS), **given: Any) -> Any:
+def request(outputs: tuple[str, ...] = tuple(sorted(OUTPUTS.keys() - LOGITS)), **given: Any) -> Any:
     """Return a request with these tensors; a number or a text becomes a tensor with one element."""
     from triton_python_backend_utils import InferenceRequest  # type: ignore[import-not-found]
 
@@ -237,7 +239,7 @@ async def test_the_configuration_has_the_tensors_of_the_engines_own_service(root
     assert (config["name"], config["backend"], config["max_batch_size"], config["decoupled"]) == (
         "lockstep", "python", 0, True,
     )  # fmt: skip
-    assert config["outputs"] == described(OUTPUTS)
+    assert config["outputs"] == described({name: tensor for name, tensor in OUTPUTS.items() if name not in LOGITS})
     own = described({name: tensor for name, tensor in INPUTS.items() if name not in ELSEWHERE})
     assert config["inputs"] == {name: (*kind, True) for name, kind in own.items()}
     named = set(re.findall(r"`(\w+)`", (root / "deploy/triton/README.md").read_text()))

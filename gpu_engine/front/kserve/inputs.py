@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from gpu_engine.api.errors import InvalidRequest, NotSupported
-from gpu_engine.front.kserve.outputs import LOG_PROBS, OUTPUTS, TEXTS
+from gpu_engine.front.kserve.outputs import LOGITS, NEEDS, OUTPUTS, TEXTS
 from gpu_engine.front.kserve.tensors import (
     BOOL,
     BYTES,
@@ -77,6 +77,8 @@ _OTHERS: dict[str, Tensor] = {
     "request_id": Tensor(UINT64, SCALAR),
     "exclude_input_in_output": Tensor(BOOL, SCALAR),
     "return_log_probs": Tensor(BOOL, SCALAR),
+    "return_context_logits": Tensor(BOOL, SCALAR),
+    "return_generation_logits": Tensor(BOOL, SCALAR),
     "guided_decoding_guide_type": Tensor(BYTES, SCALAR),
     "guided_decoding_guide": Tensor(BYTES, SCALAR),
     "beam_width": Tensor(INT32, SCALAR),
@@ -90,10 +92,7 @@ INPUTS: dict[str, Tensor] = {name: Tensor(datatype, shape) for name, (_, datatyp
 """Every tensor that a request may have."""
 
 _WORDS = "stop_words and bad_words take texts"
-_LOGITS = "the service lockstep.engine.v1.Engine returns tensors"
 UNSERVED: dict[str, tuple[Tensor, str]] = {
-    "return_context_logits": (Tensor(BOOL, SCALAR), _LOGITS),
-    "return_generation_logits": (Tensor(BOOL, SCALAR), _LOGITS),
     "return_encoder_output": (Tensor(BOOL, SCALAR), "the model has no encoder"),
     "return_kv_cache_reuse_stats": (Tensor(BOOL, SCALAR), "ModelStatistics counts hits of the prefix cache"),
     "return_perf_metrics": (Tensor(BOOL, SCALAR), "ModelStatistics has the times of requests"),
@@ -330,22 +329,29 @@ def _set_answer(asked: Asked, request: pb.ModelInferRequest, given: Mapping[str,
     exclude = given.get("exclude_input_in_output")
     asked.message.response.echo = not (exclude.items[0] if exclude else asked.stream)
     asked.names["response.echo"] = "exclude_input_in_output"
-    with_logprobs = "return_log_probs" in given and given["return_log_probs"].items[0]
-    if with_logprobs:
+    wanted = {name for name in NEEDS.values() if name in given and given[name].items[0]}
+    if "return_log_probs" in wanted:
         asked.message.sampling.logprobs = 0
         asked.names["sampling.logprobs"] = "return_log_probs"
-    asked.outputs = _outputs(request, with_logprobs=with_logprobs)
+    for name in LOGITS:
+        if NEEDS[name] in wanted:
+            if asked.message.sampling.n > 1 and not asked.stream:
+                raise NotSupported(f"{NEEDS[name]}: a whole answer of more than one sequence has no logits; use stream")
+            setattr(asked.message.response, name, True)
+            asked.names[f"response.{name}"] = NEEDS[name]
+    asked.outputs = _outputs(request, wanted)
     asked.message.response.omit_text = not TEXTS & set(asked.outputs)
 
 
-def _outputs(request: pb.ModelInferRequest, *, with_logprobs: bool) -> tuple[str, ...]:
+def _outputs(request: pb.ModelInferRequest, wanted: Collection[str]) -> tuple[str, ...]:
+    """Return the tensors of the responses. `wanted`: the inputs of NEEDS that are true."""
     if not request.outputs:
-        return tuple(name for name in OUTPUTS if with_logprobs or name not in LOG_PROBS)
+        return tuple(name for name in OUTPUTS if name not in NEEDS or NEEDS[name] in wanted)
     for output in request.outputs:
         if output.name not in OUTPUTS:
             raise InvalidRequest("outputs", unknown("tensor", output.name, OUTPUTS))
-        if output.name in LOG_PROBS and not with_logprobs:
-            raise InvalidRequest("outputs", f"{output.name} needs return_log_probs")
+        if output.name in NEEDS and NEEDS[output.name] not in wanted:
+            raise InvalidRequest("outputs", f"{output.name} needs {NEEDS[output.name]}")
         refuse_parameters(output.name, output.parameters)
     return tuple(dict.fromkeys(output.name for output in request.outputs))
 

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from gpu_engine.api.outputs import OutputRows
 from gpu_engine.front.kserve.tensors import BYTES, FP32, INT32, LIST, ROWS, Tensor, add_output
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from protos.kserve.v2 import inference_pb2 as pb
@@ -28,9 +31,19 @@ OUTPUTS: dict[str, Tensor] = {
     "finish_reason": Tensor(BYTES, LIST),
     "cum_log_probs": Tensor(FP32, LIST),
     "output_log_probs": Tensor(FP32, ROWS),
+    "context_logits": Tensor(FP32, ROWS),
+    "generation_logits": Tensor(FP32, ROWS),
 }
-"""Every tensor that a response may have, with a row or an element for each sequence."""
-LOG_PROBS = frozenset({"cum_log_probs", "output_log_probs"})
+"""Every tensor that a response may have. But for the logits, it has a row or an element for each sequence."""
+NEEDS = {
+    "cum_log_probs": "return_log_probs",
+    "output_log_probs": "return_log_probs",
+    "context_logits": "return_context_logits",
+    "generation_logits": "return_generation_logits",
+}
+"""Output -> the input that asks for it."""
+LOGITS = frozenset({"context_logits", "generation_logits"})
+"""A row for each token of one sequence; a response without such tokens does not have the tensor."""
 TEXTS = frozenset({"text_output"})
 
 
@@ -42,6 +55,7 @@ class _Row:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    logits: list[OutputRows] = field(default_factory=list)
     finish: str = ""
     """Empty until the sequence ends."""
 
@@ -86,24 +100,27 @@ class Answers:
         row.text.append(delta.text)
         row.token_ids.extend(delta.token_ids)
         row.logprobs.extend(entry.logprob for entry in delta.logprobs)
+        row.logits.extend(delta.outputs)
         self._sums[index] += sum(entry.logprob for entry in delta.logprobs)
         if delta.finish:
             row.finish = delta.finish.name.lower()
             self._running -= 1
         if not self._stream:
             return [] if self._running else [self._response([self._rows[i] for i in sorted(self._rows)])]
-        return [self._response([row])] if row.token_ids or row.finish or any(row.text) else []
+        return [self._response([row])] if row.token_ids or row.finish or row.logits or any(row.text) else []
 
     def _response(self, rows: Sequence[_Row]) -> pb.ModelInferResponse:
         response = pb.ModelInferResponse(model_name=self._model, model_version=VERSION, id=self._id)
         response.parameters["triton_final_response"].bool_param = not self._running
         for name in self._outputs:
-            tensor = OUTPUTS[name]
             shape, items = self._items(name, rows)
-            add_output(response, name, tensor.datatype, (*self._batch, *shape), items)
+            if shape:
+                add_output(response, name, OUTPUTS[name].datatype, (*self._batch, *shape), items)
         return response
 
-    def _items(self, name: str, rows: Sequence[_Row]) -> tuple[Sequence[int], list[Any]]:
+    def _items(self, name: str, rows: Sequence[_Row]) -> tuple[Sequence[int], Sequence[Any]]:
+        if name in LOGITS:
+            return joined_rows([part for row in rows for part in row.logits if part.name == name])
         count = (len(rows),)
         match name:
             case "text_output":
@@ -125,3 +142,18 @@ class Answers:
 def _padded(rows: Sequence[Sequence[Any]], pad: Any) -> tuple[Sequence[int], list[Any]]:
     longest = max(map(len, rows))
     return (len(rows), longest), [item for row in rows for item in (*row, *[pad] * (longest - len(row)))]
+
+
+def joined_rows(parts: Sequence[OutputRows]) -> tuple[Sequence[int], Sequence[Any]]:
+    """Return rows in 32 bits, with their shape; no shape: there are none."""
+    if not parts:
+        return (), ()
+    rows = np.concatenate([_in_32_bits(part) for part in parts])
+    return rows.shape, rows
+
+
+def _in_32_bits(part: OutputRows) -> np.ndarray[Any, np.dtype[np.float32]]:
+    data = np.ascontiguousarray(part.data)
+    if part.spec.dtype == "bfloat16":  # the upper half of the 32 bits
+        return (data.view("<u2").astype("<u4") << 16).view("<f4")
+    return data.view({"float32": "<f4", "float16": "<f2"}[part.spec.dtype]).astype("<f4")

@@ -149,12 +149,12 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         try:
             if await self._ended_another(request, ours):
                 return
-            inference = _Inference(request, self._calls, self._statistics, decoupled=decoupled)
+            inference = _Inference(request, self._calls, decoupled=decoupled)
             await self._calls.generate(ours, request.id, inference.check, inference.respond, inference.rename)
         except Exception:
             self._statistics.failed(time.monotonic() - began_s)
             raise
-        self._statistics.succeeded(time.monotonic() - began_s)
+        self._statistics.succeeded(time.monotonic() - began_s, inference.ended)
 
     async def _ended_another(self, request: pb.ModelInferRequest, context: Context) -> bool:
         """End the request that a request with `stop` names, and answer; return False for any other request."""
@@ -208,9 +208,9 @@ class _Request:
 class _Inference:
     """From a request to its responses, in the parts that front/calls.py asks for."""
 
-    def __init__(self, request: pb.ModelInferRequest, calls: Calls, statistics: Statistics, *, decoupled: bool) -> None:
-        self._request, self._calls, self._statistics = request, calls, statistics
-        self._decoupled = decoupled
+    def __init__(self, request: pb.ModelInferRequest, calls: Calls, *, decoupled: bool) -> None:
+        self._request, self._calls, self._decoupled = request, calls, decoupled
+        self.ended: list[SequenceOutput] = []
         self._asked = Asked()
         self._answers: Answers | None = None
 
@@ -233,7 +233,7 @@ class _Inference:
     def respond(self, output: SequenceOutput, delta: Delta) -> list[pb.ModelInferResponse]:
         assert self._answers is not None, "a request is answered after it was checked"
         if delta.finish:
-            self._statistics.sequence_ended(output)
+            self.ended.append(output)
         return self._answers.respond(output, delta)
 
     def rename(self, field: str) -> str:

@@ -9,6 +9,7 @@ Not responsible for: the engine's own counters and metrics (see gpu_engine/ops).
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from gpu_engine.front.kserve.outputs import VERSION
 from gpu_engine.front.text_output import SequenceOutput
@@ -28,8 +29,7 @@ class Statistics:
         """Note that a request has arrived."""
         self._last_ms = time.time_ns() // 1_000_000
 
-    def sequence_ended(self, output: SequenceOutput) -> None:
-        """Add the times of a sequence that has its finish reason."""
+    def _sequence(self, output: SequenceOutput) -> None:
         telemetry = output.request.telemetry
         self._sequences += 1
         self._steps += telemetry.steps
@@ -40,9 +40,11 @@ class Statistics:
                 _add(duration, end_s - begin_s)
         _add(self._times.cache_hit if telemetry.cached_tokens else self._times.cache_miss, 0.0)
 
-    def succeeded(self, seconds: float) -> None:
-        """Count a request whose sequences have all ended."""
+    def succeeded(self, seconds: float, sequences: Sequence[SequenceOutput]) -> None:
+        """Count a request, and the times of its sequences, which have all ended."""
         _add(self._times.success, seconds)
+        for output in sequences:
+            self._sequence(output)
 
     def failed(self, seconds: float) -> None:
         """Count a request that was refused or that failed."""

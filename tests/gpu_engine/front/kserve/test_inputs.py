@@ -9,7 +9,7 @@ import pytest
 
 from gpu_engine.api.errors import InvalidRequest, NotSupported
 from gpu_engine.front.kserve.inputs import INPUTS, REFUSED, UNSERVED, Asked, ends_another, to_engine
-from gpu_engine.front.kserve.outputs import OUTPUTS
+from gpu_engine.front.kserve.outputs import NEEDS, OUTPUTS
 from protos.engine.v1 import engine_pb2 as engine
 from protos.kserve.v2 import inference_pb2 as pb
 
@@ -223,7 +223,7 @@ def test_text_is_left_out_where_no_output_needs_it() -> None:
     assert found.outputs == ("output_ids",)
     assert found.message.response.omit_text
     assert not asked().message.response.omit_text
-    assert set(asked(return_log_probs=True).outputs) == set(OUTPUTS)
+    assert set(asked(**dict.fromkeys(NEEDS.values(), True)).outputs) == set(OUTPUTS)
 
 
 def test_a_request_with_stop_names_the_one_that_it_ends() -> None:

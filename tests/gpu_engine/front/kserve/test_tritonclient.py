@@ -6,11 +6,15 @@ import asyncio
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+import torch
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gpu_engine.api.outputs import OutputRows, OutputSpec
 from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
+from gpu_engine.front.kserve.outputs import joined_rows
 from gpu_engine.front.kserve.servicer import SERVICE
 from protos.kserve.v2 import inference_pb2 as pb
 from tests.fakes import EOS, answers_with
@@ -154,6 +158,44 @@ async def test_log_probabilities_are_outputs_when_they_are_asked_for(triton: Tri
     }
 
 
+def with_logits(request: Request) -> list[TokenEvent]:
+    def rows(name: str, values: list[float], start: int) -> OutputRows:
+        data = np.array([values], "<f4").view(np.uint8)
+        return OutputRows(name, OutputSpec("float32", (len(values),)), start, data)
+
+    return [
+        TokenEvent(0, outputs=(rows("context_logits", [1, 2], 0),)),
+        TokenEvent(0, (121,), outputs=(rows("context_logits", [3, 4], 1), rows("generation_logits", [5, 6], 1))),
+        TokenEvent(0, (101,), finish=FinishReason.LENGTH, outputs=(rows("generation_logits", [7, 8], 2),)),
+    ]
+
+
+async def test_logits_are_outputs_when_they_are_asked_for(triton: TritonProcess) -> None:
+    wanted = {f"return_{name}_logits": ("BOOL", [True]) for name in ("context", "generation")}
+    async with serving(Fakes(with_logits)) as server:
+        whole = await triton("infer", server.address, TEXT | {"max_tokens": ("INT32", [2])} | wanted)
+        batched = {"text_input": ("BYTES", [["hi"]]), "max_tokens": ("INT32", [[2]])}
+        with_batch = await triton("infer", server.address, batched | wanted, outputs=["context_logits"])
+        responses = await triton(
+            "stream", server.address, [("a", STREAM | {"max_tokens": ("INT32", [2])} | wanted, {})]
+        )
+        refused = await triton("infer", server.address, TEXT, outputs=["context_logits"])
+    assert (whole["context_logits"], whole["generation_logits"]) == ([[1, 2], [3, 4]], [[5, 6], [7, 8]])
+    assert (with_batch["context_logits"], with_batch["context_logits shape"]) == ([[[1, 2], [3, 4]]], [1, 2, 2])
+    for name in ("context_logits", "generation_logits"):
+        assert [row for response in responses for row in response.get(name, [])] == whole[name]
+    assert refused["error"] == "outputs: context_logits needs return_context_logits"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_logits_have_32_bits_whatever_the_model_has(dtype: str) -> None:
+    values = torch.tensor([[0.5, -1.25], [3.0, 2.0**-10]])
+    stored = values.to(getattr(torch, dtype)).view(torch.uint8).numpy()
+    shape, rows = joined_rows([OutputRows("context_logits", OutputSpec(dtype, (2,)), 0, stored)])
+    assert (tuple(shape), np.asarray(rows).tolist()) == ((2, 2), values.tolist())
+    assert np.asarray(rows).dtype == np.float32
+
+
 async def test_a_client_that_leaves_a_stream_ends_its_requests(triton: TritonProcess) -> None:
     fakes = Fakes(lambda request: [TokenEvent(request.index, (121,))])
     async with serving(fakes) as server:
@@ -219,9 +261,14 @@ async def _unary(channel: grpc.aio.Channel, name: str, request: Any, kind: Any) 
         ),
         (TEXT | {"embedding_bias": ("FP32", [1.0])}, "UNIMPLEMENTED", "embedding_bias: this server does not take it"),
         (
-            TEXT | {"return_context_logits": ("BOOL", [True])},
+            TEXT | {"return_perf_metrics": ("BOOL", [True])},
             "UNIMPLEMENTED",
-            "return_context_logits: this server does not do this",
+            "return_perf_metrics: this server does not do this",
+        ),
+        (
+            TEXT | {"return_context_logits": ("BOOL", [True]), "num_return_sequences": ("INT32", [2])},
+            "UNIMPLEMENTED",
+            "return_context_logits: a whole answer of more than one sequence has no logits; use stream",
         ),
         (
             TEXT | {"guided_decoding_guide_type": ("BYTES", ["json"])},
