@@ -118,7 +118,7 @@ class Answers:
                 add_output(response, name, OUTPUTS[name].datatype, (*self._batch, *shape), items)
         return response
 
-    def _items(self, name: str, rows: Sequence[_Row]) -> tuple[Sequence[int], Sequence[Any]]:
+    def _items(self, name: str, rows: Sequence[_Row]) -> tuple[Sequence[int], Any]:
         if name in LOGITS:
             return joined_rows([part for row in rows for part in row.logits if part.name == name])
         count = (len(rows),)
@@ -144,7 +144,7 @@ def _padded(rows: Sequence[Sequence[Any]], pad: Any) -> tuple[Sequence[int], lis
     return (len(rows), longest), [item for row in rows for item in (*row, *[pad] * (longest - len(row)))]
 
 
-def joined_rows(parts: Sequence[OutputRows]) -> tuple[Sequence[int], Sequence[Any]]:
+def joined_rows(parts: Sequence[OutputRows]) -> tuple[Sequence[int], Any]:
     """Return rows in 32 bits, with their shape; no shape: there are none."""
     if not parts:
         return (), ()

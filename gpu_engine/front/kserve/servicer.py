@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from typing import Any, NoReturn, cast
+from collections.abc import AsyncIterator, Collection
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from gpu_engine.api.checked import Checked
-from gpu_engine.api.errors import UnknownModel
-from gpu_engine.front.calls import Calls, Context, ErrorToStatus
+from gpu_engine.api.errors import ShuttingDown, UnknownModel, status_of
+from gpu_engine.api.owned_tasks import OwnedTasks
+from gpu_engine.front.calls import Call, Caller, Calls, Context, ErrorToStatus, Write, public_error
 from gpu_engine.front.kserve.descriptions import model_config, model_metadata, repository_index, server_metadata
 from gpu_engine.front.kserve.inputs import Asked, ends_another, to_engine
 from gpu_engine.front.kserve.outputs import VERSION, Answers
@@ -30,8 +29,6 @@ from protos.kserve.v2 import inference_pb2 as pb
 from protos.kserve.v2 import inference_pb2_grpc
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-
-Write = Callable[[Any], Awaitable[None]]
 
 
 class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
@@ -87,12 +84,15 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         """Answer a request with one response."""
-        responses: list[pb.ModelInferResponse] = []
+        inference, responses = _Inference(request, self._calls, decoupled=False), list[pb.ModelInferResponse]()
 
         async def keep(response: pb.ModelInferResponse) -> None:
             responses.append(response)
 
-        await self._infer(request, _Request(context, keep, context.abort), decoupled=False)
+        caller = self._calls.caller_of(context)
+        with self._calls.watch.call(caller.metadata) as record:
+            async with ErrorToStatus(context, self._calls.failed, record, inference.rename):
+                await self._infer(inference, caller, record, keep)
         (response,) = responses
         return response
 
@@ -100,74 +100,83 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> None:
         """Answer requests until the client sends no more, and those that run have ended."""
-        lock = asyncio.Lock()
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            self._calls.refuse_if_draining()
+            tasks, answers = OwnedTasks(), set[asyncio.Task[None]]()
+            reader = tasks.spawn(self._read(requests, context, tasks, answers), "ModelStreamInfer reader")
+            self._readers.add(reader)
+            try:
+                await asyncio.wait((reader,))
+                if not reader.cancelled():
+                    reader.result()
+                while answers:
+                    await asyncio.wait(answers)
+                if reader.cancelled():
+                    raise ShuttingDown("the server is shutting down")
+            finally:
+                self._readers.discard(reader)
+                await tasks.aclose()
+
+    async def _read(
+        self,
+        requests: AsyncIterator[pb.ModelInferRequest],
+        context: Context,
+        tasks: OwnedTasks,
+        answers: set[asyncio.Task[None]],
+    ) -> None:
+        """Start a task for each request. Raises InvalidRequest for a message that does not parse."""
+        lock, free = asyncio.Lock(), asyncio.Semaphore(self._max_running)
 
         async def write(response: pb.ModelStreamInferResponse) -> None:
             async with lock:
                 await context.write(response)
 
-        # The end of the call cancels this coroutine, and with it the group.
-        async with asyncio.TaskGroup() as group:
-            reader = group.create_task(self._read(requests, context, write, group))
-            self._readers.add(reader)
-            reader.add_done_callback(self._readers.discard)
+        def ended(task: asyncio.Task[None]) -> None:
+            answers.discard(task)
+            free.release()
 
-    async def _read(
-        self, requests: AsyncIterator[pb.ModelInferRequest], context: Context, write: Write, group: asyncio.TaskGroup
-    ) -> None:
-        free = asyncio.Semaphore(self._max_running)
-        try:
-            async for request in requests:
-                await free.acquire()
-                task = group.create_task(self._answer(request, context, write))
-                task.add_done_callback(lambda _: free.release())
-        except DecodeError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a request is malformed: {error}")
+        async for request in requests:
+            await free.acquire()
+            task = tasks.spawn(self._answer(request, context, write), f"request {request.id}")
+            answers.add(task)
+            task.add_done_callback(ended)
 
     async def _answer(self, request: pb.ModelInferRequest, context: Context, write: Write) -> None:
-        """Answer one request of a stream."""
+        """Answer one request of a stream; an error is its last response."""
+        inference, caller = _Inference(request, self._calls, decoupled=True), self._calls.caller_of(context)
 
         async def send(response: pb.ModelInferResponse) -> None:
             await write(pb.ModelStreamInferResponse(infer_response=response))
 
-        async def refuse(status: grpc.StatusCode, message: str) -> NoReturn:
-            response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
-            response.parameters["triton_final_response"].bool_param = True
-            response.parameters["status"].string_param = status.name
-            await write(pb.ModelStreamInferResponse(error_message=message, infer_response=response))
-            raise _Refused
+        with self._calls.watch.call(caller.metadata) as record:
+            try:
+                await self._infer(inference, caller, record, send)
+            except Exception as error:
+                if context.cancelled() or context.done():
+                    return  # there is no client to tell
+                failure = public_error(error, inference.rename)
+                record.status = status_of(failure).name
+                self._calls.failed[record.status] += 1
+                response = _last_response(request)
+                response.parameters["status"].string_param = record.status
+                await write(pb.ModelStreamInferResponse(error_message=str(failure), infer_response=response))
 
-        try:
-            await self._infer(request, _Request(context, send, refuse), decoupled=True)
-        except _Refused:
-            return  # the client has the reason
-
-    async def _infer(self, request: pb.ModelInferRequest, context: _Request, *, decoupled: bool) -> None:
+    async def _infer(self, inference: _Inference, caller: Caller, record: CallRecord, write: Write) -> None:
+        """Run a request to its end. Raises its error."""
+        request = inference.request
         self._statistics.arrived()
         began_s = time.monotonic()
-        ours = cast(Context, context)  # what front/calls.py uses of a context is there
         try:
-            if await self._ended_another(request, ours):
-                return
-            inference = _Inference(request, self._calls, decoupled=decoupled)
-            await self._calls.generate(ours, request.id, inference.check, inference.respond, inference.rename)
+            if (other := ends_another(request)) is None:
+                call = Call(record=record)
+                await self._calls.answer(call, caller, request.id, inference.check, inference.respond, write)
+            else:
+                self._calls.abort(other)
+                await write(_last_response(request))
         except Exception:
             self._statistics.failed(time.monotonic() - began_s)
             raise
         self._statistics.succeeded(time.monotonic() - began_s, inference.ended)
-
-    async def _ended_another(self, request: pb.ModelInferRequest, context: Context) -> bool:
-        """End the request that a request with `stop` names, and answer; return False for any other request."""
-        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
-            request_id = ends_another(request)
-            if request_id is None:
-                return False
-            self._calls.abort(request_id)
-            response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
-            response.parameters["triton_final_response"].bool_param = True
-            await context.write(response)
-            return True
-        raise AssertionError("abort raises")
 
     async def _known(self, name: str, version: str, context: Context) -> None:
         async with ErrorToStatus(context, self._calls.failed, CallRecord()):
@@ -189,33 +198,24 @@ def refuse_unknown_model(name: str, version: str, names: Collection[str]) -> Non
         raise UnknownModel(f"model_version: {version!r} is not known; this server has {VERSION!r}")
 
 
-class _Refused(Exception):
-    """A request of a stream ended with an error, which was sent."""
-
-
-class _Request:
-    """One request as the context of a call, of which front/calls.py uses these methods."""
-
-    def __init__(
-        self, context: Context, write: Write, abort: Callable[[grpc.StatusCode, str], Awaitable[NoReturn]]
-    ) -> None:
-        self.write, self.abort = write, abort
-        self.invocation_metadata = context.invocation_metadata
-        self.peer_identities = context.peer_identities
-        self.cancelled, self.done = context.cancelled, context.done
+def _last_response(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+    """Return a last response without tensors."""
+    response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+    response.parameters["triton_final_response"].bool_param = True
+    return response
 
 
 class _Inference:
     """From a request to its responses, in the parts that front/calls.py asks for."""
 
     def __init__(self, request: pb.ModelInferRequest, calls: Calls, *, decoupled: bool) -> None:
-        self._request, self._calls, self._decoupled = request, calls, decoupled
+        self.request, self._calls, self._decoupled = request, calls, decoupled
         self.ended: list[SequenceOutput] = []
         self._asked = Asked()
         self._answers: Answers | None = None
 
     def check(self, running: Collection[str]) -> Checked:
-        request = self._request
+        request = self.request
         refuse_unknown_model(request.model_name, request.model_version, self._calls.engine.config.served_names)
         self._asked = asked = to_engine(request, decoupled=self._decoupled)
         checked = check(asked.message, self._calls.limits, running)
