@@ -1,8 +1,8 @@
 """The tensors of running sequences: one forward an iteration computes some rows, and tokens wait for theirs.
 
 A token of a sequence that returns rows of its answer is sent together with its row, so that a sequence that ends at a
-stop string has exactly the rows of its tokens. The first tokens are sent one or two at a time, and later ones up to
-`_GROUP` together. Invariant: each row is sent once, in the order of positions, also after a preemption. Not responsible
+stop string has exactly the rows of its tokens. The first tokens are sent one or two at a time, and later ones `_GROUP`
+together. Invariant: each row is sent once, in the order of positions, also after a preemption. Not responsible
 for: computing rows (see step/outputs/tensors.py), slots and pages (see scheduler.py).
 """
 
@@ -17,7 +17,7 @@ from gpu_engine.core.running import RunningSequence
 from gpu_engine.step.outputs.tensors import Bytes, Piece, TensorOutputs
 
 _GROUP = 16
-"""The most tokens that wait for a forward: one forward for so many tokens costs little beside their steps."""
+"""Tokens that wait for one forward. Forwards end at multiples of it, as most pages do."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +78,12 @@ class _Stream:
             self.first = sequence.num_cached_tokens
             self.next = self.first if self.with_context else self.prompt_length - 1
         pending, answer = self.end - self.next, self.next - (self.prompt_length - 1)
-        waits = answer >= 0 and self.finish is None and sequence.decoding
-        return 0 if waits and pending < min(_GROUP, answer + 1) else pending
+        if answer < 0 or self.finish is not None or not sequence.decoding:
+            return pending
+        if answer + 1 < _GROUP:
+            return pending if pending > answer else 0
+        # A forward begins at the start of a page: rows in front of `next` there would be computed again.
+        return max(self.end // _GROUP * _GROUP - self.next, 0)
 
     def take(self, results: dict[str, Bytes], start: int) -> None:
         """Keep the rows of positions from `start` on."""
