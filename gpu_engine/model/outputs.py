@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def _rows(output: Any, num_tokens: int) -> torch.Tensor | None:
 
 
 def _with_hidden(ctx: AttentionContext, hidden: dict[int, torch.Tensor | None] | None) -> AttentionContext:
-    return AttentionContext(ctx.pages, ctx.page_table_BN, ctx.positions_BP, hidden=hidden)
+    return replace(ctx, hidden=hidden)
 
 
 def _context(model: LoadedModel) -> AttentionContext:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ class Script:
     tokens: Callable[[pb.GenerateRequest], list[int]] = lambda request: stable_tokens(request)
     finish: pb.FinishReason = pb.FINISH_REASON_STOP
     refuse: tuple[grpc.StatusCode, str] | None = None
+    output_names: Sequence[str] = ()
+    """The tensors that the model has."""
 
 
 def stable_tokens(request: pb.GenerateRequest) -> list[int]:
@@ -77,7 +79,10 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         return pb.CompileResponse(grammar_id="fake")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: ServicerContext) -> pb.GetModelInfoResponse:
-        return pb.GetModelInfoResponse(model="fake", version="0", num_draft_tokens=7, drafter="ngram")
+        names = self.script.output_names
+        return pb.GetModelInfoResponse(
+            model="fake", version="0", num_draft_tokens=7, drafter="ngram", output_names=names
+        )
 
     async def Abort(self, request: pb.AbortRequest, context: ServicerContext) -> pb.AbortResponse:
         return pb.AbortResponse(aborted=False)
