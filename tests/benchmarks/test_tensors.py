@@ -23,7 +23,7 @@ def test_the_last_states_and_a_middle_module_are_asked_for() -> None:
         "a.1.mlp",
     ]
     assert found["hidden_states.10, context"].additional_outputs[0].context
-    assert [name for name in kinds(NAMES[:2])] == [
+    assert list(kinds(NAMES[:2])) == [
         "generation_logits",
         "context_logits",
         "hidden_states.0",
