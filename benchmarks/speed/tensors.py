@@ -90,7 +90,7 @@ async def measure(address: str, args: argparse.Namespace) -> Findings:
     findings = Findings()
     expected: dict[int, list[int]] = {}
     async with grpc.aio.insecure_channel(address, [("grpc.max_receive_message_length", -1)]) as channel:
-        stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[assignment]
+        stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(channel)
         info: pb.GetModelInfoResponse = await stub.GetModelInfo(pb.GetModelInfoRequest())
         every: dict[str, pb.ResponseOptions | None] = {PLAIN: None, **kinds(list(info.output_names))}
         await ask(stub, request(0, 4, None))

@@ -284,3 +284,20 @@ def test_every_name_that_is_offered_gives_its_rows(saved: Callable[[str], Path],
         for name, rows in rows_of(answer).items():
             assert rows.shape == (20 + 3 - 1 - first, *loaded.outputs[name].shape)
             assert np.isfinite(rows).all()
+
+
+def test_a_forward_writes_to_no_page_of_a_sequence(llama: LoadedModel) -> None:
+    with unguided_engine(llama, with_drafts(0)) as engine:
+        answer_all(engine, [ask(LONG, max_tokens=20, ignore_eos=True)])
+        tensors = _tensors(engine)  # the slot of the answer has its tokens and its pages still
+        before = [(page.k.clone(), page.v.clone()) for page in tensors._pages]
+        names = {LOGITS: llama.outputs[LOGITS].row_bytes, "model.norm": llama.outputs["model.norm"].row_bytes}
+        piece = tensors.launch(0, 40, 90, names)
+        assert piece is not None
+        assert (piece.start, piece.end) == (40, 90)
+        piece.take()
+        scratch = engine.stats().num_pages
+        for (k, v), after in zip(before, tensors._pages, strict=True):
+            assert torch.equal(k[:scratch], after.k[:scratch])
+            assert torch.equal(v[:scratch], after.v[:scratch])
+            assert not torch.equal(v[scratch:], after.v[scratch:])
