@@ -43,8 +43,23 @@ class Setting:
     help: str
     old_names: tuple[str, ...] = ()
 
-    def parse(self, text: str, where: str) -> Any:
-        """Return the value of a flag or an environment variable. Raises SettingsError that begins with `where`."""
+    @property
+    def is_list(self) -> bool:
+        """True: its flag may be repeated, and the TOML value is a list of strings."""
+        return self.kind is tuple
+
+    @property
+    def flag(self) -> str:
+        """The flag; that of a list, which gives one value, is in the singular."""
+        return flag_of(self.name.removesuffix("s") if self.is_list else self.name)
+
+    def parse(self, text: str | list[str], where: str) -> Any:
+        """Return the value of a flag or an environment variable. Raises SettingsError that begins with `where`.
+
+        A list comes as the values of its flag, or as the lines of a variable."""
+        if self.is_list:
+            return tuple(text.splitlines() if isinstance(text, str) else text)
+        assert isinstance(text, str), "no other flag is repeated"
         try:
             return _BOOLS[text.lower()] if self.kind is bool else self.kind(text)
         except (ValueError, KeyError):
@@ -52,6 +67,8 @@ class Setting:
 
     def accept(self, value: Any, where: str) -> Any:
         """Return a TOML value, checked. Raises SettingsError that begins with `where`."""
+        if self.is_list and isinstance(value, list) and all(isinstance(each, str) for each in value):
+            return tuple(value)
         if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if type(value) is not self.kind:
@@ -60,9 +77,12 @@ class Setting:
 
 
 def settings_of(config_class: type[Any]) -> list[Setting]:
-    """Return the settings of a config dataclass, in order. Fields are str, int, float, bool or bool | None."""
+    """Return the settings of a config dataclass, in order.
+
+    Fields are str, int, float, bool, bool | None, or tuple[str, ...]."""
     docs = _field_docs(config_class)
     kinds: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "bool | None": bool}
+    kinds["tuple[str, ...]"] = tuple
     renamed: Mapping[str, str] = getattr(config_class, "RENAMED", {})
     return [
         Setting(
@@ -95,12 +115,14 @@ def add_flags(parser: argparse.ArgumentParser, config_classes: Sequence[type[Any
         title = (inspect.getdoc(config_class) or config_class.__name__).splitlines()[0].rstrip(".")
         group = parser.add_argument_group(title)
         for setting in settings_of(config_class):
-            shown = {"": "''", None: "unset"}.get(setting.default, setting.default)
+            shown = {"": "''", None: "unset", (): "none"}.get(setting.default, setting.default)
             text = f"{setting.help} (default: {shown}; env: {variable_of(setting.name, prefix)})".replace("%", "%%")
-            metavar = setting.kind.__name__.upper()
+            metavar = "STR" if setting.is_list else setting.kind.__name__.upper()
             # A flag alone turns a switch on, as users of other servers write it.
-            bare: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.kind is bool else {}
-            group.add_argument(flag_of(setting.name), metavar=metavar, default=None, help=text, **bare)
+            form: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.kind is bool else {}
+            if setting.is_list:
+                form = {"action": "append", "dest": setting.name}
+            group.add_argument(setting.flag, metavar=metavar, default=None, help=text, **form)
             for old in setting.old_names:
                 group.add_argument(flag_of(old), default=None, help=argparse.SUPPRESS)
 
@@ -164,9 +186,9 @@ class Sources:
 
     def _given(self, setting: Setting) -> _Given | None:
         """Return what the first place gives, under the setting's name or an old one."""
-        found = self._look_up(setting.name)
+        found = self._look_up(setting.name, setting.flag)
         for old in setting.old_names:
-            under_old = self._look_up(old)
+            under_old = self._look_up(old, flag_of(old))
             if under_old is None:
                 continue
             if found is not None:
@@ -180,10 +202,10 @@ class Sources:
             )
         return found
 
-    def _look_up(self, name: str) -> _Given | None:
-        flag = getattr(self._flags, name, None)
-        if flag is not None:
-            return _Given(flag_of(name), flag, True)
+    def _look_up(self, name: str, flag: str) -> _Given | None:
+        given = getattr(self._flags, name, None)
+        if given is not None:
+            return _Given(flag, given, True)
         variable = variable_of(name, self._prefix)
         if variable in self._environ:
             return _Given(variable, self._environ[variable], True)
@@ -217,4 +239,6 @@ def _field_docs(config_class: type[Any]) -> dict[str, str]:
 
 
 def _article(kind: type) -> str:
-    return {str: "a string", int: "an integer", float: "a number", bool: "true or false"}[kind]
+    return {str: "a string", tuple: "a list of strings", int: "an integer", float: "a number", bool: "true or false"}[
+        kind
+    ]

@@ -17,7 +17,7 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from grammar_service.config import ENVIRONMENT_PREFIX, GrammarConfig
 from http_gateway.config import ENVIRONMENT_PREFIX as GATEWAY_PREFIX
 from http_gateway.config import GatewayConfig
-from service_runtime.settings import ENV_PREFIX, Setting, flag_of, settings_of, variable_of
+from service_runtime.settings import ENV_PREFIX, Setting, settings_of, variable_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/configuration.md"
 
@@ -91,7 +91,7 @@ def table(settings: list[Setting], prefix: str) -> str:
     for setting in settings:
         cells = (
             f"`{setting.name}`",
-            f"`{flag_of(setting.name)}`",
+            f"`{setting.flag}`",
             f"`{variable_of(setting.name, prefix)}`",
             _default(setting.default),
             _meaning(setting),
@@ -109,6 +109,8 @@ def page() -> str:
 def _default(value: Any) -> str:
     if value is None:
         return "unset"
+    if value == ():
+        return "none"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     return f"`{value}`" if value != "" else "empty"

@@ -21,7 +21,7 @@ from lockstep_client import calls
 from lockstep_client.access import TLS, Access, Token, access_to
 from lockstep_client.answers import Answer, ClearedGrammars, Delta, ModelInfo, Stats, Tokens, delta_of, from_message
 from lockstep_client.calls import UNARY_TIMEOUT_S, AnyGrammar, Method, Prepared, Prompt, Q, R
-from lockstep_client.embedded import EmbeddedServer
+from lockstep_client.embedded import EmbeddedServer, Setting
 from lockstep_client.errors import from_rpc
 from lockstep_client.grammars import CompiledGrammar, Grammar
 from lockstep_client.messages import AnyTool, Conversation
@@ -172,7 +172,7 @@ class AsyncClient:
         command: Sequence[str] | None = None,
         start_timeout_s: float = 600.0,
         timeout_s: float | None = None,
-        **settings: str | float | bool,
+        **settings: Setting,
     ) -> AsyncClient:
         """As `Client.embedded`; the server starts at the `async with` block, or at `await client.start()`."""
         server = EmbeddedServer(settings, command, start_timeout_s)

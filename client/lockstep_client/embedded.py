@@ -53,12 +53,14 @@ or install it here:
 or start a server elsewhere and connect to it: Client("host:50051")"""
 
 
+Setting = str | float | bool | Sequence[str]
+"""A value of a setting of `lockstep serve`."""
+
+
 class EmbeddedServer:
     """A server process, started once. `close` may be called at any time, from another thread than `start`, too."""
 
-    def __init__(
-        self, settings: Mapping[str, str | float | bool], command: Sequence[str] | None, start_timeout_s: float
-    ) -> None:
+    def __init__(self, settings: Mapping[str, Setting], command: Sequence[str] | None, start_timeout_s: float) -> None:
         """Args: see below.
 
         settings: of `lockstep serve`, by name; they beat the environment.
@@ -166,12 +168,18 @@ def _serves(check: Callable[..., bytes]) -> bool:
         return False
 
 
-def _flags(address: str, settings: Mapping[str, str | float | bool]) -> list[str]:
+def _flags(address: str, settings: Mapping[str, Setting]) -> list[str]:
     flags = []
     for name, value in {**_DEFAULTS, **settings, "listen": address, "stop_with_stdin": True}.items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        flags.append(f"--{name.replace('_', '-')}={text}")
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            flags.append(_flag(name, str(value).lower() if isinstance(value, bool) else str(value)))
+        else:  # the flag of a list gives one value, so its name is in the singular
+            flags.extend(_flag(name.removesuffix("s"), each) for each in value)
     return flags
+
+
+def _flag(name: str, text: str) -> str:
+    return f"--{name.replace('_', '-')}={text}"
 
 
 def _socket_path() -> str:

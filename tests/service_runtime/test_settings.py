@@ -29,6 +29,8 @@ class Config:
     """Whether."""
     eager: bool | None = None
     """Whether, or as the device likes it."""
+    parts: tuple[str, ...] = ()
+    """Which."""
 
 
 def resolve_with_warnings(
@@ -96,6 +98,15 @@ def test_a_switch_stands_alone_or_is_spelled_out(tmp_path: Path) -> None:
     assert resolve([], {"LOCKSTEP_QUICK": "1"}).quick
     assert not resolve(["--quick", "off"], {"LOCKSTEP_QUICK": "1"}).quick
     assert resolve(["--config", toml(tmp_path, "quick = true")]).quick
+
+
+def test_a_list_has_a_flag_for_each_value(tmp_path: Path) -> None:
+    assert resolve(["--part", "a=1", "--part", "b\nc"]).parts == ("a=1", "b\nc")
+    assert resolve([], {"LOCKSTEP_PARTS": "a\nb, c"}).parts == ("a", "b, c")
+    assert resolve(["--config", toml(tmp_path, "parts = ['a', 'b']")]).parts == ("a", "b")
+    for wrong in ("'a'", "[1]"):
+        with pytest.raises(SettingsError, match=r"parts: .* is not a list of strings"):
+            resolve(["--config", toml(tmp_path, f"parts = {wrong}")])
 
 
 def test_a_missing_file_is_refused() -> None:
