@@ -200,7 +200,7 @@ async def _start(
 
     # 6. The services on the public port.
     watch = _watch_requests(stack, metrics, engine, model)
-    calls = Calls(engine, model, _limits(engine_config, server_config, model), client, watch=watch)
+    calls = Calls(engine, model, _limits(engine_config, server_config, model, engine), client, watch=watch)
     services = _add_services(listeners.server, calls, server_config)
 
     # 7. The ports answer; health says NOT_SERVING until stage 9.
@@ -229,10 +229,10 @@ async def _start(
     return Server(listeners.address, model, calls, engine, grammar.sidecar if grammar else None, *addresses)
 
 
-def _limits(engine_config: EngineConfig, server_config: ServerConfig, model: Model) -> Limits:
+def _limits(engine_config: EngineConfig, server_config: ServerConfig, model: Model, engine: ServedEngine) -> Limits:
     """Return the limits of requests to this model."""
     sizes = {"vocab_size": model.vocab_size, "max_model_len": model.max_model_len}
-    return Limits.of(engine_config, server_config, outputs=model.outputs, **sizes)
+    return Limits.of(engine_config, server_config, outputs=model.outputs, processors=engine.processors, **sizes)
 
 
 def _resolve(engine_config: EngineConfig, server_config: ServerConfig, parts: Parts) -> EngineConfig:

@@ -136,3 +136,5 @@ class StepTensors:
     """Needed on a GPU; None on a CPU."""
     first_row_B: torch.Tensor | None = None
     """int32 [B], where the rows of each lane begin in the logits of `accept`, on a CPU. None: at b * P."""
+    model_logits_NV: torch.Tensor | None = None
+    """On a GPU: logits whose log-probabilities `accept` returns, where its own are changed ones. None: its own."""

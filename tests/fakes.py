@@ -21,6 +21,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, LockstepError
 from gpu_engine.api.outputs import OutputSpec
 from gpu_engine.api.ports import ClearedGrammars, Compiled, GrammarStats, PageEvents
+from gpu_engine.api.processors import Processors
 from gpu_engine.api.request import FinishReason, GrammarSpec, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
 
@@ -124,6 +125,7 @@ class FakeEngine:
         self.outages: list[str] = []
         self.binding: set[tuple[int, int]] = set()
         self.grammar_progress = 0
+        self.processors = Processors()
         self.watchers: list[Callable[[Exception], None]] = []
         self.refuse_with: LockstepError | None = None
         self.refuse_from = 0

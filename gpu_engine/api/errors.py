@@ -10,6 +10,7 @@
     |- NotSupported          UNIMPLEMENTED         this server does not support it
     |- QueueTimeout          DEADLINE_EXCEEDED     the request waited for a slot longer than it may
     |- ShuttingDown          UNAVAILABLE           the server is closing
+    |- ProcessorFailed       INTERNAL              a logits processor of the server's own raised or returned nonsense
     `- InternalError         INTERNAL              a defect of Lockstep
 
 The invariant: handlers raise these errors, and `status_of` alone maps them to gRPC.
@@ -66,6 +67,10 @@ class ShuttingDown(LockstepError):
     """The server is closing."""
 
 
+class ProcessorFailed(LockstepError):
+    """A logits processor raised, or returned what it may not. The message names it; the log has the details."""
+
+
 class InternalError(LockstepError):
     """A defect of Lockstep; the log has the details."""
 
@@ -80,6 +85,7 @@ _STATUS: dict[type[LockstepError], grpc.StatusCode] = {
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
     QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     ShuttingDown: grpc.StatusCode.UNAVAILABLE,
+    ProcessorFailed: grpc.StatusCode.INTERNAL,
     InternalError: grpc.StatusCode.INTERNAL,
 }
 

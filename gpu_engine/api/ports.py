@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gpu_engine.api.config import EngineConfig
     from gpu_engine.api.errors import LockstepError
     from gpu_engine.api.outputs import OutputSpec
+    from gpu_engine.api.processors import Processors
     from gpu_engine.api.request import GrammarSpec, Request
     from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats
 
@@ -173,6 +174,10 @@ class GrammarPort(Protocol):
 
 class ServedEngine(EngineCore, GrammarEvents, Protocol):
     """The engine, as the server builds, starts and closes it."""
+
+    @property
+    def processors(self) -> Processors:
+        """The logits processors that requests may name; the same ones for the engine's life. Any thread."""
 
     def start(self) -> None:
         """Start the engine's thread and warm it up; blocks until that is done."""

@@ -20,6 +20,8 @@ from gpu_engine.api.outputs import OutputRows, WantedOutput
 if TYPE_CHECKING:
     import numpy as np
 
+    from gpu_engine.api.processors import ProcessorUse
+
 
 class FinishReason(enum.Enum):
     """Why a sequence ended; the values equal those of the proto enum."""
@@ -194,6 +196,8 @@ class Request:
     """Requests share pages of the prefix cache only where their salts are equal."""
     client_id: str = ""
     """Of a group of requests, chosen by the client; empty: none."""
+    logits_processors: tuple[ProcessorUse, ...] = ()
+    """They change the logits of each token, in this order."""
     prompt_logprobs: int | None = None
     """Alternatives of each token of the prompt whose log-probabilities are wanted; None: none are."""
     outputs: tuple[WantedOutput, ...] = ()

@@ -188,7 +188,17 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
             default=[],
             help=f"return a tensor of the model {rows}: logits, hidden_states.L, or a module; may be repeated",
         )
-    _add(parser.add_argument_group("request"), _REQUEST)
+    request = parser.add_argument_group("request")
+    _add(request, _REQUEST)
+    request.add_argument(
+        "--processor",
+        dest="logits_processors",
+        type=_processor,
+        metavar="NAME={...}",
+        action="append",
+        default=[],
+        help="a logits processor of the server, with its arguments as a JSON object, or NAME alone; may be repeated",
+    )
 
 
 def add_chat_flags(parser: argparse.ArgumentParser, description: str | None = None) -> argparse._ArgumentGroup:
@@ -241,6 +251,13 @@ def _bias(value: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{value!r} is not ID=BIAS") from None
 
 
+def _processor(value: str) -> tuple[str, str]:
+    name, _, arguments = text(value).partition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"{value!r} is not NAME or NAME={{...}}")
+    return name, arguments
+
+
 def seconds(value: str) -> float:
     """Return the value of a flag in seconds. Raises ArgumentTypeError."""
     try:
@@ -280,6 +297,8 @@ def fill_options(request: pb.GenerateRequest, flags: argparse.Namespace) -> None
     for names, context in ((getattr(flags, "tensor", ()), False), (getattr(flags, "context_tensor", ()), True)):
         for name in names:
             request.response.additional_outputs.add(name=name, context=context)
+    for name, arguments in getattr(flags, "logits_processors", ()):
+        request.logits_processors.add(name=name, arguments=arguments)
     if request.response.HasField("prompt_logprobs"):
         request.response.echo = True  # prompt log-probabilities are printed with the prompt's text
     grammar = build_grammar(flags)

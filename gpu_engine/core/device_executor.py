@@ -22,6 +22,7 @@ from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.processors.loading import load_processors
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.device.cuda_stream import CudaStream
 from gpu_engine.step.device.cuda_sync import cuda_sync
@@ -31,6 +32,7 @@ from gpu_engine.step.device.pinned import PinnedSegment
 from gpu_engine.step.device.syncs import DeviceFlagSync, HostCallbackSync
 from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.outputs.tensors import TensorOutputs, scratch_pages
+from gpu_engine.step.processing.processing import Processing
 from gpu_engine.step.program import StepProgram
 from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import Stream
@@ -109,13 +111,15 @@ def device_executor(
     drafter = build_drafter(parts, drafter_builders)
     scratch = RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device)
     sampling = DeviceRows(rows, scratch)
-    program = StepProgram(stream, launches, model, pages, step_sync, drafter, slot, lane, ring, sampling)
-    graphs = StepGraphs(
-        stream, program, slot, lane, ring, buckets, step_rows, guided=guided, eager=config.enforce_eager
-    )
+    processors = load_processors(config.logits_processors, model, torch.device(device))
+    processing = Processing.of(processors, stream, launches, slot)
+    program = StepProgram(stream, launches, model, pages, step_sync, drafter, slot, lane, ring, sampling, processing)
+    modes = (guided, config.enforce_eager, processing)
+    graphs = StepGraphs(stream, program, slot, lane, ring, buckets, step_rows, *modes)
     budget = draft_budget(config)
     limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
-    slot_writer = DeviceSlotWriter(stream, slot, rows, eos_token_ids=model.eos_token_ids, **limits)
+    asked = None if processing is None else processing.slots
+    slot_writer = DeviceSlotWriter(stream, slot, rows, asked, eos_token_ids=model.eos_token_ids, **limits)
     shapes = config.prefill_shapes
     prefill = Prefill(
         stream, model, pages, drafter, slot_writer, shapes.of, max_lanes=max(lanes for lanes, _ in shapes.every)
@@ -132,6 +136,7 @@ def device_executor(
         enter=lambda: None,
         probe=stream.synchronize,
         close=partial(_close, graphs, prefill),
+        processors=processors,
     )
 
 

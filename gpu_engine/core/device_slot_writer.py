@@ -13,14 +13,16 @@ from typing import Any, TypeVar
 import torch
 
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.processors import ProcessorUse, captured_together
 from gpu_engine.api.request import Request
 from gpu_engine.core.running import RunningSequence, SlotWriter
 from gpu_engine.step.buffers import SlotBuffers
+from gpu_engine.step.processing.captured import CapturedSlots
 from gpu_engine.step.stream import Event, Stream
 from kernels.accept import SlotParams
 from kernels.cuda.row_state import SlotBiases, SlotRows
 
-Buffers = TypeVar("Buffers", SlotBuffers, SlotParams, SlotBiases)
+Buffers = TypeVar("Buffers", SlotBuffers, SlotParams, SlotBiases, CapturedSlots)
 
 _PER_SLOT = ("length_S", "num_drafts_S", "draft_limit_S", "jump_forward_limit_S", "done_S", "posted_S")
 """Fields of `SlotBuffers` with one number a slot, written when a sequence gets the slot."""
@@ -53,6 +55,7 @@ class DeviceSlotWriter(SlotWriter):
         stream: Stream,
         device: SlotBuffers,
         rows: SlotRows,
+        processing: CapturedSlots | None = None,
         *,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
@@ -64,6 +67,10 @@ class DeviceSlotWriter(SlotWriter):
         S, max_rules = rows.rules_SX.shape
         self._rules_SX = stream.pinned(4 * S * max_rules).view(torch.int32).view(S, max_rules)
         self._biases = pinned_twin(rows.biases, stream)
+        self._processing = processing
+        self._pinned_processing = None if processing is None else pinned_twin(processing, stream)
+        self._captured: set[int] = set()
+        """Slots of which captured logits processors change rows."""
         self._copied = [_Copied(stream.event()) for _ in range(S)]
 
     def assign(self, sequence: RunningSequence) -> None:
@@ -82,6 +89,8 @@ class DeviceSlotWriter(SlotWriter):
         self._rules_SX[s, : len(rules)] = rules
         self._stream.kernel(self._rows.write_rules, s, self._rules_SX[s, : len(rules)])
         self._write_biases(s, request.sampling.logit_bias)
+        if self._processing is not None and self._pinned_processing is not None:
+            self._write_processors(s, request.logits_processors, self._processing, self._pinned_processing)
         self._stream.kernel(self._rows.count_seen, s, self.buffers.history_SL[s, :count], len(request.prompt_ids))
         self._mark(s)
 
@@ -94,6 +103,21 @@ class DeviceSlotWriter(SlotWriter):
         ids[:] = torch.tensor([token for token, _ in biases], dtype=torch.int32)
         values[:] = torch.tensor([bias for _, bias in biases], dtype=torch.float32)
         self._stream.kernel(self._rows.biases.write, slot, ids, values)
+
+    def _write_processors(
+        self, slot: int, uses: tuple[ProcessorUse, ...], device: CapturedSlots, pinned: CapturedSlots
+    ) -> None:
+        captured = uses if captured_together(uses) else ()
+        if not captured and slot not in self._captured:
+            return  # as before
+        pinned.on_SC[slot] = False
+        for use in captured:
+            first, numbers = use.loaded.first_argument, torch.tensor([*use.arguments], dtype=torch.float64)
+            pinned.on_SC[slot, use.loaded.column] = True
+            pinned.arguments_SA[slot, first : first + len(numbers)] = numbers
+        (self._captured.add if captured else self._captured.discard)(slot)
+        self._copy(device.on_SC[slot], pinned.on_SC[slot])
+        self._copy(device.arguments_SA[slot], pinned.arguments_SA[slot])
 
     def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
         """See `SlotWriter.bind`; enqueues."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, LimitExceeded, LockstepError, ShuttingDown
 from gpu_engine.api.ports import GrammarPort, PageEvents
+from gpu_engine.api.processors import Processors
 from gpu_engine.api.request import FinishReason, Request
 from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
@@ -145,6 +146,11 @@ class Engine:
         if self._loop.grammar_slots.any_deferred:
             return _DEFERRED_POLL_S
         return min(_IDLE_S, max(self._loop.scheduler.next_due_s - time.monotonic(), _DEFERRED_POLL_S))
+
+    @property
+    def processors(self) -> Processors:
+        """The logits processors that requests may name."""
+        return self._loop.executor.processors
 
     def start(self) -> None:
         """Start the thread; block until it is warm and a request can be served. Raises the error of the warm-up."""

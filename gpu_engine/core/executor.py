@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.prefill_shapes import padded
+from gpu_engine.api.processors import Processors
 from gpu_engine.core.draft_budget import DraftBudget
 from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner, StepRunner
@@ -24,12 +25,14 @@ from gpu_engine.core.scheduler import Chunk
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, suffix_drafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
+from gpu_engine.processors.loading import load_processors
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.direct import DirectLauncher
 from gpu_engine.step.native_launches import NativeLaunches
 from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.outputs.tensors import TensorOutputs, scratch_pages
 from gpu_engine.step.prefill import chunks_of, fill_prompts, prompt_rows
+from gpu_engine.step.processing.processing import Processing
 from gpu_engine.step.program import Drafter, StepProgram
 from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import ImmediateStream
@@ -65,6 +68,8 @@ class Executor:
     mixes: bool = False
     """Chunks may share the forward of a step: `runner.launch` takes them. Then `prefill` puts any number of chunks into
     one forward."""
+    processors: Processors = field(default_factory=Processors)
+    """The logits processors that requests may name."""
     answers: SuffixDrafter | None = None
     """The drafter, if it drafts from earlier answers: it learns which sequence has a slot, and what each answered."""
 
@@ -112,9 +117,22 @@ def _take_number_of_threads() -> None:
     torch.set_num_threads(torch.get_num_threads())
 
 
+def _nothing() -> None:
+    """A CPU has nothing to wait for."""
+
+
 def _cannot_mix(model: LoadedModel, drafter: Drafter) -> ModelNotSupported:
     reason = "the drafter reads the model's states" if drafter.layers else f"the {model.dtype_name} model is none"
     return ModelNotSupported(f"max_batched_tokens: prompts share a step's forward for quantised models: {reason}")
+
+
+def _inline_sync(
+    config: EngineConfig, channel: EngineEnd | None, stream: ImmediateStream, launches: NativeLaunches
+) -> Sync:
+    if channel is None:
+        return NoSync(stream, config.max_batch_size, config.num_rows)
+    timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
+    return InlineSync(stream, channel, launches, **timeouts)
 
 
 def cpu_executor(
@@ -133,15 +151,14 @@ def cpu_executor(
     slot = SlotBuffers.allocate(S + 1, R, history_tokens(config, model, max_inflight_steps), config.page_size)
     lane = LaneBuffers.allocate(S, R, model.vocab_size)
     launches = NativeLaunches(slot, lane, None if channel is None else channel.mask_rows)
-    sync: Sync = NoSync(stream, S, R)
-    if channel is not None:
-        timeouts = {"row_timeout_ms": config.row_timeout_ms, "draft_timeout_ms": config.draft_timeout_ms}
-        sync = InlineSync(stream, channel, launches, **timeouts)
+    sync = _inline_sync(config, channel, stream, launches)
     parts = DrafterParts(config, model, stream, launches, sync, num_pages, False, slot, lane)
     drafter = build_drafter(parts, drafter_builders)
     pages = model.allocate_pages(num_pages + scratch_pages(config.page_size), config.page_size)
     ring = OutputRing(stream, lane, sync.report, max_inflight_steps + 1)
-    program = StepProgram(stream, launches, model, pages, sync, drafter, slot, lane, ring)
+    processors = load_processors(config.logits_processors, model, model.device)
+    processing = Processing.of(processors, stream, launches, slot)
+    program = StepProgram(stream, launches, model, pages, sync, drafter, slot, lane, ring, processing=processing)
     limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
     slot_writer = SlotWriter(slot, eos_token_ids=model.eos_token_ids, **limits)
     launcher = DirectLauncher(program, slot, lane, ring)
@@ -166,7 +183,6 @@ def cpu_executor(
         budget.seed(_forward_ms(program.warm_up, min(S * R, config.step_rows or S * R)))
 
     runner = LauncherRunner(launcher, slot_writer, sync, budget, max_inflight_steps)
-    idle = {"enter": _take_number_of_threads, "probe": lambda: None, "close": lambda: None}
     if config.max_batched_tokens and not program.mixes:
         raise _cannot_mix(model, drafter)
     fills = prefill_together if program.mixes else prefill
@@ -174,5 +190,9 @@ def cpu_executor(
     scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
     tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
     return Executor(
-        slot_writer, sync, runner, fills, scorer, tensors, warm_up, **idle, mixes=program.mixes, answers=answers
+        *(slot_writer, sync, runner, fills, scorer, tensors, warm_up),
+        *(_take_number_of_threads, _nothing, _nothing),
+        mixes=program.mixes,
+        processors=processors,
+        answers=answers,
     )

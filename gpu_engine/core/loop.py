@@ -215,6 +215,9 @@ class EngineLoop:
             if not step.holds(b) or sequence.ended:
                 continue
             if outcome.error is not None:
+                if outcome.token_ids:  # without drafts they were sent before the row that failed
+                    self._count(sequence, outcome, step.waited_ms)
+                    self._send(sequence, outcome)
                 self.end(sequence, error=outcome.error)
                 continue
             self._count(sequence, outcome, step.waited_ms)
@@ -227,9 +230,12 @@ class EngineLoop:
             elif outcome.finish is not None:
                 self.end(sequence, outcome, finish=outcome.finish)
             elif outcome.token_ids:
-                request = sequence.payload.request
-                scores = self._prompt_logprobs(sequence)
-                request.sink(TokenEvent(request.index, outcome.token_ids, outcome.logprobs, prompt_logprobs=scores))
+                self._send(sequence, outcome)
+
+    def _send(self, sequence: RunningSequence, outcome: LaneOutcome) -> None:
+        """Send the tokens of a step behind which the sequence goes on."""
+        request, scores = sequence.payload.request, self._prompt_logprobs(sequence)
+        request.sink(TokenEvent(request.index, outcome.token_ids, outcome.logprobs, prompt_logprobs=scores))
 
     def _hold(self, sequence: RunningSequence, outcome: LaneOutcome) -> None:
         """Have the tokens sent with their rows; a sequence that ends here holds its slot until these are computed."""

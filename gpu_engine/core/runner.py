@@ -17,14 +17,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from gpu_engine.api.errors import InternalError
+from gpu_engine.api.errors import InternalError, ProcessorFailed
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.core.running import RunningSequence, SequenceState, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.step.direct import StepLauncher
 from gpu_engine.step.handle import StepHandle
 from gpu_engine.step.outcomes import LaneOutcome, outcomes
+from gpu_engine.step.processing.host import NOT_FINITE
 from gpu_engine.step.sync import Sync
+from kernels.row_kinds import FAILED
 from shared_mem.errors import InvalidField
 
 log = logging.getLogger(__name__)
@@ -93,6 +95,9 @@ class LauncherRunner:
         guided = tuple(sequence.guided for sequence in sequences)
         logprobs = tuple(sequence.payload.request.sampling.logprobs for sequence in sequences)
         handle = StepHandle(sequences, guided, logprobs)
+        if processed := self._slot_writer.processed:
+            lanes = tuple(processed.get(slot) for slot in handle.slots)
+            handle.processed = lanes if any(lanes) else ()
         handle.chunks = tuple((chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks)
         handle.launched_s = begun_s
         plan = self._plan(handle)
@@ -133,11 +138,13 @@ class LauncherRunner:
             plan,
             [(outcome.token_ids, outcome.num_accepted) for outcome in results],
             rows=handle.forward_rows,
-            # What rows of prompts take says nothing of a step without them.
-            verify_ms=0.0 if handle.chunks else handle.step_ms - handle.propose_ms,
+            # What rows of prompts, or logits processors, take says nothing of a step without them.
+            verify_ms=0.0 if handle.chunks or handle.processed else handle.step_ms - handle.propose_ms,
             propose_ms=handle.propose_ms,
             proposed_rows=handle.propose_rows if handle.ended_s else 0,
         )
+        if handle.processed:
+            results = [_failed(handle, b, out) if out.blocked >= FAILED else out for b, out in enumerate(results)]
         handle.outcomes = self._refused(handle, results) if handle.any_guided else results
 
     def _refused(self, handle: LaunchedStep, results: list[LaneOutcome]) -> list[LaneOutcome]:
@@ -162,3 +169,17 @@ class LauncherRunner:
 
     def __repr__(self) -> str:
         return f"<LauncherRunner in flight={len(self._in_flight)} of {self._max_inflight_steps} {self.launcher}>"
+
+
+def _failed(handle: LaunchedStep, b: int, outcome: LaneOutcome) -> LaneOutcome:
+    """Give an error to a lane that came to a row for which a logits processor failed."""
+    request, row = handle.processed[b], len(outcome.token_ids)
+    assert request is not None, "only such lanes are processed"
+    what = (handle.failures or {}).get((b, row))
+    if what is None:  # a captured processor; what else it may do wrong ends the start of the server
+        name = next(
+            use.loaded.name for use in request.logits_processors if use.loaded.number == outcome.blocked - FAILED
+        )
+        what = f"{name} {NOT_FINITE}"
+        log.error("logits processor %s", what)
+    return replace(outcome, error=ProcessorFailed(f"logits_processors: {what}; see the server's log"))

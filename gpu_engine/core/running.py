@@ -72,6 +72,8 @@ class SlotWriter:
         self._num_drafts = num_drafts
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._rules: list[torch.Tensor | None] = [None] * len(slot.length_S)
+        self.processed: dict[int, Request] = {}
+        """By slot: the requests with logits processors that were assigned last."""
 
     def assign(self, sequence: RunningSequence) -> None:
         """Write the history and parameters of a sequence that just got its slot."""
@@ -84,6 +86,10 @@ class SlotWriter:
         tokens = request.prompt_ids + sequence.payload.answer
         rules = self._rules_of(request, sampling.logit_bias)
         self._rules[s] = rules
+        if request.logits_processors:
+            self.processed[s] = request
+        elif self.processed:
+            self.processed.pop(s, None)
         slot.history_SL[s, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         slot.length_S[s] = len(tokens)
         slot.num_drafts_S[s] = 0

@@ -94,6 +94,7 @@ def build_requests(
             outputs=of_sequence(checked.outputs, i),
             cache_salt=checked.cache_salt,
             client_id=checked.client_id,
+            logits_processors=checked.logits_processors,
             prompt_logprobs=checked.prompt_logprobs if i == 0 else None,
             echo=echo,
             telemetry=Telemetry(arrived_s=arrived_s),

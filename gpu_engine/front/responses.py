@@ -182,6 +182,7 @@ def model_info(
         version=version,
         device=config.device,
         served_names=config.served_names,
+        logits_processors=limits.logits_processors.names,
         output_names=model.outputs,
     )
     response.backends.extend(cast("tuple[pb.Backend, ...]", backends))

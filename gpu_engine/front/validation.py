@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.processors import MAX_PER_REQUEST, Processors, ProcessorUse
 from gpu_engine.api.request import GrammarKind, GrammarSpec
 from gpu_engine.front.grammar_field import check_grammar
 from gpu_engine.front.outputs_field import check_outputs
@@ -36,6 +37,8 @@ MAX_BIAS = 100.0
 MAX_PRIORITY = 1000
 MAX_SALT_BYTES = 256
 MAX_CLIENT_ID_BYTES = 128
+MAX_ARGUMENTS_BYTES = 64 << 10
+"""Of one logits processor."""
 
 
 def check(
@@ -99,6 +102,7 @@ def check(
         outputs=check_outputs(request, limits),
         cache_salt=_cache_salt(request.cache_salt),
         client_id=_client_id(request.client_id),
+        logits_processors=_logits_processors(request, request_id, limits.logits_processors),
     )
 
 
@@ -117,7 +121,6 @@ def _grammar(request: pb.GenerateRequest, known: Callable[[str], GrammarSpec] | 
 def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     """Raise InvalidRequest for a field that the proto has and this version does not serve."""
     asked = {
-        "logits_processors": bool(request.logits_processors),
         "lora": bool(request.lora),
         "prompt_adapter": bool(request.prompt_adapter),
         "beam_search": request.HasField("beam_search"),
@@ -222,6 +225,20 @@ def _client_id(client_id: str) -> str:
     if not client_id.isprintable():
         raise InvalidRequest("client_id", "holds a control character")
     return client_id
+
+
+def _logits_processors(
+    request: pb.GenerateRequest, request_id: str, processors: Processors
+) -> tuple[ProcessorUse, ...]:
+    given, field = request.logits_processors, "logits_processors"
+    if len(given) > MAX_PER_REQUEST:
+        raise InvalidRequest(field, f"has {len(given)} processors, at most {MAX_PER_REQUEST} are allowed")
+    ids = {"request_id": request_id, "client_id": request.client_id}
+    for i, each in enumerate(given):
+        if (size := len(each.arguments.encode())) > MAX_ARGUMENTS_BYTES:
+            most = f"at most {MAX_ARGUMENTS_BYTES} are allowed"
+            raise InvalidRequest(f"{field}[{i}].arguments", f"has {size} bytes, {most}")
+    return tuple(processors.use(f"{field}[{i}]", each.name, each.arguments, **ids) for i, each in enumerate(given))
 
 
 def _prompt_bytes(field: str, size: int, limits: Limits) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_engine.api.request import Request
 from gpu_engine.model.attention import PromptRows
 from kernels.accept import AcceptResult, SlotParams
 
@@ -169,6 +170,10 @@ class StepBatch:
     """Tokens of prompts that share the step's forward, on a stream that runs at once."""
     max_links: int = 15
     """The most drafts of a lane that a drafting network computes."""
+    host_processed: tuple[Request | None, ...] = ()
+    """The requests of the lanes whose logits processors the host calls; empty: no lane has any."""
+    captured_processing: bool = False
+    """The launches include the captured logits processors. Never together with `host_processed`."""
 
     @property
     def slots_B(self) -> torch.Tensor:

@@ -100,8 +100,11 @@ class DirectLauncher:
             prompts = prompt_rows(self._slot, handle.chunks)
             # In front of the step, behind which the drafter may already propose for a prompt that ends here.
             self._program.drafter.prefill(chunks_of(self._slot, handle.chunks), {})
-        batch = StepBatch(self._slot, lane, B, P, handle.any_guided, max_rows, place_B, prompts, max_links)
+        shape = (B, P, handle.any_guided, max_rows)
+        batch = StepBatch(self._slot, lane, *shape, place_B, prompts, max_links, handle.processed)
         self._program(batch)
+        if handle.processed and self._program.processing is not None:
+            handle.failures = self._program.processing.host.failures
         handle.num_lanes, handle.num_rows, handle.forward_rows = B, P, self._program.forward_rows
         handle.entry = self._ring.push(batch, logprobs=handle.wants_logprobs)
         handle.propose_ms, handle.ended_s = self._program.propose_s * 1e3, time.perf_counter()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from gpu_engine.api.request import Request
 from gpu_engine.step.outcomes import LaneOutcome
 
 
@@ -44,11 +45,13 @@ class StepHandle(Generic[Holder]):
     0: as many as it may. A captured step has its own number; more than 1 asks for one that proposes."""
     chunks: tuple[tuple[int, int, int], ...] = ()
     """(slot, start, end) of prompts that share the forward."""
+    processed: tuple[Request | None, ...] = ()
+    """The requests of the lanes with logits processors; empty: no lane has any."""
     slots: tuple[int, ...] = field(init=False)
     slot_gens: tuple[int, ...] = field(init=False)
 
     num_lanes: int = 0
-    """B of the step, padding included. Writer of this and the next six: the launch."""
+    """B of the step, padding included. Writer of this and the next seven: the launch."""
     num_rows: int = 0
     """P of the step."""
     forward_rows: int = 0
@@ -61,6 +64,8 @@ class StepHandle(Generic[Holder]):
     """`time.perf_counter()` at the launch."""
     ended_s: float = 0.0
     """The same at the end of a step that ran at once; 0: the step ends when its results are read."""
+    failures: dict[tuple[int, int], str] | None = None
+    """By lane and row, what logits processors did wrong that the host called; None: it called none."""
 
     outcomes: list[LaneOutcome] = field(default_factory=list)
     """One a lane. Writer of this and the rest: the runner, when it collects the step."""

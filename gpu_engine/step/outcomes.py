@@ -45,11 +45,11 @@ class LaneOutcome:
     deferred: bool
     """Its mask rows did not arrive in time; the next step requests them again."""
     blocked: int = RowKind.ALL
-    """The kind of row that ended its step early: DEFER, DEAD_END or ERROR."""
+    """The kind of row that ended its step early: DEFER, DEAD_END, ERROR, or FAILED and a processor's number."""
     num_jump_forward: int = 0
     """Jump-forward tokens among the drafts of its next step; -1: the drafts of this step are unchanged."""
     error: LockstepError | None = None
-    """Ends the sequence: the step itself failed for this lane, and emitted nothing."""
+    """Ends the sequence behind `token_ids`: the step itself, or a logits processor, failed for this lane."""
 
 
 def outcomes(

@@ -1,9 +1,10 @@
 """The step program: verify K drafts with the target, sample, and draft again.
 
 The same program runs on a CPU, is captured into CUDA graphs, and is recorded by the tests. Everything in it is a launch
-of the stream. Invariant: the launches depend on `num_lanes`, `num_rows` and `any_guided` of the batch alone,
-and every number that a launch needs is in a buffer of fixed address. (On a stream that runs at once a drafter may stop
-its chain early.) Not responsible for: which sequences are in the batch (see core/scheduler.py), capturing (see
+of the stream. Invariant: the launches depend on `num_lanes`, `num_rows`, `any_guided` and `captured_processing` of the
+batch alone, and every number that a launch needs is in a buffer of fixed address. (On a stream that runs at once a
+drafter may stop its chain early. A step with `host_processed` is never captured: the host calls logits processors
+between its launches.) Not responsible for: which sequences are in the batch (see core/scheduler.py), capturing (see
 device/graphs.py), prefill (see prefill.py).
 
 Shapes: B lanes, P rows of this step, R rows a slot, N pages of a sequence, V columns of the logits.
@@ -24,6 +25,8 @@ from gpu_engine.step.buffers import LaneBuffers, SlotBuffers, StepBatch
 from gpu_engine.step.launches import StepLaunches, place_of
 from gpu_engine.step.output_ring import OutputRing
 from gpu_engine.step.prefill import Chunks, Hidden
+from gpu_engine.step.processing.captured import mark_failed
+from gpu_engine.step.processing.processing import Processing
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import Sync
 from kernels.accept import StepTensors
@@ -62,6 +65,7 @@ class StepProgram:
         lane: buffers of as many lanes as the largest batch.
         ring: where the results go.
         rows: tensors that sampling on a GPU needs; None on a CPU.
+        processing: the logits processors; None: the server has none.
     """
 
     def __init__(
@@ -76,9 +80,14 @@ class StepProgram:
         lane: LaneBuffers,
         ring: OutputRing,
         rows: DeviceRows | None = None,
+        processing: Processing | None = None,
     ) -> None:
         self.stream, self.model, self.sync, self.drafter, self.ring = stream, model, sync, drafter, ring
         self._launches, self._pages, self._slot, self._lane, self._rows = launches, pages, slot, lane, rows
+        self.processing = processing
+        self._model_logits_NV: torch.Tensor | None = None
+        """The model's own, where captured processors changed those in `_logits_NV`."""
+        self._failed_BP: torch.Tensor | None = None
         (lanes, R), N = lane.drafts_BR.shape, slot.page_table_SN.shape[1]
         self._ids = torch.zeros(lanes * R, dtype=torch.int64, device=stream.device)
         self._positions = torch.zeros(lanes * R, dtype=torch.int32, device=stream.device)
@@ -107,6 +116,10 @@ class StepProgram:
         kernel(self._load, batch)
         self.sync.post(batch)  # the sidecar rolls back, accepts and fills rows while the target runs
         kernel(self._forward, batch)
+        if batch.host_processed:
+            self._process_on_host(batch)
+        elif batch.captured_processing:
+            kernel(self._process_captured, batch)
         self.sync.await_rows(batch)
         kernel(self._accept, batch, step)
         kernel(self._advance, batch)
@@ -164,12 +177,36 @@ class StepProgram:
         ids_N1, positions_N1 = ids_BP.view(-1, 1)[rows_N], positions_BP.view(-1, 1)[rows_N]
         return ids_N1, positions_N1, table_BN[torch.div(rows_N, P, rounding_mode="floor")]
 
+    def _process_on_host(self, batch: StepBatch) -> None:
+        """Call the logits processors of the lanes while the grammar process fills rows. They may read values."""
+        assert self.processing is not None, "a request names a processor that the server has"
+        if not self.stream.runs_at_once:
+            self.stream.synchronize()
+        assert self._logits_NV is not None, "the forward comes first"
+        self._logits_NV = self.processing.host.run(batch, self._logits_NV, self._first_row_B)
+
+    def _process_captured(self, batch: StepBatch) -> None:
+        assert self.processing is not None
+        assert self.processing.captured is not None
+        assert self._logits_NV is not None, "the forward comes first"
+        self._model_logits_NV = self._logits_NV
+        self._logits_NV, self._failed_BP = self.processing.captured.run(batch, self._logits_NV)
+
     def _accept(self, batch: StepBatch, step: StepTensors) -> None:
         assert self._logits_NV is not None, "the forward comes first"
         if self._first_row_B is not None:
             step, self._first_row_B = dataclasses.replace(step, first_row_B=self._first_row_B), None
+        host = self.processing.host if self.processing is not None and batch.host_processed else None
+        if host is not None:
+            host.before_accept(batch)
+        elif self._failed_BP is not None:
+            mark_failed(batch, self._failed_BP)
+            step = dataclasses.replace(step, model_logits_NV=self._model_logits_NV)
         self._launches.accept(batch, self._logits_NV, step)
-        self._logits_NV = None  # the next launches, or the next capture, may use its memory
+        if host is not None:
+            host.after_accept(batch)
+        # The next launches, or the next capture, may use their memory.
+        self._logits_NV = self._model_logits_NV = self._failed_BP = None
 
     def _advance(self, batch: StepBatch) -> None:
         self._launches.advance(batch, self.sync.store)

@@ -7,6 +7,8 @@ Not responsible for: prompts (prompts.py), grammars (grammar.py), ranges (the en
 
 from __future__ import annotations
 
+import json
+
 from http_gateway.answers.grammar import grammar_of
 from http_gateway.wire.errors import ApiError
 from http_gateway.wire.sampling import SamplingFields
@@ -59,6 +61,9 @@ def begin(
         cache_salt=fields.cache_salt or "",
         priority=fields.priority or 0,
     )
+    for each in fields.logits_processors or ():
+        arguments = "" if each.kwargs is None else json.dumps(each.kwargs)
+        request.logits_processors.add(name=each.qualname, arguments=arguments)
     if (grammar := grammar_of(fields)) is not None:
         request.grammar.CopyFrom(grammar)
     if (speculation := fields.speculation) is not None:

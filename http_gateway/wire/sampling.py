@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from http_gateway.wire.fields import Fields, Refusal
 from http_gateway.wire.outputs import GrammarBackend, ResponseFormat, Schema, StructuredOutputs
@@ -27,7 +27,6 @@ SHARED_REFUSALS: Mapping[str, Refusal] = {
     "early_stopping": Refusal(_NO_BEAMS, (False,)),
     "truncate_prompt_tokens": Refusal("a prompt is never cut; send a shorter one"),
     "allowed_token_ids": Refusal("use structured_outputs or logit_bias"),
-    "logits_processors": Refusal("use structured_outputs, logit_bias or bad_words"),
     "vllm_xargs": Refusal("there are no such extensions"),
     "kv_transfer_params": Refusal("prefill and decode run in one engine"),
     "mm_processor_kwargs": Refusal("the model reads text alone"),
@@ -56,6 +55,24 @@ class Speculation(Fields):
     draft_index: bool | None = None
 
 
+class LogitsProcessor(Fields):
+    """A logits processor in vLLM's form."""
+
+    REFUSED: ClassVar[Mapping[str, Refusal]] = {"args": Refusal("arguments have names; use kwargs", ([],))}
+
+    qualname: str
+    """A name that the server's setting `logits_processors` has."""
+    kwargs: dict[str, Any] | None = None
+
+
+def _of_name(value: Any) -> Any:
+    return {"qualname": value} if isinstance(value, str) else value
+
+
+AnyProcessor = Annotated[LogitsProcessor, BeforeValidator(_of_name, json_schema_input_type=str | LogitsProcessor)]
+"""A name alone is a processor without arguments."""
+
+
 class SamplingFields(Fields):
     """What chat and completions share."""
 
@@ -81,6 +98,8 @@ class SamplingFields(Fields):
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Number] | None = None
     bad_words: list[str] | None = None
     bad_token_ids: TokenIds | None = None
+    logits_processors: list[AnyProcessor] | None = None
+    """Names of the server's logits processors, or with arguments."""
     skip_special_tokens: bool | None = None
     prompt_logprobs: Unsigned | None = None
     return_token_ids: bool | None = None

@@ -47,9 +47,12 @@ def accept(logits_NV: torch.Tensor, step: StepTensors, *, num_rows: int) -> None
         num_warps=4,
     )
     if step.device is not None and step.device.logprobs:
+        own_NV = logits_NV if step.model_logits_NV is None else step.model_logits_NV
+        assert own_NV.shape == logits_NV.shape
+        assert own_NV.stride(1) == 1
         logprobs_kernel[(B * num_rows,)](
-            *(logits_NV, step.slots_B, r.emitted_BR, r.num_emitted_B, p.num_logprobs_S),
-            *(r.logprob_BR, r.top_ids_BRN, r.top_logprobs_BRN, logits_NV.stride(0), R, V, num_rows),
+            *(own_NV, step.slots_B, r.emitted_BR, r.num_emitted_B, p.num_logprobs_S),
+            *(r.logprob_BR, r.top_ids_BRN, r.top_logprobs_BRN, own_NV.stride(0), R, V, num_rows),
             MOST=MAX_LOGPROBS,
             TILE=_LOGPROB_TILE,
             num_warps=16,

@@ -16,6 +16,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+PROCESSORS = (
+    *("--logits-processor", "ngrams=gpu_engine.processors.ngrams:NoRepeatedNgrams"),
+    *("--logits-processor", "end=gpu_engine.processors.long_answers:LengthPenalty"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -30,13 +34,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         num_threads=1,
         max_batch_size=8,
         extra=(
-            "--max-model-len",
-            "512",
-            "--stream-pace-ms",
-            "0",
-            "--allow-never-preempt",
-            "--max-output-bytes",
-            "9000000",
+            *("--max-model-len", "512", "--stream-pace-ms", "0"),
+            *("--allow-never-preempt", "--max-output-bytes", "9000000"),
+            *PROCESSORS,
         ),
     )
     with EngineServer(options) as engine:

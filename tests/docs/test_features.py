@@ -100,6 +100,7 @@ def test_a_refused_request_names_its_field(server: str, row: list[str]) -> None:
 def test_refused_settings_name_one_of_them(row: list[str]) -> None:
     _, settings, begins = row
     values = tomllib.loads("\n".join(re.findall(r"`([^`]+)`", settings)))
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     engine = {field.name for field in fields(EngineConfig)}
     kind: type[Any] = EngineConfig if set(values) <= engine else ServerConfig
     with pytest.raises(ValueError, match=rf"^{code(begins)}: "):

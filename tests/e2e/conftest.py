@@ -36,6 +36,8 @@ def server() -> Iterator[RunningServer]:
     # xgrammar takes some seconds for a random schema, and longer beside another test.
     extra += ("--compile-timeout-s", "20")
     extra += ("--kv-events", "true", "--kserve", "true")
+    extra += ("--logits-processor", "ngrams=gpu_engine.processors.ngrams:NoRepeatedNgrams")
+    extra += ("--logits-processor", "end=gpu_engine.processors.long_answers:LengthPenalty")
     options = ServerOptions(dtype="auto", num_threads=1, max_batch_size=8, extra=extra)
     before = {child.pid for child in psutil.Process().children()}
     with EngineServer(options) as engine:

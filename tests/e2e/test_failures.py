@@ -50,7 +50,10 @@ def test_the_grammar_process_leaves_the_core_of_a_model_with_one_thread(server: 
 
 
 def requests() -> list[pb.GenerateRequest]:
-    """Two guided requests at T = 0, two at T = 0.8, and an unguided one that lasts longer than they do."""
+    """Two guided requests at T = 0, two at T = 0.8, and an unguided one that lasts longer than they do.
+
+    One of each has logits processors.
+    """
     guided = [
         chat(
             "Describe a tower as JSON: its name, the years that matter, some words.",
@@ -60,8 +63,12 @@ def requests() -> list[pb.GenerateRequest]:
         for temperature in (0.0, 0.8)
         for seed in (1, 2)
     ]
+    guided[1].logits_processors.add(name="end", arguments='{"start": 4, "factor": 1.1}')
+    guided[3].logits_processors.add(name="ngrams", arguments='{"size": 12}')
     sampling = pb.SamplingParams(max_tokens=80, temperature=0.8, seed=3, ignore_eos=True)
-    return [*guided, pb.GenerateRequest(text="Once upon a time", sampling=sampling)]
+    free = pb.GenerateRequest(text="Once upon a time", sampling=sampling)
+    free.logits_processors.add(name="ngrams", arguments='{"size": 3}')
+    return [*guided, free]
 
 
 async def ends(

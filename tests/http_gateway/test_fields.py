@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from http_gateway.answers.sampling import begin
 from http_gateway.http.openapi import document
 from http_gateway.wire.chat import ChatRequest
 from http_gateway.wire.completions import CompletionRequest
@@ -50,6 +51,8 @@ def refusal(model: type[Fields], body: Any) -> tuple[str, str | None, str | None
         ({"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}}, None, "did you mean schema?"),
         ({"tool_choice": "maybe"}, "tool_choice", ""),
         ({"tool_choice": {"type": "function", "function": {"nme": "f"}}}, "tool_choice.function.nme", "name?"),
+        ({"logits_processors": [{"qualname": "a", "args": [1]}]}, "logits_processors[0].args", "use kwargs"),
+        ({"logits_processors": [{"name": "a"}]}, "logits_processors[0].name", "is unknown"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "not padded"),
     ],
 )
@@ -122,3 +125,10 @@ def test_a_problem_that_only_the_translation_finds_is_named() -> None:
     with pytest.raises(ApiError, match="tools: format is not for a tool of type function"):
         chat_body(fields, "id")
     assert refusal(ResponsesRequest, {"input": [{"role": "", "content": "x"}]})[1] == "input[0].role"
+
+
+def test_logits_processors_are_names_or_objects_with_arguments() -> None:
+    body: dict[str, Any] = {"logits_processors": ["a", {"qualname": "b", "kwargs": {"n": [1]}}, {"qualname": "c"}]}
+    fields = ChatRequest.model_validate_json(json.dumps(ASK | body))
+    made = begin(fields, "r", max_tokens=None, logprobs=None).logits_processors
+    assert [(each.name, each.arguments) for each in made] == [("a", ""), ("b", '{"n": [1]}'), ("c", "")]

@@ -1,7 +1,8 @@
 """Steps as captured graphs: one per (bucket of lanes, rows, guided or not), captured at the start and then replayed.
 
 A launch copies the lanes into the device's lane buffers, replays the graph, and copies its outputs into the ring.
-A launch never waits for the device. Without graphs (`eager`) the same step runs at the same padded shapes.
+A launch never waits for the device. Without graphs (`eager`) the same step runs at the same padded shapes. A step in
+which the host calls logits processors runs so, too, and waits for its forward.
 
 Invariant: after `capture` nothing is allocated, loaded or registered. Each of those calls may wait for the device, and
 the device may wait, inside a step, for the grammar process.
@@ -20,18 +21,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from gpu_engine.api.processors import captured_together
+from gpu_engine.api.request import Request
 from gpu_engine.step.buffers import LaneBuffers, LaneInputs, SlotBuffers, StepBatch
 from gpu_engine.step.handle import StepHandle
 from gpu_engine.step.output_ring import OutputRing, StepOutputs
+from gpu_engine.step.processing.processing import Processing
 from gpu_engine.step.stream import Event, Graph, Stream
 
 EnqueueStep = Callable[[StepBatch], None]
-"""Enqueues one step over the batch's buffers. A launch depends on nothing but `num_lanes`, `num_rows`, `any_guided`."""
+"""Enqueues one step over the batch's buffers. A launch depends on nothing but `num_lanes`, `num_rows`, `any_guided` and
+`captured_processing`, but where the host calls logits processors."""
 
 _FEW_ROWS = 4
 """Between a step without drafts and one with all of them."""
@@ -51,6 +56,8 @@ class _Shape(NamedTuple):
     num_lanes: int
     num_rows: int
     guided: bool
+    processed: bool = False
+    """With the captured logits processors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,11 @@ class GraphStats:
     padded_lanes: int = 0
 
 
+def _captured(processed: tuple[Request | None, ...]) -> bool:
+    """Return whether a captured step can run the logits processors of all lanes."""
+    return all(captured_together(request.logits_processors) for request in processed if request is not None)
+
+
 def lane_buckets(max_lanes: int) -> tuple[int, ...]:
     """Return batch sizes to capture: 1, 2, 4, then multiples of 4 up to 32, of 16 up to 128, of 32, and `max_lanes`.
 
@@ -135,6 +147,7 @@ class StepGraphs:
         rows: P of each.
         guided: capture graphs with posts and waits too.
         eager: capture nothing.
+        processing: the program's; with captured logits processors every shape is captured with them, too.
         max_inflight_steps: launches that may be in flight, at least 1.
     """
 
@@ -147,6 +160,7 @@ class StepGraphs:
     rows: StepRows
     guided: bool = True
     eager: bool = False
+    processing: Processing | None = None
     max_inflight_steps: int = 2
     stats: GraphStats = field(default_factory=GraphStats)
     ms_by_rows: dict[int, float] = field(default_factory=dict)
@@ -166,15 +180,21 @@ class StepGraphs:
 
     @property
     def captured(self) -> dict[tuple[int, int, bool], Graph]:
-        """The captured graphs by (lanes, rows, guided); to be inspected, not replayed."""
-        return {(*shape,): graph for shape, graph in self._graphs.items()}
+        """The captured graphs by (lanes, rows, guided), those without logits processors; to be inspected, not
+        replayed."""
+        return {(*shape[:3],): graph for shape, graph in self._graphs.items() if not shape.processed}
+
+    @property
+    def _captures_processors(self) -> bool:
+        return self.processing is not None and self.processing.captured is not None
 
     @property
     def _shapes(self) -> list[_Shape]:
         """Every shape, the largest first: the later graphs fit into its memory."""
         kinds = (False, True) if self.guided else (False,)
+        processed = (False, True) if self._captures_processors else (False,)
         every = (_Shape(b, rows, g) for b in self.buckets for g in kinds for rows in self.rows.choices(b, g))
-        return sorted(every, reverse=True)
+        return sorted((shape._replace(processed=p) for shape in every for p in processed), reverse=True)
 
     def capture(self, channel: PermissiveWord | None = None) -> None:
         """Run every shape over padding, then capture it. Blocks; no step may be in flight.
@@ -209,7 +229,7 @@ class StepGraphs:
         """Run every captured shape once over padding and fill `ms_by_rows`. The device is idle, and idle again after
         it."""
         for shape in self._shapes:
-            if shape.guided == self.guided and shape in self._graphs:
+            if shape.guided == self.guided and not shape.processed and shape in self._graphs:
                 self._fill(None, shape)
                 self.stream.synchronize()
                 begun_s = time.perf_counter()
@@ -257,14 +277,20 @@ class StepGraphs:
         lanes = len(handle.slots)
         max_drafts = max(handle.draft_limits, default=self.max_drafts)
         shape = self._shape_of(lanes, handle.any_guided, max(max_drafts, handle.propose_rows > 1))
+        if handle.processed:
+            shape = shape._replace(processed=self._captures_processors and _captured(handle.processed))
         self._fill(handle, shape)
         graph, batch = self._graphs.get(shape), self._batch(shape)
+        if handle.processed and not shape.processed:
+            graph, batch = None, replace(batch, host_processed=handle.processed)
         if graph is None:
             self.program(batch)
             self.stats.eager_steps += 1
         else:
             graph.replay()
             self.stats.replays += 1
+        if batch.host_processed and self.processing is not None:
+            handle.failures = self.processing.host.failures
         self.stats.lanes += lanes
         self.stats.padded_lanes += shape.num_lanes - lanes
         handle.num_lanes, handle.num_rows = shape.num_lanes, shape.num_rows
@@ -294,7 +320,10 @@ class StepGraphs:
         most = self.rows.of(shape.num_lanes, shape.guided) if shape.num_rows > 1 else 1
         links = shape.num_rows - 1 if self.rows.links else most - 1
         return StepBatch(
-            self.slot, self.lane, shape.num_lanes, shape.num_rows, shape.guided, max_rows=most, max_links=links
+            *(self.slot, self.lane, shape.num_lanes, shape.num_rows, shape.guided),
+            max_rows=most,
+            max_links=links,
+            captured_processing=shape.processed,
         )
 
     def _fill(self, handle: StepHandle[Any] | None, shape: _Shape) -> None:

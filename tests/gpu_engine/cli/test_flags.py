@@ -26,7 +26,7 @@ ALL = shlex.split("""
 --max-queue-ms 250 --never-preempt
 --whole --cumulative --client-id c
 --cache-salt s --draft-tokens 3 --no-draft-index --reasoning --reasoning-tokens 9 --reasoning-effort low
---reasoning-begin <a> --reasoning-end </a>
+--reasoning-begin <a> --reasoning-end </a> --processor a --processor 'b={"size": 2}'
 --continue-final-message --template-arguments '{"a": 1}' --tool-choice required --no-parallel-tool-calls
 """)
 
@@ -66,6 +66,7 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
     found = set().union(*(set_fields(each) for each in (request, named, *other)))
     assert all_fields(pb.GenerateRequest.DESCRIPTOR) == found
     assert request.sampling.logit_bias == {8: -1.5}
+    assert [(each.name, each.arguments) for each in request.logits_processors] == [("a", ""), ("b", '{"size": 2}')]
     assert not request.sampling.skip_special_tokens
     assert json.loads(request.tools.tools[0].parameters)["required"] == ["city", "days"]
 
@@ -89,6 +90,7 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         (["zork"], "there is no command 'zork'; the commands are serve"),
         (["generate", "--prompt", "\udcff"], "argument --prompt: is no UTF-8 at character 0"),
         (["generate", "--logit-bias", "a=1"], "argument --logit-bias: 'a=1' is not ID=BIAS"),
+        (["generate", "--processor", "={}"], "argument --processor: '={}' is not NAME or NAME={...}"),
     ],
 )
 def test_a_wrong_command_line_is_explained(

@@ -39,6 +39,13 @@ def prompt(**fields: object) -> Change:
     return lambda m: m.MergeFrom(pb.GenerateRequest(**fields))  # type: ignore[arg-type]
 
 
+def processors(*names: str, arguments: str = "") -> Change:
+    """Add processors; the last one has the arguments."""
+    each = [pb.LogitsProcessor(name=name) for name in names]
+    each[-1].arguments = arguments
+    return prompt(logits_processors=each)
+
+
 def turns(*pairs: tuple[str, str]) -> pb.ChatMessages:
     return pb.ChatMessages(messages=[pb.ChatMessage(role=role, content=content) for role, content in pairs])
 
@@ -94,6 +101,9 @@ BAD: list[tuple[str, str, Change]] = [
     ("priority", "[-1000, 1000]", prompt(priority=1001)),
     ("priority", "[-1000, 1000]", prompt(priority=-1001)),
     ("cache_salt", "has 258 bytes, at most 256", prompt(cache_salt="\u00e9" * 129)),
+    ("logits_processors", "has 9 processors, at most 8", processors(*["a"] * 9)),
+    ("logits_processors[1].arguments", "has 65537 bytes, at most 65536", processors("a", "b", arguments=" " * 65537)),
+    ("logits_processors[0].name", "'a' is no logits processor; this server has none", processors("a")),
     ("prompt", "required", lambda m: m.ClearField("text")),
     ("text", "empty", prompt(text="")),
     ("text", "at most 1000 (max_prompt_bytes)", prompt(text="x" * 1001)),
