@@ -67,6 +67,9 @@ _FIELDS: dict[str, tuple[str, str, tuple[int, ...]]] = {
 }
 """Tensor -> the field of our own request that has its value."""
 
+_WORD_LISTS = frozenset({"stop_words", "bad_words"})
+"""Clients of TensorRT-LLM send one empty text for none."""
+
 _OTHERS: dict[str, Tensor] = {
     "input_lengths": Tensor(INT32, SCALAR),
     "end_id": Tensor(INT32, SCALAR),
@@ -198,7 +201,7 @@ def to_engine(request: pb.ModelInferRequest, *, decoupled: bool) -> Asked:
     asked.message.request_id = request_id(request, given)
     asked.names["request_id"] = "id" if request.id else "request_id"
     for name, values in given.items():
-        if name in _FIELDS:
+        if name in _FIELDS and not (name in _WORD_LISTS and values.items == [""]):
             _set_field(asked, name, values.items)
     _set_prompt(asked, given)
     _set_ends(asked, given)

@@ -249,7 +249,8 @@ class _Tensors:
 
     def options(self) -> dict[str, Any]:
         options = {option: self.one(tensor) for tensor, option in OPTIONS.items()}
-        options |= {option: self.all(tensor) for tensor, option in LISTS.items()}
+        words = {option: self.all(tensor) for tensor, option in LISTS.items()}
+        options |= {option: texts for option, texts in words.items() if texts != [""]}  # one empty text means none
         end = self.one("end_id")
         if end == -1:
             options["ignore_eos"] = True

@@ -6,6 +6,8 @@ import struct
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpu_engine.api.errors import InvalidRequest, NotSupported
 from gpu_engine.front.kserve.inputs import INPUTS, REFUSED, UNSERVED, Asked, ends_another, to_engine
@@ -22,10 +24,10 @@ FIELDS = {
 }
 
 
-def request(parameters: dict[str, dict[str, Any]] | None = None, **given: Any) -> pb.ModelInferRequest:
+def request(parameters: dict[str, dict[str, Any]] | None = None, **tensors: Any) -> pb.ModelInferRequest:
     """Return a request; a text or a number becomes a tensor with one element."""
     message = pb.ModelInferRequest(model_name="m")
-    for name, value in given.items():
+    for name, value in tensors.items():
         items = value if isinstance(value, list) else [value]
         items = [item.encode() if isinstance(item, str) else item for item in items]
         tensor = INPUTS[name] if name in INPUTS else UNSERVED[name][0]
@@ -36,8 +38,8 @@ def request(parameters: dict[str, dict[str, Any]] | None = None, **given: Any) -
     return message
 
 
-def asked(*, decoupled: bool = True, **given: Any) -> Asked:
-    return to_engine(request(**{"text_input": "hi"} | given), decoupled=decoupled)
+def asked(*, decoupled: bool = True, **tensors: Any) -> Asked:
+    return to_engine(request(**{"text_input": "hi"} | tensors), decoupled=decoupled)
 
 
 def refusal(message: pb.ModelInferRequest, decoupled: bool = True) -> str:
@@ -47,7 +49,7 @@ def refusal(message: pb.ModelInferRequest, decoupled: bool = True) -> str:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("tensors", "expected"),
     [
         ({}, {}),
         ({"max_tokens": 5, "temperature": 0.0, "top_k": 3}, {"max_tokens": 5, "temperature": 0.0, "top_k": 3}),
@@ -56,14 +58,15 @@ def refusal(message: pb.ModelInferRequest, decoupled: bool = True) -> str:
         ({"seed": 0}, {"seed": 0}),
         ({"num_return_sequences": 2}, {"n": 2}),
         ({"stop_words": ["a", "b"], "bad_words": ["c"]}, {"stop": ["a", "b"], "bad_words": ["c"]}),
+        ({"stop_words": [""], "bad_words": [""]}, {}),
         ({"end_id": 7}, {"stop_token_ids": [7]}),
         ({"end_id": -1}, {"ignore_eos": True}),
         ({"return_log_probs": True}, {"logprobs": 0}),
         ({"return_log_probs": False, "beam_width": 1, "length_penalty": 1.0, "early_stopping": 0}, {}),
     ],
 )
-def test_a_tensor_sets_its_field_alone(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert asked(**given).message.sampling == engine.SamplingParams(**expected)
+def test_a_tensor_sets_its_field_alone(tensors: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert asked(**tensors).message.sampling == engine.SamplingParams(**expected)
 
 
 def test_every_input_is_handed_on() -> None:
@@ -155,7 +158,7 @@ def test_a_wrong_parameter_is_refused_by_name(parameters: Any, message: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("tensors", "message"),
     [
         ({"text_input": "a", "input_ids": [1]}, "input_ids: is there beside text_input; give one of them"),
         ({"input_ids": [1, -2]}, "input_ids: is -2, must not be negative"),
@@ -181,8 +184,8 @@ def test_a_wrong_parameter_is_refused_by_name(parameters: Any, message: str) -> 
         ({"text_input": "a", "return_perf_metrics": True}, "return_perf_metrics: this server does not do this: Model"),
     ],
 )
-def test_a_wrong_tensor_is_refused_by_name(given: dict[str, Any], message: str) -> None:
-    assert refusal(request(**given)).startswith(message)
+def test_a_wrong_tensor_is_refused_by_name(tensors: dict[str, Any], message: str) -> None:
+    assert refusal(request(**tensors)).startswith(message)
 
 
 @pytest.mark.parametrize("name", sorted(UNSERVED))
@@ -271,3 +274,56 @@ def test_elements_are_in_one_place_and_in_the_field_of_their_datatype() -> None:
     twice = request(text_input="a")
     twice.inputs.append(twice.inputs[0])
     assert refusal(twice) == "text_input: is there twice"
+
+
+_NAMES = st.sampled_from([*INPUTS, *UNSERVED, *REFUSED, "", "text_inputs"])
+_NUMBERS = st.integers(-(2**31), 2**31 - 1)
+_SHAPES = st.lists(st.integers(-2, 4), max_size=3) | st.just([1])
+_CONTENTS = st.builds(
+    pb.InferTensorContents,
+    bool_contents=st.lists(st.booleans(), max_size=2),
+    int_contents=st.lists(_NUMBERS, max_size=2),
+    uint64_contents=st.lists(st.integers(0, 2**64 - 1), max_size=2),
+    fp32_contents=st.lists(st.floats(width=32), max_size=2),
+    bytes_contents=st.lists(st.binary(max_size=4) | st.sampled_from([b"json", b"regex"]), max_size=2),
+)
+_PARAMETERS = st.dictionaries(
+    st.sampled_from(["priority", "timeout", "triton_enable_empty_final_response", "x"]),
+    st.builds(pb.InferParameter, int64_param=st.integers(-(2**63), 2**63 - 1))
+    | st.builds(pb.InferParameter, bool_param=st.booleans())
+    | st.builds(pb.InferParameter, double_param=st.floats()),
+    max_size=2,
+)
+
+
+@st.composite
+def _tensors(draw: st.DrawFn) -> pb.ModelInferRequest.InferInputTensor:
+    """A tensor of any name, mostly with its datatype and elements for it."""
+    name = draw(_NAMES)
+    datatype = (
+        INPUTS[name].datatype if name in INPUTS and draw(st.integers(0, 9)) else draw(st.sampled_from([*FIELDS, "FP8"]))
+    )
+    contents = draw(_CONTENTS)
+    if datatype in FIELDS and draw(st.integers(0, 9)):
+        for field in set(FIELDS.values()) - {FIELDS[datatype]}:
+            contents.ClearField(field)
+    return pb.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=draw(_SHAPES), contents=contents)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(_tensors(), max_size=4), st.lists(st.binary(max_size=9), max_size=4), _PARAMETERS, st.booleans())
+def test_any_request_is_understood_or_refused_with_a_reason(
+    tensors: list[Any], raw_contents: list[bytes], parameters: dict[str, Any], decoupled: bool
+) -> None:
+    message = pb.ModelInferRequest(inputs=tensors, parameters=parameters)
+    if decoupled and len(raw_contents) == len(tensors):
+        message.raw_input_contents.extend(raw_contents)
+        for tensor in message.inputs:
+            tensor.ClearField("contents")
+    refused: Exception | None = None
+    try:
+        ends_another(message)
+        to_engine(message, decoupled=decoupled)
+    except (InvalidRequest, NotSupported) as error:
+        refused = error
+    assert refused is None or ": " in str(refused)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -205,6 +206,31 @@ async def test_a_client_that_leaves_a_stream_ends_its_requests(triton: TritonPro
         assert responses[2:] == [{"error": "Locally cancelled by application!", "status": "StatusCode.CANCELLED"}]
         await eventually(lambda: len(fakes.engine.dropped) == 2)
         assert len(server.calls) == 0
+
+
+async def test_a_client_that_cancels_a_whole_answer_ends_its_request() -> None:
+    request = pb.ModelInferRequest(model_name="fake", raw_input_contents=[b"\2\0\0\0hi"])
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    fakes = Fakes()
+    async with serving(fakes) as server, grpc.aio.insecure_channel(server.address) as channel:
+        kinds = pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
+        call = channel.unary_unary(f"/{SERVICE}/ModelInfer", *kinds)(request)
+        await eventually(lambda: fakes.engine.submitted)
+        call.cancel()
+        await eventually(lambda: fakes.engine.dropped)
+        assert len(server.calls) == 0
+
+
+async def test_tokens_protect_it(triton: TritonProcess, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("0123456789abcdef")
+    async with serving(Fakes(answers_with("yes")), auth_token_file=str(tmp_path / "tokens")) as server:
+        refused = await triton("infer", server.address, TEXT)
+        streamed = await triton("stream", server.address, [("a", STREAM, {})])
+        headers = {"authorization": "Bearer 0123456789abcdef"}
+        answered = await triton("infer", server.address, TEXT, headers=headers)
+    assert refused["status"] == "StatusCode.UNAUTHENTICATED"
+    assert [response["status"] for response in streamed] == ["StatusCode.UNAUTHENTICATED"]
+    assert answered["text_output"] == [b"hiyes"]
 
 
 async def test_stop_ends_the_request_of_its_id(triton: TritonProcess) -> None:
