@@ -78,6 +78,13 @@ class KVPages:
         return cls(_zeros(by_channel, dtype, device), v)
 
 
+def copy_page(layers: list[KVPages], source: int, target: int) -> None:
+    """Copy the keys and values of one page into another, in every layer."""
+    for layer in layers:
+        layer.k[target].copy_(layer.k[source])
+        layer.v[target].copy_(layer.v[source])
+
+
 def check_limits(window: int, chunk: int, sinks_H: torch.Tensor | None, num_heads: int) -> None:
     """Assert what an attention over the pages takes beside its tensors."""
     assert window >= 0 <= chunk, (window, chunk)

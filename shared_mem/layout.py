@@ -45,7 +45,7 @@ from dataclasses import dataclass
 
 from shared_mem.errors import InvalidField, LayoutError, VersionSkew
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 """Grows with every change of the bytes above or of their meaning; both processes must have the same version."""
 
 MAX_ROWS = 16
@@ -99,6 +99,10 @@ class Stage(enum.IntEnum):
     """Committed tokens and no drafts. Requests no row, but the jump-forward tokens behind them, at most as many as
     `need_rows` has bits. The answer has FORCED and a token at k = 0, 1, ..., and another kind after the last. They are
     proposals: no mask is written, and nothing is cached. The next record has the same committed tokens again."""
+    FORK = 65
+    """The slot's matcher becomes a copy of another slot's, at its first `commit_pos` tokens: the one committed token of
+    the record is the number of that slot. The record has a new slot_gen: a fork that gets lost leaves no matcher that
+    the slot's next record fits. There is no answer. All records of such a post are forks."""
 
 
 class Word(enum.IntEnum):

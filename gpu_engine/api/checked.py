@@ -15,7 +15,7 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.conversation import Chat, Reasoning
 from gpu_engine.api.outputs import OutputSpec, WantedOutput
 from gpu_engine.api.processors import Processors, ProcessorUse
-from gpu_engine.api.request import GrammarSpec
+from gpu_engine.api.request import BeamParams, GrammarSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,8 @@ class Limits:
     jump_forward_tokens: int
     max_n: int
     max_prompt_bytes: int
+    max_beam_width: int = 0
+    """0: no beam search."""
     stream_pace_s: float = 0.0
     grammar_handles_bytes: int = 64 << 20
     draft_index: bool = False
@@ -63,6 +65,7 @@ class Limits:
             jump_forward_tokens=engine.num_jump_forward,
             max_n=server.max_n,
             max_prompt_bytes=server.max_prompt_bytes,
+            max_beam_width=beams if (beams := min(engine.max_beam_width, engine.max_batch_size)) > 1 else 0,
             stream_pace_s=server.stream_pace_ms / 1e3,
             grammar_handles_bytes=server.grammar_handles_bytes,
             draft_index=engine.max_draft_index_bytes > 0,
@@ -143,3 +146,5 @@ class Checked:
     logits_processors: tuple[ProcessorUse, ...] = ()
     """In the order of the request."""
     reasoning: Reasoning | None = None
+    beams: BeamParams | None = None
+    """A beam search, of which `n` sequences are returned; None: sampling."""

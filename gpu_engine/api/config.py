@@ -148,6 +148,9 @@ class EngineConfig:
     """Logits processors that requests may name (docs/processors.md): "NAME=MODULE:CLASS", or "NAME=MODULE:CLASS{...}"
     with a JSON object of options. The flag may be repeated, the variable has one a line, and the TOML value is a list.
     The module is imported at the start and runs with the rights of the server."""
+    max_beam_width: int = 8
+    """The most beams of a request; each has a slot, so there are never more than max_batch_size. 0 or 1: beam search is
+    refused."""
     max_queue_size: int = 256
     """Sequences that may wait for a slot; one more is refused with RESOURCE_EXHAUSTED."""
     max_starvation_s: float = 60.0
@@ -220,6 +223,7 @@ class EngineConfig:
         )
         _require(self.prefill_chunk == 0 or self.prefill_chunk >= 16, "prefill_chunk", "must be 0 or at least 16")
         _require(self.row_timeout_ms > 0, "row_timeout_ms", "must be positive")
+        _require(self.max_beam_width in range(17), "max_beam_width", "must be in [0, 16]")
         _require(self.max_queue_size >= 1, "max_queue_size", "must be at least 1")
         _require(self.max_starvation_s >= 0, "max_starvation_s", "must not be negative")
         _require(self.batching in ("inflight", "static"), "batching", f"{self.batching!r} is not inflight or static")

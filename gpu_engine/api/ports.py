@@ -168,6 +168,10 @@ class GrammarPort(Protocol):
     def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
         """Make a matcher for the slot and have it accept `committed`; answered by grammar_opened or grammar_failed."""
 
+    def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
+        """Note that the engine had the slot's matcher copied from another slot of the request, in place of the matcher
+        `before`; `close` drops it."""
+
     def close(self, slot: int, slot_gen: int) -> None:
         """Drop the slot's matcher."""
 

@@ -95,6 +95,28 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
 
+class EarlyStopping(enum.Enum):
+    """When a beam search ends, once it has as many ended answers as beams; the values equal those of the proto enum."""
+
+    HEURISTIC = 1
+    """When the best beam, at its present length, is no better than the worst ended answer."""
+    AT_ONCE = 2
+    NEVER = 3
+    """When no beam can become better than the worst ended answer, at any length."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """The parameters of a beam search."""
+
+    width: int
+    """Beams, at least 2."""
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    num_returned: int = 1
+    """Sequences that are returned, at most `width`; the events of sequence i have index i."""
+
+
 @dataclass(frozen=True, slots=True)
 class Logprobs:
     """Log probabilities at one position, natural logarithms of the model's own distribution."""
@@ -156,6 +178,8 @@ class TokenEvent:
     """In the first event with a token, if the request asked for them."""
     outputs: tuple[OutputRows, ...] = ()
     """Rows of the tensors that the request asked for; those of `token_ids` among them. An event may have rows alone."""
+    beam_score: float | None = None
+    """In the last event of a sequence of a beam search, unless the search has found fewer sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +229,9 @@ class Request:
     echo: str | None = None
     """The prompt's text, with which the first response of the sequence begins. None: not asked for."""
     telemetry: Telemetry = field(default_factory=Telemetry)
+    beams: BeamParams | None = None
+    """A beam search in place of sampling: the engine runs it for the request with index 0, and sends the events of
+    every sequence that is returned to its sink. None: sampling."""
 
     @property
     def max_jump_forward(self) -> int:

@@ -42,6 +42,14 @@ class _Switch(NamedTuple):
     help: str
 
 
+def stopping(value: str) -> int:
+    """Return the value of --early-stopping. Raises ArgumentTypeError."""
+    names = {"heuristic": pb.EARLY_STOPPING_HEURISTIC, "true": pb.EARLY_STOPPING_TRUE, "never": pb.EARLY_STOPPING_NEVER}
+    if value not in names:
+        raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(names)}")
+    return names[value]
+
+
 _SAMPLING: list[_Value | _Switch] = [
     _Value("sampling", "max_tokens", "--max-tokens", int, "most tokens of the answer (default: what fits)"),
     _Value("sampling", "min_tokens", "--min-tokens", int, "fewest tokens of the answer (default: 0)"),
@@ -77,6 +85,27 @@ _SAMPLING: list[_Value | _Switch] = [
         "--frequency-penalty",
         float,
         "subtracted from the logit for each occurrence in the answer (default: 0)",
+    ),
+    _Value(
+        "beam_search",
+        "beam_width",
+        "--beam-width",
+        int,
+        "beam search with so many beams; --n are shown (default: none)",
+    ),
+    _Value(
+        "beam_search",
+        "length_penalty",
+        "--length-penalty",
+        float,
+        "of a beam search: sums are divided by the length to this power (default: 1)",
+    ),
+    _Value(
+        "beam_search",
+        "early_stopping",
+        "--early-stopping",
+        stopping,
+        "of a beam search: heuristic, true or never, as transformers has them (default: heuristic)",
     ),
     _Switch("sampling", "ignore_eos", "--ignore-eos", True, "continue after the end-of-sequence token"),
     _Switch("sampling", "include_stop_str_in_output", "--include-stop", True, "keep the text of --stop in the answer"),

@@ -44,6 +44,8 @@ def summary(response: pb.GenerateResponse) -> str:
         f"{t.acceptance_length:.2f} tokens/step",
         f"seed {t.seed}",
     ]
+    if response.HasField("beam_score"):
+        parts.append(f"score {response.beam_score:.4f}")
     if t.backend:
         backend = pb.Backend.Name(t.backend).removeprefix("BACKEND_").lower()
         cached = " (cached)" if t.compile_cache_hit else ""

@@ -38,6 +38,7 @@ from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import NoSync, Sync
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
+from kernels.kv_pages import copy_page
 from shared_mem.channel import EngineEnd
 
 MAX_RULES = 512
@@ -137,6 +138,7 @@ def device_executor(
         probe=stream.synchronize,
         close=partial(_close, graphs, prefill),
         processors=processors,
+        copy_page=partial(stream.kernel, copy_page, pages),
     )
 
 

@@ -125,6 +125,12 @@ class DeviceSlotWriter(SlotWriter):
         if not drafts:
             self._stream.kernel(self._end_drafts, sequence.slot)
 
+    def _extend(self, slot: int, length: int, token: int) -> None:
+        self._stream.kernel(super()._extend, slot, length, token)
+
+    def _fork(self, source: int, target: int, length: int) -> None:
+        self._stream.kernel(super()._fork, source, target, length)
+
     def check(self, request: Request) -> None:
         """Raise InvalidRequest when stops and bans do not fit into a slot's rules."""
         count, room = len(self._rules_of(request)), self._rows.rules_SX.shape[1]

@@ -17,15 +17,16 @@ import time
 from collections.abc import Callable, Collection
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.api.errors import InternalError, LimitExceeded, LockstepError, ShuttingDown
+from gpu_engine.api.errors import InternalError, InvalidRequest, LimitExceeded, LockstepError, ShuttingDown
 from gpu_engine.api.ports import GrammarPort, PageEvents
 from gpu_engine.api.processors import Processors
-from gpu_engine.api.request import FinishReason, Request
+from gpu_engine.api.request import BeamParams, FinishReason, Request
 from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stage
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.model.loader import LoadedModel
+from kernels.step_tensors import MAX_LOGPROBS
 from shared_mem.channel import EngineEnd
 
 log = logging.getLogger(__name__)
@@ -163,10 +164,14 @@ class Engine:
         """Queue a sequence.
 
         Raises LimitExceeded when the waiting queue is full, ShuttingDown when the engine closes, InternalError when the
-        device is lost, InvalidRequest when the device cannot hold the request's stop and banned tokens.
+        device is lost, InvalidRequest when the device cannot hold the request's stop and banned tokens, or the KV cache
+        its beams.
         """
         loop, config = self._loop, self.config
         loop.executor.slot_writer.check(request)
+        width = 1 if request.beams is None else request.beams.width
+        if request.beams is not None:
+            self._check_beams(request, request.beams)
         with loop.live_lock:
             if self._failure is not None:
                 raise InternalError("the engine lost its device; see its log")
@@ -174,7 +179,7 @@ class Engine:
                 raise ShuttingDown("the server is shutting down")
             if loop.live >= config.max_queue_size + config.max_batch_size:
                 raise LimitExceeded(f"{loop.live} sequences run or wait; max_queue_size = {config.max_queue_size}")
-            loop.live += 1
+            loop.live += width
             sequence = self._sequence_of(request)
             # Under the lock: a sequence that is counted is in the inbox before `close` sets the flag.
             self._inbox.put(lambda: loop.admit(sequence))
@@ -193,6 +198,26 @@ class Engine:
             max_queue_s=math.inf if request.max_queue_s is None else request.max_queue_s,
             reserved=longest if request.never_preempt else 0,
         )
+
+    def _check_beams(self, request: Request, params: BeamParams) -> None:
+        """Raise InvalidRequest when the beams cannot all run at once, at full length and without a shared page."""
+        if params.width > self.config.max_batch_size:
+            raise InvalidRequest(
+                "beam_search.beam_width", f"is {params.width}, max_batch_size = {self.config.max_batch_size}"
+            )
+        stops = len({*request.sampling.stop_token_ids, *self.model.eos_token_ids})
+        if params.width + stops > MAX_LOGPROBS:
+            problem = f"is {params.width}; with {stops} stop tokens at most {MAX_LOGPROBS - stops} beams can be ranked"
+            raise InvalidRequest("beam_search.beam_width", problem)
+        longest = min(len(request.prompt_ids) + request.sampling.max_tokens, self.model.max_model_len)
+        allocator = self._loop.allocator
+        needed = params.width * allocator.pages_for(longest + self._loop.scheduler.lookahead)
+        if needed > allocator.num_pages:
+            raise InvalidRequest(
+                "beam_search.beam_width",
+                f"is {params.width}: so many beams of up to {longest} tokens may need {needed} pages, and the KV cache "
+                f"has {allocator.num_pages} (kv_cache_tokens)",
+            )
 
     def abort(self, request_id: str) -> bool:
         """End every sequence of the request with ABORTED; False when none was running."""

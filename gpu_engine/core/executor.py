@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -38,6 +39,7 @@ from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import ImmediateStream
 from gpu_engine.step.stream_sync import InlineSync
 from gpu_engine.step.sync import NoSync, Sync
+from kernels.kv_pages import copy_page
 from shared_mem.channel import EngineEnd
 
 _WARM_UP_S = 2.0
@@ -65,6 +67,8 @@ class Executor:
     """Wait for the device. Raises when the device has failed: errors of a device are permanent."""
     close: Callable[[], None]
     """Wait for the device and free the memory that it may have used. Once, at the end."""
+    copy_page: Callable[[int, int], None]
+    """Copy one page of the target's cache into another, behind the steps in flight."""
     mixes: bool = False
     """Chunks may share the forward of a step: `runner.launch` takes them. Then `prefill` puts any number of chunks into
     one forward."""
@@ -186,13 +190,12 @@ def cpu_executor(
     if config.max_batched_tokens and not program.mixes:
         raise _cannot_mix(model, drafter)
     fills = prefill_together if program.mixes else prefill
-    answers = suffix_drafter(drafter)
     scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
     tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
     return Executor(
         *(slot_writer, sync, runner, fills, scorer, tensors, warm_up),
-        *(_take_number_of_threads, _nothing, _nothing),
+        *(_take_number_of_threads, _nothing, _nothing, partial(copy_page, pages)),
         mixes=program.mixes,
         processors=processors,
-        answers=answers,
+        answers=suffix_drafter(drafter),
     )

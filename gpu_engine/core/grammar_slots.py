@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from gpu_engine.api.errors import GrammarUnavailable, InternalError, LockstepError
@@ -21,7 +21,7 @@ from gpu_engine.api.stats import EngineStats
 from gpu_engine.core import crash_attribution
 from gpu_engine.core.running import RunningSequence, SequenceState, SlotWriter
 from gpu_engine.core.scheduler import GrammarState, Scheduler
-from gpu_engine.step.sync import Sync
+from gpu_engine.step.sync import Fork, Sync
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,27 @@ class GrammarSlots:
             self._slot_writer.bind(sequence, drafts=crash_attribution.may_draft(sequence))
             state.bound = (sequence.slot, sequence.slot_gen)
             self._port.open(sequence.slot, sequence.slot_gen, state.request, tuple(state.answer))
+
+    def fork(self, pairs: Sequence[tuple[RunningSequence, RunningSequence]], num_committed: int) -> None:
+        """Make the matcher of each target a copy of its source's, both (source, target) beams of one group.
+
+        The copies have consumed `num_committed` tokens. A target whose source has no matcher at this moment gets its
+        own in the way of `open`: behind all of its tokens, which its state has already.
+        """
+        forks: list[Fork] = []
+        for source, target in pairs:
+            state, before = target.payload, target.payload.bound
+            if self._port is None or source.grammar_state not in (GrammarState.OPEN, GrammarState.SILENT):
+                self.close(target)
+                self.open(target)
+                continue
+            target.grammar_state = source.grammar_state
+            target.deferred, state.empty_answers, state.deferred_since_s = False, 0, 0.0
+            state.bound = (target.slot, target.slot_gen)
+            self._port.forked(*state.bound, state.request, before)
+            forks.append(Fork(target.slot, target.slot_gen, source.slot, num_committed))
+        if forks:
+            self._sync.fork(forks)
 
     def close(self, sequence: RunningSequence) -> None:
         """Release the sequence's matcher, if one was requested."""

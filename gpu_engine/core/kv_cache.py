@@ -31,6 +31,8 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, -1, -1))
         self._owners = [0] * num_pages
         self._index = PrefixIndex(page_size)
+        self._shared: set[int] = set()
+        """Pages that `share` gave another owner, until they have none."""
         self._cached: OrderedDict[int, None] = OrderedDict()
         """In the order of eviction, least recently freed first. A page comes before its parent in the index."""
 
@@ -52,6 +54,14 @@ class PageAllocator:
             self._owners[page] = 1
             pages.append(page)
         return True
+
+    def share(self, pages: Sequence[int]) -> list[int]:
+        """Return a list of the same pages, of which its holder becomes an owner. Each is full, and never written
+        again."""
+        for page in pages:
+            self._owners[page] += 1
+        self._shared.update(pages)
+        return list(pages)
 
     def match_prefix(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """Return the full pages that already hold the first of `tokens`; the caller becomes an owner of each.
@@ -79,6 +89,8 @@ class PageAllocator:
         for page in reversed(pages):
             self._owners[page] -= 1
             if not self._owners[page]:
+                if self._shared:
+                    self._shared.discard(page)
                 if page in self._index:
                     self._cached[page] = None
                 else:
@@ -127,7 +139,9 @@ class PageAllocator:
         assert all(len(set(pages)) == len(pages) for pages in owned), "a page is in one sequence twice"
         owners = Counter(page for pages in owned for page in pages)
         assert all(self._owners[page] == owners[page] for page in range(self.num_pages)), "an owner is not counted"
-        assert all(count == 1 or page in self._index for page, count in owners.items()), "a page has two owners"
+        may_share = [page in self._index or page in self._shared or count == 1 for page, count in owners.items()]
+        assert all(may_share), "a page has two owners"
+        assert self._shared <= owners.keys(), "a page without an owner is shared"
         pages = sorted([*self._free, *self._cached, *owners])
         assert pages == list(range(self.num_pages)), "a page is lost or has two owners"
         assert all(page in self._index for page in self._cached), "a cached page is not indexed"

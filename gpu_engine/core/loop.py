@@ -21,6 +21,7 @@ from gpu_engine.api.errors import LockstepError, QueueTimeout, status_of
 from gpu_engine.api.ports import GrammarPort
 from gpu_engine.api.request import FinishReason, PromptLogprobs, Request, TokenEvent
 from gpu_engine.api.stats import EngineStats, IterationRing
+from gpu_engine.core.beams.groups import BeamGroups
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.executor import lookahead
 from gpu_engine.core.grammar_slots import GrammarSlots
@@ -103,6 +104,10 @@ class EngineLoop:
         self.grammar_slots = GrammarSlots(
             grammar, self.scheduler, self._slot_writer, self._sync, self.stats, self._in_step, self.end
         )
+        self.beams = BeamGroups(
+            *(self.scheduler, self._slot_writer, self._sync, self.grammar_slots, self.executor.copy_page),
+            *(model.eos_token_ids, self._slot_lost),
+        )
 
     def run_iteration(self) -> bool:
         """Plan, prefill some chunks, launch one step, process an earlier one; False when there was nothing to do.
@@ -124,12 +129,15 @@ class EngineLoop:
             self.executor.prefill(plan.prefill)
             self._prefilled(plan.prefill)
         if plan.decode:
-            self._in_flight.append(self._runner.launch(plan.decode, shared))
+            beams = self.beams.hold(plan.decode) if self.beams else None
+            self._in_flight.append(self._runner.launch(plan.decode, shared, beams))
             self._prefilled(shared)
         has_work = not plan.idle or bool(self._in_flight)
-        if len(self._in_flight) > (self._runner.max_inflight_steps if plan.decode else 0):
+        processes = len(self._in_flight) > (self._runner.max_inflight_steps if plan.decode else 0)
+        if processes:
             self._process_outputs(self._in_flight.popleft())
-        busy = not plan.idle or bool(self._in_flight)
+        # Outputs may let the beams of a search go on that were held at the plan.
+        busy = processes or not plan.idle or bool(self._in_flight)
         if has_work:
             self._record(len(plan.decode))
         if self.outputs:
@@ -161,6 +169,8 @@ class EngineLoop:
         self.end(sequence, error=error)
 
     def _slot_assigned(self, sequence: RunningSequence) -> None:
+        if not sequence.length:
+            return  # a beam without tokens: a fork writes its slot
         self._slot_writer.assign(sequence)
         self._sync.forget(sequence.slot)
         if self._answers is not None:
@@ -173,6 +183,8 @@ class EngineLoop:
     def _slot_lost(self, sequence: RunningSequence) -> None:
         """Release the matcher of a sequence that was preempted."""
         self.stats.preemptions += 1
+        if sequence.group:
+            self.beams.slot_lost(sequence)
         if sequence.scored:
             self.executor.scorer.drop(sequence)
         self.grammar_slots.close(sequence)
@@ -220,8 +232,15 @@ class EngineLoop:
                     self._send(sequence, outcome)
                 self.end(sequence, error=outcome.error)
                 continue
+            if outcome.candidates is not None:
+                self.beams.of(sequence).found[sequence] = outcome.candidates
+                sequence.payload.request.telemetry.mask_wait_ms += step.waited_ms if sequence.guided else 0.0
+                if sequence.guided:
+                    self.grammar_slots.rows_arrived(sequence)
+                continue
             self._count(sequence, outcome, step.waited_ms)
             if outcome.deferred:
+                sequence.held = False
                 self.grammar_slots.defer(sequence, step.seq, advanced=bool(outcome.token_ids))
             elif sequence.guided:
                 self.grammar_slots.rows_arrived(sequence)
@@ -231,6 +250,22 @@ class EngineLoop:
                 self.end(sequence, outcome, finish=outcome.finish)
             elif outcome.token_ids:
                 self._send(sequence, outcome)
+        if step.beams is not None:
+            self._advance_beams()
+
+    def _advance_beams(self) -> None:
+        """Let every search whose beams all have candidates go on, or end it."""
+        for group in self.beams.complete():
+            first = group.members[0]
+            group.prompt_logprobs = group.prompt_logprobs or self._prompt_logprobs(first)
+            telemetry = first.payload.request.telemetry
+            telemetry.steps += 1
+            for _ in group.beams:
+                self.stats.count_tokens(1, 0, 0)
+            self._count_time(first)
+            self.beams.choose(group)
+            if group.search.done:
+                self.end(first)
 
     def _send(self, sequence: RunningSequence, outcome: LaneOutcome) -> None:
         """Send the tokens of a step behind which the sequence goes on."""
@@ -260,17 +295,21 @@ class EngineLoop:
         if count:
             telemetry.draft_tokens += outcome.num_drafts
             telemetry.accepted_draft_tokens += outcome.num_accepted
-            now_s = time.monotonic()
-            if telemetry.first_token_s:
-                stats.token_gap_seconds.observe(now_s - telemetry.last_token_s)
-            else:
-                telemetry.first_token_s, telemetry.cached_tokens = now_s, self._num_reused(sequence)
-                if sequence.num_cached_tokens:  # a prompt of one token has no prefill, and no time of it
-                    telemetry.prefilled_s = telemetry.prefilled_s or telemetry.scheduled_s
-            telemetry.last_token_s = now_s
+            self._count_time(sequence)
         if outcome.finish is FinishReason.GRAMMAR_ERROR:
             stats.dead_ends += outcome.blocked == RowKind.DEAD_END
             stats.matcher_errors += outcome.blocked == RowKind.ERROR
+
+    def _count_time(self, sequence: RunningSequence) -> None:
+        """Note that the sequence got tokens now."""
+        telemetry, now_s = sequence.payload.request.telemetry, time.monotonic()
+        if telemetry.first_token_s:
+            self.stats.token_gap_seconds.observe(now_s - telemetry.last_token_s)
+        else:
+            telemetry.first_token_s, telemetry.cached_tokens = now_s, self._num_reused(sequence)
+            if sequence.num_cached_tokens:  # a prompt of one token has no prefill, and no time of it
+                telemetry.prefilled_s = telemetry.prefilled_s or telemetry.scheduled_s
+        telemetry.last_token_s = now_s
 
     def _num_reused(self, sequence: RunningSequence) -> int:
         """Return how many tokens of the prompt the prefix cache had. Rows that were sent before a preemption say more
@@ -293,32 +332,40 @@ class EngineLoop:
         error: LockstepError | None = None,
         silent: bool = False,
     ) -> None:
-        """Release everything the sequence holds, then send its last event; `silent` sends none."""
+        """Release everything the sequence holds, with its group, then send its last event; `silent` sends none."""
+        sequence = sequence.members[0]
         request = sequence.payload.request
         del self.sequences[request]
+        group = self.beams.remove(sequence) if sequence.group else None
         with self.live_lock:
-            self.live -= 1
+            self.live -= len(sequence.members)
         self.scheduler.remove(sequence)
         request.telemetry.finished_s = time.monotonic()
+        if group is not None:
+            last = list(group.last_events(finish, error))
+        else:
+            last = [_ended(self._last_event(sequence, outcome), request, finish, error)]
         if self._answers is not None and error is None:
-            self._answers.add(request.draft_scope, request.prompt_ids, sequence.payload.answer)
+            answer = last[0].token_ids if group else sequence.payload.answer
+            self._answers.add(request.draft_scope, request.prompt_ids, answer)
         if error is not None:
             self.stats.failed[status_of(error).name] += 1
-        else:
-            self.stats.finished[finish.name if finish else "DROPPED"] += 1
-        if not silent:
-            if sequence in self.outputs:
-                event = self.outputs.close(sequence)
-            else:
-                ids, logprobs = (outcome.token_ids, outcome.logprobs) if outcome else ((), ())
-                scores = self._prompt_logprobs(sequence) if ids else None
-                event = TokenEvent(request.index, ids, logprobs, prompt_logprobs=scores)
-            request.sink(_ended(event, request, finish, error))
-        elif sequence in self.outputs:
-            self.outputs.close(sequence)
+        for event in last if error is None else ():
+            self.stats.finished["DROPPED" if silent or event.finish is None else event.finish.name] += 1
+        for event in () if silent else last:
+            request.sink(event)
         if sequence.scored:
             self.executor.scorer.drop(sequence)
-        self.grammar_slots.close(sequence)  # last: the client gets its last event even if the port fails
+        for each in sequence.members:  # last: the client gets its last event even if the port fails
+            self.grammar_slots.close(each)
+
+    def _last_event(self, sequence: RunningSequence, outcome: LaneOutcome | None) -> TokenEvent:
+        """Return what the client has not got yet of a sequence that ends."""
+        if sequence in self.outputs:
+            return self.outputs.close(sequence)
+        ids, logprobs = (outcome.token_ids, outcome.logprobs) if outcome else ((), ())
+        scores = self._prompt_logprobs(sequence) if ids else None
+        return TokenEvent(sequence.payload.request.index, ids, logprobs, prompt_logprobs=scores)
 
     @property
     def num_index_drafts(self) -> tuple[int, int]:
@@ -335,6 +382,8 @@ class EngineLoop:
     def admit(self, sequence: RunningSequence) -> None:
         """Put a submitted sequence into the waiting queue."""
         self.sequences[sequence.payload.request] = sequence
+        if sequence.payload.request.beams is not None:
+            self.beams.add(sequence)
         self.scheduler.add(sequence)
         self.outputs.add(sequence)
 

@@ -22,8 +22,8 @@ from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.core.running import RunningSequence, SequenceState, SlotWriter
 from gpu_engine.core.scheduler import Chunk
 from gpu_engine.step.direct import StepLauncher
-from gpu_engine.step.handle import StepHandle
-from gpu_engine.step.outcomes import LaneOutcome, outcomes
+from gpu_engine.step.handle import BeamLanes, StepHandle
+from gpu_engine.step.outcomes import LaneOutcome, beam_outcomes, outcomes
 from gpu_engine.step.processing.host import NOT_FINITE
 from gpu_engine.step.sync import Sync
 from kernels.row_kinds import FAILED
@@ -45,10 +45,13 @@ class StepRunner(Protocol):
         """Steps that may be in flight when the next is launched: 0, each is collected before the next; 1, overlap."""
 
     def launch(
-        self, sequences: tuple[RunningSequence, ...], chunks: tuple[Chunk[SequenceState], ...] = ()
+        self,
+        sequences: tuple[RunningSequence, ...],
+        chunks: tuple[Chunk[SequenceState], ...] = (),
+        beams: BeamLanes | None = None,
     ) -> LaunchedStep:
         """Start a step; returns without knowing a token. `chunks` of prompts share its forward, where that may have
-        them."""
+        them. `beams` says which of `sequences` are beams."""
 
     def collect(self, handle: LaunchedStep) -> None:
         """Wait for the oldest launched step and fill the handle with its outcomes."""
@@ -86,7 +89,10 @@ class LauncherRunner:
         return self._max_inflight_steps
 
     def launch(
-        self, sequences: tuple[RunningSequence, ...], chunks: tuple[Chunk[SequenceState], ...] = ()
+        self,
+        sequences: tuple[RunningSequence, ...],
+        chunks: tuple[Chunk[SequenceState], ...] = (),
+        beams: BeamLanes | None = None,
     ) -> LaunchedStep:
         """Start a step."""
         begun_s = time.perf_counter()
@@ -99,7 +105,7 @@ class LauncherRunner:
             lanes = tuple(processed.get(slot) for slot in handle.slots)
             handle.processed = lanes if any(lanes) else ()
         handle.chunks = tuple((chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks)
-        handle.launched_s = begun_s
+        handle.launched_s, handle.beams = begun_s, beams
         plan = self._plan(handle)
         self.launcher.launch(handle)
         self._in_flight.append((handle, plan))
@@ -134,6 +140,8 @@ class LauncherRunner:
             waited_ns += self._sync.waited_ns
         handle.waited_ms, handle.seq = waited_ns / 1e6, outputs.seq
         results = outcomes(outputs, len(handle.slots), guided=handle.guided, logprobs=handle.logprobs)
+        if handle.beams is not None:
+            results = beam_outcomes(results, outputs, handle.beams.lanes)
         self.budget.observe(
             plan,
             [(outcome.token_ids, outcome.num_accepted) for outcome in results],

@@ -121,6 +121,29 @@ class SlotWriter:
             for limit_S in (self.slot.num_drafts_S, self.slot.draft_limit_S, self.slot.jump_forward_limit_S):
                 limit_S[sequence.slot] = 0
 
+    def extend(self, sequence: RunningSequence, token: int) -> None:
+        """Write the last token of a beam, which the engine chose; `sequence.length` counts it."""
+        self._extend(sequence.slot, sequence.length, token)
+
+    def fork(self, source: RunningSequence, target: RunningSequence) -> None:
+        """Copy the history of `source`'s slot into that of `target`, another beam, which has had tokens before.
+
+        As many tokens are posted of both. The page table follows with `write_pages`.
+        """
+        self._fork(source.slot, target.slot, source.length)
+        target.payload.pages_written = 0
+
+    def _extend(self, slot: int, length: int, token: int) -> None:
+        self.buffers.history_SL[slot, length - 1].fill_(token)
+        self.buffers.length_S[slot].fill_(length)
+
+    def _fork(self, source: int, target: int, length: int) -> None:
+        slot = self.buffers
+        slot.history_SL[target, :length].copy_(slot.history_SL[source, :length])
+        slot.length_S[target].fill_(length)
+        slot.posted_S[target].copy_(slot.posted_S[source])
+        slot.done_S[target].fill_(False)
+
     def check(self, request: Request) -> None:
         """Raise InvalidRequest when a slot cannot hold the request's stop and banned tokens. Any thread; called before
         the request has a slot."""

@@ -71,6 +71,11 @@ class Sequence(Generic[Payload]):
     scored: bool = False
     """Log-probabilities of its prompt are wanted: it is prefilled in chunks of its own, and uses no cached page, for
     which there are no logits. The engine clears it with the first token."""
+    group: tuple[Sequence[Payload], ...] = ()
+    """The beams of a search, this one among them: they get their slots together and lose them together, and the first
+    of them waits in the queue for all. Empty: the sequence is alone."""
+    held: bool = False
+    """A beam that waits for the other beams of its step, or that has no tokens (`length` 0)."""
     order: int = 0
     """Number of its first slot, in the order in which slots were given; 0: it had none yet. The youngest sequence, with
     the largest number, is preempted first."""
@@ -99,8 +104,13 @@ class Sequence(Generic[Payload]):
     def decodes_behind(self, prefilled: int) -> bool:
         """Return whether the sequence may be in a decode batch once so many of its tokens are prefilled."""
         ready = self.grammar_state in (GrammarState.UNCONSTRAINED, GrammarState.OPEN)
-        waits = self.deferred or self.ended
+        waits = self.deferred or self.ended or self.held
         return self.slot >= 0 and ready and not waits and prefilled >= self.prefill_end
+
+    @property
+    def members(self) -> tuple[Sequence[Payload], ...]:
+        """The sequences that share its fate: its group, or itself."""
+        return self.group or (self,)
 
     def __repr__(self) -> str:
         state = "waiting" if self.slot < 0 else f"slot {self.slot} gen {self.slot_gen} pages {len(self.pages)}"
@@ -169,7 +179,7 @@ class Scheduler(Generic[Payload]):
         static: slots are given only while no sequence runs, to as many as fit; else whenever one is free.
         """
         self.allocator, self._shapes, self._tokens_of = allocator, shapes, tokens_of
-        self._chunk, self._lookahead, self._max_batched_tokens = prefill_chunk, lookahead, max_batched_tokens
+        self._chunk, self.lookahead, self._max_batched_tokens = prefill_chunk, lookahead, max_batched_tokens
         self._scored_chunk_tokens = scored_chunk
         self._max_starvation_s, self._static = max_starvation_s, static
         self._slots: list[Sequence[Payload] | None] = [None] * num_slots
@@ -194,13 +204,14 @@ class Scheduler(Generic[Payload]):
         self._next_due_s = min(self._next_due_s, self._due_s(sequence))
 
     def remove(self, sequence: Sequence[Payload]) -> None:
-        """Remove a sequence, running or waiting; its slot and pages are released."""
+        """Remove a sequence with its group, running or waiting; slots and pages are released."""
         if sequence.slot >= 0:
-            self._release_slot(sequence)
+            for each in sequence.members:
+                self._release_slot(each)
         elif sequence in self._expired:
             self._expired.remove(sequence)
         else:
-            self._waiting.remove(sequence)
+            self._waiting.remove(sequence.members[0])
 
     def plan(self, now_s: float = 0.0) -> Plan[Payload]:
         """Decide one iteration: find pages for the decode batch, assign free slots, choose chunks to prefill.
@@ -227,18 +238,55 @@ class Scheduler(Generic[Payload]):
     def preempt(self, sequence: Sequence[Payload], now_s: float = 0.0) -> None:
         """Take slot and pages of a sequence and put it into the waiting queue, in front of those of its priority.
 
-        With its next slot it is prefilled again, or finds its pages in the prefix cache.
+        With its next slot it is prefilled again, or finds its pages in the prefix cache. A group loses its slots
+        together.
         """
-        self._release_slot(sequence)
-        sequence.prefilled = 0
-        sequence.waits_since_s, sequence.starving = now_s, False
+        for each in sequence.members:
+            self._release_slot(each)
+            each.prefilled = 0
+        first = sequence.members[0]
+        first.waits_since_s, first.starving = now_s, False
         at = 0
         while at < len(self._waiting) and (
             self._waiting[at].starving or self._waiting[at].priority > sequence.priority
         ):
             at += 1
-        self._waiting.insert(at, sequence)
-        self._next_due_s = min(self._next_due_s, self._due_s(sequence))
+        self._waiting.insert(at, first)
+        self._next_due_s = min(self._next_due_s, self._due_s(first))
+
+    def preempt_youngest(self, now_s: float) -> tuple[Sequence[Payload], ...]:
+        """Preempt the youngest running sequence that reserved no pages, with its group; return what lost its slot."""
+        youngest = max((s for s in self.running if not s.reserved), key=lambda s: s.order)
+        self.preempt(youngest, now_s)
+        return youngest.members
+
+    def fork(self, source: Sequence[Payload], target: Sequence[Payload]) -> tuple[tuple[int, int], ...] | None:
+        """Make `target` a copy of `source`, another beam of its group: a new owner of its slot, with the same tokens.
+
+        It gives up its own pages, shares the full pages of `source`, and gets pages of its own behind them. Returns the
+        (page of `source`, page of `target`) whose contents the caller must copy. None when pages lack: then `target`
+        has none.
+        """
+        full = source.prefilled // self.allocator.page_size
+        self.allocator.free(target.pages)
+        pages = self.allocator.share(source.pages[:full])
+        if not self.allocator.grow(pages, source.length + self.lookahead):
+            self.allocator.free(pages)
+            target.prefilled = target.num_indexed_pages = 0
+            return None
+        self._gens[target.slot] += 1
+        target.slot_gen, target.pages = self._gens[target.slot], pages
+        target.length, target.prefilled = source.length, source.prefilled
+        target.num_indexed_pages = min(source.num_indexed_pages, full)
+        partly = source.prefilled % self.allocator.page_size != 0
+        return ((source.pages[full], pages[full]),) if partly else ()
+
+    def clear(self, beam: Sequence[Payload]) -> None:
+        """Take the tokens and pages of a beam that has no continuation; it keeps its slot, for a later fork."""
+        self.index_pages(beam)
+        self.allocator.free(beam.pages)
+        beam.length = beam.prefilled = beam.num_indexed_pages = 0
+        beam.held, beam.deferred = True, False
 
     def _due_s(self, sequence: Sequence[Payload]) -> float:
         """Return when the queue must be looked at for this sequence."""
@@ -334,10 +382,8 @@ class Scheduler(Generic[Payload]):
         """
         preempted: list[Sequence[Payload]] = []
         for sequence in sorted((s for s in self.running if s.decoding), key=lambda s: s.order):
-            while sequence.slot >= 0 and not self.allocator.grow(sequence.pages, sequence.length + self._lookahead):
-                youngest = max((s for s in self.running if not s.reserved), key=lambda s: s.order)
-                self.preempt(youngest, now_s)
-                preempted.append(youngest)
+            while sequence.slot >= 0 and not self.allocator.grow(sequence.pages, sequence.length + self.lookahead):
+                preempted += self.preempt_youngest(now_s)
         return preempted
 
     def _assign_slots(self) -> list[Sequence[Payload]]:
@@ -346,33 +392,43 @@ class Scheduler(Generic[Payload]):
         if self._static and self.running:
             return assigned
         free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
-        for slot in free:
-            if not self._waiting or not self._allocate(self._waiting[0]):
-                break
-            sequence = self._waiting.popleft()
-            if not sequence.order:
-                self._admissions += 1
-                sequence.order = self._admissions
-            self._gens[slot] += 1
-            sequence.slot, sequence.slot_gen = slot, self._gens[slot]
-            sequence.starving = False
-            sequence.grammar_state = GrammarState.OPENING if sequence.guided else GrammarState.UNCONSTRAINED
-            self._slots[slot] = sequence
-            assigned.append(sequence)
+        while self._waiting and len(self._waiting[0].members) <= len(free) and self._allocate(self._waiting[0]):
+            for sequence in self._waiting.popleft().members:
+                self._assign_slot(sequence, free.pop(0))
+                assigned.append(sequence)
         return assigned
 
+    def _assign_slot(self, sequence: Sequence[Payload], slot: int) -> None:
+        first = sequence.members[0]
+        if not first.order:
+            self._admissions += 1
+            first.order = self._admissions
+        sequence.order = first.order
+        self._gens[slot] += 1
+        sequence.slot, sequence.slot_gen = slot, self._gens[slot]
+        sequence.starving = False
+        sequence.grammar_state = GrammarState.OPENING if sequence.guided else GrammarState.UNCONSTRAINED
+        self._slots[slot] = sequence
+
     def _allocate(self, sequence: Sequence[Payload]) -> bool:
-        """Give a waiting sequence its pages, cached ones first; False, and no pages, when too few are available."""
+        """Give a waiting sequence, with its group, its pages, cached ones first.
+
+        False, and no pages, when too few are available.
+        """
         state = (sequence, self.allocator.index_version, self.allocator.num_available)
         if state == self._blocked:
             return False
-        pages = self._match_prefix(sequence)
-        if not self.allocator.grow(pages, max(sequence.length, sequence.reserved) + self._lookahead):
-            self.allocator.free(pages)
-            self._blocked = state
-            return False
-        sequence.pages = pages
-        self.num_cached_tokens += sequence.num_cached_tokens
+        given: list[Sequence[Payload]] = []
+        for each in sequence.members:
+            pages = self._match_prefix(each) if each.length else []
+            given.append(each)
+            each.pages = pages
+            if each.length and not self.allocator.grow(pages, max(each.length, each.reserved) + self.lookahead):
+                for other in given:
+                    self.allocator.free(other.pages)
+                self._blocked = state
+                return False
+        self.num_cached_tokens += sum(each.num_cached_tokens for each in given)
         return True
 
     def _match_prefix(self, sequence: Sequence[Payload]) -> list[int]:

@@ -223,7 +223,7 @@ class Calls:
             for request in await self._build(checked, call.inbox, arrived_s, scope):
                 if call.aborted:
                     request.sink(TokenEvent(request.index, finish=FinishReason.ABORTED))
-                else:
+                elif request.beams is None or request.index == 0:  # a beam search is one sequence to the engine
                     self.engine.submit(request)
                 call.outputs.append(self._output(request, checked, layout))
             await self._stream(call, respond, write)

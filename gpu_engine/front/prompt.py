@@ -77,6 +77,7 @@ def build_requests(
     )
     sampling = _sampling(checked, max_tokens, tokenizer)
     echo = _echo(checked, prompt_ids, tokenizer) if checked.echo else None
+    telemetry = Telemetry(arrived_s=arrived_s)
     return [
         Request(
             request_id=checked.request_id,
@@ -97,7 +98,9 @@ def build_requests(
             logits_processors=checked.logits_processors,
             prompt_logprobs=checked.prompt_logprobs if i == 0 else None,
             echo=echo,
-            telemetry=Telemetry(arrived_s=arrived_s),
+            # The sequences of a beam search share their steps.
+            telemetry=telemetry if checked.beams else Telemetry(arrived_s=arrived_s),
+            beams=checked.beams,
         )
         for i in range(checked.n)
     ]

@@ -104,6 +104,8 @@ def _add_end(response: pb.GenerateResponse, output: SequenceOutput, delta: Delta
         response.matched_stop_str = delta.matched_stop
     elif delta.matched_token_id is not None:
         response.matched_token_id = delta.matched_token_id
+    if delta.beam_score is not None:
+        response.beam_score = delta.beam_score
     response.usage.prompt_tokens = len(request.prompt_ids)
     response.usage.completion_tokens = output.completion_tokens
     response.usage.cached_tokens = request.telemetry.cached_tokens
@@ -184,6 +186,7 @@ def model_info(
         served_names=config.served_names,
         logits_processors=limits.logits_processors.names,
         output_names=model.outputs,
+        max_beam_width=limits.max_beam_width,
     )
     response.backends.extend(cast("tuple[pb.Backend, ...]", backends))
     template = model.tokenizer.chat_template

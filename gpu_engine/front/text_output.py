@@ -51,6 +51,8 @@ class Delta:
     """The text by part, where the answer has parts."""
     fields: list[FieldLogprob] = field(default_factory=list)
     """In the last delta, if asked for: the leaves of the answer's content."""
+    beam_score: float | None = None
+    """In the last delta of a sequence of a beam search."""
     error: LockstepError | None = None
     """The engine failed the sequence; the tokens before the failure are valid."""
 
@@ -187,6 +189,7 @@ class SequenceOutput:
                 return
         text.append(self._scanner.flush())
         delta.finish, delta.matched_token_id, delta.error = event.finish, event.matched_token_id, event.error
+        delta.beam_score = event.beam_score
         self._end()
 
     def _scan(self, piece: str, delta: Delta, text: list[str]) -> bool:

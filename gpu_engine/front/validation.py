@@ -19,6 +19,7 @@ from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.processors import MAX_PER_REQUEST, Processors, ProcessorUse
 from gpu_engine.api.request import GrammarKind, GrammarSpec
+from gpu_engine.front.beam_field import check_beams
 from gpu_engine.front.grammar_field import check_grammar
 from gpu_engine.front.outputs_field import check_outputs
 from gpu_engine.front.tools.fields import chat_bytes, check_chat, check_reasoning, check_tools
@@ -60,7 +61,7 @@ def check(
     sampling = request.sampling
     grammar = _grammar(request, known)
     top_k = _integer(sampling, "top_k", 0, low=-1, high=2**31 - 1)
-    num_drafts, num_jump_forward = _draft_tokens(request, limits)
+    num_drafts, num_jump_forward = (0, 0) if request.HasField("beam_search") else _draft_tokens(request, limits)
     return Checked(
         request_id=request_id,
         prompt=prompt,
@@ -103,6 +104,7 @@ def check(
         cache_salt=_cache_salt(request.cache_salt),
         client_id=_client_id(request.client_id),
         logits_processors=_logits_processors(request, request_id, limits.logits_processors),
+        beams=check_beams(request, limits),
     )
 
 
@@ -123,7 +125,6 @@ def _refuse_unsupported(request: pb.GenerateRequest) -> None:
     asked = {
         "lora": bool(request.lora),
         "prompt_adapter": bool(request.prompt_adapter),
-        "beam_search": request.HasField("beam_search"),
     }
     for field, is_set in asked.items():
         if is_set:

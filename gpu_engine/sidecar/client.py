@@ -157,6 +157,10 @@ class GrammarClient:
         """Request a matcher for the slot, advanced over `committed`; grammar_opened or grammar_failed follows."""
         self._loop.call_soon_threadsafe(self._open, (slot, slot_gen), request, committed)
 
+    def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
+        """Note a matcher that the step plane has made, in place of `before`."""
+        self._loop.call_soon_threadsafe(self._forked, (slot, slot_gen), request, before)
+
     def close(self, slot: int, slot_gen: int) -> None:
         """Release the slot's matcher."""
         self._loop.call_soon_threadsafe(self._close, (slot, slot_gen))
@@ -222,6 +226,15 @@ class GrammarClient:
             old.task.cancel()
         state = self._slots[key] = _Slot(request.request_id, request.grammar, request.sampling.max_tokens)
         state.task = self._tasks.spawn(self._open_slot(key, state, committed), f"open slot {key[0]}.{key[1]}")
+
+    def _forked(self, key: tuple[int, int], request: Request, before: tuple[int, int] | None) -> None:
+        old = self._slots.pop(before, None) if before else None
+        if old is not None and old.task:
+            old.task.cancel()  # its Bind may still arrive: the grammar process drops the matcher of an older owner
+        if not self._closed and request.grammar is not None:
+            bound_in = self._link.attached if self._link.up else 0
+            state = _Slot(request.request_id, request.grammar, request.sampling.max_tokens, bound_in=bound_in)
+            self._slots[key] = state
 
     async def _open_slot(self, key: tuple[int, int], state: _Slot, committed: tuple[int, ...]) -> None:
         REQUEST_ID.set(state.request_id)

@@ -17,6 +17,7 @@ import torch
 from gpu_engine.api.request import Request
 from gpu_engine.model.attention import PromptRows
 from kernels.accept import AcceptResult, SlotParams
+from kernels.logprobs import BeamRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,9 @@ class StepBatch:
     """The requests of the lanes whose logits processors the host calls; empty: no lane has any."""
     captured_processing: bool = False
     """The launches include the captured logits processors. Never together with `host_processed`."""
+
+    beams: BeamRows | None = None
+    """Lanes that give candidates in place of tokens. Such a step is never captured."""
 
     @property
     def slots_B(self) -> torch.Tensor:

@@ -17,6 +17,7 @@ from gpu_engine.step.handle import StepHandle
 from gpu_engine.step.output_ring import OutputRing, StepOutputs
 from gpu_engine.step.prefill import chunks_of, prompt_rows
 from gpu_engine.step.program import StepProgram
+from kernels.logprobs import BeamRows
 
 
 class StepLauncher(Protocol):
@@ -100,8 +101,11 @@ class DirectLauncher:
             prompts = prompt_rows(self._slot, handle.chunks)
             # In front of the step, behind which the drafter may already propose for a prompt that ends here.
             self._program.drafter.prefill(chunks_of(self._slot, handle.chunks), {})
+        beams = None
+        if handle.beams is not None:
+            beams = BeamRows.of(handle.beams.lanes, handle.beams.edits, self._program.stream.device)
         shape = (B, P, handle.any_guided, max_rows)
-        batch = StepBatch(self._slot, lane, *shape, place_B, prompts, max_links, handle.processed)
+        batch = StepBatch(self._slot, lane, *shape, place_B, prompts, max_links, handle.processed, beams=beams)
         self._program(batch)
         if handle.processed and self._program.processing is not None:
             handle.failures = self._program.processing.host.failures

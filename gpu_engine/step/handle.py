@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from gpu_engine.api.request import Request
 from gpu_engine.step.outcomes import LaneOutcome
+from kernels.logprobs import Edit
 
 
 class SlotHolder(Protocol):
@@ -27,6 +28,15 @@ class SlotHolder(Protocol):
 
 
 Holder = TypeVar("Holder", bound=SlotHolder)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamLanes:
+    """The lanes of a step that are beams."""
+
+    lanes: tuple[int, ...]
+    edits: tuple[tuple[Edit, ...], ...]
+    """For each of `lanes`: what bans, biases and penalties make of its log-probabilities."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +57,8 @@ class StepHandle(Generic[Holder]):
     """(slot, start, end) of prompts that share the forward."""
     processed: tuple[Request | None, ...] = ()
     """The requests of the lanes with logits processors; empty: no lane has any."""
+    beams: BeamLanes | None = None
+    """Lanes that give candidates in place of tokens, and do not advance."""
     slots: tuple[int, ...] = field(init=False)
     slot_gens: tuple[int, ...] = field(init=False)
 
@@ -96,5 +108,5 @@ class StepHandle(Generic[Holder]):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Some lane wants log-probabilities."""
-        return any(count is not None for count in self.logprobs)
+        """Some lane wants log-probabilities, or is a beam, whose candidates have their place."""
+        return self.beams is not None or any(count is not None for count in self.logprobs)

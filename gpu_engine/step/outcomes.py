@@ -6,14 +6,15 @@ Invariant: an outcome carries exactly the tokens that the step appended to the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.request import FinishReason, Logprobs
 from kernels.accept import STOP_LENGTH, STOP_STEERED, STOP_TOKEN, AcceptResult
+from kernels.logprobs import CLOSES, ROW_IN_ERROR, ROW_MISSING
 from shared_mem.layout import RowKind
 
 
@@ -33,6 +34,15 @@ class StepResults(Protocol):
         """int32, jump-forward tokens among the drafts of the next step; see `LaneBuffers`."""
 
 
+class Candidates(NamedTuple):
+    """The tokens that may come next in a beam."""
+
+    tokens: tuple[tuple[int, float], ...]
+    """(token, log-probability behind mask, bans and penalties), best first; empty: none is legal."""
+    closes: bool = False
+    """The grammar process narrowed the row, so that the answer ends within `max_tokens`."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaneOutcome:
     """The effect of one step on one lane."""
@@ -50,6 +60,8 @@ class LaneOutcome:
     """Jump-forward tokens among the drafts of its next step; -1: the drafts of this step are unchanged."""
     error: LockstepError | None = None
     """Ends the sequence behind `token_ids`: the step itself, or a logits processor, failed for this lane."""
+    candidates: Candidates | None = None
+    """Of a lane that is a beam; None: its row was missing or in error."""
 
 
 def outcomes(
@@ -74,6 +86,20 @@ def outcomes(
         )
         for b in range(num_lanes)
     ]
+
+
+def beam_outcomes(results: list[LaneOutcome], lane: StepResults, lanes: Sequence[int]) -> list[LaneOutcome]:
+    """Return `results` with the candidates of the lanes that are beams, in place of tokens."""
+    r, changed = lane.result, list(results)
+    for b in lanes:
+        code = int(r.logprob_BR[b, 0])
+        if code in (ROW_MISSING, ROW_IN_ERROR):
+            continue
+        count = code % CLOSES
+        ids, values = r.top_ids_BRN[b, 0, :count].tolist(), r.top_logprobs_BRN[b, 0, :count].tolist()
+        candidates = Candidates(tuple(zip(ids, values, strict=True)), code >= CLOSES)
+        changed[b] = replace(results[b], finish=None, deferred=False, blocked=RowKind.ALL, candidates=candidates)
+    return changed
 
 
 def _finish(finish: int, blocked: int, guided: bool) -> FinishReason | None:

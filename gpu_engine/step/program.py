@@ -31,6 +31,7 @@ from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import Sync
 from kernels.accept import StepTensors
 from kernels.cuda.row_state import DeviceRows
+from kernels.logprobs import BeamRows, beam_candidates
 from kernels.paged_attention import KVPages
 
 
@@ -121,6 +122,8 @@ class StepProgram:
         elif batch.captured_processing:
             kernel(self._process_captured, batch)
         self.sync.await_rows(batch)
+        if batch.beams is not None:
+            kernel(self._candidates, batch, batch.beams)
         kernel(self._accept, batch, step)
         kernel(self._advance, batch)
         begun_s = time.perf_counter()
@@ -191,6 +194,13 @@ class StepProgram:
         assert self._logits_NV is not None, "the forward comes first"
         self._model_logits_NV = self._logits_NV
         self._logits_NV, self._failed_BP = self.processing.captured.run(batch, self._logits_NV)
+
+    def _candidates(self, batch: StepBatch, beams: BeamRows) -> None:
+        assert self._logits_NV is not None, "the forward comes first"
+        lane, lanes_N = batch.lane, beams.lanes_N
+        first_N = lanes_N * batch.num_rows if self._first_row_B is None else self._first_row_B[lanes_N]
+        mask_NW = self.sync.store.mask_SRW[lane.slots_B[lanes_N], 0] if batch.any_guided else None
+        beam_candidates(self._logits_NV[first_N], beams, lane.kinds_BR, lane.forced_BR, mask_NW, lane.result)
 
     def _accept(self, batch: StepBatch, step: StepTensors) -> None:
         assert self._logits_NV is not None, "the forward comes first"

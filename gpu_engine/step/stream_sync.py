@@ -11,6 +11,7 @@ Shapes: S slots, B lanes of the batch, R rows a slot, W' words of a row's stride
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 
 import torch
 
@@ -19,7 +20,7 @@ from gpu_engine.step.launches import PROPOSE, VERIFY, StepLaunches
 from gpu_engine.step.mask_rows import RowStore
 from gpu_engine.step.post_buffers import InlinePostBuffers, PostBuffers
 from gpu_engine.step.stream import Stream
-from gpu_engine.step.sync import free_row, free_rows
+from gpu_engine.step.sync import Fork, free_row, free_rows
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import RowKind, Stage
 
@@ -46,6 +47,8 @@ class StreamSync(abc.ABC):
         self.post_seq = torch.zeros(1, dtype=torch.int64, device=device)
         """int64 [1], device: sequence number of the step's verify post; 0: it requested no row. Writer: the step."""
         self._device_waited = torch.zeros(1, dtype=torch.int64, device=device)
+        self._lane_counts: tuple[int, ...] = ()
+        """Of `reserve`."""
         self._late_kinds = stream.pinned(S * R).view(S, R)
         self._late_forced = stream.pinned(4 * S * R).view(torch.int32).view(S, R)
 
@@ -111,6 +114,12 @@ class StreamSync(abc.ABC):
         """Enqueue: drop the rows of a slot, behind the steps that are in flight."""
         self.stream.kernel(self.store.forget, slot)
 
+    def fork(self, forks: Sequence[Fork]) -> None:
+        """Enqueue one post of all `forks`. Their buffers are those of a batch, which each step fills anew."""
+        post = self._buffers(min(count for count in self._lane_counts if count >= len(forks)))
+        self.stream.kernel(self._write_forks, post, tuple(forks))
+        self._send(post, int(Stage.FORK), self._timeout_ns)
+
     def rows(self) -> tuple[int, tuple[int, int]]:
         """Return where the bitmask of (slot, row) lies on the device: base address, strides in 32-bit words."""
         mask = self.store.mask_SRW
@@ -146,6 +155,7 @@ class StreamSync(abc.ABC):
     def reserve(self, lane_counts: tuple[int, ...]) -> None:
         """See `Sync.reserve`. Also runs, once, the launches that no warm-up runs, so that no later step loads a
         kernel."""
+        self._lane_counts = lane_counts
         for count in lane_counts:
             self._buffers(count)
         spare = len(self.store.cached_SR) - 1
@@ -179,6 +189,17 @@ class StreamSync(abc.ABC):
 
     def _take_jump_forward(self, batch: StepBatch, post: PostBuffers) -> None:
         self.launches.take_jump_forward(batch, post, self.channel.layout.vocab_size)
+
+    def _write_forks(self, post: PostBuffers, forks: tuple[Fork, ...]) -> None:
+        post.slots.fill_(-1)
+        for lane, fork in enumerate(forks):
+            post.slots[lane].fill_(fork.slot)
+            post.slot_gens[lane].fill_(fork.slot_gen)
+            post.commit_pos[lane].fill_(fork.num_committed)
+            post.n_commit[lane].fill_(1)
+            post.n_draft[lane].fill_(0)
+            post.need_rows[lane].fill_(0)
+            post.tokens[lane, 0].fill_(fork.source)
 
     def _mark_cached(self, slot: int, row: int) -> None:
         self.store.cached_SR[slot, row].fill_(True)

@@ -7,7 +7,8 @@ is DEFER, never ALL. Not responsible for: the use of a row (see launches.py).
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +16,18 @@ from gpu_engine.step.buffers import StepBatch
 from gpu_engine.step.mask_rows import RowStore
 from gpu_engine.step.stream import Stream
 from shared_mem.layout import RowKind
+
+
+class Fork(NamedTuple):
+    """A matcher that becomes a copy of another one."""
+
+    slot: int
+    slot_gen: int
+    """A new one: the slot's earlier matcher is gone with it."""
+    source: int
+    """The other one's slot."""
+    num_committed: int
+    """Answer tokens that the copy has consumed."""
 
 
 class Sync(Protocol):
@@ -60,6 +73,9 @@ class Sync(Protocol):
 
     def forget(self, slot: int) -> None:
         """Drop the cached rows of a slot: it has another owner, or its matcher was rebuilt."""
+
+    def fork(self, forks: Sequence[Fork]) -> None:
+        """Post `forks`, of different slots, in front of the next step; nothing is awaited."""
 
     def late(self, seq: int, slot: int, slot_gen: int, *, advanced: bool = False) -> int | None:
         """Return how many rows the answer to `seq` has by now; None while it is not complete. Never waits.
@@ -128,6 +144,10 @@ class NoSync:
 
     def forget(self, slot: int) -> None:
         """Return: nothing is cached."""
+
+    def fork(self, forks: Sequence[Fork]) -> None:
+        """Assert that there is nothing to copy."""
+        assert not forks, "a matcher without a grammar process"
 
 
 def free_rows(batch: StepBatch) -> None:

@@ -184,6 +184,29 @@ class MatcherTable:
             del self.slots[slot]
         self.released[slot] = max(slot_gen, self.released.get(slot, -1))
 
+    def copy_of(self, source: int, slot_gen: int, num_committed: int) -> SlotMatcher | None:
+        """Return a copy of the matcher of slot `source` at its first `num_committed` tokens.
+
+        It is for the owner `slot_gen` of another slot. None: there is no such state. The caller holds the slot
+        `source`.
+        """
+        slot = self.slots.get(source)
+        if slot is None or slot.health is not Health.GOOD or slot.num_committed < num_committed:
+            return None
+        budget = slot.budget and slot.budget.copy()
+        twin = SlotMatcher(slot_gen, slot.new_matcher, slot.matcher.copy(), list(slot.tokens), num_committed, budget)
+        twin.request_id, twin.filler, twin.last_fill_ns = slot.request_id, slot.filler, slot.last_fill_ns
+        try:
+            twin.rollback(num_committed)
+        except MatcherFailed:
+            self.rebuild(twin)
+        return twin
+
+    def adopt(self, slot: int, state: SlotMatcher) -> None:
+        """Install a copy, as `bind` does, unless its owner was released before the record of the fork was read."""
+        if state.slot_gen > self.released.get(slot, -1):
+            self.bind(slot, state)
+
     def drop(self, slot: int) -> None:
         """Drop a slot's matcher as if it had never been bound: its records are deferred until the next bind."""
         self.slots.pop(slot, None)

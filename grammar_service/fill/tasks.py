@@ -1,4 +1,5 @@
-"""Tasks of the work queues: a record by itself with its answer so far, several records of one sequence, a change.
+"""Tasks of the work queues: a record by itself with its answer so far, several records of one sequence, a change,
+a fork.
 
 Invariant: a row whose kind is set in a `FillTask` is completely written to the mask memory.
 
@@ -87,6 +88,29 @@ class ChangeTask:
 
     def replaces(self, other: Any) -> bool:
         """Return False: earlier records belong to the earlier matcher."""
+        return False
+
+
+class ForkTask:
+    """A slot's matcher is copied for another slot. The task works on the first one; it has no answer.
+
+    Args:
+        source: its slot.
+        copies: copies the matcher, and returns what installs the copy, as a task of the other slot.
+    """
+
+    __slots__ = ("_copies", "slots")
+
+    def __init__(self, source: int, copies: Callable[[], Sequence[ChangeTask]]) -> None:
+        self.slots: tuple[int, ...] = (source,)
+        self._copies = copies
+
+    def __call__(self) -> Sequence[Task]:
+        """Copy the matcher; return the rest."""
+        return self._copies()
+
+    def replaces(self, other: Any) -> bool:
+        """Return False: earlier records move the matcher that is copied."""
         return False
 
 

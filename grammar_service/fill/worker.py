@@ -20,18 +20,19 @@ import collections
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from grammar_service.fill.answers import RecordAnswerer
 from grammar_service.fill.batch import MIN_RECORDS, BatchAnswerer
 from grammar_service.fill.channel import Channel
 from grammar_service.fill.counters import Counters, WorkerCounts
 from grammar_service.fill.matchers import MatcherTable, SlotMatcher
-from grammar_service.fill.tasks import BatchTask, ChangeTask, FillTask
+from grammar_service.fill.tasks import BatchTask, ChangeTask, FillTask, ForkTask
 from grammar_service.fill.work_queues import Task, WorkQueues
 from grammar_service.grammar.mask_rows import Classifier
 from service_runtime.cores import usable_cores
 from shared_mem.errors import RingOverrun
-from shared_mem.layout import RowKind
+from shared_mem.layout import RowKind, Stage
 from shared_mem.native import DEFAULT_SPIN_NS
 from shared_mem.records import Record
 
@@ -226,6 +227,11 @@ class Worker:
             # The engine has overwritten this step; the next record of each slot shows the gap.
             self._counters.overruns += 1
             return
+        if records.stage and records.stage[0] == Stage.FORK:
+            for record in records:
+                for source in record.committed[:1]:
+                    self._queues.put(ForkTask(source, partial(self._fork, source, record)))
+            return
         if self._channel.permissive:
             for record in records:
                 kinds = [int(RowKind.ALL)] * (len(record.drafts) + 1)
@@ -243,6 +249,22 @@ class Worker:
         singles = [records[index] for index in rest]
         for record in sorted(singles, key=self._last_fill_ns) if len(singles) > 1 else singles:
             self._queues.put(FillTask(seq, record, self._answerer.answer))
+
+    def _fork(self, source: int, record: Record) -> tuple[ChangeTask, ...]:
+        """Copy the matcher of slot `source`; return the task that gives the copy to the record's slot.
+
+        Where there is nothing to copy, the slot is left without a matcher of this owner: its next records are deferred
+        until the engine binds one.
+        """
+        try:
+            state = self._table.copy_of(source, record.slot_gen, record.commit_pos)
+        except Exception:
+            # A defect of ours costs one beam a Bind; it must not end the worker.
+            logger.exception("slot %d: fork %r", source, record)
+            state = None
+        if state is None:
+            return ()
+        return (ChangeTask(record.slot, partial(self._table.adopt, record.slot, state)),)
 
     def _last_fill_ns(self, record: Record) -> int:
         slot = self._table.slots.get(record.slot)

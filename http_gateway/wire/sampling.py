@@ -19,7 +19,7 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 64)]
 Number = Annotated[float, Field(ge=-3e38, le=3e38)]
 TokenIds = list[Unsigned]
 
-_NO_BEAMS = "there is no beam search"
+_NO_BEAMS = "beam search is served over gRPC alone"
 SHARED_REFUSALS: Mapping[str, Refusal] = {
     "best_of": Refusal("ask for n answers", (1,)),
     "use_beam_search": Refusal(_NO_BEAMS, (False,)),

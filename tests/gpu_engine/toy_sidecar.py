@@ -106,6 +106,8 @@ class ToySidecar:
     """True: the answer comes in time, and every row is DEFER."""
     withhold: Callable[[Record], int | None] = lambda record: None
     """A number: the answer is marked late and has so many rows; `give` adds the other rows."""
+    loses: Callable[[Record], bool] = lambda record: False
+    """True: a record that copies a matcher gets lost."""
     gives: bool = False
     """True: withheld rows are added without a call of `give`, as soon as no post is unread."""
     proposes: Callable[[Automaton, list[int]], list[int]] = Automaton.forced
@@ -121,6 +123,8 @@ class ToySidecar:
     """(slot, slot_gen) of the binds that have not completed."""
     frozen: bool = False
     """True: the sidecar reads no records and binds no matchers."""
+    released: set[tuple[int, int]] = field(default_factory=set)
+    """(slot, slot_gen) of every release."""
     withheld: int = 0
     overruns: int = 0
     """Posts that were overwritten before they were read."""
@@ -139,6 +143,7 @@ class ToySidecar:
 
     def release(self, slot: int, gen: int) -> None:
         def drop() -> None:
+            self.released.add((slot, gen))
             if slot in self.matchers and self.matchers[slot].gen == gen:
                 del self.matchers[slot]
 
@@ -176,7 +181,12 @@ class ToySidecar:
                     self.records.append(record)
                     if self.before is not None:
                         self.before(record)
-                    if not self.stopping:
+                    if self.stopping:
+                        continue
+                    if record.stage == Stage.FORK:
+                        if not self.loses(record):
+                            self._fork(record)
+                    else:
                         self._answer(seq, record)
             last = newest
 
@@ -186,6 +196,19 @@ class ToySidecar:
         except RingOverrun:
             self.overruns += 1
             return []
+
+    def _fork(self, record: Record) -> None:
+        """Give the record's slot a copy of another slot's matcher."""
+        (source,) = record.committed
+        matcher = self.matchers.get(source)
+        if (record.slot, record.slot_gen) in self.released:
+            return  # a release may come before an earlier record is read
+        self.matchers.pop(record.slot, None)
+        if matcher is None or len(matcher.certain) < record.commit_pos:
+            self.problems.append(f"{record} copies a matcher that is not there")
+        else:
+            certain = matcher.certain[: record.commit_pos]
+            self.matchers[record.slot] = Matcher(record.slot_gen, matcher.automaton, certain)
 
     def _answer(self, seq: int, record: Record) -> None:
         kinds, forced = self._walk(seq, record)
@@ -270,6 +293,10 @@ class ToyGrammar:
     opened: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
     """(slot, slot_gen, committed) of every open."""
     closed: list[tuple[int, int]] = field(default_factory=list)
+    forks: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, slot_gen) of every matcher that was copied."""
+    replaced: list[tuple[int, int]] = field(default_factory=list)
+    """The matchers that a copy replaced; they are not closed."""
     hold: bool = False
     """True: calls of `open` are recorded and not answered."""
     forgives: bool = False
@@ -343,6 +370,11 @@ class ToyGrammar:
     def _bound(self, slot: int, slot_gen: int) -> None:
         self.engine.grammar_opened(slot, slot_gen, compile_ms=1.5, cache_hit=True, backend=2, warnings=("toy",))
 
+    def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
+        self.forks.append((slot, slot_gen))
+        if before is not None:
+            self.replaced.append(before)
+
     def close(self, slot: int, slot_gen: int) -> None:
         self.closed.append((slot, slot_gen))
         self.sidecar.release(slot, slot_gen)
@@ -361,7 +393,8 @@ def guided_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[
         try:
             with running(engine):
                 yield engine, grammar
-                assert {(slot, gen) for slot, gen, _ in grammar.opened} == set(grammar.closed)
+                made = {(slot, gen) for slot, gen, _ in grammar.opened} | set(grammar.forks)
+                assert made - set(grammar.replaced) == set(grammar.closed)
                 assert len(set(grammar.closed)) == len(grammar.closed)
             assert grammar.sidecar.problems == []
         finally:

@@ -54,6 +54,11 @@ class ToyMatcher:
             twin.taken += legal
         return tuple(twin.taken[len(self.taken) :])
 
+    def copy(self) -> ToyMatcher:
+        twin = ToyMatcher(self.texts, self.fail_at)
+        twin.taken = list(self.taken)
+        return twin
+
     def rollback(self, count: int) -> None:
         if count > len(self.taken):
             raise MatcherFailed(f"{count} of {len(self.taken)}")

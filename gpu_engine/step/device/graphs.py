@@ -1,8 +1,8 @@
 """Steps as captured graphs: one per (bucket of lanes, rows, guided or not), captured at the start and then replayed.
 
 A launch copies the lanes into the device's lane buffers, replays the graph, and copies its outputs into the ring.
-A launch never waits for the device. Without graphs (`eager`) the same step runs at the same padded shapes. A step in
-which the host calls logits processors runs so, too, and waits for its forward.
+A launch never waits for the device. Without graphs (`eager`), and where a lane is a beam, the same step runs at the
+same padded shapes. A step in which the host calls logits processors runs so, too, and waits for its forward.
 
 Invariant: after `capture` nothing is allocated, loaded or registered. Each of those calls may wait for the device, and
 the device may wait, inside a step, for the grammar process.
@@ -33,6 +33,7 @@ from gpu_engine.step.handle import StepHandle
 from gpu_engine.step.output_ring import OutputRing, StepOutputs
 from gpu_engine.step.processing.processing import Processing
 from gpu_engine.step.stream import Event, Graph, Stream
+from kernels.logprobs import BeamRows
 
 EnqueueStep = Callable[[StepBatch], None]
 """Enqueues one step over the batch's buffers. A launch depends on nothing but `num_lanes`, `num_rows`, `any_guided` and
@@ -283,6 +284,10 @@ class StepGraphs:
         graph, batch = self._graphs.get(shape), self._batch(shape)
         if handle.processed and not shape.processed:
             graph, batch = None, replace(batch, host_processed=handle.processed)
+        if handle.beams is not None:
+            # The number of beams and of their edits is no constant of a shape.
+            beams = BeamRows.of(handle.beams.lanes, handle.beams.edits, self.stream.device)
+            graph, batch = None, replace(batch, beams=beams)
         if graph is None:
             self.program(batch)
             self.stats.eager_steps += 1

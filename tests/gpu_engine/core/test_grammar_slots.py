@@ -23,6 +23,9 @@ class Port:
     def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
         self.opened.append((slot, slot_gen))
 
+    def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
+        self.opened.append((slot, slot_gen))
+
     def close(self, slot: int, slot_gen: int) -> None:
         self.opened.remove((slot, slot_gen))
 

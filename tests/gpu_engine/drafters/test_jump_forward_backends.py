@@ -104,6 +104,9 @@ class LibraryGrammar:
         self.worker.bind(slot, LoggedSlot.of(bound, self.filled[slot]))
         self.engine.grammar_opened(slot, slot_gen, compile_ms=1.0, cache_hit=True, backend=1)
 
+    def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
+        raise NotImplementedError("these requests have no beams")
+
     def close(self, slot: int, slot_gen: int) -> None:
         self.worker.release(slot, slot_gen)
 

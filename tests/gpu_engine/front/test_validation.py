@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from gpu_engine.api.checked import Limits, Tokens
 from gpu_engine.api.conversation import Chat, Turn
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.request import GrammarKind
+from gpu_engine.api.request import BeamParams, EarlyStopping, GrammarKind
 from gpu_engine.front.validation import check
 from protos.engine.v1 import engine_pb2 as pb
 
 LIMITS = Limits(
-    vocab_size=320, max_model_len=64, num_draft_tokens=7, jump_forward_tokens=15, max_n=4, max_prompt_bytes=1000
+    vocab_size=320,
+    max_model_len=64,
+    num_draft_tokens=7,
+    jump_forward_tokens=15,
+    max_n=4,
+    max_prompt_bytes=1000,
+    max_beam_width=6,
 )
 Change = Callable[[pb.GenerateRequest], object]
 
@@ -50,7 +57,37 @@ def turns(*pairs: tuple[str, str]) -> pb.ChatMessages:
     return pb.ChatMessages(messages=[pb.ChatMessage(role=role, content=content) for role, content in pairs])
 
 
+def beams(width: int = 2, change: Change | None = None, **fields: object) -> Change:
+    def set_beams(m: pb.GenerateRequest) -> None:
+        m.beam_search.MergeFrom(pb.BeamSearch(beam_width=width, **fields))  # type: ignore[arg-type]
+        if change:
+            change(m)
+
+    return set_beams
+
+
+WITH_BEAMS = "not allowed together with beam_search"
 BAD: list[tuple[str, str, Change]] = [
+    ("beam_search.beam_width", "in [2, 6]", beams(0)),
+    ("beam_search.beam_width", "in [2, 6]", beams(1)),
+    ("beam_search.beam_width", "is 7, must be in [2, 6] (max_beam_width)", beams(7)),
+    ("beam_search.length_penalty", "[-5, 5]", beams(length_penalty=5.5)),
+    ("beam_search.length_penalty", "[-5, 5]", beams(length_penalty=math.nan)),
+    ("beam_search.early_stopping", "is 9", beams(early_stopping=9)),
+    ("sampling.n", "at most beam_width (2)", beams(2, sampling(n=3))),
+    ("sampling.stop_token_ids", "at most 10 with 6 beams", beams(6, sampling(stop_token_ids=range(11)))),
+    ("sampling.temperature", WITH_BEAMS, beams(2, sampling(temperature=0.0))),
+    ("sampling.top_p", WITH_BEAMS, beams(2, sampling(top_p=1.0))),
+    ("sampling.top_k", WITH_BEAMS, beams(2, sampling(top_k=0))),
+    ("sampling.min_p", WITH_BEAMS, beams(2, sampling(min_p=0.0))),
+    ("sampling.seed", WITH_BEAMS, beams(2, sampling(seed=1))),
+    ("sampling.stop", WITH_BEAMS, beams(2, sampling(stop=["x"]))),
+    ("sampling.logprobs", WITH_BEAMS, beams(2, sampling(logprobs=0))),
+    (
+        "speculation.num_draft_tokens",
+        WITH_BEAMS,
+        beams(2, prompt(speculation=pb.Speculation(num_draft_tokens=1))),
+    ),
     ("max_queue_ms", "at least 1", prompt(max_queue_ms=0)),
     ("never_preempt", "allow_never_preempt", prompt(never_preempt=True)),
     (
@@ -190,3 +227,19 @@ def test_a_regex_of_one_space_is_a_regex() -> None:
     spec = check(request(grammar(regex=" ")), LIMITS, ()).grammar
     assert spec is not None
     assert spec.source == " "
+
+
+def test_a_beam_search_has_no_drafts_and_its_defaults_are_transformers() -> None:
+    checked = check(request(beams(4, sampling(n=3))), LIMITS, ())
+    assert checked.beams == BeamParams(4, 1.0, EarlyStopping.HEURISTIC, 3)
+    assert (checked.num_draft_tokens, checked.jump_forward_tokens, checked.n) == (0, 0, 3)
+    none = check(request(beams(2, prompt(speculation=pb.Speculation(num_draft_tokens=0)))), LIMITS, ())
+    assert none.beams == BeamParams(2)
+    chosen = check(request(beams(2, length_penalty=-0.5, early_stopping=pb.EARLY_STOPPING_NEVER)), LIMITS, ())
+    assert chosen.beams == BeamParams(2, -0.5, EarlyStopping.NEVER)
+
+
+def test_a_server_without_beams_refuses_them() -> None:
+    with pytest.raises(InvalidRequest, match="max_beam_width or max_batch_size is below 2") as raised:
+        check(request(beams()), replace(LIMITS, max_beam_width=0), ())
+    assert raised.value.field == "beam_search"

@@ -1,0 +1,109 @@
+"""Beam searches over the wire, on the embedded model and both libraries of grammars: valid, whole, without leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import jsonschema
+import pytest
+
+from gpu_engine.cli.client import Client
+from protos.engine.v1 import engine_pb2 as pb
+from tests.docs.pages import ROOT
+from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats
+from tests.e2e.conftest import RunningServer
+
+pytestmark = pytest.mark.model
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "London", "Prague", "Cairo"]},
+        "year": {"type": "integer", "minimum": 1000, "maximum": 2100},
+        "kind": {"enum": ["tower", "bridge", "castle"]},
+    },
+    "required": ["city", "year", "kind"],
+    "additionalProperties": False,
+}
+
+
+def request(backend: int | None, width: int = 4, max_tokens: int = 40) -> pb.GenerateRequest:
+    """Return a search for `width` answers; `backend` None: without a grammar."""
+    made = pb.GenerateRequest(
+        text="A famous building, as JSON: ",
+        sampling=pb.SamplingParams(max_tokens=max_tokens, n=width),
+        beam_search=pb.BeamSearch(beam_width=width),
+    )
+    if backend is not None:
+        made.grammar.CopyFrom(pb.Grammar(json_schema=json.dumps(SCHEMA), backend=pb.Backend.ValueType(backend)))
+    return made
+
+
+async def responses(client: Client, made: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    return [response async for response in client.generate(made, timeout_s=ANSWER_TIMEOUT_S)]
+
+
+async def steps_after(client: Client, count: int) -> None:
+    """Wait until the server has run so many steps."""
+    stats = await client.stats()
+    while stats.steps < count:
+        await asyncio.sleep(0.002)
+        stats = await client.stats()
+
+
+def found(answers: list[pb.GenerateResponse]) -> list[tuple[str, float]]:
+    assert [each.index for each in answers] == list(range(len(answers)))
+    assert all(each.HasField("beam_score") for each in answers)
+    return [(each.text, each.beam_score) for each in answers]
+
+
+@pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR], ids=["llguidance", "xgrammar"])
+async def test_every_guided_beam_is_valid_and_survives_a_kill(server: RunningServer, backend: int) -> None:
+    async with Client(server.address) as client:
+        free, guided = await asyncio.gather(
+            responses(client, request(None, 2, 24)), responses(client, request(backend))
+        )
+        before = await idle_stats(client)
+        asked = asyncio.create_task(responses(client, request(backend)))
+        await steps_after(client, before.steps + 6)
+        os.kill(server.grammar_process().pid, signal.SIGKILL)
+        again = await asked
+        after = await idle_stats(client)
+    texts = [text for text, _ in found(guided)]
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(set(texts)) == 4
+    scores = [score for _, score in found(guided)]
+    assert scores == sorted(scores, reverse=True)
+    assert len({text for text, _ in found(free)}) == 2
+    assert [text for text, _ in found(again)] == texts
+    assert [score for _, score in found(again)] == pytest.approx(scores, rel=1e-5)
+    assert after.grammar_starts == before.grammar_starts + 1
+    assert (after.running, after.waiting, after.pages_used, after.matchers) == (0, 0, 0, 0)
+
+
+async def test_a_cancelled_search_leaves_nothing(server: RunningServer) -> None:
+    async with Client(server.address) as client:
+        before = await idle_stats(client)
+        asked = asyncio.create_task(responses(client, request(pb.BACKEND_LLGUIDANCE)))
+        await steps_after(client, before.steps + 4)
+        asked.cancel()
+        with pytest.raises((asyncio.CancelledError, grpc.RpcError)):
+            await asked
+        after = await idle_stats(client)
+    assert (after.running, after.waiting, after.pages_used, after.matchers) == (0, 0, 0, 0)
+
+
+@pytest.mark.slow
+def test_the_example_prints_its_answers() -> None:
+    command = [sys.executable, str(ROOT / "examples/executor/beams.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("free:", "guided:"))]
+    assert [line.split(":")[0] for line in lines] == ["free"] * 4 + ["guided"] * 3
