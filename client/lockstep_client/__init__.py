@@ -1,4 +1,4 @@
-"""A client of Lockstep servers: `Client` and its asynchronous twin `AsyncClient`.
+"""A client of Lockstep servers: `Client` and `Executor`, and their asynchronous twins.
 
 Constrained generation in one call: a schema in, an object out. The package needs grpcio and protobuf, and no part of
 the engine.
@@ -41,6 +41,17 @@ from lockstep_client.errors import (
     Unavailable,
     UnknownGrammar,
 )
+from lockstep_client.executing.async_executor import AsyncExecutor
+from lockstep_client.executing.executor import Executor
+from lockstep_client.executing.requests import (
+    NO_END,
+    GuidedDecodingParams,
+    GuideType,
+    OutputConfig,
+    Request,
+    SamplingConfig,
+)
+from lockstep_client.executing.results import RequestStatsPerIteration, Response, Result
 from lockstep_client.grammars import CompiledGrammar, Grammar
 from lockstep_client.messages import Message, Tool, ToolCall
 from lockstep_client.options import (
@@ -57,11 +68,13 @@ from lockstep_client.statistics import IterationStats, RequestStats, Stage, Stat
 from lockstep_client.tokenizer import TokenizerInfo
 
 __all__ = [
+    "NO_END",
     "NO_RETRIES",
     "TLS",
     "AdditionalOutput",
     "Answer",
     "AsyncClient",
+    "AsyncExecutor",
     "AsyncStatsStream",
     "AsyncStream",
     "BeamSearch",
@@ -74,10 +87,13 @@ __all__ = [
     "Delta",
     "EmbeddedServerError",
     "EngineNotInstalled",
+    "Executor",
     "FieldLogprob",
     "FinishReason",
     "Grammar",
     "GrammarNotConfigured",
+    "GuideType",
+    "GuidedDecodingParams",
     "InvalidRequest",
     "IterationStats",
     "Keywords",
@@ -90,12 +106,18 @@ __all__ = [
     "NotParsed",
     "NotSupported",
     "Options",
+    "OutputConfig",
     "OutputTensor",
     "Part",
     "PartKind",
     "Reasoning",
+    "Request",
     "RequestStats",
+    "RequestStatsPerIteration",
+    "Response",
+    "Result",
     "Retries",
+    "SamplingConfig",
     "ServerFailed",
     "Stage",
     "Stats",

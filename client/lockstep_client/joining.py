@@ -104,7 +104,10 @@ class Joined:
         """Add a delta."""
         before = self._sequences.get(delta.index)
         if self._cumulative and before is not None:
-            first = before.deltas[0]
+            first, last = before.deltas[0], before.deltas[-1]
+            if not delta.text and not delta.token_ids:  # rows of tensors that are too many for the message before
+                kept = {"text": last.text, "token_ids": last.token_ids, "logprobs": last.logprobs, "parts": last.parts}
+                delta = replace(delta, **kept)  # type: ignore[arg-type]  # of the fields' own types
             outputs = before.deltas[-1].outputs + delta.outputs  # a tensor is sent once
             delta = replace(
                 delta,

@@ -1,0 +1,67 @@
+"""The executor's examples on the embedded model, and an executor with a server of its own."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from typing import Any
+
+import pytest
+
+from lockstep_client import Executor, FinishReason, Request, RequestStatsPerIteration, SamplingConfig
+from tests.client.test_embedded import gone
+from tests.docs.pages import ROOT
+from tests.e2e.conftest import RunningServer
+
+pytestmark = pytest.mark.model
+
+
+def example(name: str, server: RunningServer) -> Any:
+    return runpy.run_path(str(ROOT / f"examples/executor/{name}.py"))["main"]([server.address])
+
+
+def test_the_basic_example_answers_its_requests(server: RunningServer) -> None:
+    *texts, date = example("basic", server)
+    assert "Paris" in texts[0]
+    assert len(texts) == 3
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", date)
+
+
+def test_the_streaming_example_reads_two_answers_and_cancels_one(server: RunningServer) -> None:
+    (_, cancelled), *others = [found for _, found in sorted(example("streaming", server).items())]
+    assert cancelled is FinishReason.ABORTED
+    assert [len(text) > 20 for text, _ in others] == [True, True]
+    assert not any(reason is FinishReason.ABORTED for _, reason in others)
+
+
+def test_the_example_with_several_sequences_ends_each_and_then_the_request(server: RunningServer) -> None:
+    results = example("several_sequences", server)
+    assert sorted(result.sequence_index for result in results) == [0, 1, 2]
+    assert [result.is_final for result in results] == [False, False, True]
+    assert all(result.is_sequence_final for result in results)
+    assert len({result.texts for result in results}) > 1
+
+
+def test_the_example_of_statistics_sees_each_iteration(server: RunningServer) -> None:
+    iterations, requests = example("statistics", server)
+    numbers = [each.iteration for each in iterations]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    assert sum(each.generated_tokens for each in iterations) >= 6 * 32
+    assert max(each.decoding for each in iterations) > 1
+    assert all(isinstance(each, RequestStatsPerIteration) for each in requests)
+    assert {stats.client_id for each in requests for stats in each.requests} <= {"example"}
+
+
+@pytest.mark.slow
+def test_an_executor_starts_a_server_of_its_own_and_ends_it() -> None:
+    with Executor("embedded", num_threads=1, max_batch_size=2, max_model_len=128) as executor:
+        process = executor.client._server
+        assert process is not None
+        pid = process.pid
+        request_id = executor.enqueue_request(
+            Request(text="The capital of France is", max_tokens=4, sampling_config=SamplingConfig(temperature=0))
+        )
+        (response,) = executor.await_responses(request_id)
+        assert "Paris" in response.result.texts[0]
+    assert pid is not None
+    assert gone(pid)
