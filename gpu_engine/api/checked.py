@@ -43,6 +43,8 @@ class Limits:
     allow_never_preempt: bool = False
     max_output_bytes: int = 0
     """Of the tensors that a request asks for."""
+    output_memory_bytes: int = 0
+    """Of the tensors of all running requests."""
     outputs: Mapping[str, OutputSpec] = field(default_factory=dict)
     """The tensors of the model, by name."""
 
@@ -75,6 +77,7 @@ class Limits:
             max_queue_ms=server.max_queue_ms,
             allow_never_preempt=server.allow_never_preempt,
             max_output_bytes=server.max_output_bytes,
+            output_memory_bytes=server.output_memory_bytes,
             outputs=outputs or {},
         )
 

@@ -393,6 +393,9 @@ class ServerConfig:
     max_output_bytes: int = 256 << 20
     """Most bytes of the tensors of one request (context_logits, generation_logits, additional_outputs), its n sequences
     together, computed from its prompt and max_tokens before it begins. 0: none may be asked for."""
+    output_memory_bytes: int = 1 << 30
+    """Most bytes that the tensors of all running requests may have together, as long as their clients do not read them;
+    a request beyond it is refused with RESOURCE_EXHAUSTED. At least max_output_bytes."""
     allow_never_preempt: bool = False
     """Allow requests with never_preempt. Such a request gets its slot when the pages of its whole answer are free, and
     holds them to its end, so it takes more of the KV cache than it uses."""
@@ -470,4 +473,9 @@ class ServerConfig:
         _require(self.max_n >= 1, "max_n", "must be at least 1")
         _require(self.max_queue_ms >= 0, "max_queue_ms", "must not be negative")
         _require(self.max_output_bytes >= 0, "max_output_bytes", "must not be negative")
+        _require(
+            self.output_memory_bytes >= self.max_output_bytes,
+            "output_memory_bytes",
+            f"must be at least max_output_bytes, {self.max_output_bytes}",
+        )
         _require(0 <= self.stream_pace_ms <= 1000, "stream_pace_ms", "must be in [0, 1000]")

@@ -90,6 +90,11 @@ class OutputRows:
         return f"<OutputRows {self.name} [{self.start}, {self.end}) of {self.spec.dtype} {self.spec.shape}>"
 
 
+def most_bytes(wanted: Iterable[WantedOutput], prompt_length: int, max_tokens: int) -> int:
+    """Return the bytes of all rows that one sequence may have."""
+    return sum(each.spec.row_bytes * each.most_rows(prompt_length, max_tokens) for each in wanted)
+
+
 def row_bytes(wanted: Iterable[WantedOutput]) -> int:
     """Return the bytes of one row of each source."""
     return sum({each.source: each.spec.row_bytes for each in wanted}.values())

@@ -27,10 +27,12 @@ from gpu_engine.api.errors import (
     GrammarNotConfigured,
     InternalError,
     InvalidRequest,
+    LimitExceeded,
     LockstepError,
     ShuttingDown,
     status_of,
 )
+from gpu_engine.api.outputs import most_bytes
 from gpu_engine.api.ports import EngineCore, GrammarAccess, Model
 from gpu_engine.api.request import DraftScope, FinishReason, GrammarSpec, Request, TokenEvent
 from gpu_engine.front.draft_scopes import DraftScopes, client_identity
@@ -87,6 +89,8 @@ class Call:
     inbox: Inbox = field(default_factory=Inbox)
     outputs: list[SequenceOutput] = field(default_factory=list)
     """Empty until the sequences are submitted."""
+    output_bytes: int = 0
+    """Of the tensors that its sequences may return."""
     aborted: bool = False
     """The request was aborted before its sequences were submitted."""
 
@@ -220,7 +224,9 @@ class Calls:
             if checked.grammar:
                 self._start_compile(checked.request_id, checked.grammar, call.inbox)
             scope = self._scopes.of(checked, caller.identity)
-            for request in await self._build(checked, call.inbox, arrived_s, scope):
+            requests = await self._build(checked, call.inbox, arrived_s, scope)
+            self._reserve_outputs(call, requests)
+            for request in requests:
                 if call.aborted:
                     request.sink(TokenEvent(request.index, finish=FinishReason.ABORTED))
                 elif request.beams is None or request.index == 0:  # a beam search is one sequence to the engine
@@ -229,6 +235,20 @@ class Calls:
             await self._stream(call, respond, write)
         finally:
             self._release(checked, call)
+
+    def _reserve_outputs(self, call: Call, requests: list[Request]) -> None:
+        """Count the tensors that the sequences may return until the call ends: a client that reads slowly leaves them
+        here. Raises LimitExceeded."""
+        call.output_bytes = sum(
+            most_bytes(request.outputs, len(request.prompt_ids), request.sampling.max_tokens) for request in requests
+        )
+        if not call.output_bytes:
+            return
+        total, limit = sum(each.output_bytes for each in self._running.values()), self.limits.output_memory_bytes
+        if total > limit:
+            raise LimitExceeded(
+                f"the tensors of running requests and of this one may have {total} bytes; output_memory_bytes = {limit}"
+            )
 
     def _start_compile(self, request_id: str, grammar: GrammarSpec, inbox: Inbox) -> None:
         if self.grammar is None:

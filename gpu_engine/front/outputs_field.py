@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gpu_engine.api.checked import Limits
 from gpu_engine.api.errors import InvalidRequest
-from gpu_engine.api.outputs import LOGITS, MAX_ROW_BYTES, OutputSpec, WantedOutput, row_bytes
+from gpu_engine.api.outputs import LOGITS, MAX_ROW_BYTES, OutputSpec, WantedOutput, most_bytes, row_bytes
 from protos.engine.v1 import engine_pb2 as pb
 
 MAX_ADDITIONAL_OUTPUTS = 8
@@ -76,11 +76,7 @@ def check_bytes(
 ) -> None:
     """Raise InvalidRequest unless every row that the n sequences of a request may have is within max_output_bytes."""
     sizes = [
-        sum(
-            each.spec.row_bytes * each.most_rows(prompt_length, max_tokens)
-            for index in range(num_sequences)
-            for each in of_sequence((one,), index)
-        )
+        sum(most_bytes(of_sequence((one,), index), prompt_length, max_tokens) for index in range(num_sequences))
         for one in wanted
     ]
     if sum(sizes) > limits.max_output_bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -197,6 +198,27 @@ async def test_rows_of_tokens_behind_a_stop_string_are_dropped(tmp_path: Path) -
         responses = await answer(s.client, request)
     assert sum(output.shape[0] for response in responses for output in response.outputs) == 6
     assert responses[-1].usage.completion_tokens == 6
+
+
+async def test_tensors_of_all_running_requests_together_are_bounded(tmp_path: Path) -> None:
+    async with serving(tmp_path, lambda request: ()) as s:
+        s.calls.limits = replace(s.calls.limits, output_memory_bytes=150 * 1280)
+        request = ask(sampling=pb.SamplingParams(max_tokens=100), response=pb.ResponseOptions(generation_logits=True))
+        first = asyncio.create_task(answer(s.client, request))
+        await eventually(lambda: len(s.engine.submitted) == 1)
+        error = await refusal(s.client, request)
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"may have {200 * 1280} bytes; output_memory_bytes = {150 * 1280}" in str(error.details())
+        request.sampling.max_tokens = 50
+        second = asyncio.create_task(answer(s.client, request))
+        await eventually(lambda: len(s.engine.submitted) == 2)
+        for task in (first, second):
+            task.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        await eventually(lambda: len(s.calls) == 0)
+        third = asyncio.create_task(answer(s.client, request))
+        await eventually(lambda: len(s.engine.submitted) == 3)
+        third.cancel()
 
 
 async def test_a_wait_that_is_too_long_is_a_deadline_exceeded(tmp_path: Path) -> None:
