@@ -19,6 +19,7 @@ HARNESSES = {
     "prefixes": ("speed", "time to the first token with and without the prefix cache"),
     "tensors": ("speed", "time of answers with logits, hidden states and results of modules, and without"),
     "beams": ("speed", "time of a step of a beam search and of as many sampled sequences, in turn"),
+    "processors": ("speed", "time of answers with logits processors of each kind, and without"),
     "bench_forward": ("speed", "time of a forward with fused and with separate layers"),
     "bench_channel": ("speed", "round trip of a step between two processes over shared memory"),
     "bench_sidecar": ("speed", "time in which the grammar process answers a step"),

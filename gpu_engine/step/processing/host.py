@@ -12,7 +12,8 @@ Shapes: B lanes, R rows of one sequence, N rows of a call, P rows of the step, V
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -102,7 +103,12 @@ class HostProcessing:
         """
         logits_NV = logits_NV.float()
         self.failures, self._codes = {}, {}
-        self._lanes = lanes = self._lanes_of(batch, logits_NV, first_row_B)
+        self._lanes = self._lanes_of(batch, logits_NV, first_row_B)
+        with _one_thread() if self.stream.runs_at_once else nullcontext():
+            self._run(self._lanes)
+        return logits_NV
+
+    def _run(self, lanes: list[_Lane]) -> None:
         for k in range(max((len(lane.request.logits_processors) for lane in lanes), default=0)):
             parts: dict[LoadedProcessor, list[_Part]] = {}
             for lane in lanes:
@@ -114,7 +120,6 @@ class HostProcessing:
                         self._apply(loaded, k, [part])
                 else:
                     self._apply(loaded, k, members)
-        return logits_NV
 
     def before_accept(self, batch: StepBatch) -> None:
         """Give the failed rows a kind that ends their sequence. Runs inside a launch, behind the wait for rows."""
@@ -148,9 +153,9 @@ class HostProcessing:
     def _apply(self, loaded: LoadedProcessor, k: int, parts: list[_Part]) -> None:
         """Change the logits of the parts, or find the rows that fail."""
         error: Exception | None = None
-        given_NV = torch.cat([part.logits_RV for part in parts])
+        given_NV = torch.cat([part.logits_RV for part in parts])  # a copy: after an error the rows are as before
         try:
-            out = _call(loaded, k, parts, given_NV.clone())
+            out = _call(loaded, k, parts, given_NV)
             problem = unlike(out, given_NV)
         except Exception as raised:  # whatever the processor does
             out, error, problem = None, raised, f"raised {type(raised).__name__}"
@@ -199,6 +204,17 @@ class HostProcessing:
 
     def __repr__(self) -> str:
         return f"<HostProcessing, {len(self.failures)} failures in the last step>"
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch's operations on the calling thread alone: they are short, and waking others takes longer than they."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 def _call(loaded: LoadedProcessor, k: int, parts: Sequence[_Part], logits_NV: torch.Tensor) -> object:
