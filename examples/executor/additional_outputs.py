@@ -1,42 +1,46 @@
 """Tensors of the model beside the text: logits, hidden states, and the result of any module by name.
 
-    python examples/executor/additional_outputs.py
+    python examples/executor/additional_outputs.py [host:port]        default: a server of its own
 
-Starts a server of its own with the embedded model. Asks for the logits of each token of an answer, and for the states
-behind the last layer at the prompt and the answer. The second answer to the same prompt lacks the states of the tokens
-that the prefix cache had: `start` says how many.
+Asks for the logits of each token of an answer, and for the states behind the last layer at the prompt and the answer. A
+second answer to the same prompt lacks the states of the tokens that the prefix cache had: `start` says how many.
 """
 
 from __future__ import annotations
 
-from lockstep_client import AdditionalOutput, Answer, Client
+import sys
+
+from lockstep_client import AdditionalOutput, Executor, OutputConfig, Request, Result, SamplingConfig
 
 PROMPT = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
 STATES = "hidden_states.30"
 
 
-def main() -> list[Answer]:
-    """Return two answers to one prompt, with their tensors."""
-    with Client.embedded(num_threads=1, max_batch_size=2) as client:
-        names = client.model_info().output_names
+def main(arguments: list[str]) -> list[Result]:
+    """Return two results for one prompt, with their tensors."""
+    executor = Executor(address=arguments[0]) if arguments else Executor("embedded", max_batch_size=4)
+    request = Request(
+        text=PROMPT,
+        max_tokens=8,
+        sampling_config=SamplingConfig(temperature=0),
+        output_config=OutputConfig(generation_logits=True, additional_outputs=[AdditionalOutput(STATES, context=True)]),
+    )
+    results = []
+    with executor:
+        names = executor.client.model_info().output_names
         print(f"the model has {len(names)} outputs, such as {', '.join(names[:3])} and {names[-1]}")
-        return [
-            client.generate(
-                PROMPT,
-                max_tokens=8,
-                temperature=0.0,
-                generation_logits=True,
-                additional_outputs=[AdditionalOutput(STATES, context=True)],
-            )
-            for _ in range(2)
-        ]
+        for _ in range(2):
+            (response,) = executor.await_responses(executor.enqueue_request(request))
+            results.append(response.result)
+    return results
 
 
 if __name__ == "__main__":
-    for answer in main():
-        print(f"{answer.text!r}, {answer.usage.cached_tokens} tokens of the prompt were cached")
-        for tensor in answer.outputs.values():
+    for result in main(sys.argv[1:]):
+        print(repr(result.texts[0]))
+        logits, states = result.generation_logits, result.additional_outputs[STATES]
+        assert logits is not None
+        for tensor in (logits, states):
             print(f"  {tensor.name}: {tensor.dtype} {list(tensor.shape)} from position {tensor.start} on")
-        rows = answer.outputs["generation_logits"].tolist()
-        print("  the largest logit of each row is that of", [row.index(max(row)) for row in rows])
-        print("  the answer's tokens are                 ", list(answer.token_ids))
+        print("  the largest logit of each row is that of", [row.index(max(row)) for row in logits.tolist()])
+        print("  the answer's tokens are                 ", list(result.output_token_ids[0]))
