@@ -77,6 +77,7 @@ class Delta:
             else:
                 self.parts.append(part)
         self.outputs = later.outputs
+        self.beam_score = later.beam_score
         self.finish, self.error, self.fields = later.finish, later.error, later.fields
         self.matched_token_id, self.matched_stop = later.matched_token_id, later.matched_stop
 

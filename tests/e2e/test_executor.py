@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from lockstep_client import Executor, FinishReason, Request, RequestStatsPerIteration, SamplingConfig
+from lockstep_client import (
+    NO_END,
+    Executor,
+    FinishReason,
+    GuidedDecodingParams,
+    GuideType,
+    Request,
+    RequestStatsPerIteration,
+    SamplingConfig,
+)
 from tests.client.test_embedded import gone
 from tests.docs.pages import ROOT
 from tests.e2e.conftest import RunningServer
@@ -50,6 +59,51 @@ def test_the_example_of_statistics_sees_each_iteration(server: RunningServer) ->
     assert max(each.decoding for each in iterations) > 1
     assert all(isinstance(each, RequestStatsPerIteration) for each in requests)
     assert {stats.client_id for each in requests for stats in each.requests} <= {"example"}
+
+
+def test_the_beams_of_a_search_are_one_result(server: RunningServer) -> None:
+    search = SamplingConfig(beam_width=3)
+    with Executor(address=server.address) as executor:
+        request = Request(text="The capital of France is", max_tokens=6, num_return_sequences=2, sampling_config=search)
+        free = Request(text="Once upon a time", max_tokens=6, sampling_config=SamplingConfig(temperature=0))
+        beams, other = executor.await_responses(executor.enqueue_requests([request, free]))
+    (result,) = [response.result for response in beams]
+    assert (result.sequence_index, result.is_final, result.is_sequence_final) == (0, True, True)
+    assert len(result.output_token_ids) == len(result.texts) == 2
+    assert result.output_token_ids[0] != result.output_token_ids[1]
+    assert result.cum_log_probs[0] >= result.cum_log_probs[1]
+    assert other[0].result.is_final
+
+
+@pytest.mark.slow
+def test_a_killed_grammar_process_changes_no_result(server: RunningServer) -> None:
+    digits = GuidedDecodingParams(GuideType.REGEX, "([0-9]{3} ){16}")
+    greedy = SamplingConfig(temperature=0)
+    requests = [
+        Request(text=f"{i} numbers: ", sampling_config=greedy, guided_decoding_params=digits, streaming=bool(i % 2))
+        for i in range(4)
+    ]
+    requests.append(Request(text="Once upon a time", max_tokens=48, end_id=NO_END, sampling_config=greedy))
+
+    def answers(executor: Executor, *, kill: bool) -> list[tuple[int, ...]]:
+        ids = executor.enqueue_requests(requests)
+        tokens: dict[int, tuple[int, ...]] = dict.fromkeys(ids, ())
+        while responses := executor.await_responses():
+            for response in responses:
+                tokens[response.request_id] += response.result.output_token_ids[0]
+            if kill and len(tokens[ids[1]]) > 4:
+                server.grammar_process().kill()
+                kill = False
+        assert not kill
+        return [tokens[each] for each in ids]
+
+    with Executor(address=server.address) as executor:
+        before = answers(executor, kill=False)
+        starts = executor.client.stats().grammar_starts
+        assert answers(executor, kill=True) == before
+        stats = executor.client.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.grammar_starts == starts + 1
 
 
 @pytest.mark.slow

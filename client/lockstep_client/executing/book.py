@@ -54,8 +54,9 @@ class Book:
         self._entries: dict[int, _Entry] = {}
         self._waiting: deque[int] = deque()
         self._aborts: deque[int] = deque()
-        self._at_server = 0
-        self._last_id = self._arrivals = 0
+        self._at_server = self._running = self._last_id = self._arrivals = 0
+        self._ready: dict[int, None] = {}
+        """Ids with unread responses, the one that has had them for the longest time first."""
 
     def enqueue(self, requests: Sequence[Request]) -> list[int]:
         """Return the ids of new requests. Takes none where one is wrong: raises TypeError or ValueError."""
@@ -66,6 +67,7 @@ class Book:
             self._entries[request_id] = _Entry(request, message, ResultMaker(request))
         self._waiting.extend(ids)
         self._last_id += len(ids)
+        self._running += len(ids)
         return ids
 
     def to_send(self) -> list[pb.GenerateManyRequest]:
@@ -143,14 +145,14 @@ class Book:
     def num_ready(self, request_id: int | None = None) -> int:
         """Return how many responses can be popped, of one request or of any."""
         if request_id is None:
-            return sum(len(entry.unread) for entry in self._entries.values())
+            return sum(len(self._entries[each].unread) for each in self._ready)
         entry = self._entries.get(request_id)
         return len(entry.unread) if entry is not None else 0
 
     def has_ready(self, request_ids: Collection[int] | None) -> bool:
         """Return whether each of these requests has a response; None: whether any has."""
         if request_ids is None:
-            return any(entry.unread for entry in self._entries.values())
+            return bool(self._ready)
         return all(self.num_ready(each) or each not in self._entries for each in request_ids)
 
     def pop(self, request_id: int) -> list[Response]:
@@ -159,18 +161,13 @@ class Book:
 
     def pop_any(self) -> list[Response]:
         """Return the responses of all requests that were not taken yet, in the order of their arrival."""
-        found = [each for request_id in list(self._entries) for each in self._take_unread(request_id)]
+        found = [each for request_id in list(self._ready) for each in self._take_unread(request_id)]
         return [response for _, response in sorted(found, key=lambda each: each[0])]
-
-    @property
-    def num_running(self) -> int:
-        """Requests that have not had their last response."""
-        return sum(not entry.ended for entry in self._entries.values())
 
     @property
     def waits_for_nothing(self) -> bool:
         """No request's last response is missing."""
-        return all(entry.ended for entry in self._entries.values())
+        return not self._running
 
     def ids(self) -> list[int]:
         """Return the ids of the requests that have not ended."""
@@ -181,6 +178,7 @@ class Book:
         if entry is None:  # another thread took its last response
             return []
         found, entry.unread = entry.unread, []
+        self._ready.pop(request_id, None)
         if entry.ended:
             del self._entries[request_id]
         return found
@@ -192,11 +190,13 @@ class Book:
     def _file(self, request_id: int, entry: _Entry, response: Response) -> None:
         self._arrivals += 1
         entry.unread.append((self._arrivals, response))
+        self._ready[request_id] = None
 
     def _ended(self, entry: _Entry) -> None:
         entry.ended = True
+        self._running -= 1
         if entry.sent:
             self._at_server -= entry.request.num_sequences
 
     def __repr__(self) -> str:
-        return f"<Book running={self.num_running} waiting={len(self._waiting)} ready={self.num_ready()}>"
+        return f"<Book running={self._running} waiting={len(self._waiting)} ready={self.num_ready()}>"

@@ -318,6 +318,7 @@ async def test_without_a_cache_each_grammar_is_compiled_anew(vocabulary: Vocabul
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 async def test_a_compilation_in_threads_makes_the_same_grammar(vocabulary: Vocabulary) -> None:
     pytest.importorskip("xgrammar", reason="needs xgrammar")
     schema = json.dumps({"properties": {name: {"enum": ["x", 1]} for name in "abcdefgh"}, "required": ["a"]})
