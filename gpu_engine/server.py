@@ -76,6 +76,8 @@ class Parts:
     load_model: Callable[[EngineConfig, Progress | None], Model]
     build_engine: Callable[[EngineConfig, Any, EngineEnd | None, GrammarPort | None], ServedEngine]
     num_cuda_devices: Callable[[], int] = lambda: 0
+    find_model: Callable[[EngineConfig, Progress | None], object] = lambda config, progress: None
+    """Raises the errors of `load_model` for a model that is not there; fetches one of the hub."""
 
 
 def real_parts() -> Parts:
@@ -90,14 +92,14 @@ def real_parts() -> Parts:
 
     from gpu_engine.core.engine import Engine
     from gpu_engine.model.kernel_loading import load_kernels_eagerly
-    from gpu_engine.model.loader import load_model
+    from gpu_engine.model.loader import find_model, load_model
 
     def num_cuda_devices() -> int:
         load_kernels_eagerly()  # CUDA reads this when it is initialised, which counting devices may do
         return torch.cuda.device_count()
 
     transformers_logging.disable_progress_bar()  # `progress` shows the loading instead
-    return Parts(load_model, Engine, num_cuda_devices)
+    return Parts(load_model, Engine, num_cuda_devices, find_model)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -175,7 +177,8 @@ async def _start(
     metrics = BothProcesses()
     scrapes = _serve_metrics(stack, server_config, metrics)
 
-    # 3. The grammar process starts while the model is loaded.
+    # 3. The grammar process starts while the model is loaded, once there is a model.
+    await in_own_thread(lambda: parts.find_model(engine_config, progress))
     background = await stack.enter_async_context(asyncio.TaskGroup())
     grammar: GrammarProcess | None = None
     if directory is not None:

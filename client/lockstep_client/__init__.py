@@ -19,6 +19,7 @@ from lockstep_client.answers import (
     Telemetry,
     TokenLogprob,
     TokenLogprobs,
+    TokenOrigin,
     Tokens,
     Usage,
 )
@@ -128,6 +129,7 @@ __all__ = [
     "TimedOut",
     "TokenLogprob",
     "TokenLogprobs",
+    "TokenOrigin",
     "TokenizerInfo",
     "Tokens",
     "Tool",

@@ -55,6 +55,17 @@ class PartKind(enum.StrEnum):
     TOOL_ARGUMENTS = "tool_arguments"
 
 
+class TokenOrigin(enum.StrEnum):
+    """How a step came to a token."""
+
+    SAMPLED = "sampled"
+    """The model's own token."""
+    DRAFT = "draft"
+    """An accepted draft of the drafter."""
+    FORCED = "forced"
+    """An accepted draft of the grammar, because no other text may stand there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A delta of one part of an answer, of requests with tools or reasoning."""
@@ -143,6 +154,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     """Of prompt_tokens: tokens that the prefix cache had."""
+    reasoning_tokens: int
+    """Of completion_tokens: tokens of the reasoning, its markers included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +204,8 @@ class Delta:
     """Rows of the tensors that the request asked for."""
     beam_score: float | None
     """In the last delta of a sequence of a beam search."""
+    token_origins: tuple[TokenOrigin, ...]
+    """One entry per token, when asked for."""
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -219,6 +234,7 @@ class Answer(Generic[T]):
     outputs: Mapping[str, OutputTensor] = field(default_factory=dict)
     """By name, all rows of each tensor that the request asked for."""
     beam_score: float | None = None
+    token_origins: tuple[TokenOrigin, ...] = ()
     others: tuple[Answer[T], ...] = ()
     _parse: Any = None
     _value: list[T] = field(default_factory=list)
@@ -289,6 +305,7 @@ class ModelInfo:
     max_beam_width: int
     output_names: tuple[str, ...]
     max_adapter_bytes: int
+    page_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +388,7 @@ def delta_of(response: pb.GenerateResponse) -> Delta:
         field_logprobs=tuple(from_message(FieldLogprob, each) for each in response.field_logprobs),
         outputs=tuple(from_message(OutputTensor, each) for each in response.outputs),
         beam_score=response.beam_score if response.HasField("beam_score") else None,
+        token_origins=tuple(_origin(each) for each in response.token_origins),
     )
 
 
@@ -389,6 +407,10 @@ def joined_outputs(parts: Iterable[OutputTensor]) -> dict[str, OutputTensor]:
         )
         for name, every in found.items()
     }
+
+
+def _origin(origin: pb.TokenOrigin.ValueType) -> TokenOrigin:
+    return TokenOrigin(pb.TokenOrigin.Name(origin).removeprefix("TOKEN_ORIGIN_").lower())
 
 
 def _finish_reason(reason: int) -> FinishReason | None:

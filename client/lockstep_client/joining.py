@@ -81,6 +81,7 @@ class _Sequence:
             field_logprobs=last.field_logprobs,
             outputs=joined_outputs(each for delta in self.deltas for each in delta.outputs),
             beam_score=last.beam_score,
+            token_origins=tuple(each for delta in self.deltas for each in delta.token_origins),
             _parse=parse,
         )
 

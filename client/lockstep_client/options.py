@@ -131,6 +131,7 @@ class Options(TypedDict, total=False):
     context_logits: bool
     generation_logits: bool
     additional_outputs: Sequence[str | AdditionalOutput]
+    token_origins: bool
     # The request.
     request_id: str
     client_id: str
@@ -173,7 +174,7 @@ _SCALARS = {
     "speculation": ("num_draft_tokens", "draft_index"),
     "response": (
         "omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs", "whole", "cumulative",
-        "context_logits", "generation_logits",
+        "token_origins", "context_logits", "generation_logits",
     ),
 }  # fmt: skip
 """Options by the message that holds them."""

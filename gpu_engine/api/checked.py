@@ -133,6 +133,8 @@ class Checked:
     """The first response of each sequence begins with the prompt."""
     field_logprobs: bool = False
     """The last response has the log-probability of each leaf of the JSON answer."""
+    token_origins: bool = False
+    """The responses say of each token how its step came to it."""
     prompt_logprobs: int | None = None
     """Alternatives of each token of the prompt; None: no log-probabilities of the prompt."""
     priority: int = 0

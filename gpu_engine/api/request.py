@@ -34,6 +34,14 @@ class FinishReason(enum.Enum):
     GRAMMAR_CLOSED = 6
 
 
+class TokenOrigin(enum.Enum):
+    """How a step came to a token; the values equal those of the proto enum."""
+
+    SAMPLED = 1
+    DRAFT = 2
+    FORCED = 3
+
+
 class GrammarKind(enum.Enum):
     """Kinds of grammar; the values equal those of `lockstep.grammar.v1.Kind`."""
 
@@ -180,6 +188,8 @@ class TokenEvent:
     """Rows of the tensors that the request asked for; those of `token_ids` among them. An event may have rows alone."""
     beam_score: float | None = None
     """In the last event of a sequence of a beam search, unless the search has found fewer sequences."""
+    origins: tuple[TokenOrigin, ...] = ()
+    """One entry per token if the request asked for them, else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +236,8 @@ class Request:
     """Alternatives of each token of the prompt whose log-probabilities are wanted; None: none are."""
     outputs: tuple[WantedOutput, ...] = ()
     """Tensors of the model that the request asks for."""
+    token_origins: bool = False
+    """The events say how each token came."""
     echo: str | None = None
     """The prompt's text, with which the first response of the sequence begins. None: not asked for."""
     telemetry: Telemetry = field(default_factory=Telemetry)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import grpc
@@ -23,7 +24,7 @@ from gpu_engine.cli.client import DEFAULT_SERVER, Access, Client, access_of
 from gpu_engine.cli.grammar_flags import GRAMMAR_FLAGS, build_grammar
 from gpu_engine.cli.inputs import json_of, read_stdin, read_text
 from gpu_engine.cli.request_flags import build_request, conversation
-from gpu_engine.cli.terminal import field_table, grammar_cost, logprob_table, summary
+from gpu_engine.cli.terminal import field_table, grammar_cost, logprob_table, origin_counts, summary
 from protos.engine.v1 import engine_pb2 as pb
 
 OK, FAILED, USAGE, NOT_COMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -80,6 +81,7 @@ class _Text:
         self._fields: list[pb.FieldLogprob] = []
         self._outputs: dict[tuple[int, str], list[tuple[int, list[int], str]]] = {}
         """By sequence and name: the start, the shape and the dtype of each part."""
+        self._origins: Counter[int] = Counter()
         self._prompt: tuple[list[int], list[pb.TokenLogprobs]] = ([], [])
 
     def take(self, response: pb.GenerateResponse) -> None:
@@ -97,6 +99,7 @@ class _Text:
         for output in response.outputs:
             of_name = self._outputs.setdefault((response.index, output.name), [])
             of_name.append((output.start, list(output.shape), output.dtype))
+        self._origins.update(response.token_origins)
 
     def _text(self, response: pb.GenerateResponse) -> str:
         if not (self._request.HasField("tools") or self._request.HasField("reasoning")):
@@ -131,6 +134,8 @@ class _Text:
             count = sum(part_shape[0] for _, part_shape, _ in parts)
             sizes = " x ".join(map(str, (count, *shape[1:])))
             print(f"[{index}] {name}: {sizes} {dtype} from position {start} on", file=sys.stderr)
+        if self._origins:
+            print(origin_counts(self._origins), file=sys.stderr)
 
 
 def run_compile(flags: argparse.Namespace) -> int:

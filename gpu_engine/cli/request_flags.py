@@ -125,6 +125,13 @@ _RESPONSE: list[_Value | _Switch] = [
     _Switch(
         "response", "per_field_logprobs", "--per-field-logprobs", True, "show the log-probability of each leaf of JSON"
     ),
+    _Switch(
+        "response",
+        "token_origins",
+        "--token-origins",
+        True,
+        "say of each token whether it was sampled, an accepted draft, or forced by the grammar",
+    ),
     _Switch("response", "context_logits", "--context-logits", True, "return the logits at the prompt's tokens"),
     _Switch(
         "response", "generation_logits", "--generation-logits", True, "return the logits of each token of the answer"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -100,6 +100,14 @@ def field_table(fields: Sequence[pb.FieldLogprob]) -> str:
     """Return a line per leaf of a JSON answer: its place and its probability in percent."""
     return "\n".join(
         f"{field.pointer or '/':<24} {_percent(field.logprob)} in {field.tokens} tokens" for field in fields
+    )
+
+
+def origin_counts(origins: Mapping[int, int]) -> str:
+    """Return how many tokens came in which way, as one line."""
+    return (
+        f"{origins.get(pb.TOKEN_ORIGIN_SAMPLED, 0)} tokens sampled, {origins.get(pb.TOKEN_ORIGIN_DRAFT, 0)} accepted "
+        f"drafts, {origins.get(pb.TOKEN_ORIGIN_FORCED, 0)} forced by the grammar"
     )
 
 

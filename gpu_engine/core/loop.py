@@ -19,7 +19,7 @@ from dataclasses import replace
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError, QueueTimeout, status_of
 from gpu_engine.api.ports import GrammarPort
-from gpu_engine.api.request import FinishReason, PromptLogprobs, Request, TokenEvent
+from gpu_engine.api.request import FinishReason, PromptLogprobs, Request, TokenEvent, TokenOrigin
 from gpu_engine.api.stats import EngineStats, IterationRing
 from gpu_engine.core.beams.groups import BeamGroups
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
@@ -40,6 +40,17 @@ from shared_mem.layout import RowKind
 
 def _tokens_of(sequence: RunningSequence) -> list[int]:
     return [*sequence.payload.request.prompt_ids, *sequence.payload.answer]
+
+
+def _origins(sequence: RunningSequence, outcome: LaneOutcome) -> tuple[TokenOrigin, ...]:
+    """Return how a step came to each of its tokens: the first drafts are those of the grammar."""
+    accepted = min(outcome.num_accepted, len(outcome.token_ids))
+    forced = min(sequence.payload.num_jump_forward, accepted)
+    return (
+        *[TokenOrigin.FORCED] * forced,
+        *[TokenOrigin.DRAFT] * (accepted - forced),
+        *[TokenOrigin.SAMPLED] * (len(outcome.token_ids) - accepted),
+    )
 
 
 def _ended(event: TokenEvent, request: Request, finish: FinishReason | None, error: LockstepError | None) -> TokenEvent:
@@ -226,10 +237,11 @@ class EngineLoop:
         for b, (sequence, outcome) in enumerate(zip(step.sequences, step.outcomes, strict=True)):
             if not step.holds(b) or sequence.ended:
                 continue
+            origins = _origins(sequence, outcome) if sequence.payload.request.token_origins else ()
             if outcome.error is not None:
                 if outcome.token_ids:  # without drafts they were sent before the row that failed
                     self._count(sequence, outcome, step.waited_ms)
-                    self._send(sequence, outcome)
+                    self._send(sequence, outcome, origins)
                 self.end(sequence, error=outcome.error)
                 continue
             if outcome.candidates is not None:
@@ -245,11 +257,11 @@ class EngineLoop:
             elif sequence.guided:
                 self.grammar_slots.rows_arrived(sequence)
             if sequence in self.outputs:
-                self._hold(sequence, outcome)
+                self._hold(sequence, outcome, origins)
             elif outcome.finish is not None:
-                self.end(sequence, outcome, finish=outcome.finish)
+                self.end(sequence, outcome, finish=outcome.finish, origins=origins)
             elif outcome.token_ids:
-                self._send(sequence, outcome)
+                self._send(sequence, outcome, origins)
         if step.beams is not None:
             self._advance_beams()
 
@@ -267,15 +279,16 @@ class EngineLoop:
             if group.search.done:
                 self.end(first)
 
-    def _send(self, sequence: RunningSequence, outcome: LaneOutcome) -> None:
+    def _send(self, sequence: RunningSequence, outcome: LaneOutcome, origins: tuple[TokenOrigin, ...]) -> None:
         """Send the tokens of a step behind which the sequence goes on."""
         request, scores = sequence.payload.request, self._prompt_logprobs(sequence)
-        request.sink(TokenEvent(request.index, outcome.token_ids, outcome.logprobs, prompt_logprobs=scores))
+        event = TokenEvent(request.index, outcome.token_ids, outcome.logprobs, prompt_logprobs=scores, origins=origins)
+        request.sink(event)
 
-    def _hold(self, sequence: RunningSequence, outcome: LaneOutcome) -> None:
+    def _hold(self, sequence: RunningSequence, outcome: LaneOutcome, origins: tuple[TokenOrigin, ...]) -> None:
         """Have the tokens sent with their rows; a sequence that ends here holds its slot until these are computed."""
         scores = self._prompt_logprobs(sequence) if outcome.token_ids else None
-        self.outputs.hold(sequence, outcome.token_ids, outcome.logprobs, scores, outcome.finish)
+        self.outputs.hold(sequence, outcome.token_ids, outcome.logprobs, scores, outcome.finish, origins)
         if outcome.finish is not None:
             sequence.ended, sequence.deferred = True, False
             sequence.guided, sequence.grammar_state = False, GrammarState.UNCONSTRAINED
@@ -331,8 +344,12 @@ class EngineLoop:
         finish: FinishReason | None = None,
         error: LockstepError | None = None,
         silent: bool = False,
+        origins: tuple[TokenOrigin, ...] = (),
     ) -> None:
-        """Release everything the sequence holds, with its group, then send its last event; `silent` sends none."""
+        """Release everything the sequence holds, with its group, then send its last event; `silent` sends none.
+
+        `origins`: of the outcome's tokens, if the request asked for them.
+        """
         sequence = sequence.members[0]
         request = sequence.payload.request
         del self.sequences[request]
@@ -344,7 +361,7 @@ class EngineLoop:
         if group is not None:
             last = list(group.last_events(finish, error))
         else:
-            last = [_ended(self._last_event(sequence, outcome), request, finish, error)]
+            last = [_ended(self._last_event(sequence, outcome, origins), request, finish, error)]
         if self._answers is not None and error is None:
             answer = last[0].token_ids if group else sequence.payload.answer
             self._answers.add(request.draft_scope, request.prompt_ids, answer)
@@ -359,13 +376,15 @@ class EngineLoop:
         for each in sequence.members:  # last: the client gets its last event even if the port fails
             self.grammar_slots.close(each)
 
-    def _last_event(self, sequence: RunningSequence, outcome: LaneOutcome | None) -> TokenEvent:
+    def _last_event(
+        self, sequence: RunningSequence, outcome: LaneOutcome | None, origins: tuple[TokenOrigin, ...]
+    ) -> TokenEvent:
         """Return what the client has not got yet of a sequence that ends."""
         if sequence in self.outputs:
             return self.outputs.close(sequence)
         ids, logprobs = (outcome.token_ids, outcome.logprobs) if outcome else ((), ())
         scores = self._prompt_logprobs(sequence) if ids else None
-        return TokenEvent(sequence.payload.request.index, ids, logprobs, prompt_logprobs=scores)
+        return TokenEvent(sequence.payload.request.index, ids, logprobs, prompt_logprobs=scores, origins=origins)
 
     @property
     def num_index_drafts(self) -> tuple[int, int]:

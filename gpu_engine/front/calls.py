@@ -282,6 +282,7 @@ class Calls:
             parser=layout.parser() if layout else None,
             fields=FieldScorer() if checked.field_logprobs else None,
             decode_special=decode_special if layout and layout.special_text else None,
+            reasoning=layout.reasoning_tokens() if layout else None,
         )
 
     async def _stream(self, call: Call, respond: Respond, write: Write) -> None:

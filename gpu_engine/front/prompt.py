@@ -98,6 +98,7 @@ def build_requests(
             logits_processors=checked.logits_processors,
             prompt_logprobs=checked.prompt_logprobs if i == 0 else None,
             echo=echo,
+            token_origins=checked.token_origins,
             # The sequences of a beam search share their steps.
             telemetry=telemetry if checked.beams else Telemetry(arrived_s=arrived_s),
             beams=checked.beams,

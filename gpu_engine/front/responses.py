@@ -68,13 +68,17 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
     request, echo = output.request, delta.echo is not None
     text = delta.text if options.omit_text else (delta.echo or "") + delta.text
     has_ids = (delta.token_ids or echo) and not options.omit_token_ids
-    if not (text or delta.finish or delta.logprobs or delta.prompt_logprobs or delta.outputs or has_ids):
+    if not (
+        text or delta.finish or delta.logprobs or delta.prompt_logprobs or delta.outputs or delta.origins or has_ids
+    ):
         return []
     first = pb.GenerateResponse(request_id=request.request_id, index=request.index, text=text)
     if echo and not options.omit_token_ids:
         first.prompt_token_ids.extend(request.prompt_ids)
     if not options.omit_token_ids:
         first.token_ids.extend(delta.token_ids)
+    if delta.origins:
+        first.token_origins.extend(cast("pb.TokenOrigin", origin.value) for origin in delta.origins)
     for part in delta.parts:
         first.parts.add(
             kind=cast("pb.AnswerPart.Kind", part.kind.value),
@@ -109,6 +113,7 @@ def _add_end(response: pb.GenerateResponse, output: SequenceOutput, delta: Delta
     response.usage.prompt_tokens = len(request.prompt_ids)
     response.usage.completion_tokens = output.completion_tokens
     response.usage.cached_tokens = request.telemetry.cached_tokens
+    response.usage.reasoning_tokens = output.reasoning_tokens
     response.telemetry.CopyFrom(_telemetry(request, output.finished_s))
 
 
@@ -187,6 +192,7 @@ def model_info(
         logits_processors=limits.logits_processors.names,
         output_names=model.outputs,
         max_beam_width=limits.max_beam_width,
+        page_size=config.page_size,
     )
     response.backends.extend(cast("tuple[pb.Backend, ...]", backends))
     template = model.tokenizer.chat_template

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.outputs import OutputRows
-from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent
+from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent, TokenOrigin
 from gpu_engine.front.tokens.field_logprobs import FieldLogprob, FieldScorer
 from gpu_engine.front.tools.parts import Part, PartKind, PartsParser
+from gpu_engine.front.tools.reasoning_tokens import ReasoningTokens
 
 Decode = Callable[[Sequence[int]], str]
 """Maps token ids to text, without clean-up; special tokens are dropped or not, as the request asks."""
@@ -53,6 +54,8 @@ class Delta:
     """In the last delta, if asked for: the leaves of the answer's content."""
     beam_score: float | None = None
     """In the last delta of a sequence of a beam search."""
+    origins: list[TokenOrigin] = field(default_factory=list)
+    """How each token came, if asked for."""
     error: LockstepError | None = None
     """The engine failed the sequence; the tokens before the failure are valid."""
 
@@ -69,6 +72,7 @@ class Delta:
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
+        self.origins += later.origins
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         for part in later.parts:
             last = self.parts[-1] if self.parts else None
@@ -95,6 +99,7 @@ class SequenceOutput:
         parser: PartsParser | None = None,
         fields: FieldScorer | None = None,
         decode_special: Decode | None = None,
+        reasoning: ReasoningTokens | None = None,
     ) -> None:
         """Args: see below.
 
@@ -103,6 +108,7 @@ class SequenceOutput:
         parser: of this sequence; None: the deltas have no parts.
         fields: collects the log-probabilities of the answer's leaves, which its events have; None: not asked for.
         decode_special: keeps special tokens, for a parser that reads them; None: it reads the text.
+        reasoning: counts the tokens of the reasoning; None: the answer has none.
         """
         sampling = request.sampling
         self.request = request
@@ -115,16 +121,23 @@ class SequenceOutput:
         self._with_logprobs, self._fields = with_logprobs, fields
         self._content: list[str] = []
         """With `fields`: the text that was sent, without reasoning and tool calls."""
-        needs_text = with_text or fields is not None
-        self._parser = parser if needs_text else None
+        needs_text = with_text or fields is not None or reasoning is not None
+        self._reasoning = reasoning
+        self._parser = parser if with_text or fields is not None else None
         self._min_tokens = sampling.min_tokens
         self._keep_stop = sampling.include_stop_str_in_output
         self._detokenizer = Detokenizer(decode, request.prompt_ids) if needs_text or sampling.stop else None
         self._scanner = StopScanner(sampling.stop, keep_match=self._keep_stop)
-        self._special = Detokenizer(decode_special, request.prompt_ids) if decode_special and self._parser else None
+        reads_special = self._parser is not None or reasoning is not None
+        self._special = Detokenizer(decode_special, request.prompt_ids) if decode_special and reads_special else None
         self._special_scanner = StopScanner(sampling.stop, keep_match=self._keep_stop)
         self._special_text = ""
         """For the parser: text with special tokens that it has not read."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning so far, its markers included."""
+        return self._reasoning.count if self._reasoning is not None else 0
 
     def take(self, events: Sequence[TokenEvent]) -> Delta:
         """Merge all events that arrived into one delta. Events after the end are ignored."""
@@ -150,10 +163,10 @@ class SequenceOutput:
         return delta
 
     def _parts(self, text: str, *, ended: bool) -> list[Part]:
-        if self._parser is None:
-            return []
         if self._special:
             text, self._special_text = self._special_text, ""
+        if self._parser is None:
+            return []
         parts = self._parser.push(text)
         return parts + self._parser.finish() if ended else parts
 
@@ -166,13 +179,18 @@ class SequenceOutput:
             delta.token_ids.append(token_id)
             if event.logprobs and self._with_logprobs:
                 delta.logprobs.append(event.logprobs[i])
+            if self.request.token_origins:  # a beam search drafts nothing
+                delta.origins.append(event.origins[i] if event.origins else TokenOrigin.SAMPLED)
             self.completion_tokens += 1
             hidden = stop_token_last and i == len(event.token_ids) - 1 and not self._keep_stop
-            if self._special and not hidden:
-                self._scan_special(self._special.push(token_id))
+            special = self._special.push(token_id) if self._special and not hidden else ""
+            if special:
+                self._scan_special(special)
             if hidden or self._detokenizer is None:
                 continue
             piece = self._detokenizer.push(token_id)
+            if self._reasoning is not None:
+                self._reasoning.push(special if self._special else piece)
             if self._fields is not None:
                 self._fields.push(piece, event.logprobs[i].logprob, holds=self._detokenizer.holds)
             if self._scan(piece, delta, text):

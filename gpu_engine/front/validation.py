@@ -96,6 +96,7 @@ def check(
         reasoning=check_reasoning(request),
         echo=request.response.echo,
         field_logprobs=_field_logprobs(request.response, grammar),
+        token_origins=request.response.token_origins,
         prompt_logprobs=_prompt_logprobs(request.response),
         priority=_priority(request.priority),
         max_queue_ms=_max_queue_ms(request, limits),

@@ -35,7 +35,7 @@ from gpu_engine.model.quantised.native import with_native
 from gpu_engine.model.rotary import install_tables
 from service_runtime.cores import usable_cores
 
-__all__ = ["LoadedModel", "ModelNotSupported", "load_model", "path_of", "prepare", "resolve_dtype"]
+__all__ = ["LoadedModel", "ModelNotSupported", "find_model", "load_model", "path_of", "prepare", "resolve_dtype"]
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,12 @@ def path_of(
         return ensure_embedded(progress)
     wanted = Wanted(config.model, config.revision, setting, with_tokenizer)
     return locate(wanted, Hub(token=read_token(config.hf_token_file)), progress)
+
+
+def find_model(config: EngineConfig, progress: Progress | None = None) -> None:
+    """Raise ModelNotSupported or FileNotFoundError for a `config.model` that is not there; fetch one of the hub."""
+    if config.model != EMBEDDED_MODEL:  # it is converted at its first start, while the grammar process starts
+        path_of(config, progress)
 
 
 def load_model(config: EngineConfig, progress: Progress | None = None, *, setting: str = "model") -> LoadedModel:

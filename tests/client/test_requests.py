@@ -48,7 +48,8 @@ ALL_OPTIONS: dict[str, Any] = {
     "stop_token_ids": [4], "bad_token_ids": [5], "bad_words": ["b"], "ignore_eos": True, "logprobs": 2, "n": 3,
     "include_stop_str_in_output": True, "skip_special_tokens": False, "logit_bias": {8: -1.0},
     "num_draft_tokens": 0, "draft_index": False, "omit_text": True, "omit_token_ids": True, "echo": True,
-    "prompt_logprobs": 1, "per_field_logprobs": True, "request_id": "r", "cache_salt": "s", "priority": -2,
+    "prompt_logprobs": 1, "per_field_logprobs": True, "token_origins": True, "request_id": "r",
+    "cache_salt": "s", "priority": -2,
     "context_logits": True, "generation_logits": True, "additional_outputs": ["logits", AdditionalOutput("m", True)],
     "max_queue_ms": 250, "never_preempt": True,
     "whole": True, "cumulative": True, "client_id": "c", "lora": "l", "prompt_adapter": "p",
@@ -286,7 +287,7 @@ def answer(**fields: Any) -> Answer[Any]:
         request_id="r",
         index=0,
         token_ids=(),
-        usage=Usage(0, 0, 0),
+        usage=Usage(0, 0, 0, 0),
         telemetry=Telemetry(0, 0, False, 0, 0, 0, 0, 0, 0, 0, 0, 0, "", ()),
         **values,
     )

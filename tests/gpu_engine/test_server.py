@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -63,6 +64,21 @@ async def test_a_server_answers_and_reports_serving(tmp_path: Path) -> None:
         assert "".join(r.text for r in responses) == "yes"
         assert await health_of(server.address) == health_pb2.HealthCheckResponse.SERVING
     assert engines[0].closed
+
+
+async def test_no_grammar_process_starts_for_a_model_that_is_not_there(tmp_path: Path) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    def missing(config: EngineConfig, progress: object) -> None:
+        raise FileNotFoundError(f"model: {config.model} is nowhere")
+
+    there = replace(parts(answers_with("yes")), find_model=missing)
+    spawning = config(tmp_path, grammar="spawn", grammar_dir=str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="model: a/b is nowhere"):
+        async with open_server(replace(ENGINE, model="a/b"), spawning, parts=there):
+            pass
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    assert not (tmp_path / SOCKET_NAME).exists()
 
 
 @pytest.mark.parametrize(("num_devices", "device"), [(0, "cpu"), (1, "cuda")])

@@ -36,6 +36,13 @@ class EarlyStopping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EARLY_STOPPING_TRUE: _ClassVar[EarlyStopping]
     EARLY_STOPPING_NEVER: _ClassVar[EarlyStopping]
 
+class TokenOrigin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TOKEN_ORIGIN_UNSPECIFIED: _ClassVar[TokenOrigin]
+    TOKEN_ORIGIN_SAMPLED: _ClassVar[TokenOrigin]
+    TOKEN_ORIGIN_DRAFT: _ClassVar[TokenOrigin]
+    TOKEN_ORIGIN_FORCED: _ClassVar[TokenOrigin]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -62,6 +69,10 @@ EARLY_STOPPING_UNSPECIFIED: EarlyStopping
 EARLY_STOPPING_HEURISTIC: EarlyStopping
 EARLY_STOPPING_TRUE: EarlyStopping
 EARLY_STOPPING_NEVER: EarlyStopping
+TOKEN_ORIGIN_UNSPECIFIED: TokenOrigin
+TOKEN_ORIGIN_SAMPLED: TokenOrigin
+TOKEN_ORIGIN_DRAFT: TokenOrigin
+TOKEN_ORIGIN_FORCED: TokenOrigin
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -298,7 +309,7 @@ class Speculation(_message.Message):
     def __init__(self, num_draft_tokens: _Optional[int] = ..., draft_index: _Optional[bool] = ...) -> None: ...
 
 class ResponseOptions(_message.Message):
-    __slots__ = ("omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs", "whole", "cumulative", "context_logits", "generation_logits", "additional_outputs")
+    __slots__ = ("omit_text", "omit_token_ids", "echo", "prompt_logprobs", "per_field_logprobs", "whole", "cumulative", "context_logits", "generation_logits", "additional_outputs", "token_origins")
     OMIT_TEXT_FIELD_NUMBER: _ClassVar[int]
     OMIT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +320,7 @@ class ResponseOptions(_message.Message):
     CONTEXT_LOGITS_FIELD_NUMBER: _ClassVar[int]
     GENERATION_LOGITS_FIELD_NUMBER: _ClassVar[int]
     ADDITIONAL_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ORIGINS_FIELD_NUMBER: _ClassVar[int]
     omit_text: bool
     omit_token_ids: bool
     echo: bool
@@ -319,7 +331,8 @@ class ResponseOptions(_message.Message):
     context_logits: bool
     generation_logits: bool
     additional_outputs: _containers.RepeatedCompositeFieldContainer[AdditionalOutput]
-    def __init__(self, omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., per_field_logprobs: _Optional[bool] = ..., whole: _Optional[bool] = ..., cumulative: _Optional[bool] = ..., context_logits: _Optional[bool] = ..., generation_logits: _Optional[bool] = ..., additional_outputs: _Optional[_Iterable[_Union[AdditionalOutput, _Mapping]]] = ...) -> None: ...
+    token_origins: bool
+    def __init__(self, omit_text: _Optional[bool] = ..., omit_token_ids: _Optional[bool] = ..., echo: _Optional[bool] = ..., prompt_logprobs: _Optional[int] = ..., per_field_logprobs: _Optional[bool] = ..., whole: _Optional[bool] = ..., cumulative: _Optional[bool] = ..., context_logits: _Optional[bool] = ..., generation_logits: _Optional[bool] = ..., additional_outputs: _Optional[_Iterable[_Union[AdditionalOutput, _Mapping]]] = ..., token_origins: _Optional[bool] = ...) -> None: ...
 
 class LogitsProcessor(_message.Message):
     __slots__ = ("name", "arguments")
@@ -348,7 +361,7 @@ class AdditionalOutput(_message.Message):
     def __init__(self, name: _Optional[str] = ..., context: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "matched_token_id", "matched_stop_str", "usage", "telemetry", "parts", "prompt_token_ids", "prompt_logprobs", "field_logprobs", "outputs", "beam_score")
+    __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "matched_token_id", "matched_stop_str", "usage", "telemetry", "parts", "prompt_token_ids", "prompt_logprobs", "field_logprobs", "outputs", "beam_score", "token_origins")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +378,7 @@ class GenerateResponse(_message.Message):
     FIELD_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     BEAM_SCORE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ORIGINS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     text: str
@@ -381,7 +395,8 @@ class GenerateResponse(_message.Message):
     field_logprobs: _containers.RepeatedCompositeFieldContainer[FieldLogprob]
     outputs: _containers.RepeatedCompositeFieldContainer[OutputTensor]
     beam_score: float
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[AnswerPart, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., field_logprobs: _Optional[_Iterable[_Union[FieldLogprob, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[OutputTensor, _Mapping]]] = ..., beam_score: _Optional[float] = ...) -> None: ...
+    token_origins: _containers.RepeatedScalarFieldContainer[TokenOrigin]
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_token_id: _Optional[int] = ..., matched_stop_str: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[AnswerPart, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., field_logprobs: _Optional[_Iterable[_Union[FieldLogprob, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[OutputTensor, _Mapping]]] = ..., beam_score: _Optional[float] = ..., token_origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ...) -> None: ...
 
 class OutputTensor(_message.Message):
     __slots__ = ("name", "dtype", "shape", "data", "start")
@@ -450,14 +465,16 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    reasoning_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Telemetry(_message.Message):
     __slots__ = ("queue_ms", "compile_ms", "compile_cache_hit", "ttft_ms", "total_ms", "mask_wait_ms", "steps", "draft_tokens", "accepted_draft_tokens", "acceptance_length", "deferred_rows", "seed", "backend", "warnings")
@@ -534,7 +551,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end", "logits_processors", "max_beam_width", "output_names", "max_adapter_bytes")
+    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end", "logits_processors", "max_beam_width", "output_names", "max_adapter_bytes", "page_size")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -557,6 +574,7 @@ class GetModelInfoResponse(_message.Message):
     MAX_BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_NAMES_FIELD_NUMBER: _ClassVar[int]
     MAX_ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     dtype: str
@@ -579,7 +597,8 @@ class GetModelInfoResponse(_message.Message):
     max_beam_width: int
     output_names: _containers.RepeatedScalarFieldContainer[str]
     max_adapter_bytes: int
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., max_beam_width: _Optional[int] = ..., output_names: _Optional[_Iterable[str]] = ..., max_adapter_bytes: _Optional[int] = ...) -> None: ...
+    page_size: int
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., max_beam_width: _Optional[int] = ..., output_names: _Optional[_Iterable[str]] = ..., max_adapter_bytes: _Optional[int] = ..., page_size: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "messages", "tools", "add_special_tokens", "with_texts")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gpu_engine.api.outputs import OutputRows, WantedOutput
-from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, TokenEvent
+from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, TokenEvent, TokenOrigin
 from gpu_engine.core.running import RunningSequence
 from gpu_engine.step.outputs.tensors import Bytes, Piece, TensorOutputs
 
@@ -38,6 +38,7 @@ class _Stream:
     """Tokens of the answer that were sent."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    origins: list[TokenOrigin] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     rows: list[OutputRows] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -117,8 +118,9 @@ class _Stream:
             tuple(self.logprobs[:count]),
             prompt_logprobs=scores,
             outputs=tuple(self.rows),
+            origins=tuple(self.origins[:count]),
         )
-        del self.tokens[:count], self.logprobs[:count]
+        del self.tokens[:count], self.logprobs[:count], self.origins[:count]
         self.rows.clear()
         self.prompt_logprobs = None if count else self.prompt_logprobs
         self.sent += count
@@ -162,11 +164,13 @@ class OutputStreams:
         logprobs: tuple[Logprobs, ...],
         prompt_logprobs: PromptLogprobs | None,
         finish: FinishReason | None = None,
+        origins: tuple[TokenOrigin, ...] = (),
     ) -> None:
         """Send these tokens when their rows are computed. `finish`: no more tokens come."""
         stream = self._streams[sequence]
         stream.tokens += tokens
         stream.logprobs += logprobs
+        stream.origins += origins
         stream.prompt_logprobs = stream.prompt_logprobs or prompt_logprobs
         stream.finish = finish
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from gpu_engine.api.conversation import Tools
 from gpu_engine.front.tools.formats import Markers, ToolFormat
+from gpu_engine.front.tools.reasoning_tokens import ReasoningTokens
 
 _SPACE = " \t\n\r"
 
@@ -64,6 +65,10 @@ class AnswerLayout:
         """Return a parser of one answer. `new_id` returns the id of a tool call."""
         short = self.form is not None and self.form.short_ids
         return PartsParser(self, new_id or (short_call_id if short else new_call_id))
+
+    def reasoning_tokens(self) -> ReasoningTokens | None:
+        """Return a counter of the tokens of one answer's reasoning; None: the answer has none."""
+        return ReasoningTokens(self.markers, is_open=self.thinks_first) if self.markers else None
 
 
 def new_call_id() -> str:

@@ -383,6 +383,9 @@ async def test_responses_carry_what_was_asked_for(tmp_path: Path) -> None:
         no_text = await answer(s.client, ask(response=pb.ResponseOptions(omit_text=True)))
         no_ids = await answer(s.client, ask(response=pb.ResponseOptions(omit_token_ids=True)))
         scored = await answer(s.client, ask(sampling=pb.SamplingParams(logprobs=2)))
+        origins = await answer(s.client, ask(response=pb.ResponseOptions(token_origins=True, omit_token_ids=True)))
+    assert [o for r in origins for o in r.token_origins] == [pb.TOKEN_ORIGIN_SAMPLED] * 2
+    assert not any(r.token_origins for r in (*no_text, *no_ids))
     assert not any(r.text for r in no_text)
     assert [t for r in no_text for t in r.token_ids] == [65, EOS]
     assert "".join(r.text for r in no_ids) == "A"

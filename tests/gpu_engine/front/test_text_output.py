@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import tokenizers
@@ -13,7 +14,7 @@ from tokenizers import decoders, models
 
 from gpu_engine.api.conversation import Tool, Tools
 from gpu_engine.api.errors import GrammarUnavailable
-from gpu_engine.api.request import FinishReason, Logprobs, Request, SamplingParams, TokenEvent
+from gpu_engine.api.request import FinishReason, Logprobs, Request, SamplingParams, TokenEvent, TokenOrigin
 from gpu_engine.front.text_output import (
     MAX_HELD_TOKENS,
     Delta,
@@ -22,8 +23,9 @@ from gpu_engine.front.text_output import (
     StopMatch,
     StopScanner,
 )
-from gpu_engine.front.tools.formats import MISTRAL
+from gpu_engine.front.tools.formats import MISTRAL, Markers
 from gpu_engine.front.tools.parts import AnswerLayout, PartKind
+from gpu_engine.front.tools.reasoning_tokens import ReasoningTokens
 from tests.fakes import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -213,3 +215,52 @@ def test_parts_are_read_from_text_with_special_tokens(size: int) -> None:
         joined = {kind: "".join(part.text for part in parts if part.kind is kind) for kind in PartKind}
         assert (joined[PartKind.CONTENT], joined[PartKind.TOOL_ARGUMENTS]) == ("Hi", wanted)
         assert [part.tool_name for part in parts if part.kind is PartKind.TOOL_CALL] == ["f"]
+
+
+THINK = Markers("<think>", "</think>")
+TOKENS = ["<", "<think>", "think>", "</", "</think>", "</think>\n", "think></think>x", "a", " ", "\n", "\u20ac", ""]
+
+
+@given(st.lists(st.sampled_from(TOKENS), max_size=12), st.booleans())
+@example(["<", "think>", "a", "</think>", "b"], False)
+@example([" ", "\n", "<think>", "</", "</", "think>", "x"], False)
+def test_reasoning_is_counted_up_to_the_token_that_ends_it(texts: list[str], is_open: bool) -> None:
+    counter = ReasoningTokens(THINK, is_open=is_open)
+    counts = []
+    for text in texts:
+        counter.push(text)
+        counts.append(counter.count)
+    for number, count in enumerate(counts, 1):
+        said = "".join(texts[:number]).lstrip()
+        begun = is_open or said.startswith(THINK.begin)
+        ends = [i for i in range(1, number + 1) if THINK.end in _thought(texts[:i], is_open=is_open)]
+        assert count == (0 if not begun else ends[0] if ends else number)
+
+
+def _thought(texts: list[str], *, is_open: bool) -> str:
+    said = "".join(texts)
+    if is_open:
+        return said
+    return said.lstrip().removeprefix(THINK.begin) if said.lstrip().startswith(THINK.begin) else ""
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("with_text", [True, False])
+def test_tokens_of_the_reasoning_and_their_origins(size: int, with_text: bool) -> None:
+    ids = [*b"<think>hm</think>\n\nyes", EOS]
+    layout = AnswerLayout(markers=THINK)
+    out = SequenceOutput(
+        Request("r", 0, list(b"prompt"), SamplingParams(max_tokens=1000, seed=0), lambda event: None),
+        decode,
+        with_text=with_text,
+        parser=layout.parser(),
+        reasoning=layout.reasoning_tokens(),
+    )
+    origins = [*TokenOrigin] * len(ids)
+    steps = [slice(at, at + size) for at in range(0, len(ids), size)]
+    events = [TokenEvent(0, tuple(ids[step]), origins=tuple(origins[: len(ids)][step])) for step in steps]
+    events[-1] = replace(events[-1], finish=FinishReason.STOP, matched_token_id=EOS)
+    deltas = [out.take([event]) for event in events]
+    assert out.reasoning_tokens == len(b"<think>hm</think>")
+    assert "".join(part.text for delta in deltas for part in delta.parts) == ("hmyes" if with_text else "")
+    assert [origin for delta in deltas for origin in delta.origins] == origins[: len(ids)]
