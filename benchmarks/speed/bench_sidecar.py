@@ -24,6 +24,7 @@ from benchmarks.gpu.guided import SCHEMA
 from benchmarks.gpu.models import widened
 from benchmarks.harness.tables import number, table
 from grammar_service.backends.backend import Compiled, Matcher, Rows
+from grammar_service.backends.reasoning import ReasoningCompiled
 from grammar_service.backends.registry import NAMES, load_backend
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.completion.plan import CompletionPlan
@@ -46,6 +47,7 @@ examples:
   python -m benchmarks bench_sidecar --tokenizer DIR                           both drafts, batches of 1 to 128
   python -m benchmarks bench_sidecar --tokenizer DIR --vocab 128256            the tokenizer filled up to a Llama's size
   python -m benchmarks bench_sidecar --tokenizer DIR --backend xgrammar --drafts 7 --batches 32 --alone
+  python -m benchmarks bench_sidecar --tokenizer DIR --behind-reasoning        answers behind a reasoning
 
 reading the table:
   ms a step      median from the post to the last answer; p99 beside it
@@ -82,21 +84,34 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=3, help="the sidecar's `threads` (default: 3)")
     parser.add_argument("--row-deadline-ms", type=float, default=2.0, help="the sidecar's (default: 2)")
     parser.add_argument("--alone", action="store_true", help="answer every record by itself, to compare")
+    parser.add_argument("--behind-reasoning", action="store_true", help="answers whose reasoning has just ended")
     args = parser.parse_args()
     vocabulary = _vocabulary(args.tokenizer, args.vocab, args.stop)
     grammar = Grammar(Kind.JSON_SCHEMA, json.dumps(SCHEMA), Whitespace.BOUNDED)
+    if args.behind_reasoning:
+        grammar = Grammar(Kind.COMPOSED, _behind_reasoning(SCHEMA), Whitespace.BOUNDED)
     backend = load_backend(args.backend, vocabulary)
     compiled = backend.load(grammar, backend.compile(grammar))
-    plan = CompletionPlan.of(compiled.matcher(), grammar.text, TokenTexts.of(vocabulary))
+    thought: list[int] = []
+    answer = compiled
+    if isinstance(compiled, ReasoningCompiled):
+        answer, thought = compiled.answer, list(compiled.rows.rests[0])
+    plan = CompletionPlan.of(answer.matcher(), grammar.text, TokenTexts.of(vocabulary))
     rows = []
     for drafts in args.drafts:
         most = min(drafts, 1) + 1
-        walks = [_walk(compiled, vocabulary, seed, args.steps * most + most, drafts) for seed in range(_WALKS)]
+        walks = [_walk(answer, vocabulary, seed, args.steps * most + most, drafts) for seed in range(_WALKS)]
         for batch in args.batches:
             print(f"{args.backend}, {drafts} drafts, batch {batch}", file=sys.stderr)
-            rows.append(_measure(args, vocabulary, compiled, plan, walks, drafts, batch))
+            rows.append(_measure(args, vocabulary, compiled, plan, walks, drafts, batch, thought))
     header = ("drafts", "batch", "ms a step", "p99", "us a slot", "CPU us a slot", "together", "deferred")
     print(table(header, rows))
+
+
+def _behind_reasoning(schema: object) -> str:
+    """Return the text of a grammar of a reasoning and JSON."""
+    phase = {"begin": "<think>", "end": "</think>", "open": True, "max_tokens": None}
+    return json.dumps({"format": {"type": "json_schema", "json_schema": schema}, "reasoning": phase})
 
 
 def _vocabulary(path: Path, size: int, stop: int) -> Vocabulary:
@@ -137,6 +152,7 @@ def _measure(
     walks: Sequence[Walk],
     drafts: int,
     batch: int,
+    thought: Sequence[int],
 ) -> list[str]:
     most = min(drafts, 1) + 1
     layout = Layout(num_slots=batch, num_rows=drafts + 1, vocab_size=vocabulary.size)
@@ -147,7 +163,8 @@ def _measure(
             worker.min_batch = batch + 1
         worker.start()
         for slot in range(batch):
-            worker.bind(slot, SlotMatcher.bind(1, compiled.matcher, (), partial(CompletionBudget, plan, MAX_TOKENS)))
+            budget = partial(CompletionBudget, plan, MAX_TOKENS)
+            worker.bind(slot, SlotMatcher.bind(1, compiled.matcher, thought, budget))
         arrays = engine.batch_arrays(batch)
         arrays.slots[:], arrays.slot_gens[:] = range(batch), 1
         known, ends = [0] * batch, [0] * batch
@@ -155,7 +172,8 @@ def _measure(
             for b in range(batch):
                 walk = walks[b % _WALKS]
                 said, guessed = walk.tokens[known[b] : ends[b]], walk.drafts[ends[b]] if drafts else []
-                arrays.commit_pos[b], arrays.n_commit[b], arrays.n_draft[b] = known[b], len(said), len(guessed)
+                arrays.commit_pos[b] = len(thought) + known[b]
+                arrays.n_commit[b], arrays.n_draft[b] = len(said), len(guessed)
                 arrays.tokens[b, : len(said) + len(guessed)] = said + guessed
             cpu_ns, begun_ns = time.process_time_ns(), time.perf_counter_ns()
             result = engine.await_batch(arrays, engine.post_batch(arrays), timeout_s=5)

@@ -265,6 +265,23 @@ class ReasoningMatcher:
         return self._at.phase
 
     @property
+    def answer_begins(self) -> bool:
+        """The last token was the first one of the answer that the reasoning cannot hold."""
+        before = self._at.before
+        return self._at.phase is Phase.ANSWER and before is not None and before.phase is not Phase.ANSWER
+
+    def answer_alone(self, uncommitted: int) -> Matcher | None:
+        """Return the matcher of the answer, if the answer had begun before the last `uncommitted` tokens; else None.
+
+        It is in the same state, and takes this matcher's place: it knows no phase, so that it cannot be rolled back
+        behind the `uncommitted` tokens.
+        """
+        step: _Step | None = self._at
+        for _ in range(uncommitted):
+            step = step and step.before
+        return self._inner[step.which] if step is not None and step.phase is Phase.ANSWER else None
+
+    @property
     def cut_short(self) -> bool:
         """The next token belongs to an end of the phase that `closing_at` forces."""
         return self._closes and self._forced() is not None

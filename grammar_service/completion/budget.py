@@ -116,7 +116,9 @@ class CompletionBudget:
             steered = matcher.cut_short or (before is not None and before.steered)
             self._lookaheads.append(LookAhead(at, self._plan.path, at + 1, steered=steered))
             return
-        if (before is not None and at < before.next_position) or at >= self._max_tokens:
+        # No later look-ahead goes back behind the answer's first token, so that the answer's own matcher is enough.
+        begins = isinstance(matcher, ReasoningMatcher) and matcher.answer_begins
+        if (before is not None and at < before.next_position and not begins) or at >= self._max_tokens:
             return
         if matcher.terminated:
             return

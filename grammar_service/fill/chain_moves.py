@@ -85,6 +85,8 @@ def _begin(table: MatcherTable, slot: SlotMatcher, records: Records, index: int)
         common += 1
     if slot.budget is not None and not slot.budget.is_far(common, end + records.n_draft[index]):
         return None
+    if common < slot.answer_from:
+        return None
     if common < length:
         try:
             slot.rollback(common)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from grammar_service.backends.backend import ChainFiller, Matcher, MatcherFailed, Rows, chain_filler_of
+from grammar_service.backends.reasoning import ReasoningMatcher
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.grammar.mask_rows import Classifier
 from shared_mem.layout import STEERED, RowKind, Stage
@@ -80,7 +81,10 @@ class SlotMatcher:
     next_timing_seq: int = 0
     """The slot may be taken out of a batch to be timed by itself from this sequence on."""
     filler: ChainFiller | None = None
-    """Fills rows of this slot together with rows of other slots. None: the backend has no such call."""
+    """Fills rows of this slot together with rows of other slots. None: the backend has no such call, or the slot is in
+    its reasoning."""
+    answer_from: int = 0
+    """Behind a reasoning: the matcher is of the answer alone, and is not rolled back to fewer tokens than these."""
 
     @staticmethod
     def bind(
@@ -101,7 +105,15 @@ class SlotMatcher:
             if not slot.accept(token):
                 raise MatcherRejected(i, token)
         slot.num_committed = len(committed)
+        slot.leave_reasoning()
         return slot
+
+    def leave_reasoning(self) -> None:
+        """Behind a committed reasoning, go on with the answer's own matcher, whose rows are filled in batches."""
+        if isinstance(self.matcher, ReasoningMatcher):
+            answer = self.matcher.answer_alone(len(self.tokens) - self.num_committed)
+            if answer is not None:
+                self.matcher, self.filler, self.answer_from = answer, chain_filler_of(answer), self.num_committed
 
     def accept(self, token: int) -> bool:
         """Advance over `token`. False: it is illegal, and nothing has moved."""
@@ -116,10 +128,20 @@ class SlotMatcher:
         """Take back all tokens behind the first `length`. Raises MatcherFailed, and then nothing has moved."""
         extra = len(self.tokens) - length
         if extra > 0:
-            self.matcher.rollback(extra)
+            if length < self.answer_from:
+                self._return_to_reasoning(length)
+            else:
+                self.matcher.rollback(extra)
             del self.tokens[length:]
             if self.budget is not None:
                 self.budget.truncate(length)
+
+    def _return_to_reasoning(self, length: int) -> None:
+        """Replace the matcher by one of the reasoning, behind the first `length` tokens. Raises MatcherFailed."""
+        matcher = self.new_matcher()
+        if not all(matcher.accept(token) for token in self.tokens[:length]):
+            raise MatcherFailed("a token of the answer was rejected when a matcher was moved over it again")
+        self.matcher, self.filler, self.answer_from = matcher, chain_filler_of(matcher), 0
 
     def fill(self, rows: Rows, index: int, classifier: Classifier) -> tuple[RowKind, int]:
         """Fill row `index` for the present state. Returns kind and forced as in `Answer`. Raises MatcherFailed."""
@@ -241,6 +263,8 @@ class MatcherTable:
             _fail(slot, str(error))
             return _same(RowKind.ERROR, count)
         slot.health = Health.GOOD
+        if slot.filler is None:
+            slot.leave_reasoning()
         if record.stage == Stage.PROPOSE:
             tokens = self.propose(slot, record.need_rows.bit_count())
             return Answer([RowKind.FORCED] * len(tokens), list(tokens))
@@ -323,6 +347,7 @@ class MatcherTable:
             _fail(slot, str(error))
             return
         slot.matcher, slot.tokens = rebuilt.matcher, rebuilt.tokens
+        slot.filler, slot.answer_from = rebuilt.filler, rebuilt.answer_from
 
     def stats(self) -> dict[str, int]:
         """Return gauges and counters."""

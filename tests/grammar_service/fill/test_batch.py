@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ from threading import Lock
 import numpy as np
 import pytest
 
-from grammar_service.backends.backend import Compiled, Matcher
+from grammar_service.backends.backend import Compiled, Matcher, Rows
+from grammar_service.backends.reasoning import ReasoningCompiled, ReasoningMatcher
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.completion.texts import TokenTexts
@@ -26,11 +28,18 @@ from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.layout import Layout, RowKind, Stage
 from shared_mem.segment import Segment
 from tests.grammar_service.conftest import Library
-from tests.grammar_service.toy import PADDED, STOPS, VOCAB, ToyFiller, ToyMatcher, tokens_in
+from tests.grammar_service.toy import PADDED, STOPS, VOCAB, ToyFiller, ToyMatcher, spell, tokens_in
 
 ROWS, SLOTS, STEPS = 5, 8, 40
 PATIENCE_S = 120.0
 NEVER_LATE_MS = 10_000.0
+
+
+def reasoning(schema: str, *, is_open: bool, budget: int) -> str:
+    """Return a composed grammar of a reasoning and JSON."""
+    phase = {"begin": "<th", "end": "</t", "open": is_open, "max_tokens": budget}
+    return json.dumps({"format": {"type": "json_schema", "json_schema": json.loads(schema)}, "reasoning": phase})
+
 
 GRAMMARS = [
     (
@@ -41,6 +50,8 @@ GRAMMARS = [
     (Kind.REGEX, "ab(c|d)?[0-9]*"),
     (Kind.REGEX, "(.|\\n)*"),
     (Kind.CHOICE, '["abcabc","abcabd","x"]'),
+    (Kind.COMPOSED, reasoning('{"type":"object","properties":{"a":{"type":"string"}}}', is_open=True, budget=6)),
+    (Kind.COMPOSED, reasoning('{"enum":["<ab","<thabc",12]}', is_open=False, budget=12)),
 ]
 
 
@@ -146,18 +157,23 @@ def test_a_batch_gives_the_rows_of_single_records(library: Library, sides: tuple
     rng = random.Random(seed)
     texts = TokenTexts.of(library.vocabulary)
     grammars = [library.compiled(kind, source, Whitespace.BOUNDED) for kind, source in GRAMMARS]
+    answers = [compiled.answer if isinstance(compiled, ReasoningCompiled) else compiled for compiled in grammars]
     plans = [
-        CompletionPlan.of(compiled.matcher(), parse(kind, source, Whitespace.BOUNDED).text, texts)
-        for compiled, (kind, source) in zip(grammars, GRAMMARS, strict=True)
+        CompletionPlan.of(answer.matcher(), parse(kind, source, Whitespace.BOUNDED).text, texts)
+        for answer, (kind, source) in zip(answers, GRAMMARS, strict=True)
     ]
     using: dict[int, Compiled] = {}
 
     def bind(lane: Lane) -> None:
         number = rng.randrange(len(grammars))
-        using[lane.slot] = grammars[number]
-        closes = partial(CompletionBudget, plans[number], rng.choice((24, 400))) if rng.random() < 0.8 else None
+        compiled = using[lane.slot] = grammars[number]
+        limit = rng.choice((24, 400)) if rng.random() < 0.8 else 0
+        closes = partial(CompletionBudget, plans[number], limit) if limit else None
+        start: Callable[[], Matcher] = compiled.matcher
+        if limit and isinstance(compiled, ReasoningCompiled):
+            start = partial(compiled.matcher, plans[number].closing_at(limit))
         for side in sides:
-            side.worker.bind(lane.slot, SlotMatcher.bind(lane.gen, grammars[number].matcher, (), closes))
+            side.worker.bind(lane.slot, SlotMatcher.bind(lane.gen, start, (), closes))
 
     def walk(lane: Lane, tokens: list[int], count: int) -> list[int]:
         matcher: Matcher = using[lane.slot].matcher()
@@ -245,3 +261,32 @@ def test_the_size_of_a_batch_is_bounded_by_its_expected_time(cost_ms: float, mos
         batches, rest = made.split(GrammarEnd(segment).read(seq))
     assert [len(batch.which) for batch in batches] == sizes
     assert not rest
+
+
+def test_a_slot_behind_its_reasoning_is_filled_in_batches(library: Library) -> None:
+    """A rollback behind the answer's first committed token, which the engine does not ask for, is no error, either."""
+    source = reasoning('{"enum":[{"a":1},{"a":22}]}', is_open=True, budget=40)
+    compiled = library.compiled(Kind.COMPOSED, source, Whitespace.COMPACT)
+    thought, answer = spell("hm</t\n"), spell('{"a":2')
+    texts, classifier = TokenTexts.of(library.vocabulary), Classifier(library.vocabulary.size)
+    plan = CompletionPlan.of(compiled.answer.matcher(), source, texts)  # type: ignore[attr-defined]
+
+    def bound(tokens: list[int]) -> SlotMatcher:
+        return SlotMatcher.bind(1, compiled.matcher, tokens, partial(CompletionBudget, plan, 400))
+
+    def row(slot: SlotMatcher) -> tuple[RowKind, set[int]]:
+        words = Rows(np.zeros((1, library.num_words), dtype=np.int32))
+        kind, _ = slot.fill(words, 0, classifier)
+        return kind, tokens_in(words.words[0])
+
+    assert bound([]).filler is bound(thought).filler is None
+    for count in range(1, len(answer) + 1):
+        slot = bound(thought + answer[:count])
+        assert slot.filler is library.compiled(Kind.REGEX, "a").matcher().filler  # type: ignore[attr-defined]
+        assert not isinstance(slot.matcher, ReasoningMatcher)
+        assert slot.accept(answer[count]) if count < len(answer) else slot.accept(spell("2")[0])
+        for length in (len(thought) + count, len(thought), 2, 0):
+            slot.rollback(length)
+            assert isinstance(slot.matcher, ReasoningMatcher) is (length <= len(thought))
+            assert row(slot) == row(bound((thought + answer)[:length]))
+        assert all(map(slot.accept, thought + answer))
