@@ -6,10 +6,13 @@ page with `page()`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry, Metric
+from starlette.types import Receive, Scope, Send
 
 from gpu_engine.api.stats import EngineStats
 from gpu_engine.ops.metrics_engine import EngineCollector
@@ -17,6 +20,9 @@ from gpu_engine.ops.metrics_http import about_grammar
 from gpu_engine.ops.metrics_requests import RequestWatch
 from grammar_service.fill.counters import WorkerCounts
 from grammar_service.metrics import GrammarMetrics
+from http_gateway.engines.fleet import Fleet
+from http_gateway.http.metrics import GatewayMetrics
+from protos.engine.v1 import engine_pb2 as pb
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/metrics.md"
 
@@ -57,6 +63,38 @@ def sidecar_families() -> list[Metric]:
     return [family for family in metrics.registry.collect() if not family.name.startswith("process_")]
 
 
+class ServingEngine:
+    """An `Engine` of a gateway that serves one model."""
+
+    names: ClassVar = ("m",)
+    address, serves = "", True
+    info = pb.GetModelInfoResponse()
+
+    async def stats(self) -> pb.GetStatsResponse:
+        return pb.GetStatsResponse()
+
+
+def gateway_families() -> list[Metric]:
+    """Return the families of the gateway, each with a sample that carries its labels."""
+    engine: Any = ServingEngine()
+    metrics = GatewayMetrics(Fleet([engine]), frozenset())
+    asyncio.run(one_request(metrics))
+    return list(metrics.registry.collect())
+
+
+async def one_request(metrics: GatewayMetrics) -> None:
+    """Let the gateway count a request, and ask its engines."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer nothing."""
+
+    async def nothing(*_: object) -> Any:
+        """Take or give nothing."""
+
+    await metrics.watch(answer)({"type": "http", "path": "/"}, nothing, nothing)
+    await metrics.text()
+
+
 def table(families: Iterable[Metric]) -> str:
     """Return a Markdown table of `families`, sorted by name."""
     lines = ["| metric | type | labels | what |", "|---|---|---|---|"]
@@ -70,7 +108,11 @@ def table(families: Iterable[Metric]) -> str:
 def page() -> str:
     """Return the page with its tables made from the code."""
     text = PAGE.read_text(encoding="utf-8")
-    for name, families in (("engine", engine_families()), ("sidecar", sidecar_families())):
+    for name, families in (
+        ("engine", engine_families()),
+        ("sidecar", sidecar_families()),
+        ("gateway", gateway_families()),
+    ):
         begin, end = f"<!-- {name}:begin -->\n", f"\n<!-- {name}:end -->"
         text = text[: text.index(begin) + len(begin)] + table(families) + text[text.index(end) :]
     return text

@@ -14,7 +14,7 @@ from typing import Any
 
 from http_gateway.answers.logprobs import Texts, chat_logprobs, prompt_logprobs
 from http_gateway.answers.pieces import Parts, Piece, finish_reason, stop_reason
-from http_gateway.answers.usage import Counts, field_logprobs, telemetry
+from http_gateway.answers.usage import Counts, field_logprobs, telemetry, token_origins
 from http_gateway.wire.chat import ChatRequest
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -60,6 +60,11 @@ class ChatShape:
         return extra
 
 
+def thought(text: str) -> dict[str, str]:
+    """Return the reasoning under both of its names: DeepSeek's and older vLLM's, and newer vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 class ChatStream:
     """Turns responses into chunks."""
 
@@ -82,15 +87,15 @@ class ChatStream:
         deltas += [self._delta(index, piece) for piece in parts.of(response) if not self._shape.hides(piece)]
         reason = finish_reason(response, parts.calls) if response.finish_reason else None
         logprobs = self._logprobs(response)
-        if not deltas and (reason or logprobs or (response.token_ids and self._shape.fields.return_token_ids)):
+        tokens = self._tokens(response)
+        if not deltas and (reason or logprobs or tokens):
             deltas = [{}]
         for number, delta in enumerate(deltas):
             chunk = self._chunk(index, delta)
             choice = chunk["choices"][0]
             if number == 0:
                 choice["logprobs"] = logprobs
-                if self._shape.fields.return_token_ids:
-                    choice["token_ids"] = list(response.token_ids)
+                choice |= tokens
             if reason and number == len(deltas) - 1:
                 choice["finish_reason"] = reason
                 choice |= self._shape.extras(response)
@@ -116,13 +121,22 @@ class ChatStream:
             case "content":
                 return {"content": piece.text}
             case "reasoning":
-                return {"reasoning_content": piece.text}
+                return thought(piece.text)
             case "call":
                 self._names[index, piece.call] = piece.name
                 return {"tool_calls": [{"index": piece.call} | self._shape.begin_call(piece, piece.text)]}
         if self._names.get((index, piece.call)) in self._shape.custom:
             return {"tool_calls": [{"index": piece.call, "custom": {"input": piece.text}}]}
         return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+
+    def _tokens(self, response: pb.GenerateResponse) -> dict[str, Any]:
+        """Return what the client wants to see of the new tokens."""
+        fields, shown = self._shape.fields, dict[str, Any]()
+        if fields.return_token_ids and response.token_ids:
+            shown["token_ids"] = list(response.token_ids)
+        if fields.token_origins and response.token_ids:
+            shown["token_origins"] = token_origins(response, self._shape.texts)
+        return shown
 
     def _logprobs(self, response: pb.GenerateResponse) -> dict[str, Any] | None:
         if not response.logprobs:
@@ -139,6 +153,7 @@ class _Sequence:
     arguments: dict[int, list[str]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    origins: list[dict[str, Any]] = field(default_factory=list)
     last: pb.GenerateResponse | None = None
 
 
@@ -169,6 +184,7 @@ class ChatWhole:
                 case "arguments":
                     sequence.arguments[piece.call].append(piece.text)
         sequence.token_ids.extend(response.token_ids)
+        sequence.origins += token_origins(response, self._shape.texts) if response.token_origins else []
         if response.logprobs:
             sequence.logprobs += chat_logprobs(response.token_ids, response.logprobs, self._shape.texts)
         if response.prompt_logprobs:
@@ -198,7 +214,7 @@ class ChatWhole:
             "refusal": None,
         }
         if sequence.reasoning and self._shape.fields.include_reasoning is not False:
-            message["reasoning_content"] = "".join(sequence.reasoning)
+            message |= thought("".join(sequence.reasoning))
         if sequence.calls:
             message["tool_calls"] = [
                 self._shape.begin_call(piece, "".join(sequence.arguments[number]))
@@ -208,4 +224,6 @@ class ChatWhole:
         choice["logprobs"] = {"content": sequence.logprobs, "refusal": None} if self._shape.fields.logprobs else None
         if self._shape.fields.return_token_ids:
             choice["token_ids"] = sequence.token_ids
+        if self._shape.fields.token_origins:
+            choice["token_origins"] = sequence.origins
         return choice | self._shape.extras(last)

@@ -14,7 +14,7 @@ from typing import Any
 
 from http_gateway.answers.logprobs import Texts, completion_logprobs, prompt_logprobs
 from http_gateway.answers.pieces import finish_reason, stop_reason
-from http_gateway.answers.usage import Counts, field_logprobs, telemetry
+from http_gateway.answers.usage import Counts, field_logprobs, telemetry, token_origins
 from http_gateway.wire.completions import CompletionRequest
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -64,7 +64,8 @@ class Completions:
     def chunk(self, prompt: int, response: pb.GenerateResponse) -> dict[str, Any] | None:
         """Return the chunk of a response; None where it has nothing to show. Raises ApiError for a failed sequence."""
         choice = self._choice(prompt, response)
-        if not (choice["text"] or choice["logprobs"] or choice["finish_reason"] or choice.get("token_ids")):
+        shown = (choice["text"], choice["logprobs"], choice["finish_reason"])
+        if not (any(shown) or choice.get("token_ids") or choice.get("token_origins")):
             return None
         chunk = self._shape.head() | {"choices": [choice]}
         if self._always:
@@ -89,9 +90,11 @@ class Completions:
             for name, values in new["logprobs"].items():
                 joined["logprobs"] = joined["logprobs"] or {}
                 joined["logprobs"].setdefault(name, []).extend(values)
-        if "token_ids" in new:
-            joined["token_ids"] += new["token_ids"]
-        joined |= {name: new[name] for name in new if name not in ("text", "logprobs", "token_ids")}
+        for name in ("token_ids", "token_origins"):
+            if name in new:
+                joined[name] += new[name]
+        added = ("text", "logprobs", "token_ids", "token_origins")
+        joined |= {name: new[name] for name in new if name not in added}
 
     def result(self) -> dict[str, Any]:
         """Return the whole answer."""
@@ -118,6 +121,9 @@ class Completions:
             choice["token_ids"] = list(response.token_ids)
             if first:
                 choice["prompt_token_ids"] = list(self._shape.prompt_ids.get(prompt, ()))
+        if fields.token_origins:
+            shown = response.token_origins and response.token_ids
+            choice["token_origins"] = token_origins(response, self._shape.texts[prompt]) if shown else []
         if first and fields.prompt_logprobs is not None and prompt in self._prompts:
             rows = self._prompts[prompt].prompt_logprobs
             choice["prompt_logprobs"] = prompt_logprobs(self._shape.prompt_ids[prompt], rows, self._shape.texts[prompt])
@@ -137,6 +143,7 @@ class Completions:
         kept.text = self._shape.echo_alone[prompt] if first else ""
         kept.ClearField("token_ids")
         kept.ClearField("logprobs")
+        kept.ClearField("token_origins")
         if kept.HasField("usage"):
             kept.usage.completion_tokens = 0
         return kept

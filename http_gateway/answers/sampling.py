@@ -73,7 +73,9 @@ def begin(
             request.speculation.draft_index = speculation.draft_index
     response = request.response
     # Token ids are left out unless the answer shows or counts them.
-    response.omit_token_ids = not (fields.return_token_ids or logprobs is not None or fields.usage_events()[1])
+    shows = fields.return_token_ids or fields.token_origins or logprobs is not None
+    response.omit_token_ids = not (shows or fields.usage_events()[1])
+    response.token_origins = bool(fields.token_origins)
     response.per_field_logprobs = bool(fields.field_logprobs)
     if fields.prompt_logprobs is not None:
         if fields.stream:

@@ -1,4 +1,4 @@
-"""The texts of tokens, for log-probabilities: the engine's answers name tokens by id alone.
+"""The texts of tokens, for log-probabilities and origins: the engine's answers name tokens by id alone.
 
 Invariant: an engine is asked once for each token; what it said is kept for as long as it serves that model. Not
 responsible for: the texts themselves (the engine's Detokenize).
@@ -32,8 +32,8 @@ async def load(engine: Engine, metadata: Metadata, ids: Iterable[int]) -> None:
 
 
 def ids_of(response: pb.GenerateResponse) -> set[int]:
-    """Return every token that the log-probabilities of a response name."""
-    if not (response.logprobs or response.prompt_logprobs):
+    """Return every token that the log-probabilities of a response, or its tokens' origins, name."""
+    if not (response.logprobs or response.prompt_logprobs or response.token_origins):
         return set()
     entries = [*response.logprobs, *response.prompt_logprobs]
     return {*response.token_ids, *response.prompt_token_ids, *(top.token_id for entry in entries for top in entry.top)}

@@ -7,6 +7,7 @@ Not responsible for: counting (the engine).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,8 @@ class Counts:
     cached: dict[int, int] = field(default_factory=dict)
     answer: dict[tuple[int, int], int] = field(default_factory=dict)
     """By prompt and sequence."""
+    reasoning: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By prompt and sequence; known at its end."""
 
     def take(self, response: pb.GenerateResponse, prompt: int = 0) -> None:
         """Count a response of the prompt with that index."""
@@ -30,18 +33,22 @@ class Counts:
             self.prompt[prompt] = response.usage.prompt_tokens
             self.cached[prompt] = max(self.cached.get(prompt, 0), response.usage.cached_tokens)
             self.answer[key] = response.usage.completion_tokens
+            self.reasoning[key] = response.usage.reasoning_tokens
         elif response.token_ids:
             self.answer[key] = self.answer.get(key, 0) + len(response.token_ids)
 
     def usage(self) -> dict[str, Any]:
-        """Return the usage of chat and completions."""
+        """Return the usage of chat and completions. The tokens of the reasoning are left out until they are known."""
         prompt, answer = sum(self.prompt.values()), sum(self.answer.values())
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
         }
+        if self.reasoning.keys() >= self.answer.keys():
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(self.reasoning.values())}
+        return usage
 
 
 def telemetry(response: pb.GenerateResponse) -> dict[str, Any]:
@@ -51,6 +58,14 @@ def telemetry(response: pb.GenerateResponse) -> dict[str, Any]:
         "backend": pb.Backend.Name(response.telemetry.backend).removeprefix("BACKEND_").lower(),
         "warnings": list(response.telemetry.warnings),
     }
+
+
+def token_origins(response: pb.GenerateResponse, texts: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return the text of each new token, and how its step came to it."""
+    return [
+        {"token": texts[token], "origin": pb.TokenOrigin.Name(origin).removeprefix("TOKEN_ORIGIN_").lower()}
+        for token, origin in zip(response.token_ids, response.token_origins, strict=True)
+    ]
 
 
 def field_logprobs(response: pb.GenerateResponse) -> list[dict[str, Any]]:

@@ -116,12 +116,19 @@ class _EngineGauges(Collector):
         running = GaugeMetricFamily("vllm:num_requests_running", "Sequences that hold a slot", labels=labels)
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait for a slot", labels=labels)
         used = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV cache's pages in use", labels=labels)
+        pages = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Always 1; its labels are the tokens of a KV page and the number of pages",
+            labels=(*labels, "block_size", "num_gpu_blocks"),
+        )
         for engine, stats in self.stats:
             who = [engine.names[0] if engine.names else "", engine.address]
+            size = engine.info.page_size if engine.info else 0
+            pages.add_metric([*who, str(size), str(stats.num_pages)], 1)
             running.add_metric(who, stats.running)
             waiting.add_metric(who, stats.waiting)
             used.add_metric(who, stats.pages_used / max(1, stats.num_pages))
-        yield from (running, waiting, used)
+        yield from (running, waiting, used, pages)
         up = GaugeMetricFamily("lockstep_gateway_engine_up", "Whether the engine serves", labels=("engine",))
         for engine, serves in self.up:
             up.add_metric([engine.address], float(serves))

@@ -121,6 +121,9 @@ class SamplingFields(Fields):
     speculation: Speculation | None = None
     field_logprobs: bool | None = None
     """The log-probability of each leaf of a guided JSON answer, in the choice's `field_logprobs`."""
+    token_origins: bool | None = None
+    """The text of each token, and whether it was `sampled`, an accepted `draft`, or `forced` by the grammar, in the
+    choice's `token_origins`."""
     telemetry: bool | None = None
     """Times, drafts and seed of each sequence, in the choice's `telemetry`."""
 

@@ -74,7 +74,10 @@ async def test_a_killed_grammar_process_changes_no_token(
 
 
 @pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR], ids=["llguidance", "xgrammar"])
-async def test_a_grammar_process_killed_within_the_reasoning(server: RunningServer, backend: pb.Backend) -> None:
+@pytest.mark.parametrize("kind", [pb.AnswerPart.KIND_REASONING, pb.AnswerPart.KIND_CONTENT], ids=["in", "behind"])
+async def test_a_grammar_process_killed_in_a_reasoning_or_in_the_content_behind_it(
+    server: RunningServer, backend: pb.Backend, kind: int
+) -> None:
     """The prompt has begun the phase, so the first part is reasoning."""
     message = request(backend, pb.TOOL_CHOICE_REQUIRED, 3)
     message.text = "Note the weather.\n<think>"
@@ -83,6 +86,6 @@ async def test_a_grammar_process_killed_within_the_reasoning(server: RunningServ
     async with Client(server.address) as client:
         plain, kinds = await run(client, message, None, 0)
         assert kinds == {pb.AnswerPart.KIND_REASONING, pb.AnswerPart.KIND_CONTENT}
-        got, _ = await run(client, message, server, pb.AnswerPart.KIND_REASONING)
+        got, _ = await run(client, message, server, kind)
         assert got == plain
         await idle_stats(client)

@@ -10,17 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from http_gateway.answers.chat import ChatShape, ChatStream, ChatWhole
+from http_gateway.answers.completions import Completions, CompletionShape
 from http_gateway.answers.pieces import finish_reason
 from http_gateway.answers.responses import ResponseAnswer, ResponseShape
 from http_gateway.http.calls import chat_request
 from http_gateway.wire.chat import ChatRequest
+from http_gateway.wire.completions import CompletionRequest
 from http_gateway.wire.errors import ApiError
 from http_gateway.wire.responses import ResponsesRequest
 from protos.engine.v1 import engine_pb2 as pb
 
 Part = pb.AnswerPart
 KINDS = {"reasoning": Part.KIND_REASONING, "content": Part.KIND_CONTENT, "arguments": Part.KIND_TOOL_ARGUMENTS}
-USAGE = pb.Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=3)
+USAGE = pb.Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=3, reasoning_tokens=2)
 ASK: Any = {"messages": [{"role": "user", "content": "x"}]}
 
 
@@ -53,11 +55,11 @@ def shape(**fields: Any) -> ChatShape:
 
 def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     """Join the deltas as a client does."""
-    message: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": {}}
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "calls": {}}
     for chunk in chunks:
         for choice in chunk["choices"]:
             delta = choice["delta"]
-            for name in ("content", "reasoning_content"):
+            for name in ("content", "reasoning_content", "reasoning"):
                 message[name] += delta.get(name) or ""
             for call in delta.get("tool_calls", ()):
                 kind, key = ("custom", "input") if "custom" in call else ("function", "arguments")
@@ -79,7 +81,8 @@ def test_the_deltas_of_a_stream_are_the_message_of_the_whole_answer(responses: l
     (choice,) = whole.result()["choices"]
     message, streamed = choice["message"], joined(chunks)
     assert streamed["content"] == (message["content"] or "")
-    assert streamed["reasoning_content"] == message.get("reasoning_content", "")
+    for name in ("reasoning_content", "reasoning"):
+        assert streamed[name] == message.get("reasoning", "")
     assert streamed["reason"] == choice["finish_reason"]
     calls = message.get("tool_calls", [])
     assert [(c["id"], c[c["type"]]["name"]) for c in calls] == [
@@ -101,6 +104,7 @@ def test_the_events_of_the_responses_api_build_its_items(responses: list[pb.Gene
     final = events[-1]["response"]
     assert events[-1]["type"] == "response.completed"
     assert final == answer.json()
+    assert final["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == final["output"]
     texts = {item["id"]: "" for item in done}
@@ -129,7 +133,47 @@ def test_each_sequence_and_the_usage_have_a_place_of_their_own() -> None:
     assert last["choices"] == []
     assert last["usage"]["prompt_tokens"] == 7
     assert last["usage"]["completion_tokens"] == 10
+    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
     assert ChatStream(shape(stream=True)).last() is None
+
+
+def test_tokens_of_the_reasoning_are_shown_when_they_are_known() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = ChatStream(shape(stream=True, stream_options=options, n=2))
+    responses = [pb.GenerateResponse(index=1, token_ids=[1]), end(0), end(1)]
+    usages = [chunk["usage"] for response in responses for chunk in stream.chunks(response)]
+    assert ["completion_tokens_details" in usage for usage in usages] == [False] * (len(usages) - 1) + [True]
+
+
+@given(answers())
+def test_each_token_says_how_it_came(responses: list[pb.GenerateResponse]) -> None:
+    texts = {1: "a", 2: "b", 3: "c"}
+    made = ChatShape(
+        id="i", model="m", fields=ChatRequest.model_validate(ASK | {"token_origins": True}), custom=frozenset(),
+        apart=True, texts=texts, created=1,
+    )  # fmt: skip
+    for response in responses:
+        response.token_ids.extend([1, 2, 3])
+        response.token_origins.extend([pb.TOKEN_ORIGIN_FORCED, pb.TOKEN_ORIGIN_DRAFT, pb.TOKEN_ORIGIN_SAMPLED])
+    each = [{"token": "a", "origin": "forced"}, {"token": "b", "origin": "draft"}, {"token": "c", "origin": "sampled"}]
+    stream, whole = ChatStream(made), ChatWhole(made)
+    for response in responses:
+        whole.take(response)
+    chunks = [chunk for response in responses for chunk in stream.chunks(response)]
+    streamed = [entry for chunk in chunks for entry in chunk["choices"][0].get("token_origins", ())]
+    assert streamed == whole.result()["choices"][0]["token_origins"] == each * len(responses)
+
+
+def test_the_origins_of_a_completion_s_tokens() -> None:
+    fields = CompletionRequest.model_validate({"prompt": "x", "token_origins": True})
+    first = pb.GenerateResponse(text="a", token_ids=[1], token_origins=[pb.TOKEN_ORIGIN_DRAFT])
+    last = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, token_ids=[2], usage=USAGE)
+    last.token_origins.append(pb.TOKEN_ORIGIN_SAMPLED)
+    completions = Completions(CompletionShape(id="i", model="m", fields=fields, texts=[{1: "a", 2: ""}]))
+    for response in (first, last):
+        completions.take(0, response)
+    (choice,) = completions.result()["choices"]
+    assert choice["token_origins"] == [{"token": "a", "origin": "draft"}, {"token": "", "origin": "sampled"}]
 
 
 def test_reasoning_is_hidden_where_the_client_says_so() -> None:

@@ -6,6 +6,7 @@ Needs the extra `clients` and a Chromium on PATH; skipped, with the reason, wher
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -52,6 +53,47 @@ def test_an_answer_fits_the_schema_beside_it(page: Any) -> None:
     page.click("#send")
     page.wait_for_selector(".figures[data-done]", timeout=60_000)
     assert json.loads(page.inner_text(".turn.assistant"))["n"] in (1, 2)
+
+
+def test_accepted_drafts_and_forced_tokens_are_coloured(page: Any) -> None:
+    """Each token is a span of its own: the colours are those that the engine counts as accepted drafts."""
+    page.select_option("#kind", "json")
+    schema = {"type": "object", "properties": {"the_name_of_it": {"enum": ["a \u00e9t\u00e9 b", "x"]}}}
+    page.fill("#schema", json.dumps(schema | {"required": ["the_name_of_it"], "additionalProperties": False}))
+    page.fill("#temperature", "0")
+    page.fill("#prompt", "The name?")
+    page.click("#send")
+    page.wait_for_selector(".figures[data-done]", timeout=60_000)
+    spans = page.eval_on_selector_all(
+        ".turn.assistant span", "all => all.map(one => [one.classList[0], one.innerText])"
+    )
+    assert set(json.loads("".join(text for _, text in spans))) == {"the_name_of_it"}
+    assert {kind for kind, _ in spans} <= {"sampled", "draft", "forced"}
+    assert any(kind == "forced" and "name" in text for kind, text in spans)
+    accepted = int(re.findall(r"(\d+) of \d+ drafts accepted", page.inner_text(".figures[data-done]"))[0])
+    assert 1 <= sum(kind != "sampled" for kind, _ in spans) <= accepted
+    plain = page.eval_on_selector(".turn.user", "one => getComputedStyle(one).backgroundColor")
+    forced = page.eval_on_selector(".turn.assistant .forced", "one => getComputedStyle(one).backgroundColor")
+    assert forced not in (plain, "rgba(0, 0, 0, 0)")
+
+
+def test_a_text_is_painted_by_its_tokens_whatever_lags(page: Any) -> None:
+    """Markers without visible text, a part of a character, and text that comes behind its token."""
+    painted = page.evaluate("""() => {
+      const box = document.createElement("div"), painter = new Painter(box);
+      painter.add([{token: "<think>", origin: "sampled"}, {token: "Hm", origin: "draft"}]);
+      painter.show("H", "thought");
+      painter.show("m", "thought");
+      painter.add([{token: "</think>", origin: "forced"}, {token: "caf", origin: "sampled"},
+                   {token: "\ufffd", origin: "draft"}, {token: "\ufffd", origin: "draft"},
+                   {token: "!", origin: "forced"}]);
+      painter.show("caf", "");
+      painter.show("\u00e9!", "");
+      return [...box.children].map(one => [one.className.trim(), one.textContent]);
+    }""")
+    assert painted == [
+        ["draft thought", "H"], ["draft thought", "m"], ["sampled", "caf"], ["draft", "\u00e9"], ["forced", "!"],
+    ]  # fmt: skip
 
 
 def test_what_the_server_refuses_is_shown(page: Any) -> None:
