@@ -134,7 +134,7 @@ class ChatStream:
         fields, shown = self._shape.fields, dict[str, Any]()
         if fields.return_token_ids and response.token_ids:
             shown["token_ids"] = list(response.token_ids)
-        if fields.token_origins and response.token_ids:
+        if response.token_origins:
             shown["token_origins"] = token_origins(response, self._shape.texts)
         return shown
 

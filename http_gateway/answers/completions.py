@@ -122,8 +122,9 @@ class Completions:
             if first:
                 choice["prompt_token_ids"] = list(self._shape.prompt_ids.get(prompt, ()))
         if fields.token_origins:
-            shown = response.token_origins and response.token_ids
-            choice["token_origins"] = token_origins(response, self._shape.texts[prompt]) if shown else []
+            choice["token_origins"] = (
+                token_origins(response, self._shape.texts[prompt]) if response.token_origins else []
+            )
         if first and fields.prompt_logprobs is not None and prompt in self._prompts:
             rows = self._prompts[prompt].prompt_logprobs
             choice["prompt_logprobs"] = prompt_logprobs(self._shape.prompt_ids[prompt], rows, self._shape.texts[prompt])

@@ -15,6 +15,7 @@ PAGES = [
             "README.md",
             "CHANGELOG.md",
             "CONTRIBUTING.md",
+            "llms.txt",
             "benchmarks/README.md",
             "client/README.md",
             "deploy/triton/README.md",

@@ -249,8 +249,10 @@ def _thought(texts: list[str], *, is_open: bool) -> str:
 def test_tokens_of_the_reasoning_and_their_origins(size: int, with_text: bool) -> None:
     ids = [*b"<think>hm</think>\n\nyes", EOS]
     layout = AnswerLayout(markers=THINK)
+    request = Request("r", 0, list(b"prompt"), SamplingParams(max_tokens=1000, seed=0), lambda event: None)
+    request.token_origins = True
     out = SequenceOutput(
-        Request("r", 0, list(b"prompt"), SamplingParams(max_tokens=1000, seed=0), lambda event: None),
+        request,
         decode,
         with_text=with_text,
         parser=layout.parser(),

@@ -1,0 +1,127 @@
+"""Engines of one process over the real grammar libraries: a worker's threads behind a real segment, without the RPCs.
+
+Invariant: no row is filled twice, and the worker ends without an error.
+Not responsible for: the grammar process itself (tests/e2e), models (see tiny.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.ports import GrammarEvents
+from gpu_engine.api.request import Request
+from gpu_engine.core.engine import Engine
+from gpu_engine.model.loader import LoadedModel
+from grammar_service.backends.backend import Backend, Compiled, Rows
+from grammar_service.backends.reasoning import ReasoningCompiled
+from grammar_service.backends.registry import load_backend
+from grammar_service.completion.budget import CompletionBudget
+from grammar_service.completion.plan import CompletionPlan
+from grammar_service.completion.texts import TokenTexts
+from grammar_service.fill.matchers import SlotMatcher
+from grammar_service.fill.worker import Worker
+from grammar_service.grammar.mask_rows import Classifier
+from grammar_service.grammar.value import Kind, Whitespace, parse
+from grammar_service.grammar.vocabulary import Vocabulary
+from shared_mem.channel import EngineEnd, GrammarEnd
+from shared_mem.layout import Layout, RowKind
+from shared_mem.segment import Segment
+from tests.fakes import EOS
+from tests.gpu_engine.harness import running
+
+PATIENT = {"row_timeout_ms": 5000.0, "draft_timeout_ms": 5000.0}
+"""Settings of an engine in which no row is late."""
+
+
+class LoggedSlot(SlotMatcher):
+    """A slot matcher that records every filled row, by its slot generation and the tokens before it."""
+
+    filled: list[tuple[int, tuple[int, ...]]]
+
+    def fill(self, rows: Rows, index: int, classifier: Classifier) -> tuple[RowKind, int]:
+        self.filled.append((self.slot_gen, tuple(self.tokens)))
+        return super().fill(rows, index, classifier)
+
+    @classmethod
+    def of(cls, slot: SlotMatcher, filled: list[tuple[int, tuple[int, ...]]]) -> LoggedSlot:
+        """Return a copy of `slot` that records its filled rows in `filled`."""
+        logged = cls(*(getattr(slot, part.name) for part in fields(slot)))
+        logged.filled = filled
+        return logged
+
+
+@dataclass(eq=False)
+class LibraryGrammar:
+    """A `ports.GrammarPort` over a real worker's threads; the form of a source is "KIND WHITESPACE text"."""
+
+    segment: Segment
+    backend: Backend
+    vocabulary: Vocabulary
+    compiled: dict[str, tuple[Compiled, CompletionPlan]]
+    engine: GrammarEvents = field(init=False)
+    worker: Worker = field(init=False)
+    filled: dict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=lambda: defaultdict(list))
+    """slot -> (slot_gen, tokens before the row) of each filled row."""
+
+    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
+        assert request.grammar is not None
+        source = request.grammar.source
+        if source not in self.compiled:
+            kind, whitespace, text = source.split(" ", 2)
+            grammar = parse(Kind[kind], text, Whitespace[whitespace])
+            loaded = self.backend.load(grammar, self.backend.compile(grammar))
+            answer = loaded.answer if isinstance(loaded, ReasoningCompiled) else loaded
+            self.compiled[source] = loaded, CompletionPlan.of(answer.matcher(), text, TokenTexts.of(self.vocabulary))
+        loaded, plan = self.compiled[source]
+        limit = request.sampling.max_tokens
+        start = loaded.matcher
+        if isinstance(loaded, ReasoningCompiled):
+            start = partial(loaded.matcher, plan.closing_at(limit))
+        bound = SlotMatcher.bind(slot_gen, start, committed, partial(CompletionBudget, plan, limit))
+        self.worker.bind(slot, LoggedSlot.of(bound, self.filled[slot]))
+        self.engine.grammar_opened(slot, slot_gen, compile_ms=1.0, cache_hit=True, backend=1)
+
+    def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
+        raise NotImplementedError("these requests have no beams")
+
+    def close(self, slot: int, slot_gen: int) -> None:
+        self.worker.release(slot, slot_gen)
+
+
+class Sidecars:
+    """A library with the tiny model's vocabulary, and the grammars that it has compiled."""
+
+    def __init__(self, name: str, model: LoadedModel) -> None:
+        tokenizer = (Path(model.name) / "tokenizer.json").read_bytes()
+        self.vocabulary = Vocabulary.load(tokenizer, model.vocab_size, (EOS,))
+        self.backend, self.model = load_backend(name, self.vocabulary), model
+        self.compiled: dict[str, tuple[Compiled, CompletionPlan]] = {}
+
+    @contextmanager
+    def engine(self, settings: EngineConfig) -> Iterator[tuple[Engine, Worker]]:
+        """Run an engine with a worker of the library; at the end no row was filled twice."""
+        layout = Layout(settings.max_batch_size, settings.num_rows, self.model.vocab_size)
+        with Segment.create(layout) as segment:
+            grammar = LibraryGrammar(segment, self.backend, self.vocabulary, self.compiled)
+            grammar.worker = Worker(GrammarEnd(segment), row_deadline_ms=1000.0)
+            model = replace(self.model, max_model_len=settings.max_model_len)
+            grammar.engine = engine = Engine(settings, model, EngineEnd(segment), grammar)
+            grammar.worker.start()
+            try:
+                with running(engine):
+                    yield engine, grammar.worker
+                assert grammar.worker.error is None
+                for slot, filled in grammar.filled.items():
+                    assert len(filled) == len(set(filled)), f"slot {slot}: a row was filled twice"
+                stats = grammar.worker.stats()
+                # Rows that are filled for several slots in one call are not recorded by the slots.
+                alone = sum(map(len, grammar.filled.values()))
+                assert stats["filled_rows"] >= alone > 0 if stats["batched_records"] else stats["filled_rows"] == alone
+            finally:
+                assert grammar.worker.stop()

@@ -1,0 +1,275 @@
+"""Answers of reasoning, tool calls and content, over random walks of a toy model and the real grammar libraries.
+
+Every answer that ended is read back into its parts: its reasoning stays within its limit, each call fits its function,
+the content fits the request's grammar. Its tokens are those of an engine without drafts that serves one request alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jsonschema
+import pytest
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.conversation import InputKind, Tool, ToolChoice, Tools
+from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec, TokenOrigin
+from gpu_engine.front.text_output import SequenceOutput
+from gpu_engine.front.tools.composition import ReasoningPhase, composed
+from gpu_engine.front.tools.formats import DEEPSEEK_V31, HERMES, JSON, LLAMA3, MISTRAL, Markers, ToolFormat
+from gpu_engine.front.tools.parts import AnswerLayout, Part, PartKind
+from gpu_engine.model.loader import LoadedModel
+from grammar_service.backends.registry import NAMES
+from tests.fakes import EOS, byte_tokenizer
+from tests.gpu_engine.harness import Answer, answer_all, answer_each, ask, config, with_drafts
+from tests.gpu_engine.library_sidecars import PATIENT, Sidecars
+
+THINK = Markers("<think>", "</think>")
+LEAST_BUDGET = len(THINK.begin) + len(THINK.end)
+"""Tokens of both markers; a reasoning without a thought has as many."""
+ADD: dict[str, Any] = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 99}, "to": {"enum": ["a", "b c"]}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+SAY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"s": {"type": "string", "maxLength": 6}},
+    "required": ["s"],
+    "additionalProperties": False,
+}
+TOOLS = (
+    Tool("add", source=json.dumps(ADD)),
+    Tool("say", source=json.dumps(SAY)),
+    Tool("run", input=InputKind.REGEX, source="[a-f]{1,3}"),
+)
+SCHEMAS = {"add": ADD, "say": SAY}
+ANSWER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["nobody", "add"]},
+        "all": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "all"],
+    "additionalProperties": False,
+}
+GRAMMARS = [
+    GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(ANSWER)),
+    GrammarSpec(GrammarKind.CHOICE, '["yes", "yes, but", "no"]'),
+    GrammarSpec(GrammarKind.REGEX, "[x-z]{2,4}[0-9]?"),
+]
+SOON = replace(HERMES, name="soon", trigger="<")
+"""A format whose trigger is one token of the toy model, so that calls begin within free text."""
+FORMS = [SOON, HERMES, JSON, LLAMA3, MISTRAL, DEEPSEEK_V31]
+DECODER = byte_tokenizer()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A request with reasoning, tools or a grammar, drawn from a seed."""
+
+    seed: int
+    tools: Tools | None
+    form: ToolFormat
+    grammar: GrammarSpec | None
+    phase: ReasoningPhase | None
+    temperature: float
+    max_tokens: int
+
+    @staticmethod
+    def drawn(seed: int) -> Case:
+        """Return the case of a seed. Cases of three seeds in a row have reasoning, tools, and both."""
+        rng = random.Random(seed)
+        thinks, calls = seed % 3 != 1, seed % 3 != 0
+        form = rng.choice(FORMS)
+        tools = grammar = phase = None
+        if calls:
+            choice = rng.choice([ToolChoice.AUTO, ToolChoice.AUTO, ToolChoice.REQUIRED, ToolChoice.NAMED])
+            name = "say" if choice is ToolChoice.NAMED else ""
+            tools = Tools(TOOLS, choice, name, parallel=rng.random() < 0.7)
+        if not calls or rng.random() < 0.5:
+            grammar = rng.choice(GRAMMARS)
+        if tools and tools.choice is ToolChoice.AUTO and grammar is None:
+            form = SOON
+        if thinks:
+            phase = ReasoningPhase(THINK, rng.random() < 0.7, rng.choice([None, LEAST_BUDGET, 24, 40]))
+        temperature = rng.choice([0.0, 0.0, 0.7, 1.3])
+        return Case(seed, tools, form, grammar, phase, temperature, rng.randrange(100, 180))
+
+    @property
+    def layout(self) -> AnswerLayout:
+        free = self.tools is not None and self.tools.choice is ToolChoice.AUTO and self.grammar is None
+        phase = self.phase
+        return AnswerLayout(
+            self.tools,
+            self.form,
+            triggered=free,
+            markers=phase.markers if phase else None,
+            thinks_first=phase is not None and phase.is_open,
+        )
+
+    def ask(self) -> Answer:
+        """Return the answer of the request; it is not submitted yet."""
+        spec = composed(self.tools, self.form, self.grammar, self.phase)
+        assert spec is not None
+        # The prompt holds words of the answer, so that prompt lookup proposes drafts, right ones and wrong ones.
+        prompt = list(f'{self.seed} {{"x": 1, "to": "a"}} </think> {self.form.trigger} nobody'.encode())
+        # The model shall come to a call, to an end, and rarely to half a character.
+        bias = tuple(sorted({ord("<"): 2.0, EOS: 2.0, **dict.fromkeys(range(128, 256), -3.0)}.items()))
+        answer = ask(
+            prompt,
+            grammar=f"{spec.kind.name} BOUNDED {spec.source}",
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            temperature=self.temperature,
+            logit_bias=bias,
+        )
+        answer.request.token_origins = True
+        return answer
+
+    def check(self, answer: Answer) -> Counter[str]:
+        """Read an answer that has ended, and return what it holds."""
+        assert answer.finish is not None, (self, answer.error)
+        layout = self.layout
+        out = SequenceOutput(
+            answer.request,
+            lambda ids: str(DECODER.decode(list(ids), skip_special_tokens=True)),
+            parser=layout.parser(),
+            reasoning=layout.reasoning_tokens(),
+        )
+        deltas = [out.take([event]) for event in answer.events]
+        origins = Counter(origin for delta in deltas for origin in delta.origins)
+        accepted = origins[TokenOrigin.DRAFT] + origins[TokenOrigin.FORCED]
+        assert accepted == answer.request.telemetry.accepted_draft_tokens
+        assert origins.total() == len(answer.tokens)
+        found = Counter({answer.finish.name: 1, "drafts": accepted, "forced": origins[TokenOrigin.FORCED]})
+        if answer.finish not in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED):
+            assert answer.finish is FinishReason.GRAMMAR_INCOMPLETE, (self, answer.finish)
+            return found
+        parts = [part for delta in deltas for part in delta.parts]
+        found["thoughts"] = self._check_reasoning(out, parts)
+        names = self._check_calls(parts)
+        found.update(names)
+        content = "".join(part.text for part in parts if part.kind is PartKind.CONTENT)
+        if self.grammar is None or names:
+            assert not names or layout.triggered or not content.strip(), (self, content)
+        else:
+            self._check_content(content)
+        found["content"] = bool(content)
+        return found
+
+    def _check_reasoning(self, out: SequenceOutput, parts: list[Part]) -> bool:
+        thought = "".join(part.text for part in parts if part.kind is PartKind.REASONING)
+        assert THINK.end not in thought
+        if self.phase is None:
+            assert (out.reasoning_tokens, thought) == (0, "")
+            return False
+        most = self.phase.max_tokens
+        assert most is None or out.reasoning_tokens <= most, (self, out.reasoning_tokens)
+        assert not thought or out.reasoning_tokens > len(THINK.end)
+        assert not self.phase.is_open or out.reasoning_tokens
+        return bool(thought)
+
+    def _check_calls(self, parts: list[Part]) -> list[str]:
+        names = [part.tool_name for part in parts if part.kind is PartKind.TOOL_CALL]
+        texts = ["" for _ in names]
+        for part in parts:
+            if part.kind is PartKind.TOOL_ARGUMENTS:
+                texts[part.tool_call_index] += part.text
+        for name, text in zip(names, texts, strict=True):
+            if name in SCHEMAS:
+                jsonschema.validate(json.loads(text), SCHEMAS[name])
+            else:
+                assert re.fullmatch("[a-f]{1,3}", text), (self, text)
+        tools = self.tools
+        assert bool(names) <= (tools is not None)
+        if tools is not None:
+            assert tools.choice is ToolChoice.AUTO or names, self
+            assert tools.parallel or len(names) <= 1, self
+            assert tools.choice is not ToolChoice.NAMED or set(names) == {"say"}
+        return names
+
+    def _check_content(self, content: str) -> None:
+        assert self.grammar is not None
+        match self.grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                jsonschema.validate(json.loads(content), ANSWER)
+            case GrammarKind.CHOICE:
+                assert content in json.loads(self.grammar.source), self
+            case _:
+                assert re.fullmatch(self.grammar.source, content), (self, content)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def sidecars(request: pytest.FixtureRequest, llama: LoadedModel) -> Sidecars:
+    return Sidecars(request.param, llama)
+
+
+def run(
+    sidecars: Sidecars, settings: EngineConfig, cases: list[Case], *, alone: bool = False
+) -> tuple[list[Answer], int]:
+    """Return the answers, and how often a sequence was preempted."""
+    answers = [case.ask() for case in cases]
+    with sidecars.engine(settings) as (engine, _):
+        (answer_each if alone else answer_all)(engine, answers)
+        return answers, engine.stats().preemptions
+
+
+def compare(sidecars: Sidecars, cases: list[Case], others: list[EngineConfig]) -> Counter[str]:
+    """Check every answer, and that the engines of `others` have its tokens; return what the answers held."""
+    plain, _ = run(sidecars, with_drafts(0, **PATIENT), cases, alone=True)
+    found = Counter[str]()
+    for case, answer in zip(cases, plain, strict=True):
+        found += case.check(answer)
+    assert not found["drafts"]
+    for settings in others:
+        answers, preempted = run(sidecars, settings, cases)
+        found["preempted"] += preempted
+        for case, one, other in zip(cases, plain, answers, strict=True):
+            assert (other.tokens, other.finish) == (one.tokens, one.finish), (case, settings)
+            checked = case.check(other)
+            found["drafts"] += checked["drafts"]
+            found["forced"] += checked["forced"]
+    return found
+
+
+def test_answers_fit_and_do_not_depend_on_drafts(sidecars: Sidecars) -> None:
+    cases = [Case.drawn(seed) for seed in range(12)]
+    found = compare(
+        sidecars,
+        cases,
+        [
+            config(drafter="ngram", num_draft_tokens=3, **PATIENT),
+            config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=7, overlap=True, **PATIENT),
+        ],
+    )
+    assert {"add", "say", "run", "thoughts", "content", "STOP", "GRAMMAR_CLOSED"} <= set(found), found
+    assert found["GRAMMAR_INCOMPLETE"] <= 1, found
+    assert found["drafts"] > found["forced"] > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 460, 60))
+def test_more_answers_fit_with_any_drafter_and_after_preemption(
+    sidecars: Sidecars, draft_models: dict[str, str], first: int
+) -> None:
+    cases = [Case.drawn(seed) for seed in range(first, first + 60)]
+    found = compare(
+        sidecars,
+        cases,
+        [
+            config(drafter="grammar", num_draft_tokens=7, jump_forward_tokens=15, **PATIENT),
+            config(drafter="ngram", num_draft_tokens=7, jump_forward_tokens=3, kv_cache_tokens=480, **PATIENT),
+            with_drafts(3, draft_model=draft_models["other"], jump_forward_tokens=4, **PATIENT),
+            with_drafts(7, draft_model=draft_models["trained eagle3"], max_batch_size=8, overlap=True, **PATIENT),
+        ],
+    )
+    assert found["GRAMMAR_INCOMPLETE"] <= len(cases) // 20, found
+    assert found["drafts"] > 1000
+    assert found["preempted"]
