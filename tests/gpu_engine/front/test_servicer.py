@@ -14,7 +14,7 @@ import pytest
 
 from gpu_engine.api.errors import GrammarUnavailable, LimitExceeded, QueueTimeout
 from gpu_engine.api.outputs import OutputRows, OutputSpec
-from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent
+from gpu_engine.api.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent, TokenOrigin
 from gpu_engine.cli.client import Client
 from gpu_engine.front.pacing import StreamPacer
 from protos.engine.v1 import engine_pb2 as pb
@@ -376,15 +376,16 @@ async def test_a_request_id_is_free_again_after_its_request(tmp_path: Path) -> N
 async def test_responses_carry_what_was_asked_for(tmp_path: Path) -> None:
     def script(request: Request) -> Iterable[TokenEvent]:
         logprobs = (Logprobs(-0.5, ((65, -0.5), (66, -1.5))),) if request.sampling.logprobs else ()
-        yield TokenEvent(0, (65,), logprobs)
-        yield TokenEvent(0, (EOS,), logprobs and (Logprobs(0.0, ()),), FinishReason.STOP, EOS)
+        origins = (TokenOrigin.DRAFT,) if request.token_origins else ()
+        yield TokenEvent(0, (65,), logprobs, origins=origins)
+        yield TokenEvent(0, (EOS,), logprobs and (Logprobs(0.0, ()),), FinishReason.STOP, EOS, origins=origins)
 
     async with serving(tmp_path, script) as s:
         no_text = await answer(s.client, ask(response=pb.ResponseOptions(omit_text=True)))
         no_ids = await answer(s.client, ask(response=pb.ResponseOptions(omit_token_ids=True)))
         scored = await answer(s.client, ask(sampling=pb.SamplingParams(logprobs=2)))
         origins = await answer(s.client, ask(response=pb.ResponseOptions(token_origins=True, omit_token_ids=True)))
-    assert [o for r in origins for o in r.token_origins] == [pb.TOKEN_ORIGIN_SAMPLED] * 2
+    assert [o for r in origins for o in r.token_origins] == [pb.TOKEN_ORIGIN_DRAFT] * 2
     assert not any(r.token_origins for r in (*no_text, *no_ids))
     assert not any(r.text for r in no_text)
     assert [t for r in no_text for t in r.token_ids] == [65, EOS]
