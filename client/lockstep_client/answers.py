@@ -409,8 +409,9 @@ def joined_outputs(parts: Iterable[OutputTensor]) -> dict[str, OutputTensor]:
     }
 
 
-def _origin(origin: pb.TokenOrigin.ValueType) -> TokenOrigin:
-    return TokenOrigin(pb.TokenOrigin.Name(origin).removeprefix("TOKEN_ORIGIN_").lower())
+def _origin(origin: int) -> TokenOrigin:
+    name = pb.TokenOrigin.DESCRIPTOR.values_by_number[origin].name
+    return TokenOrigin(name.removeprefix("TOKEN_ORIGIN_").lower())
 
 
 def _finish_reason(reason: int) -> FinishReason | None:
