@@ -35,6 +35,8 @@ SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required"
 ELSEWHERE = {
     "request_output_len", "min_length", "runtime_top_k", "runtime_top_p", "random_seed", "streaming", "len_penalty",
     "input_lengths", "request_id", "stop", "beam_width", "length_penalty", "early_stopping", "client_id", "lora",
+    "logits_processors",
+    "logits_processor_arguments",
     "prompt_adapter",
     "return_context_logits",
     "return_generation_logits",

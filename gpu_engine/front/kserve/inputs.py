@@ -84,6 +84,8 @@ _OTHERS: dict[str, Tensor] = {
     "return_generation_logits": Tensor(BOOL, SCALAR),
     "guided_decoding_guide_type": Tensor(BYTES, SCALAR),
     "guided_decoding_guide": Tensor(BYTES, SCALAR),
+    "logits_processors": Tensor(BYTES, LIST),
+    "logits_processor_arguments": Tensor(BYTES, LIST),
     "beam_width": Tensor(INT32, SCALAR),
     "length_penalty": Tensor(FP32, SCALAR),
     "len_penalty": Tensor(FP32, SCALAR),
@@ -206,6 +208,7 @@ def to_engine(request: pb.ModelInferRequest, *, decoupled: bool) -> Asked:
     _set_prompt(asked, given)
     _set_ends(asked, given)
     _set_guide(asked, given)
+    _set_processors(asked, given)
     _set_beams(asked, given)
     _set_answer(asked, request, given, decoupled=decoupled)
     _set_parameters(asked, request.parameters)
@@ -300,6 +303,20 @@ def _set_guide(asked: Asked, given: Mapping[str, Values]) -> None:
     else:
         setattr(asked.message.grammar, _GUIDES[kind], guides.items[0])
         asked.names[f"grammar.{_GUIDES[kind]}"] = "guided_decoding_guide"
+
+
+def _set_processors(asked: Asked, given: Mapping[str, Values]) -> None:
+    names, arguments = (
+        given[name].items if name in given else [] for name in ("logits_processors", "logits_processor_arguments")
+    )
+    if arguments and len(arguments) != len(names):
+        raise InvalidRequest(
+            "logits_processor_arguments", f"has {len(arguments)} elements, logits_processors has {len(names)}"
+        )
+    for i, name in enumerate(names):
+        asked.message.logits_processors.add(name=name, arguments=arguments[i] if arguments else "")
+        asked.names[f"logits_processors[{i}].arguments"] = f"logits_processor_arguments[{i}]"
+        asked.names[f"logits_processors[{i}].name"] = f"logits_processors[{i}]"
 
 
 def _set_beams(asked: Asked, given: Mapping[str, Values]) -> None:

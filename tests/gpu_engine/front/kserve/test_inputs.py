@@ -78,6 +78,7 @@ def test_every_input_is_handed_on() -> None:
         "guided_decoding_guide": {"guided_decoding_guide_type": "regex"},
         "guided_decoding_guide_type": {"guided_decoding_guide": "x"},
         "input_lengths": {"input_ids": [1, 2]},
+        "logits_processor_arguments": {"logits_processors": "p"},
     }
     values: dict[str, Any] = {"guided_decoding_guide_type": "regex", "early_stopping": 2, "input_lengths": 2}
     ignored = {"pad_id", "stop", "stream", "streaming", "input_lengths"}
@@ -110,6 +111,14 @@ def test_every_input_is_handed_on() -> None:
 def test_a_guide_becomes_a_grammar(kind: str, guide: str | None, grammar: dict[str, Any]) -> None:
     guides = {} if guide is None else {"guided_decoding_guide": guide}
     assert asked(guided_decoding_guide_type=kind, **guides).message.grammar == engine.Grammar(**grammar)
+
+
+def test_processors_have_a_name_and_arguments() -> None:
+    found = asked(logits_processors=["a", "b"], logits_processor_arguments=["", "{}"])
+    assert [(each.name, each.arguments) for each in found.message.logits_processors] == [("a", ""), ("b", "{}")]
+    assert found.field_name("logits_processors[1].arguments") == "logits_processor_arguments[1]"
+    assert found.field_name("logits_processors[1].name") == "logits_processors[1]"
+    assert len(asked(logits_processors=["a"]).message.logits_processors) == 1
 
 
 def test_beams_have_a_width_a_penalty_and_a_rule_for_the_end() -> None:
@@ -180,6 +189,10 @@ def test_a_wrong_parameter_is_refused_by_name(parameters: Any, message: str) -> 
         (
             {"text_input": "a", "guided_decoding_guide_type": "json", "guided_decoding_guide": "{}"},
             "guided_decoding_guide: is given with the type json, which has none",
+        ),
+        (
+            {"text_input": "a", "logits_processors": ["p", "q"], "logits_processor_arguments": ["{}"]},
+            "logits_processor_arguments: has 1 elements, logits_processors has 2",
         ),
         ({"text_input": "a", "return_perf_metrics": True}, "return_perf_metrics: this server does not do this: Model"),
     ],
