@@ -329,6 +329,9 @@ def _set_beams(asked: Asked, given: Mapping[str, Values]) -> None:
         return
     search = asked.message.beam_search
     asked.names["beam_search.beam_width"] = "beam_width"
+    if "num_return_sequences" not in given and width > 0:  # TensorRT-LLM returns every beam
+        asked.message.sampling.n = width
+        asked.names["sampling.n"] = "beam_width"
     _checked("beam_width", [width], lambda: setattr(search, "beam_width", width))
     for name in penalties:
         search.length_penalty = given[name].items[0]
@@ -350,6 +353,8 @@ def _set_answer(asked: Asked, request: pb.ModelInferRequest, given: Mapping[str,
     asked.message.response.echo = not (exclude.items[0] if exclude else asked.stream)
     asked.names["response.echo"] = "exclude_input_in_output"
     wanted = {name for name in NEEDS.values() if name in given and given[name].items[0]}
+    if not asked.message.HasField("beam_search"):
+        wanted.discard("beam_width")
     if "return_log_probs" in wanted:
         asked.message.sampling.logprobs = 0
         asked.names["sampling.logprobs"] = "return_log_probs"

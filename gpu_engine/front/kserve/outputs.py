@@ -31,6 +31,7 @@ OUTPUTS: dict[str, Tensor] = {
     "finish_reason": Tensor(BYTES, LIST),
     "cum_log_probs": Tensor(FP32, LIST),
     "output_log_probs": Tensor(FP32, ROWS),
+    "beam_scores": Tensor(FP32, LIST),
     "context_logits": Tensor(FP32, ROWS),
     "generation_logits": Tensor(FP32, ROWS),
 }
@@ -38,12 +39,13 @@ OUTPUTS: dict[str, Tensor] = {
 NEEDS = {
     "cum_log_probs": "return_log_probs",
     "output_log_probs": "return_log_probs",
+    "beam_scores": "beam_width",
     "context_logits": "return_context_logits",
     "generation_logits": "return_generation_logits",
 }
 """Output -> the input that asks for it."""
 LOGITS = frozenset({"context_logits", "generation_logits"})
-"""A row for each token of one sequence; a response without such tokens does not have the tensor."""
+"""A row for each token of one sequence. A response without such tokens does not have the tensor."""
 TEXTS = frozenset({"text_output"})
 
 
@@ -56,6 +58,8 @@ class _Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     logits: list[OutputRows] = field(default_factory=list)
+    score: float | None = None
+    """Of a beam that has ended."""
     finish: str = ""
     """Empty until the sequence ends."""
 
@@ -103,7 +107,7 @@ class Answers:
         row.logits.extend(delta.outputs)
         self._sums[index] += sum(entry.logprob for entry in delta.logprobs)
         if delta.finish:
-            row.finish = delta.finish.name.lower()
+            row.finish, row.score = delta.finish.name.lower(), delta.beam_score
             self._running -= 1
         if not self._stream:
             return [] if self._running else [self._response([self._rows[i] for i in sorted(self._rows)])]
@@ -131,6 +135,9 @@ class Answers:
                 return count, [row.index for row in rows]
             case "finish_reason":
                 return count, [row.finish for row in rows]
+            case "beam_scores":
+                scores = [row.score for row in rows if row.score is not None]
+                return (count if len(scores) == len(rows) else ()), scores
             case "cum_log_probs":
                 return count, [self._sums[row.index] for row in rows]
             case "output_log_probs":

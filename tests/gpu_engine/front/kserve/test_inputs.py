@@ -124,6 +124,10 @@ def test_processors_have_a_name_and_arguments() -> None:
 def test_beams_have_a_width_a_penalty_and_a_rule_for_the_end() -> None:
     search = asked(beam_width=4, length_penalty=0.5, early_stopping=1).message.beam_search
     assert search == engine.BeamSearch(beam_width=4, length_penalty=0.5, early_stopping=engine.EARLY_STOPPING_TRUE)
+    assert asked(beam_width=4).message.sampling.n == 4
+    assert asked(beam_width=4, num_return_sequences=2).message.sampling.n == 2
+    assert "beam_scores" in asked(beam_width=4).outputs
+    assert "beam_scores" not in asked(beam_width=1).outputs
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_text_is_left_out_where_no_output_needs_it() -> None:
     assert found.outputs == ("output_ids",)
     assert found.message.response.omit_text
     assert not asked().message.response.omit_text
-    assert set(asked(**dict.fromkeys(NEEDS.values(), True)).outputs) == set(OUTPUTS)
+    assert set(asked(stream=True, **dict.fromkeys(NEEDS.values(), True) | {"beam_width": 2}).outputs) == set(OUTPUTS)
 
 
 def test_a_request_with_stop_names_the_one_that_it_ends() -> None:

@@ -197,6 +197,28 @@ def test_logits_have_32_bits_whatever_the_model_has(dtype: str) -> None:
     assert np.asarray(rows).dtype == np.float32
 
 
+def two_beams(request: Request) -> list[TokenEvent]:
+    """The events of both sequences go to the first one's sink."""
+    assert request.beams is not None
+    return [
+        TokenEvent(index, (121,), finish=FinishReason.LENGTH, beam_score=-0.5 * (index + 1))
+        for index in range(request.beams.num_returned)
+    ]
+
+
+async def test_every_beam_is_returned_with_its_score(triton: TritonProcess) -> None:
+    given = TEXT | WITHOUT_PROMPT | {"beam_width": ("INT32", [2]), "length_penalty": ("FP32", [1.0])}
+    async with serving(Fakes(two_beams)) as server:
+        every = await triton("infer", server.address, given)
+        best = await triton("infer", server.address, given | {"num_return_sequences": ("INT32", [1])})
+        wide = await triton("infer", server.address, given | {"beam_width": ("INT32", [99])})
+        tempered = await triton("infer", server.address, given | {"temperature": ("FP32", [0.5])})
+    assert (every["text_output"], every["beam_scores"]) == ([b"y", b"y"], [-0.5, -1.0])
+    assert (best["text_output"], best["beam_scores"]) == ([b"y"], [-0.5])
+    assert wide["error"].startswith("beam_width: is 99, must be")
+    assert tempered["error"] == "temperature: is not allowed together with beam_search"
+
+
 async def test_a_client_that_leaves_a_stream_ends_its_requests(triton: TritonProcess) -> None:
     fakes = Fakes(lambda request: [TokenEvent(request.index, (121,))])
     async with serving(fakes) as server:
