@@ -144,6 +144,7 @@ class ManyRequests:
 
         with self._calls.watch.call(self._caller.metadata) as record:
             call.record = record
+            record.method = "GenerateMany"
             try:
                 if refusal is not None:
                     record.set_request_id(name if name in self._requests else "")

@@ -46,6 +46,8 @@ class CallRecord:
 
     metadata: Sequence[tuple[str, str | bytes]] = ()
     """The call's gRPC metadata, which may name a parent trace."""
+    method: str = "Generate"
+    """The gRPC method that brought the request."""
     arrived_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
     status: str = ""

@@ -109,7 +109,7 @@ class RequestTracer:
             "gen_ai.request.model": self._model,
             "rpc.system": "grpc",
             "rpc.service": "lockstep.engine.v1.Engine",
-            "rpc.method": "Generate",
+            "rpc.method": call.method,
         }
         if call.status != "OK":
             attributes["error.type"] = call.status

@@ -11,11 +11,14 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from gpu_engine.api.errors import GrammarUnavailable
 from gpu_engine.api.request import FinishReason, Request, TokenEvent
 from gpu_engine.front.many import OpenManyCalls
 from gpu_engine.front.validation import check
+from gpu_engine.ops.access import CallRecord
+from gpu_engine.ops.metrics_requests import RequestWatch
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 from tests.fakes import EOS, Script, answers_with
@@ -145,6 +148,18 @@ async def test_a_request_that_fails_disturbs_no_other(tmp_path: Path, caplog: py
     ended = {each.request_id for each in responses if each.response.finish_reason}
     assert ended == {"first", "last"}
     assert dict(stats.failed) == {"INVALID_ARGUMENT": 3, "UNAVAILABLE": 1, "INTERNAL": 1}
+
+
+async def test_the_record_of_each_request_names_the_call(tmp_path: Path) -> None:
+    records: list[CallRecord] = []
+    async with many_calls(tmp_path, answers_with("abc")) as many:
+        many.setup.calls.watch = RequestWatch(CollectorRegistry(), records.append)
+        await many.send(ask(request_id="a", client_id="team"), ask(request_id="b", sampling=pb.SamplingParams(n=0)))
+        await many.rest()
+    found = {record.request_id: record for record in records}
+    assert {record.method for record in records} == {"GenerateMany"}
+    assert {name: record.status for name, record in found.items()} == {"a": "OK", "b": "INVALID_ARGUMENT"}
+    assert found["a"].access_fields()["client_id"] == "team"
 
 
 async def test_an_id_in_use_is_refused_and_its_request_goes_on(tmp_path: Path) -> None:
