@@ -64,7 +64,14 @@ def found(answers: list[pb.GenerateResponse]) -> list[tuple[str, float]]:
     return [(each.text, each.beam_score) for each in answers]
 
 
-@pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR], ids=["llguidance", "xgrammar"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(pb.BACKEND_LLGUIDANCE, id="llguidance"),
+        # Each new grammar process loads torch for it, beside the model and the compile workers.
+        pytest.param(pb.BACKEND_XGRAMMAR, id="xgrammar", marks=pytest.mark.slow),
+    ],
+)
 async def test_every_guided_beam_is_valid_and_survives_a_kill(server: RunningServer, backend: int) -> None:
     async with Client(server.address) as client:
         free, guided = await asyncio.gather(

@@ -98,6 +98,28 @@ def test_any_rollback_restores_the_rows(library: Library) -> None:
     assert len(rows) == len(text)
 
 
+def test_a_copy_rolls_back_and_goes_elsewhere(library: Library) -> None:
+    """As a fork does: the copy takes back what the matcher has accepted since, and neither changes the other."""
+    draw = random.Random(2)
+    text, other = spell('{"a":-12,"b":["x"]}'), spell('{"a":7,"b":[]}')
+    compiled = library.compiled(*schema(POINT))
+    for _ in range(20):
+        at = draw.randrange(len(spell('{"a":')) + 1)
+        matcher, end = compiled.matcher(), draw.randrange(at, len(text) + 1)
+        assert all(matcher.accept(token) for token in text[:end])
+        twin, before = matcher.copy(), library.legal(matcher)
+        twin.rollback(end - at)
+        fresh = compiled.matcher()
+        assert all(fresh.accept(token) for token in other[:at])
+        for token in [*other[at:], STOPS[0]]:
+            assert library.legal(twin) == library.legal(fresh)
+            assert twin.accept(token)
+            assert fresh.accept(token)
+        assert twin.terminated
+        assert library.legal(matcher) == before
+        assert all(matcher.accept(token) for token in [*text[end:], STOPS[1]])
+
+
 def test_tokens_may_follow_exactly_when_a_matcher_accepts_them_one_by_one(library: Library) -> None:
     rng = random.Random(3)
     text = spell('{"a":-12,"b":["x\\n",""]}')
