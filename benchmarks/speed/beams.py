@@ -20,7 +20,7 @@ from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
 
 PROMPT = "The history of the sea, told by a fisherman: "
-ENDLESS = "[a-z ,.]{2000}"
+ENDLESS = "([a-z]+[ ,.]){400}"
 
 EXAMPLES = """
 examples:
