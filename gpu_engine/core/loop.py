@@ -241,7 +241,8 @@ class EngineLoop:
             if outcome.error is not None:
                 if outcome.token_ids:  # without drafts they were sent before the row that failed
                     self._count(sequence, outcome, step.waited_ms)
-                    self._send(sequence, outcome, origins)
+                    if sequence not in self.outputs:  # their tokens wait for their rows, which an error drops
+                        self._send(sequence, outcome, origins)
                 self.end(sequence, error=outcome.error)
                 continue
             if outcome.candidates is not None:
@@ -356,6 +357,7 @@ class EngineLoop:
         group = self.beams.remove(sequence) if sequence.group else None
         with self.live_lock:
             self.live -= len(sequence.members)
+        self._slot_writer.release(sequence)
         self.scheduler.remove(sequence)
         request.telemetry.finished_s = time.monotonic()
         if group is not None:

@@ -73,7 +73,7 @@ class SlotWriter:
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._rules: list[torch.Tensor | None] = [None] * len(slot.length_S)
         self.processed: dict[int, Request] = {}
-        """By slot: the requests with logits processors that were assigned last."""
+        """By slot: the requests with logits processors."""
 
     def assign(self, sequence: RunningSequence) -> None:
         """Write the history and parameters of a sequence that just got its slot."""
@@ -109,6 +109,10 @@ class SlotWriter:
         p.num_logprobs_S[s] = -1 if sampling.logprobs is None else sampling.logprobs
         p.rules_S[s] = rules.data_ptr()
         sequence.payload.pages_written = sequence.payload.num_jump_forward = 0
+
+    def release(self, sequence: RunningSequence) -> None:
+        """Forget a sequence that ends, if it has a slot."""
+        self.processed.pop(sequence.slot, None)
 
     def bind(self, sequence: RunningSequence, *, drafts: bool = True) -> None:
         """Set the number of answer tokens that the sequence's new matcher has consumed: later posts carry the tokens

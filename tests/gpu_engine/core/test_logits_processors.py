@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from gpu_engine.api.errors import ProcessorFailed
 from gpu_engine.api.request import FinishReason
 from gpu_engine.core.engine import Engine
-from gpu_engine.model.loader import LoadedModel
+from gpu_engine.model.loader import LoadedModel, load_model
 from shared_mem.channel import Record
 from tests.gpu_engine.harness import (
     PATIENCE_S,
@@ -85,6 +86,7 @@ def test_tokens_do_not_depend_on_speculation_or_company(
         assert answer(engine, answers) == [each.tokens for each in free]
         assert [each.logprobs for each in answers] == [each.logprobs for each in free]
         assert (engine.stats().accepted_draft_tokens > 10) == (num_drafts > 0)
+        assert engine._loop.executor.slot_writer.processed == {}, "the slots hold no request that has ended"
 
 
 @pytest.mark.parametrize("drafter", ["same", "trained eagle3"])
@@ -94,6 +96,17 @@ def test_drafts_of_a_network_change_no_token(
     settings = with_drafts(3, draft_model=draft_models[drafter], **NAMED)
     with unguided_engine(llama, settings) as engine:
         assert answer_all(engine, made(engine, FREE)) == [each.tokens for each in free]
+
+
+def test_bfloat16_logits_are_processed_in_float32(saved: Callable[[str], Path]) -> None:
+    settings = {"model": str(saved("llama")), "dtype": "bfloat16", **NAMED}
+    model = load_model(with_drafts(3, **settings))
+    found = []
+    for num_drafts in (0, 3):
+        with unguided_engine(model, with_drafts(num_drafts, **settings)) as engine:
+            answers = made(engine, FREE)
+            found.append((answer_all(engine, answers), [answer.logprobs for answer in answers]))
+    assert found[0] == found[1]
 
 
 def test_three_kinds_of_one_function_give_the_same_tokens(llama: LoadedModel) -> None:
