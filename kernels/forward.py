@@ -20,6 +20,17 @@ from kernels.blocks import BLOCK, BlockWeightsArgs, PackedBlocks
 from kernels.fused_arguments import Activation
 from kernels.kv_pages import KVPages
 from kernels.library import native
+from kernels.low_rank import LowRankTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceAdapters:
+    """The adapters of one call's sequences."""
+
+    table: LowRankTable
+    """Of the forward's products."""
+    numbers_S: torch.Tensor
+    """int32: 0 is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +102,9 @@ class _LayerArgs(ctypes.Structure):
 _POINTERS = ("norm", "embedding", "ids", "positions", "row_starts", "page_table", "logits", "tap", "scratch")
 _SIZES = ("hidden", "inner", "num_heads", "num_kv_heads", "head_dim", "page_size")
 
+LAYER_PRODUCTS = ("qkv", "output", "gate_up", "down")
+"""The products of a layer in the order in which a `LowRankTable` numbers them: four a layer."""
+
 
 class _ForwardArgs(ctypes.Structure):
     """Mirror of `struct forward_args`."""
@@ -103,6 +117,8 @@ class _ForwardArgs(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("num_rows", "num_sequences", "num_layers", "num_logits", *_SIZES)],
         *[(name, ctypes.c_float) for name in ("embedding_scale", "norm_eps", "logits_softcap")],
         ("bf16", ctypes.c_int32),
+        *[(name, ctypes.c_void_p) for name in ("adapters", "sequence_adapters", "virtual_embedding")],
+        *[(name, ctypes.c_int64) for name in ("adapter_rank", "vocabulary")],
     ]
 
 
@@ -142,6 +158,7 @@ class Forward:
         args.norm, args.norm_eps, args.logits_softcap = norm.weight.data_ptr(), norm.eps, logits_softcap
         args.num_layers, args.hidden, args.inner, args.head_dim = len(layers), H, inner, head_dim
         (args.num_heads, args.num_kv_heads), args.bf16 = heads, self._dtype == torch.bfloat16
+        args.vocabulary = len(embedding_VH)
         self._logits_NV = torch.empty(0, head.num_outputs)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._pages: list[KVPages] | None = None
@@ -181,6 +198,8 @@ class Forward:
         *,
         num_logits: int,
         taps: Mapping[int, torch.Tensor] | None = None,
+        adapters: SequenceAdapters | None = None,
+        virtual_VH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the rows' keys and values; return the logits of the first `num_logits` rows, float32 [num_logits, V].
 
@@ -190,6 +209,7 @@ class Forward:
         `ids_N` int64, `positions_N` int32: negative is padding, behind the other rows of its sequence. `row_starts`
         int32 [S + 1]: sequence s has rows [row_starts[s], row_starts[s + 1]). `page_table_SN` int32. `taps`: layer ->
         [N, H] in the model's dtype, which gets that layer's input; the number of layers stands for the head's input.
+        `adapters`: None where no row has one. `virtual_VH`: float32, the embeddings of the ids from V on.
         """
         args, N = self._args, len(ids_N)
         assert ids_N.dtype == torch.int64, ids_N.dtype
@@ -202,6 +222,7 @@ class Forward:
         assert len(row_starts) <= len(page_table_SN) + 1
         self._use_pages(pages)
         args.num_rows, args.num_sequences, args.num_logits = N, len(row_starts) - 1, num_logits
+        self._use_adapters(adapters, virtual_VH)
         self._reserve()
         args.ids, args.positions, args.row_starts = ids_N.data_ptr(), positions_N.data_ptr(), row_starts.data_ptr()
         args.page_table, args.table_stride = page_table_SN.data_ptr(), page_table_SN.stride(0)
@@ -226,6 +247,19 @@ class Forward:
             assert page.v.shape[1:] == (Hkv, T, D), page.v.shape
             args.k_pages, args.v_pages = page.k.data_ptr(), page.v.data_ptr()
         self._args.page_size, self._pages = T, pages
+
+    def _use_adapters(self, adapters: SequenceAdapters | None, virtual_VH: torch.Tensor | None) -> None:
+        args = self._args
+        args.virtual_embedding = None if virtual_VH is None else virtual_VH.data_ptr()
+        if adapters is None:
+            args.adapters = None
+            return
+        assert adapters.table.num_products == len(LAYER_PRODUCTS) * len(self._layers), adapters.table
+        assert adapters.numbers_S.dtype == torch.int32
+        assert adapters.numbers_S.is_contiguous()
+        assert len(adapters.numbers_S) == args.num_sequences, (len(adapters.numbers_S), args.num_sequences)
+        args.adapters, args.adapter_rank = adapters.table.address, adapters.table.max_rank
+        args.sequence_adapters = adapters.numbers_S.data_ptr()
 
     def _reserve(self) -> None:
         """Have memory for the call. It only grows."""

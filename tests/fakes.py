@@ -8,7 +8,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import jinja2
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.api.errors import InternalError, LockstepError
+from gpu_engine.api.errors import InternalError, InvalidRequest, LockstepError, UnknownAdapter
 from gpu_engine.api.outputs import OutputSpec
 from gpu_engine.api.ports import ClearedGrammars, Compiled, GrammarStats, PageEvents
 from gpu_engine.api.processors import Processors
@@ -112,12 +114,53 @@ def answers_with(text: str, tokens_per_step: int = 1) -> Script:
     return script
 
 
+class FakeAdapters:
+    """`ports.AdapterAccess` without weights. `load` takes any path; an adapter whose path ends with "prompt" is one."""
+
+    def __init__(self, max_bytes: int = 1 << 20) -> None:
+        self.max_bytes = max_bytes
+        self.loaded: dict[str, AdapterUse] = {}
+        self.generations = 0
+
+    def find(self, kind: AdapterKind, name: str) -> Adapter:
+        use = self.loaded.get(name)
+        if use is None or use.adapter.kind is not kind:
+            field = "lora" if kind is AdapterKind.LORA else "prompt_adapter"
+            raise InvalidRequest(field, f"there is no {name!r}; there are: {', '.join(self.loaded)}")
+        return use.adapter
+
+    def acquire(self, adapters: Sequence[Adapter]) -> None:
+        pass
+
+    def release(self, adapters: Sequence[Adapter]) -> None:
+        pass
+
+    def load(self, name: str, path: str) -> Adapter:
+        self.generations += 1
+        kind = AdapterKind.PROMPT if path.endswith("prompt") else AdapterKind.LORA
+        adapter = Adapter(name, kind, path, 4, 64, self.generations, self.generations, at_start=False, first_token=1000)
+        self.loaded[name] = AdapterUse(adapter, 0)
+        return adapter
+
+    def unload(self, name: str) -> Future[None]:
+        if name not in self.loaded:
+            raise UnknownAdapter(f"name: there is no adapter {name!r}; there are: {', '.join(self.loaded)}")
+        del self.loaded[name]
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def listed(self) -> list[AdapterUse]:
+        return [self.loaded[name] for name in sorted(self.loaded)]
+
+
 class FakeEngine:
     """A `ports.ServedEngine` whose thread plays a script for every request. Without a script the test calls `emit`."""
 
     def __init__(self, config: EngineConfig | None = None, script: Script | None = None) -> None:
         self.config = config or EngineConfig(max_model_len=256)
         self.script = script
+        self.adapters = FakeAdapters()
         self.submitted: list[Request] = []
         self.dropped: list[Request] = []
         self.opened: list[tuple[int, int]] = []

@@ -6,6 +6,7 @@ the engine.
 
 from lockstep_client.access import TLS
 from lockstep_client.answers import (
+    Adapter,
     Answer,
     ClearedGrammars,
     Delta,
@@ -72,6 +73,7 @@ __all__ = [
     "NO_END",
     "NO_RETRIES",
     "TLS",
+    "Adapter",
     "AdditionalOutput",
     "Answer",
     "AsyncClient",

@@ -347,6 +347,28 @@ class Stats:
     pages_cached: int
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter of a server."""
+
+    name: str
+    kind: str
+    """"lora" or "prompt"."""
+    path: str
+    """Its directory there."""
+    size: int
+    """Of a LoRA adapter the largest rank, of a prompt adapter the virtual tokens."""
+    memory_bytes: int
+    in_use: int
+    """Sequences that use it."""
+
+
+def adapter_of(message: pb.Adapter) -> Adapter:
+    """Return an adapter of a message."""
+    kind = pb.Adapter.Kind.Name(message.kind).removeprefix("KIND_").lower()
+    return Adapter(message.name, kind, message.path, message.size, message.memory_bytes, message.in_use)
+
+
 def from_message(kind: type[M], message: Wire, **more: Any) -> M:
     """Return a dataclass with the values of a message's fields of the same names, and with those of `more`."""
     names = [each.name for each in fields(kind) if each.name not in more]  # type: ignore[arg-type]

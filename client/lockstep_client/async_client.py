@@ -19,7 +19,18 @@ import grpc
 
 from lockstep_client import calls
 from lockstep_client.access import TLS, Access, Token, access_to
-from lockstep_client.answers import Answer, ClearedGrammars, Delta, ModelInfo, Stats, Tokens, delta_of, from_message
+from lockstep_client.answers import (
+    Adapter,
+    Answer,
+    ClearedGrammars,
+    Delta,
+    ModelInfo,
+    Stats,
+    Tokens,
+    adapter_of,
+    delta_of,
+    from_message,
+)
 from lockstep_client.calls import UNARY_TIMEOUT_S, AnyGrammar, Method, Prepared, Prompt, Q, R
 from lockstep_client.embedded import EmbeddedServer, Setting
 from lockstep_client.errors import from_rpc
@@ -71,6 +82,20 @@ class AsyncStream(Generic[T]):
         async for _ in self:
             pass
         return self._joined.answer()
+
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> Adapter:
+        """Load an adapter from a directory of the server, below its `adapter_dirs`."""
+        request = pb.LoadAdapterRequest(name=name, path=path)
+        return adapter_of((await self._call(calls.LOAD_ADAPTER, request, timeout_s)).adapter)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
+        """Take an adapter's name away, and wait until the last sequence that uses it has ended."""
+        await self._call(calls.UNLOAD_ADAPTER, pb.UnloadAdapterRequest(name=name), timeout_s)
+
+    async def adapters(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> tuple[Adapter, ...]:
+        """Return the adapters of the server, by name."""
+        response = await self._call(calls.LIST_ADAPTERS, pb.ListAdaptersRequest(), timeout_s)
+        return tuple(map(adapter_of, response.adapters))
 
     async def aclose(self) -> None:
         """Cancel the call, if it is not done."""

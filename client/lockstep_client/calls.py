@@ -54,8 +54,12 @@ TOKENIZE = Method("Tokenize", pb.TokenizeRequest, pb.TokenizeResponse)
 DETOKENIZE = Method("Detokenize", pb.DetokenizeRequest, pb.DetokenizeResponse)
 TOKENIZER_INFO = Method("GetTokenizerInfo", pb.GetTokenizerInfoRequest, pb.GetTokenizerInfoResponse)
 CLEAR_GRAMMAR_CACHE = Method("ClearGrammarCache", pb.ClearGrammarCacheRequest, pb.ClearGrammarCacheResponse)
+LOAD_ADAPTER = Method("LoadAdapter", pb.LoadAdapterRequest, pb.LoadAdapterResponse)
+UNLOAD_ADAPTER = Method("UnloadAdapter", pb.UnloadAdapterRequest, pb.UnloadAdapterResponse)
+LIST_ADAPTERS = Method("ListAdapters", pb.ListAdaptersRequest, pb.ListAdaptersResponse)
 UNARY: tuple[Method[Any, Any], ...] = (
-    ABORT, COMPILE, MODEL_INFO, STATS, TOKENIZE, DETOKENIZE, TOKENIZER_INFO, CLEAR_GRAMMAR_CACHE,
+    ABORT, COMPILE, MODEL_INFO, STATS, TOKENIZE, DETOKENIZE, TOKENIZER_INFO, CLEAR_GRAMMAR_CACHE, LOAD_ADAPTER,
+    UNLOAD_ADAPTER, LIST_ADAPTERS,
 )  # fmt: skip
 GENERATE_MANY = Method("GenerateMany", pb.GenerateManyRequest, pb.GenerateManyResponse)
 WATCH_STATS = Method("WatchStats", pb.WatchStatsRequest, pb.WatchStatsResponse)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from gpu_engine.api.adapters import Adapter
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.conversation import Chat, Reasoning
 from gpu_engine.api.outputs import OutputSpec, WantedOutput
@@ -153,3 +154,7 @@ class Checked:
     reasoning: Reasoning | None = None
     beams: BeamParams | None = None
     """A beam search, of which `n` sequences are returned; None: sampling."""
+    lora: Adapter | None = None
+    """The LoRA adapter that the request names."""
+    prompt_adapter: Adapter | None = None
+    """The prompt adapter that the request names."""

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gpu_engine.api.adapters import named_adapters
 from gpu_engine.api.prefill_shapes import LANES, PrefillShapes
 from gpu_engine.api.processor_entries import MAX_LOADED, ProcessorEntry
 
@@ -20,6 +21,9 @@ EMBEDDED_MODEL = "embedded"
 
 MAX_DRAFT_TOKENS = 15
 """Upper bound of K and F, the drafts of a step: with the target's own token, 16 rows per slot."""
+
+ADAPTER_BYTES = 1 << 30
+"""Room for adapters where `max_adapter_bytes` is -1 and there are some."""
 
 DRAFT_INDEX_BYTES = 64 << 20
 """The suffix index where `draft_index_bytes` is -1."""
@@ -159,6 +163,16 @@ class EngineConfig:
     batching: str = "inflight"
     """"inflight": a sequence gets a slot as soon as one is free. "static": slots are given only when every sequence of
     the former batch has ended, to as many as wait then; for comparisons and benchmarks."""
+    adapters: tuple[str, ...] = ()
+    """Adapters in PEFT's format that are loaded at start, each as "NAME=DIRECTORY"; see docs/adapters.md. The flag may
+    be repeated, the variable has one a line, and the TOML value is a list."""
+    adapter_dirs: tuple[str, ...] = ()
+    """Directories below which LoadAdapter may load adapters. Empty: LoadAdapter is refused. The flag may be repeated,
+    the variable has one a line, and the TOML value is a list."""
+    max_adapter_bytes: int = -1
+    """Memory of all adapters, in bytes. 0: none are taken. -1: 1 GiB where adapters or adapter_dirs name any, else
+    none. For another adapter the server evicts the one that LoadAdapter has loaded and that was unused for the longest
+    time."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -166,6 +180,7 @@ class EngineConfig:
         self._check_sizes()
         self._check_drafts()
         self._check_processors()
+        self._check_adapters()
 
     def _check_processors(self) -> None:
         names = []
@@ -260,6 +275,35 @@ class EngineConfig:
             "draft_index_bytes",
             "the suffix index works with drafter=ngram on a CPU alone",
         )
+
+    def _check_adapters(self) -> None:
+        try:
+            named_adapters(self.adapters)
+        except ValueError as error:
+            _require(False, "adapters", str(error))
+        _require(self.max_adapter_bytes >= -1, "max_adapter_bytes", "must be -1, 0 or a number of bytes")
+        _require(
+            self.max_adapter_bytes != 0 or not (self.adapters or self.adapter_dirs),
+            "max_adapter_bytes",
+            "is 0, and adapters or adapter_dirs name some",
+        )
+        _require(
+            not self.takes_adapters or not self.device.startswith("cuda"),
+            "max_adapter_bytes",
+            f"adapters run on a CPU, and device is {self.device}",
+        )
+
+    @property
+    def adapter_bytes(self) -> int:
+        """`max_adapter_bytes`, with -1 resolved."""
+        if self.max_adapter_bytes >= 0:
+            return self.max_adapter_bytes
+        return ADAPTER_BYTES if self.adapters or self.adapter_dirs else 0
+
+    @property
+    def takes_adapters(self) -> bool:
+        """True: requests may name adapters."""
+        return self.adapter_bytes > 0
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -6,6 +6,8 @@
     |- GrammarUnavailable    UNAVAILABLE           the grammar process is lost or starting; try again
     |- UnknownGrammar        NOT_FOUND             a grammar_id that this server does not know, or has forgotten
     |- UnknownModel          NOT_FOUND             a model that this server does not have
+    |- UnknownAdapter        NOT_FOUND             an adapter, or its directory, that this server does not have
+    |- AdapterRefused        FAILED_PRECONDITION   adapters are not allowed here, or one of that name is in use
     |- GrammarNotConfigured  FAILED_PRECONDITION   a grammar on a server without a grammar process
     |- NotSupported          UNIMPLEMENTED         this server does not support it
     |- QueueTimeout          DEADLINE_EXCEEDED     the request waited for a slot longer than it may
@@ -51,6 +53,14 @@ class UnknownModel(LockstepError):
     """The server has no model of this name and version; the message names those that it has."""
 
 
+class UnknownAdapter(LockstepError):
+    """No adapter has this name, or the directory has none."""
+
+
+class AdapterRefused(LockstepError):
+    """The server allows no adapters, or not this one now."""
+
+
 class GrammarNotConfigured(LockstepError):
     """The request has a grammar, and this server runs without a grammar process."""
 
@@ -81,6 +91,8 @@ _STATUS: dict[type[LockstepError], grpc.StatusCode] = {
     GrammarUnavailable: grpc.StatusCode.UNAVAILABLE,
     UnknownGrammar: grpc.StatusCode.NOT_FOUND,
     UnknownModel: grpc.StatusCode.NOT_FOUND,
+    UnknownAdapter: grpc.StatusCode.NOT_FOUND,
+    AdapterRefused: grpc.StatusCode.FAILED_PRECONDITION,
     GrammarNotConfigured: grpc.StatusCode.FAILED_PRECONDITION,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
     QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,

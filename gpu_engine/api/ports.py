@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from concurrent.futures import Future
 
+    from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
     from gpu_engine.api.config import EngineConfig
     from gpu_engine.api.errors import LockstepError
     from gpu_engine.api.outputs import OutputSpec
     from gpu_engine.api.processors import Processors
-    from gpu_engine.api.request import GrammarSpec, Request
+    from gpu_engine.api.request import GrammarSpec, Request, Salt
     from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats
 
 
@@ -96,14 +98,41 @@ class PageEvents(Protocol):
     A page is told with its parent, the page before it or for the first one the salt, and the tokens that it holds.
     """
 
-    def reset(self, pages: Sequence[tuple[int, tuple[int | str, tuple[int, ...]]]]) -> None:
+    def reset(self, pages: Sequence[tuple[int, tuple[int | Salt, tuple[int, ...]]]]) -> None:
         """These pages are indexed, a page behind its parent, and no others are."""
 
-    def stored(self, page: int, parent: int | str, tokens: tuple[int, ...]) -> None:
+    def stored(self, page: int, parent: int | Salt, tokens: tuple[int, ...]) -> None:
         """`page` is indexed, too."""
 
     def removed(self, page: int) -> None:
         """`page` is not indexed any more; no page behind it is."""
+
+
+class AdapterAccess(Protocol):
+    """The adapters of an engine. Every method is thread-safe."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Room for adapters; 0: the server takes none."""
+
+    def find(self, kind: AdapterKind, name: str) -> Adapter:
+        """Return the adapter of that name for a new request. Raises InvalidRequest, with the names that exist."""
+
+    def acquire(self, adapters: Sequence[Adapter]) -> None:
+        """Count one more user of each. Raises InvalidRequest, and counts none, where one was unloaded meanwhile."""
+
+    def release(self, adapters: Sequence[Adapter]) -> None:
+        """Count one user less of each."""
+
+    def load(self, name: str, path: str) -> Adapter:
+        """Load an adapter, or replace the unused one of that name. Reads files. Raises InvalidRequest, UnknownAdapter,
+        AdapterRefused or LimitExceeded."""
+
+    def unload(self, name: str) -> Future[None]:
+        """Take an adapter's name away; the result comes when its last user has ended. Raises UnknownAdapter."""
+
+    def listed(self) -> list[AdapterUse]:
+        """Return the adapters, by name."""
 
 
 class EngineCore(Protocol):
@@ -112,6 +141,10 @@ class EngineCore(Protocol):
     @property
     def config(self) -> EngineConfig:
         """The configuration of the engine."""
+
+    @property
+    def adapters(self) -> AdapterAccess:
+        """The adapters that requests may name."""
 
     def submit(self, request: Request) -> None:
         """Queue one sequence. Raises LimitExceeded when the queue is full, and ShuttingDown while the engine closes."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gpu_engine.api.adapters import Adapter
 from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.outputs import OutputRows, WantedOutput
 
@@ -202,6 +203,10 @@ class DraftScope:
     """Texts, as tokens, with which a new scope begins."""
 
 
+Salt = str | tuple[str, int, int]
+"""Part of the prefix cache's key: a client's salt, or that and the generations of the adapters, 0 for none."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence. Two requests are equal only if they are the same object; `key` names it in logs."""
@@ -232,6 +237,10 @@ class Request:
     """Of a group of requests, chosen by the client; empty: none."""
     logits_processors: tuple[ProcessorUse, ...] = ()
     """They change the logits of each token, in this order."""
+    lora: Adapter | None = None
+    """The LoRA adapter of every forward over the sequence."""
+    prompt_adapter: Adapter | None = None
+    """The prompt adapter whose virtual tokens `prompt_ids` begins with."""
     prompt_logprobs: int | None = None
     """Alternatives of each token of the prompt whose log-probabilities are wanted; None: none are."""
     outputs: tuple[WantedOutput, ...] = ()
@@ -244,6 +253,29 @@ class Request:
     beams: BeamParams | None = None
     """A beam search in place of sampling: the engine runs it for the request with index 0, and sends the events of
     every sequence that is returned to its sink. None: sampling."""
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        """The first tokens of `prompt_ids`, which no client has written."""
+        return 0 if self.prompt_adapter is None else self.prompt_adapter.size
+
+    @property
+    def text_prompt_ids(self) -> list[int]:
+        """`prompt_ids` without the virtual tokens."""
+        return self.prompt_ids[self.num_virtual_tokens :] if self.prompt_adapter is not None else self.prompt_ids
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The adapters that the sequence uses."""
+        return tuple(adapter for adapter in (self.lora, self.prompt_adapter) if adapter is not None)
+
+    @property
+    def salt(self) -> Salt:
+        """What pages of the prefix cache are shared by: the client's salt, and the adapter's weights."""
+        if self.lora is None and self.prompt_adapter is None:
+            return self.cache_salt
+        lora, prompt = (0 if adapter is None else adapter.generation for adapter in (self.lora, self.prompt_adapter))
+        return self.cache_salt, lora, prompt
 
     @property
     def max_jump_forward(self) -> int:

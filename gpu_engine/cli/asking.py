@@ -1,4 +1,4 @@
-"""The commands that ask a running server: generate, compile, tokenize, detokenize, info, health.
+"""The commands that ask a running server: generate, compile, tokenize, detokenize, info, adapters, health.
 
 The invariant: answers go to stdout and everything else to stderr, and the exit status says how the command ended. These
 commands do not load the model's libraries.
@@ -222,6 +222,32 @@ def run_info(flags: argparse.Namespace) -> int:
             print(title)
             for field in message.DESCRIPTOR.fields:
                 print(f"  {field.name:<24} {_shown(message, field.name)}")
+        return OK
+
+    return _ask(flags.server, access, ask)
+
+
+def run_adapters(flags: argparse.Namespace) -> int:
+    """Load or unload an adapter if that is asked for, and list the adapters of a server."""
+    name, sign, folder = (flags.load or "").partition("=")
+    try:
+        access = access_of(flags)
+        if flags.load is not None and not (name and folder):
+            raise ValueError(f"--load: {flags.load!r} is not NAME=DIR")
+    except ValueError as error:
+        return usage(error)
+
+    async def ask(client: Client) -> int:
+        if sign:
+            await client.load_adapter(name, folder)
+        if flags.unload is not None:
+            await client.unload_adapter(flags.unload)
+        response = await client.adapters()
+        for adapter in response.adapters:
+            kind = pb.Adapter.Kind.Name(adapter.kind).removeprefix("KIND_").lower()
+            print(f"{adapter.name}\t{kind} of {adapter.size}\t{adapter.memory_bytes} bytes\tin use {adapter.in_use}")
+        taken = sum(adapter.memory_bytes for adapter in response.adapters)
+        print(f"{taken} of {response.max_bytes} bytes", file=sys.stderr)
         return OK
 
     return _ask(flags.server, access, ask)

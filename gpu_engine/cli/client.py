@@ -102,6 +102,20 @@ class Client:
         request = pb.DetokenizeRequest(token_ids=token_ids, with_texts=True)
         return list((await self._stub.Detokenize(request, timeout=timeout_s, metadata=self._metadata)).texts)
 
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float = 60.0) -> pb.Adapter:
+        """Load an adapter from a directory of the server."""
+        request = pb.LoadAdapterRequest(name=name, path=path)
+        return (await self._stub.LoadAdapter(request, timeout=timeout_s, metadata=self._metadata)).adapter
+
+    async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Take an adapter's name away, and wait until the last sequence that uses it has ended."""
+        request = pb.UnloadAdapterRequest(name=name)
+        await self._stub.UnloadAdapter(request, timeout=timeout_s, metadata=self._metadata)
+
+    async def adapters(self, *, timeout_s: float = 5.0) -> pb.ListAdaptersResponse:
+        """Return the adapters of the server."""
+        return await self._stub.ListAdapters(pb.ListAdaptersRequest(), timeout=timeout_s, metadata=self._metadata)
+
     async def aclose(self) -> None:
         """Close the channel and cancel the calls that run."""
         await self._channel.close(None)

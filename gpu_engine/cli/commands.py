@@ -27,6 +27,7 @@ from gpu_engine.cli.asking import (
     OK,
     USAGE,
     refused,
+    run_adapters,
     run_compile,
     run_detokenize,
     run_generate,
@@ -152,6 +153,18 @@ Examples:
 Exit status: 0 the server answered; 1 it did not, or refused; 2 wrong usage.
 """
 
+_ADAPTERS = """\
+List the adapters of a running server; with a flag, load or unload one first.
+
+Examples:
+  lockstep adapters
+  lockstep adapters --load sql=/adapters/sql     below an --adapter-dir of the server
+  lockstep generate --prompt "SELECT" --lora sql
+  lockstep adapters --unload sql
+
+Exit status: 0 the server answered; 1 it did not, or refused; 2 wrong usage.
+"""
+
 _HEALTH = """\
 Ask a server whether it serves; for health checks and scripts.
 
@@ -217,12 +230,13 @@ def _parser() -> Parser:
     tokenizing = _add_tokenizing(commands)
     info = commands.add("info", help="describe a server", description=_INFO)
     info.set_defaults(run=run_info)
+    adapters = _add_adapters(commands)
     health = commands.add("health", help="ask a server whether it serves", description=_HEALTH)
     health.add_argument(
         "--timeout", type=seconds, metavar="SECONDS", default=5.0, help="longest wait for an answer (default: 5)"
     )
     health.set_defaults(run=run_health)
-    for command in (chat, ahead, *tokenizing, info, health):
+    for command in (chat, ahead, *tokenizing, info, adapters, health):
         add_access_flags(command)
     return parser
 
@@ -239,6 +253,15 @@ def _add_generate(commands: Commands) -> None:
     generate.add_argument("--timeout", type=seconds, metavar="SECONDS", help=_TIMEOUT)
     generate.set_defaults(run=run_generate)
     add_access_flags(generate)
+
+
+def _add_adapters(commands: Commands) -> Parser:
+    adapters = commands.add("adapters", help="list, load and unload adapters", description=_ADAPTERS)
+    change = adapters.add_mutually_exclusive_group()
+    change.add_argument("--load", type=text, metavar="NAME=DIR", help="load an adapter from a directory of the server")
+    change.add_argument("--unload", type=text, metavar="NAME", help="unload it when its last request has ended")
+    adapters.set_defaults(run=run_adapters)
+    return adapters
 
 
 def _add_tokenizing(commands: Commands) -> list[Parser]:

@@ -151,6 +151,8 @@ _REQUEST: list[_Value | _Switch] = [
     _Value(
         "", "cache_salt", "--cache-salt", text, "prompts share cached prefixes only with equal salts (default: empty)"
     ),
+    _Value("", "lora", "--lora", text, "name of a LoRA adapter of the server (default: none)"),
+    _Value("", "prompt_adapter", "--prompt-adapter", text, "name of a prompt adapter of the server (default: none)"),
     _Value(
         "speculation",
         "num_draft_tokens",

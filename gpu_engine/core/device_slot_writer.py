@@ -61,8 +61,8 @@ class DeviceSlotWriter(SlotWriter):
         eos_token_ids: tuple[int, ...],
         num_drafts: int,
     ) -> None:
-        limits = {"max_model_len": max_model_len, "num_drafts": num_drafts}
-        super().__init__(pinned_twin(device, stream), eos_token_ids=eos_token_ids, **limits)
+        twin = pinned_twin(device, stream)
+        super().__init__(twin, max_model_len=max_model_len, eos_token_ids=eos_token_ids, num_drafts=num_drafts)
         self.buffers, self._stream, self._rows = device, stream, rows
         S, max_rules = rows.rules_SX.shape
         self._rules_SX = stream.pinned(4 * S * max_rules).view(torch.int32).view(S, max_rules)

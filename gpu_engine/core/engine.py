@@ -25,6 +25,7 @@ from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stag
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
 from gpu_engine.core.running import RunningSequence, SequenceState
+from gpu_engine.model.adapters.registry import AdapterRegistry
 from gpu_engine.model.loader import LoadedModel
 from kernels.step_tensors import MAX_LOGPROBS
 from shared_mem.channel import EngineEnd
@@ -50,7 +51,9 @@ class Engine:
     ) -> None:
         self.config, self.model = config, model
         self._channel = channel
-        self._loop = EngineLoop(config, model, channel, grammar, build_executor)
+        self.adapters = AdapterRegistry.open(config, model.adapters)
+        """The adapters that requests may name. Thread-safe."""
+        self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._started = threading.Event()
@@ -165,7 +168,7 @@ class Engine:
 
         Raises LimitExceeded when the waiting queue is full, ShuttingDown when the engine closes, InternalError when the
         device is lost, InvalidRequest when the device cannot hold the request's stop and banned tokens, or the KV cache
-        its beams.
+        its beams, or when its adapter was unloaded.
         """
         loop, config = self._loop, self.config
         loop.executor.slot_writer.check(request)
@@ -179,6 +182,8 @@ class Engine:
                 raise ShuttingDown("the server is shutting down")
             if loop.live >= config.max_queue_size + config.max_batch_size:
                 raise LimitExceeded(f"{loop.live} sequences run or wait; max_queue_size = {config.max_queue_size}")
+            if adapters := request.adapters:
+                self.adapters.acquire(adapters)
             loop.live += width
             sequence = self._sequence_of(request)
             # Under the lock: a sequence that is counted is in the inbox before `close` sets the flag.
@@ -192,7 +197,7 @@ class Engine:
             length,
             request.grammar is not None,
             priority=request.priority,
-            salt=request.cache_salt,
+            salt=request.salt,
             scored=request.prompt_logprobs is not None,
             waits_since_s=time.monotonic(),
             max_queue_s=math.inf if request.max_queue_s is None else request.max_queue_s,
@@ -314,6 +319,8 @@ class Engine:
             self._loop.executor.close()
         else:
             self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self.adapters.close()
 
     def __repr__(self) -> str:
         return f"<Engine {self.model} {self._loop.scheduler}>"

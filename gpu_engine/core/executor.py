@@ -164,7 +164,7 @@ def cpu_executor(
     processing = Processing.of(processors, stream, launches, slot)
     program = StepProgram(stream, launches, model, pages, sync, drafter, slot, lane, ring, processing=processing)
     limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
-    slot_writer = SlotWriter(slot, eos_token_ids=model.eos_token_ids, **limits)
+    slot_writer = SlotWriter(slot, eos_token_ids=model.eos_token_ids, adapters=model.adapters is not None, **limits)
     launcher = DirectLauncher(program, slot, lane, ring)
     budget = draft_budget(config)
     # One sequence at a time: on a CPU tokens cost the same together and alone.
@@ -179,7 +179,7 @@ def cpu_executor(
             slot_writer.write_pages(chunk.sequence)
         with torch.inference_mode():
             parts = [(chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks]
-            fill_prompts(model, pages, prompt_rows(slot, parts))
+            fill_prompts(model, pages, prompt_rows(slot, parts, with_adapters=model.adapters is not None))
             drafter.prefill(chunks_of(slot, parts), {})
 
     def warm_up() -> None:

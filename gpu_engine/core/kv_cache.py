@@ -18,8 +18,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from gpu_engine.api.ports import PageEvents
+from gpu_engine.api.request import Salt
 
-_Key = tuple[int | str, tuple[int, ...]]
+_Key = tuple[int | Salt, tuple[int, ...]]
 """(the page before this one, or for the first one the salt; the tokens of this page)."""
 
 
@@ -63,7 +64,7 @@ class PageAllocator:
         self._shared.update(pages)
         return list(pages)
 
-    def match_prefix(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+    def match_prefix(self, tokens: Sequence[int], salt: Salt = "") -> list[int]:
         """Return the full pages that already hold the first of `tokens`; the caller becomes an owner of each.
 
         Pages are found only with the salt with which they were indexed.
@@ -77,7 +78,7 @@ class PageAllocator:
             self._owners[page] += 1
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0, salt: str = "") -> int:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0, salt: Salt = "") -> int:
         """Index the full pages among the caller's `pages`, which hold `tokens`; these pages are never written again.
 
         The first `num_indexed` pages are in the index already. Returns how many are in it afterwards.
@@ -170,10 +171,10 @@ class PrefixIndex:
         self.version = 0
         """Counts pages added; while it is unchanged, `find` returns no more pages than before."""
 
-    def find(self, tokens: Sequence[int], salt: str = "") -> list[int]:
+    def find(self, tokens: Sequence[int], salt: Salt = "") -> list[int]:
         """Return the longest run of full pages, indexed with `salt`, that hold the first of `tokens`."""
         matched: list[int] = []
-        parent: int | str = salt
+        parent: int | Salt = salt
         for at in range(0, len(tokens) - self._size + 1, self._size):
             page = self._pages.get((parent, tuple(tokens[at : at + self._size])))
             if page is None:
@@ -182,13 +183,13 @@ class PrefixIndex:
             parent = page
         return matched
 
-    def add(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0, salt: str = "") -> int:
+    def add(self, tokens: Sequence[int], pages: Sequence[int], num_indexed: int = 0, salt: Salt = "") -> int:
         """Index the full pages among `pages`, the first `num_indexed` of which are indexed; return how many then are.
 
         Where another page with the same tokens is indexed already, the entry of that page is unchanged and the rest of
         `pages` is left out: their parent would be a page that their owner does not own.
         """
-        parent: int | str = pages[num_indexed - 1] if num_indexed else salt
+        parent: int | Salt = pages[num_indexed - 1] if num_indexed else salt
         for at in range(num_indexed, len(tokens) // self._size):
             page, key = pages[at], (parent, tuple(tokens[at * self._size : (at + 1) * self._size]))
             assert self._keys.get(page, key) == key, "a page was written again while it was indexed"
@@ -229,7 +230,7 @@ class PrefixIndex:
     def check_integrity(self) -> None:
         """Assert that both tables agree and that every parent is indexed."""
         assert {page: key for key, page in self._pages.items()} == self._keys
-        assert all(isinstance(parent, str) or parent in self._keys for parent, _ in self._pages), (
+        assert all(not isinstance(parent, int) or parent in self._keys for parent, _ in self._pages), (
             "a parent was removed first"
         )
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError, QueueTimeout, status_of
-from gpu_engine.api.ports import GrammarPort
+from gpu_engine.api.ports import AdapterAccess, GrammarPort
 from gpu_engine.api.request import FinishReason, PromptLogprobs, Request, TokenEvent, TokenOrigin
 from gpu_engine.api.stats import EngineStats, IterationRing
 from gpu_engine.core.beams.groups import BeamGroups
@@ -72,8 +72,9 @@ class EngineLoop:
         channel: EngineEnd | None,
         grammar: GrammarPort | None,
         build_executor: BuildExecutor = build_executor,
+        adapters: AdapterAccess | None = None,
     ) -> None:
-        self.config = config
+        self.config, self._adapters = config, adapters
         S, L, max_inflight_steps = config.max_batch_size, model.max_model_len, config.max_inflight_steps
         num_lookahead = lookahead(config, max_inflight_steps)
         num_tokens, page_size = config.kv_cache_tokens or S * L, config.page_size
@@ -366,7 +367,7 @@ class EngineLoop:
             last = [_ended(self._last_event(sequence, outcome, origins), request, finish, error)]
         if self._answers is not None and error is None:
             answer = last[0].token_ids if group else sequence.payload.answer
-            self._answers.add(request.draft_scope, request.prompt_ids, answer)
+            self._answers.add(request.draft_scope, request.text_prompt_ids, answer)
         if error is not None:
             self.stats.failed[status_of(error).name] += 1
         for event in last if error is None else ():
@@ -375,6 +376,9 @@ class EngineLoop:
             request.sink(event)
         if sequence.scored:
             self.executor.scorer.drop(sequence)
+        if adapters := request.adapters:
+            assert self._adapters is not None, request
+            self._adapters.release(adapters)
         for each in sequence.members:  # last: the client gets its last event even if the port fails
             self.grammar_slots.close(each)
 

@@ -67,8 +67,18 @@ class SlotWriter:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         num_drafts: int,
+        adapters: bool = False,
     ) -> None:
+        """Args: see below.
+
+        slot: the buffers.
+        max_model_len: of the model, in tokens.
+        eos_token_ids: of the model.
+        num_drafts: K.
+        adapters: the model takes adapters, and each slot has the number of its own.
+        """
         self.slot = self.buffers = slot
+        self._adapters = adapters
         self._num_drafts = num_drafts
         self._max_model_len, self._eos = max_model_len, eos_token_ids
         self._rules: list[torch.Tensor | None] = [None] * len(slot.length_S)
@@ -97,6 +107,8 @@ class SlotWriter:
         slot.draft_limit_S[s] = min(request.num_draft_tokens, self._num_drafts)
         slot.jump_forward_limit_S[s] = min(request.max_jump_forward, slot.drafts_SR.shape[1] - 1)
         slot.posted_S[s] = len(sequence.payload.answer)
+        if self._adapters:
+            slot.adapter_S[s] = 0 if request.lora is None else request.lora.number
         p = slot.params
         p.prompt_length_S[s] = len(request.prompt_ids)
         p.max_length_S[s] = min(len(request.prompt_ids) + sampling.max_tokens, self._max_model_len)
@@ -147,6 +159,8 @@ class SlotWriter:
         slot.length_S[target].fill_(length)
         slot.posted_S[target].copy_(slot.posted_S[source])
         slot.done_S[target].fill_(False)
+        if self._adapters:
+            slot.adapter_S[target].copy_(slot.adapter_S[source])
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest when a slot cannot hold the request's stop and banned tokens. Any thread; called before

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
+from gpu_engine.api.request import Salt
 from gpu_engine.core.kv_cache import PageAllocator
 
 Payload = TypeVar("Payload")
@@ -66,7 +67,7 @@ class Sequence(Generic[Payload]):
     """The grammar process deferred its rows: the sequence is out of the batch until they arrive."""
     priority: int = 0
     """A higher one leaves the waiting queue first."""
-    salt: str = ""
+    salt: Salt = ""
     """The prefix cache shares pages among sequences with one salt alone."""
     scored: bool = False
     """Log-probabilities of its prompt are wanted: it is prefilled in chunks of its own, and uses no cached page, for

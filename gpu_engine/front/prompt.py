@@ -64,6 +64,9 @@ def build_requests(
     field, prompt_ids = _prompt_ids(checked, tokenizer, limits)
     if not prompt_ids:
         raise InvalidRequest(field, "has no tokens")
+    echo = _echo(checked, prompt_ids, tokenizer) if checked.echo else None
+    if checked.prompt_adapter is not None:
+        prompt_ids = [*checked.prompt_adapter.virtual_ids, *prompt_ids]
     check_prompt_length(field, len(prompt_ids), limits.max_model_len)
     room = limits.max_model_len - len(prompt_ids)
     max_tokens = room if checked.max_tokens is None else min(checked.max_tokens, room)
@@ -76,7 +79,6 @@ def build_requests(
         checked.outputs, num_sequences=checked.n, prompt_length=len(prompt_ids), max_tokens=max_tokens, limits=limits
     )
     sampling = _sampling(checked, max_tokens, tokenizer)
-    echo = _echo(checked, prompt_ids, tokenizer) if checked.echo else None
     telemetry = Telemetry(arrived_s=arrived_s)
     return [
         Request(
@@ -96,6 +98,8 @@ def build_requests(
             cache_salt=checked.cache_salt,
             client_id=checked.client_id,
             logits_processors=checked.logits_processors,
+            lora=checked.lora,
+            prompt_adapter=checked.prompt_adapter,
             prompt_logprobs=checked.prompt_logprobs if i == 0 else None,
             echo=echo,
             token_origins=checked.token_origins,

@@ -9,8 +9,10 @@ Not responsible for: any decision about a request (see calls.py and text_output.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import cast
 
+from gpu_engine.api.adapters import AdapterUse
 from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.outputs import OutputRows
@@ -74,7 +76,7 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
         return []
     first = pb.GenerateResponse(request_id=request.request_id, index=request.index, text=text)
     if echo and not options.omit_token_ids:
-        first.prompt_token_ids.extend(request.prompt_ids)
+        first.prompt_token_ids.extend(request.text_prompt_ids)
     if not options.omit_token_ids:
         first.token_ids.extend(delta.token_ids)
     if delta.origins:
@@ -88,7 +90,7 @@ def delta_responses(output: SequenceOutput, delta: Delta, options: pb.ResponseOp
             tool_name=part.tool_name,
         )
     if delta.prompt_logprobs is not None:
-        first.prompt_logprobs.extend(_prompt_entries(delta.prompt_logprobs))
+        first.prompt_logprobs.extend(_prompt_entries(delta.prompt_logprobs, request.num_virtual_tokens))
     for entry in delta.logprobs:
         top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
         first.logprobs.append(pb.TokenLogprobs(logprob=entry.logprob, top=top))
@@ -137,11 +139,11 @@ def _add_outputs(first: pb.GenerateResponse, outputs: Sequence[OutputRows]) -> l
     return more
 
 
-def _prompt_entries(scores: PromptLogprobs) -> Iterator[pb.TokenLogprobs]:
+def _prompt_entries(scores: PromptLogprobs, num_virtual_tokens: int) -> Iterator[pb.TokenLogprobs]:
     """Yield an entry for each token of the prompt; the first one, which has no log-probability, is empty."""
     yield pb.TokenLogprobs()
     rows = zip(scores.logprob_N.tolist(), scores.top_ids_NM.tolist(), scores.top_logprobs_NM.tolist(), strict=True)
-    for logprob, ids, values in rows:
+    for logprob, ids, values in islice(rows, num_virtual_tokens, None):
         top = [pb.TokenLogprob(token_id=token, logprob=value) for token, value in zip(ids, values, strict=True)]
         yield pb.TokenLogprobs(logprob=logprob, top=top)
 
@@ -193,6 +195,7 @@ def model_info(
         output_names=model.outputs,
         max_beam_width=limits.max_beam_width,
         page_size=config.page_size,
+        max_adapter_bytes=config.adapter_bytes,
     )
     response.backends.extend(cast("tuple[pb.Backend, ...]", backends))
     template = model.tokenizer.chat_template
@@ -201,6 +204,19 @@ def model_info(
     if markers := reasoning_markers(template):
         response.reasoning_begin, response.reasoning_end = markers.begin, markers.end
     return response
+
+
+def adapter_message(use: AdapterUse) -> pb.Adapter:
+    """Return the description of an adapter."""
+    adapter = use.adapter
+    return pb.Adapter(
+        name=adapter.name,
+        kind=cast("pb.Adapter.Kind", adapter.kind.value),
+        path=adapter.path,
+        size=adapter.size,
+        memory_bytes=adapter.memory_bytes,
+        in_use=use.in_use,
+    )
 
 
 def stats_response(

@@ -8,17 +8,19 @@ stopping the server (see server.py).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import NoReturn
 
 import grpc
 
+from gpu_engine.api.adapters import AdapterUse
 from gpu_engine.api.errors import GrammarNotConfigured
 from gpu_engine.api.ports import GrammarStats
 from gpu_engine.front.calls import Calls, Check, Context, ErrorToStatus
 from gpu_engine.front.grammar_handles import GrammarHandles
 from gpu_engine.front.many import OpenManyCalls
-from gpu_engine.front.responses import Responses, model_info, stats_response
+from gpu_engine.front.responses import Responses, adapter_message, model_info, stats_response
 from gpu_engine.front.stats_feed import StatsFeed
 from gpu_engine.front.tokens.tokenisation import Tokenisation
 from gpu_engine.front.tokens.tokenizer_info import TokenizerInfo
@@ -57,8 +59,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             await self._many.run(requests, context)
 
     def _check_of(self, request: pb.GenerateRequest) -> Check:
-        limits, known = self._calls.limits, self._handles.spec if self._calls.grammar else None
-        return lambda running: check(request, limits, running, known)
+        calls, known = self._calls, self._handles.spec if self._calls.grammar else None
+        return lambda running: check(request, calls.limits, running, known, calls.engine.adapters.find)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End a running request, by its id."""
@@ -130,16 +132,27 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         raise AssertionError("abort raises")
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
-        """Not served by this version."""
-        return await self._not_served(context)
+        """Load an adapter."""
+        adapters = self._calls.engine.adapters
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            self._calls.refuse_if_draining()
+            adapter = await asyncio.to_thread(adapters.load, request.name, request.path)
+            return pb.LoadAdapterResponse(adapter=adapter_message(AdapterUse(adapter, 0)))
+        raise AssertionError("abort raises")
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
-        """Not served by this version."""
-        return await self._not_served(context)
+        """Unload an adapter when its last user has ended."""
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            # A client that leaves meanwhile does not bring the name back.
+            await asyncio.shield(asyncio.wrap_future(self._calls.engine.adapters.unload(request.name)))
+            return pb.UnloadAdapterResponse()
+        raise AssertionError("abort raises")
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
-        """Not served by this version."""
-        return await self._not_served(context)
+        """List the adapters."""
+        adapters = self._calls.engine.adapters
+        messages = [adapter_message(use) for use in adapters.listed()]
+        return pb.ListAdaptersResponse(adapters=messages, max_bytes=adapters.max_bytes)
 
     async def _not_served(self, context: Context) -> NoReturn:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this version does not serve this call")

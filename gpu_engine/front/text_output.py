@@ -126,10 +126,11 @@ class SequenceOutput:
         self._parser = parser if with_text or fields is not None else None
         self._min_tokens = sampling.min_tokens
         self._keep_stop = sampling.include_stop_str_in_output
-        self._detokenizer = Detokenizer(decode, request.prompt_ids) if needs_text or sampling.stop else None
+        self._detokenizer = Detokenizer(decode, request.text_prompt_ids) if needs_text or sampling.stop else None
         self._scanner = StopScanner(sampling.stop, keep_match=self._keep_stop)
         reads_special = self._parser is not None or reasoning is not None
-        self._special = Detokenizer(decode_special, request.prompt_ids) if decode_special and reads_special else None
+        special = Detokenizer(decode_special, request.text_prompt_ids) if decode_special and reads_special else None
+        self._special = special
         self._special_scanner = StopScanner(sampling.stop, keep_match=self._keep_stop)
         self._special_text = ""
         """For the parser: text with special tokens that it has not read."""

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
+from gpu_engine.api.adapters import Adapter, AdapterKind
 from gpu_engine.api.checked import Checked, Limits, Prompt, Tokens
 from gpu_engine.api.errors import InvalidRequest
 from gpu_engine.api.processors import MAX_PER_REQUEST, Processors, ProcessorUse
@@ -24,6 +25,9 @@ from gpu_engine.front.grammar_field import check_grammar
 from gpu_engine.front.outputs_field import check_outputs
 from gpu_engine.front.tools.fields import chat_bytes, check_chat, check_reasoning, check_tools
 from protos.engine.v1 import engine_pb2 as pb
+
+FindAdapter = Callable[[AdapterKind, str], Adapter]
+"""Returns the loaded adapter of a name. Raises InvalidRequest."""
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_STOP_STRINGS = 16
@@ -47,17 +51,15 @@ def check(
     limits: Limits,
     running: Collection[str],
     known: Callable[[str], GrammarSpec] | None = None,
+    find_adapter: FindAdapter | None = None,
 ) -> Checked:
     """Check everything except limits that need the tokenizer.
 
-    `running` has the request ids in use, `known` returns the grammar of an id. Raises InvalidRequest, UnknownGrammar or
-    NotSupported.
+    `running` has the request ids in use, `known` returns the grammar of an id, and `find_adapter` the adapter of a
+    name. Raises InvalidRequest, UnknownGrammar or NotSupported.
     """
-    _refuse_unsupported(request)
     request_id = _request_id(request.request_id, running)
-    if request.HasField("tools") and request.WhichOneof("prompt") != "messages":
-        raise InvalidRequest("tools", "needs messages, because the chat template shows the functions")
-    prompt = _prompt(request, limits)
+    prompt = check_prompt(request, limits)
     sampling = request.sampling
     grammar = _grammar(request, known)
     top_k = _integer(sampling, "top_k", 0, low=-1, high=2**31 - 1)
@@ -106,7 +108,19 @@ def check(
         client_id=_client_id(request.client_id),
         logits_processors=_logits_processors(request, request_id, limits.logits_processors),
         beams=check_beams(request, limits),
+        **_adapters(request, find_adapter),
     )
+
+
+def _adapters(request: pb.GenerateRequest, find: FindAdapter | None) -> dict[str, Adapter | None]:
+    """Return the fields of `Checked` for the adapters that the request names."""
+    named = {"lora": (AdapterKind.LORA, request.lora), "prompt_adapter": (AdapterKind.PROMPT, request.prompt_adapter)}
+    found: dict[str, Adapter | None] = {}
+    for field, (kind, name) in named.items():
+        if name and find is None:
+            raise InvalidRequest(field, "this service takes no adapters")
+        found[field] = find(kind, name) if name and find is not None else None
+    return found
 
 
 def _grammar(request: pb.GenerateRequest, known: Callable[[str], GrammarSpec] | None) -> GrammarSpec | None:
@@ -119,17 +133,6 @@ def _grammar(request: pb.GenerateRequest, known: Callable[[str], GrammarSpec] | 
     if request.HasField("tools") and request.sampling.ignore_eos:
         raise InvalidRequest("sampling.ignore_eos", "is not allowed together with tools")
     return grammar
-
-
-def _refuse_unsupported(request: pb.GenerateRequest) -> None:
-    """Raise InvalidRequest for a field that the proto has and this version does not serve."""
-    asked = {
-        "lora": bool(request.lora),
-        "prompt_adapter": bool(request.prompt_adapter),
-    }
-    for field, is_set in asked.items():
-        if is_set:
-            raise InvalidRequest(field, "is not supported by this version")
 
 
 def given_id(request_id: str) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from kernels.forward import SequenceAdapters
 from kernels.paged_attention import KVPages, paged_attention
 
 NAME = "lockstep_paged"
@@ -63,6 +64,8 @@ class PromptRows:
     """Tokens of each chunk."""
     page_table_CN: torch.Tensor
     """int32."""
+    adapters_C: torch.Tensor | None = None
+    """int32, the LoRA adapter of each chunk, 0 for none; None: no chunk has one."""
 
 
 @dataclass(slots=True)
@@ -84,6 +87,12 @@ class AttentionContext:
     prompts: PromptRows | None = None
     """Further rows of the forward. All keys of a layer are stored before any row reads them, so the last token of a
     prompt may be a row of the batch while the tokens in front of it are here. For models that skip padding alone."""
+    adapters_B: torch.Tensor | None = None
+    """int32, the LoRA adapter of each sequence of the batch, 0 for none; None: no sequence has one."""
+    adapters: SequenceAdapters | None = None
+    """Set by the model in front of a forward where a row has an adapter."""
+    virtual_VH: torch.Tensor | None = None
+    """Set by the model: the embeddings of prompt adapters, for the ids behind those of its own embedding."""
     layers_seen: dict[int, LayerAttention] = field(default_factory=dict)
     """Layers that called attention through transformers' interface; the probe reads it."""
 

@@ -16,6 +16,9 @@ from gpu_engine.model.linear import SkinnyLinear
 from kernels.fused import Activation, RMSNorm, gated, rms_norm
 from kernels.fused_attention import QkvAttention
 
+Sources = dict[str, tuple[tuple[str, int], ...]]
+"""By a fused part's product: the modules of the model that it has joined, with their outputs."""
+
 
 class FusedNorm(nn.Module):
     """An RMSNorm in one kernel."""
@@ -38,6 +41,16 @@ class FusedGated(nn.Module):
         self.gate_up, self.down, self.act = gate_up, down, act
         self._gate_up, self._down = gate_up.forward, down.forward
         self._in_one: Callable[[torch.Tensor, Activation], torch.Tensor] | None = None
+        self.sources: Sources = {}
+
+    def products(self) -> list[tuple[str, nn.Module]]:
+        """Return the products by name, in the order of their use."""
+        return [("gate_up", self.gate_up), ("down", self.down)]
+
+    def replace_product(self, name: str, product: nn.Module) -> None:
+        """Multiply by `product` instead of the one of that name. The activation then has a kernel of its own."""
+        setattr(self, name, product)
+        self._gate_up, self._down, self._in_one = self.gate_up.forward, self.down.forward, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
@@ -74,6 +87,16 @@ class FusedAttention(nn.Module):
         heads = (shape.num_heads, shape.num_kv_heads)
         self.q_norm, self.k_norm = q_norm, k_norm
         self._core = QkvAttention(heads, shape.head_dim, shape.scale, shape.softcap, shape.window, q_norm, k_norm)
+        self.sources: Sources = {}
+
+    def products(self) -> list[tuple[str, nn.Module]]:
+        """Return the products by name, in the order of their use."""
+        return [("qkv", self.qkv), ("output", self.output)]
+
+    def replace_product(self, name: str, product: nn.Module) -> None:
+        """Multiply by `product` instead of the one of that name."""
+        setattr(self, name, product)
+        self._qkv, self._output = self.qkv.forward, self.output.forward
 
     def forward(
         self,

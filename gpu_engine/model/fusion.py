@@ -71,13 +71,15 @@ def gated_of(module: nn.Module, record: Recording, bound: float) -> FusedGated:
     linears = _linears(module)
     call = _only(record, module)
     if set(linears) == {"gate_proj", "up_proj", "down_proj"}:
-        parts = [linears["gate_proj"], linears["up_proj"]]
+        parts = ["gate_proj", "up_proj"]
     elif set(linears) == {"gate_up_proj", "down_proj"}:
-        parts = [linears["gate_up_proj"]]
+        parts = ["gate_up_proj"]
     else:
         raise NotRecognised(f"has the products {sorted(linears)}")
-    gate_up, down = _joined(parts), _joined([linears["down_proj"]])
-    return _closest((FusedGated(gate_up, down, act) for act in Activation), call, bound)
+    gate_up, down = _joined([linears[name] for name in parts]), _joined([linears["down_proj"]])
+    fused = _closest((FusedGated(gate_up, down, act) for act in Activation), call, bound)
+    fused.sources = {"gate_up": _sources(linears, parts), "down": _sources(linears, ["down_proj"])}
+    return fused
 
 
 def attention_of(
@@ -90,16 +92,23 @@ def attention_of(
     linears = _linears(module, but=[norm for norm in norms.values() if isinstance(norm, nn.Module)])
     call = _only(record, module)
     if set(linears) == {"q_proj", "k_proj", "v_proj", "o_proj"}:
-        parts = [linears[name] for name in ("q_proj", "k_proj", "v_proj")]
+        parts = ["q_proj", "k_proj", "v_proj"]
     elif set(linears) == {"qkv_proj", "o_proj"}:
-        parts = [linears["qkv_proj"]]
+        parts = ["qkv_proj"]
     else:
         raise NotRecognised(f"has the products {sorted(linears)}")
     found = {
         name: norm_of(norm, record, bounds.norm).norm for name, norm in norms.items() if isinstance(norm, nn.Module)
     }
-    fused = FusedAttention(_joined(parts), _joined([linears["o_proj"]]), shape, layer_idx, **found)
+    qkv, output = _joined([linears[name] for name in parts]), _joined([linears["o_proj"]])
+    fused = FusedAttention(qkv, output, shape, layer_idx, **found)
+    fused.sources = {"qkv": _sources(linears, parts), "output": _sources(linears, ["o_proj"])}
     return _closest([fused], call, bounds.block)
+
+
+def _sources(linears: dict[str, Product], names: list[str]) -> tuple[tuple[str, int], ...]:
+    """Return the modules of a joined product, with their outputs."""
+    return tuple((name, linears[name].out_features) for name in names)
 
 
 def _only(record: Recording, module: nn.Module) -> Call:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from gpu_engine.api.outputs import OutputSpec
+from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.attention import AttentionContext, attending
 from gpu_engine.model.fusion import Fused
 from kernels.kv_pages import KVPages
@@ -47,6 +48,8 @@ class LoadedModel:
     """The parts of it that are fused kernels."""
     outputs: dict[str, OutputSpec] = field(default_factory=dict)
     """The tensors that requests may ask for, by name (see outputs.py)."""
+    adapters: AdapterPool | None = None
+    """None: the model takes none, and no forward looks for one."""
 
     @property
     def dtype_name(self) -> str:
@@ -66,14 +69,30 @@ class LoadedModel:
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Run the target over B sequences of P positions; return logits [B * P, V]. Padding rows are garbage."""
+        if self.adapters is None or not self.adapters.begin(ctx):
+            return self._logits(ids_BP, ctx)
+        try:
+            return self._logits(ids_BP, ctx)
+        finally:
+            self.adapters.end()
+
+    def prefill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
+        """Fill the cache; no logits are computed."""
+        if self.adapters is None or not self.adapters.begin(ctx):
+            return self._fill(ids_BP, ctx)
+        try:
+            return self._fill(ids_BP, ctx)
+        finally:
+            self.adapters.end()
+
+    def _logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         if self.fused.forward:
             return self.fused.forward.logits(ids_BP, ctx)
         out = self._forward(self.net, ids_BP, ctx)
         logits: torch.Tensor = out.logits
         return logits.view(-1, logits.shape[-1])
 
-    def prefill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
-        """Fill the cache; no logits are computed."""
+    def _fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         if self.fused.forward:
             self.fused.forward.fill(ids_BP, ctx)
         else:
@@ -81,7 +100,12 @@ class LoadedModel:
 
     def own_forward(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         """Run the model's own modules, over those that are fused, for the hooks on them."""
-        self._forward(self.net, ids_BP, ctx)
+        adapts = self.adapters is not None and self.adapters.begin(ctx)
+        try:
+            self._forward(self.net, ids_BP, ctx)
+        finally:
+            if adapts and self.adapters is not None:
+                self.adapters.end()
 
     def _forward(self, net: Any, ids_BP: torch.Tensor, ctx: AttentionContext) -> Any:
         """Run transformers' own forward; store the states that `ctx.hidden` wants."""

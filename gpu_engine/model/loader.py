@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
 from gpu_engine.model import attention
+from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
 from gpu_engine.model.experts import replace_experts
 from gpu_engine.model.fused_layers import join_activations
@@ -31,8 +32,9 @@ from gpu_engine.model.probe import probe, refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
 from gpu_engine.model.quantised.choice import quantise
 from gpu_engine.model.quantised.linear import release_blocks
-from gpu_engine.model.quantised.native import with_native
+from gpu_engine.model.quantised.native import NativeForward, with_native
 from gpu_engine.model.rotary import install_tables
+from kernels.forward import LAYER_PRODUCTS
 from service_runtime.cores import usable_cores
 
 __all__ = ["LoadedModel", "ModelNotSupported", "find_model", "load_model", "path_of", "prepare", "resolve_dtype"]
@@ -197,6 +199,12 @@ def prepare(
         if model.fused.forward:
             model.fused = with_native(model.fused, seen.logits_NV, seen.again(model))
         release_blocks(net)
+    if config.takes_adapters:
+        by_net = f"drafter={config.drafter} reads the tokens of the prompt" if config.drafts_by_net else ""
+        model.adapters = AdapterPool(net, model.vocab_size, no_prompts=by_net)
+        if isinstance(model.fused.forward, NativeForward):
+            in_order = [name for _, _, name in model.adapters.places.owners]
+            assert in_order == list(LAYER_PRODUCTS) * model.num_layers, in_order
     model.outputs = find_outputs(model)
     return model
 

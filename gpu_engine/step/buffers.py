@@ -47,6 +47,9 @@ class SlotBuffers:
     """int32, page numbers. Writer: the engine, before a step that needs them."""
     params: SlotParams
     """Writer: the engine, when it assigns the slot."""
+    adapter_S: torch.Tensor
+    """int32, the number of the LoRA adapter, 0 for none. Writer: the engine, when it assigns the slot; read where the
+    model takes adapters alone."""
 
     @classmethod
     def allocate(
@@ -68,6 +71,7 @@ class SlotBuffers:
             posted_S=ints(num_slots),
             page_table_SN=ints(num_slots, -(-(max_model_len + num_rows) // page_size)),
             params=SlotParams.allocate(num_slots, device),
+            adapter_S=ints(num_slots),
         )
 
 

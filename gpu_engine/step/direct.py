@@ -98,7 +98,8 @@ class DirectLauncher:
         max_rows, max_links = 1 if handle.propose_rows == 1 else R, (handle.propose_rows or R) - 1
         prompts = None
         if handle.chunks:
-            prompts = prompt_rows(self._slot, handle.chunks)
+            with_adapters = self._program.model.adapters is not None
+            prompts = prompt_rows(self._slot, handle.chunks, with_adapters=with_adapters)
             # In front of the step, behind which the drafter may already propose for a prompt that ends here.
             self._program.drafter.prefill(chunks_of(self._slot, handle.chunks), {})
         beams = None

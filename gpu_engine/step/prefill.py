@@ -37,6 +37,8 @@ class Chunks:
     """int32, positions from `start` on, through the padding."""
     end_B1: torch.Tensor
     """int32; a padded lane ends where it starts."""
+    adapter_S: torch.Tensor
+    """int32, a view of the slots' own."""
 
     @classmethod
     def cut(
@@ -45,7 +47,13 @@ class Chunks:
         """Return the chunks of slots `place_B` (int64), padded to `length` tokens; `start_B` and `end_B` are int32."""
         row_P = torch.arange(length, dtype=torch.int32, device=place_B.device)
         at_BP = start_B[:, None] + row_P
-        return cls(slot.history_SL, slot.page_table_SN[place_B], place_B[:, None], at_BP, end_B[:, None])
+        lanes = slot.page_table_SN[place_B], place_B[:, None], at_BP, end_B[:, None]
+        return cls(slot.history_SL, *lanes, slot.adapter_S)
+
+    @property
+    def adapters_B(self) -> torch.Tensor:
+        """int32, the LoRA adapter of each lane."""
+        return self.adapter_S[self.place_B1[:, 0]]
 
     @property
     def positions_BP(self) -> torch.Tensor:
@@ -58,13 +66,16 @@ class Chunks:
         return self.history_SL[self.place_B1, at_BP.clamp(min=0).long()]
 
 
-def prompt_rows(slot: SlotBuffers, chunks: Sequence[tuple[int, int, int]]) -> PromptRows:
+def prompt_rows(
+    slot: SlotBuffers, chunks: Sequence[tuple[int, int, int]], *, with_adapters: bool = False
+) -> PromptRows:
     """Return the rows of (slot, start, end) chunks, whose history and pages the slots have. Runs at once."""
     ids = [slot.history_SL[place, start:end] for place, start, end in chunks]
     positions = [torch.arange(start, end, dtype=torch.int32) for _, start, end in chunks]
     counts = tuple(end - start for _, start, end in chunks)
-    table_CN = slot.page_table_SN[[place for place, _, _ in chunks]]
-    return PromptRows(torch.cat(ids).long(), torch.cat(positions), counts, table_CN)
+    places = [place for place, _, _ in chunks]
+    adapters_C = slot.adapter_S[places] if with_adapters else None
+    return PromptRows(torch.cat(ids).long(), torch.cat(positions), counts, slot.page_table_SN[places], adapters_C)
 
 
 def chunks_of(slot: SlotBuffers, chunks: Sequence[tuple[int, int, int]]) -> Chunks:
@@ -87,4 +98,6 @@ def prefill(model: LoadedModel, pages: list[KVPages], chunks: Chunks, hidden: Hi
     """
     positions_BP = chunks.positions_BP
     ids_BP = torch.where(positions_BP < 0, 0, chunks.ids_BP())
-    model.prefill(ids_BP.long(), AttentionContext(pages, chunks.page_table_BN, positions_BP, hidden=hidden))
+    adapters_B = None if model.adapters is None else chunks.adapters_B
+    ctx = AttentionContext(pages, chunks.page_table_BN, positions_BP, hidden=hidden, adapters_B=adapters_B)
+    model.prefill(ids_BP.long(), ctx)

@@ -155,30 +155,38 @@ class StepProgram:
     def _forward(self, batch: StepBatch) -> None:
         ids_BP, positions_BP, table_BN = self._inputs(batch)
         B, P = batch.num_lanes, batch.num_rows
+        adapters_B = None if self.model.adapters is None else self._slot.adapter_S[place_of(batch)]
         if self.packs and B > 1 and P > 1 and not self.model.skips_padding:
-            ids_BP, positions_BP, table_BN = self._packed(batch, ids_BP, positions_BP, table_BN)
+            ids_BP, positions_BP, table_BN, adapters_B = self._packed(
+                batch, (ids_BP, positions_BP, table_BN), adapters_B
+            )
         self.forward_rows = ids_BP.numel()
         if self.model.skips_padding:
             self.forward_rows = B + int(batch.lane.num_drafts_B[:B].sum())
         context = AttentionContext(self._pages, table_BN, positions_BP, hidden=self._hidden, prompts=batch.prompts)
+        context.adapters_B = adapters_B
         self._logits_NV = self.model.logits(ids_BP, context)
 
     def _packed(
-        self, batch: StepBatch, ids_BP: torch.Tensor, positions_BP: torch.Tensor, table_BN: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self,
+        batch: StepBatch,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        adapters_B: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the same inputs with each row as a sequence of its own, P = 1, and without the padding.
 
         The keys of all rows are stored before any row reads them. Looks at values.
         """
-        lane, B, P = batch.lane, batch.num_lanes, batch.num_rows
+        (ids_BP, positions_BP, table_BN), lane, B, P = inputs, batch.lane, batch.num_lanes, batch.num_rows
         counts_B = (lane.num_drafts_B[:B] + 1).tolist()
         if sum(counts_B) == B * P:
-            return ids_BP, positions_BP, table_BN
+            return *inputs, adapters_B
         rows = [b * P + j for b, count in enumerate(counts_B) for j in range(count)]
         rows_N = torch.tensor(rows)
         self._first_row_B = torch.tensor([0, *itertools.accumulate(counts_B[:-1])], dtype=torch.int32)
         ids_N1, positions_N1 = ids_BP.view(-1, 1)[rows_N], positions_BP.view(-1, 1)[rows_N]
-        return ids_N1, positions_N1, table_BN[torch.div(rows_N, P, rounding_mode="floor")]
+        lanes_N = torch.div(rows_N, P, rounding_mode="floor")
+        return ids_N1, positions_N1, table_BN[lanes_N], None if adapters_B is None else adapters_B[lanes_N]
 
     def _process_on_host(self, batch: StepBatch) -> None:
         """Call the logits processors of the lanes while the grammar process fills rows. They may read values."""

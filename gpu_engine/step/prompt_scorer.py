@@ -139,9 +139,14 @@ class PromptScorer:
         positions_BP, hidden = chunks.positions_BP, Hidden(dict.fromkeys(self._drafter.layers))
         ids_BP = torch.where(positions_BP < 0, 0, chunks.ids_BP()).long()
         context = AttentionContext(self._pages, chunks.page_table_BN, positions_BP, hidden=hidden)
+        if self._model.adapters is not None:
+            context.adapters_B = chunks.adapters_B
         logits_PV = self._model.logits(ids_BP, context)
         rows = self._rows
-        rows.tokens_N[:length] = chunks.ids_BP(1)[0]
+        tokens_P = chunks.ids_BP(1)[0]
+        if self._model.adapters is not None:  # the ids of virtual tokens have no logits
+            tokens_P = tokens_P.clamp(max=self._model.vocab_size - 1)
+        rows.tokens_N[:length] = tokens_P
         torch.sub(end_1, start_1, out=rows.count_1)
         rows.wanted_1.copy_(wanted_1)
         self._launches.row_logprobs(logits_PV, rows)

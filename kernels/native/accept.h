@@ -166,7 +166,8 @@ static int is_stop(const int32_t *rule, int32_t token) {
     return 0;
 }
 
-/* Repetition (prompt and answer), presence and frequency (answer). Two passes: count, then apply once and clear. */
+/* Repetition (prompt and answer), presence and frequency (answer). Two passes: count, then apply once and clear. A prompt
+ * adapter's virtual tokens, whose ids are behind the vocabulary, are left out. */
 static void apply_penalties(const struct accept_args *a, int32_t s, const int32_t *history, int32_t n, int32_t *counts,
                             float *x) {
     const int32_t seen = 1 << 30;
@@ -174,11 +175,13 @@ static void apply_penalties(const struct accept_args *a, int32_t s, const int32_
     if (rep == 1.0f && pres == 0.0f && freq == 0.0f)
         return;
     for (int32_t i = 0; i < n; i++) {
+        if (history[i] >= a->vocab_size)
+            continue;
         counts[history[i]] |= seen;
         counts[history[i]] += i >= a->prompt_length[s];
     }
     for (int32_t i = 0; i < n; i++) {
-        int32_t token = history[i], c = counts[token];
+        int32_t token = history[i], c = token < a->vocab_size ? counts[token] : 0;
         if (c == 0)
             continue;
         counts[token] = 0;

@@ -2,4 +2,5 @@
 #define VARIANT(name) name##_baseline
 #include "accept.h"
 #include "fused.h"
+#include "low_rank.h"
 #include "paged_attention.h"

@@ -6,6 +6,7 @@ struct block_linear_args;
 struct forward_args;
 struct gated_args;
 struct logprobs_args;
+struct low_rank_args;
 struct paged_attention_args;
 struct rms_norm_args;
 struct rotary_args;
@@ -14,6 +15,7 @@ struct rotary_args;
     void lockstep_accept_##variant(const struct accept_args *);                                                         \
     void lockstep_draft_##variant(const struct accept_args *, int32_t);                                                 \
     void lockstep_logprobs_##variant(const struct logprobs_args *);                                                     \
+    void lockstep_low_rank_##variant(const struct low_rank_args *);                                                     \
     void lockstep_paged_attention_##variant(const struct paged_attention_args *);                                       \
     void lockstep_rms_norm_##variant(const struct rms_norm_args *);                                                     \
     void lockstep_rotary_##variant(const struct rotary_args *);                                                         \
@@ -65,6 +67,8 @@ void lockstep_accept(const struct accept_args *a) { CALL(lockstep_accept, a); }
 void lockstep_draft(const struct accept_args *a, int32_t k) { CALL(lockstep_draft, a, k); }
 
 void lockstep_logprobs(const struct logprobs_args *a) { CALL(lockstep_logprobs, a); }
+
+void lockstep_low_rank(const struct low_rank_args *a) { CALL(lockstep_low_rank, a); }
 
 void lockstep_paged_attention(const struct paged_attention_args *a) { CALL(lockstep_paged_attention, a); }
 

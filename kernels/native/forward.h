@@ -8,6 +8,7 @@
  */
 #include "blocks.h"
 #include "fused.h"
+#include "low_rank.h"
 #include "paged_attention.h"
 #include "team.h"
 
@@ -24,6 +25,8 @@ struct forward_layer {
     float scale, softcap;         /* of attention */
     int32_t window, act;
 };
+
+enum { OF_QKV, OF_OUTPUT, OF_GATE_UP, OF_DOWN, PRODUCTS }; /* the products of a layer, as adapters number them */
 
 struct forward_args {
     const struct forward_layer *layers;
@@ -43,6 +46,11 @@ struct forward_args {
     int64_t hidden, inner, num_heads, num_kv_heads, head_dim, page_size;
     float embedding_scale, norm_eps, logits_softcap; /* softcap 0: none */
     int32_t bf16;               /* pages, embedding and taps */
+    const struct low_rank *const *adapters; /* by number: PRODUCTS entries a layer; null: no row has one. [0] is null */
+    const int32_t *sequence_adapters;       /* [num_sequences]: their numbers; 0: none */
+    const float *virtual_embedding;         /* [][hidden]: of the ids from `vocabulary` on; null: there are none */
+    int64_t adapter_rank;       /* of a product, its parts together: the most of any adapter */
+    int64_t vocabulary;         /* rows of the embedding */
 };
 
 /* Memory of one call, cut from the scratch. R rows that are no padding. */
@@ -52,6 +60,7 @@ struct forward_work {
     int32_t *place, *position, *sequence; /* [R]: number among the caller's rows, position, and whose row it is */
     int32_t *first;                    /* [num_sequences + 1]: sequence b has rows [first[b], first[b + 1]) of R */
     int32_t (*tasks)[3];               /* sequence, KV head, first query of a tile */
+    float *low, *active;               /* with adapters alone: [R][adapter_rank] and, as fp32, the input of `down`, [R][inner] */
     int64_t rows, num_tasks, num_logits;
 };
 
@@ -79,6 +88,8 @@ static uint8_t *lay_out(const struct forward_args *a, uint8_t *memory, int64_t r
     w.sequence = (int32_t *)carve(&memory, rows * 4);
     w.first = (int32_t *)carve(&memory, (a->num_sequences + 1) * 4);
     w.tasks = (int32_t (*)[3])carve(&memory, tiles * a->num_kv_heads * 12);
+    w.low = (float *)carve(&memory, a->adapters ? rows * a->adapter_rank * 4 : 0);
+    w.active = (float *)carve(&memory, a->adapters ? rows * a->inner * 4 : 0);
     if (work)
         *work = w;
     return memory;
@@ -146,25 +157,68 @@ INLINE void add_and_norm(const struct forward_args *a, const struct forward_work
 /* Rows of the embedding; the pending output is zero. */
 static void embed(struct member *m, const struct forward_args *a, const struct forward_work *w) {
     const int64_t n = a->hidden;
-    TEAM_FOR(m, r, w->rows)
-        for (int64_t i = 0; i < n; i += 16) {
-            v16f y = load(a->embedding, a->ids[w->place[r]] * n + i, a->bf16) * splat(a->embedding_scale), zero = splat(0.0f);
-            memcpy(w->x + r * n + i, &y, sizeof y);
-            memcpy(w->delta + r * n + i, &zero, sizeof zero);
+    TEAM_FOR(m, r, w->rows) {
+        const int64_t id = a->ids[w->place[r]];
+        memset(w->delta + r * n, 0, (size_t)n * 4);
+        if (a->virtual_embedding && id >= a->vocabulary) {
+            memcpy(w->x + r * n, a->virtual_embedding + (id - a->vocabulary) * n, (size_t)n * 4);
+            continue;
         }
+        for (int64_t i = 0; i < n; i += 16) {
+            v16f y = load(a->embedding, id * n + i, a->bf16) * splat(a->embedding_scale);
+            memcpy(w->x + r * n + i, &y, sizeof y);
+        }
+    }
 }
 
+/* The matrices that row r's adapter has for a product of the layer; null: none. */
+INLINE const struct low_rank *low_rank_of(const struct forward_args *a, const struct forward_layer *l,
+                                          const struct forward_work *w, int64_t r, int product) {
+    const struct low_rank *adapter = a->adapters[a->sequence_adapters[w->sequence[r]]];
+    if (!adapter)
+        return 0;
+    adapter += (l - a->layers) * PRODUCTS + product;
+    return adapter->num_parts ? adapter : 0;
+}
+
+/* The first half of a row's low-rank product; the row's thread has just made its input `x`. */
+static void shrink(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w, int64_t r, int product,
+                   const float *x) {
+    const struct low_rank *low = low_rank_of(a, l, w, r, product);
+    if (low)
+        shrink_row(low, x, 0, 0, w->low + r * a->adapter_rank);
+}
+
+/* The second half, for `count` outputs of `rows` rows from `first` on. */
+static void expand(const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w, int64_t first,
+                   int64_t rows, int product, int64_t from, int64_t count, float *y, int64_t stride) {
+    for (int64_t r = first; r < first + rows; r++) {
+        const struct low_rank *low = low_rank_of(a, l, w, r, product);
+        if (low)
+            expand_row(low, w->low + r * a->adapter_rank, from, count, y + (r - first) * stride, 0, 0);
+    }
+}
+
+/* `l` and `product` are of the product behind it; a null `l`: the head, which no adapter changes. */
 static void before_product(struct member *m, const struct forward_args *a, const struct forward_work *w, const float *post,
-                           float post_eps, const float *pre, float pre_eps, void *tap) {
+                           float post_eps, const float *pre, float pre_eps, void *tap, const struct forward_layer *l, int product) {
     TEAM_FOR(m, r, w->rows) {
         add_and_norm(a, w, r, post, post_eps, pre, pre_eps, tap);
+        if (a->adapters && l)
+            shrink(a, l, w, r, product, w->delta + r * a->hidden);
         quantise_row(w->delta + r * a->hidden, &w->normed, r);
     }
 }
 
-static void product(struct member *m, const struct block_weights *weights, const struct block_rows *x, int64_t rows, float *out) {
-    TEAM_FOR(m, g, groups_of(weights))
-        group_into(weights, g, x, rows, out, weights->outputs, 0);
+static void product(struct member *m, const struct forward_args *a, const struct forward_layer *l, const struct forward_work *w,
+                    const struct block_weights *weights, int number, const struct block_rows *x, float *out) {
+    TEAM_FOR(m, g, groups_of(weights)) {
+        group_into(weights, g, x, w->rows, out, weights->outputs, 0);
+        if (a->adapters) {
+            const int64_t left = weights->outputs - g * GROUP;
+            expand(a, l, w, 0, w->rows, number, g * GROUP, left < GROUP ? left : GROUP, out + g * GROUP, weights->outputs);
+        }
+    }
 }
 
 INLINE void rotate32(float *head, const float *cos, const float *sin, int64_t rotated) {
@@ -214,9 +268,14 @@ static void attend_all(struct member *m, const struct forward_args *a, const str
     }
 }
 
-static void quantise_attended(struct member *m, const struct forward_args *a, const struct forward_work *w) {
-    TEAM_FOR(m, r, w->rows)
-        quantise_row(w->attended + r * a->num_heads * a->head_dim, &w->heads, r);
+static void quantise_attended(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                              const struct forward_work *w) {
+    TEAM_FOR(m, r, w->rows) {
+        const float *attended = w->attended + r * a->num_heads * a->head_dim;
+        if (a->adapters)
+            shrink(a, l, w, r, OF_OUTPUT, attended);
+        quantise_row(attended, &w->heads, r);
+    }
 }
 
 #define GATED_ROWS 48 /* rows whose gates and ups lie in L1 together */
@@ -231,6 +290,10 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
             rows = w->rows - r < GATED_ROWS ? w->rows - r : GATED_ROWS;
             group_of_rows(&l->gate_up, c, &w->normed, r, rows, gate[0], GROUP);
             group_of_rows(&l->gate_up, blocks + c, &w->normed, r, rows, up[0], GROUP);
+            if (a->adapters) {
+                expand(a, l, w, r, rows, OF_GATE_UP, c * GROUP, GROUP, gate[0], GROUP);
+                expand(a, l, w, r, rows, OF_GATE_UP, a->inner + c * GROUP, GROUP, up[0], GROUP);
+            }
             for (int64_t i = 0; i < rows * GROUP; i += 16) {
                 v16f g = load_f32(gate[0] + i), u = g;
                 if (l->act == ACT_GELU_TANH) /* 0.5 (1 + tanh u) is sigmoid(2 u) */
@@ -238,9 +301,18 @@ static void gate_and_up(struct member *m, const struct forward_args *a, const st
                 v16f z = g * sigmoid16(u) * load_f32(up[0] + i);
                 memcpy(gate[0] + i, &z, sizeof z);
             }
+            if (a->adapters)
+                for (int64_t t = 0; t < rows; t++)
+                    memcpy(w->active + (r + t) * a->inner + c * GROUP, gate[t], sizeof gate[t]);
             for (int64_t t = 0; t < rows; t += 16)
                 quantise_blocks(gate[t], GROUP, rows - t < 16 ? rows - t : 16, &w->gated, r + t, c, 1);
         }
+}
+
+static void shrink_active(struct member *m, const struct forward_args *a, const struct forward_layer *l,
+                          const struct forward_work *w) {
+    TEAM_FOR(m, r, w->rows)
+        shrink(a, l, w, r, OF_DOWN, w->active + r * a->inner);
 }
 
 static void head(struct member *m, const struct forward_args *a, const struct forward_work *w) {
@@ -273,19 +345,21 @@ static void before_attention(struct member *m, const struct forward_args *a, con
                              const struct forward_work *w, const struct forward_layer *last) {
     const struct paged_attention_args attention = attention_of(a, l, w);
     before_product(m, a, w, last ? last->post_block : 0, last ? last->post_block_eps : 0.0f, l->pre_attention,
-                   l->pre_attention_eps, l->tap);
-    product(m, &l->qkv, &w->normed, w->rows, w->qkv);
+                   l->pre_attention_eps, l->tap, l, OF_QKV);
+    product(m, a, l, w, &l->qkv, OF_QKV, &w->normed, w->qkv);
     rotate_and_store(m, a, l, w, &attention);
 }
 
 /* The rest of a layer: every row for itself. */
 static void after_attention(struct member *m, const struct forward_args *a, const struct forward_layer *l,
                             const struct forward_work *w) {
-    quantise_attended(m, a, w);
-    product(m, &l->output, &w->heads, w->rows, w->delta);
-    before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0);
+    quantise_attended(m, a, l, w);
+    product(m, a, l, w, &l->output, OF_OUTPUT, &w->heads, w->delta);
+    before_product(m, a, w, l->post_attention, l->post_attention_eps, l->pre_block, l->pre_block_eps, 0, l, OF_GATE_UP);
     gate_and_up(m, a, l, w);
-    product(m, &l->down, &w->gated, w->rows, w->delta);
+    if (a->adapters)
+        shrink_active(m, a, l, w);
+    product(m, a, l, w, &l->down, OF_DOWN, &w->gated, w->delta);
 }
 
 int64_t VARIANT(lockstep_forward_scratch)(const struct forward_args *a) {
@@ -316,6 +390,8 @@ static struct forward_work work_of_rows(const struct forward_args *a, const stru
     part.place += begin;
     part.position += begin;
     part.sequence += begin;
+    part.low += begin * a->adapter_rank;
+    part.active += begin * a->inner;
     part.rows = end - begin;
     return part;
 }
@@ -377,7 +453,7 @@ static void forward_body(struct member *m, void *context) {
         layers_by_outputs(m, a, w, only_fill);
     if (only_fill)
         return;
-    before_product(m, a, w, last->post_block, last->post_block_eps, a->norm, a->norm_eps, 0);
+    before_product(m, a, w, last->post_block, last->post_block_eps, a->norm, a->norm_eps, 0, 0, 0);
     if (a->tap) {
         TEAM_FOR(m, r, w->rows)
             tap_row(a, w, a->tap, r, w->delta + r * a->hidden);

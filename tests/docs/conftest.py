@@ -11,6 +11,7 @@ import pytest
 from benchmarks.harness.gateway import start_gateway
 from benchmarks.harness.server import EngineServer, ServerOptions
 from tests.gpu_engine import tiny
+from tests.gpu_engine.adapters.files import save_lora, save_prompt
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -28,6 +29,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("tiny"), rounds=True)
     path = Path(folder) / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}))
+    lora = save_lora(folder, tmp_path_factory.mktemp("low-rank"), seed=1)
+    virtual = save_prompt(tmp_path_factory.mktemp("virtual"), tokens=4, hidden=64)
     options = ServerOptions(
         model=str(folder),
         dtype="float32",
@@ -36,6 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         extra=(
             *("--max-model-len", "512", "--stream-pace-ms", "0"),
             *("--allow-never-preempt", "--max-output-bytes", "9000000"),
+            *("--adapter", f"low-rank={lora}", "--adapter", f"virtual={virtual}"),
             *PROCESSORS,
         ),
     )

@@ -218,7 +218,7 @@ class _Inference:
         request = self.request
         refuse_unknown_model(request.model_name, request.model_version, self._calls.engine.config.served_names)
         self._asked = asked = to_engine(request, decoupled=self._decoupled)
-        checked = check(asked.message, self._calls.limits, running)
+        checked = check(asked.message, self._calls.limits, running, find_adapter=self._calls.engine.adapters.find)
         self._answers = Answers(
             request,
             request.id or asked.message.request_id,

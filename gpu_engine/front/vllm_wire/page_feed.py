@@ -27,6 +27,7 @@ from itertools import islice
 from smg_grpc_proto.generated import common_pb2 as common
 
 from gpu_engine.api.ports import EngineCore
+from gpu_engine.api.request import Salt
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class _Removed:
 
 
 _Event = _Stored | _Removed
-_Key = tuple[int | str, tuple[int, ...]]
+_Key = tuple[int | Salt, tuple[int, ...]]
 
 
 class _Sync(enum.Enum):
@@ -107,7 +108,7 @@ class PageFeed:
         """These pages are indexed, and no others."""
         self._post(_Reset(pages))
 
-    def stored(self, page: int, parent: int | str, tokens: tuple[int, ...]) -> None:
+    def stored(self, page: int, parent: int | Salt, tokens: tuple[int, ...]) -> None:
         """A page is indexed behind the page `parent`, or as the first one with that salt."""
         self._post((page, (parent, tokens)))
 
@@ -208,7 +209,7 @@ class PageFeed:
         parent_hash: int | None = None
         if parent != "":
             # No request of this service has a salt: pages behind one are of no use to it.
-            if isinstance(parent, str) or parent not in self._blocks:
+            if not isinstance(parent, int) or parent not in self._blocks:
                 return None
             parent_hash = self._blocks[parent].hash
         block = self._blocks[page] = _Block(_hash(parent_hash, tokens), parent_hash, tokens)

@@ -66,8 +66,13 @@ class NativeForward:
             starts = torch.cat([starts[:-1], torch.tensor(list(ends), dtype=torch.int32)])
             table_SN = torch.cat([table_SN, prompts.page_table_CN])
         taps = {layer: self._forward.new_tap(len(ids_N)) for layer in ctx.hidden or {}}
-        rows = (ids_N, positions_N, starts, ctx.pages, table_SN)
-        logits_NV = self._forward(*rows, num_logits=num_logits, taps=taps)
+        logits_NV = self._forward(
+            *(ids_N, positions_N, starts, ctx.pages, table_SN),
+            num_logits=num_logits,
+            taps=taps,
+            adapters=ctx.adapters,
+            virtual_VH=ctx.virtual_VH,
+        )
         if ctx.hidden is not None:
             ctx.hidden.update(taps)
         return logits_NV

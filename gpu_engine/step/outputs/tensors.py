@@ -169,6 +169,8 @@ class TensorOutputs:
         positions_1P = chunks.positions_BP
         ids_1P = torch.where(positions_1P < 0, 0, chunks.ids_BP()).long()
         context = AttentionContext(self._pages, self._table(chunks.page_table_BN, start_1), positions_1P)
+        if self._model.adapters is not None:
+            context.adapters_B = chunks.adapters_B
         found = compute(self._model, tuple(parts), ids_1P, context)
         assert self._results is not None
         at = 0

@@ -25,7 +25,7 @@ ALL = shlex.split("""
 --priority -2
 --context-logits --generation-logits --tensor logits --context-tensor hidden_states.1
 --max-queue-ms 250 --never-preempt
---whole --cumulative --client-id c
+--whole --cumulative --client-id c --lora l --prompt-adapter p
 --cache-salt s --draft-tokens 3 --no-draft-index --reasoning --reasoning-tokens 9 --reasoning-effort low
 --reasoning-begin <a> --reasoning-end </a> --processor a --processor 'b={"size": 2}'
 --beam-width 4 --length-penalty 0.5 --early-stopping never

@@ -233,6 +233,8 @@ def test_the_number_of_captured_prefills_is_bounded(llama: LoadedModel) -> None:
 class NoModel:
     """A model without layers."""
 
+    adapters = None
+
     def prefill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         pass
 

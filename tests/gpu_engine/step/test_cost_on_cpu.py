@@ -35,6 +35,7 @@ class StubModel:
     device, dtype, name = torch.device("cpu"), torch.float32, "stub"
 
     skips_padding = False
+    adapters = None
 
     def allocate_pages(self, *_: Any, **__: Any) -> list[Any]:
         return []

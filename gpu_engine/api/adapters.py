@@ -1,0 +1,82 @@
+"""Adapters as values: small trained weights beside the model's, which a request names.
+
+Invariant: two adapters never have the same `generation`, so whatever is cached by it belongs to one set of weights.
+Not responsible for: reading and holding the weights (model/adapters/), checking a request (front/validation.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MAX_RANK = 256
+"""Largest rank of a LoRA adapter."""
+MAX_ADAPTERS = 255
+"""Most adapters of each kind at once."""
+MAX_VIRTUAL_TOKENS = 1024
+"""Most virtual tokens of a prompt adapter."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class AdapterKind(enum.Enum):
+    """What an adapter is; the values equal those of the proto enum."""
+
+    LORA = 1
+    PROMPT = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """One loaded adapter."""
+
+    name: str
+    kind: AdapterKind
+    path: str
+    """Its directory."""
+    size: int
+    """Of a LoRA adapter the largest rank, of a prompt adapter the virtual tokens."""
+    memory_bytes: int
+    number: int
+    """From 1 on: its place among the loaded adapters of its kind. Another adapter may have it later."""
+    generation: int
+    """Counts the adapters that this process has loaded; this one included."""
+    at_start: bool
+    """The settings name it: it is never evicted."""
+    first_token: int = 0
+    """Of a prompt adapter: the id of its first virtual token, behind those of the vocabulary."""
+
+    @property
+    def virtual_ids(self) -> range:
+        """The ids of a prompt adapter's virtual tokens."""
+        return range(self.first_token, self.first_token + self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """A loaded adapter, and the sequences that use it now."""
+
+    adapter: Adapter
+    in_use: int
+
+
+def named_adapters(parts: Iterable[str]) -> dict[str, str]:
+    """Return name -> directory of the setting `adapters`. Raises ValueError."""
+    found: dict[str, str] = {}
+    for part in parts:
+        name, sign, folder = part.partition("=")
+        if not sign or not folder:
+            raise ValueError(f"{part!r} is not NAME=DIRECTORY")
+        check_name(name)
+        if name in found:
+            raise ValueError(f"{name!r} is named twice")
+        found[name] = folder
+    return found
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless `name` is 1 to 64 letters, digits, `_`, `-` and `.`."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not 1 to 64 letters, digits, '_', '-' and '.'")

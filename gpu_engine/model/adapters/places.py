@@ -1,0 +1,140 @@
+"""The places where a LoRA adapter's matrices belong in a loaded model, by the paths that PEFT's files have.
+
+Products that the model joined (q, k and v; gate and up) are one product here, with a place for each of its parts.
+Invariant: a path without a place has a reason. Not responsible for: the matrices (see pool.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_engine.model.adapters.peft_files import AdapterNotSupported, LoraFiles, stored_dtype
+from gpu_engine.model.fused_layers import FusedAttention, FusedGated
+from gpu_engine.model.linear import PackedLinear, SkinnyLinear
+from gpu_engine.model.quantised.linear import BlockLinear
+from gpu_engine.model.quantised.scaled import ScaledLinear
+from kernels.low_rank import LowRankPart
+
+PRODUCTS = (nn.Linear, PackedLinear, SkinnyLinear, BlockLinear, ScaledLinear)
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+Wrap = Callable[[int, nn.Module], nn.Module]
+"""Returns a product that also adds what adapters have for it; its number comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The outputs of one module among those of a product."""
+
+    product: int
+    begin: int
+    outputs: int
+    inputs: int
+
+
+class Places:
+    """Every place of a model. Numbers its products in the order of its modules.
+
+    Args:
+        net: the transformers model, with its parts fused.
+    """
+
+    def __init__(self, net: Any) -> None:
+        self._net = net
+        self.by_path: dict[str, Place] = {}
+        """As PEFT's files name the modules."""
+        self.num_products = 0
+        head = net.get_output_embeddings()
+        self._owners: list[tuple[int, nn.Module, str]] = []
+        """(product, the module that calls it, its name there)."""
+        for path, module in net.named_modules():
+            if isinstance(module, FusedAttention | FusedGated):
+                for name, product in module.products():
+                    self._number(
+                        module, name, product, [(f"{path}.{part}", size) for part, size in module.sources[name]]
+                    )
+            elif isinstance(module, PRODUCTS) and module is not head and not self._inside(path):
+                parent, _, name = path.rpartition(".")
+                self._number(net.get_submodule(parent), name, module, [(path, int(module.out_features))])
+
+    def _inside(self, path: str) -> bool:
+        """Return whether a module belongs to a fused part, or to experts, which see other rows than the forward's."""
+        parts = path.split(".")
+        above = (self._net.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
+        return "experts" in parts[:-1] or any(isinstance(module, FusedAttention | FusedGated) for module in above)
+
+    def _number(self, owner: nn.Module, name: str, product: Any, parts: list[tuple[str, int]]) -> None:
+        number, begin = self.num_products, 0
+        self.num_products += 1
+        self._owners.append((number, owner, name))
+        for path, outputs in parts:
+            self.by_path[path] = Place(number, begin, outputs, int(product.in_features))
+            begin += outputs
+
+    @property
+    def owners(self) -> Iterator[tuple[int, nn.Module, str]]:
+        """Yield each product's number, the module that calls it and its name there."""
+        return iter(self._owners)
+
+    def check(self, files: LoraFiles) -> None:
+        """Raise AdapterNotSupported where a matrix has no place; it names the tensor, and both shapes."""
+        for path, matrices in files.modules.items():
+            place = self.by_path.get(path)
+            if place is None:
+                raise AdapterNotSupported(f"{path}: {self._why_not(path)}")
+            for side, shape, want in (
+                ("A", matrices.a_RI.shape[1:], place.inputs),
+                ("B", matrices.b_OR.shape[:1], place.outputs),
+            ):
+                if shape != (want,):
+                    rank = len(matrices.a_RI)
+                    wanted, has = ([rank, want], [rank, *shape]) if side == "A" else ([want, rank], [*shape, rank])
+                    raise AdapterNotSupported(
+                        f"base_model.model.{path}.lora_{side}.weight: has the shape {has}, and the model needs {wanted}"
+                    )
+            if not (matrices.a_RI.isfinite().all() and matrices.b_OR.isfinite().all()):
+                raise AdapterNotSupported(f"{path}: has a number that is not finite")
+
+    def parts_of(self, files: LoraFiles) -> dict[int, list[LowRankPart]]:
+        """Return the matrices of an adapter that was checked, by product."""
+        found: dict[int, list[LowRankPart]] = {}
+        for path, matrices in files.modules.items():
+            place = self.by_path[path]
+            dtype = stored_dtype(matrices)
+            a_RI, b_RO = matrices.a_RI.to(dtype).contiguous(), matrices.b_OR.to(dtype).T.contiguous()
+            found.setdefault(place.product, []).append(LowRankPart(a_RI, b_RO, place.begin, matrices.scale))
+        for parts in found.values():
+            parts.sort(key=lambda part: part.begin)
+        return found
+
+    def _why_not(self, path: str) -> str:
+        if "experts" in path.split("."):
+            return "the experts of a mixture have no place for an adapter"
+        try:
+            module = self._net.get_submodule(path)
+        except AttributeError:
+            return f"the model has no such product; it has {self._some_names()}"
+        if module is self._net.get_output_embeddings():
+            return "the output head has no place for an adapter"
+        return f"a {type(module).__name__} has no place for an adapter"
+
+    def _some_names(self) -> str:
+        return ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in self.by_path)) or "none"
+
+    def __repr__(self) -> str:
+        return f"<Places of {len(self.by_path)} modules in {self.num_products} products>"
+
+
+def wrap_products(places: Places, wrap: Wrap) -> None:
+    """Replace every product of the model by one that also adds what adapters have for it."""
+    for number, owner, name in places.owners:
+        if isinstance(owner, FusedAttention | FusedGated):
+            product = dict(owner.products())[name]
+            owner.replace_product(name, wrap(number, product))
+        else:
+            setattr(owner, name, wrap(number, getattr(owner, name)))
