@@ -209,7 +209,9 @@ def _typed(node: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _strings(node: dict[str, Any]) -> tuple[str, str] | None:
-    if "format" in node:
+    types = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
+    # A format is one of strings. Of a number, as in `"format": "float"` of OpenAPI, it has no effect.
+    if "format" in node and (types == [None] or "string" in types):
         if not isinstance(node["format"], str) or node["format"] not in _FORMATS:
             return "format", f"{node['format']!r} is not enforced"
         if "pattern" in node:
