@@ -1,11 +1,13 @@
 """Beam search: the most likely answers as a whole, best first, without a grammar and with one.
 
-    python examples/executor/beams.py
+    python examples/executor/beams.py [host:port]        default: a server of its own with the embedded model
 
-Starts a server of its own with the embedded model.
+Needs `lockstep-client` (pip install ./client), and for a server of its own the engine in the same environment.
 """
 
 from __future__ import annotations
+
+import sys
 
 from lockstep_client import BeamSearch, Client, Grammar
 
@@ -18,9 +20,10 @@ SCHEMA = {
 }
 
 
-def main() -> dict[str, list[tuple[float, str]]]:
+def main(arguments: list[str]) -> dict[str, list[tuple[float, str]]]:
     """Return (score, text) of every answer, by what was asked for."""
-    with Client.embedded(num_threads=1, max_batch_size=4) as client:
+    client = Client(arguments[0]) if arguments else Client.embedded(max_batch_size=4)
+    with client:
         print("beams of a request:", client.model_info().max_beam_width)
         free = client.generate(PROMPT, beam_search=4, n=4, max_tokens=12)
         shorter = BeamSearch(beam_width=3, length_penalty=0.0, early_stopping=True)
@@ -32,6 +35,6 @@ def main() -> dict[str, list[tuple[float, str]]]:
 
 
 if __name__ == "__main__":
-    for kind, answers in main().items():
+    for kind, answers in main(sys.argv[1:]).items():
         for score, text in answers:
             print(f"{kind}: {score:8.4f} {text!r}")

@@ -230,7 +230,9 @@ def test_a_search_can_be_aborted_and_dropped(llama: LoadedModel, guided: bool) -
         engine.submit(dropped.request)
         until_false(lambda: engine.stats().steps < 12)
         engine.drop(dropped.request)
-        until_false(lambda: engine.stats().running > 0)
+        processed = threading.Event()
+        engine._inbox.put(processed.set)
+        assert processed.wait(60)
         assert dropped.events == []
 
 
