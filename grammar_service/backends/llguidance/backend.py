@@ -170,6 +170,9 @@ class LlguidanceCompiled:
         return LlguidanceMatcher(self._pristine.deep_copy(), self._vocabulary, *self._special, self._filler)
 
 
+_NEVER_MASKED = 1 << 60
+
+
 class LlguidanceMatcher:
     """The state of one answer: this object knows whether it has ended, the library holds the rest."""
 
@@ -192,6 +195,8 @@ class LlguidanceMatcher:
         self._never = never
         self._never_but_stops = never_but_stops
         self.terminated = False
+        self._since_mask = _NEVER_MASKED
+        """Tokens accepted since the last state whose mask was computed, or fewer: the chain filler accepts on its own."""
 
     def accept(self, token: int) -> bool:
         """Advance over `token`; see `Matcher.accept`."""
@@ -204,29 +209,47 @@ class LlguidanceMatcher:
         if not 0 <= token < self._vocab_size or token in self._special:
             return False
         if self.inner.try_consume_tokens([token]) == 1:
+            self._since_mask += 1
             return True
         self._check()
         return False
 
     def rollback(self, count: int) -> None:
-        """Take back `count` tokens; see `Matcher.rollback`."""
+        """Take back `count` tokens; see `Matcher.rollback`.
+
+        A mask leaves rows of the library's parser behind, and a rollback to a state before it does not take them back:
+        tokens that are accepted then may lead to a wrong state. A mask of the present state drops these rows.
+        """
         if count and self.terminated:
             self.terminated = False
             count -= 1
-        if count and not self.inner.rollback(count):
+        if not count:
+            return
+        if not self.inner.rollback(count):
             raise MatcherFailed(self.inner.get_error())
+        if count > self._since_mask:
+            unused = np.empty(self._row_bytes // 4, dtype=np.int32)
+            self.inner.unsafe_compute_mask_ptr(unused.ctypes.data, self._row_bytes)
+            self._since_mask = 0
+        else:
+            self._since_mask -= count
+
+    def masked(self) -> None:
+        """Note that the chain filler has computed the mask of the present state, and of none behind it after that."""
+        self._since_mask = 0
 
     def copy(self) -> LlguidanceMatcher:
         """Return a copy. Takes microseconds."""
         twin = LlguidanceMatcher(
             self.inner.deep_copy(), self._vocabulary, self._never, self._never_but_stops, self.filler
         )
-        twin.terminated = self.terminated
+        twin.terminated, twin._since_mask = self.terminated, self._since_mask
         return twin
 
     def fill(self, rows: Rows, index: int) -> None:
         """Write the row in place; see `Matcher.fill`."""
         self.inner.unsafe_compute_mask_ptr(rows.address(index), self._row_bytes)
+        self._since_mask = 0
         self._check()
         special = self._never_but_stops if self.inner.is_accepting() else self._never
         words = rows.words[index]

@@ -83,6 +83,8 @@ class LlguidanceFiller:
             _fill_each(inners, drafts, rows, stride)
         else:
             self._fill_together(list(zip(inners, first, drafts, strict=True)), rows, threads)
+        for matcher in matchers:
+            matcher.masked()
         # The library's own state after a failure allows a stop token alone, and an answer that is complete allows one,
         # too. So a first row without a stop token needs no further question.
         ends = rows[first.start : first.stop : stride][:, self._stop_columns] & self._stop_bits
@@ -92,7 +94,8 @@ class LlguidanceFiller:
         )
 
     def _fill_together(self, chains: list[tuple[Any, int, list[int]]], rows: NDArray[np.int32], threads: int) -> None:
-        # All single rows go in one call, and all chains with drafts in another.
+        # All chains with drafts go in one call, and all first rows in another: those of chains once more, because the
+        # library's rollback over the drafts leaves rows of its parser behind; see `LlguidanceMatcher.rollback`.
         try:
             executor = self._idle.pop()
         except IndexError:
@@ -100,8 +103,7 @@ class LlguidanceFiller:
         place = rows.ctypes.data, rows.strides[0], len(rows)
         if longer := [chain for chain in chains if chain[2]]:
             executor.unsafe_compute_mask_ptr_with_draft_token(longer, *place)
-        if len(longer) < len(chains):
-            executor.unsafe_compute_mask_ptr([chain[:2] for chain in chains if not chain[2]], *place)
+        executor.unsafe_compute_mask_ptr([chain[:2] for chain in chains], *place)
         self._idle.append(executor)
 
     def _all_plain(self, tokens: Sequence[int]) -> bool:
@@ -119,5 +121,5 @@ def _fill_each(inners: list[Any], drafts: Sequence[list[int]], rows: NDArray[np.
         address = base + i * stride * row_bytes
         if tokens:
             inner.unsafe_compute_mask_ptr_with_draft_token(address, row_bytes, tokens)
-        else:
-            inner.unsafe_compute_mask_ptr(address, row_bytes)
+        # The first row once more behind drafts: see `_fill_together`.
+        inner.unsafe_compute_mask_ptr(address, row_bytes)
