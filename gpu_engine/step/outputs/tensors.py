@@ -136,7 +136,7 @@ class TensorOutputs:
         entry.numbers[:] = torch.tensor([slot, first, end], dtype=torch.int32)
         length = padded(end - first) if self._stream.runs_at_once else self._rows
         self._stream.copy(self._numbers, entry.numbers)
-        self._stream.kernel(self._run, length, start - first, end - start, parts)
+        self._stream.kernel(self._compute, length, start - first, end - start, parts)
         size = (end - start) * sum(parts.values())
         assert self._results is not None
         self._stream.copy(entry.results[:size], self._results[:size])
@@ -163,7 +163,7 @@ class TensorOutputs:
             self._entries.append(_Entry(numbers, self._stream.pinned(self._max_bytes), self._stream.event()))
 
     @torch.no_grad()
-    def _run(self, length: int, skip: int, count: int, parts: dict[str, int]) -> None:
+    def _compute(self, length: int, skip: int, count: int, parts: dict[str, int]) -> None:
         place_1, start_1, end_1 = self._numbers.split(1)
         chunks = Chunks.cut(self._slot, place_1.long(), start_1, end_1, length)
         positions_1P = chunks.positions_BP

@@ -196,7 +196,8 @@ class LlguidanceMatcher:
         self._never_but_stops = never_but_stops
         self.terminated = False
         self._since_mask = _NEVER_MASKED
-        """Tokens accepted since the last state whose mask was computed, or fewer: the chain filler accepts on its own."""
+        """Tokens accepted since the last state whose mask was computed, or fewer: the chain filler has calls of its own
+        for accepting."""
 
     def accept(self, token: int) -> bool:
         """Advance over `token`; see `Matcher.accept`."""

@@ -67,7 +67,9 @@ def test_a_bias_and_bans_change_the_answer(client: openai.OpenAI, model: str) ->
 def test_every_event_may_count_its_tokens(client: openai.OpenAI, model: str) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     events = list(
-        client.chat.completions.create(model=model, messages=ASK, max_tokens=6, stream=True, stream_options=options)
+        client.chat.completions.create(
+            model=model, messages=ASK, max_tokens=6, temperature=0, stream=True, stream_options=options
+        )
     )
     usages = [event.usage for event in events]
     counts = [usage.completion_tokens for usage in usages if usage]
