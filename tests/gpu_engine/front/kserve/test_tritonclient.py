@@ -22,6 +22,9 @@ from tests.fakes import EOS, answers_with
 from tests.gpu_engine.front.kserve.client_process import Fakes, TritonProcess, serving
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+"""Now and then a call of the other process hangs, and all later ones with it; the cause is not known (docs/log.md)."""
+
 TEXT = {"text_input": ("BYTES", ["hi"])}
 STREAM = {**TEXT, "stream": ("BOOL", [True])}
 WITHOUT_PROMPT = {"exclude_input_in_output": ("BOOL", [True])}
