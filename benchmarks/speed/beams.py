@@ -95,3 +95,7 @@ def main() -> int:
     heads = ("answers", "width", "sampled, p50", "beams, p50", "sampled, least", "beams, least", "ratio of the least")
     print(table(heads, rows))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
