@@ -79,7 +79,7 @@ test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 
 compose-test: $(VENV)/.dev ## Build the container images and test them under compose (needs Docker)
-	docker compose build
+	docker compose --file compose.yaml --file compose.smg.yaml build
 	GRAMMAR_BACKEND=xgrammar docker compose build grammar
 	$(PY) -m pytest -m docker tests/compose $(ARGS)
 

@@ -73,7 +73,7 @@ class GrammarConfig:
     backend: str = "llguidance"
     """Default grammar library, "llguidance" or "xgrammar"; a request may name another one."""
     compile_timeout_s: float = 5.0
-    """Time limit of one compilation, in seconds; its worker process is killed when the limit is reached."""
+    """Time limit of one compilation in its worker, in seconds; the worker is killed when the limit is reached."""
     compile_workers: int = 0
     """Compile processes per backend, started ahead of need. 0: one fewer than the usable cores, at most 4."""
     compile_priority: str = "low"
@@ -84,6 +84,9 @@ class GrammarConfig:
     cores than compile workers, and grammars take long."""
     compile_queue: int = 256
     """Compilations that may wait for a worker, not counting those of running sequences; one more is refused."""
+    compile_queue_s: float = 120.0
+    """Longest wait of a compilation for a worker, in seconds; then it is refused. The wait does not count toward
+    compile_timeout_s, and a running sequence waits for as long as it takes."""
     compile_memory_mb: int = 2048
     """Memory that one compile worker may allocate after its start, in MiB."""
     max_grammar_bytes: int = 256 << 10
@@ -127,6 +130,7 @@ class GrammarConfig:
         _require(priority in ("low", "idle"), "compile_priority", f"{priority!r} is not low or idle")
         _require(1 <= self.compile_threads <= 64, "compile_threads", "must be in [1, 64]")
         _require(self.compile_queue >= 1, "compile_queue", "must be at least 1")
+        _require(0 < self.compile_queue_s <= 3600, "compile_queue_s", "must be in (0, 3600]")
         _require(self.compile_memory_mb >= 64, "compile_memory_mb", "must be at least 64")
         _require(1 <= self.max_grammar_bytes <= 64 << 20, "max_grammar_bytes", "must be in [1, 67108864]")
         _require(

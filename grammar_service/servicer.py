@@ -22,7 +22,7 @@ import grpc
 from grammar_service.backends.backend import Matcher, MatcherFailed
 from grammar_service.backends.reasoning import ReasoningCompiled
 from grammar_service.backends.registry import NAMES, installed, installed_version
-from grammar_service.compile.compiler import AUTO, Compiler
+from grammar_service.compile.compiler import AUTO, Compiler, attempt_limit_s
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
@@ -109,6 +109,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             versions=[installed_version(name) for name in names],
             pid=os.getpid(),
             max_compilations=self._config.workers + self._config.compile_queue,
+            attempt_limit_s=attempt_limit_s(self._config),
         )
 
     async def _replace(self, vocabulary: Vocabulary) -> None:

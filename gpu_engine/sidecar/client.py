@@ -136,7 +136,7 @@ class GrammarClient:
         try:
             cleared = await self._link.stub.ClearCache(gpb.ClearCacheRequest(disk=disk), timeout=CLEAR_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise grammar_error(error) from error
+            raise grammar_error(error, "ClearCache", CLEAR_TIMEOUT_S) from error
         self.admission.forget_known()
         return ClearedGrammars(cleared.dropped, cleared.kept, cleared.files, cleared.freed_bytes)
 
@@ -297,7 +297,7 @@ class GrammarClient:
                 case grpc.StatusCode.UNAVAILABLE:
                     # The link is about to notice the loss, and `link_lost` cancels this task while it waits here.
                     await self._link.attached_after(attached, self._wait_s)
-            raise grammar_error(error) from error
+            raise grammar_error(error, "Bind", BIND_TIMEOUT_S) from error
         finally:
             state.in_hand = False
 

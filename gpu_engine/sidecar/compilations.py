@@ -5,6 +5,9 @@ service_runtime/single_flight.py). When the last request that waits for a flight
 grammar process stops. Results are not kept here: the grammar process has the cache, and must see which grammars are in
 use. When a grammar process dies during a compilation, the next one is asked again.
 
+The grammar process has its own limits on the wait for a worker and on a compilation, and names the one that was
+reached. The deadline of the RPC is longer than all of them together: when it passes, the process gives no answer.
+
 `Admission` refuses compilations that the grammar process would refuse anyway, so that a flood of them costs no RPC.
 
 Not responsible for: slots and matchers (see client.py), the connection (see link.py).
@@ -45,7 +48,9 @@ _TOOL_FIELD = re.compile(r"tools\.tools\[\d+\]\.\w+(/[^ ]*)?")
 """A message of the grammar process about a part of a composed grammar begins with the field of the request."""
 
 COMPILE_MARGIN_S = 30.0
-"""Time in the queue of the grammar process, on top of the compile timeout that the grammar process enforces."""
+"""Time to load a result, and to answer on a busy machine, on top of the limits that the grammar process enforces."""
+AUTO_ATTEMPTS = 2
+"""The most attempts with each backend under BACKEND_AUTO: strictly, and with parts that are not enforced."""
 MAX_KNOWN = 16384
 """Grammars that are remembered as compiled, by their hash. On a collision, both are treated as known."""
 
@@ -136,7 +141,7 @@ class GrammarCompiler:
 
     def __init__(self, config: ServerConfig, link: GrammarLink, tasks: OwnedTasks, admission: Admission) -> None:
         self._wait_s = config.grammar_wait_s
-        self._timeout_s = config.compile_timeout_s + COMPILE_MARGIN_S
+        self._attempt_s = config.compile_timeout_s
         self._link = link
         self._tickets: dict[str, _Ticket] = {}
         self._flights: SingleFlight[_Key, Compiled] = SingleFlight(spawn=tasks.spawn)
@@ -222,11 +227,12 @@ class GrammarCompiler:
         while True:
             await self._link.ready(self._wait_s)
             attached = self._link.attached
+            timeout_s = self._timeout_s(spec)
             try:
-                response = await self._link.stub.Compile(message, timeout=self._timeout_s)
+                response = await self._link.stub.Compile(message, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise grammar_error(error) from error
+                    raise grammar_error(error, "Compile", timeout_s) from error
                 # The RPC breaks a moment before or after the segment socket: a retry needs another connection.
                 await self._link.attached_after(attached, self._wait_s)
                 continue
@@ -248,12 +254,23 @@ class GrammarCompiler:
                 ready_s=time.monotonic(),
             )
 
+    def _timeout_s(self, spec: GrammarSpec) -> float:
+        """Return the deadline of a Compile: what the limits of the attached process allow, and a margin."""
+        attempts = AUTO_ATTEMPTS * len(self._link.backends) if spec.backend == gpb.BACKEND_AUTO else 1
+        return attempts * (self._link.attempt_limit_s or self._attempt_s) + COMPILE_MARGIN_S
+
     def __repr__(self) -> str:
         return f"<GrammarCompiler tickets={len(self._tickets)} {self._flights!r} {self._admission!r}>"
 
 
-def grammar_error(error: grpc.aio.AioRpcError) -> LockstepError:
-    """Return the engine's error for a gRPC status of the grammar process."""
+def grammar_error(error: grpc.aio.AioRpcError, call: str, timeout_s: float) -> LockstepError:
+    """Return the engine's error for a gRPC status of the grammar process.
+
+    Args:
+        error: the status.
+        call: name of the RPC, for the message of a deadline.
+        timeout_s: its deadline, in seconds.
+    """
     # `source` is a field of the protocol between the two processes; in the client's request it has another name.
     message = (error.details() or error.code().name).removeprefix("source: ")
     match error.code():
@@ -268,7 +285,10 @@ def grammar_error(error: grpc.aio.AioRpcError) -> LockstepError:
             return LimitExceeded(f"grammar: {message}")
         case grpc.StatusCode.UNIMPLEMENTED:
             return NotSupported(f"grammar: {message}")
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED | grpc.StatusCode.FAILED_PRECONDITION:
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            # The process itself never answers with this status: a limit of its own is RESOURCE_EXHAUSTED.
+            return GrammarUnavailable(f"the grammar process gave no answer to {call} within {timeout_s:g} s; try again")
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.FAILED_PRECONDITION:
             return GrammarUnavailable(
                 f"the grammar process does not answer ({error.code().name}: {message}); try again"
             )

@@ -140,6 +140,8 @@ class GrammarLink:
         self.backends: tuple[int, ...] = ()
         self.max_compilations = 0
         """Compilations that one backend of the last attached process takes at once; 0: the process gave no limit."""
+        self.attempt_limit_s = 0.0
+        """Longest time of one attempt to compile by the limits of the last attached process; 0: it stated none."""
         self.start_patience_s = START_PATIENCE_S
         self.retire_s = RETIRE_S
         self.attached = 0
@@ -276,6 +278,7 @@ class GrammarLink:
         response = await call(request, timeout=CONFIGURE_TIMEOUT_S, wait_for_ready=True)
         self.backends = tuple(int(backend) for backend in response.backends)
         self.max_compilations = response.max_compilations
+        self.attempt_limit_s = response.attempt_limit_s
         names = ", ".join(gpb.Backend.Name(backend) for backend in response.backends)
         log.info("grammar process %d is configured: %s", response.pid, names)
 

@@ -21,7 +21,7 @@ from grammar_service.backends.registry import NAMES, installed, load_backend
 from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
 from grammar_service.compile.loader import CompileLoader
-from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, CompilePool
+from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, START_TIMEOUT_S, CompilePool
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
@@ -128,7 +128,7 @@ class Compiler:
         Args:
             backend: one of NAMES, or AUTO.
             allow_unenforced: leave out parts that cannot be enforced; the entry has a warning for each.
-            accepted: for an accepted sequence: comes before the others, and is never rejected for a full queue.
+            accepted: for an accepted sequence: comes before the others, and no limit of the queue rejects it.
 
         Raises InvalidGrammar, LimitExceeded, NotSupported, InternalError.
         """
@@ -293,6 +293,7 @@ class Compiler:
                 workers=self._config.workers,
                 limits=self._config.compile_limits,
                 queue=self._config.compile_queue,
+                queue_s=self._config.compile_queue_s,
                 threads=self._config.compile_threads,
                 command=self._command,
             )
@@ -309,6 +310,14 @@ class Compiler:
 
     def __repr__(self) -> str:
         return f"<Compiler {self.stats()} {self._flights!r}>"
+
+
+def attempt_limit_s(config: GrammarConfig) -> float:
+    """Return the longest time that the limits allow for one grammar on one backend, in seconds.
+
+    A compilation for an accepted sequence may wait longer for its worker.
+    """
+    return config.compile_queue_s + START_TIMEOUT_S + config.compile_timeout_s
 
 
 def _key(grammar: Grammar, backend: str, allow_unenforced: bool) -> str:

@@ -1,7 +1,8 @@
 """Started processes that compile one grammar at a time each, and are killed when their time is over.
 
-Invariant: a caller waits for a free worker and then at most `timeout_s`. A worker that exceeds it is killed and
-replaced before the next caller needs it. A crash is an error of one request. Not thread-safe: one event loop owns a
+Invariant: a caller waits for a free worker for at most `queue_s`, and then for its own compilation for at most
+`timeout_s`: the time behind other compilations and the start of a worker never count as compile time. A worker that
+exceeds `timeout_s` is killed and replaced. A crash is an error of one request. Not thread-safe: one event loop owns a
 pool.
 
 Not responsible for: the order of the compilations (see queue.py), a process and its pipes (see process.py).
@@ -44,6 +45,7 @@ class CompilePool:
         threads: within one compilation, in backends that have it.
         limits: of one compilation.
         queue: compilations that may wait for a worker; those of accepted sequences do not count.
+        queue_s: longest wait for a worker, in seconds; accepted sequences wait for as long as it takes.
         command: of a process that speaks the protocol of worker.py.
     """
 
@@ -55,16 +57,17 @@ class CompilePool:
         workers: int,
         limits: CompileLimits,
         queue: int,
+        queue_s: float,
         threads: int = 1,
         command: Sequence[str] = COMMAND,
     ) -> None:
         self._backend = backend
         self._vocabulary = vocabulary
         self._threads, self._limits = threads, limits
-        self._max_waiting = queue
+        self._max_waiting, self._queue_s = queue, queue_s
         self._command = command
         self._closed = False
-        self._compile_queue = CompileQueue(workers)
+        self._compile_queue = CompileQueue(workers, queue_s)
         self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(workers)]
         self._all: set[CompileProcess] = set()
         self._reaping: set[asyncio.Task[int]] = set()
@@ -122,13 +125,20 @@ class CompilePool:
             grammar: to be compiled.
             allow_unenforced: leave out parts that the backend cannot enforce.
             name: argument of a later `promote`.
-            accepted: for an accepted sequence: comes before the others, and is never rejected for a full queue.
+            accepted: for an accepted sequence: comes before the others, and no limit of the queue rejects it.
 
-        Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, queue), InternalError (crash).
+        Raises InvalidGrammar, NotSupported, LimitExceeded (nesting, time, memory, size, length of the queue, time in
+        the queue), InternalError (crash).
         """
         if self._compile_queue.num_waiting >= self._max_waiting and not accepted:
             raise LimitExceeded(f"compile_queue: {self._max_waiting} compilations are waiting already")
-        await self._compile_queue.acquire(name, accepted=accepted)
+        try:
+            await self._compile_queue.acquire(name, accepted=accepted)
+        except TimeoutError:
+            raise LimitExceeded(
+                f"compile_queue_s: no compile worker of {self._backend} was free within {self._queue_s:g} s, and the "
+                "compilation did not begin; try again"
+            ) from None
         try:
             return await self._compile(grammar, allow_unenforced)
         finally:

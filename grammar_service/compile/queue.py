@@ -1,7 +1,8 @@
 """The queue of compilations: those of accepted sequences first, then the others, each in the order of arrival.
 
 Invariant: a worker is free only while no compilation waits. A released worker goes straight to the next waiter, and a
-cancelled waiter keeps nothing. Not thread-safe: one event loop owns a queue.
+cancelled waiter keeps nothing. A compilation that is not for an accepted sequence waits for at most `wait_s`. Not
+thread-safe: one event loop owns a queue.
 
 Not responsible for: the length limit of the queue (see pool.py).
 """
@@ -19,14 +20,15 @@ class _Waiter:
 
     name: str
     assigned: asyncio.Future[None]
-    """Done when a worker is assigned."""
+    """Done when a worker is assigned; fails with TimeoutError when the wait was too long."""
 
 
 class CompileQueue:
-    """Assigns `workers` workers to compilations."""
+    """Assigns `workers` workers to compilations, which wait for at most `wait_s` seconds."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, wait_s: float) -> None:
         self._free = workers
+        self._wait_s = wait_s
         self._accepted: deque[_Waiter] = deque()
         self._others: deque[_Waiter] = deque()
 
@@ -36,26 +38,39 @@ class CompileQueue:
         return len(self._others)
 
     async def acquire(self, name: str = "", *, accepted: bool = False) -> None:
-        """Wait for a worker; the caller must `release` it. `name` is the argument of `promote`."""
+        """Wait for a worker; the caller must `release` it. `name` is the argument of `promote`.
+
+        Raises TimeoutError after `wait_s`, unless the compilation is accepted or was promoted.
+        """
         if self._free:
             self._free -= 1
             return
-        waiter = _Waiter(name, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(name, loop.create_future())
         (self._accepted if accepted else self._others).append(waiter)
+        timer = loop.call_later(self._wait_s, self._expire, waiter)
         try:
             await waiter.assigned
         except asyncio.CancelledError:
             if waiter.assigned.cancelled():
                 (self._accepted if waiter in self._accepted else self._others).remove(waiter)
-            else:
+            elif waiter.assigned.exception() is None:
                 self.release()  # the worker was assigned in the moment of the cancellation
             raise
+        finally:
+            timer.cancel()
 
     def promote(self, name: str) -> None:
         """Move the compilations of this name behind the last one of an accepted sequence."""
         for waiter in [waiter for waiter in self._others if waiter.name == name]:
             self._others.remove(waiter)
             self._accepted.append(waiter)
+
+    def _expire(self, waiter: _Waiter) -> None:
+        # A promoted waiter has left `_others`, and so has one with a worker.
+        if waiter in self._others and not waiter.assigned.done():
+            self._others.remove(waiter)
+            waiter.assigned.set_exception(TimeoutError())
 
     def release(self) -> None:
         """Assign the caller's worker to the next waiter, or leave it free."""

@@ -25,6 +25,7 @@ VARIABLES = {
     # A stack of this machine's owner may run beside this one.
     "LOCKSTEP_PUBLISH": "127.0.0.1:0",
     "LOCKSTEP_PUBLISH_METRICS": "127.0.0.1:0",
+    "LOCKSTEP_PUBLISH_HTTP": "127.0.0.1:0",
 }
 
 
@@ -52,12 +53,15 @@ class Stack:
         return done.stdout.strip()
 
     def up(self) -> None:
-        """Start what does not run as it should, from images that are there, and wait until it is healthy."""
-        self.compose("up", "--detach", "--wait", "--no-build")
+        """Start what does not run as it should, from images that are there, and wait until it is healthy.
+
+        Containers of overlays that are not among the files end.
+        """
+        self.compose("up", "--detach", "--wait", "--no-build", "--remove-orphans")
 
     def down(self) -> None:
         """Leave nothing."""
-        self.compose("down", "--volumes", "--timeout", "10")
+        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "10")
 
     def container(self, service: str) -> str:
         """Return the id of the service's container, running or not."""

@@ -1,4 +1,5 @@
-"""The composed stack for real: hardened as the files say, a guided answer, kills in mid-answer, the backend swapped.
+"""The composed stack for real: hardened as the files say, a guided answer, kills in mid-answer, the backend swapped,
+and every overlay that needs no GPU.
 
 `make compose-test` builds the images and runs this. The tests go in order on one stack, which starts from nothing.
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import grpc
 import jsonschema
+import openai
 import pytest
 import trustme
 
@@ -141,6 +143,28 @@ async def test_the_variable_swaps_the_backend_under_the_running_engine(stack: St
         check(await stack.ask(request), schema)
         assert await stack.backends() == [backend]
     assert engine == (stack.container("engine"), stack.inspect("engine", "{{.State.StartedAt}}"))
+
+
+@pytest.mark.parametrize(("overlay", "service"), [("compose.http.yaml", "gateway"), ("compose.smg.yaml", "smg")])
+def test_openai_clients_get_a_guided_answer_through_a_gateway_in_front(
+    stack: Stack, overlay: str, service: str
+) -> None:
+    in_front = dataclasses.replace(stack, files=("compose.yaml", overlay))
+    in_front.up()
+    assert in_front.inside(service, "id -u; touch /opt/x /etc/x 2>/dev/null; ls /opt/x /etc/x", False) == "10001"
+    _, schema = listing(3)
+    base_url = f"http://{in_front.compose('port', service, '8000')}/v1"
+    with openai.OpenAI(base_url=base_url, api_key="unused", max_retries=0, timeout=ANSWER_TIMEOUT_S) as client:
+        answer = client.chat.completions.create(
+            model=client.models.list().data[0].id,
+            messages=[{"role": "user", "content": "List cities and years as JSON."}],
+            response_format={"type": "json_schema", "json_schema": {"name": "cities", "schema": schema}},
+            max_tokens=400,
+            temperature=0,
+        )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    jsonschema.validate(json.loads(choice.message.content or ""), schema)
 
 
 def secrets_in(folder: Path) -> trustme.CA:

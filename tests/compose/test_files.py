@@ -99,6 +99,12 @@ def test_a_gpu_is_an_override(root: Path, compose: dict[str, Any]) -> None:
     assert "nvidia" not in str(compose)
 
 
+def test_every_overlay_is_brought_up_where_there_is_docker(root: Path) -> None:
+    tests = (root / "tests/compose/test_containers.py").read_text()
+    overlays = {path.name for path in root.glob("compose.*.yaml")}
+    assert {name for name in overlays if f'"{name}"' not in tests} == {"compose.gpu.yaml"}
+
+
 def test_the_gateway_is_an_override_as_hardened_as_the_engine(root: Path, compose: dict[str, Any]) -> None:
     gateway, engine = load(root, "compose.http.yaml")["services"]["gateway"], compose["services"]["engine"]
     for name in ("image", "user", "read_only", "tmpfs", "cap_drop", "security_opt", "init", "restart", "logging"):

@@ -35,6 +35,8 @@ def server() -> Iterator[RunningServer]:
     extra = ("--max-model-len", "512", "--max-queue-size", "64", "--grammar-silence-s", "4")
     # xgrammar takes some seconds for a random schema, and longer beside another test.
     extra += ("--compile-timeout-s", "20")
+    # A killed grammar process starts again beside other tests, and loads xgrammar with torch.
+    extra += ("--grammar-wait-s", "120")
     extra += ("--kv-events", "true", "--kserve", "true")
     extra += ("--logits-processor", "ngrams=gpu_engine.processors.ngrams:NoRepeatedNgrams")
     extra += ("--logits-processor", "end=gpu_engine.processors.long_answers:LengthPenalty")

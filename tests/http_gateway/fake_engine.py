@@ -21,6 +21,8 @@ from protos.engine.v1 import engine_pb2_grpc
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Engine"].full_name
 USAGE = pb.Usage(prompt_tokens=3, completion_tokens=2)
+PATIENCE_S = 300.0
+"""For an answer. Only a failing test waits that long."""
 DONE = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, usage=USAGE)
 
 
@@ -134,7 +136,7 @@ async def begin(
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         writer.write(head(path, data, headers or {}) + data)
         await writer.drain()
-        first, *lines = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)).decode().split("\r\n")
+        first, *lines = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)).decode().split("\r\n")
     except BaseException:
         await close(writer)
         raise
@@ -160,7 +162,7 @@ async def request(
     """Send a request; return its whole answer."""
     answer = await begin(address, path, body, headers, tls)
     assert answer.reader is not None
-    answer.body = await asyncio.wait_for(answer.reader.read(), 60)
+    answer.body = await asyncio.wait_for(answer.reader.read(), PATIENCE_S)
     await close(answer.writer)
     if answer.headers.get("transfer-encoding") == "chunked":
         answer.body = b"".join(_chunks(answer.body))

@@ -86,8 +86,8 @@ class GrammarServicer:
     def Compile(self, request, context):
         """Compiles a grammar, or finds it in the cache. Equal requests share one compilation.
 
-        Errors: INVALID_ARGUMENT (the grammar is wrong; the message names the place), RESOURCE_EXHAUSTED (a stated limit on bytes or
-        time; the message names its setting), FAILED_PRECONDITION (not configured), UNIMPLEMENTED (backend not installed).
+        Errors: INVALID_ARGUMENT (the grammar is wrong; the message names the place), RESOURCE_EXHAUSTED (a stated limit on bytes,
+        time or the queue; the message names its setting), FAILED_PRECONDITION (not configured), UNIMPLEMENTED (backend not installed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

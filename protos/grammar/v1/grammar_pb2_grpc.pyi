@@ -41,8 +41,8 @@ class GrammarStub:
     Compile: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.CompileRequest, _grammar_pb2.CompileResponse]
     """Compiles a grammar, or finds it in the cache. Equal requests share one compilation.
 
-    Errors: INVALID_ARGUMENT (the grammar is wrong; the message names the place), RESOURCE_EXHAUSTED (a stated limit on bytes or
-    time; the message names its setting), FAILED_PRECONDITION (not configured), UNIMPLEMENTED (backend not installed).
+    Errors: INVALID_ARGUMENT (the grammar is wrong; the message names the place), RESOURCE_EXHAUSTED (a stated limit on bytes,
+    time or the queue; the message names its setting), FAILED_PRECONDITION (not configured), UNIMPLEMENTED (backend not installed).
     """
     Bind: _grpc.UnaryUnaryMultiCallable[_grammar_pb2.BindRequest, _grammar_pb2.BindResponse]
     """Makes a new matcher for a slot, advanced over `committed_tokens`. It replaces the matcher of an older slot_gen.
@@ -71,8 +71,8 @@ class GrammarAsyncStub(GrammarStub):
     Compile: _aio.UnaryUnaryMultiCallable[_grammar_pb2.CompileRequest, _grammar_pb2.CompileResponse]  # type: ignore[assignment]
     """Compiles a grammar, or finds it in the cache. Equal requests share one compilation.
 
-    Errors: INVALID_ARGUMENT (the grammar is wrong; the message names the place), RESOURCE_EXHAUSTED (a stated limit on bytes or
-    time; the message names its setting), FAILED_PRECONDITION (not configured), UNIMPLEMENTED (backend not installed).
+    Errors: INVALID_ARGUMENT (the grammar is wrong; the message names the place), RESOURCE_EXHAUSTED (a stated limit on bytes,
+    time or the queue; the message names its setting), FAILED_PRECONDITION (not configured), UNIMPLEMENTED (backend not installed).
     """
     Bind: _aio.UnaryUnaryMultiCallable[_grammar_pb2.BindRequest, _grammar_pb2.BindResponse]  # type: ignore[assignment]
     """Makes a new matcher for a slot, advanced over `committed_tokens`. It replaces the matcher of an older slot_gen.
@@ -110,8 +110,8 @@ class GrammarServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_grammar_pb2.CompileResponse, _abc.Awaitable[_grammar_pb2.CompileResponse]]:
         """Compiles a grammar, or finds it in the cache. Equal requests share one compilation.
 
-        Errors: INVALID_ARGUMENT (the grammar is wrong; the message names the place), RESOURCE_EXHAUSTED (a stated limit on bytes or
-        time; the message names its setting), FAILED_PRECONDITION (not configured), UNIMPLEMENTED (backend not installed).
+        Errors: INVALID_ARGUMENT (the grammar is wrong; the message names the place), RESOURCE_EXHAUSTED (a stated limit on bytes,
+        time or the queue; the message names its setting), FAILED_PRECONDITION (not configured), UNIMPLEMENTED (backend not installed).
         """
 
     @_abc_1.abstractmethod

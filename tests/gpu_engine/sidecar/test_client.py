@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -58,6 +58,8 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.hold_bind = asyncio.Event()
         self.hold_bind.set()
         self.max_compilations = 0
+        self.attempt_limit_s = 0.0
+        self.compile_deadlines_s: list[float | None] = []
         self._stack = AsyncExitStack()
         self._server: grpc.aio.Server
         self._peers: list[socket.socket] = []
@@ -93,7 +95,11 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
     ) -> gpb.ConfigureResponse:
         self.configured.append(request)
         return gpb.ConfigureResponse(
-            backends=[gpb.BACKEND_LLGUIDANCE], versions=["1"], pid=1, max_compilations=self.max_compilations
+            backends=[gpb.BACKEND_LLGUIDANCE],
+            versions=["1"],
+            pid=1,
+            max_compilations=self.max_compilations,
+            attempt_limit_s=self.attempt_limit_s,
         )
 
     async def Compile(  # type: ignore[override]
@@ -101,6 +107,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
     ) -> gpb.CompileResponse:
         self.calls["compile"] += 1
         self.accepted[request.source] += request.accepted
+        self.compile_deadlines_s.append(context.time_remaining())
         try:
             await self.hold_compile.wait()
         except asyncio.CancelledError:
@@ -171,10 +178,15 @@ class Setup:
 
 @asynccontextmanager
 async def connected(
-    tmp_path: Path, *, wait_s: float = 20.0, silence_s: float = 20.0, max_compilations: int = 0
+    tmp_path: Path,
+    *,
+    wait_s: float = 20.0,
+    silence_s: float = 20.0,
+    max_compilations: int = 0,
+    attempt_limit_s: float = 0.0,
 ) -> AsyncIterator[Setup]:
     process = FakeGrammarProcess(tmp_path)
-    process.max_compilations = max_compilations
+    process.max_compilations, process.attempt_limit_s = max_compilations, attempt_limit_s
     await process.start()
     channel, engine, stuck = FakeChannel(), FakeEngine(), list[str]()
     config = ServerConfig(grammar="connect", grammar_dir=str(tmp_path), grammar_wait_s=wait_s)
@@ -371,7 +383,7 @@ async def test_equal_grammars_share_one_compilation(tmp_path: Path) -> None:
         (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest, "grammar: line 3"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, LimitExceeded, "grammar: line 3"),
         (grpc.StatusCode.UNIMPLEMENTED, NotSupported, "grammar: line 3"),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, GrammarUnavailable, "line 3"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, GrammarUnavailable, "gave no answer to Compile within 35 s"),
         (grpc.StatusCode.INTERNAL, InternalError, "INTERNAL"),
     ],
 )
@@ -388,6 +400,17 @@ async def test_a_refused_grammar_fails_at_arrival_and_at_its_slot(
         for error in (refused[0], s.engine.failed[0][2]):
             assert type(error) is kind
             assert text in str(error)
+
+
+async def test_the_deadline_of_a_compilation_leaves_the_process_the_time_that_its_limits_allow(tmp_path: Path) -> None:
+    async with connected(tmp_path, attempt_limit_s=1000.0) as s:
+        await s.client.compile(spec())
+        await s.client.compile(replace(spec("b"), backend=gpb.BACKEND_AUTO))
+        one, auto = s.process.compile_deadlines_s
+        assert one is not None
+        assert auto is not None
+        assert 1000 < one < 1100
+        assert 2000 < auto < 2200, "two attempts with the one backend"
 
 
 async def test_an_evicted_grammar_is_compiled_again_once(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ async def pool(
     workers: int = 1,
     timeout_s: float = 20.0,
     queue: int = 8,
+    queue_s: float = 600.0,
     memory_mb: int = 512,
 ) -> AsyncIterator[CompilePool]:
     made = CompilePool(
@@ -42,6 +44,7 @@ async def pool(
         workers=workers,
         limits=CompileLimits(timeout_s=timeout_s, memory_mb=memory_mb),
         queue=queue,
+        queue_s=queue_s,
         command=PRETEND,
     )
     try:
@@ -150,6 +153,30 @@ async def test_the_queue_has_a_bound(vocabulary: Vocabulary) -> None:
         await asyncio.gather(*calls)
 
 
+async def test_the_time_behind_other_compilations_is_no_compile_time(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary, timeout_s=1.0) as workers:
+        await workers.ready()
+        slow = [asyncio.create_task(workers.compile(grammar(f"sleep {number}"))) for number in range(2)]
+        await eventually(lambda: workers.stats()["waiting"] == 1)
+        begun = time.monotonic()
+        assert (await workers.compile(grammar("next"))).data.endswith(b" next")
+        assert time.monotonic() - begun > 1.0
+        for task in slow:
+            with pytest.raises(LimitExceeded, match="compile_timeout_s"):
+                await task
+
+
+async def test_a_long_wait_for_a_worker_ends_with_a_limit_of_its_own(vocabulary: Vocabulary) -> None:
+    async with pool(vocabulary, queue_s=0.2) as workers:
+        sleeper = asyncio.create_task(workers.compile(grammar("sleep")))
+        await eventually(lambda: "free=0" in repr(workers._compile_queue))
+        accepted = asyncio.create_task(workers.compile(grammar("accepted"), accepted=True))
+        with pytest.raises(LimitExceeded, match=r"^compile_queue_s: no compile worker .* free within 0.2 s"):
+            await workers.compile(grammar("a"))
+        sleeper.cancel()
+        assert (await accepted).data.endswith(b" accepted")
+
+
 async def test_an_accepted_compilation_ignores_the_bound_and_comes_first(vocabulary: Vocabulary) -> None:
     async with pool(vocabulary, queue=2) as workers:
         order: list[str] = []
@@ -181,7 +208,7 @@ async def test_close_ends_every_process(vocabulary: Vocabulary) -> None:
 
 async def test_the_real_worker_compiles_and_never_loads_torch(vocabulary: Vocabulary) -> None:
     workers = CompilePool(
-        "llguidance", vocabulary, workers=1, limits=CompileLimits(timeout_s=20, memory_mb=512), queue=1
+        "llguidance", vocabulary, workers=1, limits=CompileLimits(timeout_s=20, memory_mb=512), queue=1, queue_s=600
     )
     try:
         artifact = await workers.compile(parse(Kind.JSON_OBJECT, "", Whitespace.COMPACT))

@@ -23,7 +23,7 @@ async def settled() -> None:
 
 
 async def test_accepted_compilations_come_first_and_each_group_keeps_its_order() -> None:
-    queue, order = CompileQueue(2), list[str]()
+    queue, order = CompileQueue(2, 600), list[str]()
     await queue.acquire()
     await queue.acquire()
     tasks = [acquirer(queue, name, order, accepted=name.startswith("a")) for name in ("o1", "a1", "o2", "a2")]
@@ -40,7 +40,7 @@ async def test_accepted_compilations_come_first_and_each_group_keeps_its_order()
 
 
 async def test_a_waiting_compilation_may_be_promoted() -> None:
-    queue, order = CompileQueue(1), list[str]()
+    queue, order = CompileQueue(1, 600), list[str]()
     await queue.acquire()
 
     async def take(name: str) -> None:
@@ -64,7 +64,7 @@ async def test_a_waiting_compilation_may_be_promoted() -> None:
 
 
 async def test_a_promoted_compilation_may_be_cancelled() -> None:
-    queue = CompileQueue(1)
+    queue = CompileQueue(1, 600)
     await queue.acquire()
     task = asyncio.create_task(queue.acquire("one"))
     await settled()
@@ -76,7 +76,7 @@ async def test_a_promoted_compilation_may_be_cancelled() -> None:
 
 
 async def test_a_cancelled_waiter_gets_no_worker() -> None:
-    queue, order = CompileQueue(1), list[str]()
+    queue, order = CompileQueue(1, 600), list[str]()
     await queue.acquire()
     first, second = (acquirer(queue, name, order) for name in ("first", "second"))
     await settled()
@@ -92,7 +92,7 @@ async def test_a_cancelled_waiter_gets_no_worker() -> None:
 
 
 async def test_a_waiter_that_is_cancelled_with_a_worker_passes_it_on() -> None:
-    queue, order = CompileQueue(1), list[str]()
+    queue, order = CompileQueue(1, 600), list[str]()
     await queue.acquire()
     first, second = acquirer(queue, "first", order, accepted=True), acquirer(queue, "second", order)
     await settled()
@@ -105,3 +105,45 @@ async def test_a_waiter_that_is_cancelled_with_a_worker_passes_it_on() -> None:
     queue.release()
     assert repr(queue) == "<CompileQueue free=1 accepted=0 others=0>"
     await second
+
+
+async def test_a_compilation_that_waited_too_long_leaves_the_queue_and_the_others_keep_their_place() -> None:
+    queue, order = CompileQueue(1, 0.05), list[str]()
+    await queue.acquire()
+    promoted = asyncio.create_task(queue.acquire("promoted"))
+    await settled()
+    queue.promote("promoted")
+    accepted = acquirer(queue, "accepted", order, accepted=True)
+    with pytest.raises(TimeoutError):
+        await queue.acquire()
+    assert repr(queue) == "<CompileQueue free=0 accepted=2 others=0>"
+    queue.release()
+    await promoted
+    queue.release()
+    await accepted
+    queue.release()
+    assert repr(queue) == "<CompileQueue free=1 accepted=0 others=0>"
+
+
+async def test_a_waiter_that_is_cancelled_when_its_time_is_over_gives_back_no_worker() -> None:
+    queue = CompileQueue(1, 0.01)
+    await queue.acquire()
+    late = asyncio.create_task(queue.acquire())
+    await settled()
+    (waiter,) = queue._others
+    queue._expire(waiter)
+    late.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await late
+    assert repr(queue) == "<CompileQueue free=0 accepted=0 others=0>"
+
+
+async def test_a_worker_that_comes_in_time_is_kept() -> None:
+    queue = CompileQueue(1, 0.05)
+    await queue.acquire()
+    waiting = asyncio.create_task(queue.acquire())
+    await settled()
+    queue.release()
+    await waiting
+    await asyncio.sleep(0.1)
+    assert repr(queue) == "<CompileQueue free=0 accepted=0 others=0>"
