@@ -21,7 +21,7 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from grammar_service.backends.backend import ChainFiller, Matcher, MatcherFailed, Rows, chain_filler_of
@@ -215,9 +215,14 @@ class MatcherTable:
         slot = self.slots.get(source)
         if slot is None or slot.health is not Health.GOOD or slot.num_committed < num_committed:
             return None
-        budget = slot.budget and slot.budget.copy()
-        twin = SlotMatcher(slot_gen, slot.new_matcher, slot.matcher.copy(), list(slot.tokens), num_committed, budget)
-        twin.request_id, twin.filler, twin.last_fill_ns = slot.request_id, slot.filler, slot.last_fill_ns
+        twin = replace(
+            slot,
+            slot_gen=slot_gen,
+            matcher=slot.matcher.copy(),
+            tokens=list(slot.tokens),
+            num_committed=num_committed,
+            budget=slot.budget and slot.budget.copy(),
+        )
         try:
             twin.rollback(num_committed)
         except MatcherFailed:

@@ -290,3 +290,35 @@ def test_a_slot_behind_its_reasoning_is_filled_in_batches(library: Library) -> N
             assert isinstance(slot.matcher, ReasoningMatcher) is (length <= len(thought))
             assert row(slot) == row(bound((thought + answer)[:length]))
         assert all(map(slot.accept, thought + answer))
+
+
+@pytest.mark.parametrize("at", [0, 3, 5, 6, 7, 9])
+def test_a_copy_of_a_slot_behind_its_reasoning_is_that_of_its_tokens(library: Library, at: int) -> None:
+    """A fork may be read when its source has gone on, from the reasoning into the answer."""
+    source = reasoning('{"enum":[{"a":1},{"a":22}]}', is_open=True, budget=40)
+    compiled = library.compiled(Kind.COMPOSED, source, Whitespace.COMPACT)
+    thought, answer = spell("hm</t\n"), spell('{"a":2')
+    table, tokens = MatcherTable(Classifier(library.vocabulary.size)), thought + answer
+    gone_on = SlotMatcher.bind(1, compiled.matcher, tokens[:8])
+    assert gone_on.answer_from == 8
+    assert all(map(gone_on.accept, tokens[8:]))
+    gone_on.num_committed = len(tokens)
+    table.bind(0, gone_on)
+    twin, wanted = table.copy_of(0, 2, at), SlotMatcher.bind(2, compiled.matcher, tokens[:at])
+    assert twin is not None
+    assert (twin.slot_gen, twin.num_committed, twin.tokens) == (2, at, tokens[:at])
+    for token in tokens[at:]:
+        assert rows_of(library, twin) == rows_of(library, wanted)
+        assert twin.accept(token)
+        assert wanted.accept(token)
+    twin.rollback(2)
+    assert rows_of(library, twin) == rows_of(library, SlotMatcher.bind(2, compiled.matcher, tokens[:2]))
+    assert gone_on.tokens == tokens
+    assert rows_of(library, gone_on) == rows_of(library, SlotMatcher.bind(2, compiled.matcher, tokens))
+
+
+def rows_of(library: Library, slot: SlotMatcher) -> tuple[RowKind, set[int]]:
+    """Return kind and tokens of the slot's next row."""
+    words = Rows(np.zeros((1, library.num_words), dtype=np.int32))
+    kind, _ = slot.fill(words, 0, Classifier(library.vocabulary.size))
+    return kind, tokens_in(words.words[0])
