@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from http_gateway.answers.beams import is_missing
 from http_gateway.answers.logprobs import Texts, chat_logprobs, prompt_logprobs
 from http_gateway.answers.pieces import Parts, Piece, finish_reason, stop_reason
 from http_gateway.answers.usage import Counts, field_logprobs, telemetry, token_origins
@@ -55,6 +56,8 @@ class ChatShape:
         extra: dict[str, Any] = {"stop_reason": stop_reason(response, self.fields.stop_token_ids or ())}
         if self.fields.field_logprobs:
             extra["field_logprobs"] = field_logprobs(response)
+        if response.HasField("beam_score"):
+            extra["beam_score"] = response.beam_score
         if self.fields.telemetry:
             extra["telemetry"] = telemetry(response)
         return extra
@@ -168,6 +171,8 @@ class ChatWhole:
 
     def take(self, response: pb.GenerateResponse) -> None:
         """Add a response."""
+        if is_missing(self._shape.fields, response):
+            return
         self._counts.take(response)
         sequence = self._sequences.get(response.index)
         if sequence is None:

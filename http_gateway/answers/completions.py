@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from http_gateway.answers.beams import is_missing
 from http_gateway.answers.logprobs import Texts, completion_logprobs, prompt_logprobs
 from http_gateway.answers.pieces import finish_reason, stop_reason
 from http_gateway.answers.usage import Counts, field_logprobs, telemetry, token_origins
@@ -80,6 +81,8 @@ class Completions:
 
     def take(self, prompt: int, response: pb.GenerateResponse) -> None:
         """Add a response to the whole answer."""
+        if is_missing(self._shape.fields, response):
+            return
         new = self._choice(prompt, response)
         joined = self._joined.get(new["index"])
         if joined is None:
@@ -133,6 +136,8 @@ class Completions:
             choice["stop_reason"] = stop_reason(response, fields.stop_token_ids or ())
             if fields.field_logprobs:
                 choice["field_logprobs"] = field_logprobs(response)
+            if response.HasField("beam_score"):
+                choice["beam_score"] = response.beam_score
             if fields.telemetry:
                 choice["telemetry"] = telemetry(response)
         return choice

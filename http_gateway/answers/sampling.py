@@ -2,13 +2,15 @@
 
 Invariant: a field that the client left out is left out here, so that the engine's default holds.
 
-Not responsible for: prompts (prompts.py), grammars (grammar.py), ranges (the engine names the field).
+Not responsible for: prompts (prompts.py), grammars (grammar.py), beam search (beams.py), ranges (the engine names
+the field).
 """
 
 from __future__ import annotations
 
 import json
 
+from http_gateway.answers.beams import set_beams
 from http_gateway.answers.grammar import grammar_of
 from http_gateway.wire.errors import ApiError
 from http_gateway.wire.sampling import SamplingFields
@@ -61,6 +63,7 @@ def begin(
         cache_salt=fields.cache_salt or "",
         priority=fields.priority or 0,
     )
+    set_beams(request, fields)
     for each in fields.logits_processors or ():
         arguments = "" if each.kwargs is None else json.dumps(each.kwargs)
         request.logits_processors.add(name=each.qualname, arguments=arguments)

@@ -78,6 +78,10 @@ _HTTP_NAMES = {
     "tools.name": "tool_choice",
     "tools.choice": "tool_choice",
     "tools.parallel": "parallel_tool_calls",
+    "beam_search": "use_beam_search",
+    "beam_search.beam_width": "beam_width",
+    "beam_search.length_penalty": "length_penalty",
+    "beam_search.early_stopping": "early_stopping",
     "reasoning.effort": "reasoning_effort",
     "reasoning.max_tokens": "thinking_token_budget",
 }

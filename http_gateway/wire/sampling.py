@@ -6,7 +6,7 @@ Not responsible for: their ranges where the engine checks them; numbers are boun
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -19,12 +19,7 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 64)]
 Number = Annotated[float, Field(ge=-3e38, le=3e38)]
 TokenIds = list[Unsigned]
 
-_NO_BEAMS = "beam search is served over gRPC alone"
 SHARED_REFUSALS: Mapping[str, Refusal] = {
-    "best_of": Refusal("ask for n answers", (1,)),
-    "use_beam_search": Refusal(_NO_BEAMS, (False,)),
-    "length_penalty": Refusal(_NO_BEAMS, (1, 1.0)),
-    "early_stopping": Refusal(_NO_BEAMS, (False,)),
     "truncate_prompt_tokens": Refusal("a prompt is never cut; send a shorter one"),
     "allowed_token_ids": Refusal("use structured_outputs or logit_bias"),
     "vllm_xargs": Refusal("there are no such extensions"),
@@ -92,6 +87,16 @@ class SamplingFields(Fields):
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    use_beam_search: bool | None = None
+    """Return the `n` best answers of a beam search. It is not for streams."""
+    best_of: Unsigned | None = None
+    """Beams of the search; another name of `beam_width`."""
+    beam_width: Unsigned | None = None
+    """Beams of the search, `n` or more. Unset: `n`."""
+    length_penalty: Number | None = None
+    """An answer's score is its log-probability divided by its length to this power. Unset: 1."""
+    early_stopping: bool | Literal["never"] | None = None
+    """When the search ends, as in transformers. Unset: false."""
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None

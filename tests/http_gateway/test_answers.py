@@ -137,6 +137,26 @@ def test_each_sequence_and_the_usage_have_a_place_of_their_own() -> None:
     assert ChatStream(shape(stream=True)).last() is None
 
 
+def test_a_search_returns_the_answers_that_its_grammar_has() -> None:
+    found = pb.GenerateResponse(text="a", finish_reason=pb.FINISH_REASON_STOP, usage=USAGE, beam_score=-0.5)
+    missing = [end(index, pb.FINISH_REASON_GRAMMAR_ERROR) for index in (1, 2)]
+    search = {"use_beam_search": True, "n": 3}
+    chat, completion = ChatRequest.model_validate(ASK | search), {"prompt": ["x", "y"]} | search
+    whole = ChatWhole(ChatShape("i", "m", chat, frozenset(), False, {}))
+    texts = CompletionShape("i", "m", CompletionRequest.model_validate(completion), [{}, {}])
+    completions = Completions(texts)
+    for response in (found, *missing):
+        whole.take(response)
+        completions.take(1, response)
+    (choice,) = whole.result()["choices"]
+    assert (choice["index"], choice["message"]["content"], choice["beam_score"]) == (0, "a", -0.5)
+    (choice,) = completions.result()["choices"]
+    assert (choice["index"], choice["text"], choice["beam_score"]) == (3, "a", -0.5)
+    completions.take(0, found)
+    with pytest.raises(ApiError, match="the grammar left no legal token"):
+        completions.take(0, end(0, pb.FINISH_REASON_GRAMMAR_ERROR))
+
+
 def test_tokens_of_the_reasoning_are_shown_when_they_are_known() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     stream = ChatStream(shape(stream=True, stream_options=options, n=2))

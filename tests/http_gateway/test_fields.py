@@ -15,6 +15,7 @@ from http_gateway.wire.completions import CompletionRequest
 from http_gateway.wire.errors import ApiError
 from http_gateway.wire.fields import Fields, problem
 from http_gateway.wire.responses import ResponsesRequest, chat_body
+from protos.engine.v1 import engine_pb2 as pb
 
 ASK = {"messages": [{"role": "user", "content": "x"}]}
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
@@ -32,7 +33,8 @@ def refusal(model: type[Fields], body: Any) -> tuple[str, str | None, str | None
     [
         ({"max_tokns": 1}, "max_tokns", "is unknown; did you mean max_tokens?"),
         ({"qqqq": 1}, "qqqq", "is unknown"),
-        ({"best_of": 2}, "best_of", "is not supported: ask for n answers"),
+        ({"truncate_prompt_tokens": 2}, "truncate_prompt_tokens", "is not supported: a prompt is never cut"),
+        ({"early_stopping": "soon"}, "early_stopping", "input should be"),
         ({"audio": {}}, "audio", "is not supported: the model reads text alone"),
         ({"messages": []}, "messages", "list should have at least 1 item"),
         ({"messages": None}, "messages", "field required"),
@@ -125,6 +127,62 @@ def test_a_problem_that_only_the_translation_finds_is_named() -> None:
     with pytest.raises(ApiError, match="tools: format is not for a tool of type function"):
         chat_body(fields, "id")
     assert refusal(ResponsesRequest, {"input": [{"role": "", "content": "x"}]})[1] == "input[0].role"
+
+
+def begun(**fields: Any) -> pb.GenerateRequest:
+    return begin(ChatRequest.model_validate_json(json.dumps(ASK | fields)), "r", max_tokens=None, logprobs=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"n": 4}, pb.BeamSearch(beam_width=4)),
+        ({"best_of": 3, "n": 2, "length_penalty": 0.5}, pb.BeamSearch(beam_width=3, length_penalty=0.5)),
+        ({"beam_width": 2, "best_of": 2}, pb.BeamSearch(beam_width=2)),
+        (
+            {"beam_width": 2, "early_stopping": False},
+            pb.BeamSearch(beam_width=2, early_stopping=pb.EARLY_STOPPING_HEURISTIC),
+        ),
+        (
+            {"beam_width": 2, "early_stopping": True},
+            pb.BeamSearch(beam_width=2, early_stopping=pb.EARLY_STOPPING_TRUE),
+        ),
+        (
+            {"beam_width": 2, "early_stopping": "never"},
+            pb.BeamSearch(beam_width=2, early_stopping=pb.EARLY_STOPPING_NEVER),
+        ),
+        ({}, pb.BeamSearch(beam_width=1)),  # the engine refuses it
+    ],
+)
+def test_a_beam_search_has_the_fields_of_vllm(fields: dict[str, Any], wanted: pb.BeamSearch) -> None:
+    made = begun(use_beam_search=True, temperature=0, top_p=1.0, top_k=-1, **fields)
+    assert made.beam_search == wanted
+    assert made.sampling == pb.SamplingParams(n=fields.get("n"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "problem"),
+    [
+        ({"best_of": 2}, "best_of", "is for use_beam_search: true alone"),
+        ({"beam_width": 2}, "beam_width", "is for use_beam_search: true alone"),
+        ({"length_penalty": 0.5, "use_beam_search": False}, "length_penalty", "is for use_beam_search: true alone"),
+        ({"early_stopping": "never"}, "early_stopping", "is for use_beam_search: true alone"),
+        ({"use_beam_search": True, "n": 2, "stream": True}, "use_beam_search", "is not for streams"),
+        ({"use_beam_search": True, "best_of": 2, "beam_width": 3}, "best_of", "is 2, and beam_width is 3"),
+    ],
+)
+def test_a_field_of_a_beam_search_without_an_effect_is_refused(
+    fields: dict[str, Any], param: str, problem: str
+) -> None:
+    with pytest.raises(ApiError, match=problem) as raised:
+        begun(**fields)
+    assert raised.value.param == param
+    assert raised.value.message.startswith(f"{param}: ")
+
+
+def test_a_temperature_of_a_beam_search_is_left_to_the_engine() -> None:
+    assert begun(use_beam_search=True, n=2, temperature=0.5, top_k=3).sampling.temperature == 0.5
+    assert not begun(best_of=1, beam_width=1, length_penalty=1, early_stopping=False).HasField("beam_search")
 
 
 def test_logits_processors_are_names_or_objects_with_arguments() -> None:

@@ -94,6 +94,30 @@ def test_telemetry_and_token_ids_come_when_asked_for(client: openai.OpenAI, mode
     assert len(answer.prompt_token_ids) == answer.usage.prompt_tokens
 
 
+def test_a_beam_search_returns_its_best_answers(client: openai.OpenAI, model: str) -> None:
+    """With vLLM's fields, as a completion and as a conversation under a grammar."""
+    free = complete(client, model, use_beam_search=True, best_of=4, n=3, max_tokens=6, length_penalty=0.5)
+    scores = [choice.beam_score for choice in free.choices]
+    assert scores == sorted(scores, reverse=True)
+    assert len({choice.text for choice in free.choices}) == 3
+    guided: Any = client.chat.completions.create(
+        model=model,
+        messages=ASK,
+        n=4,
+        max_tokens=12,
+        extra_body={"use_beam_search": True, "structured_outputs": {"choice": ["7"]}},
+    )
+    assert {choice.message.content for choice in guided.choices} == {"7"}
+    assert len(guided.choices) < 4, "there is one such answer, before any of the end tokens"
+    for fields, problem in (
+        ({"beam_width": 99}, r"beam_width: is 99, must be in \[2, "),
+        ({"beam_width": 2, "n": 3}, "n: is 3, at most beam_width"),
+        ({"n": 2, "early_stopping": True, "seed": 1}, "seed: is not allowed together with beam_search"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=problem):
+            complete(client, model, use_beam_search=True, **fields)
+
+
 def test_text_and_conversations_become_tokens_and_text_again(client: openai.OpenAI, model: str) -> None:
     def post(path: str, body: dict[str, Any]) -> Any:
         return client.post(f"{str(client.base_url).removesuffix('/v1/')}{path}", body=body, cast_to=object)
