@@ -225,9 +225,7 @@ async def _start(
         _run_until_close(stack, background, _report_guided(grammar, listeners.health), "guided health")
     calls.warm()
     await set_health(SERVING)
-    stack.push_async_callback(_drain, listeners.server, calls, set_health, server_config.drain_timeout_s)
-    if gateway:  # its answers end while requests are still served
-        stack.push_async_callback(gateway.stop)
+    stack.push_async_callback(_drain, listeners.server, calls, set_health, gateway, server_config.drain_timeout_s)
     addresses = (scrapes.address if scrapes else None, gateway.address if gateway else None)
     return Server(listeners.address, model, calls, engine, grammar.sidecar if grammar else None, *addresses)
 
@@ -293,7 +291,13 @@ def _watch_requests(stack: AsyncExitStack, metrics: BothProcesses, engine: Serve
         "device": config.device,
     }
     metrics.registry.register(
-        EngineCollector(engine.stats, drafter=config.drafter, page_size=config.page_size, about=about)
+        EngineCollector(
+            engine.stats,
+            drafter=config.drafter,
+            page_size=config.page_size,
+            about=about,
+            adapters=engine.adapters.listed,
+        )
     )
     tracing = open_tracing(os.environ)
     if tracing is None:
@@ -319,6 +323,9 @@ async def serve(
 
     Until the server is ready, SIGTERM ends the process at once, and SIGINT waits for the thread that loads the model.
     """
+    if os.getpid() == 1:
+        # The kernel keeps signals without a handler from the first process of a container.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, os._exit, 128 + signal.SIGTERM)
     async with open_server(engine_config, server_config, progress, parts) as server:
         stop = asyncio.Event()
         # A terminal that is closed sends SIGHUP. `nohup` makes the process ignore it, and that is kept.
@@ -386,9 +393,15 @@ async def _report_guided(grammar: GrammarProcess, health_servicer: HealthService
     await grammar.report(report)
 
 
-async def _drain(server: grpc.aio.Server, calls: Calls, set_health: SetHealth, timeout_s: float) -> None:
+async def _drain(
+    server: grpc.aio.Server, calls: Calls, set_health: SetHealth, gateway: HttpGateway | None, timeout_s: float
+) -> None:
+    """Report NOT_SERVING, then refuse new requests, and wait up to `timeout_s` for those of clients and the gateway.
+
+    Health comes first: a router that watches it sends no request that would be refused.
+    """
     await set_health(NOT_SERVING)
-    await calls.drain(timeout_s)
+    await asyncio.gather(calls.drain(timeout_s), *((gateway.stop(),) if gateway else ()))
     await server.stop(STOP_GRACE_S)
 
 

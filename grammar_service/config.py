@@ -120,6 +120,9 @@ class GrammarConfig:
     """"text", or "json": one object per line."""
     metrics_listen: str = ""
     """"host:port" on which to serve Prometheus metrics over HTTP. Empty: the engine alone can read them."""
+    health_listen: str = ""
+    """"host:port" for the health service alone, in clear text: for probes that cannot reach the socket in dir, such as
+    those of Kubernetes. Empty: none."""
 
     def __post_init__(self) -> None:
         _require(bool(self.dir), "dir", "is required")
@@ -145,12 +148,10 @@ class GrammarConfig:
         _require(0 <= self.spin_us <= 1e6, "spin_us", "must be in [0, 1000000]")
         _require(self.log_level in LEVELS, "log_level", f"{self.log_level!r} is unknown")
         _require(self.log_format in FORMATS, "log_format", f"{self.log_format!r} is not text or json")
-        host, colon, port = self.metrics_listen.rpartition(":")
-        _require(
-            not self.metrics_listen or bool(host and colon and port.isdecimal() and int(port) < 1 << 16),
-            "metrics_listen",
-            f"{self.metrics_listen!r} is not host:port",
-        )
+        for name, address in (("metrics_listen", self.metrics_listen), ("health_listen", self.health_listen)):
+            host, colon, port = address.rpartition(":")
+            is_host_port = bool(host and colon and port.isdecimal() and int(port) < 1 << 16)
+            _require(not address or is_host_port, name, f"{address!r} is not host:port")
 
     @property
     def workers(self) -> int:

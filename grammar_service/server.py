@@ -74,6 +74,7 @@ async def _serve(config: GrammarConfig, path: Path, listener: socket.socket) -> 
     servicer = GrammarServicer(config)
     scrapes = MetricsListener(config.metrics_listen, servicer.metrics.registry) if config.metrics_listen else None
     server, alive = await _start_grpc(path, servicer)
+    probe = await _start_probe(config.health_listen, alive) if config.health_listen else None
     # Importing the default backend may take seconds. Configure waits for it; the sockets and the health check do not.
     importing = asyncio.create_task(asyncio.to_thread(import_library, config.backend), name="import-backend")
     engines = asyncio.create_task(_serve_engines(listener, servicer, config), name="engines")
@@ -89,6 +90,8 @@ async def _serve(config: GrammarConfig, path: Path, listener: socket.socket) -> 
             task.cancel()
         await asyncio.gather(engines, stopped, importing, return_exceptions=True)
         await server.stop(_GRACE_S)
+        if probe is not None:
+            await probe.stop(None)
         await servicer.close()
         if scrapes is not None:
             await asyncio.to_thread(scrapes.close)
@@ -115,6 +118,19 @@ async def _start_grpc(path: Path, servicer: GrammarServicer) -> tuple[grpc.aio.S
         os.umask(umask)
     await server.start()
     return server, alive
+
+
+async def _start_probe(address: str, alive: Any) -> grpc.aio.Server:
+    """Serve the health service alone on a TCP address. Raises CannotListen."""
+    # With SO_REUSEPORT, two processes on one port would share its checks without an error.
+    probe = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    health_pb2_grpc.add_HealthServicer_to_server(alive, probe)
+    try:
+        probe.add_insecure_port(address)
+    except RuntimeError as error:
+        raise CannotListen(f"health_listen: cannot bind {address!r}") from error
+    await probe.start()
+    return probe
 
 
 async def _serve_engines(listener: socket.socket, servicer: GrammarServicer, config: GrammarConfig) -> None:

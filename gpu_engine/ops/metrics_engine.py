@@ -7,12 +7,14 @@ Not responsible for: the numbers (api/stats.py), or the metrics of calls (metric
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from gpu_engine.api.adapters import MAX_ADAPTERS, AdapterKind, AdapterUse
 from gpu_engine.api.stats import EngineStats, Histogram
 
 _GAUGES = (
@@ -88,10 +90,22 @@ class EngineCollector(Collector):
     """Collects the families from `stats` at every scrape."""
 
     def __init__(
-        self, stats: Callable[[], EngineStats], *, drafter: str, page_size: int, about: Mapping[str, str]
+        self,
+        stats: Callable[[], EngineStats],
+        *,
+        drafter: str,
+        page_size: int,
+        about: Mapping[str, str],
+        adapters: Callable[[], Sequence[AdapterUse]] = tuple,
     ) -> None:
-        """Args: `stats` is thread-safe; `page_size` is in tokens; `about` are the labels of `lockstep_info`."""
-        self._stats = stats
+        """Args: see below.
+
+        stats: thread-safe.
+        page_size: in tokens.
+        about: the labels of `lockstep_info`.
+        adapters: the loaded adapters; thread-safe.
+        """
+        self._stats, self._adapters = stats, adapters
         self._page_size = page_size
         self._drafter = drafter
         self._about = dict(about)
@@ -113,6 +127,7 @@ class EngineCollector(Collector):
         )
         cache.add_metric((str(self._page_size), str(stats.num_pages)), 1)
         yield cache
+        yield self._lora()
         for name, documentation, attribute in _COUNTERS:
             yield CounterMetricFamily(f"lockstep_{name}", documentation, value=getattr(stats, attribute))
         for name, documentation, attribute in _BY_DRAFTER:
@@ -130,6 +145,18 @@ class EngineCollector(Collector):
         yield expected
         for name, documentation, attribute in _HISTOGRAMS:
             yield _family(f"lockstep_{name}", documentation, getattr(stats, attribute))
+
+    def _lora(self) -> GaugeMetricFamily:
+        """Return vLLM's gauge of LoRA adapters: routers send a request where its adapter is used already."""
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Time of the scrape; its labels are the LoRA adapters that sequences use, waiting or running, and the most"
+            " that may be loaded, under vLLM's names",
+            labels=("running_lora_adapters", "waiting_lora_adapters", "max_lora"),
+        )
+        used = [use.adapter.name for use in self._adapters() if use.in_use and use.adapter.kind is AdapterKind.LORA]
+        family.add_metric((",".join(used), "", str(MAX_ADAPTERS)), time.time())
+        return family
 
     def __repr__(self) -> str:
         return f"<EngineCollector {self._about}>"

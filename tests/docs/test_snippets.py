@@ -53,6 +53,8 @@ NOT_OURS = {
     "openssl",
     "echo",
     "chmod",
+    "helm",
+    "kubectl",
 }
 """Programs whose own flags are not looked at."""
 

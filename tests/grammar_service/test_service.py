@@ -337,3 +337,30 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return "Z"
+
+
+def test_probes_ask_for_health_over_tcp(start: Start) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    start("--health-listen", address)
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "lockstep.grammar.v1.Grammar"):
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20, wait_for_ready=True)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        # The control plane stays behind the mode of its socket.
+        code, _ = refused(lambda: pb_grpc.GrammarStub(channel).GetStats(pb.GetStatsRequest(), timeout=20))
+        assert code is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_taken_address_for_probes_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [sys.executable, "-m", "grammar_service", "--dir", str(tmp_path / "s"), "--health-listen", address]
+        root = Path(__file__).resolve().parents[2]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"health_listen: cannot bind '{address}'" in done.stderr

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Coroutine, Mapping
@@ -19,6 +20,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpu_engine.api.adapters import AdapterUse
 from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.request import FinishReason, TokenEvent
 from gpu_engine.api.stats import EngineStats, Histogram
@@ -30,7 +32,7 @@ from gpu_engine.ops.metrics_requests import RequestWatch
 from gpu_engine.server import Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from tests import metrics_table
-from tests.fakes import FakeEngine, FakeModel, Script, answers_with
+from tests.fakes import FakeAdapters, FakeEngine, FakeModel, Script, answers_with
 
 ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)
 Scrape = Mapping[tuple[str, ...], float]
@@ -248,8 +250,18 @@ def test_the_page_lists_every_metric(root: Path) -> None:
 def test_routers_find_the_load_under_the_names_of_vllm() -> None:
     stats = EngineStats(num_pages=8, pages_used=2, running=3, waiting=4)
     registry = CollectorRegistry()
-    registry.register(EngineCollector(lambda: stats, drafter="none", page_size=32, about={"model": "m"}))
+    adapters = FakeAdapters()
+    for name, path, in_use in (("busy", "a", 2), ("idle", "b", 0), ("virtual", "prompt", 1), ("also-busy", "c", 1)):
+        adapters.loaded[name] = AdapterUse(adapters.load(name, path), in_use)
+    collector = EngineCollector(
+        lambda: stats, drafter="none", page_size=32, about={"model": "m"}, adapters=adapters.listed
+    )
+    registry.register(collector)
+    began_s = time.time()
     gauges = {family.name: family.samples[0] for family in registry.collect() if family.name.startswith("vllm:")}
+    lora = gauges.pop("vllm:lora_requests_info")
+    assert lora.value >= began_s, "the latest series counts"
+    assert lora.labels == {"running_lora_adapters": "also-busy,busy", "waiting_lora_adapters": "", "max_lora": "255"}
     assert {name: sample.value for name, sample in gauges.items()} == {
         "vllm:num_requests_running": 3,
         "vllm:num_requests_waiting": 4,
