@@ -13,8 +13,7 @@ from tests.e2e.conftest import RunningServer
 from tests.gpu_engine.front.kserve.client_process import TritonProcess, triton_process
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
-"""Now and then a call of the other process hangs, and all later ones with it; the cause is not known (docs/log.md)."""
+pytestmark = pytest.mark.model
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 PROMPT = "The capital of Norway is"

@@ -19,11 +19,9 @@ from gpu_engine.front.kserve.outputs import joined_rows
 from gpu_engine.front.kserve.servicer import SERVICE
 from protos.kserve.v2 import inference_pb2 as pb
 from tests.fakes import EOS, answers_with
-from tests.gpu_engine.front.kserve.client_process import Fakes, TritonProcess, serving
+from tests.gpu_engine.front.kserve.client_process import CallFailed, TritonProcess
+from tests.gpu_engine.front.kserve.fake_server import Fakes, serving
 from tests.waiting import eventually
-
-pytestmark = pytest.mark.slow
-"""Now and then a call of the other process hangs, and all later ones with it; the cause is not known (docs/log.md)."""
 
 TEXT = {"text_input": ("BYTES", ["hi"])}
 STREAM = {**TEXT, "stream": ("BOOL", [True])}
@@ -250,11 +248,20 @@ async def test_tokens_protect_it(triton: TritonProcess, tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text("0123456789abcdef")
     async with serving(Fakes(answers_with("yes")), auth_token_file=str(tmp_path / "tokens")) as server:
         refused = await triton("infer", server.address, TEXT)
-        streamed = await triton("stream", server.address, [("a", STREAM, {})])
+        # More requests than the client can send before the refusal, so that it also meets a stream that has ended.
+        streamed = await triton("stream", server.address, [(str(i), STREAM, {}) for i in range(1000)])
         headers = {"authorization": "Bearer 0123456789abcdef"}
         answered = await triton("infer", server.address, TEXT, headers=headers)
     assert refused["status"] == "StatusCode.UNAUTHENTICATED"
     assert [response["status"] for response in streamed] == ["StatusCode.UNAUTHENTICATED"]
+    assert answered["text_output"] == [b"hiyes"]
+
+
+async def test_an_error_of_a_call_ends_that_call_alone(triton: TritonProcess) -> None:
+    async with serving(Fakes(answers_with("yes"))) as server:
+        with pytest.raises(CallFailed, match=r"^statistics: InferenceServerException: .* 'other' is not known"):
+            await triton("statistics", server.address, "other")
+        answered = await triton("infer", server.address, TEXT)
     assert answered["text_output"] == [b"hiyes"]
 
 

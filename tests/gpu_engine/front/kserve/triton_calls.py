@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -87,17 +88,21 @@ def stream(
 ) -> list[dict[str, Any]]:
     """Send requests over one ModelStreamInfer; return all responses and errors, in the order in which they came.
 
-    `requests`: id, tensors, and options of each. `until`: cancel the stream after so many.
+    `requests`: id, tensors, and options of each; those behind the end of the stream are not sent. `until`: cancel the
+    stream after so many responses.
     """
     arrived: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def take(result: triton.InferResult | None, error: InferenceServerException | None) -> None:
         arrived.put(_error(error) if result is None else _result(result))
 
+    built = [(request_id, _inputs(given), options) for request_id, given, options in requests]
     with triton.InferenceServerClient(address) as client:
         client.start_stream(take, stream_timeout=TIMEOUT_S)
-        for request_id, given, options in requests:
-            client.async_stream_infer(model, _inputs(given), request_id=request_id, **options)
+        # Where the server has ended the stream by then, async_stream_infer raises; `take` gets the reason.
+        with suppress(InferenceServerException):
+            for request_id, inputs, options in built:
+                client.async_stream_infer(model, inputs, request_id=request_id, **options)
         found = [arrived.get(timeout=TIMEOUT_S) for _ in range(until or 0)]
         client.stop_stream(cancel_requests=until is not None)
     while not arrived.empty():
