@@ -315,6 +315,7 @@ class Engine:
         """End running sequences with ABORTED and stop the thread. Idempotent; blocks for at most `timeout_s`."""
         with self._loop.live_lock:
             self._closing.set()
+        self._inbox.put(lambda: None)  # wakes an idle thread
         if self._thread.ident is None:
             self._loop.executor.close()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,7 @@ def test_beams_share_the_pages_of_their_prompt(model: LoadedModel) -> None:
         engine.submit(answer.request)
         while not answer.over:
             pages.append(engine.stats().pages_used)
+            time.sleep(0.001)  # leaves the interpreter to the engine's thread
     # Ten full pages are shared. Each beam has at most those of its answer, and of the next step.
     assert 10 + 3 < max(pages) <= 10 + 4 * 6
 

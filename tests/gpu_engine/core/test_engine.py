@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -250,6 +251,18 @@ def test_an_idle_engine_shows_life_to_the_grammar_process(llama: LoadedModel) ->
             assert first_ns is not None
             # A second sign of life makes the age smaller.
             until_false(lambda: (grammar.heartbeat_age_ns() or 0) >= first_ns)
+
+
+def test_an_idle_engine_closes_without_a_wait(llama: LoadedModel) -> None:
+    took_s = []
+    for _ in range(5):
+        engine = Engine(with_drafts(0), llama)
+        engine.start()
+        time.sleep(0.01)  # the thread waits for a message
+        began_s = time.monotonic()
+        engine.close()
+        took_s.append(time.monotonic() - began_s)
+    assert min(took_s) < 0.05, "the thread itself wakes every 0.1 s"
 
 
 def test_telemetry_counts_steps_and_drafts(llama: LoadedModel) -> None:
