@@ -7,7 +7,9 @@ Not responsible for: what a harness measures (see the module of that name).
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+from types import FrameType
 
 DEFAULT = "serve"
 
@@ -51,6 +53,10 @@ def usage() -> str:
     return "\n".join(lines)
 
 
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
 def main() -> int:
     """Run the harness that the first argument names."""
     arguments = sys.argv[1:]
@@ -62,6 +68,7 @@ def main() -> int:
         return 2
     name = arguments.pop(0) if arguments and arguments[0] in HARNESSES else DEFAULT
     sys.argv = [f"python -m benchmarks {name}", *arguments]
+    signal.signal(signal.SIGTERM, _exit)  # with the contexts on the stack, so that servers stop in order
     code = importlib.import_module(f"benchmarks.{HARNESSES[name][0]}.{name}").main()
     return int(code or 0)
 

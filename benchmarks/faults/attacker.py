@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 
 from benchmarks.faults.attacks import Attack, Outcomes, Target, flood, hostile
+from service_runtime.parent_death import dying_with_us
 
 _REMOTE: dict[str, Callable[[float], Attack]] = {
     "flood": flood,
@@ -29,7 +30,7 @@ def elsewhere(name: str, per_second: float) -> Attack:
 
     async def attack(target: Target, outcomes: Outcomes) -> None:
         command = (sys.executable, "-m", "benchmarks.faults.attacker", name, target.address, f"{per_second:g}")
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(*dying_with_us(command), stdout=asyncio.subprocess.PIPE)
         try:
             await process.wait()
             raise RuntimeError(f"benchmarks.faults.attacker {name} ended by itself with {process.returncode}")

@@ -22,6 +22,7 @@ import grpc
 
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
+from service_runtime.parent_death import dying_with_us
 
 Outcomes = collections.Counter[str]
 """gRPC status name, or what was done -> how often."""
@@ -141,7 +142,7 @@ def compilers(count: int, nice: int, tokenizer: Path, backend: str) -> Attack:
 
 def _beside(count: int, *command: str) -> Attack:
     async def attack(_target: Target, outcomes: Outcomes) -> None:
-        processes = [await asyncio.create_subprocess_exec(*command) for _ in range(count)]
+        processes = [await asyncio.create_subprocess_exec(*dying_with_us(command)) for _ in range(count)]
         outcomes["processes"] = count
         try:
             await asyncio.Event().wait()

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.harness.tables import table
+from service_runtime.parent_death import dying_with_us
 
 EXAMPLES = """
 sections, in this order:
@@ -64,7 +65,7 @@ def run_section(command: list[str], name: str, out: Path, deadline_s: float) -> 
     """Run one section's process to its end, or to its deadline."""
     start_s = time.monotonic()
     out.unlink(missing_ok=True)
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(dying_with_us(command), start_new_session=True)
     try:
         code: int | None = process.wait(deadline_s)
     except subprocess.TimeoutExpired:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,11 +34,9 @@ from gpu_engine.server import Parts, Progress, Server, serve
 from gpu_engine.step.device.cuda_stream import CudaGraph, CudaStream
 from gpu_engine.step.device.graphs import StepGraphs
 from kernels.cuda.nvrtc import check
+from service_runtime.parent_death import die_with_parent
 from service_runtime.settings import Sources, add_flags
 from shared_mem.channel import EngineEnd
-
-_DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG."""
 
 
 class CountedGraph(CudaGraph):
@@ -91,7 +87,7 @@ def facts_of(model: LoadedModel, executor: Executor) -> dict[str, Any]:
 
 def main() -> int:
     """Serve until a signal."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    die_with_parent()
     parser = argparse.ArgumentParser("python -m benchmarks.gpu.server", description=__doc__)
     parser.add_argument("facts", type=Path, help="where to write what the client cannot see, as JSON")
     add_flags(parser, [EngineConfig, ServerConfig])

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from benchmarks.harness.server import ServerFailed, free_port
+from service_runtime.parent_death import dying_with_us
 
 STOP_S = 60.0
 
@@ -33,7 +34,7 @@ def start_gateway(engine: str, *flags: str) -> Iterator[str]:
     command = [sys.executable, "-m", "http_gateway", "--listen", address, "--engine", engine, *flags]
     with (
         tempfile.TemporaryFile("w+b") as log,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as process,
+        subprocess.Popen(dying_with_us(command), stdout=subprocess.PIPE, stderr=log) as process,
     ):
         assert process.stdout is not None
         ready = process.stdout.readline().startswith(b"ready: ")  # the end of the process ends the line, too

@@ -1,6 +1,6 @@
 """The engine as a subprocess: start it with flags, wait until it is healthy, stop it.
 
-Invariant: the process has ended when the context ends, also after an error.
+Invariant: the process has ended when the context ends, also after an error, and dies with this process.
 Not responsible for: requests (see client.py).
 """
 
@@ -21,6 +21,8 @@ from types import TracebackType
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from service_runtime.parent_death import dying_with_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,7 @@ class EngineServer:
             environment["PYTHONPATH"] = str(self.checkout)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                self.argv,
+                dying_with_us(self.argv),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

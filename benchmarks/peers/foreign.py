@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.harness.measure import Answer, Run
 from benchmarks.harness.systems import Prompt, SystemFailed
+from service_runtime.parent_death import dying_with_us
 
 _WORKER = Path(__file__).with_name("worker.py")
 _TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
@@ -52,7 +53,7 @@ class ForeignSystem:
         self.log = Path(path)
         with os.fdopen(descriptor, "wb") as log:
             self._process = subprocess.Popen(
-                [str(python), "-P", str(_WORKER), *arguments],
+                dying_with_us([str(python), "-P", str(_WORKER), *arguments]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.harness.measure import Answer, Run
 from benchmarks.harness.server import free_port
 from benchmarks.harness.systems import Prompt, SystemFailed
+from service_runtime.parent_death import dying_with_us
 
 _CONTEXT = 2048
 """Tokens of prompt and answer that each request may have, as for the other peers."""
@@ -119,7 +120,9 @@ class LlamaServer:
         descriptor, path = tempfile.mkstemp(prefix="lockstep-bench-llama-", suffix=".log")
         self.log = Path(path)
         with os.fdopen(descriptor, "wb") as log:
-            self._process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            self._process = subprocess.Popen(
+                dying_with_us(argv), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
         try:
             self._await_healthy(60.0)
             self._build: str = json.loads(self._get("/props")[1])["build_info"]

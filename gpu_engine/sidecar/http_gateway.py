@@ -27,9 +27,9 @@ from gpu_engine.sidecar.supervisor import (
     PYTHON_ENVIRONMENT,
     ChildProcess,
     describe_exit,
-    dying_with_us,
     forward,
 )
+from service_runtime.parent_death import dying_with_us
 
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("http_gateway")

@@ -1,8 +1,7 @@
 """Supervises a spawned grammar process: starts it, watches it, starts it again, and never leaves one behind.
 
-Invariant: at most one child runs, and it dies with this process, even by SIGKILL (PR_SET_PDEATHSIG, which the child
-sets before it becomes the grammar process). The child runs in a session of its own, so that Ctrl-C reaches this process
-alone and requests can end in order.
+Invariant: at most one child runs, and it dies with this process, even by SIGKILL. The child runs in a session of its
+own, so that Ctrl-C reaches this process alone and requests can end in order.
 
 `Sidecar` decides when a child is started and ended; `ChildProcess` is one child.
 
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from gpu_engine.api.config import ServerConfig
 from service_runtime.logs import level_of
+from service_runtime.parent_death import dying_with_us
 
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("grammar_service")
@@ -46,16 +46,6 @@ PRIVATE_CACHE_BYTES = 64 << 20
 """Size of the disk cache of compiled grammars, for the next grammar process of this engine."""
 SPIN_ALWAYS_US = 1e6
 """Longer than any single wait of the grammar process."""
-
-# Runs in the child: ask the kernel for SIGKILL at the parent's death, check that the parent has not died before that,
-# become the grammar process. (A preexec_fn would run between fork and exec, where locks of other threads may be held.)
-_DIE_WITH_PARENT = """
-import ctypes, os, sys
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 def grammar_command(
@@ -352,11 +342,6 @@ def private_memory_mb(pid: int) -> int:
     except OSError:
         return 0
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE") >> 20
-
-
-def dying_with_us(command: Sequence[str]) -> list[str]:
-    """Return the command line of a child that the kernel kills when this process dies."""
-    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
 
 async def forward(stream: asyncio.StreamReader, log: logging.Logger) -> None:

@@ -13,13 +13,11 @@ Not responsible for: the time limit (see pool.py).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
 import random
 import resource
-import signal
 import struct
 import sys
 import threading
@@ -35,9 +33,9 @@ from grammar_service.errors import LimitExceeded, to_wire
 from grammar_service.grammar.limits import check_nesting, check_rule_depth
 from grammar_service.grammar.value import Grammar, Kind, Whitespace
 from grammar_service.grammar.vocabulary import Vocabulary
+from service_runtime.parent_death import die_with_parent
 
 _LENGTH = struct.Struct("<I")
-_PR_SET_PDEATHSIG = 1
 NICENESS = 5
 """Of workers and loaders. At 10, small schemas exceeded their time on a machine whose cores the engine filled."""
 IDLE = "--idle"
@@ -78,7 +76,7 @@ def unpack(frame: bytes) -> tuple[dict[str, Any], bytes]:
 
 def main() -> None:
     """Serve frames until stdin ends."""
-    _die_with_parent()
+    die_with_parent()
     lower_priority(NICENESS)
     if IDLE in sys.argv[1:]:
         # Permanent: a process without privileges cannot leave SCHED_IDLE. Where it is refused, the niceness remains.
@@ -205,10 +203,6 @@ def _read(stream: BinaryIO) -> bytes:
     if len(length) < _LENGTH.size:
         return b""
     return stream.read(_LENGTH.unpack(length)[0])
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _limit_memory(megabytes: int) -> None:

@@ -18,7 +18,7 @@ from gpu_engine.sidecar.supervisor import FIRST_RETRY_S, SPIN_ALWAYS_US, Sidecar
 from grammar_service.config import read as grammar_settings
 from grammar_service.fill.worker import WAIT_S
 from tests.descriptors import none_left
-from tests.waiting import eventually
+from tests.waiting import alive, eventually
 
 
 def python(code: str) -> list[str]:
@@ -28,14 +28,6 @@ def python(code: str) -> list[str]:
 MAX_FAILURES = 3
 LINE = "2026-01-01 10:00:00,000 INFO grammar_service.server: ready"
 SLEEPS = python(f"import time; print('{LINE}\\nup', flush=True); time.sleep(600)")
-
-
-def alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def shared_kb(pid: int) -> int:

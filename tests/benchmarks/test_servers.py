@@ -1,0 +1,66 @@
+"""The server of a harness ends with the harness: in order at SIGTERM, and by SIGKILL where the harness is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.waiting import alive, eventually
+
+HARNESS = """
+import sys, types
+from benchmarks import __main__ as benchmarks
+from benchmarks.harness.server import EngineServer, ServerOptions
+
+def main():
+    server = EngineServer(ServerOptions())
+    server.argv = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
+    with server:
+        raise AssertionError("the server is never healthy")
+
+sys.modules["benchmarks.faults.waiting"] = types.SimpleNamespace(main=main)
+benchmarks.HARNESSES["waiting"] = ("faults", "a harness that waits for its server")
+sys.exit(benchmarks.main())
+"""
+SERVER = """
+import pathlib, signal, sys, time
+
+def stop(*_):
+    pathlib.Path(sys.argv[1]).write_text("stopped")
+    sys.exit()
+
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(sys.argv[1]).write_text("started")
+time.sleep(600)
+"""
+
+
+@contextmanager
+def harness(state: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", HARNESS, "waiting", SERVER, str(state)]
+    with subprocess.Popen(command) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "state"), [(signal.SIGTERM, 143, "stopped"), (signal.SIGKILL, -9, "started")]
+)
+async def test_a_server_ends_with_its_harness(tmp_path: Path, number: signal.Signals, status: int, state: str) -> None:
+    file = tmp_path / "state"
+    with harness(file) as process:
+        await eventually(lambda: file.exists() and file.read_text() == "started")
+        (server,) = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        assert process.wait(20) == status
+        await eventually(lambda: not alive(server.pid))
+    assert file.read_text() == state
