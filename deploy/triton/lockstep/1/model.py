@@ -196,7 +196,7 @@ class _Sender:
 
 
 def _reason(error: BaseException) -> tuple[str, Any]:
-    """Return what the client is told, with the names of its tensors, and Triton's code."""
+    """Return the error's message, with names of tensors in place of the engine's fields, and its code in Triton."""
     codes = {
         "INVALID_ARGUMENT": pb_utils.TritonError.INVALID_ARG,
         "NOT_FOUND": pb_utils.TritonError.NOT_FOUND,
