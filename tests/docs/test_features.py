@@ -65,6 +65,25 @@ def test_every_pair_has_one_cell() -> None:
     assert list(pairs()) == list(itertools.combinations(feature_fields(), 2))
 
 
+def effects(responses: list[pb.GenerateResponse]) -> dict[str, bool]:
+    """Return whether the answer shows each feature that adds to it, or leaves out of it."""
+    last = [response for response in responses if response.finish_reason]
+    tensors = {output.name for response in responses for output in response.outputs}
+    return {
+        "beams": all(response.HasField("beam_score") for response in last),
+        "logits": tensors >= {"context_logits", "generation_logits"},
+        "tensors": tensors >= {"hidden_states.1", "model.layers.0.mlp"},
+        "origins": any(response.token_origins for response in responses),
+        "logprobs": any(response.logprobs for response in responses),
+        "prompt_logprobs": any(response.prompt_logprobs for response in responses),
+        "fields": any(response.field_logprobs for response in responses),
+        "output": not any(response.token_ids for response in responses),
+        "whole": sum(bool(response.text) for response in responses) <= len(last),
+        "reasoning": any(response.parts for response in responses),
+        "tools": any(response.parts for response in responses),
+    }
+
+
 def test_every_pair_does_what_its_cell_says(server: str) -> None:
     features = feature_fields()
 
@@ -79,7 +98,11 @@ def test_every_pair_does_what_its_cell_says(server: str) -> None:
             return f"{pair}: {answer.code().name}: {answer.details()}"
         ended = {response.index for response in answer if response.finish_reason}
         failed = {response.finish_reason for response in answer} & {pb.FINISH_REASON_GRAMMAR_ERROR}
-        return f"{pair}: {ended}, {failed}" if failed or ended != set(range(2 if "n" in pair else 1)) else None
+        if failed or ended != set(range(2 if "n" in pair else 1)):
+            return f"{pair}: {ended}, {failed}"
+        shown = effects(answer)
+        missing = [name for name in pair if not shown.get(name, True)]
+        return f"{pair}: no sign of {missing}" if missing else None
 
     with grpc.insecure_channel(server) as channel, ThreadPoolExecutor(8) as pool:
         stub = engine_pb2_grpc.EngineStub(channel)

@@ -12,8 +12,18 @@ from gpu_engine.api.errors import ProcessorFailed
 from gpu_engine.api.processors import Processors
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
+from shared_mem.channel import Record
 from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
-from tests.gpu_engine.harness import Answer, answer_all, answer_each, ask, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.harness import (
+    PATIENCE_S,
+    Answer,
+    answer_all,
+    answer_each,
+    ask,
+    tokens,
+    unguided_engine,
+    with_drafts,
+)
 from tests.gpu_engine.processor_cases import HERE, SETTING, processed
 from tests.gpu_engine.toy_sidecar import guided_engine
 
@@ -122,3 +132,34 @@ def test_guided_tokens_equal_those_of_a_cpu(llama: LoadedModel, sync: str) -> No
     with guided_device_engine(llama, on_device(3, sync=sync, **fields)) as (engine, _, _):  # type: ignore[arg-type]
         assert answer_each(engine, made(engine.processors, cases)) == expected
         assert min(counts(engine)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["captured", "waves"])
+def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, name: str) -> None:
+    guided = partial(ask, tokens(20, 1, repeat=8), grammar="6", max_tokens=30)
+    free = partial(ask, [*range(196, 203)] * 2, max_tokens=6)
+    cases: list[tuple[partial[Answer], Uses]] = [(guided, ((name, ""),)), (free, ((name, ""),))]
+    fields = {**SMALL, "logits_processors": (SETTING[0], CAPTURED["logits_processors"][0])}
+    with guided_engine(llama, with_drafts(0, **fields)) as (engine, _):
+        expected = answer_each(engine, made(engine.processors, cases))
+    fields |= {"row_timeout_ms": 300.0, "draft_timeout_ms": 300.0}
+    with guided_device_engine(llama, on_device(3, **fields)) as (engine, grammar, stream):  # type: ignore[arg-type]
+        first, answers = grammar.sidecar, made(engine.processors, cases)
+
+        def die(record: Record) -> None:
+            first.stopping |= record.commit_pos + len(record.committed) >= 3
+
+        first.before = die
+        for answer in answers:
+            engine.submit(answer.request)
+        grammar._thread.join(PATIENCE_S)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
+        grammar.start_sidecar()
+        engine.grammar_restored()
+        assert [answer.wait().tokens for answer in answers] == expected
+        replays, eager = counts(engine)
+        assert (replays > 0) == (name == "captured")
+        assert (eager > 0) == (name == "waves")
+        assert stream.failure is None
