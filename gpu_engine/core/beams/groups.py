@@ -13,8 +13,8 @@ At first one sequence has the prompt, and the others have no tokens. A preempted
 are prefilled again as any other. So are matchers after the end of a grammar process.
 
 Invariant: all sequences of a group with tokens have equally many, and no step with one of them is in flight when the
-search chooses. Used by the engine thread alone. Not responsible for: the decision (see search.py), steps and events
-(see loop.py).
+search chooses. Used by the engine thread alone. Not responsible for: the decision (see search.py), steps (see
+loop.py), events (see outputs/delivery.py).
 """
 
 from __future__ import annotations
@@ -162,6 +162,13 @@ class BeamGroups:
         """Drop the candidates of a preempted beam, which are found again."""
         self.of(beam).found.clear()
         beam.held = beam.length == 0
+
+    def take(self, beam: RunningSequence, candidates: Candidates, waited_ms: float) -> None:
+        """Keep what a step has found for a beam. `waited_ms`: the time that the step waited for mask rows."""
+        self.of(beam).found[beam] = candidates
+        if beam.guided:
+            beam.payload.request.telemetry.mask_wait_ms += waited_ms
+            self._grammar_slots.rows_arrived(beam)
 
     def complete(self) -> list[BeamGroup]:
         """Return the groups whose beams all have candidates."""

@@ -1,4 +1,5 @@
-"""The tensors that running sequences return: which rows are computed next, and the tokens that wait for their rows.
+"""What clients get of the steps: events and counters, and the tensors that some requests return.
 
-Exports: `OutputStreams`, which the loop runs once an iteration while a request asks for tensors.
+Exports: `Delivery`, to which the loop gives each collected step, and `OutputStreams`, which it runs once an iteration
+while a request asks for tensors.
 """

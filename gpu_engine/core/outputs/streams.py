@@ -157,21 +157,13 @@ class OutputStreams:
     def __bool__(self) -> bool:
         return bool(self._streams)
 
-    def hold(
-        self,
-        sequence: RunningSequence,
-        tokens: tuple[int, ...],
-        logprobs: tuple[Logprobs, ...],
-        prompt_logprobs: PromptLogprobs | None,
-        finish: FinishReason | None = None,
-        origins: tuple[TokenOrigin, ...] = (),
-    ) -> None:
-        """Send these tokens when their rows are computed. `finish`: no more tokens come."""
+    def hold(self, sequence: RunningSequence, event: TokenEvent, finish: FinishReason | None = None) -> None:
+        """Send the event's tokens when their rows are computed. `finish`: no more tokens come."""
         stream = self._streams[sequence]
-        stream.tokens += tokens
-        stream.logprobs += logprobs
-        stream.origins += origins
-        stream.prompt_logprobs = stream.prompt_logprobs or prompt_logprobs
+        stream.tokens += event.token_ids
+        stream.logprobs += event.logprobs
+        stream.origins += event.origins
+        stream.prompt_logprobs = stream.prompt_logprobs or event.prompt_logprobs
         stream.finish = finish
 
     def reused(self, sequence: RunningSequence) -> int | None:

@@ -1,0 +1,220 @@
+"""From a collected step to what clients get: counters and events, lane by lane.
+
+Each lane goes one way, in one order:
+
+    failed        the tokens in front of the error are sent, and the error ends the sequence
+    a beam        its candidates go to its search, and nothing else happens   (core/beams/)
+    any other     count the tokens
+                  grammar: rows were missing, or have arrived                 (core/grammar_slots.py)
+                  tensors: the tokens wait for their rows                     (streams.py)
+                  else the tokens are sent, or the sequence ends with them
+
+Behind the last lane, each search whose beams all have candidates goes on, or ends.
+
+Invariant: a token is counted once, and sent once or dropped with its sequence. Used by the engine thread alone. Not
+responsible for: what a sequence holds and its release (see loop.py), steps (see runner.py).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Protocol
+
+from gpu_engine.api.errors import LockstepError
+from gpu_engine.api.request import FinishReason, PromptLogprobs, Request, TokenEvent, TokenOrigin
+from gpu_engine.api.stats import EngineStats
+from gpu_engine.core.beams.groups import BeamGroups
+from gpu_engine.core.grammar_slots import GrammarSlots
+from gpu_engine.core.outputs.streams import OutputStreams
+from gpu_engine.core.runner import LaunchedStep
+from gpu_engine.core.running import RunningSequence
+from gpu_engine.core.scheduler import GrammarState
+from gpu_engine.step.outcomes import LaneOutcome
+from gpu_engine.step.prompt_scorer import PromptScorer
+from shared_mem.layout import RowKind
+
+
+class EndSequence(Protocol):
+    """Ends a sequence."""
+
+    def __call__(
+        self,
+        sequence: RunningSequence,
+        event: TokenEvent | None = None,
+        *,
+        finish: FinishReason | None = None,
+        error: LockstepError | None = None,
+    ) -> None:
+        """Release everything the sequence holds, and send its last event, with the tokens of `event`."""
+
+
+class Delivery:
+    """Delivers the outcomes of steps.
+
+    Args:
+        stats: the counters.
+        scorer: has the log-probabilities of prompts.
+        outputs: the sequences that return tensors.
+        grammar_slots: learns which rows have arrived.
+        beams: the searches.
+        end: ends a sequence.
+    """
+
+    def __init__(
+        self,
+        stats: EngineStats,
+        scorer: PromptScorer,
+        outputs: OutputStreams,
+        grammar_slots: GrammarSlots,
+        beams: BeamGroups,
+        end: EndSequence,
+    ) -> None:
+        self._stats, self._scorer, self._outputs = stats, scorer, outputs
+        self._grammar_slots, self._beams, self._end = grammar_slots, beams, end
+
+    def deliver(self, step: LaunchedStep) -> None:
+        """Deliver a collected step. Sequences that lost their slot after the launch are skipped."""
+        self._stats.count_step(
+            step.forward_rows + step.prompt_tokens, step.step_ms, step.waited_ms, guided=step.any_guided
+        )
+        for b, (sequence, outcome) in enumerate(zip(step.sequences, step.outcomes, strict=True)):
+            if not step.holds(b) or sequence.ended:
+                continue
+            if outcome.error is not None:
+                self._fail(sequence, outcome, outcome.error, step)
+            elif outcome.candidates is not None:
+                self._beams.take(sequence, outcome.candidates, step.waited_ms)
+            else:
+                self._take(sequence, outcome, step)
+        if step.beams is not None:
+            self._advance_searches()
+
+    def last_event(self, sequence: RunningSequence, event: TokenEvent | None) -> TokenEvent:
+        """Return what the client has not got yet of a sequence that ends with the tokens of `event`."""
+        if sequence in self._outputs:
+            return self._outputs.close(sequence)
+        return event or TokenEvent(sequence.payload.request.index)
+
+    def _take(self, sequence: RunningSequence, outcome: LaneOutcome, step: LaunchedStep) -> None:
+        """Deliver a lane that is no beam, or is one whose row is missing or in error."""
+        event = self._event(sequence, outcome)
+        self._count(sequence, outcome, step.waited_ms)
+        if outcome.deferred:
+            sequence.held = False  # a beam whose row is missing asks for it again
+            self._grammar_slots.defer(sequence, step.seq, advanced=bool(outcome.token_ids))
+        elif sequence.guided:
+            self._grammar_slots.rows_arrived(sequence)
+        if sequence in self._outputs:
+            self._hold(sequence, event, outcome.finish)
+        elif outcome.finish is not None:
+            self._end(sequence, event, finish=outcome.finish)
+        elif outcome.token_ids:
+            sequence.payload.request.sink(event)
+
+    def _fail(self, sequence: RunningSequence, outcome: LaneOutcome, error: LockstepError, step: LaunchedStep) -> None:
+        """End a lane for which the step failed. Without drafts its tokens were sent before the row that failed."""
+        if outcome.token_ids:
+            event = self._event(sequence, outcome)
+            self._count(sequence, outcome, step.waited_ms)
+            if sequence not in self._outputs:  # their tokens wait for their rows, which an error drops
+                sequence.payload.request.sink(event)
+        self._end(sequence, error=error)
+
+    def _hold(self, sequence: RunningSequence, event: TokenEvent, finish: FinishReason | None) -> None:
+        """Have the tokens sent with their rows; a sequence that ends here holds its slot until these are computed."""
+        self._outputs.hold(sequence, event, finish)
+        if finish is not None:
+            sequence.ended, sequence.deferred = True, False
+            sequence.guided, sequence.grammar_state = False, GrammarState.UNCONSTRAINED
+            self._grammar_slots.close(sequence)
+
+    def _advance_searches(self) -> None:
+        """Let every search whose beams all have candidates go on, or end it."""
+        for group in self._beams.complete():
+            first = group.members[0]
+            group.prompt_logprobs = group.prompt_logprobs or self._prompt_logprobs(first)
+            first.payload.request.telemetry.steps += 1
+            for _ in group.beams:
+                self._stats.count_tokens(1, 0, 0)
+            self._count_time(first)
+            self._beams.choose(group)
+            if group.search.done:
+                self._end(first)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _event(self, sequence: RunningSequence, outcome: LaneOutcome) -> TokenEvent:
+        """Return the event of a step's tokens. Must come before they are counted, which changes what was drafted."""
+        request, ids = sequence.payload.request, outcome.token_ids
+        origins = _origins(sequence, outcome) if request.token_origins else ()
+        scores = self._prompt_logprobs(sequence) if ids else None
+        return TokenEvent(request.index, ids, outcome.logprobs, prompt_logprobs=scores, origins=origins)
+
+    def _prompt_logprobs(self, sequence: RunningSequence) -> PromptLogprobs | None:
+        """Return what belongs to the first event with a token; does not wait, as these launches are before its step."""
+        if not sequence.scored:
+            return None
+        sequence.scored = False
+        return self._scorer.take(sequence)
+
+    # -- counters ----------------------------------------------------------------------------------------------------
+
+    def _count(self, sequence: RunningSequence, outcome: LaneOutcome, waited_ms: float) -> None:
+        telemetry, stats, count = sequence.payload.request.telemetry, self._stats, len(outcome.token_ids)
+        sequence.payload.answer.extend(outcome.token_ids)
+        sequence.length += count
+        # The pages hold the keys of every token but the last; those of rejected drafts are overwritten.
+        sequence.prefilled = sequence.length - 1
+        telemetry.steps += 1
+        telemetry.mask_wait_ms += waited_ms if sequence.guided else 0.0
+        stats.count_tokens(count, outcome.num_drafts, outcome.num_accepted, sequence.payload.num_jump_forward)
+        if outcome.num_jump_forward >= 0:
+            sequence.payload.num_jump_forward = outcome.num_jump_forward
+        if count:
+            telemetry.draft_tokens += outcome.num_drafts
+            telemetry.accepted_draft_tokens += outcome.num_accepted
+            self._count_time(sequence)
+        if outcome.finish is FinishReason.GRAMMAR_ERROR:
+            stats.dead_ends += outcome.blocked == RowKind.DEAD_END
+            stats.matcher_errors += outcome.blocked == RowKind.ERROR
+
+    def _count_time(self, sequence: RunningSequence) -> None:
+        """Note that the sequence got tokens now."""
+        telemetry, now_s = sequence.payload.request.telemetry, time.monotonic()
+        if telemetry.first_token_s:
+            self._stats.token_gap_seconds.observe(now_s - telemetry.last_token_s)
+        else:
+            telemetry.first_token_s, telemetry.cached_tokens = now_s, self._num_reused(sequence)
+            if sequence.num_cached_tokens:  # a prompt of one token has no prefill, and no time of it
+                telemetry.prefilled_s = telemetry.prefilled_s or telemetry.scheduled_s
+        telemetry.last_token_s = now_s
+
+    def _num_reused(self, sequence: RunningSequence) -> int:
+        """Return how many tokens of the prompt the prefix cache had. Rows that were sent before a preemption say more
+        than the pages that the sequence found afterwards."""
+        reused = self._outputs.reused(sequence) if sequence in self._outputs else None
+        return sequence.num_cached_tokens if reused is None else reused
+
+    def __repr__(self) -> str:
+        return f"<Delivery {self._stats.generated_tokens} tokens>"
+
+
+def ended(event: TokenEvent, request: Request, finish: FinishReason | None, error: LockstepError | None) -> TokenEvent:
+    """Return the last event of a sequence, with the reason for its end."""
+    ids = event.token_ids
+    if finish is FinishReason.GRAMMAR_CLOSED and ids[-1] in request.sampling.stop_token_ids:
+        finish = FinishReason.STOP  # a stop token of the client: the grammar may be incomplete
+    matched = ids[-1] if finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and ids else None
+    return replace(event, finish=finish, matched_token_id=matched, error=error)
+
+
+def _origins(sequence: RunningSequence, outcome: LaneOutcome) -> tuple[TokenOrigin, ...]:
+    """Return how a step came to each of its tokens: the first drafts are those of the grammar."""
+    accepted = min(outcome.num_accepted, len(outcome.token_ids))
+    forced = min(sequence.payload.num_jump_forward, accepted)
+    return (
+        *[TokenOrigin.FORCED] * forced,
+        *[TokenOrigin.DRAFT] * (accepted - forced),
+        *[TokenOrigin.SAMPLED] * (len(outcome.token_ids) - accepted),
+    )
