@@ -53,7 +53,7 @@ FREE: list[tuple[partial[Answer], Uses]] = [
 
 
 def on_device(num_drafts: int, **fields: object) -> object:
-    return with_drafts(num_drafts, device="cuda", draft_timeout_ms=20_000.0, fuse=False, **{**SMALL, **fields})
+    return with_drafts(num_drafts, **{"device": "cuda", "draft_timeout_ms": 20_000.0, "fuse": False, **SMALL, **fields})
 
 
 def made(processors: Processors, cases: list[tuple[partial[Answer], Uses]]) -> list[Answer]:
