@@ -5,8 +5,11 @@ Not responsible for: the containers themselves (see test_containers.py).
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +150,7 @@ def test_only_sources_get_into_a_build(root: Path) -> None:
     taken = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert taken == {
         *("LICENSE", "README.md", "pyproject.toml", "setup.py"),
-        *("gpu_engine", "grammar_service", "kernels", "protos", "service_runtime", "shared_mem"),
+        *("gpu_engine", "grammar_service", "http_gateway", "kernels", "protos", "service_runtime", "shared_mem"),
     }
 
 
@@ -174,3 +177,33 @@ def test_the_gateway_of_compose_is_the_one_of_the_tests(root: Path) -> None:
 
 def test_the_image_of_the_engine_has_the_wire_of_the_gateway(root: Path) -> None:
     assert "*e['vllm-wire']" in stages(root, "gpu_engine/Dockerfile")[0]
+
+
+def imported(path: Path) -> set[str]:
+    """Return the packages that a module imports."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_the_small_image_has_every_package_that_its_modules_import(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["llguidance"]]
+    distributions = {re.split(r"[^A-Za-z0-9-]", requirement)[0].replace("-", "_") for requirement in required}
+    installed = {
+        module
+        for module, owners in packages_distributions().items()
+        if distributions & {owner.replace("-", "_") for owner in owners}
+    }
+    folders = ("grammar_service", "service_runtime", "shared_mem", "protos/grammar")
+    files = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    other = root / "grammar_service/backends/xgrammar"
+    wanted = {name for path in files if not path.is_relative_to(other) for name in imported(path)}
+    assert "llguidance" in wanted
+    # The last one is the type checker's.
+    own = {"grammar_service", "protos", "service_runtime", "shared_mem", "_typeshed"}
+    assert wanted - installed - own - set(sys.stdlib_module_names) == set()
