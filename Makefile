@@ -10,7 +10,8 @@ ARGS ?=
 WORKERS ?= 2
 
 PY := $(VENV)/bin/python
-PROTO_FILES := protos/engine/v1/engine.proto protos/grammar/v1/grammar.proto protos/kserve/v2/inference.proto
+PROTO_FILES := protos/engine/v1/engine.proto protos/grammar/v1/grammar.proto protos/kserve/v2/inference.proto \
+	protos/transfer/v1/transfer.proto
 SOURCES := benchmarks client gpu_engine grammar_service http_gateway kernels protos service_runtime shared_mem tests tools
 # What an installation is made from; a change installs again.
 INSTALLED_FROM := pyproject.toml setup.py $(wildcard shared_mem/native/*.[ch] kernels/native/*.[ch])

@@ -19,6 +19,7 @@ HARNESSES = {
     "builds": ("speed", "tokens per second of two builds of this engine, in turn"),
     "gateway": ("speed", "tokens per second over HTTP and over gRPC, in turn"),
     "prefixes": ("speed", "time to the first token with and without the prefix cache"),
+    "disaggregated": ("speed", "time to the first token and gaps: one engine, and one for prefill with one for decode"),
     "tensors": ("speed", "time of answers with logits, hidden states and results of modules, and without"),
     "beams": ("speed", "time of a step of a beam search and of as many sampled sequences, in turn"),
     "processors": ("speed", "time of answers with logits processors of each kind, and without"),

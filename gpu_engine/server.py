@@ -33,6 +33,7 @@ from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.early import check_port
 from gpu_engine.front.port.listening import HealthServicer, Listeners, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
+from gpu_engine.front.transfer.setup import Transfer, for_role
 from gpu_engine.front.vllm_wire import installed as vllm_wire
 from gpu_engine.ops.core_split import CoreSplit
 from gpu_engine.ops.installation import installed_version, overwritten_kernels
@@ -142,6 +143,7 @@ async def open_server(
         async with AsyncExitStack() as stack:
             # Before torch is imported, which takes seconds.
             check_port(server_config)
+            server_config = for_role(engine_config, server_config)
             vllm_wire.refuse_missing(server_config.vllm_wire)
             directory = grammar_directory(server_config, stack) if server_config.grammar != "none" else None
             yield await _start(stack, engine_config, server_config, directory, progress, parts or real_parts())
@@ -203,11 +205,14 @@ async def _start(
 
     # 6. The services on the public port.
     watch = _watch_requests(stack, metrics, engine, model)
-    calls = Calls(engine, model, _limits(engine_config, server_config, model, engine), client, watch=watch)
-    services = _add_services(listeners.server, calls, server_config)
+    transfer = _open_transfer(stack, engine, model, server_config, metrics)
+    limits = _limits(engine_config, server_config, model, engine)
+    calls = Calls(engine, model, limits, client, watch=watch, prefills=transfer.prefills if transfer else None)
+    services = _add_services(listeners.server, calls, server_config, transfer)
 
     # 7. The ports answer; health says NOT_SERVING until stage 9.
-    set_health = partial(_set_health, listeners.health, services)
+    refused = (SERVICE,) if engine_config.role == "prefill" else ()
+    set_health = partial(_set_health, listeners.health, services, refused)
     await set_health(NOT_SERVING)
     await listeners.start()
     if gateway:
@@ -218,6 +223,8 @@ async def _start(
     await in_own_thread(_on_every_core(split, engine.start))
     if grammar:
         await grammar.first_attachment()
+    if transfer:
+        await transfer.identify()
 
     # 9. Requests are served, and health follows the engine and the grammar process.
     _run_until_close(stack, background, _end_on_failure(engine, set_health), "engine watch")
@@ -306,6 +313,16 @@ def _watch_requests(stack: AsyncExitStack, metrics: BothProcesses, engine: Serve
     return RequestWatch(metrics.registry, tracing.requests(model.name))
 
 
+def _open_transfer(
+    stack: AsyncExitStack, engine: ServedEngine, model: Model, config: ServerConfig, metrics: BothProcesses
+) -> Transfer | None:
+    if engine.config.role == "both":
+        return None
+    transfer = Transfer(engine, model, config, metrics.registry)
+    stack.push_async_callback(transfer.aclose)
+    return transfer
+
+
 def _run_until_close(
     stack: AsyncExitStack, background: asyncio.TaskGroup, coroutine: Coroutine[Any, Any, None], name: str
 ) -> None:
@@ -337,7 +354,7 @@ async def serve(
         log.info("shutting down: running requests get %.1f s to end", server_config.drain_timeout_s)
 
 
-def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig) -> list[str]:
+def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig, transfer: Transfer | None) -> list[str]:
     """Add the services of the public port; return the names of those that have a health of their own."""
     services, version = [SERVICE], installed_version()
     # Calls that the service does not implement are UNIMPLEMENTED.
@@ -355,15 +372,21 @@ def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig) -
 
         add_kserve_to(server, calls, version)
         services.append(KSERVE_SERVICE)
+    if transfer:
+        services += transfer.add_to(server, calls)
     reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     return services
 
 
 async def _set_health(
-    servicer: HealthServicer, services: Sequence[str], status: health_pb2.HealthCheckResponse.ServingStatus
+    servicer: HealthServicer,
+    services: Sequence[str],
+    refused: Sequence[str],
+    status: health_pb2.HealthCheckResponse.ServingStatus,
 ) -> None:
+    """Set the status of the server and its services; those whose requests its role refuses never serve."""
     for service in (health.OVERALL_HEALTH, *services):
-        await servicer.set(service, status)
+        await servicer.set(service, NOT_SERVING if service in refused else status)
 
 
 async def _end_on_failure(engine: ServedEngine, set_health: SetHealth) -> None:

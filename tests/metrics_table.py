@@ -18,6 +18,7 @@ from gpu_engine.api.stats import EngineStats
 from gpu_engine.ops.metrics_engine import EngineCollector
 from gpu_engine.ops.metrics_http import about_grammar
 from gpu_engine.ops.metrics_requests import RequestWatch
+from gpu_engine.ops.metrics_transfer import TransferMetrics
 from grammar_service.fill.counters import WorkerCounts
 from grammar_service.metrics import GrammarMetrics
 from http_gateway.engines.fleet import Fleet
@@ -45,6 +46,7 @@ def engine_families() -> list[Metric]:
     watch = RequestWatch(registry)
     watch.metrics.requests.labels("OK")
     watch.metrics.sequences.labels("stop")
+    TransferMetrics(registry).fallbacks.labels("gone")
     return [*registry.collect(), *about_grammar(NoGrammar(), up=False)]
 
 

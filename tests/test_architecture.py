@@ -25,7 +25,7 @@ SOURCE_FOLDERS = ("gpu_engine", "grammar_service", "http_gateway", "service_runt
 CLIENT = "client/lockstep_client"
 """A distribution of its own, with import contracts of its own."""
 SERVICES = ("gpu_engine", "grammar_service", "http_gateway")
-PROTO_FILES = ("engine/v1/engine", "grammar/v1/grammar", "kserve/v2/inference")
+PROTO_FILES = ("engine/v1/engine", "grammar/v1/grammar", "kserve/v2/inference", "transfer/v1/transfer")
 GENERATED_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 MAX_MODULES_IN_A_FOLDER = 15

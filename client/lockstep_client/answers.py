@@ -306,6 +306,7 @@ class ModelInfo:
     output_names: tuple[str, ...]
     max_adapter_bytes: int
     page_size: int
+    role: str
 
 
 @dataclass(frozen=True, slots=True)

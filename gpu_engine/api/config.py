@@ -126,6 +126,13 @@ class EngineConfig:
     """Longest suffix that the n-gram drafter looks up, in tokens."""
     ngram_min: int = 1
     """Shortest suffix that the n-gram drafter looks up, in tokens."""
+    role: str = "both"
+    """"both": the engine prefills and decodes its requests. "decode": the engines of prefill_from prefill its prompts,
+    and it prefills what they do not. "prefill": it prefills for such engines, runs without a grammar process, and
+    refuses every Generate; see docs/disaggregated.md."""
+    transfer_bytes: int = 1 << 28
+    """With role=decode: the most bytes of KV pages that running fetches may wait for; a prompt beyond them is prefilled
+    here. One fetch alone may have more."""
     iteration_history: int = 1000
     """Iterations of the engine's loop whose statistics are kept, for clients that watch them (WatchStats)."""
     draft_index_bytes: int = -1
@@ -181,6 +188,17 @@ class EngineConfig:
         self._check_drafts()
         self._check_processors()
         self._check_adapters()
+        self._check_role()
+
+    def _check_role(self) -> None:
+        _require(self.role in ("both", "decode", "prefill"), "role", f"{self.role!r} is not both, decode or prefill")
+        _require(self.transfer_bytes >= 1, "transfer_bytes", "must be at least 1")
+        _require(self.role == "both" or self.prefix_cache, "role", f"{self.role} needs the prefix cache, which is off")
+        _require(
+            self.role == "both" or not self.drafts_by_net,
+            "role",
+            f"{self.role} needs a drafter without a cache of its own, and drafter is {self.drafter}",
+        )
 
     def _check_processors(self) -> None:
         names = []
@@ -427,6 +445,22 @@ class ServerConfig:
     grammar_retry_s: float = 60.0
     """Time until a grammar process that failed too often is started again, in seconds; guided requests are UNAVAILABLE
     until then."""
+    prefill_from: tuple[str, ...] = ()
+    """With role=decode: addresses of engines with role=prefill, "host:port" or "unix:/path". The flag may be repeated,
+    the variable has one a line, and the TOML value is a list."""
+    prefill_tokens: int = 128
+    """With role=decode: prompts with fewer tokens that are not cached are prefilled here."""
+    prefill_timeout_s: float = 5.0
+    """With role=decode: the longest wait for the next pages of a prompt, in seconds, after which it is prefilled here.
+    With role=prefill: the longest time that an engine may take to read its next pages."""
+    prefill_tls_ca: str = ""
+    """With role=decode: PEM file with certificate authorities for the engines of prefill_from. Empty: clear text."""
+    prefill_tls_cert: str = ""
+    """PEM file with this engine's certificate, for engines of prefill_from that ask for one."""
+    prefill_tls_key: str = ""
+    """PEM file with the private key of prefill_tls_cert."""
+    prefill_token_file: str = ""
+    """File whose first token is sent to the engines of prefill_from. A changed file is read again."""
     max_n: int = 16
     """Most sequences of one request."""
     max_prompt_bytes: int = 4 << 20
@@ -483,6 +517,7 @@ class ServerConfig:
                 f"{address!r} is neither host:port nor unix:/path",
             )
         _require(not self.http or _is_host_port(self.http), "http", f"{self.http!r} is not host:port")
+        self._check_prefill()
         _require(bool(self.tls_cert) or not self.tls_key, "tls_cert", "is required with tls_key")
         _require(bool(self.tls_key) or not self.tls_cert, "tls_key", "is required with tls_cert")
         _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
@@ -523,3 +558,19 @@ class ServerConfig:
             f"must be at least max_output_bytes, {self.max_output_bytes}",
         )
         _require(0 <= self.stream_pace_ms <= 1000, "stream_pace_ms", "must be in [0, 1000]")
+
+    def _check_prefill(self) -> None:
+        for address in self.prefill_from:
+            known = (address.startswith("unix:") and address != "unix:") or _is_host_port(address)
+            _require(known, "prefill_from", f"{address!r} is neither host:port nor unix:/path")
+        _require(len(set(self.prefill_from)) == len(self.prefill_from), "prefill_from", "an address is given twice")
+        _require(self.prefill_tokens >= 1, "prefill_tokens", "must be at least 1")
+        _require(self.prefill_timeout_s > 0, "prefill_timeout_s", "must be positive")
+        cert, key = self.prefill_tls_cert, self.prefill_tls_key
+        _require(bool(cert) == bool(key), "prefill_tls_cert", "prefill_tls_cert and prefill_tls_key belong together")
+        _require(bool(self.prefill_tls_ca) or not cert, "prefill_tls_ca", "is required with prefill_tls_cert")
+        _require(
+            bool(self.prefill_from) or not (self.prefill_tls_ca or self.prefill_token_file),
+            "prefill_from",
+            "is required with prefill_tls_ca and prefill_token_file",
+        )

@@ -10,6 +10,9 @@
     |- AdapterRefused        FAILED_PRECONDITION   adapters are not allowed here, or one of that name is in use
     |- GrammarNotConfigured  FAILED_PRECONDITION   a grammar on a server without a grammar process
     |- NotSupported          UNIMPLEMENTED         this server does not support it
+    |- WrongRole             FAILED_PRECONDITION   this server's role does not include the call
+    |- PagesDiffer           FAILED_PRECONDITION   another engine's KV pages have another format
+    |- TransferStalled       DEADLINE_EXCEEDED     another engine does not take its KV pages
     |- QueueTimeout          DEADLINE_EXCEEDED     the request waited for a slot longer than it may
     |- ShuttingDown          UNAVAILABLE           the server is closing
     |- ProcessorFailed       INTERNAL              a logits processor of the server's own raised or returned nonsense
@@ -69,6 +72,18 @@ class NotSupported(LockstepError):
     """The request asks for something that this server does not do."""
 
 
+class WrongRole(LockstepError):
+    """The server's role does not include the call; the message names the role."""
+
+
+class PagesDiffer(LockstepError):
+    """Two engines' KV pages differ in format; the message names the first field that does."""
+
+
+class TransferStalled(LockstepError):
+    """An engine does not take the KV pages that it has asked for."""
+
+
 class QueueTimeout(LockstepError):
     """The request waited for a slot longer than its `max_queue_ms`; the message has both times."""
 
@@ -95,6 +110,9 @@ _STATUS: dict[type[LockstepError], grpc.StatusCode] = {
     AdapterRefused: grpc.StatusCode.FAILED_PRECONDITION,
     GrammarNotConfigured: grpc.StatusCode.FAILED_PRECONDITION,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
+    WrongRole: grpc.StatusCode.FAILED_PRECONDITION,
+    PagesDiffer: grpc.StatusCode.FAILED_PRECONDITION,
+    TransferStalled: grpc.StatusCode.DEADLINE_EXCEEDED,
     QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     ShuttingDown: grpc.StatusCode.UNAVAILABLE,
     ProcessorFailed: grpc.StatusCode.INTERNAL,

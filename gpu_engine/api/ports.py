@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpu_engine.api.config import EngineConfig
     from gpu_engine.api.errors import LockstepError
     from gpu_engine.api.outputs import OutputSpec
+    from gpu_engine.api.page_transfer import PageAccess
     from gpu_engine.api.processors import Processors
     from gpu_engine.api.request import GrammarSpec, Request, Salt
     from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats
@@ -145,6 +146,10 @@ class EngineCore(Protocol):
     @property
     def adapters(self) -> AdapterAccess:
         """The adapters that requests may name."""
+
+    @property
+    def pages(self) -> PageAccess:
+        """The KV pages, of an engine whose role is "prefill" or "decode"."""
 
     def submit(self, request: Request) -> None:
         """Queue one sequence. Raises LimitExceeded when the queue is full, and ShuttingDown while the engine closes."""

@@ -253,6 +253,10 @@ class Request:
     beams: BeamParams | None = None
     """A beam search in place of sampling: the engine runs it for the request with index 0, and sends the events of
     every sequence that is returned to its sink. None: sampling."""
+    prefill_only: bool = False
+    """The sequence is prefilled and never decodes: another engine reads its pages (see api/page_transfer.py)."""
+    awaits_pages: bool = False
+    """The sequence comes into the waiting queue when an import of pages is closed."""
 
     @property
     def num_virtual_tokens(self) -> int:

@@ -17,9 +17,10 @@ import torch
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.core.device_slot_writer import DeviceSlotWriter
 from gpu_engine.core.draft_budget import DraftBudget
-from gpu_engine.core.executor import Executor, draft_budget, history_tokens
+from gpu_engine.core.executor import Executor, draft_budget, history_tokens, page_mover
 from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner
+from gpu_engine.core.transfer.mover import PageMover
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.processors.loading import load_processors
@@ -127,7 +128,9 @@ def device_executor(
     )
     scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
     tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
-    warm_up = partial(_warm_up, stream, step_sync, prefill, (scorer, tensors), graphs, budget, channel, shapes.every)
+    mover = page_mover(config, model, stream, pages)
+    forwards = (scorer, tensors) if mover is None else (scorer, tensors, mover)
+    warm_up = partial(_warm_up, stream, step_sync, prefill, forwards, graphs, budget, channel, shapes.every)
 
     return Executor(
         slot_writer,
@@ -139,6 +142,7 @@ def device_executor(
         close=partial(_close, graphs, prefill),
         processors=processors,
         copy_page=partial(stream.kernel, copy_page, pages),
+        mover=mover,
     )
 
 
@@ -153,7 +157,7 @@ def _warm_up(
     stream: Stream,
     sync: Sync,
     prefill: Prefill,
-    others: tuple[PromptScorer, TensorOutputs],
+    others: tuple[PromptScorer | TensorOutputs | PageMover, ...],
     graphs: StepGraphs,
     budget: DraftBudget,
     channel: EngineEnd | None,

@@ -25,6 +25,7 @@ from gpu_engine.api.stats import EngineStats, IterationRing, SequenceStats, Stag
 from gpu_engine.core.build_executor import BuildExecutor, build_executor
 from gpu_engine.core.loop import EngineLoop
 from gpu_engine.core.running import RunningSequence, SequenceState
+from gpu_engine.core.transfer.pages import PageDoor
 from gpu_engine.model.adapters.registry import AdapterRegistry
 from gpu_engine.model.loader import LoadedModel
 from kernels.step_tensors import MAX_LOGPROBS
@@ -61,6 +62,8 @@ class Engine:
         self._failure: Exception | None = None
         self._watchers: list[Callable[[Exception], None]] = []
         """`_failure` and `_watchers` are guarded by the loop's `live_lock`."""
+        self.pages = PageDoor(self._loop.transfers, self._inbox.put, self._loop.sequences.get)
+        """The KV pages, of an engine that transfers some. Thread-safe."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _run(self) -> None:
@@ -80,6 +83,7 @@ class Engine:
             except Exception:
                 log.exception("an iteration of the engine failed; every sequence ends")
                 self._end_every(error=InternalError("the engine failed in a step; see its log"))
+                self._loop.transfers.reset()
                 self._loop.allocator.clear_index()  # the step may have written anything to the pages
                 busy = False
                 if self._device_is_lost():
@@ -202,6 +206,7 @@ class Engine:
             waits_since_s=time.monotonic(),
             max_queue_s=math.inf if request.max_queue_s is None else request.max_queue_s,
             reserved=longest if request.never_preempt else 0,
+            held=request.prefill_only,
         )
 
     def _check_beams(self, request: Request, params: BeamParams) -> None:
@@ -309,7 +314,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that every slot and page is owned as the sequences say; for tests, on an idle engine."""
-        self._loop.scheduler.check_integrity()
+        self._loop.scheduler.check_integrity(self._loop.transfers.owned)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End running sequences with ABORTED and stop the thread. Idempotent; blocks for at most `timeout_s`."""

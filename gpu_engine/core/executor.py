@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.page_transfer import PageFormat
 from gpu_engine.api.prefill_shapes import padded
 from gpu_engine.api.processors import Processors
 from gpu_engine.core.draft_budget import DraftBudget
@@ -23,6 +24,8 @@ from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner, StepRunner
 from gpu_engine.core.running import SequenceState, SlotWriter
 from gpu_engine.core.scheduler import Chunk
+from gpu_engine.core.transfer.digest import weights_digest
+from gpu_engine.core.transfer.mover import PageMover
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, suffix_drafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
@@ -36,10 +39,10 @@ from gpu_engine.step.prefill import chunks_of, fill_prompts, prompt_rows
 from gpu_engine.step.processing.processing import Processing
 from gpu_engine.step.program import Drafter, StepProgram
 from gpu_engine.step.prompt_scorer import PromptScorer
-from gpu_engine.step.stream import ImmediateStream
+from gpu_engine.step.stream import ImmediateStream, Stream
 from gpu_engine.step.stream_sync import InlineSync
 from gpu_engine.step.sync import NoSync, Sync
-from kernels.kv_pages import copy_page
+from kernels.kv_pages import KVPages, copy_page
 from shared_mem.channel import EngineEnd
 
 _WARM_UP_S = 2.0
@@ -76,6 +79,8 @@ class Executor:
     """The logits processors that requests may name."""
     answers: SuffixDrafter | None = None
     """The drafter, if it drafts from earlier answers: it learns which sequence has a slot, and what each answered."""
+    mover: PageMover | None = None
+    """Copies pages from and for other engines. None: the role is "both"."""
 
 
 def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
@@ -111,6 +116,16 @@ def _forward_ms(warm_up: Callable[[int], float], max_rows: int) -> dict[int, flo
 def history_tokens(config: EngineConfig, model: LoadedModel, max_inflight_steps: int) -> int:
     """Return the longest history: a sequence's tokens, and the positions that the steps in flight may write."""
     return model.max_model_len + lookahead(config, max_inflight_steps)
+
+
+def page_mover(config: EngineConfig, model: LoadedModel, stream: Stream, pages: list[KVPages]) -> PageMover | None:
+    """Return what copies pages from and for other engines; None for one that does neither."""
+    if config.role == "both":
+        return None
+    layout = "token-major" if pages[0].token_major else "channel-major"
+    sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
+    form = PageFormat(weights_digest(model), model.dtype_name, config.page_size, layout, *sizes)
+    return PageMover(stream, pages, form)
 
 
 def _take_number_of_threads() -> None:
@@ -198,4 +213,5 @@ def cpu_executor(
         mixes=program.mixes,
         processors=processors,
         answers=suffix_drafter(drafter),
+        mover=page_mover(config, model, stream, pages),
     )

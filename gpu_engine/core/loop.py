@@ -30,6 +30,7 @@ from gpu_engine.core.outputs.streams import OutputStreams
 from gpu_engine.core.runner import LaunchedStep
 from gpu_engine.core.running import RunningSequence, SequenceState
 from gpu_engine.core.scheduler import Chunk, Plan, Scheduler
+from gpu_engine.core.transfer.pages import PageTransfers
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.iterations import IterationRecorder
 from gpu_engine.step.prompt_scorer import SCORED_ROWS
@@ -101,6 +102,7 @@ class EngineLoop:
         self._delivery = Delivery(
             self.stats, self.executor.scorer, self.outputs, self.grammar_slots, self.beams, self.end
         )
+        self.transfers = PageTransfers(self.allocator, self.executor.mover, config.transfer_bytes, self._enqueue)
 
     def run_iteration(self) -> bool:
         """Plan, prefill some chunks, launch one step, process an earlier one; False when there was nothing to do.
@@ -119,6 +121,8 @@ class EngineLoop:
         busy = processes or not plan.idle or bool(self._in_flight)
         if has_work:
             self._record(len(plan.decode))
+        if self.transfers:
+            self.transfers.serve()
         if self.outputs:
             busy |= self.outputs.run(wait=not busy)
         return busy
@@ -238,8 +242,9 @@ class EngineLoop:
         group = self.beams.remove(sequence) if sequence.group else None
         with self.live_lock:
             self.live -= len(sequence.members)
-        self._slot_writer.release(sequence)
-        self.scheduler.remove(sequence)
+        if not self.transfers.ended(sequence):
+            self._slot_writer.release(sequence)
+            self.scheduler.remove(sequence)
         request.telemetry.finished_s = time.monotonic()
         if group is not None:
             last = list(group.last_events(finish, error))
@@ -250,7 +255,7 @@ class EngineLoop:
             self._answers.add(request.draft_scope, request.text_prompt_ids, answer)
         if error is not None:
             self.stats.failed[status_of(error).name] += 1
-        for each in last if error is None else ():
+        for each in last if error is None and not request.prefill_only else ():
             self.stats.finished["DROPPED" if silent or each.finish is None else each.finish.name] += 1
         for each in () if silent else last:
             request.sink(each)
@@ -275,10 +280,17 @@ class EngineLoop:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def admit(self, sequence: RunningSequence) -> None:
-        """Put a submitted sequence into the waiting queue."""
-        self.sequences[sequence.payload.request] = sequence
-        if sequence.payload.request.beams is not None:
+        """Put a submitted sequence into the waiting queue, now or when its pages have come."""
+        request = sequence.payload.request
+        self.sequences[request] = sequence
+        if request.beams is not None:
             self.beams.add(sequence)
+        if request.awaits_pages:
+            self.transfers.await_pages(sequence)
+        else:
+            self._enqueue(sequence)
+
+    def _enqueue(self, sequence: RunningSequence) -> None:
         self.scheduler.add(sequence)
         self.outputs.add(sequence)
 

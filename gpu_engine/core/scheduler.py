@@ -76,7 +76,8 @@ class Sequence(Generic[Payload]):
     """The beams of a search, this one among them: they get their slots together and lose them together, and the first
     of them waits in the queue for all. Empty: the sequence is alone."""
     held: bool = False
-    """A beam that waits for the other beams of its step, or that has no tokens (`length` 0)."""
+    """A beam that waits for the other beams of its step, or that has no tokens (`length` 0); or a sequence that is
+    prefilled for another engine, and never decodes."""
     order: int = 0
     """Number of its first slot, in the order in which slots were given; 0: it had none yet. The youngest sequence, with
     the largest number, is preempted first."""
@@ -490,9 +491,9 @@ class Scheduler(Generic[Payload]):
         holder = self._slots[slot]
         return holder if holder is not None and holder.slot_gen == slot_gen else None
 
-    def check_integrity(self) -> None:
-        """Assert that slots and pages are owned as the sequences say."""
-        self.allocator.check_integrity([s.pages for s in self.running])
+    def check_integrity(self, owned: list[list[int]] | None = None) -> None:
+        """Assert that slots and pages are owned as the sequences say; `owned` are the pages of other owners."""
+        self.allocator.check_integrity([*(s.pages for s in self.running), *(owned or [])])
         assert all(s is None or s.slot == slot for slot, s in enumerate(self._slots))
         assert all(s.slot < 0 and not s.pages for s in self._waiting)
         assert all(self.allocator.pages_for(s.reserved) <= len(s.pages) for s in self.running)

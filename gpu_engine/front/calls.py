@@ -30,6 +30,7 @@ from gpu_engine.api.errors import (
     LimitExceeded,
     LockstepError,
     ShuttingDown,
+    WrongRole,
     status_of,
 )
 from gpu_engine.api.outputs import most_bytes
@@ -43,6 +44,7 @@ from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tokens.field_logprobs import FieldScorer
 from gpu_engine.front.tools.composition import planned
 from gpu_engine.front.tools.parts import AnswerLayout
+from gpu_engine.front.transfer.remote_prefill import RemotePrefill
 from gpu_engine.front.validation import given_id
 from gpu_engine.ops.access import CallRecord
 from gpu_engine.ops.metrics_requests import RequestWatch
@@ -93,6 +95,8 @@ class Call:
     """Of the tensors that its sequences may return."""
     aborted: bool = False
     """The request was aborted before its sequences were submitted."""
+    fetch: asyncio.Task[None] | None = None
+    """Another engine prefills its prompt."""
 
 
 class Calls:
@@ -107,12 +111,14 @@ class Calls:
         *,
         watch: RequestWatch | None = None,
         pacer: StreamPacer | None = None,
+        prefills: RemotePrefill | None = None,
     ) -> None:
         """Args: see below.
 
         grammar: access to the grammar process; None on a server without one.
         watch: records every Generate call; None: with metrics that are not exported.
         pacer: spaces the responses of a stream; None: bounded by `limits.stream_pace_s`.
+        prefills: other engines, which prefill the prompts; None: this one does.
         """
         self.engine, self.model, self.limits, self.grammar = engine, model, limits, grammar
         self.finished: Counter[str] = Counter()
@@ -120,6 +126,7 @@ class Calls:
         self.failed: Counter[str] = Counter()
         """Calls by the name of their gRPC status, without those that succeeded."""
         self.watch = watch or RequestWatch(CollectorRegistry())
+        self._prefills = prefills
         self._scopes = DraftScopes(model.tokenizer, limits)
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._pacer = pacer or StreamPacer(limits.stream_pace_s)
@@ -190,6 +197,10 @@ class Calls:
         if self._draining:
             raise ShuttingDown("the server is shutting down")
 
+    async def until_warm(self) -> None:
+        """Wait for `warm`."""
+        await self._warm.wait()
+
     @property
     def serving(self) -> bool:
         """The engine is warm, and new requests are taken."""
@@ -214,6 +225,8 @@ class Calls:
         arrived_s = time.monotonic()
         call.record.set_request_id(given_id(request_id))
         self.refuse_if_draining()
+        if self.engine.config.role == "prefill":
+            raise WrongRole("role: this server has role=prefill and generates nothing; ask an engine with role=decode")
         await self._warm.wait()
         checked, layout = planned(check(self._running), self.model.tokenizer)
         call.record.begin(checked)
@@ -226,12 +239,15 @@ class Calls:
             scope = self._scopes.of(checked, caller.identity)
             requests = await self._build(checked, call.inbox, arrived_s, scope)
             self._reserve_outputs(call, requests)
+            wanted = self._prefills.begin(requests) if self._prefills and not call.aborted else None
             for request in requests:
                 if call.aborted:
                     request.sink(TokenEvent(request.index, finish=FinishReason.ABORTED))
                 elif request.beams is None or request.index == 0:  # a beam search is one sequence to the engine
                     self.engine.submit(request)
                 call.outputs.append(self._output(request, checked, layout))
+            if self._prefills and wanted:
+                call.fetch = self._prefills.start(wanted, requests)
             await self._stream(call, respond, write)
         finally:
             self._release(checked, call)
@@ -309,6 +325,8 @@ class Calls:
                 await call.inbox.pause(self._pacer.pause_s(len(self._running)))
 
     def _release(self, checked: Checked, call: Call) -> None:
+        if call.fetch is not None:
+            call.fetch.cancel()
         for output in call.outputs:
             if not output.ended:
                 self.engine.drop(output.request)

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.front.transfer.setup import for_role
 from gpu_engine.sidecar.supervisor import SPIN_ALWAYS_US
 from http_gateway.config import ENVIRONMENT_PREFIX, GatewayConfig
 
@@ -115,6 +117,22 @@ def test_the_gateway_is_an_override_as_hardened_as_the_engine(root: Path, compos
     given = {name.removeprefix(ENVIRONMENT_PREFIX).lower(): value for name, value in gateway["environment"].items()}
     assert GatewayConfig(**given).engines == ("engine:50051",)
     assert all(port.startswith("${LOCKSTEP_PUBLISH_HTTP:-127.0.0.1:") for port in gateway["ports"])
+
+
+def test_the_prefill_engine_is_an_override_as_hardened_as_the_engine(root: Path, compose: dict[str, Any]) -> None:
+    services, engine = load(root, "compose.disaggregated.yaml")["services"], compose["services"]["engine"]
+    prefill = services["prefill"]
+    for name in ("image", "user", "read_only", "tmpfs", "cap_drop", "security_opt", "init", "restart", "logging"):
+        assert prefill[name] == engine[name], name
+    assert "ports" not in prefill, "clients ask the engine that decodes"
+    assert not any("/run/lockstep" in volume for volume in prefill["volumes"]), "it has no grammar process"
+    given = prefill["environment"]
+    prefills, decodes = EngineConfig(role=given["LOCKSTEP_ROLE"]), EngineConfig(role="decode")
+    assert services["engine"]["environment"]["LOCKSTEP_ROLE"] == decodes.role
+    address = services["engine"]["environment"]["LOCKSTEP_PREFILL_FROM"]
+    assert address == "prefill:50051"
+    for_role(prefills, ServerConfig(grammar=given["LOCKSTEP_GRAMMAR"], grammar_dir=given["LOCKSTEP_GRAMMAR_DIR"]))
+    for_role(decodes, ServerConfig(prefill_from=(address,)))
 
 
 def test_secrets_are_mounted_and_not_built_in(root: Path) -> None:

@@ -551,7 +551,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end", "logits_processors", "max_beam_width", "output_names", "max_adapter_bytes", "page_size")
+    __slots__ = ("model", "model_type", "dtype", "vocab_size", "max_model_len", "max_batch_size", "max_queue_size", "num_draft_tokens", "drafter", "eos_token_ids", "backends", "num_parameters", "version", "device", "served_names", "tool_format", "reasoning_begin", "reasoning_end", "logits_processors", "max_beam_width", "output_names", "max_adapter_bytes", "page_size", "role")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -575,6 +575,7 @@ class GetModelInfoResponse(_message.Message):
     OUTPUT_NAMES_FIELD_NUMBER: _ClassVar[int]
     MAX_ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_type: str
     dtype: str
@@ -598,7 +599,8 @@ class GetModelInfoResponse(_message.Message):
     output_names: _containers.RepeatedScalarFieldContainer[str]
     max_adapter_bytes: int
     page_size: int
-    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., max_beam_width: _Optional[int] = ..., output_names: _Optional[_Iterable[str]] = ..., max_adapter_bytes: _Optional[int] = ..., page_size: _Optional[int] = ...) -> None: ...
+    role: str
+    def __init__(self, model: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_queue_size: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., drafter: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., num_parameters: _Optional[int] = ..., version: _Optional[str] = ..., device: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tool_format: _Optional[str] = ..., reasoning_begin: _Optional[str] = ..., reasoning_end: _Optional[str] = ..., logits_processors: _Optional[_Iterable[str]] = ..., max_beam_width: _Optional[int] = ..., output_names: _Optional[_Iterable[str]] = ..., max_adapter_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "messages", "tools", "add_special_tokens", "with_texts")

@@ -1,0 +1,114 @@
+"""Copies KV pages between the cache and host memory, on the stream of the steps.
+
+On a device the pages go through a buffer there and pinned memory. Invariant: a copy is behind everything enqueued
+before it. Reading waits for the device, so an engine whose steps wait for another process writes alone.
+
+Not responsible for: the owners of pages (see core/kv_cache.py), and when pages are moved (see pages.py).
+
+Shapes: L layers, N pages of the cache, n pages that are moved, E numbers of the keys, or of the values, of a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gpu_engine.api.page_transfer import Bytes, PageFormat
+from gpu_engine.step.stream import Event, Stream
+from kernels.kv_pages import KVPages
+
+
+class PageMover:
+    """Used by the engine thread alone, with the stream current.
+
+    Args:
+        stream: where the copies are enqueued.
+        pages: the target's cache, which the steps own; the last page is no sequence's.
+        form: of these pages.
+    """
+
+    def __init__(self, stream: Stream, pages: list[KVPages], form: PageFormat) -> None:
+        self._stream, self._pages, self.form = stream, pages, form
+        self._staged: torch.Tensor | None = None
+        """uint8 [bytes of a piece] on the device."""
+        self._host = torch.empty(0, dtype=torch.uint8)
+        """Pinned: bytes of a piece."""
+        self._numbers_host = torch.empty(0, dtype=torch.int64)
+        """Pinned: int64 [n]."""
+        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._copied: Event = stream.event()
+        self._marked = False
+
+    def read(self, pages: Sequence[int]) -> Bytes:
+        """Return the bytes of the pages: for each layer their keys, then their values. Waits for the device."""
+        size = self._begin(pages)
+        staged = self._staged
+        assert staged is not None
+        self._stream.kernel(self._gather, len(pages))
+        self._stream.copy(self._host[:size], staged[:size])
+        self._copied.mark()
+        self._marked = True
+        self._copied.wait()
+        return self._host[:size].numpy().copy()
+
+    def write(self, pages: Sequence[int], data: bytes | Bytes) -> None:
+        """Write the pages, which no step reads yet; waits for the write before this one alone."""
+        size = self._begin(pages)
+        staged = self._staged
+        assert staged is not None
+        self._host[:size].numpy()[:] = np.frombuffer(data, dtype=np.uint8)
+        self._stream.copy(staged[:size], self._host[:size])
+        self._copied.mark()
+        self._marked = True
+        self._stream.kernel(self._scatter, len(pages))
+
+    def warm_up(self) -> None:
+        """Move the last page there and back, so that every kernel is loaded and all memory allocated."""
+        last = [len(self._pages[0].v) - 1]
+        self.write(last, self.read(last))
+
+    def _begin(self, pages: Sequence[int]) -> int:
+        """Write the numbers of the pages; return the bytes of all."""
+        assert len(pages) <= self.form.piece_pages, pages
+        if self._staged is None:
+            self._allocate()
+        if self._marked:
+            self._copied.wait()
+        self._numbers_host[: len(pages)] = torch.tensor(pages, dtype=torch.int64)
+        self._stream.copy(self._numbers[: len(pages)], self._numbers_host[: len(pages)])
+        return len(pages) * self.form.page_bytes
+
+    def _allocate(self) -> None:
+        most = self.form.piece_pages
+        self._staged = torch.zeros(most * self.form.page_bytes, dtype=torch.uint8, device=self._stream.device)
+        self._numbers = torch.zeros(most, dtype=torch.int64, device=self._stream.device)
+        self._host = self._stream.pinned(most * self.form.page_bytes)
+        self._numbers_host = self._stream.pinned(8 * most).view(torch.int64)
+
+    def _parts(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return ([N, E] of the cache, [n, E] of the buffer) of each layer's keys and values."""
+        assert self._staged is not None
+        dtype = self._pages[0].v.dtype
+        parts, at = [], 0
+        for layer in self._pages:
+            for whole in (layer.k, layer.v):
+                flat = whole.view(len(whole), -1)
+                size = count * flat.shape[1] * dtype.itemsize
+                parts.append((flat, self._staged[at : at + size].view(dtype).view(count, -1)))
+                at += size
+        return parts
+
+    @torch.no_grad()
+    def _gather(self, count: int) -> None:
+        for whole, staged in self._parts(count):
+            torch.index_select(whole, 0, self._numbers[:count], out=staged)
+
+    @torch.no_grad()
+    def _scatter(self, count: int) -> None:
+        for whole, staged in self._parts(count):
+            whole.index_copy_(0, self._numbers[:count], staged)
+
+    def __repr__(self) -> str:
+        return f"<PageMover of {self.form.piece_pages} pages of {self.form.page_bytes} bytes>"

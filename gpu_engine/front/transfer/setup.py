@@ -1,0 +1,97 @@
+"""What an engine whose role is "prefill" or "decode" has beside the others, opened and closed by the server.
+
+Invariant: settings that contradict the role are an error at the start that names them.
+
+Not responsible for: what the parts do (see servicer.py and remote_prefill.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.ports import EngineCore, Model
+from gpu_engine.front.calls import Calls
+from gpu_engine.front.port.listening import ServerError, is_local
+from gpu_engine.front.transfer.grpc_transport import open_transports
+from gpu_engine.front.transfer.identity import identify, least_model_len
+from gpu_engine.front.transfer.remote_prefill import RemotePrefill
+from gpu_engine.front.transfer.servicer import SERVICE, KvTransferServicer
+from gpu_engine.ops.metrics_transfer import TransferMetrics
+from protos.transfer.v1 import transfer_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+
+def for_role(engine: EngineConfig, server: ServerConfig) -> ServerConfig:
+    """Return the settings of a server with the engine's role. Raises ServerError with the setting that contradicts."""
+    if server.prefill_from and engine.role != "decode":
+        raise ServerError(f"prefill_from: is for role=decode, and role is {engine.role}")
+    if engine.role == "decode" and not server.prefill_from:
+        raise ServerError("prefill_from: role=decode needs the address of an engine with role=prefill")
+    if engine.role != "both" and engine.max_model_len < (least := least_model_len(engine.page_size)):
+        raise ServerError(f"max_model_len: role={engine.role} needs {least} at least")
+    if engine.role != "prefill":
+        return server
+    for name, value, none in (
+        ("grammar", server.grammar == "connect", "none"),
+        ("http", bool(server.http), "empty"),
+        ("kserve", server.kserve, "false"),
+        ("vllm_wire", server.vllm_wire == "on", "off"),
+    ):
+        if value:
+            raise ServerError(f"{name}: role=prefill generates nothing; it must be {none}")
+    return replace(server, grammar="none", vllm_wire="off")
+
+
+class Transfer:
+    """The transfers of one engine. Made and used on the event loop."""
+
+    def __init__(self, engine: EngineCore, model: Model, server: ServerConfig, registry: CollectorRegistry) -> None:
+        """Raises ServerError with the setting at fault."""
+        self._engine, self._model, self._server = engine, model, server
+        self._metrics = TransferMetrics(registry)
+        self._servicer: KvTransferServicer | None = None
+        self.prefills: RemotePrefill | None = None
+        """With role=decode: the other engines."""
+        if engine.config.role == "decode":
+            try:
+                transports = open_transports(server)
+            except ValueError as error:
+                raise ServerError(str(error)) from error
+            if not server.prefill_tls_ca:
+                for address in server.prefill_from:
+                    if not is_local(address):
+                        log.warning("prefill_from: prompts cross the network to %s in clear text", address)
+            self.prefills = RemotePrefill(engine.pages, transports, self._metrics, least_tokens=server.prefill_tokens)
+
+    def add_to(self, server: grpc.aio.Server, calls: Calls) -> list[str]:
+        """Add the service of role=prefill, the only one with a health of its own; return its name."""
+        if self._engine.config.role != "prefill":
+            return []
+        self._servicer = KvTransferServicer(calls, self._metrics, timeout_s=self._server.prefill_timeout_s)
+        transfer_pb2_grpc.add_KvTransferServicer_to_server(self._servicer, server)
+        return [SERVICE]
+
+    async def identify(self) -> None:
+        """Compute the fingerprint of the warm engine. Before the first request."""
+        form = await identify(self._engine, self._model)
+        if self._servicer is not None:
+            self._servicer.form = form
+        if self.prefills is not None:
+            self.prefills.form = form
+        log.info(
+            "role: %s, %d bytes a KV page, fingerprint %s", self._engine.config.role, form.page_bytes, form.fingerprint
+        )
+
+    async def aclose(self) -> None:
+        """End what runs."""
+        if self.prefills is not None:
+            await self.prefills.aclose()
+
+    def __repr__(self) -> str:
+        return f"<Transfer role={self._engine.config.role} {self.prefills!r}>"

@@ -1,0 +1,226 @@
+"""The choice of a prefill engine, and every way back to the own one, over transports and pages without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from gpu_engine.api.errors import InternalError
+from gpu_engine.api.page_transfer import Fallback, Opened, PageFormat, Piece, TransferFailed, WantedPages
+from gpu_engine.api.request import Request, SamplingParams
+from gpu_engine.front.transfer.remote_prefill import RemotePrefill
+from gpu_engine.ops.metrics_transfer import TransferMetrics
+from tests.waiting import eventually
+
+FORM = PageFormat("f", "float32", 16, "channel-major", 1, 1, 8)
+
+
+def done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+    return future
+
+
+@dataclass
+class FakePages:
+    """`PageAccess` that notes what it is told."""
+
+    opened: Opened = Opened(0)  # noqa: RUF009  # frozen
+    form: PageFormat = FORM
+    written: list[tuple[int, int]] = field(default_factory=list)
+    closed: list[list[Request]] = field(default_factory=list)
+    write_fails: bool = False
+
+    def read(self, request: Request, first_page: int, most: int) -> Future[Piece]:
+        return done(Piece(1, b""))
+
+    def open(self, wanted: WantedPages) -> Future[Opened]:
+        return done(self.opened)
+
+    def write(self, wanted: WantedPages, first_page: int, piece: Piece) -> Future[None]:
+        if self.write_fails:
+            return done(InternalError("no"))
+        self.written.append((first_page, piece.num_pages))
+        return done(None)
+
+    def close(self, wanted: WantedPages, requests: Sequence[Request]) -> None:
+        self.closed.append(list(requests))
+
+
+@dataclass
+class FakeTransport:
+    """Yields pages one by one, up to `fails_at`, with `reason`; `hangs` instead at that page."""
+
+    address: str
+    reason: Fallback | None = None
+    fails_at: int = 0
+    hangs: bool = False
+    asked: list[int] = field(default_factory=list)
+    ended: int = 0
+
+    async def fetch(self, wanted: WantedPages, first_page: int, form: PageFormat) -> AsyncGenerator[Piece]:
+        self.asked.append(first_page)
+        try:
+            for page in range(first_page, len(wanted.token_ids) // form.page_size):
+                if page >= self.fails_at and self.hangs:
+                    await asyncio.Event().wait()
+                if page >= self.fails_at and self.reason:
+                    raise TransferFailed(self.reason, f"{self.address} {self.reason.value}")
+                yield Piece(1, bytes(form.page_bytes))
+        finally:
+            self.ended += 1
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Setup:
+    prefills: RemotePrefill
+    pages: FakePages
+    registry: CollectorRegistry
+    now_s: list[float]
+
+    def fallbacks(self, reason: Fallback) -> float:
+        return self.registry.get_sample_value("lockstep_transfer_fallbacks_total", {"reason": reason.value}) or 0.0
+
+    async def ask(self, request: Request | None = None) -> Request:
+        """Run one request to the end of its fetch."""
+        request = request or prompt()
+        wanted = self.prefills.begin([request])
+        if wanted is not None:
+            await asyncio.gather(self.prefills.start(wanted, [request]), return_exceptions=True)
+        return request
+
+
+def setup(*transports: FakeTransport, pages: FakePages | None = None) -> Setup:
+    registry, pages, now_s = CollectorRegistry(), pages or FakePages(), [100.0]
+    metrics = TransferMetrics(registry)
+    prefills = RemotePrefill(pages, transports, metrics, least_tokens=32, clock_s=lambda: now_s[0])
+    prefills.form = FORM
+    return Setup(prefills, pages, registry, now_s)
+
+
+def prompt(count: int = 65, **fields: Any) -> Request:
+    return Request("r", 0, list(range(count)), SamplingParams(1, 0), lambda event: None, **fields)
+
+
+async def test_pages_are_written_in_order_and_the_sequences_go_on() -> None:
+    one = setup(FakeTransport("a"), pages=FakePages(Opened(1)))
+    request = await one.ask()
+    assert request.awaits_pages
+    assert one.pages.written == [(1, 1), (2, 1), (3, 1)]
+    assert one.pages.closed == [[request]]
+    assert one.registry.get_sample_value("lockstep_transfer_received_pages_total") == 3
+
+
+@pytest.mark.parametrize(
+    ("request_of", "fetched"),
+    [
+        (lambda: prompt(33), True),  # two whole pages before the last token
+        (lambda: prompt(32), False),
+        (lambda: prompt(prompt_logprobs=0), False),
+    ],
+)
+async def test_short_prompts_and_those_whose_forward_is_wanted_are_not_fetched(
+    request_of: Callable[[], Request], fetched: bool
+) -> None:
+    transport = FakeTransport("a")
+    request = await setup(transport).ask(request_of())
+    assert (request.awaits_pages, bool(transport.asked)) == (fetched, fetched)
+
+
+async def test_another_engine_goes_on_where_one_stopped() -> None:
+    for failing, second in (("a", "b"), ("b", "a")):
+        transports = {failing: FakeTransport(failing, Fallback.GONE, fails_at=2), second: FakeTransport(second)}
+        one = setup(*transports.values())
+        for _ in range(2):  # the first time either may be asked first
+            await one.ask()
+        assert one.pages.written[:4] == [(0, 1), (1, 1), (2, 1), (3, 1)]
+        assert one.fallbacks(Fallback.GONE) == 0
+
+
+async def test_a_slow_engine_is_not_followed_by_another_wait() -> None:
+    slow = [FakeTransport(name, Fallback.SLOW) for name in "ab"]
+    one = setup(*slow)
+    await one.ask()
+    assert sum(len(transport.asked) for transport in slow) == 1
+    assert one.fallbacks(Fallback.SLOW) == 1
+    assert len(one.pages.closed) == 1
+
+
+async def test_an_engine_that_failed_rests_for_longer_each_time_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    transport = FakeTransport("a", Fallback.DIFFERS)
+    one = setup(transport)
+    with caplog.at_level(logging.INFO):
+        assert (await one.ask()).awaits_pages
+        assert not (await one.ask()).awaits_pages  # at once, without a wait
+        one.now_s[0] += 1.0
+        await one.ask()
+        one.now_s[0] += 1.0
+        await one.ask()
+        assert len(transport.asked) == 2
+        one.now_s[0] += 1.0
+        transport.reason = None
+        await one.ask()
+    assert one.fallbacks(Fallback.DIFFERS) == 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "prompts are prefilled here, not by a: a differs",
+        "a prefills prompts again",
+    ]
+
+
+@pytest.mark.parametrize("reason", [Fallback.BUSY, Fallback.NO_PAGES])
+async def test_a_prompt_without_room_is_prefilled_here(reason: Fallback) -> None:
+    transport = FakeTransport("a")
+    one = setup(transport, pages=FakePages(Opened(0, reason)))
+    await one.ask()
+    assert one.fallbacks(reason) == 1
+    assert not transport.asked
+    assert len(one.pages.closed) == 1
+
+
+async def test_a_cancelled_fetch_ends_the_transport_and_closes_the_import() -> None:
+    transport = FakeTransport("a", hangs=True, fails_at=1)
+    one, request = setup(transport), prompt()
+    wanted = one.prefills.begin([request])
+    assert wanted is not None
+    task = one.prefills.start(wanted, [request])
+    await eventually(lambda: one.pages.written)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (transport.ended, one.pages.closed) == (1, [[request]])
+
+
+async def test_a_failure_of_the_own_engine_releases_the_sequences() -> None:
+    one = setup(FakeTransport("a"), pages=FakePages(write_fails=True))
+    await one.ask()
+    assert one.fallbacks(Fallback.FAILED) == 1
+    assert len(one.pages.closed) == 1
+
+
+async def test_the_least_busy_engine_is_asked() -> None:
+    hanging = [FakeTransport(name, hangs=True) for name in "ab"]
+    one = setup(*hanging)
+    tasks = []
+    for _ in range(4):
+        request = prompt()
+        wanted = one.prefills.begin([request])
+        assert wanted is not None
+        tasks.append(one.prefills.start(wanted, [request]))
+        await eventually(lambda: sum(len(each.asked) for each in hanging) == len(tasks))
+    assert [len(transport.asked) for transport in hanging] == [2, 2]
+    await one.prefills.aclose()
+    assert len(one.pages.closed) == 4
