@@ -206,13 +206,11 @@ async def _start(
     # 6. The services on the public port.
     watch = _watch_requests(stack, metrics, engine, model)
     transfer = _open_transfer(stack, engine, model, server_config, metrics)
-    limits = _limits(engine_config, server_config, model, engine)
-    calls = Calls(engine, model, limits, client, watch=watch, prefills=transfer.prefills if transfer else None)
+    calls = Calls(engine, model, _limits(server_config, model, engine), client, watch=watch, prefills=transfer.prefills)
     services = _add_services(listeners.server, calls, server_config, transfer)
 
     # 7. The ports answer; health says NOT_SERVING until stage 9.
-    refused = (SERVICE,) if engine_config.role == "prefill" else ()
-    set_health = partial(_set_health, listeners.health, services, refused)
+    set_health = partial(_set_health, listeners.health, services, engine_config.role)
     await set_health(NOT_SERVING)
     await listeners.start()
     if gateway:
@@ -223,8 +221,7 @@ async def _start(
     await in_own_thread(_on_every_core(split, engine.start))
     if grammar:
         await grammar.first_attachment()
-    if transfer:
-        await transfer.identify()
+    await transfer.identify()
 
     # 9. Requests are served, and health follows the engine and the grammar process.
     _run_until_close(stack, background, _end_on_failure(engine, set_health), "engine watch")
@@ -237,10 +234,10 @@ async def _start(
     return Server(listeners.address, model, calls, engine, grammar.sidecar if grammar else None, *addresses)
 
 
-def _limits(engine_config: EngineConfig, server_config: ServerConfig, model: Model, engine: ServedEngine) -> Limits:
+def _limits(server_config: ServerConfig, model: Model, engine: ServedEngine) -> Limits:
     """Return the limits of requests to this model."""
     sizes = {"vocab_size": model.vocab_size, "max_model_len": model.max_model_len}
-    return Limits.of(engine_config, server_config, outputs=model.outputs, processors=engine.processors, **sizes)
+    return Limits.of(engine.config, server_config, outputs=model.outputs, processors=engine.processors, **sizes)
 
 
 def _resolve(engine_config: EngineConfig, server_config: ServerConfig, parts: Parts) -> EngineConfig:
@@ -315,9 +312,7 @@ def _watch_requests(stack: AsyncExitStack, metrics: BothProcesses, engine: Serve
 
 def _open_transfer(
     stack: AsyncExitStack, engine: ServedEngine, model: Model, config: ServerConfig, metrics: BothProcesses
-) -> Transfer | None:
-    if engine.config.role == "both":
-        return None
+) -> Transfer:
     transfer = Transfer(engine, model, config, metrics.registry)
     stack.push_async_callback(transfer.aclose)
     return transfer
@@ -354,7 +349,7 @@ async def serve(
         log.info("shutting down: running requests get %.1f s to end", server_config.drain_timeout_s)
 
 
-def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig, transfer: Transfer | None) -> list[str]:
+def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig, transfer: Transfer) -> list[str]:
     """Add the services of the public port; return the names of those that have a health of their own."""
     services, version = [SERVICE], installed_version()
     # Calls that the service does not implement are UNIMPLEMENTED.
@@ -372,8 +367,7 @@ def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig, t
 
         add_kserve_to(server, calls, version)
         services.append(KSERVE_SERVICE)
-    if transfer:
-        services += transfer.add_to(server, calls)
+    services += transfer.add_to(server, calls)
     reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     return services
 
@@ -381,12 +375,12 @@ def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig, t
 async def _set_health(
     servicer: HealthServicer,
     services: Sequence[str],
-    refused: Sequence[str],
+    role: str,
     status: health_pb2.HealthCheckResponse.ServingStatus,
 ) -> None:
-    """Set the status of the server and its services; those whose requests its role refuses never serve."""
+    """Set the status of the server and its services; with role=prefill the engine's own service never serves."""
     for service in (health.OVERALL_HEALTH, *services):
-        await servicer.set(service, NOT_SERVING if service in refused else status)
+        await servicer.set(service, NOT_SERVING if role == "prefill" and service == SERVICE else status)
 
 
 async def _end_on_failure(engine: ServedEngine, set_health: SetHealth) -> None:

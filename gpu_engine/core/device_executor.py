@@ -111,13 +111,11 @@ def device_executor(
     pages = model.allocate_pages(num_pages + scratch_pages(config.page_size), config.page_size, token_major=True)
     parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, True, slot, lane)
     drafter = build_drafter(parts, drafter_builders)
-    scratch = RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device)
-    sampling = DeviceRows(rows, scratch)
+    sampling = DeviceRows(rows, RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device))
     processors = load_processors(config.logits_processors, model, torch.device(device))
     processing = Processing.of(processors, stream, launches, slot)
     program = StepProgram(stream, launches, model, pages, step_sync, drafter, slot, lane, ring, sampling, processing)
-    modes = (guided, config.enforce_eager, processing)
-    graphs = StepGraphs(stream, program, slot, lane, ring, buckets, step_rows, *modes)
+    graphs = StepGraphs(stream, program, slot, lane, ring, buckets, step_rows, guided, config.enforce_eager, processing)
     budget = draft_budget(config)
     limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
     asked = None if processing is None else processing.slots
@@ -129,8 +127,8 @@ def device_executor(
     scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
     tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
     mover = page_mover(config, model, stream, pages)
-    forwards = (scorer, tensors) if mover is None else (scorer, tensors, mover)
-    warm_up = partial(_warm_up, stream, step_sync, prefill, forwards, graphs, budget, channel, shapes.every)
+    others = (scorer, tensors, mover)
+    warm_up = partial(_warm_up, stream, step_sync, prefill, others, graphs, budget, channel, shapes.every)
 
     return Executor(
         slot_writer,
@@ -157,7 +155,7 @@ def _warm_up(
     stream: Stream,
     sync: Sync,
     prefill: Prefill,
-    others: tuple[PromptScorer | TensorOutputs | PageMover, ...],
+    others: tuple[PromptScorer | TensorOutputs | PageMover | None, ...],
     graphs: StepGraphs,
     budget: DraftBudget,
     channel: EngineEnd | None,
@@ -167,7 +165,8 @@ def _warm_up(
     sync.reserve(graphs.buckets)
     prefill.warm_up(shapes)  # loads every kernel before the first wait is captured
     for forward in others:
-        forward.warm_up()
+        if forward is not None:
+            forward.warm_up()
     graphs.capture(channel)
     budget.seed(graphs.ms_by_rows)
     if not graphs.eager:
@@ -175,6 +174,7 @@ def _warm_up(
     # The first replay of a graph allocates. A capture empties the allocator's cache, and a shape that is not captured
     # allocates there. Either could wait for the device while a step there waits for the grammar process.
     for forward in others:
-        forward.warm_up()
+        if forward is not None:
+            forward.warm_up()
     prefill.warm_up(shapes)
     stream.synchronize()

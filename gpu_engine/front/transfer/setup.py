@@ -49,15 +49,17 @@ def for_role(engine: EngineConfig, server: ServerConfig) -> ServerConfig:
 
 
 class Transfer:
-    """The transfers of one engine. Made and used on the event loop."""
+    """The transfers of one engine, none with the role "both". Made and used on the event loop."""
 
     def __init__(self, engine: EngineCore, model: Model, server: ServerConfig, registry: CollectorRegistry) -> None:
         """Raises ServerError with the setting at fault."""
         self._engine, self._model, self._server = engine, model, server
-        self._metrics = TransferMetrics(registry)
         self._servicer: KvTransferServicer | None = None
         self.prefills: RemotePrefill | None = None
         """With role=decode: the other engines."""
+        if engine.config.role == "both":
+            return
+        self._metrics = TransferMetrics(registry)
         if engine.config.role == "decode":
             try:
                 transports = open_transports(server)
@@ -79,6 +81,8 @@ class Transfer:
 
     async def identify(self) -> None:
         """Compute the fingerprint of the warm engine. Before the first request."""
+        if self._engine.config.role == "both":
+            return
         form = await identify(self._engine, self._model)
         if self._servicer is not None:
             self._servicer.form = form
