@@ -50,6 +50,8 @@ class GrammarEnd:
         ]
         self._working = np.zeros(1, dtype=np.uint64)
         self._working_address = at(self._working)
+        self._watch = np.zeros(2, dtype=np.int64)  # `ls_watch`: written by the calls of `overdue` alone
+        self._watch_address = at(self._watch)
         self._waits = self._records = self._overruns = 0
         # Per slot: threads with different slots share no counter.
         self._published = np.zeros((2, slots), dtype=np.int64)
@@ -71,9 +73,12 @@ class GrammarEnd:
     def overdue(self, limit_ns: int, timeout_s: float) -> bool:
         """Wait until the thread that waits for records has been away from `wait` for `limit_ns`; False: not in time.
 
-        For another thread. Releases the GIL, and looks every half of the limit, or every 10 ms at an idle engine.
+        For one other thread at a time. Releases the GIL. Looks every half of the limit, or every 10 ms where no
+        sequence was posted for 100 ms: the steps of an unconstrained batch post none.
         """
-        late: int = native.overdue(self._view, self._working_address, limit_ns, int(timeout_s * 1e9))
+        late: int = native.overdue(
+            self._view, self._working_address, self._watch_address, limit_ns, int(timeout_s * 1e9)
+        )
         return bool(late)
 
     def take_over(self, ahead_ns: int = 0) -> None:

@@ -222,8 +222,8 @@ wait_req.argtypes = [POINTER(View), c_uint64, c_int64, c_int64, c_void_p]
 wait_req.restype = c_uint64
 
 overdue = _waiting.ls_overdue
-"""(View pointer, address of the worker's word, limit_ns, timeout_ns) -> 1 when it is overdue. Waits."""
-overdue.argtypes = [POINTER(View), c_void_p, c_int64, c_int64]
+"""(View pointer, address of the worker's word, of the `ls_watch`, limit_ns, timeout_ns) -> 1: it is overdue. Waits."""
+overdue.argtypes = [POINTER(View), c_void_p, c_void_p, c_int64, c_int64]
 overdue.restype = c_int32
 
 records = _short.ls_records

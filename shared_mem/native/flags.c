@@ -316,19 +316,20 @@ uint64_t ls_wait_req(const struct ls_view *v, uint64_t last, int64_t timeout_ns,
     return seq;
 }
 
-int32_t ls_overdue(const struct ls_view *v, const uint64_t *working, int64_t limit_ns, int64_t timeout_ns) {
+int32_t ls_overdue(const struct ls_view *v, const uint64_t *working, struct ls_watch *watch, int64_t limit_ns,
+                   int64_t timeout_ns) {
     const int64_t start = now_ns();
-    int64_t now = start, posted = start;
-    uint64_t newest = ls_load64(at64(v->words, LS_REQ_SEQ));
+    int64_t now = start;
     while (now - start < timeout_ns) {
         const int64_t since = (int64_t)ls_load64(working);
         if (since && now - since >= limit_ns) return 1;
         const uint64_t seq = ls_load64(at64(v->words, LS_REQ_SEQ));
-        if (seq != newest) {
-            newest = seq;
-            posted = now;
+        if (seq != watch->seq || !watch->posted_ns) {
+            watch->seq = seq;
+            watch->posted_ns = now;
         }
-        int64_t nap = since ? limit_ns - (now - since) : now - posted < LS_IDLE_NS ? limit_ns / 2 : LS_IDLE_LOOK_NS;
+        const int idle = now - watch->posted_ns >= LS_IDLE_NS;
+        int64_t nap = since ? limit_ns - (now - since) : idle ? LS_IDLE_LOOK_NS : limit_ns / 2;
         /* A caller checks between two calls whether it must end. */
         if (nap > timeout_ns - (now - start)) nap = timeout_ns - (now - start);
         struct timespec t = {.tv_sec = nap / 1000000000LL, .tv_nsec = nap % 1000000000LL};

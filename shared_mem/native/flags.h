@@ -139,9 +139,17 @@ LS_EXPORT void ls_set_abort(const struct ls_view *view, uint64_t value);
 LS_EXPORT uint64_t ls_wait_req(const struct ls_view *view, uint64_t last, int64_t timeout_ns, int64_t spin_ns,
                                uint64_t *working);
 
+/* The newest sequence that the watcher has seen, and the time at which it saw that one first (CLOCK_MONOTONIC ns; 0 before
+ * the first call). A word of the process's own: the calls of ls_overdue read and write it, one at a time. */
+struct ls_watch {
+    uint64_t seq;
+    int64_t posted_ns;
+};
+
 /* For another thread: 1 as soon as `working` has had one value for limit_ns, 0 after timeout_ns without
- * that. Looks every limit_ns / 2; every 10 ms once no sequence came for 100 ms. */
-LS_EXPORT int32_t ls_overdue(const struct ls_view *view, const uint64_t *working, int64_t limit_ns, int64_t timeout_ns);
+ * that. Looks every limit_ns / 2; every 10 ms once no sequence came for 100 ms, over as many calls as these take. */
+LS_EXPORT int32_t ls_overdue(const struct ls_view *view, const uint64_t *working, struct ls_watch *watch, int64_t limit_ns,
+                             int64_t timeout_ns);
 LS_EXPORT void ls_records(struct ls_records_args *args);
 LS_EXPORT int32_t ls_publish(const struct ls_publish_args *args); /* 0, or 1: a newer answer is there, nothing written */
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -353,6 +354,28 @@ def test_another_thread_can_read_how_long_the_worker_is_busy(ends: Ends) -> None
     an_hour_ns = 3_600_000_000_000
     assert not grammar.overdue(an_hour_ns, 0.01), "the call returns at its timeout"
     waiting.join()
+
+
+def test_the_watch_of_an_idle_engine_rarely_wakes(ends: Ends) -> None:
+    """The age of the last post outlives a call, so that calls of 50 ms see 100 ms without one."""
+    engine, grammar = ends
+    limit_ns = 1_000_000
+    seq = engine.post([0], [1], [0], [0], [0], [[0]])
+    leader = threading.Thread(target=grammar.wait, args=(seq, 1.5, 0))
+    leader.start()
+
+    def wakes() -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        assert not grammar.overdue(limit_ns, 0.05)
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
+
+    try:
+        for _ in range(2):
+            wakes()
+        assert max(wakes() for _ in range(5)) <= 7, "one look in 10 ms"
+    finally:
+        engine.post([0], [1], [0], [0], [0], [[0]])
+        leader.join()
 
 
 def test_a_parked_grammar_process_is_woken_by_a_post(ends: Ends, segment: Segment, background: Background) -> None:
