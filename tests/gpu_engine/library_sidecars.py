@@ -64,6 +64,8 @@ class LibraryGrammar:
     backend: Backend
     vocabulary: Vocabulary
     compiled: dict[str, tuple[Compiled, CompletionPlan]]
+    logs: bool = True
+    """Every filled row is recorded."""
     engine: GrammarEvents = field(init=False)
     worker: Worker = field(init=False)
     filled: dict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=lambda: defaultdict(list))
@@ -84,11 +86,11 @@ class LibraryGrammar:
         if isinstance(loaded, ReasoningCompiled):
             start = partial(loaded.matcher, plan.closing_at(limit))
         bound = SlotMatcher.bind(slot_gen, start, committed, partial(CompletionBudget, plan, limit))
-        self.worker.bind(slot, LoggedSlot.of(bound, self.filled[slot]))
+        self.worker.bind(slot, LoggedSlot.of(bound, self.filled[slot]) if self.logs else bound)
         self.engine.grammar_opened(slot, slot_gen, compile_ms=1.0, cache_hit=True, backend=1)
 
     def forked(self, slot: int, slot_gen: int, request: Request, before: tuple[int, int] | None) -> None:
-        raise NotImplementedError("these requests have no beams")
+        assert not self.logs, "a copy of a slot does not record its rows"
 
     def close(self, slot: int, slot_gen: int) -> None:
         self.worker.release(slot, slot_gen)
@@ -104,11 +106,14 @@ class Sidecars:
         self.compiled: dict[str, tuple[Compiled, CompletionPlan]] = {}
 
     @contextmanager
-    def engine(self, settings: EngineConfig) -> Iterator[tuple[Engine, Worker]]:
-        """Run an engine with a worker of the library; at the end no row was filled twice."""
+    def engine(self, settings: EngineConfig, *, logs: bool = True) -> Iterator[tuple[Engine, Worker]]:
+        """Run an engine with a worker of the library; at the end no row was filled twice.
+
+        `logs`: look at the rows; False where slots are copied, as those of beams are.
+        """
         layout = Layout(settings.max_batch_size, settings.num_rows, self.model.vocab_size)
         with Segment.create(layout) as segment:
-            grammar = LibraryGrammar(segment, self.backend, self.vocabulary, self.compiled)
+            grammar = LibraryGrammar(segment, self.backend, self.vocabulary, self.compiled, logs)
             grammar.worker = Worker(GrammarEnd(segment), row_deadline_ms=1000.0)
             model = replace(self.model, max_model_len=settings.max_model_len)
             grammar.engine = engine = Engine(settings, model, EngineEnd(segment), grammar)
@@ -117,6 +122,8 @@ class Sidecars:
                 with running(engine):
                     yield engine, grammar.worker
                 assert grammar.worker.error is None
+                if not logs:
+                    return
                 for slot, filled in grammar.filled.items():
                     assert len(filled) == len(set(filled)), f"slot {slot}: a row was filled twice"
                 stats = grammar.worker.stats()
