@@ -36,6 +36,8 @@ class ChatShape:
     created: int = field(default_factory=lambda: int(time.time()))
     prompt_ids: tuple[int, ...] = ()
     """Known where the answer shows them or counts them in every event."""
+    virtual_tokens: int = 0
+    """In front of the prompt: those of a prompt adapter."""
 
     def head(self, kind: str) -> dict[str, Any]:
         """Return the fields with which an answer or a chunk begins."""
@@ -73,7 +75,8 @@ class ChatStream:
 
     def __init__(self, shape: ChatShape) -> None:
         self._shape = shape
-        self._counts = Counts(prompt={0: len(shape.prompt_ids)} if shape.prompt_ids else {})
+        known = {0: shape.virtual_tokens + len(shape.prompt_ids)} if shape.prompt_ids else {}
+        self._counts = Counts(prompt=known)
         self._sequences: dict[int, Parts] = {}
         self._names: dict[tuple[int, int], str] = {}
         self._with_usage, self._always = shape.fields.usage_events()

@@ -34,6 +34,8 @@ class CompletionShape:
     created: int = field(default_factory=lambda: int(time.time()))
     prompt_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By prompt; known where the answer shows them or counts them in every event."""
+    virtual_tokens: int = 0
+    """In front of each prompt: those of a prompt adapter."""
 
     def head(self) -> dict[str, Any]:
         """Return the fields with which an answer or a chunk begins."""
@@ -59,7 +61,8 @@ class Completions:
         self._prompts: dict[int, pb.GenerateResponse] = {}
         """By prompt: the response that has its log-probabilities."""
         self._joined: dict[int, dict[str, Any]] = {}
-        self._counts = Counts(prompt={prompt: len(ids) for prompt, ids in shape.prompt_ids.items()})
+        known = {prompt: shape.virtual_tokens + len(ids) for prompt, ids in shape.prompt_ids.items()}
+        self._counts = Counts(prompt=known)
         self._with_usage, self._always = shape.fields.usage_events()
 
     def chunk(self, prompt: int, response: pb.GenerateResponse) -> dict[str, Any] | None:

@@ -58,6 +58,8 @@ class Engine:
         self.stub: engine_pb2_grpc.EngineAsyncStub = engine_pb2_grpc.EngineStub(self._channel)
         self.info: pb.GetModelInfoResponse | None = None
         """The last description; None: the engine never answered."""
+        self.adapters: dict[str, pb.Adapter] = {}
+        """Its adapters by name, as last listed."""
         self.serves = False
         self.problem = "it has not answered yet"
         """Why it does not serve."""
@@ -76,6 +78,19 @@ class Engine:
         if self.info is None:
             return ()
         return tuple(self.info.served_names) or (self.info.model,)
+
+    def has(self, model: str | None) -> bool:
+        """Return whether it serves the model or adapter of that name; None: any."""
+        return model is None or model in self.names or model in self.adapters
+
+    def adapter(self, model: str | None) -> pb.Adapter | None:
+        """Return the adapter of that name; None where it is none, or the name is the model's own."""
+        return None if model is None or model in self.names else self.adapters.get(model)
+
+    def virtual_tokens(self, model: str | None) -> int:
+        """Return how many tokens the adapter of that name puts in front of a prompt."""
+        adapter = self.adapter(model)
+        return adapter.size if adapter is not None and adapter.kind == pb.Adapter.KIND_PROMPT else 0
 
     @property
     def load(self) -> float:
@@ -114,6 +129,14 @@ class Engine:
         """Return the counters and gauges. Raises grpc.aio.AioRpcError."""
         return await self.stub.GetStats(pb.GetStatsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
 
+    async def list_adapters(self) -> None:
+        """Read its adapters, if it takes any. Raises grpc.aio.AioRpcError."""
+        if self.info is None or not self.info.max_adapter_bytes:
+            self.adapters = {}
+            return
+        listing = self.stub.ListAdapters(pb.ListAdaptersRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+        self.adapters = {adapter.name: adapter for adapter in (await listing).adapters}
+
     async def open(self, request: pb.GenerateRequest, metadata: Metadata) -> Call:
         """Start a call, and wait for its first response. Raises grpc.aio.AioRpcError."""
         call = Call(self, self.stub.Generate(request, metadata=[*metadata]))
@@ -143,6 +166,7 @@ class Engine:
         if self.info is not None and self.info.model != info.model:
             self.texts.clear()
         self.info = info
+        await self.list_adapters()
 
     def _fails(self, problem: str) -> None:
         if problem != self.problem:

@@ -2,7 +2,8 @@
 
 The rule: among the serving engines with the model, the one that has the longest beginning of the prompt, unless it
 has more load than the least loaded one by more than SPARE of its slots; then the least loaded. A call that an engine
-refuses as UNAVAILABLE before its first response goes to the next engine: nothing of it was sent yet.
+refuses as UNAVAILABLE before its first response goes to the next engine: nothing of it was sent yet. A name of an
+adapter is a model's name, too; the engine then gets its own model's request with that adapter.
 
 Not responsible for: connections (see engine.py).
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
@@ -22,11 +24,15 @@ from http_gateway.engines.prefixes import Prefixes, blocks_of
 from http_gateway.wire.errors import RETRY_AFTER_S, ApiError, from_grpc
 from protos.engine.v1 import engine_pb2 as pb
 
+log = logging.getLogger(__name__)
+
 SPARE = 0.5
 """Of an engine's slots: how much longer a queue may be to use a cached beginning."""
 POLL_S = 1.0
 FIRST_REPORT_S = 2.0
 """Longest wait for the engines' first reports, before the gateway answers."""
+_FIELDS = {pb.Adapter.KIND_LORA: "lora", pb.Adapter.KIND_PROMPT: "prompt_adapter"}
+"""Kind of an adapter -> the request's field for its name."""
 
 
 class Fleet:
@@ -40,18 +46,14 @@ class Fleet:
         """Return the engine for a prompt. Raises ApiError: 404 for an unknown model, 503 where no engine serves.
 
         Args:
-            model: the name that the client gave; None: any.
+            model: the name that the client gave, of a model or of an adapter; None: any.
             prompt: bytes that begin alike for prompts that begin alike.
             tried: engines that have refused the request.
         """
         with_model = [e for e in self.engines if model is None or model in e.names]
+        with_model = with_model or [e for e in self.engines if e.has(model)]
         if not with_model and all(e.info for e in self.engines):
-            raise ApiError(
-                f"model: {model!r} is not served; these are: {', '.join(self.names())}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+            raise self.unknown(model)
         candidates = [e for e in with_model if e.serves and e not in tried]
         if not candidates:
             raise self.unavailable()
@@ -68,23 +70,62 @@ class Fleet:
     async def open(self, request: pb.GenerateRequest, model: str | None, metadata: Metadata) -> Call:
         """Start a request on the engine chosen for it. Raises ApiError."""
         tried: list[Engine] = []
+        # Pages of the prompt are shared by requests with one adapter.
+        adapted = model is not None and model not in self.names()
+        prompt = f"{model}\0".encode() * adapted + prompt_bytes(request)
         while True:
-            engine = self.choose(model, prompt_bytes(request), tried)
+            engine = self.choose(model, prompt, tried)
+            adapter = engine.adapter(model)
             try:
-                return await engine.open(request, metadata)
+                return await engine.open(with_adapter(request, adapter), metadata)
             except grpc.aio.AioRpcError as error:
                 tried.append(engine)
+                if adapter is not None and _lost(error, adapter):
+                    await self.list_adapters()
+                    if engine.adapter(model) is not None:
+                        raise from_grpc(error) from error  # it is there, and refused for another reason
+                    continue
                 others = any(e.serves for e in self.engines if e not in tried)
                 if error.code() != grpc.StatusCode.UNAVAILABLE or not others:
                     raise from_grpc(error) from error
 
     def thinks(self, model: str | None) -> bool:
         """Return whether the model of that name has markers of its own for what it thinks."""
-        return any(e.info and e.info.reasoning_begin for e in self.engines if model is None or model in e.names)
+        return any(e.info and e.info.reasoning_begin for e in self.engines if e.has(model))
 
     def names(self) -> list[str]:
         """Return the names of all models, each once."""
         return list(dict.fromkeys(name for engine in self.engines for name in engine.names))
+
+    def adapters(self) -> dict[str, Engine]:
+        """Return the names of all adapters, each with the first engine that has it. A model's own name comes first."""
+        found: dict[str, Engine] = {}
+        for engine in self.engines:
+            for name in engine.adapters:
+                found.setdefault(name, engine)
+        return {name: found[name] for name in sorted(found.keys() - set(self.names()))}
+
+    async def learn(self, model: str | None) -> None:
+        """Ask the engines for their adapters if no engine is known to have this name."""
+        if not any(engine.has(model) for engine in self.engines):
+            await self.list_adapters()
+
+    async def list_adapters(self) -> None:
+        """Ask the serving engines for their adapters."""
+        engines = [engine for engine in self.engines if engine.serves]
+        listings = await asyncio.gather(*(engine.list_adapters() for engine in engines), return_exceptions=True)
+        for engine, problem in zip(engines, listings, strict=True):
+            if isinstance(problem, grpc.aio.AioRpcError):  # its last list holds; `follow` reports one that is gone
+                log.info("engine %s did not list its adapters: %s", engine.address, problem.details())
+            elif problem is not None:
+                raise problem
+
+    def unknown(self, model: str | None) -> ApiError:
+        """Return the error for a name that is neither a model's nor an adapter's, with those that exist."""
+        names = ", ".join((*self.names(), *self.adapters()))
+        return ApiError(
+            f"model: {model!r} is not served; these are: {names}", status=404, param="model", code="model_not_found"
+        )
 
     def unavailable(self) -> ApiError:
         """Return the error where no engine serves, with the reason of each."""
@@ -99,6 +140,22 @@ class Fleet:
 
     def __repr__(self) -> str:
         return f"<Fleet {self.engines!r}>"
+
+
+def with_adapter(request: pb.GenerateRequest, adapter: pb.Adapter | None) -> pb.GenerateRequest:
+    """Return the request with that adapter."""
+    if adapter is None:
+        return request
+    named = pb.GenerateRequest()
+    named.CopyFrom(request)
+    setattr(named, _FIELDS[adapter.kind], adapter.name)
+    return named
+
+
+def _lost(error: grpc.aio.AioRpcError, adapter: pb.Adapter) -> bool:
+    """Return whether the engine has unloaded the adapter since it was listed."""
+    named = (error.details() or "").startswith(f"{_FIELDS[adapter.kind]}: ")
+    return named and error.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 def prompt_bytes(request: pb.GenerateRequest) -> bytes:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from http_gateway.config import GatewayConfig
-from http_gateway.engines.engine import Metadata
+from http_gateway.engines.engine import Engine, Metadata
 from http_gateway.engines.fleet import Fleet
 from http_gateway.http.bodies import read_body
 from http_gateway.http.calls import Calls
@@ -98,13 +98,20 @@ class Gateway:
         return [*key, *((name, headers[name]) for name in TRACE_HEADERS if name in headers)]
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._fleet.names()]})
+        await self._fleet.list_adapters()
+        models = [self._described(name) for name in self._fleet.names()]
+        adapters = [self._described_adapter(name, engine) for name, engine in self._fleet.adapters().items()]
+        return JSONResponse({"object": "list", "data": [*models, *adapters]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        if name not in self._fleet.names():
-            raise ApiError(f"{name!r} is not served", status=404, param="model", code="model_not_found")
-        return JSONResponse(self._described(name))
+        if name in self._fleet.names():
+            return JSONResponse(self._described(name))
+        await self._fleet.list_adapters()
+        engine = self._fleet.adapters().get(name)
+        if engine is None:
+            raise self._fleet.unknown(name)
+        return JSONResponse(self._described_adapter(name, engine))
 
     def _described(self, name: str) -> dict[str, Any]:
         info = next(engine.info for engine in self._fleet.engines if name in engine.names)
@@ -115,8 +122,13 @@ class Gateway:
             "created": CREATED_S,
             "owned_by": "lockstep",
             "root": info.model,
+            "parent": None,
             "max_model_len": info.max_model_len,
         }
+
+    def _described_adapter(self, name: str, engine: Engine) -> dict[str, Any]:
+        parent = engine.names[0]
+        return self._described(parent) | {"id": name, "root": engine.adapters[name].path, "parent": parent}
 
     async def _health(self, request: Request) -> Response:
         if any(engine.serves for engine in self._fleet.engines):

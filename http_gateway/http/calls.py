@@ -45,6 +45,7 @@ class Calls:
 
     async def chat(self, fields: ChatRequest, metadata: Metadata) -> Json | Events:
         """Return the answer, or its events. Raises ApiError."""
+        await self.fleet.learn(fields.model)
         request = chat_request(fields, thinks=self.fleet.thinks(fields.model))
         call = await self.fleet.open(request, fields.model, metadata)
         try:
@@ -62,6 +63,7 @@ class Calls:
 
     async def complete(self, fields: CompletionRequest, metadata: Metadata) -> Json | Events:
         """Return the answer to each prompt, or its events. Raises ApiError."""
+        await self.fleet.learn(fields.model)
         request_id = fields.request_id or f"cmpl-{uuid.uuid4().hex}"
         requests = [
             completion_request(fields, prompt, _nth_id(request_id, i, len(fields.prompts())))
@@ -83,6 +85,7 @@ class Calls:
 
     async def respond(self, fields: ResponsesRequest, metadata: Metadata) -> Json | Events:
         """Return the answer of the Responses API, or its events. Raises ApiError."""
+        await self.fleet.learn(fields.model)
         request_id = f"resp_{uuid.uuid4().hex}"
         request = chat_request(chat_body(fields, request_id), thinks=self.fleet.thinks(fields.model))
         call = await self.fleet.open(request, fields.model, metadata)
@@ -120,6 +123,7 @@ class Calls:
             request.tools.CopyFrom(tools)
         if fields.add_special_tokens is not None:
             request.add_special_tokens = fields.add_special_tokens
+        await self.fleet.learn(fields.model)
         engine = self.fleet.choose(fields.model, b"")
         response = await _asked(engine.stub.Tokenize(request, timeout=CALL_TIMEOUT_S, metadata=[*metadata]))
         info = engine.info
@@ -133,6 +137,7 @@ class Calls:
     async def detokenize(self, fields: DetokenizeRequest, metadata: Metadata) -> Json:
         """Return the text of token ids. Raises ApiError."""
         request = pb.DetokenizeRequest(token_ids=fields.tokens, skip_special_tokens=bool(fields.skip_special_tokens))
+        await self.fleet.learn(fields.model)
         engine = self.fleet.choose(fields.model, b"")
         response = await _asked(engine.stub.Detokenize(request, timeout=CALL_TIMEOUT_S, metadata=[*metadata]))
         return {"prompt": response.text}
@@ -148,6 +153,7 @@ class Calls:
             apart=parts_expected(request),
             texts=engine.texts,
             prompt_ids=await self._prompt_ids(fields, request, engine, metadata),
+            virtual_tokens=engine.virtual_tokens(fields.model),
         )
 
     async def _completion_shape(
@@ -163,6 +169,7 @@ class Calls:
             model=fields.model or calls[0].engine.names[0],
             fields=fields,
             texts=[call.engine.texts for call in calls],
+            virtual_tokens=calls[0].engine.virtual_tokens(fields.model),
         )
         for number, (request, call) in enumerate(zip(requests, calls, strict=True)):
             echo_alone = fields.max_tokens == 0

@@ -84,6 +84,8 @@ _HTTP_NAMES = {
     "beam_search.early_stopping": "early_stopping",
     "reasoning.effort": "reasoning_effort",
     "reasoning.max_tokens": "thinking_token_budget",
+    "lora": "model",
+    "prompt_adapter": "model",
 }
 """Other names of the engine -> HTTP's."""
 

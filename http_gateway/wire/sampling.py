@@ -29,7 +29,7 @@ SHARED_REFUSALS: Mapping[str, Refusal] = {
     "return_tokens_as_token_ids": Refusal("use return_token_ids", (False,)),
     "add_special_tokens": Refusal("send token ids for full control", (True,)),
     "prompt_embeds": Refusal("send text or token ids"),
-    "lora_path": Refusal("there are no adapters"),
+    "lora_path": Refusal("name the adapter in model"),
     "separate_reasoning": Refusal("reasoning is always apart", (True,)),
 }
 
@@ -74,7 +74,7 @@ class SamplingFields(Fields):
     REFUSED: ClassVar[Mapping[str, Refusal]] = SHARED_REFUSALS
 
     model: str | None = None
-    """A name that `/v1/models` lists. Unset: the first one."""
+    """A name that `/v1/models` lists, of a model or of an adapter. Unset: the first one."""
     max_tokens: Unsigned | None = None
     min_tokens: Unsigned | None = None
     temperature: Number | None = None

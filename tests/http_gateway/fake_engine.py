@@ -36,6 +36,10 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
 
     def __init__(self, names: tuple[str, ...] = ("fake",)) -> None:
         self.names = names
+        self.adapters: dict[str, pb.Adapter] = {}
+        """By name; it lists them, and refuses a request for another one."""
+        self.refused = ""
+        """An adapter that it has, and whose requests it refuses."""
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
         self.running = 0
@@ -47,6 +51,11 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata() or ()))
+        for kind, name in (("lora", request.lora), ("prompt_adapter", request.prompt_adapter)):
+            if name and name not in self.adapters:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{kind}: there is no adapter {name!r}")
+            if name and name == self.refused:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{kind}: is for no beam search")
         self.running += 1
         try:
             await self._answer(request.messages.messages[0].content if request.messages.messages else "", context)
@@ -72,8 +81,16 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         return pb.GetModelInfoResponse(
-            model=self.names[0], served_names=self.names, max_batch_size=4, max_model_len=64, version="0"
+            model=self.names[0],
+            served_names=self.names,
+            max_batch_size=4,
+            max_model_len=64,
+            version="0",
+            max_adapter_bytes=1 << 20,
         )
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Any) -> pb.ListAdaptersResponse:
+        return pb.ListAdaptersResponse(adapters=self.adapters.values(), max_bytes=1 << 20)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         return pb.GetStatsResponse(running=self.running, num_slots=4, num_pages=10, pages_used=5)

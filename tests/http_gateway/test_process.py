@@ -19,6 +19,7 @@ import trustme
 
 from benchmarks.harness.gateway import start_gateway
 from http_gateway.wire.errors import TABLE
+from protos.engine.v1 import engine_pb2 as pb
 from tests.http_gateway.fake_engine import FakeEngine, ask, begin, chat, close, request, served
 from tests.waiting import eventually
 
@@ -56,6 +57,7 @@ async def test_engines_and_clients_that_misbehave_change_nothing_for_others(hous
     """One gateway for all of it: a start takes a second."""
     await _statuses_are_mapped(house)
     await _models_choose_engines(house)
+    await _adapters_are_models(house)
     await _prompts_go_where_they_begin_alike(house)
     await _clients_that_go_away_are_noticed(house)
     await _large_bodies_are_refused(house)
@@ -88,6 +90,48 @@ async def _models_choose_engines(house: House) -> None:
     assert [model["id"] for model in listed] == ["fake", "other", "alias"]
     assert (await request(house.address, "/v1/models/other")).json["id"] == "other"
     assert (await request(house.address, "/v1/models/none")).status == 404
+
+
+async def _adapters_are_models(house: House) -> None:
+    first, second, third = house.engines
+    second.adapters["sql"] = pb.Adapter(name="sql", kind=pb.Adapter.KIND_LORA, path="/a/sql", size=8)
+    third.adapters["who"] = pb.Adapter(name="who", kind=pb.Adapter.KIND_PROMPT, path="/a/who", size=5)
+    listed = {model["id"]: model for model in (await request(house.address, "/v1/models")).json["data"]}
+    assert list(listed) == ["fake", "other", "alias", "sql", "who"]
+    assert [listed[name]["parent"] for name in listed] == [None, None, None, "fake", "other"]
+    assert (await request(house.address, "/v1/models/who")).json == listed["who"]
+    assert listed["sql"]["root"] == "/a/sql"
+    for _ in range(2):
+        assert (await chat(house.address, model="sql")).json["model"] == "sql"
+        assert (second.requests[-1].lora, second.requests[-1].prompt_adapter) == ("sql", "")
+    assert (await request(house.address, "/v1/completions", {"prompt": "x", "model": "who"})).status == 200
+    assert (third.requests[-1].lora, third.requests[-1].prompt_adapter) == ("", "who")
+    assert (await request(house.address, "/v1/responses", {"input": "x", "model": "sql"})).json["model"] == "sql"
+
+    # Loaded behind the gateway's back, moved to another engine, and unloaded.
+    first.adapters["new"] = pb.Adapter(name="new", kind=pb.Adapter.KIND_LORA)
+    assert (await chat(house.address, model="new")).status == 200
+    second.adapters["new"] = first.adapters.pop("new")
+    assert (await chat(house.address, model="new")).status == 200
+    assert second.requests[-1].lora == "new"
+    refused = await chat(house.address, "INVALID_ARGUMENT", model="new")
+    assert (refused.status, refused.json["error"]["param"]) == (400, "top_p")
+    second.refused = "new"
+    kept = (await chat(house.address, model="new")).json["error"]
+    assert (kept["param"], kept["message"]) == ("model", "model: is for no beam search")
+    second.refused = ""
+    second.adapters.clear()
+    third.adapters.clear()
+    for path, body in ((CHAT, ask(model="sql")), ("/v1/completions", {"prompt": "x", "model": "new"})):
+        gone = await request(house.address, path, body)
+        assert (gone.status, gone.json["error"]["code"], gone.json["error"]["param"]) == (
+            404,
+            "model_not_found",
+            "model",
+        )
+        assert "these are: fake, other, alias" in gone.json["error"]["message"]
+    assert (await request(house.address, "/v1/models/sql")).status == 404
+    assert (await chat(house.address, model="fake")).status == 200
 
 
 async def _prompts_go_where_they_begin_alike(house: House) -> None:
