@@ -162,6 +162,8 @@ class Forward:
         self._logits_NV = torch.empty(0, head.num_outputs)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._pages: list[KVPages] | None = None
+        self._adapted = False
+        """The last call had adapters or virtual tokens."""
 
     def _check(self, H: int, inner: int, heads: tuple[int, int], head_dim: int) -> None:
         """Assert what the native code relies on."""
@@ -222,7 +224,8 @@ class Forward:
         assert len(row_starts) <= len(page_table_SN) + 1
         self._use_pages(pages)
         args.num_rows, args.num_sequences, args.num_logits = N, len(row_starts) - 1, num_logits
-        self._use_adapters(adapters, virtual_VH)
+        if adapters is not None or virtual_VH is not None or self._adapted:
+            self._use_adapters(adapters, virtual_VH)
         self._reserve()
         args.ids, args.positions, args.row_starts = ids_N.data_ptr(), positions_N.data_ptr(), row_starts.data_ptr()
         args.page_table, args.table_stride = page_table_SN.data_ptr(), page_table_SN.stride(0)
@@ -249,7 +252,7 @@ class Forward:
         self._args.page_size, self._pages = T, pages
 
     def _use_adapters(self, adapters: SequenceAdapters | None, virtual_VH: torch.Tensor | None) -> None:
-        args = self._args
+        args, self._adapted = self._args, adapters is not None or virtual_VH is not None
         args.virtual_embedding = None if virtual_VH is None else virtual_VH.data_ptr()
         if adapters is None:
             args.adapters = None

@@ -69,34 +69,27 @@ class LoadedModel:
 
     def logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
         """Run the target over B sequences of P positions; return logits [B * P, V]. Padding rows are garbage."""
-        if self.adapters is None or not self.adapters.begin(ctx):
-            return self._logits(ids_BP, ctx)
+        adapted = self.adapters is not None and self.adapters.begin(ctx)
         try:
-            return self._logits(ids_BP, ctx)
+            if self.fused.forward:
+                return self.fused.forward.logits(ids_BP, ctx)
+            logits: torch.Tensor = self._forward(self.net, ids_BP, ctx).logits
+            return logits.view(-1, logits.shape[-1])
         finally:
-            self.adapters.end()
+            if adapted and self.adapters is not None:
+                self.adapters.end()
 
     def prefill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         """Fill the cache; no logits are computed."""
-        if self.adapters is None or not self.adapters.begin(ctx):
-            return self._fill(ids_BP, ctx)
+        adapted = self.adapters is not None and self.adapters.begin(ctx)
         try:
-            return self._fill(ids_BP, ctx)
+            if self.fused.forward:
+                self.fused.forward.fill(ids_BP, ctx)
+            else:
+                self._forward(self.net.get_decoder(), ids_BP, ctx)
         finally:
-            self.adapters.end()
-
-    def _logits(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
-        if self.fused.forward:
-            return self.fused.forward.logits(ids_BP, ctx)
-        out = self._forward(self.net, ids_BP, ctx)
-        logits: torch.Tensor = out.logits
-        return logits.view(-1, logits.shape[-1])
-
-    def _fill(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
-        if self.fused.forward:
-            self.fused.forward.fill(ids_BP, ctx)
-        else:
-            self._forward(self.net.get_decoder(), ids_BP, ctx)
+            if adapted and self.adapters is not None:
+                self.adapters.end()
 
     def own_forward(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
         """Run the model's own modules, over those that are fused, for the hooks on them."""

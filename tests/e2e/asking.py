@@ -53,6 +53,14 @@ async def answer(client: Client, request: pb.GenerateRequest) -> Answer:
     return only
 
 
+async def steps_after(client: Client, count: int) -> None:
+    """Wait until the server has run so many steps."""
+    stats = await client.stats()
+    while stats.steps < count:
+        await asyncio.sleep(0.002)
+        stats = await client.stats()
+
+
 async def idle_stats(client: Client, timeout_s: float = 120.0) -> pb.GetStatsResponse:
     """Return the counters when no resource is held and the grammar process is ready, or after `timeout_s`."""
     stats = await client.stats()

@@ -16,7 +16,7 @@ import pytest
 from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.docs.pages import ROOT
-from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats
+from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats, steps_after
 from tests.e2e.conftest import RunningServer
 
 pytestmark = pytest.mark.model
@@ -47,14 +47,6 @@ def request(backend: int | None, width: int = 4, max_tokens: int = 40) -> pb.Gen
 
 async def responses(client: Client, made: pb.GenerateRequest) -> list[pb.GenerateResponse]:
     return [response async for response in client.generate(made, timeout_s=ANSWER_TIMEOUT_S)]
-
-
-async def steps_after(client: Client, count: int) -> None:
-    """Wait until the server has run so many steps."""
-    stats = await client.stats()
-    while stats.steps < count:
-        await asyncio.sleep(0.002)
-        stats = await client.stats()
 
 
 def found(answers: list[pb.GenerateResponse]) -> list[tuple[str, float]]:

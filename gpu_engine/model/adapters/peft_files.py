@@ -33,8 +33,13 @@ _REFUSED_KEYS = {
     "alora_invocation_tokens": "activated LoRA is not supported",
     "arrow_config": "Arrow routing is not supported",
     "monteclora_config": "MonteCLoRA is not supported",
+    "kasa_config": "KaSA is not supported",
+    "use_bdlora": "BD-LoRA is not supported",
 }
 """Keys of a LoRA configuration that must be unset, with the reason."""
+
+_INITS_OF_BASES = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` with which PEFT changes the model's own weights before it adds the matrices."""
 
 _LORA_KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
 
@@ -137,6 +142,12 @@ def _lora(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> LoraFiles
             raise AdapterNotSupported(f"{key}: {reason}")
     if (bias := config.get("bias", "none")) != "none":
         raise AdapterNotSupported(f"bias: {bias!r} changes the model's biases; only 'none' is supported")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_INITS_OF_BASES):
+        raise AdapterNotSupported(
+            f"init_lora_weights: {init!r} changes the model's own weights; save the adapter converted to LoRA "
+            "(save_pretrained's path_initial_model_for_weight_conversion)"
+        )
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         match = _LORA_KEY.fullmatch(key)
@@ -157,6 +168,8 @@ def _why_not(key: str) -> str:
         return "a magnitude of DoRA, which is not supported"
     if "lora_embedding" in key:
         return "a matrix of an embedding; embeddings are not adapted"
+    if ".base_layer." in key:
+        return "a weight of the model itself; embeddings and the output head are not adapted"
     if key.endswith(".bias"):
         return "a bias; biases are not adapted"
     return "is no matrix of LoRA (base_model.model.PATH.lora_A.weight or lora_B.weight)"

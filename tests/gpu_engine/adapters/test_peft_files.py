@@ -57,6 +57,8 @@ def test_the_scale_is_pefts(config: dict[str, Any], scale: float, tmp_path: Path
         ({"layer_replication": [[0, 2]]}, "layer_replication: layers are not replicated"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters: parameters of experts"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices: embeddings are not adapted"),
+        ({"use_bdlora": {"lora_a_is_blockdiagonal": ["q_proj"]}}, "use_bdlora: BD-LoRA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4' changes the model's own weights"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens: activated LoRA"),
         ({"peft_type": "P_TUNING"}, "peft_type: 'P_TUNING' is not supported; LORA and PROMPT_TUNING are"),
         ({"peft_type": "PREFIX_TUNING"}, "peft_type: 'PREFIX_TUNING' is not supported"),
@@ -78,6 +80,7 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(
         (f"{KEY}.lora_magnitude_vector", "a magnitude of DoRA"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", "embeddings are not adapted"),
         (f"{KEY}.bias", "biases are not adapted"),
+        ("base_model.model.lm_head.base_layer.weight", "the output head are not adapted"),
         ("base_model.model.lm_head.weight", "is no matrix of LoRA"),
     ],
 )
