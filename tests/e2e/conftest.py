@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.harness.server import EngineServer, ServerOptions
+from tests.docs.pages import ROOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ def server() -> Iterator[RunningServer]:
     extra += ("--kv-events", "true", "--kserve", "true")
     extra += ("--logits-processor", "ngrams=gpu_engine.processors.ngrams:NoRepeatedNgrams")
     extra += ("--logits-processor", "end=gpu_engine.processors.long_answers:LengthPenalty")
+    extra += ("--adapter-dir", str(ROOT / "examples/executor/adapters"))
     options = ServerOptions(dtype="auto", num_threads=1, max_batch_size=8, extra=extra)
     before = {child.pid for child in psutil.Process().children()}
     with EngineServer(options) as engine:

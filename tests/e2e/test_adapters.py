@@ -1,0 +1,123 @@
+"""Adapters over the wire: the example on the embedded model, and faults of a tiny model's server with a real grammar
+process.
+
+Not responsible for: what an adapter computes (see tests/gpu_engine/adapters/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import runpy
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from benchmarks.harness.server import EngineServer, ServerOptions
+from gpu_engine.cli.client import Client
+from lockstep_client import AsyncExecutor
+from protos.engine.v1 import engine_pb2 as pb
+from tests.docs.pages import ROOT
+from tests.e2e.asking import ANSWER_TIMEOUT_S, answer, idle_stats, steps_after
+from tests.e2e.conftest import RunningServer
+from tests.gpu_engine import tiny
+from tests.gpu_engine.adapters.files import save_lora, save_prompt
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "minLength": 12, "maxLength": 30}, "n": {"type": "integer"}},
+        "required": ["name", "n"],
+        "additionalProperties": False,
+    }
+)
+CASES = [(lora, prompt, guided) for lora in ("", "a", "b") for prompt in ("", "p") for guided in (False, True)]
+
+
+@pytest.mark.model
+def test_the_example_has_the_phrase_of_each_adapter(server: RunningServer) -> None:
+    found = runpy.run_path(str(ROOT / "examples/executor/lora.py"))["main"]([server.address])
+    cities = ("Rome", "Madrid", "London", "Copenhagen")
+    for choice, phrase in (
+        ("none", None),
+        ("lora", ", as every child knows."),
+        ("prompt", "! Who does not know that?"),
+    ):
+        assert [city in text for city, text in zip(cities, found[choice], strict=True)] == [True] * 4
+        for other in (", as every child knows.", "! Who does not know that?"):
+            assert [text.endswith(other) for text in found[choice]] == [other == phrase] * 4
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of a tiny model with three adapters and too few pages for its slots."""
+    root: Path = tmp_path_factory.mktemp("small")
+    folder = tiny.save(tiny.FAMILIES["llama"](), root / "model", rounds=True)
+    files = {
+        "a": save_lora(folder, root / "a", seed=1),
+        "b": save_lora(folder, root / "b", seed=2, rank=8, targets=("q_proj", "v_proj")),
+        "p": save_prompt(root / "p", tokens=20, hidden=64, seed=1),
+    }
+    extra = [flag for name, path in files.items() for flag in ("--adapter", f"{name}={path}")]
+    extra += ["--max-model-len", "256", "--kv-cache-tokens", "512", "--row-timeout-ms", "2000"]
+    options = ServerOptions(model=str(folder), dtype="float32", num_threads=1, max_batch_size=8, extra=tuple(extra))
+    before = {child.pid for child in psutil.Process().children()}
+    with EngineServer(options) as engine:
+        (process,) = [child for child in psutil.Process().children() if child.pid not in before]
+        yield RunningServer(engine.address, process)
+
+
+def request(number: int, drafts: int) -> pb.GenerateRequest:
+    lora, prompt, guided = CASES[number % len(CASES)]
+    ids = random.Random(number).choices(range(97, 123), k=20)
+    made = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=ids + ids[:10]),
+        sampling=pb.SamplingParams(max_tokens=90, seed=number, temperature=0.7 * (number % 2), ignore_eos=not guided),
+        speculation=pb.Speculation(num_draft_tokens=drafts),
+        lora=lora,
+        prompt_adapter=prompt,
+    )
+    if guided:
+        made.grammar.CopyFrom(pb.Grammar(json_schema=SCHEMA))
+    return made
+
+
+async def users(client: Client) -> list[int]:
+    return [adapter.in_use for adapter in (await client.adapters()).adapters]
+
+
+@pytest.mark.slow
+async def test_kills_preemption_and_cancels_change_no_token_and_leak_nothing(small: RunningServer) -> None:
+    count = 2 * len(CASES)
+    async with Client(small.address) as client:
+        expected = [(await answer(client, request(number, 0))).token_ids for number in range(count)]
+        assert len({tuple(ids) for ids in expected}) > count - 3
+        await idle_stats(client)
+        for drafts in (0, 3, 7):
+            before = await client.stats()
+            asked = [asyncio.create_task(answer(client, request(number, drafts))) for number in range(count)]
+            cancelled = [asyncio.create_task(answer(client, request(count + number, drafts))) for number in range(8)]
+            await steps_after(client, before.steps + 25)
+            assert max(await users(client)) > 0
+            os.kill(small.grammar_process().pid, signal.SIGKILL)
+            for task in cancelled:
+                task.cancel()
+            found = await asyncio.wait_for(asyncio.gather(*asked), ANSWER_TIMEOUT_S)
+            assert [each.token_ids for each in found] == expected
+            for task in cancelled:
+                with pytest.raises((asyncio.CancelledError, grpc.RpcError)):
+                    await task
+            after = await idle_stats(client)
+            assert (after.running, after.waiting, after.pages_used, after.matchers) == (0, 0, 0, 0)
+            assert await users(client) == [0, 0, 0]
+            assert after.grammar_starts == before.grammar_starts + 1
+            assert after.accepted_draft_tokens > before.accepted_draft_tokens or not drafts
+    async with AsyncExecutor(address=small.address) as executor:
+        iterations = await executor.get_latest_iteration_stats()
+        assert sum(each.preempted for each in iterations) > 0
