@@ -79,20 +79,6 @@ class Stream(Generic[T]):
             pass
         return self._joined.answer()
 
-    def load_adapter(self, name: str, path: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> Adapter:
-        """Load an adapter from a directory of the server, below its `adapter_dirs`."""
-        request = pb.LoadAdapterRequest(name=name, path=path)
-        return adapter_of((self._call(calls.LOAD_ADAPTER, request, timeout_s)).adapter)
-
-    def unload_adapter(self, name: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
-        """Take an adapter's name away, and wait until the last sequence that uses it has ended."""
-        self._call(calls.UNLOAD_ADAPTER, pb.UnloadAdapterRequest(name=name), timeout_s)
-
-    def adapters(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> tuple[Adapter, ...]:
-        """Return the adapters of the server, by name."""
-        response = self._call(calls.LIST_ADAPTERS, pb.ListAdaptersRequest(), timeout_s)
-        return tuple(map(adapter_of, response.adapters))
-
     def close(self) -> None:
         """Cancel the call, if it is not done."""
         self._call.cancel()
@@ -332,6 +318,20 @@ class Client:
     def tokenizer_info(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> TokenizerInfo:
         """Return the server's tokenizer, which can be dumped to a file."""
         return tokenizer_of(self._call(calls.TOKENIZER_INFO, pb.GetTokenizerInfoRequest(), timeout_s))
+
+    def load_adapter(self, name: str, path: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> Adapter:
+        """Load an adapter from a directory of the server, below its `adapter_dirs`."""
+        request = pb.LoadAdapterRequest(name=name, path=path)
+        return adapter_of((self._call(calls.LOAD_ADAPTER, request, timeout_s)).adapter)
+
+    def unload_adapter(self, name: str, *, timeout_s: float = UNARY_TIMEOUT_S) -> None:
+        """Take an adapter's name away, and wait until the last sequence that uses it has ended."""
+        self._call(calls.UNLOAD_ADAPTER, pb.UnloadAdapterRequest(name=name), timeout_s)
+
+    def adapters(self, *, timeout_s: float = UNARY_TIMEOUT_S) -> tuple[Adapter, ...]:
+        """Return the adapters of the server, by name."""
+        response = self._call(calls.LIST_ADAPTERS, pb.ListAdaptersRequest(), timeout_s)
+        return tuple(map(adapter_of, response.adapters))
 
     def clear_grammar_cache(self, *, disk: bool = False, timeout_s: float = UNARY_TIMEOUT_S) -> ClearedGrammars:
         """Drop the compiled grammars that no running request uses; with `disk` the files, too."""

@@ -308,6 +308,22 @@ async def test_shutting_down_ends_requests_that_take_too_long(kind: Any, tmp_pat
         assert response.result.finish_reasons == (FinishReason.ABORTED,)
 
 
+async def test_the_client_loads_lists_and_unloads_adapters(kind: Any, tmp_path: Path) -> None:
+    async with executing(kind, tmp_path, spoken) as executor:
+
+        async def call(method: str, *arguments: Any) -> Any:
+            found = await asyncio.to_thread(getattr(executor.executor.client, method), *arguments)
+            return await found if isinstance(executor.executor, AsyncExecutor) else found
+
+        low = await call("load_adapter", "low", "/a/low")
+        assert (low.name, low.kind, low.path, low.size, low.memory_bytes) == ("low", "lora", "/a/low", 4, 64)
+        assert await call("adapters") == (low,)
+        await executor.responses(await executor.enqueue(lora="low"))
+        assert executor.setup.engine.submitted[0].lora.name == "low"
+        await call("unload_adapter", "low")
+        assert await call("adapters") == ()
+
+
 async def test_the_tokenizer_is_dumped_and_loaded(tmp_path: Path) -> None:
     async with executing(Executor, tmp_path) as executor:
         info = await asyncio.to_thread(executor.executor.client.tokenizer_info)  # type: ignore[arg-type]
