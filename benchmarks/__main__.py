@@ -23,6 +23,7 @@ HARNESSES = {
     "tensors": ("speed", "time of answers with logits, hidden states and results of modules, and without"),
     "beams": ("speed", "time of a step of a beam search and of as many sampled sequences, in turn"),
     "processors": ("speed", "time of answers with logits processors of each kind, and without"),
+    "distributed": ("speed", "a model over several processes and in one: equal tokens, and time by part"),
     "bench_adapters": ("speed", "time of a step's forward with LoRA adapters"),
     "bench_forward": ("speed", "time of a forward with fused and with separate layers"),
     "bench_channel": ("speed", "round trip of a step between two processes over shared memory"),

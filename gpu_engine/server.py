@@ -26,6 +26,7 @@ from grpc_reflection.v1alpha import reflection
 
 from gpu_engine.api.checked import Limits
 from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.errors import RankLost
 from gpu_engine.api.own_thread import in_own_thread
 from gpu_engine.api.ports import GrammarPort, Model, ServedEngine
 from gpu_engine.api.stats import EngineStats
@@ -398,7 +399,8 @@ async def _end_on_failure(engine: ServedEngine, set_health: SetHealth) -> None:
     engine.watch(report_failure)
     error = await failed
     await set_health(NOT_SERVING)
-    raise ServerError(f"the engine lost its device: {error}") from error
+    lost = "lost a rank" if isinstance(error, RankLost) else "lost its device"
+    raise ServerError(f"the engine {lost}: {error}") from error
 
 
 async def _report_guided(grammar: GrammarProcess, health_servicer: HealthServicer) -> None:

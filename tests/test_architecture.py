@@ -61,6 +61,9 @@ LAZY_IMPORTS = {
         ("kernels.fused", "kernels.cuda.fused"),
         ("kernels.paged_attention", "kernels.cuda.attention.paged"),
     },
+    "a rank sends its first heartbeat before it imports torch": {
+        ("gpu_engine.model.parallel.worker", "gpu_engine.model"),
+    },
     "the GGUF library is loaded for GGUF files, and is not in the extra `engine`": {
         ("gpu_engine.model.quantised.choice", "gpu_engine.model.quantised.gguf_blocks"),
     },

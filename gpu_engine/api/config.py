@@ -70,6 +70,10 @@ class EngineConfig:
     W8A8 checkpoint, which lose nothing that is in the file, and none for other models."""
     device: str = "auto"
     """"auto" (the first CUDA device if torch sees one, else the CPU), "cpu", "cuda" or "cuda:N"."""
+    tensor_parallel_size: int = 1
+    """Processes that share the model (ranks): each has some attention heads, some columns of each MLP block and some
+    columns of the logits, and num_threads threads of its own. At most the number of KV heads. On a CPU alone so far;
+    quantization=auto then means none. See docs/operations.md."""
     fuse: bool = True
     """Run the parts of the model that are recognised as fused kernels and joined matrix products. A part is fused only
     if it gives the same numbers."""
@@ -189,6 +193,7 @@ class EngineConfig:
         self._check_processors()
         self._check_adapters()
         self._check_role()
+        self._check_ranks()
 
     def _check_role(self) -> None:
         _require(self.role in ("both", "decode", "prefill"), "role", f"{self.role!r} is not both, decode or prefill")
@@ -198,6 +203,21 @@ class EngineConfig:
             self.role == "both" or not self.drafts_by_net,
             "role",
             f"{self.role} needs a drafter without a cache of its own, and drafter is {self.drafter}",
+        )
+
+    def _check_ranks(self) -> None:
+        name, quantised = "tensor_parallel_size", self.quantization not in ("auto", "none")
+        _require(self.tensor_parallel_size in range(1, 65), name, "must be in [1, 64]")
+        if self.tensor_parallel_size == 1:
+            return
+        _require(not self.device.startswith("cuda"), name, f"ranks run on a CPU so far, and device is {self.device}")
+        _require(not quantised, name, f"quantised weights are not divided, and quantization is {self.quantization}")
+        _require(self.fuse, name, "ranks run the fused forward, and fuse is off")
+        _require(not self.takes_adapters, name, "adapters are not divided, and the settings allow some")
+        _require(self.role == "both", name, f"the KV pages of ranks are not transferred, and role is {self.role}")
+        _require(self.drafter != "mtp", name, "the layer of drafter=mtp is not divided")
+        _require(
+            self.max_batched_tokens == 0, name, "max_batched_tokens is for quantised models, which are not divided"
         )
 
     def _check_processors(self) -> None:

@@ -100,6 +100,11 @@ class InternalError(LockstepError):
     """A defect of Lockstep; the log has the details."""
 
 
+class RankLost(RuntimeError):
+    """A rank of the model died or does not answer, so the engine can run no further forward. The message has the
+    reason in one line."""
+
+
 _STATUS: dict[type[LockstepError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -17,7 +17,14 @@ import time
 from collections.abc import Callable, Collection
 
 from gpu_engine.api.config import EngineConfig
-from gpu_engine.api.errors import InternalError, InvalidRequest, LimitExceeded, LockstepError, ShuttingDown
+from gpu_engine.api.errors import (
+    InternalError,
+    InvalidRequest,
+    LimitExceeded,
+    LockstepError,
+    RankLost,
+    ShuttingDown,
+)
 from gpu_engine.api.ports import GrammarPort, PageEvents
 from gpu_engine.api.processors import Processors
 from gpu_engine.api.request import BeamParams, FinishReason, Request
@@ -65,6 +72,8 @@ class Engine:
         self.pages = PageDoor(self._loop.transfers, self._inbox.put, self._loop.sequences.get)
         """The KV pages, of an engine that transfers some. Thread-safe."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        if model.ranks is not None:  # an idle engine meets a lost rank in its inbox, others in a step
+            model.ranks.watch(lambda: self._inbox.put(self._meet_loss))
 
     def _run(self) -> None:
         try:
@@ -80,8 +89,10 @@ class Engine:
             try:
                 self._drain_inbox(wait=not busy)
                 busy = self._loop.run_iteration()
-            except Exception:
-                log.exception("an iteration of the engine failed; every sequence ends")
+            except Exception as error:
+                # The watch of the ranks has the whole reason in one line.
+                if not isinstance(error, RankLost):
+                    log.exception("an iteration of the engine failed; every sequence ends")
                 self._end_every(error=InternalError("the engine failed in a step; see its log"))
                 self._loop.transfers.reset()
                 self._loop.allocator.clear_index()  # the step may have written anything to the pages
@@ -97,12 +108,20 @@ class Engine:
                 self._end_every(error=InternalError("the engine lost its device; see its log"))
             self._close_executor()
 
+    def _meet_loss(self) -> None:
+        """Raise RankLost, unless a step has met the lost rank before."""
+        if self._failure is None and self.model.ranks is not None and not self._closing.is_set():
+            self.model.ranks.check()
+
     def _device_is_lost(self) -> bool:
         """Probe the device. When it cannot run anything, refuse new requests and call the watchers."""
         try:
             self._loop.executor.probe()
         except Exception as error:
-            log.critical("the device is lost; the engine ends", exc_info=True)
+            if isinstance(error, RankLost):
+                log.critical("the engine ends: %s", error)
+            else:
+                log.critical("the device is lost; the engine ends", exc_info=True)
             with self._loop.live_lock:
                 self._failure = error
                 watchers, self._watchers = self._watchers, []

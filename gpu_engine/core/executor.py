@@ -154,6 +154,18 @@ def _inline_sync(
     return InlineSync(stream, channel, launches, **timeouts)
 
 
+def _pages_and_calls(
+    model: LoadedModel, num_pages: int, page_size: int
+) -> tuple[list[KVPages], Callable[[], None], Callable[[], None], Callable[[int, int], None]]:
+    """Allocate the target's cache, on each of its ranks; return it with the executor's `probe`, `close` and
+    `copy_page`."""
+    pages, ranks = model.allocate_pages(num_pages, page_size), model.ranks
+    if ranks is None:
+        return pages, _nothing, _nothing, partial(copy_page, pages)
+    ranks.allocate_pages(num_pages, page_size)
+    return pages, ranks.check, ranks.close, partial(ranks.copy_page, pages)
+
+
 def cpu_executor(
     config: EngineConfig,
     model: LoadedModel,
@@ -173,7 +185,7 @@ def cpu_executor(
     sync = _inline_sync(config, channel, stream, launches)
     parts = DrafterParts(config, model, stream, launches, sync, num_pages, False, slot, lane)
     drafter = build_drafter(parts, drafter_builders)
-    pages = model.allocate_pages(num_pages + scratch_pages(config.page_size), config.page_size)
+    pages, probe, close, copy = _pages_and_calls(model, num_pages + scratch_pages(config.page_size), config.page_size)
     ring = OutputRing(stream, lane, sync.report, max_inflight_steps + 1)
     processors = load_processors(config.logits_processors, model, model.device)
     processing = Processing.of(processors, stream, launches, slot)
@@ -209,7 +221,7 @@ def cpu_executor(
     tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
     return Executor(
         *(slot_writer, sync, runner, fills, scorer, tensors, warm_up),
-        *(_take_number_of_threads, _nothing, _nothing, partial(copy_page, pages)),
+        *(_take_number_of_threads, probe, close, copy),
         mixes=program.mixes,
         processors=processors,
         answers=suffix_drafter(drafter),

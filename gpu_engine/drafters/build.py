@@ -163,7 +163,7 @@ def _draft_model(config: EngineConfig, target: LoadedModel) -> tuple[LoadedModel
     Models of one family share a tokenizer and pad their logits to different widths. Then the columns of real tokens
     are the same, and `d2t_V` leaves the padding out.
     """
-    own = {"model": config.draft_model, "revision": "", "drafter": "none", "draft_model": ""}
+    own = {"model": config.draft_model, "revision": "", "drafter": "none", "draft_model": "", "tensor_parallel_size": 1}
     if config.device != "cpu" and target.device.type == "cpu":
         own |= {"device": "cpu", "sync": "auto"}
     model = load_model(dataclasses.replace(config, **own), setting="draft_model")  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from gpu_engine.api.outputs import OutputSpec
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.attention import AttentionContext, attending
 from gpu_engine.model.fusion import Fused
+from gpu_engine.model.parallel.ranks import RankSet
 from kernels.kv_pages import KVPages
 
 
@@ -50,6 +51,8 @@ class LoadedModel:
     """The tensors that requests may ask for, by name (see outputs.py)."""
     adapters: AdapterPool | None = None
     """None: the model takes none, and no forward looks for one."""
+    ranks: RankSet | None = None
+    """The other ranks; None: the model is whole in this process."""
 
     @property
     def dtype_name(self) -> str:

@@ -1,4 +1,5 @@
-"""Loads a causal language model: dtype, packed products, paged attention, rotary tables, fused parts, tokenizer.
+"""Loads a causal language model: dtype, packed products, paged attention, rotary tables, fused parts, tokenizer; whole,
+or one rank's part of it.
 
 Invariant: a model that does not route every layer through our attention is rejected at load.
 Not responsible for: running it (see step/).
@@ -17,10 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils.quantization_config import Mxfp4Config
 
 from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
+from gpu_engine.api.outputs import HIDDEN_STATES, LOGITS
 from gpu_engine.model import attention
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
 from gpu_engine.model.experts import replace_experts
+from gpu_engine.model.fused_forward import FusedForward
 from gpu_engine.model.fused_layers import join_activations
 from gpu_engine.model.fusion import Bounds, FusedModelDiffers, fuse_parts, verified
 from gpu_engine.model.hub import Hub, Wanted, locate, read_token, refuse_what_runs_code
@@ -28,6 +31,10 @@ from gpu_engine.model.kernel_loading import load_kernels_eagerly
 from gpu_engine.model.linear import pack_linears, replace_conv1d, thin_linears
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.outputs import find_outputs
+from gpu_engine.model.parallel.collectives import Collectives
+from gpu_engine.model.parallel.forward import LeadingForward, add_over_ranks
+from gpu_engine.model.parallel.ranks import Ranks, RankSet
+from gpu_engine.model.parallel.shards import SETTING, Shard, heads_of, name_heads, shard
 from gpu_engine.model.probe import probe, refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
 from gpu_engine.model.quantised.choice import quantise
@@ -75,12 +82,54 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> None:
 def load_model(config: EngineConfig, progress: Progress | None = None, *, setting: str = "model") -> LoadedModel:
     """Load `config.model`; raise ModelNotSupported, FileNotFoundError or EmbeddedModelMissing with a reason.
 
-    `setting` is the setting that names the model: messages about its files begin with it.
+    `setting` is the setting that names the model: messages about its files begin with it. With `tensor_parallel_size`
+    above 1 this starts the other ranks, too, and may raise RankLost.
     """
+    if config.tensor_parallel_size > 1:
+        return _load_divided(config, progress)
+    return _load(config, progress, setting)
+
+
+def _load_divided(config: EngineConfig, progress: Progress | None) -> LoadedModel:
+    """Return the model over its ranks, as rank 0 drives it."""
+    path_of(config, progress)  # fetched or converted once, before each rank reads it
+    ranks = Ranks.start(config)
+    try:
+        model, forward = load_shard(config, Shard(0, config.tensor_parallel_size), progress)
+        collectives = ranks.connect(model.device)
+    except BaseException:
+        ranks.close()
+        raise
+    return lead(model, forward, collectives, ranks)
+
+
+def load_shard(config: EngineConfig, part: Shard, progress: Progress | None = None) -> tuple[LoadedModel, FusedForward]:
+    """Load one rank's part of `config.model`; return it with its forward, which does not add over the ranks yet.
+
+    Raises as `load_model`, and ModelNotSupported for a model that cannot be divided.
+    """
+    if config.quantization == "auto":
+        config = replace(config, quantization="none")
+    model = _load(config, progress, "model", part)
+    if not isinstance(model.fused.forward, FusedForward):
+        reasons = "; ".join(model.fused.left)
+        raise ModelNotSupported(f"{SETTING}: the forward of {model.model_type} is no loop over fused layers: {reasons}")
+    return model, model.fused.forward
+
+
+def lead(model: LoadedModel, forward: FusedForward, collectives: Collectives, ranks: RankSet) -> LoadedModel:
+    """Return rank 0's part as the whole model: its forward has the other ranks run theirs."""
+    add_over_ranks(forward, collectives)
+    model.fused = replace(model.fused, forward=LeadingForward(forward, collectives, model.vocab_size))
+    model.ranks = ranks
+    return model
+
+
+def _load(config: EngineConfig, progress: Progress | None, setting: str, part: Shard | None = None) -> LoadedModel:
     report: Progress = progress or (lambda stage, done: None)
     device = torch.device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.num_threads or usable_cores())
+        torch.set_num_threads(config.num_threads or max(1, usable_cores() // config.tensor_parallel_size))
     else:
         load_kernels_eagerly()
         if (device.index or 0) >= torch.cuda.device_count():
@@ -121,10 +170,12 @@ def load_model(config: EngineConfig, progress: Progress | None = None, *, settin
     report("preparing the weights", 0.8)
     gguf_file = weights_file() if config.model == EMBEDDED_MODEL else path if path.is_file() else None
     try:
-        model = prepare(config, net, tokenizer, gguf_file, checkpoint)
+        model = prepare(config, net, tokenizer, gguf_file, checkpoint, part)
     except FusedModelDiffers as why:
+        if part is not None:
+            raise ModelNotSupported(f"{SETTING}: the fused forward of {path} differs from its own: {why}") from why
         log.warning("loading %s again, unfused: %s", config.model, why)
-        return load_model(replace(config, fuse=False), progress, setting=setting)
+        return _load(replace(config, fuse=False), progress, setting)
     _return_freed_memory()
     report("loaded", 1.0)
     return model
@@ -157,9 +208,10 @@ def prepare(
     tokenizer: PreTrainedTokenizerFast,
     gguf_file: Path | None = None,
     checkpoint: QuantisedCheckpoint | None = None,
+    part: Shard | None = None,
 ) -> LoadedModel:
     """Prepare a transformers model that was loaded with the attention of `attention.NAME`, from `gguf_file` or
-    `checkpoint` if it came from one of them.
+    `checkpoint` if it came from one of them; with `part`, cut it down to one rank's.
 
     Raises ModelNotSupported, or FusedModelDiffers when it must be loaded again with `fuse` off.
     """
@@ -175,6 +227,30 @@ def prepare(
         raise ModelNotSupported(f"model: {net.config.model_type} is no transformer with attention: {error}") from error
     except RuntimeError as error:  # of a configuration whose layers have their own
         raise ModelNotSupported(f"model: layers of {net.config.model_type} differ in shape: {error}") from error
+    if part is not None:
+        return _prepare_part(config, model, part)
+    return _prepare_net(config, model, gguf_file, checkpoint)
+
+
+def _prepare_part(config: EngineConfig, model: LoadedModel, part: Shard) -> LoadedModel:
+    """Prepare a part as the smaller model that it is; the result has the vocabulary and the outputs of the whole."""
+    vocab_size, heads = model.vocab_size, heads_of(model.net)
+    model.num_kv_heads = shard(model.net, part).keys
+    model.vocab_size = part.of_vocabulary(vocab_size)
+    _prepare_net(config, model, None, None)
+    name_heads(model.net, heads)
+    model.vocab_size = vocab_size
+    # Other outputs are those of modules, which compute the part of one rank.
+    states = {name: spec for name, spec in model.outputs.items() if name.startswith(HIDDEN_STATES)}
+    model.outputs = {LOGITS: replace(model.outputs[LOGITS], shape=(vocab_size,)), **states}
+    return model
+
+
+def _prepare_net(
+    config: EngineConfig, model: LoadedModel, gguf_file: Path | None, checkpoint: QuantisedCheckpoint | None
+) -> LoadedModel:
+    """Quantise, move, check and fuse; raises as `prepare`."""
+    net, device, dtype = model.net, model.device, model.dtype
     # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint)
     net.to(device)

@@ -48,7 +48,7 @@ class CoreSplit:
             cores: the process's CPU set.
             usable: the number of them that a CPU quota allows; behind a quota any core may be idle.
         """
-        threads = config.num_threads or usable if config.on_cpu else 1
+        threads = (config.num_threads or usable) * config.tensor_parallel_size if config.on_cpu else 1
         spare = len(cores) - threads
         # With device flags the grammar process polls, and fills a core by itself.
         least = 2 if config.sync == "device_flag" else 1

@@ -40,6 +40,7 @@ def resolve_placement(engine: EngineConfig, server: ServerConfig, *, cuda_device
     if engine.num_threads == 0:
         shares = cores >= CORES_TO_SHARE and server.grammar != "none"
         spare = min(MAX_SPARE, max(1, cores // CORES_PER_SPARE)) if shares else 0
-        engine = replace(engine, num_threads=cores - spare)
-    log.info("device: cpu (%s), %d threads on %d usable cores", why, engine.num_threads, cores)
+        engine = replace(engine, num_threads=max(1, (cores - spare) // engine.tensor_parallel_size))
+    ranks = f"{engine.tensor_parallel_size} ranks of " if engine.tensor_parallel_size > 1 else ""
+    log.info("device: cpu (%s), %s%d threads on %d usable cores", why, ranks, engine.num_threads, cores)
     return engine

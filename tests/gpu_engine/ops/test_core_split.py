@@ -23,6 +23,8 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="n
         (EngineConfig(device="cpu", num_threads=1), {4, 9}, 2, {9}),
         (EngineConfig(device="cpu", num_threads=2), {0, 1, 2, 3}, 4, {2, 3}),
         (EngineConfig(device="cpu", num_threads=1), {0, 1, 2, 3}, 4, {1, 2, 3}),
+        (EngineConfig(device="cpu", num_threads=1, tensor_parallel_size=2), {0, 1, 2}, 3, {2}),
+        (EngineConfig(device="cpu", num_threads=1, tensor_parallel_size=2), {0, 1}, 2, None),
         (EngineConfig(device="cuda"), {0, 1, 2}, 3, {1, 2}),
         (EngineConfig(device="cuda", sync="device_flag"), {0, 1, 2}, 3, {1, 2}),
         # A polling process would occupy the only spare core.

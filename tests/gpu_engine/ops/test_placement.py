@@ -48,6 +48,16 @@ def test_with_four_cores_and_more_the_default_leaves_some_to_the_grammar_process
     assert resolved(cores=cores, server=NO_GRAMMAR).num_threads == cores
 
 
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 2, 1), (2, 3, 1), (16, 2, 7), (16, 4, 3)])
+def test_ranks_share_the_cores(cores: int, ranks: int, threads: int) -> None:
+    assert resolved(cores=cores, tensor_parallel_size=ranks).num_threads == threads
+
+
+def test_ranks_are_refused_where_auto_finds_a_gpu() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size: ranks run on a CPU"):
+        resolved(cuda_devices=2, tensor_parallel_size=2)
+
+
 @pytest.mark.parametrize("cores", [4, 8, 64])
 def test_the_default_confines_the_grammar_process_to_unused_cores(cores: int) -> None:
     config = resolved(cores=cores)

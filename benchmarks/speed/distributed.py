@@ -1,0 +1,180 @@
+"""`python -m benchmarks distributed`: a model over several processes, against the same model in one.
+
+First the tokens: every prompt, guided and free, with and without drafts, from a server of one rank and from servers of
+more; in float32 any difference fails the run. Then the cost of a forward by part: the announcement to the other ranks,
+the sums over the ranks, the logits of all ranks brought to rank 0, and the rest, which is this rank's computation.
+Invariant: tokens are compared with those of one rank without drafts; forwards of all sizes run in turn in one process.
+Not responsible for: sampling and masks, which rank 0 does alone (see serve.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from benchmarks.harness.client import CallRefused
+from benchmarks.harness.comparison import compare
+from benchmarks.harness.measure import Answer
+from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
+from benchmarks.harness.tables import number, share, table
+from benchmarks.quality.lossless import Case, Variant, equality_table, make_cases, run_variants
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.parallel.ranks import Ranks
+
+EXAMPLES = """
+examples:
+  python -m benchmarks distributed                      one and two ranks of one thread each, the embedded model
+  python -m benchmarks distributed --ranks 1,2,3 --count 16
+  python -m benchmarks distributed --no-tokens          the forwards alone
+
+reading the second table:
+  lanes x rows   sequences of the forward, and rows of each
+  ms             of a forward, the lower quartile of the rounds
+  of one rank    time over that of one rank
+  announce, sums, logits, compute
+                 shares of the time: ids, positions and page tables to the other ranks; two sums a layer; the logits of
+                 all ranks to rank 0; the rest
+"""
+
+PAGE, CONTEXT = 16, 300
+PARTS = ("send", "sum", "gather")
+
+
+def forward_of(model: LoadedModel, lanes: int, rows: int) -> Callable[[], list[float]]:
+    """Return a function that runs a forward behind `CONTEXT` tokens, and gives its seconds, whole and by `PARTS`."""
+    pages = -(-(CONTEXT + rows) // PAGE)
+    table_BN = torch.arange(lanes * pages, dtype=torch.int32).view(lanes, pages)
+    positions_BP = (CONTEXT + torch.arange(rows, dtype=torch.int32)).expand(lanes, rows).contiguous()
+    ctx = AttentionContext(model.allocate_pages(lanes * pages, PAGE), table_BN, positions_BP)
+    ids_BP = torch.arange(lanes * rows).view(lanes, rows) * 91 % model.vocab_size
+    ranks = model.ranks
+    assert ranks is None or isinstance(ranks, Ranks)
+
+    def spent() -> list[float]:
+        if ranks is None or ranks.collectives is None:
+            return [0.0] * len(PARTS)
+        return [ranks.collectives.spent[part].seconds for part in PARTS]
+
+    def run() -> list[float]:
+        if ranks is not None:  # another size has its pages there
+            ranks.allocate_pages(lanes * pages, PAGE)
+        model.logits(ids_BP, ctx)
+        before, begun_s = spent(), time.perf_counter()
+        model.logits(ids_BP, ctx)
+        whole = time.perf_counter() - begun_s
+        return [whole, *(after - once for after, once in zip(spent(), before, strict=True))]
+
+    return run
+
+
+@torch.inference_mode()
+def costs(models: dict[int, LoadedModel], shapes: Sequence[tuple[int, int]], rounds: int) -> str:
+    """Return the table of forwards; the first of `models` is what the others are compared with."""
+    lines = []
+    for lanes, rows in shapes:
+        runs = {size: forward_of(model, lanes, rows) for size, model in models.items()}
+        found: dict[int, list[list[float]]] = {size: [] for size in runs}
+        for _ in range(rounds):
+            for size, run in runs.items():
+                found[size].append(run())
+        first = 0.0
+        for size, times in found.items():
+            # The parts are those of the round whose whole time is the lower quartile.
+            whole, *parts = sorted(times)[len(times) // 4]
+            first = first or whole
+            shares = [share(part / whole) for part in (*parts, whole - sum(parts))]
+            lines.append([f"{lanes} x {rows}", str(size), number(whole * 1e3, 1), number(whole / first, 2), *shares])
+    header = ("lanes x rows", "ranks", "ms", "of one rank", "announce", "sums", "logits", "compute")
+    return table(header, lines)
+
+
+def tokens_of(sizes: Sequence[int], cases: Sequence[Case], drafts: Sequence[int], args: argparse.Namespace) -> int:
+    """Print the table of equal answers and of tokens per second by number of ranks; return how many differ."""
+    reference: dict[str, Answer] | None = None
+    variants, failures = [Variant(each, args.batch) for each in drafts], 0
+    for size in sizes:
+        options = ServerOptions(
+            model=args.model, dtype="float32", quantization="none", num_threads=args.threads,
+            num_draft_tokens=max(drafts), prefix_cache=False,
+            extra=("--tensor-parallel-size", str(size)) if size > 1 else (),
+        )  # fmt: skip
+        with start_engine(options) as address:
+            begun_s = time.perf_counter()
+            results = asyncio.run(run_variants(address, cases, variants))
+            seconds = time.perf_counter() - begun_s
+        reference = reference or results[variants[0]]
+        differences = {variant: compare(reference, answers) for variant, answers in results.items()}
+        count = sum(len(answer.token_ids) for answers in results.values() for answer in answers.values())
+        steps = statistics.mean(a.times.step_ms for answers in results.values() for a in answers.values() if a.times)
+        print(f"\nranks: {size}; {number(count / seconds)} tokens/s, a step of an answer takes {number(steps)} ms\n")
+        print(equality_table(results, differences))
+        for variant, found in differences.items():
+            for difference in found:
+                failures += 1
+                print(f"differs: {variant}: {difference}")
+    return failures
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks distributed",
+        description="Compare a model over several processes with the same model in one: tokens, and time by part.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="embedded", help="model of the engine (default 'embedded')")
+    add("--ranks", default="1,2", help="numbers of ranks; 1 is the reference (default 1,2)")
+    add("--threads", type=int, default=1, help="threads of each rank (default 1)")
+    add("--count", type=int, default=8, help="prompts, two of three guided (default 8)")
+    add("--max-tokens", type=int, default=48, help="tokens per answer (default 48)")
+    add("--drafts", default="0,7", help="drafts per step to compare (default 0,7)")
+    add("--batch", type=int, default=4, help="prompts at a time (default 4)")
+    add("--shapes", default="1x1,1x8,4x1,4x8", help="lanes x rows of the forwards (default 1x1,1x8,4x1,4x8)")
+    add("--rounds", type=int, default=12, help="forwards of each kind (default 12)")
+    add("--no-tokens", action="store_true", help="measure the forwards alone")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparison; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    sizes = [int(each) for each in args.ranks.split(",")]
+    shapes = [(int(lanes), int(rows)) for lanes, rows in (each.split("x") for each in args.shapes.split(","))]
+    failures = 0
+    try:
+        if not args.no_tokens:
+            drafts = [int(each) for each in args.drafts.split(",")]
+            failures = tokens_of(sizes, make_cases(args.count, args.max_tokens), drafts, args)
+        config = EngineConfig(
+            model=args.model, device="cpu", dtype="float32", quantization="none", num_threads=args.threads
+        )
+        with ExitStack() as stack:
+            models = {}
+            for size in sizes:
+                models[size] = load_model(replace(config, tensor_parallel_size=size))
+                if (ranks := models[size].ranks) is not None:
+                    stack.callback(ranks.close)
+            print(f"\n{args.model}, float32, {args.threads} threads a rank, behind {CONTEXT} tokens\n")
+            print(costs(models, shapes, args.rounds))
+    except (ValueError, ServerFailed, CallRefused) as failure:
+        print(f"cannot run: {failure}", file=sys.stderr)
+        return 2
+    if failures:
+        print("\nFAILED: answers differ")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

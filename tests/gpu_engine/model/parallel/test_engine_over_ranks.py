@@ -1,0 +1,102 @@
+"""An engine whose model is over two ranks gives the tokens of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu_engine.api.outputs import LOGITS, WantedOutput
+from gpu_engine.model.loader import LoadedModel
+from tests.gpu_engine.beams import search, search_all
+from tests.gpu_engine.harness import Answer, answer_all, ask, config, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.model.parallel.threads import ThreadRanks
+from tests.gpu_engine.toy_sidecar import guided_engine
+
+MIX: list[Callable[[], Answer]] = [
+    partial(ask, tokens(30, 1, repeat=10), grammar="40", max_tokens=50),
+    partial(ask, tokens(12, 2), max_tokens=30, ignore_eos=True),
+    partial(ask, tokens(20, 3), grammar="30", max_tokens=40, temperature=1.0, seed=3),
+    partial(ask, tokens(33, 4), grammar="45", max_tokens=30, temperature=0.5, top_p=0.9),
+    partial(ask, tokens(9, 5), max_tokens=30, temperature=0.6, seed=5, logit_bias=((7, 2.0),)),
+    partial(ask, tokens(21, 6), grammar="1", max_tokens=30),
+    partial(ask, tokens(40, 7), grammar="38", max_tokens=50, repetition_penalty=1.3, presence_penalty=0.4),
+    partial(ask, [*range(196, 203)] * 2, max_tokens=40),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadRanks]:
+    two = ThreadRanks(config(model=llama.name, tensor_parallel_size=2), tmp_path_factory.mktemp("ranks") / "store")
+    yield two
+    two.end()
+
+
+def answers(model: LoadedModel, num_drafts: int, **settings: Any) -> tuple[list[list[int]], int, int]:
+    """Return the tokens of every case, and the accepted drafts and the preemptions."""
+    with guided_engine(model, with_drafts(num_drafts, row_timeout_ms=2000.0, **settings)) as (engine, _):
+        found = answer_all(engine, [make() for make in MIX])
+        stats = engine.stats()
+        return found, stats.accepted_draft_tokens, stats.preemptions
+
+
+def test_guided_and_free_tokens_are_those_of_one_rank_with_and_without_drafts(
+    llama: LoadedModel, ranks: ThreadRanks
+) -> None:
+    expected, _, _ = answers(llama, 0)
+    assert answers(ranks.model, 0)[0] == expected
+    found, accepted, _ = answers(ranks.model, 7)
+    assert found == expected
+    assert accepted > 20
+    spent = ranks.collectives.spent
+    assert spent["sum"].calls >= 4 * spent["gather"].calls > 0
+
+
+def test_preempted_sequences_have_the_same_tokens(llama: LoadedModel, ranks: ThreadRanks) -> None:
+    expected, _, _ = answers(llama, 0)
+    found, _, preemptions = answers(ranks.model, 7, max_model_len=112, kv_cache_tokens=128)
+    assert found == expected
+    assert preemptions > 0
+
+
+def test_beams_copy_pages_on_every_rank(llama: LoadedModel, ranks: ThreadRanks) -> None:
+    found = []
+    for model in (llama, ranks.model):
+        with unguided_engine(model, with_drafts(0)) as engine:
+            answer = search_all(engine, [search(tokens(21, 3), max_tokens=24)])[0]
+            found.append((answer.tokens, answer.scores))
+    assert found[1][0] == found[0][0]
+    np.testing.assert_allclose(found[1][1], found[0][1], atol=1e-4)
+
+
+def test_logits_and_states_are_those_of_the_whole_model_and_other_outputs_are_not_offered(
+    llama: LoadedModel, ranks: ThreadRanks
+) -> None:
+    names = (LOGITS, "hidden_states.0", "hidden_states.2")
+    assert set(ranks.model.outputs) == {LOGITS, *(f"hidden_states.{layer}" for layer in range(3))}
+    rows = []
+    for model in (llama, ranks.model):
+        answer = ask(tokens(20, 2), max_tokens=8)
+        answer.request.outputs = tuple(
+            WantedOutput(name, name, model.outputs[name], context=True, answer=True) for name in names
+        )
+        with unguided_engine(model, with_drafts(7)) as engine:
+            answer_all(engine, [answer])
+        rows.append(np.concatenate([part.data.view("<f4").ravel() for e in answer.events for part in e.outputs]))
+    np.testing.assert_allclose(rows[1], rows[0], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts_by", ["same", "trained eagle3"])
+def test_a_drafting_network_on_rank_0_drafts_for_all(
+    llama: LoadedModel, ranks: ThreadRanks, draft_models: dict[str, str], drafts_by: str
+) -> None:
+    cases = [partial(ask, tokens(12, 2), max_tokens=30), partial(ask, tokens(20, 3), max_tokens=30, temperature=0.7)]
+    with unguided_engine(llama, with_drafts(0)) as engine:
+        expected = answer_all(engine, [make() for make in cases])
+    with unguided_engine(ranks.model, with_drafts(3, draft_model=draft_models[drafts_by])) as engine:
+        assert answer_all(engine, [make() for make in cases]) == expected
+        assert engine.stats().accepted_draft_tokens > 5

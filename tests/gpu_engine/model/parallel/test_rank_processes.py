@@ -1,0 +1,207 @@
+"""Ranks are processes: they give the tokens of one, a lost one ends the engine, and none outlives rank 0."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gpu_engine.api.errors import InternalError, RankLost
+from gpu_engine.core.engine import Engine
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from gpu_engine.model.parallel.ranks import Ranks
+from tests.gpu_engine.harness import Answer, answer_all, ask, config, tokens, unguided_engine, with_drafts
+
+LIMIT_S = 5.0
+"""The longest time from the loss of a rank to the end of the engine."""
+
+
+def alive(process_id: int) -> bool:
+    """Return whether a process runs; one that has ended and is not reaped does not."""
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def ends(process_id: int, within_s: float = LIMIT_S) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while alive(process_id) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return not alive(process_id)
+
+
+@contextmanager
+def divided(model: str, size: int = 2) -> Iterator[tuple[LoadedModel, Ranks]]:
+    loaded = load_model(config(model=model, tensor_parallel_size=size))
+    assert isinstance(loaded.ranks, Ranks)
+    try:
+        yield loaded, loaded.ranks
+    finally:
+        loaded.ranks.close()
+
+
+def lose(engine: Engine, process_id: int, number: int) -> tuple[str, float]:
+    """Send the signal; return the engine's failure and the seconds until it."""
+    failed: list[Exception] = []
+    ended = threading.Event()
+
+    def report(error: Exception) -> None:
+        failed.append(error)
+        ended.set()
+
+    engine.watch(report)
+    begun_s = time.monotonic()
+    os.kill(process_id, number)
+    assert ended.wait(30)
+    return str(failed[0]), time.monotonic() - begun_s
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_tokens_of_one_and_a_killed_one_ends_the_engine(llama: LoadedModel) -> None:
+    def cases() -> list[Answer]:
+        return [ask(tokens(20, 2, repeat=8), max_tokens=20), ask(tokens(9, 5), max_tokens=20, temperature=0.7)]
+
+    with unguided_engine(llama, with_drafts(0)) as engine:
+        expected = answer_all(engine, cases())
+    with divided(llama.name) as (model, ranks):
+        engine = Engine(with_drafts(7), model)
+        engine.start()
+        try:
+            assert answer_all(engine, cases()) == expected
+            running = ask(tokens(9, 5), max_tokens=200, ignore_eos=True)
+            engine.submit(running.request)
+            reason, seconds = lose(engine, ranks.process_ids[0], signal.SIGKILL)
+            assert reason == f"rank 1 of 2 (process {ranks.process_ids[0]}) was ended by SIGKILL"
+            assert seconds < LIMIT_S
+            assert isinstance(running.wait().error, InternalError)
+        finally:
+            engine.close()
+    assert not alive(ranks.process_ids[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(("busy", "rounds"), [(True, 2), (False, 1)], ids=["in steps", "idle"])
+def test_a_rank_that_dies_or_hangs_ends_the_engine(
+    llama: LoadedModel, number: signal.Signals, busy: bool, rounds: int
+) -> None:
+    for _ in range(rounds):
+        with divided(llama.name) as (model, ranks):
+            engine = Engine(with_drafts(7), model)
+            engine.start()
+            try:
+                running = ask(tokens(9, 5), max_tokens=240, ignore_eos=True, seed=1)
+                if busy:
+                    engine.submit(running.request)
+                reason, seconds = lose(engine, ranks.process_ids[0], number)
+                lost = "was ended by SIGKILL" if number == signal.SIGKILL else "has sent no heartbeat for 2.5 s"
+                assert reason == f"rank 1 of 2 (process {ranks.process_ids[0]}) {lost}"
+                assert seconds < LIMIT_S
+                if busy:
+                    running.wait()
+                with pytest.raises(InternalError, match="lost"):
+                    engine.submit(ask([1]).request)
+            finally:
+                engine.close()
+        assert not any(map(alive, ranks.process_ids))
+
+
+@pytest.mark.slow
+def test_of_three_ranks_one_that_hangs_ends_the_others(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    from tests.gpu_engine import tiny
+
+    shape = {**tiny._SHAPE, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    folder = tiny.save(LlamaConfig(**shape), tmp_path / "three")
+    with divided(str(folder), 3) as (_, ranks):
+        first, second = ranks.process_ids
+        lost = threading.Event()
+        ranks.watch(lost.set)
+        os.kill(second, signal.SIGSTOP)
+        assert lost.wait(LIMIT_S)
+        with pytest.raises(RankLost, match=r"^rank 2 of 3 .* has sent no heartbeat"):
+            ranks.check()
+        assert ends(first)
+        assert ends(second)
+
+
+def start_server(folder: str, listen: str, *flags: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """Return a server of two ranks that is ready, and the process ids of its other ranks."""
+    settings = ("--model", folder, "--listen", listen, "--grammar", "none", "--dtype", "float32", "--num-threads", "1")
+    command = [sys.executable, "-m", "gpu_engine", "serve", *settings, "--tensor-parallel-size", "2", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("ready"), process.communicate()
+    children = Path(f"/proc/{process.pid}/task")
+    ids = [int(child) for task in children.iterdir() for child in (task / "children").read_text().split()]
+    return process, [child for child in ids if b"parallel.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_server_that_lost_a_rank_ends_with_one_line_and_can_start_again(
+    llama: LoadedModel, tmp_path: Path, number: signal.Signals
+) -> None:
+    for attempt in range(2):
+        process, (rank,) = start_server(llama.name, f"unix:{tmp_path}/s{attempt}")
+        begun_s = time.monotonic()
+        os.kill(rank, number)
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "the engine ends: " in line)
+        assert time.monotonic() - begun_s < LIMIT_S
+        assert f"rank 1 of 2 (process {rank})" in line
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert re.search(rf"error: the engine lost a rank: rank 1 of 2 \(process {rank}\) .*\n", errors)
+        assert "Traceback" not in errors
+        assert not alive(rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [False, True], ids=["rank runs", "rank is stopped"])
+def test_no_rank_outlives_a_killed_server(llama: LoadedModel, tmp_path: Path, stopped: bool) -> None:
+    process, (rank,) = start_server(llama.name, f"unix:{tmp_path}/s")
+    if stopped:
+        os.kill(rank, signal.SIGSTOP)
+    process.kill()
+    process.communicate()
+    assert ends(rank)
+
+
+@pytest.mark.slow
+def test_a_server_of_two_ranks_drains_and_ends_them(llama: LoadedModel, tmp_path: Path) -> None:
+    process, (rank,) = start_server(llama.name, f"unix:{tmp_path}/s")
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    assert not alive(rank)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_load_its_part_is_named(llama: LoadedModel) -> None:
+    ranks = Ranks.start(config(model="/nowhere", tensor_parallel_size=2))
+    try:
+        with pytest.raises(RankLost, match=r"^rank 1 of 2 \(process \d+\) cannot load its part: .*/nowhere"):
+            ranks.connect(llama.device)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_divided_ends_its_ranks(saved: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelNotSupported, match=r"^tensor_parallel_size"):
+        load_model(config(model=str(saved("gpt2")), tensor_parallel_size=2))
+    left = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "parallel.worker"], capture_output=True, check=False)
+    assert not left.stdout

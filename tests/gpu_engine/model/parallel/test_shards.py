@@ -1,0 +1,124 @@
+"""A model over ranks gives the logits of the whole model, and refuses what it cannot divide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from gpu_engine.api.config import EngineConfig
+from gpu_engine.model.attention import AttentionContext
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model, load_shard
+from gpu_engine.model.parallel.shards import Shard
+from tests.gpu_engine import tiny
+from tests.gpu_engine.harness import config
+from tests.gpu_engine.model.parallel.threads import ThreadRanks
+
+ODD = {**tiny._SHAPE, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 97}
+"""Three KV heads, and numbers of MLP columns and of tokens that two ranks do not divide."""
+
+
+def divided(folder: Path, size: int) -> EngineConfig:
+    return config(model=str(folder), tensor_parallel_size=size)
+
+
+def logits(model: LoadedModel, ids_BP: torch.Tensor, ranks: ThreadRanks | None = None) -> torch.Tensor:
+    """Run a forward behind one that has filled its first positions; return [B * P, V]."""
+    B, P = ids_BP.shape
+    pages = model.allocate_pages(2 * B, 16)
+    if ranks is not None:
+        ranks.allocate_pages(2 * B, 16)
+    table_BN = torch.arange(2 * B, dtype=torch.int32).view(B, 2)
+    positions_BP = torch.arange(P, dtype=torch.int32).expand(B, P).contiguous()
+    with torch.inference_mode():
+        model.prefill(ids_BP, AttentionContext(pages, table_BN, positions_BP))
+        return model.logits(ids_BP, AttentionContext(pages, table_BN, positions_BP + P)).clone()
+
+
+IDS = torch.arange(2 * 9).view(2, 9) * 13 % 250
+
+
+@pytest.fixture
+def ranks_of(tmp_path: Path) -> Iterator[Callable[[Path, int], ThreadRanks]]:
+    made: list[ThreadRanks] = []
+
+    def start(folder: Path, size: int) -> ThreadRanks:
+        made.append(ThreadRanks(divided(folder, size), tmp_path / f"store{len(made)}"))
+        return made[-1]
+
+    yield start
+    for ranks in made:
+        ranks.end()
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(LlamaConfig(**{**ODD, "vocab_size": 301}), tmp_path_factory.mktemp("odd"))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_two_ranks_have_the_logits_of_the_whole_model(
+    saved: Callable[[str], Path], ranks_of: Callable[[Path, int], ThreadRanks], family: str
+) -> None:
+    ranks, whole = ranks_of(saved(family), 2), load_model(config(model=str(saved(family))))
+    torch.testing.assert_close(logits(ranks.model, IDS, ranks), logits(whole, IDS), rtol=1e-4, atol=1e-4)
+    assert (ranks.model.vocab_size, ranks.model.eos_token_ids) == (whole.vocab_size, whole.eos_token_ids)
+    assert ranks.model.num_parameters == whole.num_parameters
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_kv_heads_columns_and_tokens_may_be_divided_unevenly(
+    odd: Path, ranks_of: Callable[[Path, int], ThreadRanks], size: int
+) -> None:
+    ranks, whole = ranks_of(odd, size), load_model(config(model=str(odd)))
+    assert ranks.model.num_kv_heads == {2: 2, 3: 1}[size]
+    torch.testing.assert_close(logits(ranks.model, IDS, ranks), logits(whole, IDS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_row_has_the_same_bits_for_any_number_of_rows(
+    odd: Path, ranks_of: Callable[[Path, int], ThreadRanks], size: int
+) -> None:
+    ranks = ranks_of(odd, size)
+    ids_BP = torch.arange(16 * 5).view(16, 5) * 29 % 250
+    together = logits(ranks.model, ids_BP, ranks)
+    for B in (1, 2, 3, 7):
+        assert torch.equal(logits(ranks.model, ids_BP[:B].contiguous(), ranks), together[: B * 5]), B
+    single = logits(ranks.model, ids_BP[:1, :1].contiguous(), ranks)
+    pair = logits(ranks.model, ids_BP[:2, :1].contiguous(), ranks)
+    assert torch.equal(single, pair[:1])
+
+
+def test_every_weight_of_a_product_is_on_one_rank(odd: Path) -> None:
+    whole = load_model(config(model=str(odd)))
+    parts = [load_shard(divided(odd, 2), Shard(rank, 2))[0] for rank in range(2)]
+    sizes = [[product.in_features * product.out_features for _, product in products(part)] for part in parts]
+    assert [sum(pair) for pair in zip(*sizes, strict=True)] == [
+        p.in_features * p.out_features for _, p in products(whole)
+    ]
+
+
+def products(model: LoadedModel) -> list[tuple[str, torch.nn.Linear]]:
+    forward = model.fused.forward
+    assert forward is not None
+    return [item for layer in forward.layers for part in (layer.attention, layer.gated) for item in part.products()]
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "problem"),
+    [
+        ("llama", 3, "llama has 4 heads over 2 KV heads; at most 2 ranks"),
+        ("gpt2", 2, "gpt2 has 0 attentions and 0 gated blocks in 2 layers"),
+        ("granite", 2, "the forward of granite is no loop over fused layers"),
+        ("mixtral", 2, "mixtral has 2 attentions and 0 gated blocks"),
+        ("deepseek_v3", 2, "an attention of deepseek_v3"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(
+    saved: Callable[[str], Path], family: str, size: int, problem: str
+) -> None:
+    with pytest.raises(ModelNotSupported, match=f"^tensor_parallel_size: .*{problem}"):
+        load_shard(divided(saved(family), size), Shard(0, size))
