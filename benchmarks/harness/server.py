@@ -81,7 +81,7 @@ class EngineServer:
     native libraries included. None runs the build that this module belongs to.
     """
 
-    def __init__(self, options: ServerOptions, ready_timeout_s: float = 180.0, checkout: Path | None = None) -> None:
+    def __init__(self, options: ServerOptions, ready_timeout_s: float = 600.0, checkout: Path | None = None) -> None:
         self.options = options
         self.checkout = checkout
         self.address = f"127.0.0.1:{free_port()}"

@@ -64,11 +64,21 @@ class Parser(argparse.ArgumentParser):
         problem = f"unrecognized arguments: {' '.join(unknown)}"
         if first is None:
             self.error(f"{problem}; every value belongs to a flag")
-        near = difflib.get_close_matches(_name(first), self._option_string_actions, 1)
         owners = _owners(first, commands)
         if owners:
             self.error(f"{problem}; {_name(first)} is a flag of `lockstep {owners[0]}`")
-        self.error(f"{problem}; did you mean {near[0]}?" if near else problem)
+        if near := self._nearest(first):
+            self.error(f"{problem}; did you mean {near}?")
+        for name, command in commands.items():
+            if near := command._nearest(first):
+                self.error(f"{problem}; `lockstep {name}` has {near}")
+        self.error(problem)
+
+    def _nearest(self, word: str) -> str:
+        """Return the flag that is most like `word`, "" if none is. The dashes in front do not count as like."""
+        flags = {flag.lstrip("-"): flag for flag in self._option_string_actions}
+        near = difflib.get_close_matches(_name(word).lstrip("-"), flags, 1)
+        return flags[near[0]] if near else ""
 
 
 class Commands:

@@ -232,13 +232,15 @@ class GrammarLink:
             self._events.link_alive()
 
     async def _attach(self) -> socket.socket:
-        retry_s, since_s = FIRST_RETRY_S, time.monotonic()
+        retry_s, since_s, refusal = FIRST_RETRY_S, time.monotonic(), ""
         while True:
             try:
                 return await self._attach_once()
             except VersionSkew:
                 raise
-            except (SharedMemoryError, grpc.aio.AioRpcError, OSError) as error:
+            except grpc.aio.AioRpcError as error:
+                refusal = self._refused(error, refusal)
+            except (SharedMemoryError, OSError) as error:
                 log.debug("no grammar process yet: %s", error)
             if time.monotonic() > since_s + self.start_patience_s:
                 log.warning("no grammar process could be attached for %g s", self.start_patience_s)
@@ -246,6 +248,16 @@ class GrammarLink:
                 self._on_stuck()
             await asyncio.sleep(retry_s)
             retry_s = min(retry_s * RETRY_GROWTH, LONGEST_RETRY_S)
+
+    @staticmethod
+    def _refused(error: grpc.aio.AioRpcError, before: str) -> str:
+        """Log why Configure failed, and an equal reason once; return the reason."""
+        reason = f"{error.code().name}: {error.details()}"
+        if error.code() is grpc.StatusCode.UNAVAILABLE or reason == before:
+            log.debug("no grammar process yet: %s", reason)
+        else:
+            log.error("the grammar process cannot be configured, and is asked again: %s", reason)
+        return reason
 
     async def _attach_once(self) -> socket.socket:
         sock = await asyncio.to_thread(self._hand_over, self._directory)

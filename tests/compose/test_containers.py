@@ -167,6 +167,17 @@ def test_openai_clients_get_a_guided_answer_through_a_gateway_in_front(
     jsonschema.validate(json.loads(choice.message.content or ""), schema)
 
 
+async def test_with_an_engine_for_prompts_an_answer_is_the_same(stack: Stack) -> None:
+    request, schema = listing(3)
+    stack.up()
+    alone = await stack.ask(request)
+    two = dataclasses.replace(stack, files=("compose.yaml", "compose.disaggregated.yaml"))
+    two.up()
+    answer = await two.ask(request)
+    check(answer, schema)
+    assert answer.token_ids == alone.token_ids
+
+
 def secrets_in(folder: Path) -> trustme.CA:
     """Write what compose.tls.yaml mounts, readable by the container's user; return who signed it."""
     authority = trustme.CA()

@@ -280,5 +280,5 @@ def test_an_embedded_engine_answers_and_ends_with_a_killed_process() -> None:
         engine = psutil.Process(int(starter.stdout.readline()))
         processes = [engine, *engine.children(recursive=True)]
     assert starter.returncode == -signal.SIGKILL
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=120)
     assert alive == []

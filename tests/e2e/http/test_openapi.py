@@ -20,13 +20,13 @@ def test_no_request_is_a_server_error(gateway: str, tmp_path: Path) -> None:
     program = Path(sys.executable).parent / "schemathesis"
     if not program.exists():
         pytest.skip("needs the extra `clients`")
-    command = [str(program), "run", f"http://{gateway}/openapi.json", "--checks", CHECKS, "--max-examples", "15"]
+    command = [str(program), "run", f"http://{gateway}/openapi.json", "--checks", CHECKS, "--max-examples", "10"]
     done = subprocess.run(
         [*command, "--phases", "fuzzing", "--request-timeout", "120", "--seed", "1", "--no-color"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=570,  # below the time after which a hanging test ends the whole run
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -82,6 +82,8 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         ),
         (["generate", "--temprature", "0"], "lockstep generate: error: .*; did you mean --temperature?"),
         (["serve", "--max-batch", "4"], "lockstep serve: error: .*; did you mean --max-batch-size?"),
+        (["generate", "--mdel", "x"], "lockstep generate: error: .*; `lockstep serve` has --model"),
+        (["generate", "--zzzz", "x"], "lockstep generate: error: unrecognized arguments: --zzzz x$"),
         (
             ["generate", "hello"],
             "lockstep generate: error: unrecognized arguments: hello; every value belongs to a flag",

@@ -53,6 +53,7 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self.released: list[gpb.ReleaseRequest] = []
         self.refuse_compile: tuple[grpc.StatusCode, str] | None = None
         self.refuse_bind: list[grpc.StatusCode] = []
+        self.refuse_configure = ""
         self.hold_compile = asyncio.Event()
         self.hold_compile.set()
         self.hold_bind = asyncio.Event()
@@ -94,6 +95,8 @@ class FakeGrammarProcess(grammar_pb2_grpc.GrammarServicer):
         self, request: gpb.ConfigureRequest, context: object
     ) -> gpb.ConfigureResponse:
         self.configured.append(request)
+        if self.refuse_configure:
+            raise ModuleNotFoundError(self.refuse_configure)
         return gpb.ConfigureResponse(
             backends=[gpb.BACKEND_LLGUIDANCE],
             versions=["1"],
@@ -411,6 +414,23 @@ async def test_the_deadline_of_a_compilation_leaves_the_process_the_time_that_it
         assert auto is not None
         assert 1000 < one < 1100
         assert 2000 < auto < 2200, "two attempts with the one backend"
+
+
+async def test_a_process_that_cannot_be_configured_is_reported_once_with_its_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(tmp_path) as s:
+        await s.process.stop()
+        await eventually(lambda: not s.link.up)
+        s.process.refuse_configure = "No module named 'x'"
+        before = len(s.process.configured)
+        await s.process.start()
+        await eventually(lambda: len(s.process.configured) > before + 2)
+        errors = [record.getMessage() for record in caplog.records if record.name == "gpu_engine.sidecar.link"]
+        (error,) = [line for line in errors if "cannot be configured" in line]
+        assert "No module named 'x'" in error
+        s.process.refuse_configure = ""
+        await eventually(lambda: s.link.up)
 
 
 async def test_an_evicted_grammar_is_compiled_again_once(tmp_path: Path) -> None:
