@@ -351,7 +351,7 @@ async def serve(
 
 
 def _add_services(server: grpc.aio.Server, calls: Calls, config: ServerConfig, transfer: Transfer) -> list[str]:
-    """Add the services of the public port; return the names of those that have a health of their own."""
+    """Add the services of the public port; return the names of the services that have a health of their own."""
     services, version = [SERVICE], installed_version()
     # Calls that the service does not implement are UNIMPLEMENTED.
     servicer = EngineServicer(calls, version=version)

@@ -23,7 +23,7 @@ MAX_PARTS = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankPart:
-    """The matrices of one product among those that are joined to one."""
+    """The matrices of one product, which is joined with others to one."""
 
     a_RI: torch.Tensor
     """bfloat16 or float32, contiguous."""

@@ -63,7 +63,7 @@ class TokenOrigin(enum.StrEnum):
     DRAFT = "draft"
     """An accepted draft of the drafter."""
     FORCED = "forced"
-    """An accepted draft of the grammar, because no other text may stand there."""
+    """An accepted draft of the grammar, because no other text is legal there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class UnknownGrammar(LockstepError):
 
 
 class UnknownModel(LockstepError):
-    """The server has no model of this name and version; the message names those that it has."""
+    """The server has no model of this name and version; the message names the models that it has."""
 
 
 class UnknownAdapter(LockstepError):

@@ -1,7 +1,7 @@
 """Logits processors: a server's own code between the model's forward and sampling.
 
 A processor maps the logits of a row to other logits. It is a pure function of the tokens in front of the row, the
-logits, and the arguments of the request. Row j of a sequence stands behind the drafts 0 to j - 1, and its tokens end
+logits, and the arguments of the request. Row j of a sequence follows the drafts 0 to j - 1, and its tokens end
 with them, so a processor sees a row exactly as if its prefix were committed. Invariant: a processor keeps nothing
 between calls. Drafts are rejected, batches regroup and preempted sequences begin again, and no call says so; what
 depends on the answer so far is computed from the tokens. So drafts change no token.

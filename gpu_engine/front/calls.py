@@ -124,7 +124,7 @@ class Calls:
         self.finished: Counter[str] = Counter()
         """Sequences by the name of their finish reason."""
         self.failed: Counter[str] = Counter()
-        """Calls by the name of their gRPC status, without those that succeeded."""
+        """Calls by the name of their gRPC status, without successful ones."""
         self.watch = watch or RequestWatch(CollectorRegistry())
         self._prefills = prefills
         self._scopes = DraftScopes(model.tokenizer, limits)
@@ -172,7 +172,7 @@ class Calls:
         return True
 
     def warm(self) -> None:
-        """Let requests through, also those that arrived before the engine was warm."""
+        """Let requests through, also requests that arrived before the engine was warm."""
         self._warm.set()
 
     async def drain(self, timeout_s: float) -> None:

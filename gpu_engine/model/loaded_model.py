@@ -95,7 +95,7 @@ class LoadedModel:
                 self.adapters.end()
 
     def own_forward(self, ids_BP: torch.Tensor, ctx: AttentionContext) -> None:
-        """Run the model's own modules, over those that are fused, for the hooks on them."""
+        """Run the model's own modules, over the fused parts, for the hooks on them."""
         adapts = self.adapters is not None and self.adapters.begin(ctx)
         try:
             self._forward(self.net, ids_BP, ctx)

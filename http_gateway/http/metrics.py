@@ -122,12 +122,12 @@ class _EngineGauges(Collector):
             labels=(*labels, "block_size", "num_gpu_blocks"),
         )
         for engine, stats in self.stats:
-            who = [engine.names[0] if engine.names else "", engine.address]
+            values = [engine.names[0] if engine.names else "", engine.address]
             size = engine.info.page_size if engine.info else 0
-            pages.add_metric([*who, str(size), str(stats.num_pages)], 1)
-            running.add_metric(who, stats.running)
-            waiting.add_metric(who, stats.waiting)
-            used.add_metric(who, stats.pages_used / max(1, stats.num_pages))
+            pages.add_metric([*values, str(size), str(stats.num_pages)], 1)
+            running.add_metric(values, stats.running)
+            waiting.add_metric(values, stats.waiting)
+            used.add_metric(values, stats.pages_used / max(1, stats.num_pages))
         yield from (running, waiting, used, pages)
         up = GaugeMetricFamily("lockstep_gateway_engine_up", "Whether the engine serves", labels=("engine",))
         for engine, serves in self.up:

@@ -99,6 +99,7 @@ async def test_a_cancelled_search_leaves_nothing(server: RunningServer) -> None:
     assert (after.running, after.waiting, after.pages_used, after.matchers) == (0, 0, 0, 0)
 
 
+@pytest.mark.slow
 def test_the_example_has_its_answers_best_first(server: RunningServer) -> None:
     found = runpy.run_path(str(ROOT / "examples/executor/beams.py"))["main"]([server.address])
     for answers, count in ((found["free"], 4), (found["guided"], 3)):

@@ -193,6 +193,16 @@ async def test_a_cancelled_request_ends_in_the_engine_and_its_final_response_say
             "guided_decoding_guide: is required",
         ),
         (
+            {"text_input": "a", "guided_decoding_guide": "a+"},
+            "INVALID_ARG",
+            "guided_decoding_guide: needs a guided_decoding_guide_type",
+        ),
+        (
+            {"text_input": "a", "guided_decoding_guide_type": "json", "guided_decoding_guide": "{}"},
+            "INVALID_ARG",
+            "guided_decoding_guide: is given with the type json",
+        ),
+        (
             {"text_input": "a", "guided_decoding_guide_type": "regex", "guided_decoding_guide": "("},
             "INVALID_ARG",
             "guided_decoding_guide: ",

@@ -104,7 +104,7 @@ class AsyncExecutor:
     async def await_responses(
         self, request_ids: int | Iterable[int] | None = None, timeout_s: float | None = None
     ) -> list[Response] | list[list[Response]]:
-        """Wait for responses and return those that were not returned yet. See `Executor.await_responses`."""
+        """Wait for responses and return the new ones. See `Executor.await_responses`."""
         book = self._started()
         several = None if request_ids is None or isinstance(request_ids, int) else list(request_ids)
         ids = [request_ids] if isinstance(request_ids, int) else several
@@ -150,13 +150,13 @@ class AsyncExecutor:
         return self._book is not None and not self._shut_down
 
     async def shutdown(self, *, cancel: bool = False, timeout_s: float | None = None) -> None:
-        """Take no further requests, wait for those that were enqueued, and close; a second call does nothing.
+        """Take no further requests, wait for the enqueued ones, and close; a second call does nothing.
 
         Responses can be awaited afterwards, too.
 
         Args:
             cancel: end the requests instead of waiting for them.
-            timeout_s: end those that take longer. None: wait for as long as they take.
+            timeout_s: end requests that take longer. None: wait for as long as they take.
 
         """
         if self._shut_down:

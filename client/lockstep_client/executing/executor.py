@@ -112,7 +112,7 @@ class Executor:
     def await_responses(
         self, request_ids: int | Iterable[int] | None = None, timeout_s: float | None = None
     ) -> list[Response] | list[list[Response]]:
-        """Wait for responses and return those that were not returned yet.
+        """Wait for responses and return the new ones.
 
         Args:
             request_ids: an id: until that request has a response. Several: until each of them has one; a list is
@@ -169,13 +169,13 @@ class Executor:
         return not self._shut_down
 
     def shutdown(self, *, cancel: bool = False, timeout_s: float | None = None) -> None:
-        """Take no further requests, wait for those that were enqueued, and close; a second call does nothing.
+        """Take no further requests, wait for the enqueued ones, and close; a second call does nothing.
 
         Responses can be awaited afterwards, too.
 
         Args:
             cancel: end the requests instead of waiting for them.
-            timeout_s: end those that take longer. None: wait for as long as they take.
+            timeout_s: end requests that take longer. None: wait for as long as they take.
 
         """
         with self._changed:
@@ -291,11 +291,11 @@ class _StatsReader:
         self._thread.start()
 
     def iterations(self, timeout_s: float) -> list[IterationStats]:
-        """Return those that were not returned yet."""
+        """Return the responses that were not returned before."""
         return self._taken(self._iterations, timeout_s)
 
     def requests(self, timeout_s: float) -> list[RequestStatsPerIteration]:
-        """Return those that were not returned yet."""
+        """Return the responses that were not returned before."""
         return self._taken(self._requests, timeout_s)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """What a client asks about the server and its model: metadata, configuration, and the list of models.
 
-Invariant: the tensors are those that requests and responses may have (INPUTS, OUTPUTS).
+Invariant: the tensors are all that requests and responses may have (INPUTS, OUTPUTS).
 
 Not responsible for: counts and times (see statistics.py).
 """

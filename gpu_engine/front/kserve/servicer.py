@@ -99,7 +99,7 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # type: ignore[override]  # the stub knows generators only
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> None:
-        """Answer requests until the client sends no more, and those that run have ended."""
+        """Answer requests until the client sends no more, and the running ones have ended."""
         async with ErrorToStatus(context, self._calls.failed, CallRecord()):
             self._calls.refuse_if_draining()
             tasks, answers = OwnedTasks(), set[asyncio.Task[None]]()

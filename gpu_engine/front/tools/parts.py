@@ -1,7 +1,7 @@
 """The text of an answer in parts: reasoning, content, tool calls.
 
 Invariant: the parts, joined, depend on the text alone and never on the pieces in which it arrives. Text that may still
-become a marker, or white space that may still stand before one, is held back until it is decided, or until `finish`.
+become a marker, or white space that may precede one, is held back until it is decided, or until `finish`.
 
     begin -> reasoning -> content -> head -> arguments -> tail -> content or head
 

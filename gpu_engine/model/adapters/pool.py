@@ -1,7 +1,8 @@
 """The adapters' weights of one loaded model, and the rows of the forward that runs which have one.
 
 A forward without such a row runs as if there were no adapters. Invariant: a row of the model has the same bits whatever
-adapters other rows have. Not responsible for: names, memory bounds and who uses an adapter (see registry.py).
+adapters other rows have. Not responsible for: names, memory bounds and the count of an adapter's users (see
+registry.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The logits processors of one step program: what calls them, and what captures those that can be captured.
+"""The logits processors of one step program: calls of all kinds, and the capture of one kind.
 
 Invariant: on a stream that runs at once nothing is captured, and the host calls every kind. Not responsible for:
 loading (see processors/loading.py), the choice between the two (see device/graphs.py).

@@ -137,7 +137,7 @@ class ByChance(DraftBudget):
         return Plan(tuple(proposals), limits, guided, proposes=proposes)
 
 
-@pytest.mark.parametrize("sync", ["host_callback", "device_flag"])
+@pytest.mark.parametrize("sync", [pytest.param("host_callback", marks=pytest.mark.slow), "device_flag"])
 def test_steps_without_drafts_or_proposals_have_the_same_tokens(
     llama: LoadedModel, guided_tokens: list[list[int]], sync: str
 ) -> None:
@@ -149,7 +149,7 @@ def test_steps_without_drafts_or_proposals_have_the_same_tokens(
     assert len(budget.steps) == 4
 
 
-@pytest.mark.parametrize("sync", ["host_callback", "device_flag"])
+@pytest.mark.parametrize("sync", [pytest.param("host_callback", marks=pytest.mark.slow), "device_flag"])
 def test_the_runs_of_the_warm_up_change_no_token(llama: LoadedModel, guided_tokens: list[list[int]], sync: str) -> None:
     """Every other test leaves them out."""
     device = RecordedDevice(warms_up=True)
@@ -159,7 +159,7 @@ def test_the_runs_of_the_warm_up_change_no_token(llama: LoadedModel, guided_toke
         assert warmed > 100
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_runs_of_the_warm_up_need_no_grammar_process(
     llama: LoadedModel, unguided_tokens: list[list[int]], eager: bool
 ) -> None:

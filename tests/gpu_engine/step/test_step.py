@@ -160,7 +160,17 @@ def test_seeds_matter_above_temperature_zero_only(llama: LoadedModel) -> None:
         assert first == other == again
 
 
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.OWN_FORWARD])
+QUICK = (*tiny.FAMILIES, "gpt2", "gpt_oss", "llama4", "deepseek_v3", "qwen3_moe")
+"""Families of the fast tests: each kind of attention and of experts. The others differ in norms and activations."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in QUICK else pytest.mark.slow)
+        for family in (*tiny.FAMILIES, *tiny.OWN_FORWARD)
+    ],
+)
 def test_greedy_answers_equal_those_of_transformers(saved: Callable[[str], Path], family: str) -> None:
     model = load_model(config(model=str(saved(family))))
     prompts = [tokens(70, 1, repeat=20), tokens(9, 2), tokens(33, 3)]

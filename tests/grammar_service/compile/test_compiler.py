@@ -110,6 +110,7 @@ async def test_the_length_of_a_grammar_is_bounded(vocabulary: Vocabulary) -> Non
             await made.compile(Kind.REGEX, "éééééé", ANY, "llguidance")
 
 
+@pytest.mark.slow
 async def test_an_artifact_up_to_its_limit_is_loaded_and_a_larger_one_is_rejected(vocabulary: Vocabulary) -> None:
     """The worker's answer is brought back whole; nothing is compiled beside the matchers."""
     pytest.importorskip("xgrammar", reason="needs xgrammar")

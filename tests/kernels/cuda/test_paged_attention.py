@@ -107,7 +107,7 @@ def test_result_bits_do_not_depend_on_the_batch_or_the_number_of_queries(device:
     assert torch.equal(run(slice(0, B), 3), whole[:, :3])
 
 
-@pytest.mark.parametrize("window", [0, 150])
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.slow), 150])
 def test_the_distribution_of_splits_changes_no_bit(device: torch.device, window: int) -> None:
     B, P, N, dtype = 3, 4, 40, torch.float16
     q, k, v = inputs(B, P, 4, 2, 64, dtype, device)

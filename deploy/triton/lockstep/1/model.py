@@ -264,7 +264,11 @@ class _Tensors:
         kind, guide = self.one("guided_decoding_guide_type"), self.one("guided_decoding_guide")
         if kind is None and guide is None:
             return None
+        if kind is None:
+            raise ValueError("guided_decoding_guide: needs a guided_decoding_guide_type")
         if kind == "json":
+            if guide is not None:
+                raise ValueError("guided_decoding_guide: is given with the type json, which has none")
             return Grammar.json_object()
         if kind not in GUIDES:
             known = ", ".join(["json", *GUIDES])
