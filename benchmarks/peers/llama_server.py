@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -117,6 +118,8 @@ class LlamaServer:
         if ngram:
             argv += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3"]
             argv += ["--spec-ngram-simple-size-m", str(ngram)]
+        if shutil.which(binary) is None:
+            raise SystemFailed(f"{binary} is no program")
         descriptor, path = tempfile.mkstemp(prefix="lockstep-bench-llama-", suffix=".log")
         self.log = Path(path)
         with os.fdopen(descriptor, "wb") as log:
