@@ -61,8 +61,9 @@ def _memory() -> Iterator[Figure]:
     shape, config = PRESETS["embedded"], EngineConfig(device="cpu")
     measured = {"bfloat16-cpu": 326, "q4-cpu": 153, "int8-cpu": 200}
     for name, megabytes in measured.items():
-        weights = Serving(shape, FORMATS[name], config).weights()
-        yield Figure("memory of the embedded model", f"weights, {name}", megabytes, weights * _MB, "MB")
+        one = Serving(shape, FORMATS[name], config)
+        weights = one.weights() + one.tables()
+        yield Figure("memory of the embedded model", f"weights and tables, {name}", megabytes, weights * _MB, "MB")
     pages = 16 * 2048 // config.page_size
     yield Figure(
         "memory of the embedded model",
@@ -166,7 +167,7 @@ def page() -> str:
             [
                 f.name,
                 f"{f.measured:g} {f.unit}",
-                f"{f.predicted:.3g} {f.unit}",
+                f"{f.predicted:.0f} {f.unit}" if f.predicted >= 1000 else f"{f.predicted:.3g} {f.unit}",
                 f"{f.error:+.0%}" + (" (fitted)" if f.fitted else ""),
             ]
             for f in rows

@@ -126,7 +126,7 @@ class Fleet:
         for failure in self.failures:
             if not 0 <= failure.engine < self.num_engines:
                 raise ValueError(f"failure: there is no engine {failure.engine} of {self.num_engines}")
-        self._router = ROUTERS[self.router](random.Random(f"{self.seed} router"))
+        self._router = ROUTERS[self.router](random.Random(f"{self.seed} router"), self.spec.config.max_batch_size)
         self.replicas = [
             Replica(self.env, number, self.spec, str(self.seed), self._tokens, self._ended)
             for number in range(self.num_engines)

@@ -17,6 +17,8 @@ from tools.scale.shape import ModelShape
 
 _MAX_LOGPROBS = 20
 _TILE = 2048
+_TABLE_SPARE = 64
+"""Positions of the rotary tables beyond `max_model_len`."""
 _SLOT_PARAMS_BYTES = 4 * 11 + 8 * 2
 _RULES_BYTES = 4 * 512
 """Rules of a slot on a device (`MAX_RULES` of core/device_executor.py)."""
@@ -31,6 +33,8 @@ class Format:
     product: float
     head: float
     embedding: float
+    native: bool = False
+    """The forward is one native call, which has float32 copies of the norms and of the rotary tables."""
     copies_head: bool = False
     """A tied head is a copy of the embedding, in the layout that products read."""
 
@@ -53,8 +57,8 @@ FORMATS = {
         Format("bfloat16-cpu", 2, 2, 2, copies_head=True),
         Format("fp8", 1, 2, 2),
         Format("int8", 1, 2, 2),
-        Format("int8-cpu", _Q8, _Q8, 2, copies_head=True),
-        Format("q4-cpu", _Q4, _Q8, 2, copies_head=True),
+        Format("int8-cpu", _Q8, _Q8, 2, native=True, copies_head=True),
+        Format("q4-cpu", _Q4, _Q8, 2, native=True, copies_head=True),
     )
 }
 """What `quantization` and `dtype` make of the weights. `-cpu`: blocks of a CPU, or oneDNN's packed copy of a tied
@@ -148,6 +152,15 @@ class Serving:
         again = kv_copies * shape.num_layers * 2 * shape.hidden * shape.head_dim * form.product
         return split / self.tensor_parallel + again + shape.small_weights * form.embedding
 
+    def tables(self) -> float:
+        """Return the bytes of the rotary tables, and of the copies that a native forward has of them and of the norms.
+
+        See `RotaryTable` of gpu_engine/model/rotary.py. `weight_bytes` counts them, too.
+        """
+        numbers = 2 * (self.config.max_model_len + _TABLE_SPARE) * self.shape.head_dim
+        norms = self.shape.hidden * (2 * self.shape.num_layers + 1)
+        return numbers * self.form.embedding + (4.0 * (numbers + norms) if self.form.native else 0.0)
+
     def kv_cache(self) -> int:
         """Return the bytes of the pages; `LoadedModel.allocate_pages` allocates them."""
         return (self.num_pages + self.scratch_pages) * self.page_bytes
@@ -210,6 +223,7 @@ class Serving:
         host = "device" if self.config.on_cpu else "host"
         return [
             Part("weights", self.weights(), "device"),
+            Part("rotary tables", self.tables(), "device"),
             Part("KV cache", self.kv_cache(), "device"),
             Part("drafter", self.draft_memory(), "device", self.draft is not None),
             Part("slot buffers", self.slot_buffers(), "device"),

@@ -34,7 +34,7 @@ class Router(Protocol):
 class RoundRobin:
     """One engine after the other."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, slots: int) -> None:
         self._next = 0
 
     def choose(self, targets: Sequence[Target], arrival: Arrival) -> Target:
@@ -46,7 +46,7 @@ class RoundRobin:
 class LeastLoaded:
     """The engine with the fewest requests; the first of equal ones, from a place that moves on."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, slots: int) -> None:
         self._next = 0
 
     def choose(self, targets: Sequence[Target], arrival: Arrival) -> Target:
@@ -59,7 +59,7 @@ class LeastLoaded:
 class PowerOfTwo:
     """The emptier one of two engines drawn at random (Mitzenmacher 2001)."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, slots: int) -> None:
         self._rng = rng
 
     def choose(self, targets: Sequence[Target], arrival: Arrival) -> Target:
@@ -71,12 +71,11 @@ class PowerOfTwo:
 
 class PrefixAffinity:
     """The engine that a group's prompts hash to, by rendezvous hashing (Thaler and Ravishankar 1998), so that an engine
-    that leaves moves its own groups alone. A request without a group, and one whose engine holds more than `slack`
-    requests
-    beyond the emptiest, goes to the emptiest."""
+    that leaves moves its own groups alone. A request without a group, and one whose engine holds more requests than the
+    emptiest by more than half of its slots, goes to the emptiest."""
 
-    def __init__(self, rng: random.Random, slack: int = 8) -> None:
-        self._others, self._slack = LeastLoaded(rng), slack
+    def __init__(self, rng: random.Random, slots: int) -> None:
+        self._others, self._slack = LeastLoaded(rng, slots), slots / 2
 
     def choose(self, targets: Sequence[Target], arrival: Arrival) -> Target:
         """See `Router`."""
@@ -88,9 +87,29 @@ class PrefixAffinity:
         return self._others.choose(targets, arrival)
 
 
-ROUTERS: dict[str, Callable[[random.Random], Router]] = {
+class Gateway:
+    """This project's gateway (http_gateway/engines/fleet.py): the engine that has last prefilled the group's beginning,
+    unless it holds more requests than the emptiest by more than half of its slots; then the emptiest."""
+
+    def __init__(self, rng: random.Random, slots: int) -> None:
+        self._slack = slots / 2
+        self._last: dict[int, int] = {}
+        """By group: the number of the engine that had its last request."""
+
+    def choose(self, targets: Sequence[Target], arrival: Arrival) -> Target:
+        """See `Router`."""
+        least = min(targets, key=lambda target: target.load)
+        cached = next((t for t in targets if arrival.group and t.number == self._last.get(arrival.group)), least)
+        chosen = cached if cached.load <= least.load + self._slack else least
+        self._last[arrival.group] = chosen.number
+        return chosen
+
+
+ROUTERS: dict[str, Callable[[random.Random, int], Router]] = {
+    "gateway": Gateway,
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
     "power-of-two": PowerOfTwo,
     "prefix-affinity": PrefixAffinity,
 }
+"""Name -> the policy, from a source of chance and the slots of an engine."""
