@@ -55,6 +55,7 @@ NOT_OURS = {
     "chmod",
     "helm",
     "kubectl",
+    "serve",
 }
 """Programs whose own flags are not looked at."""
 
