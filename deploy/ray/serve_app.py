@@ -147,15 +147,24 @@ class Front:
                 return JSONResponse({"error": f"{', '.join(body)}: no such field"}, 400)
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             return JSONResponse({"error": f"the body is no JSON object with {field}: {error}"}, 400)
-        parts = deltas(self._engines, method, prompt, options, self._retry_s)
-        return await (_lines(parts) if streamed else _whole(parts))
+        if streamed:
+            return await _lines(deltas(self._engines, method, prompt, options, self._retry_s))
+        return await self._whole(method, prompt, options)
+
+    async def _whole(self, method: str, prompt: Any, options: Mapping[str, Any]) -> Response:
+        """Return a whole answer. Nothing of it was sent before, so a replica that is lost in its middle is no end."""
+        give_up_s = time.monotonic() + self._retry_s
+        while True:
+            try:
+                return _answers([d async for d in deltas(self._engines, method, prompt, options, self._retry_s)])
+            except Interrupted as error:
+                if time.monotonic() > give_up_s:
+                    return JSONResponse({"error": _message(error)}, _status(error))
+            except Exception as error:
+                return JSONResponse({"error": _message(error)}, _status(error))
 
 
-async def _whole(parts: AsyncIterator[Delta]) -> Response:
-    try:
-        found = [delta async for delta in parts]
-    except Exception as error:
-        return JSONResponse({"error": _message(error)}, _status(error))
+def _answers(found: list[Delta]) -> Response:
     answers = [
         {
             "text": "".join(delta.text for delta in found if delta.index == last.index),

@@ -46,7 +46,7 @@ async def ask(client, number, streamed):
     body = {"prompt": f"request {number % 3}", "options": options, "stream": streamed}
     if not streamed:
         answer = await client.post(url, json=body)
-        return answer.json()["answers"][0]["text"] if answer.status_code == 200 else f"begun {answer.text}"
+        return answer.json()["answers"][0]["text"] if answer.status_code == 200 else f"LOST {answer.text}"
     async with client.stream("POST", url, json=body) as answer:
         lines = [json.loads(line) async for line in answer.aiter_lines()]
     if "error" in lines[-1]:
