@@ -68,7 +68,7 @@ class Findings:
 
 
 async def generate(
-    stub: engine_pb2_grpc.EngineStub, request: pb.GenerateRequest, findings: Findings, moments: Moments
+    stub: engine_pb2_grpc.EngineAsyncStub, request: pb.GenerateRequest, findings: Findings, moments: Moments
 ) -> None:
     """Run one request; note when its tokens arrive."""
     ids: list[int] = []
