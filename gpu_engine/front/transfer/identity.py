@@ -26,7 +26,11 @@ def least_model_len(page_size: int) -> int:
 
 
 async def identify(engine: EngineCore, model: Model) -> PageFormat:
-    """Return the format of a running engine's pages, with its fingerprint. Prefills the fixed prompt."""
+    """Return the format of a running engine's pages, with its fingerprint. Prefills the fixed prompt.
+
+    The pages are read one by one: a piece is ordered by layers, so the bytes of larger pieces would depend on how many
+    pages were ready at each read.
+    """
     form, digest = engine.pages.form, hashlib.sha256()
     digest.update(form.fingerprint.encode())
     count = max(PROBE_TOKENS, form.page_size)
@@ -34,11 +38,9 @@ async def identify(engine: EngineCore, model: Model) -> PageFormat:
     request = prefill_request([at * vocab_size // count for at in range(count)], "\0fingerprint", "fingerprint")
     engine.submit(request)
     try:
-        at = 0
-        while at * form.page_size < count:
-            piece = await asyncio.wrap_future(engine.pages.read(request, at, form.piece_pages))
+        for at in range(-(-count // form.page_size)):
+            piece = await asyncio.wrap_future(engine.pages.read(request, at, most=1))
             digest.update(bytes(piece.data))
-            at += piece.num_pages
     finally:
         engine.drop(request)
     return replace(form, fingerprint=digest.hexdigest())
