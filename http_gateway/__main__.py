@@ -10,6 +10,9 @@ import sys
 from http_gateway.config import read
 from service_runtime.logs import configure
 
+GRPC_EXPERIMENTS = "-event_engine_client"
+"""gRPC's older poller: a message of a stream wakes two threads with it, and six with the newer one (docs/log.md)."""
+
 
 def main() -> None:
     """Run a gateway."""
@@ -19,6 +22,7 @@ def main() -> None:
         logging.getLogger("http_gateway.config").warning("%s", warning)
     # The gateway starts no processes, so it does not need gRPC's fork handlers.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     # Every client that waits is a descriptor; many systems begin with a soft limit of 1024.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

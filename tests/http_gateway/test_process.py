@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest_asyncio
 import trustme
 
 from benchmarks.harness.gateway import start_gateway
+from http_gateway.__main__ import GRPC_EXPERIMENTS
 from http_gateway.wire.errors import TABLE
 from protos.engine.v1 import engine_pb2 as pb
 from tests.http_gateway.fake_engine import FakeEngine, ask, begin, chat, close, request, served
@@ -278,3 +282,18 @@ async def test_keys_and_certificates_are_asked_for(tmp_path: Path) -> None:
             assert await status(KEY) == 401
         finally:
             await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+def test_grpc_knows_the_poller_that_the_gateway_chooses() -> None:
+    """An experiment that a release of gRPC has dropped would be ignored, with a line in every gateway's log."""
+
+    def told(experiments: str) -> str:
+        program = "import grpc; grpc.insecure_channel('unix:/nowhere').close()"
+        environment = {**os.environ, "GRPC_EXPERIMENTS": experiments}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stderr
+
+    assert "Unknown experiment: no_such" in told("-no_such")
+    assert "Unknown experiment" not in told(GRPC_EXPERIMENTS)
