@@ -133,6 +133,10 @@ async def _start_probe(address: str, alive: Any) -> grpc.aio.Server:
     return probe
 
 
+RECOLLECT_S = 1.0
+"""After so long the collector looks again for what an engine that has gone left behind."""
+
+
 async def _serve_engines(listener: socket.socket, servicer: GrammarServicer, config: GrammarConfig) -> None:
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
@@ -149,6 +153,8 @@ async def _serve_engines(listener: socket.socket, servicer: GrammarServicer, con
             # The worker and its queues refer to each other, so the segment stays mapped until the collector finds them.
             del segment
             gc.collect()
+            # A call or a thread that is ending may hold a view at this moment, and an idle process collects rarely.
+            loop.call_later(RECOLLECT_S, gc.collect)
 
 
 async def _serve_engine(
