@@ -238,7 +238,7 @@ class Replica:
         self._notify()
 
     def kill(self) -> list[Request]:
-        """End the process; return the requests that it held, which are nobody's now."""
+        """End the process; return the requests that it held, which no replica holds now."""
         self.alive, self.deaths = False, self.deaths + 1
         self._loop.interrupt()
         held, self._held = list(self._held), {}

@@ -88,7 +88,7 @@ class Collectives:
     size: int
     device: torch.device
     on_error: Callable[[Exception], RankLost] = field(default=lambda error: RankLost(str(error)))
-    """Returns what is raised for an error of the group: whoever watches the processes knows the reason."""
+    """Returns the exception for an error of the group; the watch of the processes has its reason (see ranks.py)."""
     spent: dict[str, Spent] = field(default_factory=lambda: {name: Spent() for name in ("send", "sum", "gather")})
 
     def sum(self, part_NH: torch.Tensor) -> torch.Tensor:

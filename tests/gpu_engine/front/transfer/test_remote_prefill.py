@@ -33,7 +33,7 @@ def done(result: Any) -> Future[Any]:
 
 @dataclass
 class FakePages:
-    """`PageAccess` that notes what it is told."""
+    """A `PageAccess` that records its calls."""
 
     opened: Opened = Opened(0)  # noqa: RUF009  # frozen
     form: PageFormat = FORM
