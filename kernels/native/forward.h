@@ -42,7 +42,7 @@ struct forward_args {
     uint8_t *scratch;           /* lockstep_forward_scratch bytes, on a 64-byte boundary */
     int64_t table_stride, logits_stride;
     int64_t num_rows, num_sequences, num_layers;
-    int64_t num_logits;         /* the first rows, whose logits are wanted; 0: fill the pages and return */
+    int64_t num_logits;         /* the first rows, whose logits are wanted. Without a tap the others only fill the pages */
     int64_t hidden, inner, num_heads, num_kv_heads, head_dim, page_size;
     float embedding_scale, norm_eps, logits_softcap; /* softcap 0: none */
     int32_t bf16;               /* pages, embedding and taps */
@@ -253,10 +253,11 @@ static void rotate_and_store(struct member *m, const struct forward_args *a, con
     }
 }
 
-static void attend_all(struct member *m, const struct forward_args *a, const struct forward_work *w,
-                       const struct paged_attention_args *attention) {
+/* Attention of the first `num_tasks` tiles. */
+static void attend_tasks(struct member *m, const struct forward_args *a, const struct forward_work *w,
+                         const struct paged_attention_args *attention, int64_t num_tasks) {
     const int64_t channels = (a->num_heads + 2 * a->num_kv_heads) * a->head_dim;
-    TEAM_FOR_CHUNKS(m, task, w->num_tasks, 1) {
+    TEAM_FOR_CHUNKS(m, task, num_tasks, 1) {
         int64_t b = w->tasks[task][0], r = w->first[b];
         struct paged_attention_args part = *attention;
         part.q = (const float *)part.q + r * channels;
@@ -396,16 +397,30 @@ static struct forward_work work_of_rows(const struct forward_args *a, const stru
     return part;
 }
 
+/* What is wanted behind the last layer's keys and values: of all rows where a tap wants them, else of those with logits.
+ * These come first, so the tiles of their sequences do, too. */
+static struct forward_work work_of_ends(const struct forward_args *a, const struct forward_work *w) {
+    struct forward_work ends = *w;
+    if (a->tap)
+        return ends;
+    ends.rows = w->num_logits;
+    while (ends.num_tasks > 0 && w->first[w->tasks[ends.num_tasks - 1][0]] >= ends.rows)
+        ends.num_tasks--;
+    return ends;
+}
+
 /* Few rows: the members share the outputs of each product, so that each of them reads a part of the weights. */
-static void layers_by_outputs(struct member *m, const struct forward_args *a, const struct forward_work *w, int only_fill) {
+static void layers_by_outputs(struct member *m, const struct forward_args *a, const struct forward_work *w,
+                              const struct forward_work *ends) {
     for (int64_t i = 0; i < a->num_layers; i++) {
         const struct forward_layer *l = a->layers + i;
         const struct paged_attention_args attention = attention_of(a, l, w);
+        const struct forward_work *rest = i + 1 == a->num_layers ? ends : w;
         before_attention(m, a, l, w, i ? l - 1 : 0);
-        if (only_fill && i + 1 == a->num_layers)
+        if (rest->rows == 0)
             return;
-        attend_all(m, a, w, &attention);
-        after_attention(m, a, l, w);
+        attend_tasks(m, a, w, &attention, rest->num_tasks);
+        after_attention(m, a, l, rest);
     }
 }
 
@@ -421,22 +436,31 @@ static int64_t rows_of_chunk(const struct member *m, int64_t rows) {
 }
 
 /* Many rows: the members share the rows. What a member writes is read by itself, from its own cache, but for keys and values;
- * and a layer has two loops. */
-static void layers_by_rows(struct member *m, const struct forward_args *a, const struct forward_work *w, int only_fill) {
+ * and a layer has two loops. Behind the last attention the rows may be few again. */
+static void layers_by_rows(struct member *m, const struct forward_args *a, const struct forward_work *w,
+                           const struct forward_work *ends) {
     struct member alone = {.alone = 1, .chunks = 1};
-    for (int64_t i = 0; i <= a->num_layers; i++) {
-        const struct forward_layer *l = a->layers + i;
+    const struct forward_layer *l = a->layers;
+    for (int64_t i = 0; i < a->num_layers; i++, l++) {
         for (struct share s = team_loop(m, w->rows, rows_of_chunk(m, w->rows)); team_take(m, &s);) {
             const struct forward_work part = work_of_rows(a, w, s.begin, s.end);
             if (i)
                 after_attention(&alone, a, l - 1, &part);
-            if (i < a->num_layers)
-                before_attention(&alone, a, l, &part, i ? l - 1 : 0);
+            before_attention(&alone, a, l, &part, i ? l - 1 : 0);
         }
-        if (i == a->num_layers || (only_fill && i + 1 == a->num_layers))
-            return;
         const struct paged_attention_args attention = attention_of(a, l, w);
-        attend_all(m, a, w, &attention);
+        const int64_t num_tasks = i + 1 == a->num_layers ? ends->num_tasks : w->num_tasks;
+        if (num_tasks == 0)
+            return;
+        attend_tasks(m, a, w, &attention, num_tasks);
+    }
+    if (!by_rows(m, ends->rows)) {
+        after_attention(m, a, l - 1, ends);
+        return;
+    }
+    for (struct share s = team_loop(m, ends->rows, rows_of_chunk(m, ends->rows)); team_take(m, &s);) {
+        const struct forward_work part = work_of_rows(a, ends, s.begin, s.end);
+        after_attention(&alone, a, l - 1, &part);
     }
 }
 
@@ -444,16 +468,16 @@ static void forward_body(struct member *m, void *context) {
     const struct forward_call *call = context;
     const struct forward_args *a = call->args;
     const struct forward_work *w = call->work;
-    const int only_fill = a->num_logits == 0 && !a->tap;
+    const struct forward_work ends = work_of_ends(a, w);
     const struct forward_layer *last = a->layers + a->num_layers - 1;
     embed(m, a, w);
     if (by_rows(m, w->rows))
-        layers_by_rows(m, a, w, only_fill);
+        layers_by_rows(m, a, w, &ends);
     else
-        layers_by_outputs(m, a, w, only_fill);
-    if (only_fill)
+        layers_by_outputs(m, a, w, &ends);
+    if (ends.rows == 0)
         return;
-    before_product(m, a, w, last->post_block, last->post_block_eps, a->norm, a->norm_eps, 0, 0, 0);
+    before_product(m, a, &ends, last->post_block, last->post_block_eps, a->norm, a->norm_eps, 0, 0, 0);
     if (a->tap) {
         TEAM_FOR(m, r, w->rows)
             tap_row(a, w, a->tap, r, w->delta + r * a->hidden);
