@@ -104,6 +104,7 @@ class Lockstep:
             self._client = self._runner.run(self._connect())
             self._info = self._runner.run(self._client.info())
             self._stack = stack.pop_all()
+        self._passes = 0
 
     def __repr__(self) -> str:
         return f"<Lockstep {self.name} {self.address}>"
@@ -116,7 +117,7 @@ class Lockstep:
         return (
             f"lockstep {self._info.version}: K={self._info.num_draft_tokens}, drafter {self._info.drafter}, "
             f"{self._info.dtype}, quantization {self.options.quantization}, on {self._info.device}, "
-            f"{self.options.num_threads} threads, "
+            f"{self.options.num_threads} threads, {'with' if self.options.prefix_cache else 'without'} prefix cache, "
             f"{self.options.grammar_backend} in its own process, gRPC"
         )
 
@@ -142,6 +143,10 @@ class Lockstep:
         return pairs
 
     def _run(self, calls: Sequence[Call], concurrency: int, on_answer: Callable[[], None]) -> Run:
+        """Run one pass. A salt of its own keeps the pages that earlier passes left in the prefix cache from it."""
+        self._passes += 1
+        for call in calls:
+            call.request.cache_salt = f"pass {self._passes}"
         try:
             return self._runner.run(self._client.run(calls, concurrency, on_answer))
         except CallRefused as refusal:

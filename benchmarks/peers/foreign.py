@@ -139,16 +139,29 @@ def openvino(python: Path, gguf: Path, *, num_threads: int, batch: int, lookup: 
     return ForeignSystem(name, python, arguments, settings=settings)
 
 
-def vllm(python: Path, directory: Path, *, dtype: str, num_threads: int, batch: int, ngram: int = 0) -> ForeignSystem:
-    """Start vLLM's offline engine on `directory`, greedy, with its structured outputs; `ngram` > 0: n-gram drafts."""
+def vllm(
+    python: Path,
+    directory: Path,
+    *,
+    dtype: str,
+    num_threads: int,
+    batch: int,
+    ngram: int = 0,
+    prefix_cache: bool = False,
+) -> ForeignSystem:
+    """Start vLLM's offline engine on `directory`, greedy, with its structured outputs.
+
+    `ngram` > 0 adds its n-gram drafts; `prefix_cache` lets the prompts of one pass share their pages.
+    """
     # fmt: off
     arguments = [
         "--engine", "vllm", "--model", str(directory), "--threads", str(num_threads), "--dtype", dtype,
-        "--batch", str(batch), "--lookup", str(ngram),
+        "--batch", str(batch), "--lookup", str(ngram), *(["--prefix-cache"] if prefix_cache else []),
     ]
     # fmt: on
     name = "vllm" + (f" + ngram {ngram}" if ngram else "")
-    settings = f"{dtype}, {num_threads} threads, structured outputs as installed, no server"
+    cache = "with" if prefix_cache else "without"
+    settings = f"{dtype}, {num_threads} threads, structured outputs as installed, {cache} prefix cache, no server"
     environment = vllm_environment(python, num_threads)
     return ForeignSystem(name, python, arguments, settings=settings, environment=environment)
 

@@ -182,6 +182,7 @@ class Vllm:
             max_model_len=args.max_model_len,
             max_num_seqs=args.batch,
             speculative_config=speculative if args.lookup else None,
+            enable_prefix_caching=args.prefix_cache,
         )
         self._vllm = vllm
         self._engine = llm.llm_engine
@@ -245,6 +246,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch", type=int, required=True, help="most sequences of one step")
     add("--lookup", type=int, default=0, help="draft tokens per step; 0: no speculation")
     add("--dtype", default="auto", help="dtype of vllm")
+    add("--prefix-cache", action="store_true", help="let vllm find the prompts of one job in its prefix cache")
     add("--max-model-len", type=int, default=2048, help="longest sequence of vllm")
     return parser
 

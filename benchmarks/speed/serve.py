@@ -24,6 +24,7 @@ from benchmarks.harness import tool_calls
 from benchmarks.harness.measure import Answer, GuidanceCost, Run, Summary, guidance_cost, summarize
 from benchmarks.harness.plot import draw
 from benchmarks.harness.report import Cell, as_json, guidance_table, overview_table, result_table, skipped_line
+from benchmarks.harness.rest import await_rest
 from benchmarks.harness.server import ServerOptions
 from benchmarks.harness.systems import Lockstep, Prompt, System, SystemFailed, hf_directory, load_prompts
 from benchmarks.harness.tables import Progress
@@ -53,6 +54,7 @@ reading the tables:
   ratio     tok/s over those of the fastest peer in the cell  TPOT  time per token after the first, per answer
   tok/step  tokens per arrival (acceptance length)            valid answers that jsonschema accepts; cut-off are not
 
+A pass begins when all systems are at rest: one that has answered may poll for seconds before its threads sleep.
 At concurrency c a pass has at least 2c requests; a workload with fewer prompts sends them again.
 """
 
@@ -116,6 +118,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=Path(sys.executable),
         help=f"{python} bfcl-eval, whose data the workload tools is made from (default: this one)",
     )
+    add(
+        "--prefix-cache",
+        action="store_true",
+        help="let the requests of one pass share pages (default: off in every system, so that each prefill counts); "
+        "only systems that can forget an earlier pass take part",
+    )
     add("--no-guidance-cost", action="store_true", help="leave out the guided / free comparison")
     add("--plot", type=Path, metavar="PNG", help="draw tokens/s and the time to the first token over the concurrency")
     add("--json", type=Path, metavar="FILE", help="write the summaries as JSON")
@@ -167,8 +175,9 @@ def load_items(args: argparse.Namespace) -> tuple[dict[str, list[Item]], dict[st
 def settings_of(args: argparse.Namespace, directory: Path, levels: Sequence[int]) -> Settings:
     """Return what the systems are started with.
 
-    The prefix cache of this engine is off: every round sends the same prompts, and each prefill is measured. Its index
-    of earlier answers is off, too: it would draft the answers of the round before. `--engine-flag` can turn it on.
+    The prefix caches of all systems are off: every round sends the same prompts, and each prefill is measured. With
+    `--prefix-cache` the requests of one pass share pages, and nothing is left of the pass before. The index of this
+    engine's earlier answers is off: it would draft the answers of the round before. `--engine-flag` can turn it on.
 
     Raises:
         ValueError: `--gguf` is not a file.
@@ -183,7 +192,7 @@ def settings_of(args: argparse.Namespace, directory: Path, levels: Sequence[int]
         num_draft_tokens=args.k,
         max_batch_size=batch,
         grammar_backend=args.grammar_backend,
-        prefix_cache=False,
+        prefix_cache=args.prefix_cache,
         device=args.device,
         extra=("--draft-index-bytes=0", *args.engine_flag),
     )
@@ -226,9 +235,11 @@ def measure(
     repeat: int,
     judge: Judge,
     on_cell: Callable[[dict[Cell, dict[str, Summary | str]]], None] = lambda results: None,
+    rest: Callable[[], object] = lambda: None,
 ) -> dict[Cell, dict[str, Summary | str]]:
     """Run every system on every cell, `repeat` rounds, the order rotating; return a summary or a failure for each.
 
+    `rest` is called before each pass and returns when the other systems are at rest (see harness/rest.py).
     `on_cell` gets the results so far after each cell, the newest last: a long run that is ended early has left them.
     """
     passes = {(name, level): requests(ready, level) for name, ready in prompts.items() for level in levels}
@@ -245,6 +256,7 @@ def measure(
                 before = progress.done
                 try:
                     if system.name not in failures:
+                        rest()
                         runs[system.name].append(system.run(sent, level, partial(progress.step, label)))
                 except SystemFailed as failure:
                     failures[system.name] = str(failure)
@@ -299,7 +311,7 @@ def measure_and_report(
         if args.json:
             args.json.write_text(json.dumps(as_json(so_far, costs, peers, absent), indent=1))
 
-    results = measure(systems, prompts, levels, args.repeat, Judge(), report)
+    results = measure(systems, prompts, levels, args.repeat, Judge(), report, await_rest)
     print(
         f"\nall: tokens/s, TTFT p50, tokens/s over the best peer's (*)\n\n{overview_table(results, peers)}", flush=True
     )

@@ -28,7 +28,7 @@ class Settings:
     """What the systems are started with. A path that is None means that its systems are skipped."""
 
     engine: ServerOptions
-    """This engine's options; its device and threads are those of the other systems, too."""
+    """This engine's options; its device, threads and use of a prefix cache are those of the other systems, too."""
     dtype: str
     """Of the systems that do not run a GGUF file."""
     directory: Path
@@ -113,6 +113,7 @@ def _transformers(settings: Settings) -> dict[str, Maker]:
 
     def make(lookup: int, grammar: bool) -> System:
         nonlocal weights
+        _refuse_prefix_cache(settings)
         if importlib.util.find_spec("xgrammar") is None:
             raise SystemFailed("xgrammar is not installed")
         from benchmarks.peers.transformers import Transformers, Weights
@@ -128,6 +129,11 @@ def _transformers(settings: Settings) -> dict[str, Maker]:
     }
 
 
+def _refuse_prefix_cache(settings: Settings) -> None:
+    if settings.engine.prefix_cache:
+        raise SystemFailed("--prefix-cache: this system cannot forget the prompts of an earlier pass, or has no cache")
+
+
 def _gguf(settings: Settings) -> Path:
     if settings.gguf is None:
         raise SystemFailed("no --gguf, and the model is not one")
@@ -135,6 +141,7 @@ def _gguf(settings: Settings) -> Path:
 
 
 def _openvino(settings: Settings, lookup: int) -> System:
+    _refuse_prefix_cache(settings)
     if settings.openvino_python is None:
         raise SystemFailed("no --openvino-python")
     return foreign.openvino(
@@ -147,6 +154,7 @@ def _openvino(settings: Settings, lookup: int) -> System:
 
 
 def _llamacpp(settings: Settings, ngram: int) -> System:
+    _refuse_prefix_cache(settings)
     if settings.llama_server is None:
         raise SystemFailed("no --llama-server, and none on the PATH")
     return LlamaServer(
@@ -168,6 +176,7 @@ def _vllm(settings: Settings, ngram: int) -> System:
         num_threads=settings.engine.num_threads,
         batch=settings.batch,
         ngram=ngram,
+        prefix_cache=settings.engine.prefix_cache,
     )
 
 

@@ -109,10 +109,11 @@ class SamplingParams(Values):
 
 
 class LLM:
-    def __init__(self, model, dtype, max_model_len, max_num_seqs, speculative_config):
+    def __init__(self, model, dtype, max_model_len, max_num_seqs, speculative_config, enable_prefix_caching):
         assert (model, dtype, max_num_seqs) == ("hf", "float32", 16)
         self.most = 1 + (speculative_config or {}).get("num_speculative_tokens", 0)
         self.running, self.llm_engine = {}, self
+        self.cached = "with" if enable_prefix_caching else "without"
 
     def reset_prefix_cache(self):
         global resets
@@ -134,7 +135,8 @@ class LLM:
             state[1] = min(seen + self.most, len(ids), params.max_tokens)
             finished = state[1] in (len(ids), params.max_tokens)
             reason = ("stop" if state[1] == len(ids) else "length") if finished else None
-            completion = Values(token_ids=ids[: state[1]], text=f"text {resets}", finish_reason=reason)
+            text = f"reset {resets}, {self.cached} cache"
+            completion = Values(token_ids=ids[: state[1]], text=text, finish_reason=reason)
             outputs.append(Values(request_id=request_id + "-ab12", finished=finished, outputs=[completion]))
             if finished:
                 del self.running[request_id]
@@ -173,10 +175,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         path.write_text(source)
     started: list[ForeignSystem] = []
 
-    def make(engine: str, lookup: int = 0) -> ForeignSystem:
+    def make(engine: str, lookup: int = 0, *flags: str) -> ForeignSystem:
         model = {"openvino": "model.gguf", "vllm": "hf"}[engine]
         arguments = ["--engine", engine, "--model", model, "--threads", "2", "--batch", "16", "--dtype", "float32"]
-        arguments += ["--lookup", str(lookup)]
+        arguments += ["--lookup", str(lookup), *flags]
         environment = {"PYTHONPATH": str(tmp_path / "libraries")}
         started.append(ForeignSystem(engine, Path(sys.executable), arguments, settings="fake", environment=environment))
         return started[-1]
@@ -218,7 +220,12 @@ def test_a_failed_job_is_one_line_and_the_next_one_starts_afresh(start: Start, e
 def test_every_job_of_vllm_starts_without_cached_prompts(start: Start) -> None:
     system = start("vllm")
     texts = [system.run(PROMPTS[:1], 1, lambda: None).answers[0].text for _ in range(2)]
-    assert texts == ["text 1", "text 2"]
+    assert texts == ["reset 1, without cache", "reset 2, without cache"]
+
+
+def test_vllm_caches_prompts_only_where_all_systems_do(start: Start) -> None:
+    answers = start("vllm", 0, "--prefix-cache").run(PROMPTS[:1], 1, lambda: None).answers
+    assert answers[0].text == "reset 1, with cache"
 
 
 def test_a_worker_says_which_versions_run(start: Start) -> None:

@@ -120,6 +120,32 @@ def test_a_system_that_is_not_installed_is_skipped_with_its_reason(tmp_path: Pat
     assert str(tmp_path / "none") in absent["llamacpp"]
 
 
+def test_systems_that_cannot_forget_a_pass_are_left_out_of_a_run_with_prefix_caches(tmp_path: Path) -> None:
+    arguments = serve.build_parser().parse_args(["--prefix-cache", "--gguf", __file__, "--vllm-python", __file__])
+    settings = serve.settings_of(arguments, tmp_path, [1])
+    assert settings.engine.prefix_cache
+    with ExitStack() as running:
+        started, absent = start_systems(["openvino", "llamacpp", "transformers"], makers(settings), running)
+    assert started == []
+    assert all(reason.startswith("--prefix-cache: ") for reason in absent.values())
+
+
+def test_each_pass_has_a_salt_of_its_own(serve_fake: Serve) -> None:
+    address, engine = serve_fake(Script(tokens=lambda request: [1]))
+    ours = Lockstep(ServerOptions(prefix_cache=True), address)
+    for _ in range(2):
+        ours.run(prompts(2)["chat"], 1, lambda: None)
+    ours.close()
+    assert [request.cache_salt for request in engine.requests] == ["pass 1", "pass 1", "pass 2", "pass 2"]
+
+
+def test_the_others_are_at_rest_before_each_pass() -> None:
+    turns: list[str] = []
+    systems = [FakeSystem(name, turns) for name in "ab"]
+    serve.measure(systems, prompts(1), [1], 1, Judge(), rest=lambda: turns.append("rest"))
+    assert turns == ["rest", "a", "rest", "b"]
+
+
 def test_started_systems_are_closed_when_the_process_is_told_to_end() -> None:
     turns: list[str] = []
 
