@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grammar_service.backends.registry import NAMES
-from grammar_service.grammar.value import MAX_JSON_DEPTH
+from grammar_service.grammar.value import MAX_JSON_DEPTH, Reading
 from service_runtime.cores import usable_cores
 from service_runtime.logs import FORMATS, LEVELS
 from service_runtime.settings import Sources, add_flags
@@ -97,6 +97,9 @@ class GrammarConfig:
     """Longest chain of rules or $ref that refer to each other, in steps."""
     max_artifact_bytes: int = 64 << 20
     """Largest serialised compiled grammar that a worker may return, in bytes."""
+    strict_formats: bool = False
+    """Refuse schemas with a `format` that is not known. False: as JSON Schema says, it is an annotation without effect,
+    and the response has a warning."""
     cache: bool = True
     """Reuse compiled grammars. False: each request's grammar is compiled anew, unless an equal one is being compiled,
     and cache_dir is not used; cache_bytes then bounds the grammars that are held for their matchers."""
@@ -168,6 +171,11 @@ class GrammarConfig:
             max_chain=self.max_rule_depth,
             max_artifact_bytes=self.max_artifact_bytes,
         )
+
+    @property
+    def reading(self) -> Reading:
+        """How schemas are read where the request says nothing."""
+        return Reading(strict_formats=self.strict_formats)
 
     @property
     def fill_threads(self) -> int:

@@ -100,7 +100,8 @@ class ComposingBackend:
             field = node.get("at")
             if not isinstance(field, str) or "json_schema" not in node:
                 continue
-            alone = Grammar(Kind.JSON_SCHEMA, json.dumps(node["json_schema"], ensure_ascii=False), grammar.whitespace)
+            text = json.dumps(node["json_schema"], ensure_ascii=False)
+            alone = replace(grammar, kind=Kind.JSON_SCHEMA, text=text)
             try:
                 self._inner.compile(alone, allow_unenforced=allow_unenforced)
             except (InvalidGrammar, NotSupported) as found:

@@ -13,7 +13,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grammar_service.backends.backend import Backend, Compiled
@@ -33,7 +33,7 @@ from grammar_service.errors import (
     NotSupported,
     UnknownGrammar,
 )
-from grammar_service.grammar.value import Grammar, Kind, Whitespace, parse
+from grammar_service.grammar.value import SCHEMA_KINDS, Grammar, Kind, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
 from service_runtime.single_flight import SingleFlight
 
@@ -137,6 +137,8 @@ class Compiler:
             if size > limit:
                 raise LimitExceeded(f"max_grammar_bytes: the grammar has {size} bytes, the limit is {limit}")
             grammar = parse(kind, source, whitespace, self._config.max_grammar_depth)
+            if kind in SCHEMA_KINDS:
+                grammar = replace(grammar, reading=self._config.reading)
             self._vocabulary.refuse_special(grammar)
             if backend == AUTO:
                 return await self._choose(grammar, allow_unenforced, accepted)

@@ -43,7 +43,7 @@ def artifact_key(grammar: Grammar, backend: str, vocabulary_digest: str, *, allo
     except PackageNotFoundError:
         ours = "source"
     parts = (FORMAT, ours, backend, installed_version(backend), vocabulary_digest, str(allow_unenforced))
-    head = "\0".join((*parts, grammar.kind.name, grammar.whitespace.name, ""))
+    head = "\0".join((*parts, grammar.kind.name, grammar.whitespace.name, str(grammar.reading), ""))
     return hashlib.blake2b((head + grammar.text).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 

@@ -15,6 +15,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from grammar_service.compile.artifact import Artifact
@@ -150,7 +151,12 @@ class CompilePool:
 
     async def _compile(self, grammar: Grammar, allow_unenforced: bool) -> Artifact:
         task, worker = await self._take_worker()
-        head = {"kind": grammar.kind, "whitespace": grammar.whitespace, "allow_unenforced": allow_unenforced}
+        head = {
+            "kind": grammar.kind,
+            "whitespace": grammar.whitespace,
+            "reading": asdict(grammar.reading),
+            "allow_unenforced": allow_unenforced,
+        }
         begun = time.monotonic()
         healthy = False
         try:

@@ -31,7 +31,7 @@ from grammar_service.compile.proof import WORKER_STACK_BYTES, prove
 from grammar_service.completion.texts import TokenTexts
 from grammar_service.errors import LimitExceeded, to_wire
 from grammar_service.grammar.limits import check_nesting, check_rule_depth
-from grammar_service.grammar.value import Grammar, Kind, Whitespace
+from grammar_service.grammar.value import Grammar, Kind, Reading, Whitespace
 from grammar_service.grammar.vocabulary import Vocabulary
 from service_runtime.parent_death import die_with_parent
 
@@ -154,7 +154,7 @@ def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> _Toolc
 
 
 def _reply(toolchain: _Toolchain, limits: _Limits, head: dict[str, Any], body: bytes) -> bytes:
-    grammar = Grammar(Kind(head["kind"]), body.decode(), Whitespace(head["whitespace"]))
+    grammar = Grammar(Kind(head["kind"]), body.decode(), Whitespace(head["whitespace"]), Reading(**head["reading"]))
     toolchain.texts.choices.clear()  # so that the memory of a compilation does not depend on earlier grammars
     backend, begun = toolchain.backend, time.perf_counter()
     try:

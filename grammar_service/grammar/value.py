@@ -51,6 +51,18 @@ JSON_KINDS = frozenset({Kind.JSON_OBJECT, Kind.JSON_SCHEMA, *TAG_KINDS})
 """Kinds on which `Whitespace` has an effect."""
 
 
+SCHEMA_KINDS = frozenset({*JSON_KINDS, Kind.LARK})
+"""Kinds on which `Reading` has an effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the schemas of a grammar are read, beside their text. JSON values alone, so that it travels as JSON."""
+
+    strict_formats: bool = False
+    """A `format` that is not known is a part that cannot be enforced, in place of an annotation."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """A grammar that passed `parse`."""
@@ -60,10 +72,11 @@ class Grammar:
     """JSON kinds and choices: compact JSON. Keys keep the user's order, which is the order of properties."""
     whitespace: Whitespace
     """COMPACT for the kinds without JSON, so that they share one compilation."""
+    reading: Reading = Reading()
 
     def key(self, backend: str) -> str:
         """Return the id of this grammar under `backend`: a digest, equal for equal grammars."""
-        head = f"{backend}\0{self.kind.name}\0{self.whitespace.name}\0"
+        head = f"{backend}\0{self.kind.name}\0{self.whitespace.name}\0{self.reading}\0"
         return hashlib.blake2b((head + self.text).encode(), digest_size=16).hexdigest()
 
     def __repr__(self) -> str:

@@ -398,8 +398,8 @@ def test_a_feature_works_as_the_page_says(client: openai.OpenAI, row: list[str])
 
 
 def test_errors_name_the_field_and_the_limit(client: openai.OpenAI) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "not": {}}}}
-    with pytest.raises(openai.BadRequestError, match=r"sampling_params\.json_schema: .*/not: is not enforced"):
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(openai.BadRequestError, match=r"sampling_params\.json_schema: .*/uniqueItems: is not enforced"):
         chat(client, response_format=schema)
 
 

@@ -34,6 +34,8 @@ class Outcome(enum.Enum):
     """No invalid text is accepted, and some valid texts are rejected too."""
     REFUSED = "refused"
     """The error names the keyword. With `allow_unenforced` the grammar is accepted with a warning."""
+    ANNOTATION = "annotation"
+    """The keyword has no effect, as JSON Schema says, and a warning names it."""
     IMPOSSIBLE = "refused always"
     """The library cannot compile the schema at all."""
     SILENT = "silent"
@@ -69,6 +71,8 @@ def _verdict(backend: Backend, case: Case) -> Verdict:
     accepted = tuple(text for text in case.invalid if _takes(compiled, text))
     rejected = tuple(text for text in case.valid if not _takes(compiled, text))
     beyond = tuple(text for text in case.beyond if _takes(compiled, text))
+    if compiled.warnings and case.keyword == "format":
+        return Verdict(case, Outcome.ANNOTATION)
     if accepted or compiled.warnings:
         return Verdict(case, Outcome.SILENT, accepted, beyond)
     return Verdict(case, Outcome.STRICTER if rejected else Outcome.ENFORCED, rejected, beyond)

@@ -21,6 +21,8 @@ Every case has texts that satisfy its schema and texts that violate it. No text 
 - **stricter**: no text that violates the schema is accepted, and some that satisfy it are rejected, as in the example.
 - **refused**: `INVALID_ARGUMENT` names the keyword and its place. With `allow_unenforced` the grammar is accepted
   without the keyword, and a warning in the response names it.
+- **annotation**: the keyword has no effect, as JSON Schema says of formats that are not known, and a warning in the
+  response names it. With the setting `strict_formats` of the grammar process it is refused.
 - **no**: refused with `allow_unenforced` too. The library cannot read the schema, or no answer could satisfy it.
 
 The backend `auto` chooses the first backend that enforces the whole grammar.
@@ -32,9 +34,9 @@ The backend `auto` chooses the first backend that enforces the whole grammar.
 
 ## Formats
 
-The last two columns show texts of the right form that a strict validator rejects and the backend accepts. Texts of
-another form are rejected. Dates follow the calendar. The second 60 is accepted only in the last minute of a UTC day,
-and only with offsets of whole hours or of 30 or 45 minutes past the hour.
+Both backends read the same patterns; [grammars.md](grammars.md#formats) says from which documents. The last two columns
+show texts of the right form that a strict validator rejects and the backend accepts. Texts of another form are
+rejected.
 
 {formats}
 """
@@ -43,6 +45,7 @@ _WORD = {
     Outcome.ENFORCED: "yes",
     Outcome.STRICTER: "stricter",
     Outcome.REFUSED: "refused",
+    Outcome.ANNOTATION: "annotation",
     Outcome.IMPOSSIBLE: "no",
     Outcome.SILENT: "**silently accepts**",
 }

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from grammar_service.backends.json_schema.walk import Schema, resolve
 
-_ALL = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
+ALL_TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 _OF_NAME = {"number": frozenset({"integer", "fraction"})}
 _DEPTH = 4
 """Levels of references and properties that a proof follows."""
 
 
 @dataclass(slots=True)
-class _Facts:
+class Facts:
     """Facts that hold for every value of a schema; they may say less than the schema does."""
 
-    types: frozenset[str] = _ALL
+    types: frozenset[str] = ALL_TYPES
     values: frozenset[str] | None = None
     """The canonical JSON of all possible values, if the schema lists them."""
     required: set[str] = field(default_factory=set)
@@ -48,7 +49,7 @@ def _apart(a: Any, b: Any, root: Any, depth: int) -> bool:
             inner = one.get(key)
             if isinstance(inner, list) and inner and all(_apart(each, other, root, depth - 1) for each in inner):
                 return True
-    left, right = _Facts(), _Facts()
+    left, right = Facts(), Facts()
     _gather(a, root, left, depth)
     _gather(b, root, right, depth)
     if left.values is not None and right.values is not None and not left.values & right.values:
@@ -59,7 +60,7 @@ def _apart(a: Any, b: Any, root: Any, depth: int) -> bool:
     return not shared or _objects_apart(left, right, root, depth) or _objects_apart(right, left, root, depth)
 
 
-def _objects_apart(left: _Facts, right: _Facts, root: Any, depth: int) -> bool:
+def _objects_apart(left: Facts, right: Facts, root: Any, depth: int) -> bool:
     if right.closed is not None and left.required - right.closed:
         return True
     return any(
@@ -70,7 +71,16 @@ def _objects_apart(left: _Facts, right: _Facts, root: Any, depth: int) -> bool:
     )
 
 
-def _gather(schema: Schema, root: Any, facts: _Facts, depth: int) -> None:
+def facts_of(schemas: Iterable[Any], root: Any) -> Facts:
+    """Return what holds for every value that satisfies all of `schemas`, which are inside `root`."""
+    facts = Facts()
+    for schema in schemas:
+        if isinstance(schema, dict):
+            _gather(schema, root, facts, _DEPTH)
+    return facts
+
+
+def _gather(schema: Schema, root: Any, facts: Facts, depth: int) -> None:
     reference = schema.get("$ref")
     place = resolve(root, reference) if isinstance(reference, str) and depth else None
     for each in (place[1] if place else None, *_listed(schema.get("allOf"))):
@@ -81,9 +91,9 @@ def _gather(schema: Schema, root: Any, facts: _Facts, depth: int) -> None:
         facts.types &= frozenset().union(*(_OF_NAME.get(n, frozenset({n})) for n in names if isinstance(n, str)))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
-        listed = frozenset(_canonical(value) for value in values)
+        listed = frozenset(canonical(value) for value in values)
         facts.values = listed if facts.values is None else facts.values & listed
-        facts.types &= frozenset(_type_of(value) for value in values)
+        facts.types &= frozenset(type_of(value) for value in values)
     facts.required.update(name for name in _listed(schema.get("required")) if isinstance(name, str))
     properties = schema.get("properties")
     known = properties if isinstance(properties, dict) else {}
@@ -97,7 +107,8 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> str:
+    """Return a text that is equal for values that are equal in JSON Schema, and different for others."""
     return json.dumps(_plain(value), sort_keys=True)
 
 
@@ -112,7 +123,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """Return the type of a value as in `Facts.types`: one of JSON's, with "integer" and "fraction" for numbers."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):

@@ -25,20 +25,30 @@ class Unenforced:
     """JSON path of the schema that contains the keyword; "" for the root."""
     keyword: str
     why: str
+    is_annotation: bool = False
+    """JSON Schema gives the part no effect, so it is a warning and never an error."""
 
     def __str__(self) -> str:
         return f"{self.path}/{self.keyword}: {self.why}" if self.keyword else self.why
 
 
 def settle(backend: str, found: Sequence[Unenforced], allow_unenforced: bool) -> tuple[str, ...]:
-    """Return a warning for each part. Raises NotEnforced, which names the parts, unless `allow_unenforced` is set."""
-    distinct = list(dict.fromkeys(map(str, found)))
-    named = distinct[:MAX_NAMED]
-    if len(distinct) > MAX_NAMED:
-        named.append(f"and {len(distinct) - MAX_NAMED} more")
+    """Return a warning for each part. Raises NotEnforced, which names the parts, unless `allow_unenforced` is set.
+
+    Annotations are warnings in any case.
+    """
+    named = _named([str(part) for part in found if not part.is_annotation])
     if named and not allow_unenforced:
         raise NotEnforced(f"{backend} would not enforce all of it: {'; '.join(named)}")
-    return tuple(f"not enforced by {backend}: {part}" for part in named)
+    notes = _named([str(part) for part in found if part.is_annotation])
+    return (*(f"not enforced by {backend}: {part}" for part in named), *notes)
+
+
+def _named(parts: list[str]) -> list[str]:
+    distinct = list(dict.fromkeys(parts))
+    if len(distinct) <= MAX_NAMED:
+        return distinct
+    return [*distinct[:MAX_NAMED], f"and {len(distinct) - MAX_NAMED} more"]
 
 
 def pack(warnings: tuple[str, ...], data: bytes) -> bytes:

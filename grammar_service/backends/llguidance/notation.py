@@ -16,10 +16,11 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from grammar_service.backends.json_schema.date_patterns import FORMATS, exact_pattern
+from grammar_service.backends.json_schema.alternatives import expand
 from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable, portable_regex
 from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
 from grammar_service.backends.json_schema.rewrite import rewrite, take_out_unwritable_values
+from grammar_service.backends.json_schema.string_formats import KNOWN, annotations, exact_pattern
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import subschemas
 from grammar_service.backends.llguidance.tags import Parts, lark_of_tag
@@ -66,6 +67,8 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
         schema = {} if schema is True else schema
         if "x-guidance" in schema:
             raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: a request may not set options of the library")
+        found.extend(annotations(schema, path, strict=grammar.reading.strict_formats))
+        expand(schema)
         found.extend(take_out_unwritable_values(schema, path, STRING_DIALECT.unwritable))
         found.extend(rewrite(schema, path, lambda pattern: portable(pattern, STRING_DIALECT)))
         _write_exact_formats(schema)
@@ -107,12 +110,12 @@ def check_types(grammar: Grammar) -> None:
 
 
 def _write_exact_formats(schema: Any) -> None:
-    """Replace the formats of dates and times, which the library reads too leniently, by exact patterns."""
+    """Replace the formats, some of which the library reads too leniently and some not at all, by exact patterns."""
     for _, node in list(subschemas(schema)):
         name = node.get("format")
-        if not isinstance(name, str) or name not in FORMATS:
+        if not isinstance(name, str) or name not in KNOWN:
             continue
-        exact = exact_pattern(name, lower_case=True)
+        exact = portable(exact_pattern(name, lower_case=True), STRING_DIALECT)
         if "pattern" not in node:
             node["pattern"] = exact
         elif isinstance(node.setdefault("allOf", []), list):

@@ -111,7 +111,7 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
         schema = json.loads(grammar.text)
         refuse_unknown_types(schema, "")
         misspelled = misspelled_keywords(schema, "")
-        found = problems(schema)
+        found = problems(schema, strict_formats=grammar.reading.strict_formats)
         return replace(grammar, text=json.dumps(schema, ensure_ascii=False)), found, misspelled
     if grammar.kind is Kind.REGEX:
         return replace(grammar, text=portable_regex(grammar.text, REGEX_DIALECT)), [], []
@@ -128,7 +128,8 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
             node.pop("at", None)
             refuse_unknown_types(node["json_schema"], f"{path}/json_schema")
             misspelled += misspelled_keywords(node["json_schema"], place)
-            found += problems(node["json_schema"], place) + tag_problems(node, path)
+            found += problems(node["json_schema"], place, strict_formats=grammar.reading.strict_formats)
+            found += tag_problems(node, path)
             if node.get("style", "json") == "json":
                 node["max_whitespace_cnt"] = wanted_count(grammar.whitespace)
         if node.get("type") == "grammar" and isinstance(node.get("grammar"), str):

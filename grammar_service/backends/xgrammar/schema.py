@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from grammar_service.backends.json_schema.date_patterns import FORMATS, exact_pattern
 from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable
 from grammar_service.backends.json_schema.rewrite import rewrite
+from grammar_service.backends.json_schema.string_formats import KNOWN, annotations, exact_pattern
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, subschemas
 
@@ -29,14 +29,6 @@ _IGNORED = {
     "$recursiveRef": "is not followed",
 }
 """Keywords that never have an effect."""
-
-_FORMATS = frozenset(
-    {
-        *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
-        *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
-    }
-)
-"""Formats that are enforced. With any other format the library accepts any string."""
 
 STRING_DIALECT = Dialect(unwritable=((0, 31), (34, 34), (92, 92)), categories=False)
 """Patterns of JSON strings. The library matches them against the JSON text,
@@ -88,10 +80,11 @@ _ASSERTIONS = frozenset(
 )
 
 
-def problems(schema: Any, path: str = "") -> list[Unenforced]:
+def problems(schema: Any, path: str = "", *, strict_formats: bool = False) -> list[Unenforced]:
     """Return the parts of the schema at `path` that xgrammar would not enforce.
-    Rewrites patterns and formats in place."""
-    found = rewrite(schema, path, _anchored)
+    Rewrites patterns and formats in place. `strict_formats`: whether a format that is not known is one of them."""
+    found = annotations(schema, path, strict=strict_formats)
+    found += rewrite(schema, path, _anchored)
     for where, node in subschemas(schema, path):
         problem = _problem(node)
         if problem:
@@ -101,15 +94,15 @@ def problems(schema: Any, path: str = "") -> list[Unenforced]:
 
 
 def _write_exact_format(node: Schema, where: str) -> list[Unenforced]:
-    """Replace a format of dates or times, which the library reads too leniently, by an exact pattern.
+    """Replace a format, which the library reads too leniently if at all, by an exact pattern.
 
     A pattern beside it is lost (`_strings` has reported it), and so are lengths. Return what of them is not enforced.
     """
     types = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
     name = node.get("format")
-    if name not in FORMATS or "string" not in types:
+    if not isinstance(name, str) or name not in KNOWN or "string" not in types:
         return []
-    node["pattern"] = exact_pattern(name, lower_case=False)
+    node["pattern"] = portable(exact_pattern(name, lower_case=False), STRING_DIALECT)
     del node["format"]
     lost = [keyword for keyword in ("minLength", "maxLength") if node.pop(keyword, None) is not None]
     return [Unenforced(where, keyword, "is not enforced beside format") for keyword in lost]
@@ -212,7 +205,7 @@ def _strings(node: dict[str, Any]) -> tuple[str, str] | None:
     types = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
     # A format is one of strings. Of a number, as in `"format": "float"` of OpenAPI, it has no effect.
     if "format" in node and (types == [None] or "string" in types):
-        if not isinstance(node["format"], str) or node["format"] not in _FORMATS:
+        if not isinstance(node["format"], str) or node["format"] not in KNOWN:
             return "format", f"{node['format']!r} is not enforced"
         if "pattern" in node:
             return "pattern", "is not enforced beside format"

@@ -186,7 +186,11 @@ def test_an_unknown_model_is_named(client: openai.OpenAI, model: str) -> None:
         ({"top_p": 3}, "top_p: is 3, must be in (0, 1]", "top_p"),
         ({"modalities": ["audio"]}, "modalities: is not supported: the model reads text alone", "modalities"),
         ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx: is unknown; did you mean regex?", None),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "not", None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}},
+            "uniqueItems",
+            None,
+        ),
     ],
 )
 def test_a_wrong_field_is_named(

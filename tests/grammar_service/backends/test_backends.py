@@ -264,10 +264,10 @@ def test_an_allowed_unenforced_part_is_left_out_with_a_warning(library: Library)
 
 
 def test_an_error_names_every_part_that_is_not_enforced(library: Library) -> None:
-    source = {"type": "object", "properties": {"a": {"not": INT}, "b": {"type": "array", "contains": INT}}}
+    source = {"type": "object", "properties": {"a": {"uniqueItems": True}, "b": {"type": "array", "contains": INT}}}
     with pytest.raises(NotEnforced) as caught:
         library.compiled(*schema(source))
-    assert "/properties/a/not: " in str(caught.value)
+    assert "/properties/a/uniqueItems: " in str(caught.value)
     assert "/properties/b/contains: " in str(caught.value)
 
 
@@ -352,7 +352,6 @@ WEAKENED: list[tuple[dict[str, object], list[object]]] = [
     ({"type": "string", "format": "date", "maxLength": 2}, ["2020-01-01"]),
     ({"type": "string", "pattern": "^a.*$", "format": "email"}, ["b@c.co"]),
     ({"type": "string", "pattern": "^(?!x)a"}, ["xa"]),
-    ({"type": "string", "format": "regex"}, [")("]),
     ({"type": "string", "format": "idn-email"}, ["x"]),
     ({"type": "integer", "multipleOf": 3}, [4]),
     ({"type": "integer", "multipleOf": 3, "minimum": 4}, [3, 5]),
@@ -405,7 +404,7 @@ def test_a_refused_keyword_is_named_with_its_place(library: Library) -> None:
 
 
 def test_a_request_cannot_set_options_of_a_library(library: Library) -> None:
-    source = {"type": "string", "format": "zzz", "x-guidance": {"lenient": True}}
+    source = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
     with pytest.raises(InvalidGrammar):
         library.compiled(*schema(source))
 

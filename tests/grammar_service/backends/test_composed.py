@@ -168,7 +168,7 @@ def test_no_call_without_a_grammar_is_free_text() -> None:
 def test_an_error_of_a_schema_names_its_field(library: Library, form: ToolFormat) -> None:
     for schema, field in (
         ({"properties": {"a": {"type": "strin"}}}, "tools.tools[1].parameters"),
-        ({"properties": {"a": {"contains": {}}}}, "tools.tools[1].parameters"),
+        ({"properties": {"a": {"uniqueItems": True}}}, "tools.tools[1].parameters"),
     ):
         tools = Tools((TOOLS[0], Tool("bad", source=json.dumps(schema))), ToolChoice.REQUIRED)
         with pytest.raises((InvalidGrammar, NotEnforced), match=f".*{field}".replace("[", r"\[")) as failed:
