@@ -167,8 +167,23 @@ def test_openai_clients_get_a_guided_answer_through_a_gateway_in_front(
     jsonschema.validate(json.loads(choice.message.content or ""), schema)
 
 
+def transferred(stack: Stack, service: str, direction: str) -> float:
+    """Return how many pages a container's engine has sent or received, as its metrics say."""
+    fetch = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
+    lines = stack.inside(service, f'python -c "{fetch}"').splitlines()
+    name = f"lockstep_transfer_{direction}_pages_total"
+    (line,) = [line for line in lines if line.startswith(f"{name} ")]
+    return float(line.split()[1])
+
+
 async def test_with_an_engine_for_prompts_an_answer_is_the_same(stack: Stack) -> None:
+    """The prompt is long enough for a transfer, and every whole page of it crosses between the containers."""
     request, schema = listing(3)
+    request.sampling.max_tokens = 400
+    rivers = ("Rhine", "Danube", "Elbe", "Oder", "Loire", "Tagus", "Ebro", "Po", "Tiber", "Thames")
+    request.messages.messages[0].content += "".join(
+        f" One of them is on the {river}, an old one." for river in rivers * 3
+    )
     stack.up()
     alone = await stack.ask(request)
     two = dataclasses.replace(stack, files=("compose.yaml", "compose.disaggregated.yaml"))
@@ -176,6 +191,10 @@ async def test_with_an_engine_for_prompts_an_answer_is_the_same(stack: Stack) ->
     answer = await two.ask(request)
     check(answer, schema)
     assert answer.token_ids == alone.token_ids
+    pages = (answer.last.usage.prompt_tokens - 1) // 16
+    assert pages * 16 > 128, "the default of prefill_tokens"
+    assert answer.last.usage.cached_tokens == pages * 16
+    assert transferred(two, "prefill", "sent") == transferred(two, "engine", "received") == pages
 
 
 def secrets_in(folder: Path) -> trustme.CA:

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
@@ -176,6 +177,100 @@ async def test_another_model_is_refused_with_one_line_and_the_answer_comes(
         assert metric(decode, "fallbacks_total", reason="differs") == 2  # the second time without asking
 
 
+class Gate:
+    """A unix socket in front of another one; what the engine behind it sends waits while the gate is shut."""
+
+    def __init__(self, path: Path, behind: Path) -> None:
+        self.path, self._behind = path, behind
+        self.open = asyncio.Event()
+        self.open.set()
+        self.held = 0
+        """Bytes that wait."""
+
+    async def serve(self) -> None:
+        """Serve until cancelled."""
+        async with await asyncio.start_unix_server(self._connection, self.path) as server:
+            await server.serve_forever()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        its_reader, its_writer = await asyncio.open_unix_connection(self._behind)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._copy(reader, its_writer, gated=False))
+                tasks.create_task(self._copy(its_reader, writer, gated=True))
+        except* ConnectionError:
+            pass  # an end that closes
+        finally:
+            writer.close()
+            its_writer.close()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, gated: bool) -> None:
+        while data := await reader.read(1 << 16):
+            if gated and not self.open.is_set():
+                self.held += len(data)
+                await self.open.wait()
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+
+def grammar_process() -> psutil.Process:
+    (child,) = [each for each in psutil.Process().children() if "grammar_service" in each.cmdline()]
+    return child
+
+
+@pytest.mark.slow
+async def test_the_grammar_is_compiled_while_the_prompt_is_prefilled_elsewhere(
+    llama: LoadedModel, tmp_path: Path
+) -> None:
+    """Either may end first: the pages are held back until the grammar is compiled, and the other way round."""
+    gate = Gate(tmp_path / "gate", tmp_path / "prefill")
+
+    def guided(name: str) -> pb.GenerateRequest:
+        request = ask(f"{name}. {TEXT}", 30, grammar=pb.Grammar(regex=f"[a-f]{{9}}{name}"))
+        request.sampling.ignore_eos = False
+        return request
+
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(serving(llama, tmp_path, "both", grammar="spawn"))
+        async with Client(one.address) as client:
+            expected = [(await answer(client, guided(name)))[0] for name in ("first", "second")]
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(serving(llama, tmp_path, "prefill"))
+        gating = asyncio.create_task(gate.serve())
+        stack.callback(gating.cancel)
+        fields: dict[str, Any] = {"grammar": "spawn", "grammar_silence_s": 60.0}
+        fields |= {"prefill_from": (f"unix:{gate.path}",)}
+        decode = await stack.enter_async_context(serving(llama, tmp_path, "decode", **fields))
+        client = await stack.enter_async_context(Client(decode.address))
+        await answer(client, ask())  # the connection is there
+
+        before, grammars = metric(decode, "received_pages_total"), (await client.stats()).cached_grammars
+        gate.open.clear()
+        asked = asyncio.create_task(answer(client, guided("first")))
+        await eventually(lambda: gate.held > 0)
+        while (await client.stats()).cached_grammars == grammars:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.005)
+        assert metric(decode, "received_pages_total") == before, "compiled before a page came"
+        assert not asked.done()
+        gate.open.set()
+        pages = (len("first. " + TEXT) - 1) // 16
+        assert await asked == (expected[0], pages * 16)
+        assert metric(decode, "received_pages_total") == before + pages
+
+        before, grammars = metric(decode, "received_pages_total"), (await client.stats()).cached_grammars
+        stopped = grammar_process()
+        stopped.suspend()
+        try:
+            asked = asyncio.create_task(answer(client, guided("second")))
+            await eventually(lambda: metric(decode, "received_pages_total") == before + pages)
+            assert not asked.done(), "no grammar is compiled"
+        finally:
+            stopped.resume()
+        assert await asked == (expected[1], pages * 16)
+        assert (await client.stats()).cached_grammars == grammars + 1
+
+
 async def test_the_answer_comes_without_the_prefill_engine(llama: LoadedModel, tmp_path: Path) -> None:
     expected = await alone(llama, tmp_path)
     async with serving(llama, tmp_path, "decode") as decode, Client(decode.address) as client:
@@ -197,6 +292,69 @@ async def test_a_token_of_the_other_port_is_needed(llama: LoadedModel, tmp_path:
             Client(decode.address) as client,
         ):
             assert (await answer(client, ask()))[1] == PAGES * 16
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """Files of an authority, and what each side of a transfer needs of it."""
+
+    prefill: dict[str, str]
+    decode: dict[str, str]
+    other_ca: str
+
+
+def secrets_in(folder: Path) -> Secrets:
+    authority = trustme.CA()
+    server, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("decode")
+    texts = {
+        "ca": authority.cert_pem.bytes(),
+        "other": trustme.CA().cert_pem.bytes(),
+        "cert": b"".join(blob.bytes() for blob in server.cert_chain_pems),
+        "key": server.private_key_pem.bytes(),
+        "client-cert": b"".join(blob.bytes() for blob in client.cert_chain_pems),
+        "client-key": client.private_key_pem.bytes(),
+        "tokens": b"t" * 32,
+    }
+    paths = {name: str(folder / name) for name in texts}
+    for name, text in texts.items():
+        Path(paths[name]).write_bytes(text)
+    prefill = {"tls_cert": paths["cert"], "tls_key": paths["key"], "tls_client_ca": paths["ca"]}
+    decode = {"ca": paths["ca"], "cert": paths["client-cert"], "key": paths["client-key"]}
+    return Secrets(
+        prefill | {"auth_token_file": paths["tokens"]},
+        {f"prefill_tls_{name}": path for name, path in decode.items()} | {"prefill_token_file": paths["tokens"]},
+        paths["other"],
+    )
+
+
+@pytest.mark.slow
+async def test_pages_cross_behind_tls_on_both_sides_and_a_token(
+    llama: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, secrets = await alone(llama, tmp_path), secrets_in(tmp_path)
+    all_of_it = secrets.decode
+    without_certificate = {
+        name: path for name, path in all_of_it.items() if name not in ("prefill_tls_cert", "prefill_tls_key")
+    }
+    cases: list[tuple[dict[str, str], str | None]] = [
+        (all_of_it, None),
+        ({}, "gone"),
+        (without_certificate, "gone"),
+        (all_of_it | {"prefill_tls_ca": secrets.other_ca}, "gone"),
+        ({name: path for name, path in all_of_it.items() if name != "prefill_token_file"}, "refused"),
+    ]
+    async with serving(llama, tmp_path, "prefill", listen="127.0.0.1:0", **secrets.prefill) as prefill:
+        for fields, reason in cases:
+            async with (
+                serving(llama, tmp_path, "decode", prefill_from=(prefill.address,), **fields) as decode,
+                Client(decode.address) as client,
+            ):
+                ids, cached = await answer(client, ask())
+                assert ids == expected, fields
+                assert cached == (0 if reason else PAGES * 16), fields
+                assert metric(decode, "received_pages_total") == (0 if reason else PAGES), fields
+                if reason:
+                    assert metric(decode, "fallbacks_total", reason=reason) == 1, fields
 
 
 async def test_a_client_that_leaves_ends_the_fetch_on_both_sides(llama: LoadedModel, tmp_path: Path) -> None:
@@ -235,8 +393,9 @@ def test_a_role_needs_the_prefix_cache_and_a_drafter_without_a_cache() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 async def test_guided_answers_are_those_of_one_engine_with_drafts_and_a_killed_grammar_process(
-    llama: LoadedModel, tmp_path: Path
+    llama: LoadedModel, tmp_path: Path, backend: str
 ) -> None:
     """Eight prompts at once, guided and free, in a cache that makes some lose their slots."""
     engine = {"kv_cache_tokens": 512, "drafter": "ngram"}
@@ -253,23 +412,21 @@ async def test_guided_answers_are_those_of_one_engine_with_drafts_and_a_killed_g
                 request.grammar.CopyFrom(grammar)
         return [ids for ids, _ in await asyncio.gather(*(answer(client, request) for request in requests))]
 
-    def end_grammar_process() -> None:
-        (child,) = [each for each in psutil.Process().children() if "grammar_service" in each.cmdline()]
-        child.kill()
-
-    async with serving(llama, tmp_path, "both", engine, grammar="spawn") as one, Client(one.address) as client:
+    spawned = {"grammar": "spawn", "grammar_backend": backend}
+    async with serving(llama, tmp_path, "both", engine, **spawned) as one, Client(one.address) as client:
         expected = await answers(client, 0)
     async with (
         serving(llama, tmp_path, "prefill"),
-        serving(llama, tmp_path, "decode", engine, grammar="spawn") as decode,
+        serving(llama, tmp_path, "decode", engine, **spawned) as decode,
         Client(decode.address) as client,
     ):
+        assert (await client.info()).backends[0] == pb.Backend.Value(f"BACKEND_{backend.upper()}")
         for drafts in (0, 3, 7):
             fetched = metric(decode, "seconds_count")
             task = asyncio.create_task(answers(client, drafts))
             if drafts == 7:
                 await eventually(lambda: decode.stats().running)
-                end_grammar_process()
+                grammar_process().kill()
             assert await task == expected, drafts
             assert metric(decode, "seconds_count") > fetched
         assert metric(decode, "received_pages_total") > 0
