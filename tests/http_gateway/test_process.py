@@ -24,7 +24,7 @@ from benchmarks.harness.gateway import start_gateway
 from http_gateway.__main__ import GRPC_EXPERIMENTS
 from http_gateway.wire.errors import TABLE
 from protos.engine.v1 import engine_pb2 as pb
-from tests.http_gateway.fake_engine import FakeEngine, ask, begin, chat, close, request, served
+from tests.http_gateway.fake_engine import DONE, FakeEngine, ask, begin, chat, close, request, served
 from tests.waiting import eventually
 
 KEY, OTHER_KEY = "a-key-of-the-first-client", "a-key-of-the-second-client"
@@ -297,3 +297,51 @@ def test_grpc_knows_the_poller_that_the_gateway_chooses() -> None:
 
     assert "Unknown experiment: no_such" in told("-no_such")
     assert "Unknown experiment" not in told(GRPC_EXPERIMENTS)
+
+
+class PacedEngine(FakeEngine):
+    """Streams `MESSAGES` responses to every prompt, with a pause behind each."""
+
+    MESSAGES = 200
+
+    async def _answer(self, prompt: str, context: Any) -> None:
+        for _ in range(self.MESSAGES):
+            await context.write(pb.GenerateResponse(text="y"))
+            await asyncio.sleep(0.003)
+        await context.write(DONE)
+
+
+def poller_switches(pid: int) -> int:
+    """Return how often the threads of gRPC's newer poller have gone to sleep; they are called event_engine."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        if fields["Name"].strip() == "event_engine":
+            total += int(fields["voluntary_ctxt_switches"])
+    return total
+
+
+async def switches_of_a_stream() -> float:
+    """Return `poller_switches` of a gateway for each message of a stream."""
+    async with served(PacedEngine()) as engine:
+        context = start_gateway(engine.address)
+        address = await asyncio.to_thread(context.__enter__)
+        try:
+            (gateway,) = [p for p in psutil.Process().children() if engine.address in p.cmdline()]
+            assert (await chat(address, stream=True)).status == 200
+            before = poller_switches(gateway.pid)
+            assert (await chat(address, stream=True)).status == 200
+            return (poller_switches(gateway.pid) - before) / PacedEngine.MESSAGES
+        finally:
+            await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+@pytest.mark.slow
+async def test_a_message_of_a_stream_wakes_no_thread_of_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gRPC's newer poller it wakes three. The gateway chooses the older one, unless the variable is set."""
+    monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
+    chosen = await switches_of_a_stream()
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "event_engine_client")
+    newer = await switches_of_a_stream()
+    assert newer > 1.5, "gRPC's newer poller costs less now: the choice may be needless"
+    assert chosen < newer / 3, "the choice has no effect"
