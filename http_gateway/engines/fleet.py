@@ -67,9 +67,11 @@ class Fleet:
         self._prefixes.insert(blocks, chosen.address)
         return chosen
 
-    async def open(self, request: pb.GenerateRequest, model: str | None, metadata: Metadata) -> Call:
-        """Start a request on the engine chosen for it. Raises ApiError."""
-        tried: list[Engine] = []
+    async def open(
+        self, request: pb.GenerateRequest, model: str | None, metadata: Metadata, lost: Sequence[Engine] = ()
+    ) -> Call:
+        """Start a request on the engine chosen for it, which is none of `lost`. Raises ApiError."""
+        tried = [*lost]
         # Pages of the prompt are shared by requests with one adapter.
         adapted = model is not None and model not in self.names()
         prompt = f"{model}\0".encode() * adapted + prompt_bytes(request)

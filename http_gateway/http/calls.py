@@ -1,7 +1,8 @@
 """The calls of the API: from a body to the engine's call, and from its responses to an answer.
 
 Invariant: an answer that has begun holds exactly the engine calls that it reads, and they are closed however it ends.
-The status of a stream is sent with its first event, so that what an engine refuses has an HTTP status of its own.
+The status of a stream is sent with its first event, so that what an engine refuses has an HTTP status of its own. No
+part of an answer is sent twice: of a lost engine's requests, those of which nothing was sent go to another one.
 
 Not responsible for: connections and routes (app.py, stream.py), the Responses API (responses.py).
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,9 +29,11 @@ from http_gateway.engines.fleet import Fleet
 from http_gateway.http.stream import Events, ended, event
 from http_gateway.wire.chat import ChatRequest
 from http_gateway.wire.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from http_gateway.wire.errors import ApiError, from_grpc
+from http_gateway.wire.errors import ApiError, EngineLost, from_grpc
 from http_gateway.wire.responses import ResponsesRequest, chat_body
 from protos.engine.v1 import engine_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens in completions."""
@@ -47,19 +51,27 @@ class Calls:
         """Return the answer, or its events. Raises ApiError."""
         await self.fleet.learn(fields.model)
         request = chat_request(fields, thinks=self.fleet.thinks(fields.model))
-        call = await self.fleet.open(request, fields.model, metadata)
-        try:
-            shape = await self._chat_shape(fields, request, call.engine, metadata)
-        except BaseException:
-            call.close()
-            raise
-        if fields.stream:
-            return Events(ended(_chat_events(call, ChatStream(shape), metadata)), call.close)
-        whole = ChatWhole(shape)
-        async with call:
-            async for response in read(call, metadata):
-                whole.take(response)
-        return whole.result()
+
+        async def begin(lost: Sequence[Engine] = ()) -> tuple[Call, ChatShape]:
+            call = await self.fleet.open(request, fields.model, metadata, lost)
+            try:
+                return call, await self._chat_shape(fields, request, call.engine, metadata)
+            except BaseException:
+                call.close()
+                raise
+
+        async def answer(lost: Sequence[Engine]) -> Json:
+            call, shape = await begin(lost)
+            whole = ChatWhole(shape)
+            async with call:
+                async for response in read(call, metadata):
+                    whole.take(response)
+            return whole.result()
+
+        if not fields.stream:
+            return await self._whole(answer)
+        call, shape = await begin()
+        return Events(ended(_chat_events(call, ChatStream(shape), metadata)), call.close)
 
     async def complete(self, fields: CompletionRequest, metadata: Metadata) -> Json | Events:
         """Return the answer to each prompt, or its events. Raises ApiError."""
@@ -69,28 +81,37 @@ class Calls:
             completion_request(fields, prompt, _nth_id(request_id, i, len(fields.prompts())))
             for i, prompt in enumerate(fields.prompts())
         ]
-        calls = await self._open_all(requests, fields.model, metadata)
-        try:
-            shape = await self._completion_shape(fields, request_id, requests, calls, metadata)
-        except BaseException:
-            _close(calls)
-            raise
-        completions = Completions(shape)
-        if fields.stream:
-            return Events(ended(_completion_events(calls, completions, metadata)), partial(_close, calls))
-        with _closing(calls):
-            async for prompt, response in _merged(calls, metadata):
-                completions.take(prompt, response)
-        return completions.result()
+
+        async def begin(lost: Sequence[Engine] = ()) -> tuple[list[Call], Completions]:
+            calls = await self._open_all(requests, fields.model, metadata, lost)
+            try:
+                shape = await self._completion_shape(fields, request_id, requests, calls, metadata)
+            except BaseException:
+                _close(calls)
+                raise
+            return calls, Completions(shape)
+
+        async def answer(lost: Sequence[Engine]) -> Json:
+            calls, completions = await begin(lost)
+            with _closing(calls):
+                async for prompt, response in _merged(calls, metadata):
+                    completions.take(prompt, response)
+            return completions.result()
+
+        if not fields.stream:
+            return await self._whole(answer)
+        calls, completions = await begin()
+        return Events(ended(_completion_events(calls, completions, metadata)), partial(_close, calls))
 
     async def respond(self, fields: ResponsesRequest, metadata: Metadata) -> Json | Events:
         """Return the answer of the Responses API, or its events. Raises ApiError."""
         await self.fleet.learn(fields.model)
         request_id = f"resp_{uuid.uuid4().hex}"
         request = chat_request(chat_body(fields, request_id), thinks=self.fleet.thinks(fields.model))
-        call = await self.fleet.open(request, fields.model, metadata)
-        answer = ResponseAnswer(
-            ResponseShape(
+
+        async def begin(lost: Sequence[Engine] = ()) -> tuple[Call, ResponseAnswer]:
+            call = await self.fleet.open(request, fields.model, metadata, lost)
+            shape = ResponseShape(
                 id=request_id,
                 model=fields.model or call.engine.names[0],
                 fields=fields,
@@ -98,14 +119,20 @@ class Calls:
                 apart=parts_expected(request),
                 texts=call.engine.texts,
             )
-        )
-        if fields.stream:
-            return Events(_response_events(call, answer, metadata), call.close)
-        async with call:
-            async for response in read(call, metadata):
-                for _ in answer.take(response):
-                    pass
-        return answer.json()
+            return call, ResponseAnswer(shape)
+
+        async def answer(lost: Sequence[Engine]) -> Json:
+            call, made = await begin(lost)
+            async with call:
+                async for response in read(call, metadata):
+                    for _ in made.take(response):
+                        pass
+            return made.json()
+
+        if not fields.stream:
+            return await self._whole(answer)
+        call, made = await begin()
+        return Events(_response_events(call, made, metadata), call.close)
 
     async def tokenize(self, fields: TokenizeRequest, metadata: Metadata) -> Json:
         """Return the tokens of a text or a conversation. Raises ApiError."""
@@ -141,6 +168,23 @@ class Calls:
         engine = self.fleet.choose(fields.model, b"")
         response = await _asked(engine.stub.Detokenize(request, timeout=CALL_TIMEOUT_S, metadata=[*metadata]))
         return {"prompt": response.text}
+
+    async def _whole(self, answer: Callable[[Sequence[Engine]], Awaitable[Json]]) -> Json:
+        """Return what `answer` returns, given the engines that it lost. Raises ApiError.
+
+        Nothing of a whole answer is sent before its end, so that of an engine that is lost meanwhile begins anew on
+        another one.
+        """
+        lost: list[Engine] = []
+        while True:
+            try:
+                return await answer(lost)
+            except EngineLost as error:
+                found = [e for e in self.fleet.engines if e.address == error.address and e not in lost]
+                if not found or len(lost) + 1 == len(self.fleet.engines):
+                    raise
+                lost += found
+                log.info("an answer of %s begins anew: %s", error.address, error.message)
 
     async def _chat_shape(
         self, fields: ChatRequest, request: pb.GenerateRequest, engine: Engine, metadata: Metadata
@@ -197,12 +241,12 @@ class Calls:
         return ids
 
     async def _open_all(
-        self, requests: Sequence[pb.GenerateRequest], model: str | None, metadata: Metadata
+        self, requests: Sequence[pb.GenerateRequest], model: str | None, metadata: Metadata, lost: Sequence[Engine]
     ) -> list[Call]:
         """Open a call for each request; none stays open if one fails."""
         if len(requests) == 1:
-            return [await self.fleet.open(requests[0], model, metadata)]
-        tasks = [asyncio.ensure_future(self.fleet.open(request, model, metadata)) for request in requests]
+            return [await self.fleet.open(requests[0], model, metadata, lost)]
+        tasks = [asyncio.ensure_future(self.fleet.open(request, model, metadata, lost)) for request in requests]
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
@@ -301,7 +345,10 @@ async def read(call: Call, metadata: Metadata) -> AsyncIterator[pb.GenerateRespo
                 await texts.load(call.engine, metadata, ids)
             yield response
     except grpc.aio.AioRpcError as error:
-        raise from_grpc(error) from error
+        failed = from_grpc(error)
+        if isinstance(failed, EngineLost):
+            failed.address = call.engine.address
+        raise failed from error
 
 
 async def _merged(calls: Sequence[Call], metadata: Metadata) -> AsyncIterator[tuple[int, pb.GenerateResponse]]:

@@ -44,6 +44,13 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
+class EngineLost(ApiError):
+    """An engine is gone, or closes: another one may answer the request."""
+
+    address = ""
+    """Of an engine that had begun an answer."""
+
+
 class _Row(NamedTuple):
     status: int
     kind: str
@@ -100,7 +107,8 @@ def from_status(status: grpc.StatusCode, details: str) -> ApiError:
     row = TABLE.get(status, _INTERNAL)
     field = _FIELD.match(details) if row.status == 400 else None
     param = _http_name(field[1]) if field else None
-    return ApiError(
+    kind = EngineLost if status is _C.UNAVAILABLE else ApiError
+    return kind(
         f"{param}: {details[field.end() :]}" if field else details,
         status=row.status,
         kind=row.kind,

@@ -32,7 +32,8 @@ def ask(content: str = "x", **fields: Any) -> dict[str, Any]:
 
 
 class FakeEngine(engine_pb2_grpc.EngineServicer):
-    """Answers a prompt by its text: `hang`, `flood`, `slow`, `late error`, the name of a status, or else "yes"."""
+    """Answers a prompt by its text: `hang`, `flood`, `slow`, `late error`, `lost`, the name of a status, or else
+    "yes"."""
 
     def __init__(self, names: tuple[str, ...] = ("fake",)) -> None:
         self.names = names
@@ -40,6 +41,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         """By name; it lists them, and refuses a request for another one."""
         self.refused = ""
         """An adapter that it has, and whose requests it refuses."""
+        self.losing = False
+        """It ends the answers to `lost` as an engine does that is killed."""
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
         self.running = 0
@@ -74,6 +77,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             self.sent += 1
         if word == "late error":
             await context.abort(grpc.StatusCode.INTERNAL, "a defect")
+        if word == "lost" and self.losing:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         if word == "slow":
             await asyncio.sleep(1.0)
         await context.write(pb.GenerateResponse(text="es"))

@@ -68,6 +68,7 @@ async def test_engines_and_clients_that_misbehave_change_nothing_for_others(hous
     await _a_slow_reader_stops_its_own_call(house)
     await _idle_connections_cost_nothing(house)
     await _a_late_error_is_an_event(house)
+    await _a_whole_answer_survives_its_engine(house)
     await _an_engine_that_is_gone_gets_nothing(house)
     metrics = (await request(house.address, "/metrics")).body.decode()
     assert 'lockstep_gateway_requests_total{path="/v1/chat/completions",status="499"}' in metrics
@@ -201,6 +202,26 @@ async def _a_late_error_is_an_event(house: House) -> None:
     events = [json.loads(line[6:]) for line in answer.body.decode().split("\n\n")[:-2]]
     assert events[-1]["error"]["message"] == "a defect"
     assert answer.body.endswith(b"data: [DONE]\n\n")
+
+
+async def _a_whole_answer_survives_its_engine(house: House) -> None:
+    first, second, _ = house.engines
+    first.losing = True
+    bodies = {
+        CHAT: ask("lost", model="fake"),
+        "/v1/responses": {"input": "lost", "model": "fake"},
+    }
+    for path, body in bodies.items():
+        before = [len(engine.requests) for engine in (first, second)]
+        assert (await request(house.address, path, body)).status == 200
+        assert [len(engine.requests) for engine in (first, second)] == [count + 1 for count in before]
+    streamed = await chat(house.address, "lost", model="fake", stream=True)
+    events = [json.loads(line[6:]) for line in streamed.body.decode().split("\n\n")[:-2]]
+    assert [events[-1]["error"][name] for name in ("code", "message")] == ["unavailable", "Socket closed"]
+    second.losing = True
+    lost = await chat(house.address, "lost", model="fake")
+    assert (lost.status, lost.json["error"]["code"]) == (503, "unavailable")
+    first.losing = second.losing = False
 
 
 async def _an_engine_that_is_gone_gets_nothing(house: House) -> None:
