@@ -9,15 +9,13 @@ Shapes: P tokens of a window, V columns of the logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.loader import LoadedModel
-from kernels.forward import Forward
 from kernels.kv_pages import KVPages
 
 PAGE = 16
@@ -121,51 +119,3 @@ def divergence(
         total.add(ids_P, logits_PV, logits_PV if theirs is ours else theirs(ids_P))
         on_window()
     return total
-
-
-def weight_bytes(model: LoadedModel) -> int:
-    """Return the bytes of the weights and tables that a loaded model holds, copies included.
-
-    These are all tensors that its modules and its fused parts refer to; KV pages, scratch memory and logits do not
-    count.
-    """
-    sizes: dict[int, int] = {}
-    for tensor in _tensors(model):
-        # oneDNN's packed weights have no storage of torch's, and no two share one.
-        if tensor.is_mkldnn:
-            sizes[id(tensor)] = tensor.numel() * tensor.element_size()
-        else:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(sizes.values())
-
-
-def _tensors(model: LoadedModel) -> Iterator[torch.Tensor]:
-    """Yield every tensor that the model or its fused parts refer to; one tensor comes once."""
-    seen: set[int] = set()
-    waiting: list[Any] = [model.net, model.fused]
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            yield item
-        else:
-            waiting += _referred(item)
-
-
-_HOLDERS = ("torch.nn.", "transformers.models.", "gpu_engine.model.", "kernels.")
-"""Packages whose objects hold weights."""
-
-
-def _referred(item: Any) -> list[Any]:
-    if isinstance(item, dict):
-        return list(item.values())
-    if isinstance(item, list | tuple):
-        return list(item)
-    if isinstance(item, type | KVPages) or not type(item).__module__.startswith(_HOLDERS):
-        return []
-    slots = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
-    fields = [*getattr(item, "__dict__", {}).values(), *(getattr(item, name) for name in slots if hasattr(item, name))]
-    # The native forward's own tensors are its scratch memory and its logits.
-    return [field for field in fields if not (isinstance(item, Forward) and isinstance(field, torch.Tensor))]

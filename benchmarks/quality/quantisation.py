@@ -32,10 +32,11 @@ from benchmarks.harness.server import ServerFailed, ServerOptions, start_engine
 from benchmarks.harness.tables import Progress, number, share, table
 from benchmarks.harness.validity import Judge, Verdict
 from benchmarks.harness.workloads import Item, workload
-from benchmarks.quality.divergence import divergence, weight_bytes, windows
+from benchmarks.quality.divergence import divergence, windows
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.model.embedded import EmbeddedModelMissing
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
+from gpu_engine.ops.memory import weight_bytes
 from protos.engine.v1 import engine_pb2 as pb
 
 REFERENCE = "none"

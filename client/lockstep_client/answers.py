@@ -346,6 +346,9 @@ class Stats:
     cached_grammars: int
     cached_tokens: int
     pages_cached: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    buffer_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,10 +44,27 @@ class Histogram:
         return f"<Histogram count={sum(self.counts)} total={self.total:g}>"
 
 
+class MemoryUse(NamedTuple):
+    """Bytes that an engine holds from its start to its end."""
+
+    weight_bytes: int = 0
+    """Weights and rotary tables, copies in other layouts included."""
+    kv_cache_bytes: int = 0
+    """Pages of the target."""
+    buffer_bytes: int = 0
+    """Buffers of slots and lanes; on a GPU those of sampling, too."""
+
+    def __str__(self) -> str:
+        weights, cache, buffers = (f"{count / 1e6:,.1f} MB" for count in self)
+        return f"{weights} of weights, {cache} of KV pages, {buffers} of buffers"
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the start, and gauges. Times in the names' units."""
 
+    memory: MemoryUse = field(default_factory=MemoryUse)
+    """Of this process; it does not change."""
     num_slots: int = 0
     num_pages: int = 0
     waiting: int = 0

@@ -23,6 +23,7 @@ from gpu_engine.core.runner import LauncherRunner
 from gpu_engine.core.transfer.mover import PageMover
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter
 from gpu_engine.model.loader import LoadedModel
+from gpu_engine.ops.memory import memory_use
 from gpu_engine.processors.loading import load_processors
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.device.cuda_stream import CudaStream
@@ -116,11 +117,10 @@ def device_executor(
     processing = Processing.of(processors, stream, launches, slot)
     program = StepProgram(stream, launches, model, pages, step_sync, drafter, slot, lane, ring, sampling, processing)
     graphs = StepGraphs(stream, program, slot, lane, ring, buckets, step_rows, guided, config.enforce_eager, processing)
-    budget = draft_budget(config)
+    budget, shapes = draft_budget(config), config.prefill_shapes
     limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
     asked = None if processing is None else processing.slots
     slot_writer = DeviceSlotWriter(stream, slot, rows, asked, eos_token_ids=model.eos_token_ids, **limits)
-    shapes = config.prefill_shapes
     prefill = Prefill(
         stream, model, pages, drafter, slot_writer, shapes.of, max_lanes=max(lanes for lanes, _ in shapes.every)
     )
@@ -141,6 +141,7 @@ def device_executor(
         processors=processors,
         copy_page=partial(stream.kernel, copy_page, pages),
         mover=mover,
+        memory=memory_use(model, pages, slot, lane, rows.rules_SX, rows.seen_SV, rows.biases, sampling.scratch),
     )
 
 

@@ -185,6 +185,7 @@ class Engine:
         self._started.wait()
         if self._start_error is not None:
             raise self._start_error
+        log.info("memory: %s", self._loop.stats.memory)
 
     def submit(self, request: Request) -> None:
         """Queue a sequence.

@@ -19,6 +19,7 @@ from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.page_transfer import PageFormat
 from gpu_engine.api.prefill_shapes import padded
 from gpu_engine.api.processors import Processors
+from gpu_engine.api.stats import MemoryUse
 from gpu_engine.core.draft_budget import DraftBudget
 from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner, StepRunner
@@ -29,6 +30,7 @@ from gpu_engine.core.transfer.mover import PageMover
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter, suffix_drafter
 from gpu_engine.drafters.suffix import SuffixDrafter
 from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
+from gpu_engine.ops.memory import memory_use
 from gpu_engine.processors.loading import load_processors
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
 from gpu_engine.step.direct import DirectLauncher
@@ -81,6 +83,8 @@ class Executor:
     """The drafter, if it drafts from earlier answers: it learns which sequence has a slot, and what each answered."""
     mover: PageMover | None = None
     """Copies pages from and for other engines. None: the role is "both"."""
+    memory: MemoryUse = field(default_factory=MemoryUse)
+    """What the executor and the model hold."""
 
 
 def lookahead(config: EngineConfig, max_inflight_steps: int) -> int:
@@ -176,8 +180,7 @@ def cpu_executor(
     drafter_builders: Mapping[str, Builder] | None = None,
 ) -> Executor:
     """Return an executor whose steps run at their launch, on the calling thread."""
-    S, R = config.max_batch_size, config.num_rows
-    stream = ImmediateStream()
+    S, R, stream = config.max_batch_size, config.num_rows, ImmediateStream()
     # One slot more than sequences have, for padding and the warm-up.
     slot = SlotBuffers.allocate(S + 1, R, history_tokens(config, model, max_inflight_steps), config.page_size)
     lane = LaneBuffers.allocate(S, R, model.vocab_size)
@@ -226,4 +229,5 @@ def cpu_executor(
         processors=processors,
         answers=suffix_drafter(drafter),
         mover=page_mover(config, model, stream, pages),
+        memory=memory_use(model, pages, slot, lane),
     )

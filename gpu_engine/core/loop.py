@@ -81,7 +81,7 @@ class EngineLoop:
         self._answers = self.executor.answers
         self._in_flight: deque[LaunchedStep] = deque()
         self.sequences: dict[Request, RunningSequence] = {}
-        self.stats = EngineStats(num_slots=S, num_pages=num_pages)
+        self.stats = EngineStats(self.executor.memory, num_slots=S, num_pages=num_pages)
         self.iterations = IterationRing(config.iteration_history)
         self._recorder = IterationRecorder(self.stats, self.iterations)
         self.live = 0

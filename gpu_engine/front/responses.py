@@ -241,4 +241,7 @@ def stats_response(
         failed=failed,
         mask_wait_ms=stats.mask_wait_ms,
         deferred_rows=stats.deferred_rows,
+        weight_bytes=stats.memory.weight_bytes,
+        kv_cache_bytes=stats.memory.kv_cache_bytes,
+        buffer_bytes=stats.memory.buffer_bytes,
     )

@@ -17,8 +17,9 @@ from benchmarks.harness.server import ServerOptions
 from benchmarks.harness.validity import Judge
 from benchmarks.harness.workloads import Item, workload
 from benchmarks.quality import quantisation
-from benchmarks.quality.divergence import Divergence, WindowLogits, divergence, weight_bytes, windows
+from benchmarks.quality.divergence import Divergence, WindowLogits, divergence, windows
 from gpu_engine.model.loader import load_model
+from gpu_engine.ops.memory import weight_bytes
 from kernels.blocks import can_multiply_blocks
 from protos.engine.v1 import engine_pb2 as pb
 from tests.benchmarks.conftest import Serve

@@ -172,7 +172,7 @@ def transferred(stack: Stack, service: str, direction: str) -> float:
     fetch = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
     lines = stack.inside(service, f'python -c "{fetch}"').splitlines()
     name = f"lockstep_transfer_{direction}_pages_total"
-    (line,) = [line for line in lines if line.startswith(f"{name} ")]
+    (line,) = [line for line in lines if line.startswith(f'{name}{{process="engine"}} ')]
     return float(line.split()[1])
 
 

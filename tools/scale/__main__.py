@@ -19,7 +19,7 @@ from benchmarks.harness.server import ServerFailed, ServerOptions
 from benchmarks.harness.tables import Progress, number, share, table
 from benchmarks.harness.workloads import WORKLOADS
 from tools.scale import flags
-from tools.scale.comparison import page
+from tools.scale.comparison import as_table, memory_figures, page, reported
 from tools.scale.device import DEVICES
 from tools.scale.fleet import Failure, Fleet, Result
 from tools.scale.plan import Goals, Size, lose_engine, plan, run_size
@@ -34,6 +34,7 @@ examples:
   python -m tools.scale memory --model llama-70b --tp 4 --device h100 --max-batch 64 --max-model-len 8192
   python -m tools.scale step --model llama-8b --device h200 --lanes 1 8 32 128 --drafts 3 --acceptance 0.6
   python -m tools.scale compare                       the formulas against every measured figure
+  python -m tools.scale compare --measure             its memory formulas against engines that it starts, half a minute
   python -m tools.scale calibrate --out DIR           measure the embedded model here, a minute on two quiet cores
   python -m tools.scale simulate --calibration DIR/chat.json --engines 3 --rate 8 --kill-engine 60
   python -m tools.scale plan --calibration DIR/chat.json --engines 1-8 --rate 12 --ttft-ms 500 --itl-ms 80 --lose-engine
@@ -102,6 +103,12 @@ def step(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Print or write the formulas against the measured figures."""
+    if args.measure:
+        memory = dict(reported())
+        for form, use in memory.items():
+            print(f"{form}: {use!r}")
+        print(as_table([*memory_figures(memory)]))
+        return 0
     text = page()
     if not args.write:
         print(text)
@@ -267,6 +274,7 @@ def build_parser() -> argparse.ArgumentParser:
     each.add_argument("--guided-steps", action="store_true", help="every sequence has a grammar")
     each = command("compare", compare)
     each.add_argument("--write", action="store_true", help="write the tables to docs/scale.md")
+    each.add_argument("--measure", action="store_true", help="start the embedded model, and ask it for its memory")
     _add_calibrate_flags(command("calibrate", calibrate))
     each = command("simulate", simulate)
     _add_simulation_flags(each)

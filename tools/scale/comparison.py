@@ -7,11 +7,16 @@ miss stay. Not responsible for: the formulas (see memory.py, step_time.py), the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import grpc
+
+from benchmarks.harness.server import ServerOptions, start_engine
 from benchmarks.harness.tables import table
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.api.stats import MemoryUse
+from protos.engine.v1 import engine_pb2, engine_pb2_grpc
 from tools.scale.device import DEVICES
 from tools.scale.memory import FORMATS, Serving
 from tools.scale.shape import PRESETS
@@ -20,6 +25,18 @@ from tools.scale.step_time import Roofline, StepLoad
 _H200_CONTEXT = 300
 """Tokens of a sequence in the H200's steps: an assumption, since the log does not say it."""
 _MS, _US, _MB = 1e3, 1e6, 1e-6
+_SETTINGS = {
+    "bfloat16-cpu": {"dtype": "bfloat16", "quantization": "none"},
+    "q4-cpu": {"dtype": "auto", "quantization": "auto"},
+    "int8-cpu": {"dtype": "bfloat16", "quantization": "int8"},
+}
+"""Format of the embedded model -> settings of an engine that has it so; the others are the defaults."""
+_REPORTED = {
+    "bfloat16-cpu": MemoryUse(weight_bytes=326_194_048, kv_cache_bytes=762_347_520, buffer_bytes=6_490_189),
+    "q4-cpu": MemoryUse(weight_bytes=154_892_432, kv_cache_bytes=762_347_520, buffer_bytes=6_490_189),
+    "int8-cpu": MemoryUse(weight_bytes=201_341_072, kv_cache_bytes=762_347_520, buffer_bytes=6_490_189),
+}
+"""What such engines reported (`python -m tools.scale compare --measure`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +58,9 @@ class Figure:
 
 
 _SOURCES = {
-    "memory of the embedded model": "`python -m benchmarks quantisation`, and docs/log.md, 'products over blocks of "
-    "4 and 8 bits' and 'FP8 and int8 products on a GPU'",
+    "memory of the embedded model": "what an engine says when it starts, with 16 slots of 2048 tokens (`python -m "
+    "tools.scale compare --measure`)",
+    "other memory": "docs/log.md, 'products over blocks of 4 and 8 bits' and 'FP8 and int8 products on a GPU'",
     "forwards on two cores (near)": "docs/log.md, 'prefill over blocks, the same bits in less time'",
     "steps on two cores": "docs/log.md, 'the whole of it, on a quiet machine of two cores' (`perf record`)",
     "steps on one H200, free": "`python -m benchmarks bench_gpu`; docs/log.md, 'the first runs on a device'",
@@ -54,28 +72,46 @@ _SOURCES = {
 
 def figures() -> list[Figure]:
     """Return every row."""
-    return [*_memory(), *_forwards(), *_steps(), *_h200_steps(), *_h200_kernels()]
+    return [*memory_figures(_REPORTED), *_other_memory(), *_forwards(), *_steps(), *_h200_steps(), *_h200_kernels()]
 
 
-def _memory() -> Iterator[Figure]:
-    shape, config = PRESETS["embedded"], EngineConfig(device="cpu")
-    measured = {"bfloat16-cpu": 326, "q4-cpu": 153, "int8-cpu": 200}
-    for name, megabytes in measured.items():
-        one = Serving(shape, FORMATS[name], config)
-        weights = one.weights() + one.tables()
-        yield Figure("memory of the embedded model", f"weights and tables, {name}", megabytes, weights * _MB, "MB")
-    pages = 16 * 2048 // config.page_size
-    yield Figure(
-        "memory of the embedded model",
-        "KV cache of 16 x 2048 tokens",
-        750,
-        pages * Serving(shape, FORMATS["q4-cpu"], config).page_bytes * _MB,
-        "MB",
-    )
-    yield Figure("memory of the embedded model", "64 rows of logits, float32", 12, 64 * shape.vocab * 4 * _MB, "MB")
+def serving_of(form: str) -> Serving:
+    """Return the engine with the embedded model that `reported` starts."""
+    return Serving(PRESETS["embedded"], FORMATS[form], EngineConfig(device="cpu", **_SETTINGS[form]))
+
+
+def reported() -> Iterator[tuple[str, MemoryUse]]:
+    """Start an engine with the embedded model in each format; yield the format, and what the engine reports."""
+    for form, settings in _SETTINGS.items():
+        config = serving_of(form).config
+        options = ServerOptions(
+            num_threads=1, max_batch_size=config.max_batch_size, extra=("--grammar=none",), **settings
+        )
+        with start_engine(options) as address, grpc.insecure_channel(address) as channel:
+            stats = engine_pb2_grpc.EngineStub(channel).GetStats(engine_pb2.GetStatsRequest())
+        yield form, MemoryUse(stats.weight_bytes, stats.kv_cache_bytes, stats.buffer_bytes)
+
+
+def memory_figures(memory: Mapping[str, MemoryUse]) -> Iterator[Figure]:
+    """Yield what engines reported, by format, beside the formulas."""
+    group = "memory of the embedded model"
+    for form, use in memory.items():
+        one = serving_of(form)
+        parts = {
+            "weights and tables": (use.weight_bytes, one.weights() + one.tables()),
+            "KV pages": (use.kv_cache_bytes, one.kv_cache()),
+            "buffers": (use.buffer_bytes, one.slot_buffers() + one.lane_buffers() + one.sampling()),
+        }
+        for name, (measured, predicted) in parts.items():
+            yield Figure(group, f"{name}, {form}", measured * _MB, predicted * _MB, "MB")
+
+
+def _other_memory() -> Iterator[Figure]:
+    logits = 64 * PRESETS["embedded"].vocab * 4
+    yield Figure("other memory", "64 rows of logits, float32", 12, logits * _MB, "MB")
     llama = Serving(PRESETS["llama-8b"], FORMATS["bfloat16"], EngineConfig(device="cuda"))
     read = llama.weights() - llama.shape.embedding_weights * 2
-    yield Figure("memory of the embedded model", "Llama 8B: weights that a step reads", 15_000, read * _MB, "MB")
+    yield Figure("other memory", "Llama 8B: weights that a step reads", 15_000, read * _MB, "MB")
 
 
 def _forwards() -> Iterator[Figure]:
@@ -160,20 +196,22 @@ def _h200_kernels() -> Iterator[Figure]:
 
 def page() -> str:
     """Return all rows as Markdown, a table for each group."""
-    rows = figures()
-    texts = []
+    rows, texts = figures(), []
     for group, source in _SOURCES.items():
-        lines = [
-            [
-                f.name,
-                f"{f.measured:g} {f.unit}",
-                f"{f.predicted:.0f} {f.unit}" if f.predicted >= 1000 else f"{f.predicted:.3g} {f.unit}",
-                f"{f.error:+.0%}" + (" (fitted)" if f.fitted else ""),
-            ]
-            for f in rows
-            if f.group == group
-        ]
-        texts.append(
-            f"{group[0].upper()}{group[1:]}: {source}.\n\n{table(('figure', 'measured', 'formula', 'error'), lines)}"
-        )
+        text = as_table([figure for figure in rows if figure.group == group])
+        texts.append(f"{group[0].upper()}{group[1:]}: {source}.\n\n{text}")
     return "\n\n".join(texts)
+
+
+def as_table(rows: Sequence[Figure]) -> str:
+    """Return figures as Markdown."""
+    lines = [
+        [
+            f.name,
+            f"{f.measured:.4g} {f.unit}" if f.measured < 10_000 else f"{f.measured:.0f} {f.unit}",
+            f"{f.predicted:.0f} {f.unit}" if f.predicted >= 1000 else f"{f.predicted:.3g} {f.unit}",
+            f"{f.error:+.0%}" + (" (fitted)" if f.fitted else ""),
+        ]
+        for f in rows
+    ]
+    return table(("figure", "measured", "formula", "error"), lines)

@@ -143,7 +143,7 @@ class Serving:
     def weights(self) -> float:
         """Return the bytes of a rank's weights: products, embedding and head are split, the rest is on every rank.
 
-        `weight_bytes` of benchmarks/quality/divergence.py measures the same.
+        `weight_bytes` of gpu_engine/ops/memory.py measures the same.
         """
         shape, form = self.shape, self.form
         head = 0.0 if shape.tied and not form.copies_head else shape.embedding_weights * form.head

@@ -661,7 +661,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("waiting", "running", "num_slots", "pages_used", "num_pages", "steps", "generated_tokens", "prefill_tokens", "draft_tokens", "accepted_draft_tokens", "finished", "failed", "mask_wait_ms", "deferred_rows", "grammar_starts", "grammar_ready", "matchers", "cached_grammars", "cached_tokens", "pages_cached")
+    __slots__ = ("waiting", "running", "num_slots", "pages_used", "num_pages", "steps", "generated_tokens", "prefill_tokens", "draft_tokens", "accepted_draft_tokens", "finished", "failed", "mask_wait_ms", "deferred_rows", "grammar_starts", "grammar_ready", "matchers", "cached_grammars", "cached_tokens", "pages_cached", "weight_bytes", "kv_cache_bytes", "buffer_bytes")
     class FinishedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -696,6 +696,9 @@ class GetStatsResponse(_message.Message):
     CACHED_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     waiting: int
     running: int
     num_slots: int
@@ -716,7 +719,10 @@ class GetStatsResponse(_message.Message):
     cached_grammars: int
     cached_tokens: int
     pages_cached: int
-    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., num_slots: _Optional[int] = ..., pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., failed: _Optional[_Mapping[str, int]] = ..., mask_wait_ms: _Optional[float] = ..., deferred_rows: _Optional[int] = ..., grammar_starts: _Optional[int] = ..., grammar_ready: _Optional[bool] = ..., matchers: _Optional[int] = ..., cached_grammars: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., pages_cached: _Optional[int] = ...) -> None: ...
+    weight_bytes: int
+    kv_cache_bytes: int
+    buffer_bytes: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., num_slots: _Optional[int] = ..., pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., steps: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., failed: _Optional[_Mapping[str, int]] = ..., mask_wait_ms: _Optional[float] = ..., deferred_rows: _Optional[int] = ..., grammar_starts: _Optional[int] = ..., grammar_ready: _Optional[bool] = ..., matchers: _Optional[int] = ..., cached_grammars: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., pages_cached: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., buffer_bytes: _Optional[int] = ...) -> None: ...
 
 class GenerateManyRequest(_message.Message):
     __slots__ = ("generate", "abort")

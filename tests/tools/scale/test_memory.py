@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.quality.divergence import weight_bytes
 from gpu_engine.api.config import EngineConfig
+from gpu_engine.core.engine import Engine
 from gpu_engine.core.executor import lookahead
 from gpu_engine.model.embedded import EmbeddedModelMissing, weights_file
 from gpu_engine.model.loader import load_model
@@ -56,11 +57,13 @@ def test_the_weights_of_the_embedded_model_are_predicted(quantization: str, form
         pytest.skip(str(missing))
     dtype = "auto" if quantization == "auto" else "bfloat16"
     model = load_model(EngineConfig(device="cpu", quantization=quantization, dtype=dtype, num_threads=1))
-    one = Serving(PRESETS["embedded"], FORMATS[form], EngineConfig(device="cpu"))
-    assert one.weights() + one.tables() == pytest.approx(weight_bytes(model), rel=BOUND)
-    pages = model.allocate_pages(40, 16)
-    token_bytes = sum(layer.k.nbytes + layer.v.nbytes for layer in pages) / (40 * 16)
-    assert token_bytes == serving().kv_token_bytes
+    config = EngineConfig(device="cpu", max_batch_size=4, max_model_len=512, num_draft_tokens=3)
+    one = Serving(PRESETS["embedded"], FORMATS[form], config)
+    memory = Engine(config, replace(model, max_model_len=512)).stats().memory
+    whole = Serving(PRESETS["embedded"], FORMATS[form], EngineConfig(device="cpu"))  # the tables are as long as loaded
+    assert whole.weights() + whole.tables() == pytest.approx(memory.weight_bytes, rel=BOUND)
+    assert memory.kv_cache_bytes == one.kv_cache()
+    assert memory.buffer_bytes == one.slot_buffers() + one.lane_buffers()
     assert model.num_parameters == PRESETS["embedded"].num_weights
 
 

@@ -1,0 +1,41 @@
+"""What an engine says of its memory is what its tensors take."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpu_engine.api.stats import MemoryUse
+from gpu_engine.core.engine import Engine
+from gpu_engine.model.loader import LoadedModel
+from gpu_engine.ops.memory import memory_use, weight_bytes
+from gpu_engine.step.outputs.tensors import scratch_pages
+from tests.gpu_engine.harness import config, running
+
+
+def test_an_engine_reports_its_memory_when_it_starts(llama: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    settings = config()
+    model = replace(llama, max_model_len=settings.max_model_len)
+    with caplog.at_level(logging.INFO), running(Engine(settings, model)) as engine:
+        stats = engine.stats()
+    num_pages = stats.num_pages + scratch_pages(settings.page_size)
+    page_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * settings.page_size * 4
+    assert stats.memory.kv_cache_bytes == num_pages * page_bytes
+    assert stats.memory.weight_bytes == weight_bytes(llama) >= 4 * llama.num_parameters
+    assert stats.memory.buffer_bytes > settings.max_batch_size * settings.max_model_len * 4
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memory: ")]
+    assert lines == [f"memory: {stats.memory}"]
+
+
+def test_shared_memory_counts_once(llama: LoadedModel) -> None:
+    whole = torch.zeros(100, dtype=torch.int32)
+    assert memory_use(llama, [], whole, whole[:10], torch.zeros(3)).buffer_bytes == 400 + 12
+
+
+def test_the_line_has_megabytes() -> None:
+    assert str(MemoryUse(1_500_000, 2_000_000_000, 40_000)) == (
+        "1.5 MB of weights, 2,000.0 MB of KV pages, 0.0 MB of buffers"
+    )
