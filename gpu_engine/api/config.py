@@ -73,7 +73,15 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """Processes that share the model (ranks): each has some attention heads, some columns of each MLP block and some
     columns of the logits, and num_threads threads of its own. At most the number of KV heads. On a CPU alone so far;
-    quantization=auto then means none. See docs/operations.md."""
+    quantization=auto then means none, and the integers of a quantised file are refused. See docs/operations.md."""
+    data_parallel_attention: int = 1
+    """Engines that share the experts of one model (a mixture of experts): each holds some experts, attends to its own
+    batch, and has its own address, slots and grammar process. Every engine is started by itself, with the same model
+    and a data_parallel_rank of its own. On a CPU alone so far. See docs/operations.md."""
+    data_parallel_rank: int = 0
+    """The number of this engine among the data_parallel_attention engines, from 0."""
+    data_parallel_dir: str = ""
+    """Directory in which the engines of data_parallel_attention find each other; it is made if it does not exist."""
     fuse: bool = True
     """Run the parts of the model that are recognised as fused kernels and joined matrix products. A part is fused only
     if it gives the same numbers."""
@@ -194,6 +202,7 @@ class EngineConfig:
         self._check_adapters()
         self._check_role()
         self._check_ranks()
+        self._check_shared_experts()
 
     def _check_role(self) -> None:
         _require(self.role in ("both", "decode", "prefill"), "role", f"{self.role!r} is not both, decode or prefill")
@@ -206,19 +215,28 @@ class EngineConfig:
         )
 
     def _check_ranks(self) -> None:
-        name, quantised = "tensor_parallel_size", self.quantization not in ("auto", "none")
+        name = "tensor_parallel_size"
         _require(self.tensor_parallel_size in range(1, 65), name, "must be in [1, 64]")
         if self.tensor_parallel_size == 1:
             return
         _require(not self.device.startswith("cuda"), name, f"ranks run on a CPU so far, and device is {self.device}")
-        _require(not quantised, name, f"quantised weights are not divided, and quantization is {self.quantization}")
         _require(self.fuse, name, "ranks run the fused forward, and fuse is off")
         _require(not self.takes_adapters, name, "adapters are not divided, and the settings allow some")
         _require(self.role == "both", name, f"the KV pages of ranks are not transferred, and role is {self.role}")
         _require(self.drafter != "mtp", name, "the layer of drafter=mtp is not divided")
-        _require(
-            self.max_batched_tokens == 0, name, "max_batched_tokens is for quantised models, which are not divided"
-        )
+        _require(self.max_batched_tokens == 0, name, "prompts share no forward of ranks, and max_batched_tokens is set")
+
+    def _check_shared_experts(self) -> None:
+        name, count, rank = "data_parallel_attention", self.data_parallel_attention, "data_parallel_rank"
+        _require(count in range(1, 65), name, "must be in [1, 64]")
+        _require(self.data_parallel_rank in range(count), rank, f"must be in [0, {count - 1}], {name} - 1")
+        if count == 1:
+            return
+        _require(bool(self.data_parallel_dir), "data_parallel_dir", f"{name} needs the directory of the engines")
+        _require(not self.device.startswith("cuda"), name, f"engines share on a CPU so far; device is {self.device}")
+        _require(self.tensor_parallel_size == 1, name, "an engine that shares its experts is one process")
+        _require(self.role == "both", name, f"engines that share experts do not transfer KV pages; role is {self.role}")
+        _require(self.drafter != "mtp", name, "the experts of the layer of drafter=mtp are not shared")
 
     def _check_processors(self) -> None:
         names = []

@@ -7,7 +7,7 @@ the CPU's executor (see executor.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.core.device_slot_writer import DeviceSlotWriter
 from gpu_engine.core.draft_budget import DraftBudget
-from gpu_engine.core.executor import Executor, draft_budget, history_tokens, page_mover
+from gpu_engine.core.executor import Executor, draft_budget, history_tokens, page_mover, pages_and_calls
 from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner
 from gpu_engine.core.transfer.mover import PageMover
@@ -40,7 +40,6 @@ from gpu_engine.step.prompt_scorer import PromptScorer
 from gpu_engine.step.stream import Stream
 from gpu_engine.step.sync import NoSync, Sync
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
-from kernels.kv_pages import copy_page
 from shared_mem.channel import EngineEnd
 
 MAX_RULES = 512
@@ -109,7 +108,8 @@ def device_executor(
     ring = OutputRing(stream, lane, step_sync.report)
     buckets, guided = lane_buckets(S), sync is not None
     step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows, links=config.drafts_by_net)
-    pages = model.allocate_pages(num_pages + scratch_pages(config.page_size), config.page_size, token_major=True)
+    num_pages_here = num_pages + scratch_pages(config.page_size)
+    pages, check_ranks, end_ranks, copy = pages_and_calls(model, num_pages_here, config.page_size, token_major=True)
     parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, True, slot, lane)
     drafter = build_drafter(parts, drafter_builders)
     sampling = DeviceRows(rows, RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device))
@@ -136,20 +136,28 @@ def device_executor(
         LauncherRunner(graphs, slot_writer, step_sync, budget, max_inflight_steps),
         *(prefill, scorer, tensors, warm_up),
         enter=lambda: None,
-        probe=stream.synchronize,
-        close=partial(_close, graphs, prefill),
+        probe=partial(_probe, check_ranks, stream),
+        close=partial(_close, graphs, prefill, end_ranks),
         processors=processors,
-        copy_page=partial(stream.kernel, copy_page, pages),
+        copy_page=partial(stream.kernel, copy),
         mover=mover,
         memory=memory_use(model, pages, slot, lane, rows.rules_SX, rows.seen_SV, rows.biases, sampling.scratch),
     )
 
 
-def _close(graphs: StepGraphs, prefill: Prefill) -> None:
+def _probe(check_ranks: Callable[[], None], stream: Stream) -> None:
+    check_ranks()  # a lost rank is the reason of a device that failed in a collective
+    stream.synchronize()
+
+
+def _close(graphs: StepGraphs, prefill: Prefill, end_ranks: Callable[[], None]) -> None:
     try:
         graphs.close()  # waits for the device
     finally:
-        prefill.close()
+        try:
+            prefill.close()
+        finally:
+            end_ranks()
 
 
 def _warm_up(

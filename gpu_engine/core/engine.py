@@ -74,6 +74,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         if model.ranks is not None:  # an idle engine meets a lost rank in its inbox, others in a step
             model.ranks.watch(lambda: self._inbox.put(self._meet_loss))
+            model.ranks.wake(lambda: self._inbox.put(lambda: None))
 
     def _run(self) -> None:
         try:
@@ -89,6 +90,8 @@ class Engine:
             try:
                 self._drain_inbox(wait=not busy)
                 busy = self._loop.run_iteration()
+                if self.model.ranks is not None:
+                    busy |= self.model.ranks.step_along()
             except Exception as error:
                 # The watch of the ranks has the whole reason in one line.
                 if not isinstance(error, RankLost):

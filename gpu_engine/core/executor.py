@@ -158,12 +158,12 @@ def _inline_sync(
     return InlineSync(stream, channel, launches, **timeouts)
 
 
-def _pages_and_calls(
-    model: LoadedModel, num_pages: int, page_size: int
+def pages_and_calls(
+    model: LoadedModel, num_pages: int, page_size: int, *, token_major: bool | None = None
 ) -> tuple[list[KVPages], Callable[[], None], Callable[[], None], Callable[[int, int], None]]:
-    """Allocate the target's cache, on each of its ranks; return it with the executor's `probe`, `close` and
-    `copy_page`."""
-    pages, ranks = model.allocate_pages(num_pages, page_size), model.ranks
+    """Allocate the target's cache, on each of its ranks; return it with the ranks' part of the executor's `probe`,
+    `close` and `copy_page`."""
+    pages, ranks = model.allocate_pages(num_pages, page_size, token_major=token_major), model.ranks
     if ranks is None:
         return pages, _nothing, _nothing, partial(copy_page, pages)
     ranks.allocate_pages(num_pages, page_size)
@@ -188,7 +188,7 @@ def cpu_executor(
     sync = _inline_sync(config, channel, stream, launches)
     parts = DrafterParts(config, model, stream, launches, sync, num_pages, False, slot, lane)
     drafter = build_drafter(parts, drafter_builders)
-    pages, probe, close, copy = _pages_and_calls(model, num_pages + scratch_pages(config.page_size), config.page_size)
+    pages, probe, close, copy = pages_and_calls(model, num_pages + scratch_pages(config.page_size), config.page_size)
     ring = OutputRing(stream, lane, sync.report, max_inflight_steps + 1)
     processors = load_processors(config.logits_processors, model, model.device)
     processing = Processing.of(processors, stream, launches, slot)

@@ -164,6 +164,7 @@ def _draft_model(config: EngineConfig, target: LoadedModel) -> tuple[LoadedModel
     are the same, and `d2t_V` leaves the padding out.
     """
     own = {"model": config.draft_model, "revision": "", "drafter": "none", "draft_model": "", "tensor_parallel_size": 1}
+    own |= {"data_parallel_attention": 1, "data_parallel_rank": 0, "data_parallel_dir": ""}
     if config.device != "cpu" and target.device.type == "cpu":
         own |= {"device": "cpu", "sync": "auto"}
     model = load_model(dataclasses.replace(config, **own), setting="draft_model")  # type: ignore[arg-type]

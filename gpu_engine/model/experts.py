@@ -60,6 +60,16 @@ class Experts(nn.Module):
         out_NH: torch.Tensor = self.down[expert](self._gate(self.gate_up[expert](rows_NH)))
         return out_NH
 
+    @property
+    def count(self) -> int:
+        """The number of experts."""
+        return len(self.down)
+
+    def keep(self, own: range) -> None:
+        """Forget the weights of the experts that are not in `own`. The others keep their numbers."""
+        for expert in set(range(self.count)) - set(own):
+            self.gate_up[expert] = self.down[expert] = nn.Identity()
+
     def forward(self, hidden_states: torch.Tensor, chosen_Nk: torch.Tensor, weights_Nk: torch.Tensor) -> torch.Tensor:
         """Add the experts' outputs in the order of the experts."""
         out_NH = torch.zeros_like(hidden_states)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
-from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm, angles_by_row
+from gpu_engine.model.fused_layers import FusedAttention, FusedGated, FusedNorm, MixedBlock, angles_by_row
 from gpu_engine.model.linear import PackedLinear
 from gpu_engine.model.recording import Recording
 from kernels.fused import RMSNorm, add_rms_norm, angles_at, rms_norm
@@ -43,7 +43,7 @@ class Layer:
     """x += post(attention(pre(x))), then the same with the block; either norm of each may be missing."""
 
     attention: FusedAttention
-    gated: FusedGated
+    gated: FusedGated | MixedBlock
     angles: int
     """Index into `FusedForward.rotary`: the call whose angles this layer uses."""
     pre_attention: RMSNorm | None
@@ -181,12 +181,14 @@ def fused_forward_of(net: Any, record: Recording) -> FusedForward:
 def _layer_of(layer: nn.Module, record: Recording, rotary: list[RotaryCall], decoder: nn.Module) -> Layer:
     children = dict(layer.named_children())
     attentions = [child for child in children.values() if isinstance(child, FusedAttention)]
-    blocks = [child for child in children.values() if isinstance(child, FusedGated)]
+    blocks = [child for child in children.values() if isinstance(child, FusedGated | MixedBlock)]
     norms = {name: child.norm for name, child in children.items() if isinstance(child, FusedNorm)}
     strangers = [
         name
         for name, child in children.items()
-        if not isinstance(child, FusedAttention | FusedGated | FusedNorm) and next(child.parameters(), None) is not None
+        if child not in (*attentions, *blocks)
+        and not isinstance(child, FusedNorm)
+        and next(child.parameters(), None) is not None
     ]
     if len(attentions) != 1 or len(blocks) != 1 or strangers or not set(norms) <= set(_SANDWICH):
         raise NotALoop(f"a layer of {sorted(children)}")

@@ -69,6 +69,30 @@ class FusedGated(nn.Module):
         return self._in_one is not None
 
 
+class MixedBlock(nn.Module):
+    """A mixture of experts in the place of a gated block: the model's own module, and a product behind it, which is
+    none at first."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down: nn.Module = nn.Identity()
+
+    def replace_product(self, name: str, product: nn.Module) -> None:
+        """Put `product` behind the mixture. `name` is "down"."""
+        setattr(self, name, product)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[B, P, H] -> [B, P, H]."""
+        return self.of_rows(hidden_states.reshape(-1, hidden_states.shape[-1])).view(hidden_states.shape)
+
+    def of_rows(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> [N, H]."""
+        out = self.inner(x_NH[None])
+        rows_NH: torch.Tensor = self.down((out[0] if isinstance(out, tuple) else out).view(x_NH.shape))
+        return rows_NH
+
+
 class FusedAttention(nn.Module):
     """One product for q, k and v; head norms and rotary in one kernel; attention over the pages; the output product."""
 

@@ -33,14 +33,18 @@ from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.model.outputs import find_outputs
 from gpu_engine.model.parallel.collectives import Collectives
 from gpu_engine.model.parallel.forward import LeadingForward, add_over_ranks
+from gpu_engine.model.parallel.meeting import Place
+from gpu_engine.model.parallel.peers import Peers
 from gpu_engine.model.parallel.ranks import Ranks, RankSet
 from gpu_engine.model.parallel.shards import SETTING, Shard, heads_of, name_heads, shard
+from gpu_engine.model.parallel.shared_experts import fingerprint, mixtures_of, share_experts
 from gpu_engine.model.probe import probe, refuse_recurrent
 from gpu_engine.model.quantised.checkpoint import QuantisedCheckpoint, has_mxfp4_experts, open_checkpoint
 from gpu_engine.model.quantised.choice import quantise
 from gpu_engine.model.quantised.linear import release_blocks
 from gpu_engine.model.quantised.native import NativeForward, with_native
 from gpu_engine.model.rotary import install_tables
+from kernels.blocks import BLOCK
 from kernels.forward import LAYER_PRODUCTS
 from service_runtime.cores import usable_cores
 
@@ -83,11 +87,25 @@ def load_model(config: EngineConfig, progress: Progress | None = None, *, settin
     """Load `config.model`; raise ModelNotSupported, FileNotFoundError or EmbeddedModelMissing with a reason.
 
     `setting` is the setting that names the model: messages about its files begin with it. With `tensor_parallel_size`
-    above 1 this starts the other ranks, too, and may raise RankLost.
+    above 1 this starts the other ranks, too, and with `data_parallel_attention` it waits for the other engines; either
+    may raise RankLost.
     """
     if config.tensor_parallel_size > 1:
         return _load_divided(config, progress)
-    return _load(config, progress, setting)
+    model = _load(config, progress, setting)
+    if config.data_parallel_attention > 1:
+        _share_experts(config, model)
+    return model
+
+
+def _share_experts(config: EngineConfig, model: LoadedModel) -> None:
+    """Wait for the other engines of the group, and leave them their part of the experts."""
+    mixtures_of(model)  # what cannot be shared is refused before the wait
+    place = Place(config.data_parallel_rank, config.data_parallel_attention, Path(config.data_parallel_dir))
+    peers = Peers(place, fingerprint(model), model.device)
+    share_experts(model, Shard(place.rank, place.size), peers)
+    model.ranks = peers
+    _return_freed_memory()
 
 
 def _load_divided(config: EngineConfig, progress: Progress | None) -> LoadedModel:
@@ -228,16 +246,29 @@ def prepare(
     except RuntimeError as error:  # of a configuration whose layers have their own
         raise ModelNotSupported(f"model: layers of {net.config.model_type} differ in shape: {error}") from error
     if part is not None:
+        _refuse_blocks_of_files(config, gguf_file, checkpoint)
         return _prepare_part(config, model, part)
     return _prepare_net(config, model, gguf_file, checkpoint)
+
+
+def _refuse_blocks_of_files(
+    config: EngineConfig, gguf_file: Path | None, checkpoint: QuantisedCheckpoint | None
+) -> None:
+    """Raise ModelNotSupported where one process would take a file's own integers: a part would round them again."""
+    wanted = config.quantization
+    if wanted != "none" and (checkpoint is not None or (gguf_file is not None and wanted != "int8")):
+        file = gguf_file.name if gguf_file is not None else str(checkpoint)
+        raise ModelNotSupported(
+            f"{SETTING}: the integers of a quantised file ({file}) are not divided, and quantization is {wanted}"
+        )
 
 
 def _prepare_part(config: EngineConfig, model: LoadedModel, part: Shard) -> LoadedModel:
     """Prepare a part as the smaller model that it is; the result has the vocabulary and the outputs of the whole."""
     vocab_size, heads = model.vocab_size, heads_of(model.net)
-    model.num_kv_heads = shard(model.net, part).keys
+    model.num_kv_heads = shard(model.net, part, 1 if config.quantization == "none" else BLOCK).keys
     model.vocab_size = part.of_vocabulary(vocab_size)
-    _prepare_net(config, model, None, None)
+    _prepare_net(config, model, None, None, whole=False)
     name_heads(model.net, heads)
     model.vocab_size = vocab_size
     # Other outputs are those of modules, which compute the part of one rank.
@@ -247,9 +278,15 @@ def _prepare_part(config: EngineConfig, model: LoadedModel, part: Shard) -> Load
 
 
 def _prepare_net(
-    config: EngineConfig, model: LoadedModel, gguf_file: Path | None, checkpoint: QuantisedCheckpoint | None
+    config: EngineConfig,
+    model: LoadedModel,
+    gguf_file: Path | None,
+    checkpoint: QuantisedCheckpoint | None,
+    *,
+    whole: bool = True,
 ) -> LoadedModel:
-    """Quantise, move, check and fuse; raises as `prepare`."""
+    """Quantise, move, check and fuse; raises as `prepare`. A part of a model has sums between its products: it is no
+    single native call."""
     net, device, dtype = model.net, model.device, model.dtype
     # The memory of a GPU then never holds the weights that are replaced.
     model.quantised = quantise(config, net, gguf_file, checkpoint)
@@ -272,7 +309,7 @@ def _prepare_net(
     if config.fuse:
         model.fused = verified(net, model.fused, seen.record, seen.logits_NV, seen.again(model), bounds, seen.noise)
     if model.quantised and not by_row:
-        if model.fused.forward:
+        if model.fused.forward and whole:
             model.fused = with_native(model.fused, seen.logits_NV, seen.again(model))
         release_blocks(net)
     if config.takes_adapters:

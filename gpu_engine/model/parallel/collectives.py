@@ -1,4 +1,4 @@
-"""What the ranks of a model do together: announce a forward, add its parts, and bring the logits to rank 0.
+"""What the ranks of a model do together: announce a forward, add its parts, bring the logits to rank 0, swap rows.
 
 A thin layer over a backend of torch.distributed, which `open_group` chooses: gloo. Invariant: a row of a sum has the
 same bits for any number of rows, because the parts are added in the order of the ranks; the usual all-reduce adds each
@@ -70,6 +70,10 @@ def open_group(store: Path, rank: int, size: int) -> Any:
     return ProcessGroupGloo(FileStore(str(store), size), rank, size, options)
 
 
+PARTS = ("send", "sum", "gather", "swap")
+"""The kinds of call whose time is counted."""
+
+
 @dataclass(slots=True)
 class Spent:
     """Calls of one kind, and the time that this rank spent in them, waiting for others included."""
@@ -89,7 +93,7 @@ class Collectives:
     device: torch.device
     on_error: Callable[[Exception], RankLost] = field(default=lambda error: RankLost(str(error)))
     """Returns the exception for an error of the group; the watch of the processes has its reason (see ranks.py)."""
-    spent: dict[str, Spent] = field(default_factory=lambda: {name: Spent() for name in ("send", "sum", "gather")})
+    spent: dict[str, Spent] = field(default_factory=lambda: {name: Spent() for name in PARTS})
 
     def sum(self, part_NH: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's part, in its dtype, the same bits on every rank. Raises RankLost.
@@ -127,6 +131,29 @@ class Collectives:
         self._count("gather", begun_s)
         return whole_NV
 
+    def meet(self) -> None:
+        """Wait for every rank. Behind this no rank reads the store any more. Raises RankLost."""
+        self.every(torch.zeros(1, dtype=torch.int64, device=self.device))
+
+    def every(self, own_n: torch.Tensor) -> torch.Tensor:
+        """Return every rank's numbers, int64 [ranks, n]; `own_n` are this rank's. Raises RankLost."""
+        begun_s = time.perf_counter()
+        all_Rn = own_n.new_empty(self.size, len(own_n))
+        self._wait(lambda: self.group.allgather([list(all_Rn.unbind())], [own_n.contiguous()]))
+        self._count("swap", begun_s)
+        return all_Rn
+
+    def swap(self, rows_NH: torch.Tensor, sent_R: list[int], received_R: list[int]) -> torch.Tensor:
+        """Send each rank its number of the rows, in the order of the ranks; return the rows that they sent, in that
+        order. Raises RankLost.
+        """
+        begun_s = time.perf_counter()
+        theirs_MH = rows_NH.new_empty(sum(received_R), rows_NH.shape[1])
+        theirs, rows = _bytes([theirs_MH, rows_NH.contiguous()])
+        self._wait(lambda: self.group.alltoall_base(theirs, rows, received_R, sent_R))
+        self._count("swap", begun_s)
+        return theirs_MH
+
     def send(self, call: Call, *numbers: int, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Announce a call to the other ranks: at most 4 numbers, and integer tensors, which travel as int32.
 
@@ -136,11 +163,12 @@ class Collectives:
         message = torch.zeros(_MESSAGE, dtype=torch.int32, device=self.device)
         sizes = [tensor.numel() for tensor in tensors]
         length = sum(sizes)
-        message[:6] = torch.tensor([call, length, *numbers, *[0] * (4 - len(numbers))], dtype=torch.int32)
+        for place, number in enumerate((call, length, *numbers)):
+            message[place] = number  # one at a time: a graph can keep constants, and no copy from the host's memory
         fits = _HEADER + length <= _MESSAGE
         body = message[_HEADER : _HEADER + length] if fits else message.new_empty(length)
-        for place, tensor in zip(body.split(sizes), tensors, strict=True):
-            place.copy_(tensor.reshape(-1))
+        for part, tensor in zip(body.split(sizes), tensors, strict=True):
+            part.copy_(tensor.reshape(-1))
         self._broadcast(message)
         if not fits:
             self._broadcast(body)

@@ -48,7 +48,8 @@ _REASON_S = 3.0
 
 
 class RankSet(Protocol):
-    """The other ranks of a model, as the engine sees them."""
+    """The other ranks of a model, as the engine sees them: processes of this engine (`Ranks`), or engines that share
+    their experts with it (see peers.py)."""
 
     def allocate_pages(self, num_pages: int, page_size: int) -> None:
         """Have every other rank allocate the cache of its heads. Raises RankLost."""
@@ -59,11 +60,18 @@ class RankSet(Protocol):
     def watch(self, lost: Callable[[], None]) -> None:
         """Call `lost` once when a rank is lost, on any thread; at once if one is lost already."""
 
+    def wake(self, engine: Callable[[], None]) -> None:
+        """Call `engine` when another rank has begun a forward that this one has to take part in; on any thread."""
+
+    def step_along(self) -> bool:
+        """Take part in the forward that another rank has begun, unless this rank has begun one since the last call.
+        Returns whether it did. On the thread of the forwards. Raises RankLost."""
+
     def check(self) -> None:
         """Raise RankLost if a rank was lost."""
 
     def close(self) -> None:
-        """End the other ranks. A second call changes nothing."""
+        """End the other ranks, or leave them. A second call changes nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +143,8 @@ class Ranks:
         except (OSError, RuntimeError) as error:
             raise self._reason(error) from error
         self.collectives = Collectives(group, 0, self.size, device, self._reason)
+        self.collectives.meet()
+        shutil.rmtree(self._directory, ignore_errors=True)  # now, so that a killed process leaves none
         return self.collectives
 
     @property
@@ -170,6 +180,13 @@ class Ranks:
                 self._watchers.append(lost)
                 return
         lost()
+
+    def wake(self, engine: Callable[[], None]) -> None:
+        """Do nothing: rank 0 begins every forward."""
+
+    def step_along(self) -> bool:
+        """Return False: rank 0 begins every forward."""
+        return False
 
     def check(self) -> None:
         """Raise RankLost if a rank was lost."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpu_engine.model.fused_layers import MixedBlock
 from gpu_engine.model.loaded_model import ModelNotSupported
 
 SETTING = "tensor_parallel_size"
@@ -42,6 +43,10 @@ class Shard:
         share, more = divmod(count, self.size)
         start = self.rank * share + min(self.rank, more)
         return range(start, start + share + (self.rank < more))
+
+    def of_groups(self, count: int, group: int) -> range:
+        """Return this rank's share of `count` things in whole groups, of which `count` is a multiple."""
+        return _times(self.of(count // group), group)
 
     def of_vocabulary(self, count: int) -> int:
         """Return the columns of the logits of each rank, zeros behind the last one included: as many on every rank."""
@@ -67,11 +72,12 @@ def heads_of(net: Any) -> Heads:
     return Heads(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
 
 
-def shard(net: Any, part: Shard) -> Heads:
+def shard(net: Any, part: Shard, group: int = 1) -> Heads:
     """Cut `net` down to `part`, in place; return the heads that are left.
 
-    The configuration of the model then names those heads, too: some families read them in each forward.
-    Raises ModelNotSupported.
+    Inputs of products are divided in groups of so many neighbours: weights in blocks have the same blocks in a part as
+    in the whole then. The configuration of the model then names the heads that are left, too: some families read them
+    in each forward. Raises ModelNotSupported.
     """
     kind, heads = net.config.model_type, heads_of(net)
     if heads.keys < part.size or heads.queries % heads.keys:
@@ -83,11 +89,12 @@ def shard(net: Any, part: Shard) -> Heads:
     for module in list(net.get_decoder().modules()):
         names = {name for name, _ in module.named_children()}
         if "o_proj" in names:
-            _shard_attention(module, heads, part, kind)
+            _shard_attention(module, heads, part, kind, group)
             attentions += 1
         elif "down_proj" in names:
-            _shard_block(module, part, kind)
+            _shard_block(module, part, kind, group)
             blocks += 1
+    blocks += _shard_mixtures(net, part, kind)
     text = net.config.get_text_config()
     if not attentions == blocks == text.num_hidden_layers:
         raise ModelNotSupported(
@@ -109,11 +116,16 @@ def name_heads(net: Any, heads: Heads) -> None:
         text.num_key_value_heads = heads.keys
 
 
-def _shard_attention(module: nn.Module, heads: Heads, part: Shard, kind: str) -> None:
+def _shard_attention(module: nn.Module, heads: Heads, part: Shard, kind: str, group: int) -> None:
     keys = part.of(heads.keys)
     queries = range(keys.start * heads.group, keys.stop * heads.group)
     linears = _linears(module, kind)
     output, D = linears["o_proj"], linears["o_proj"].in_features // heads.queries
+    if heads.group * D % group:
+        raise ModelNotSupported(
+            f"{SETTING}: {heads.group} heads of {D} channels, which share a KV head of {kind}, are no whole blocks of "
+            f"{group} weights"
+        )
     whole = (heads.queries * D, heads.keys * D, heads.keys * D)
     rows_q, rows_k = _times(queries, D), _times(keys, D)
     if "qkv_proj" in linears and linears["qkv_proj"].out_features == sum(whole):
@@ -135,10 +147,14 @@ def _shard_attention(module: nn.Module, heads: Heads, part: Shard, kind: str) ->
             setattr(module, name, count)
 
 
-def _shard_block(module: nn.Module, part: Shard, kind: str) -> None:
+def _shard_block(module: nn.Module, part: Shard, kind: str, group: int) -> None:
     linears = _linears(module, kind)
     down, width = linears["down_proj"], linears["down_proj"].in_features
-    columns = part.of(width)
+    if width % group:
+        raise ModelNotSupported(
+            f"{SETTING}: the {width} columns of a block of {kind} are no whole blocks of {group} weights"
+        )
+    columns = part.of_groups(width, group)
     if set(linears) == {"gate_proj", "up_proj", "down_proj"}:
         for name in ("gate_proj", "up_proj"):
             setattr(module, name, _rows(linears[name], [columns]))
@@ -148,6 +164,45 @@ def _shard_block(module: nn.Module, part: Shard, kind: str) -> None:
     else:
         raise ModelNotSupported(f"{SETTING}: a block of {kind} has the products {sorted(linears)}; it is not divided")
     module.down_proj = _columns(down, columns, part)
+
+
+def _shard_mixtures(net: Any, part: Shard, kind: str) -> int:
+    """Divide every expert by columns, make each mixture a `MixedBlock`, and return how many more blocks that are.
+
+    Routers are whole on each rank. A block inside a mixture, which every row takes, is divided already: it is no block
+    of a layer.
+    """
+    more = 0
+    for parent in list(net.get_decoder().modules()):
+        for name, child in list(parent.named_children()):
+            experts = [
+                each for each in child.children() if isinstance(getattr(each, "gate_up_proj", None), nn.Parameter)
+            ]
+            if not experts:
+                continue
+            for each in experts:
+                _shard_experts(each, part, kind)
+            setattr(parent, name, MixedBlock(child))
+            more += 1 - sum("down_proj" in dict(module.named_children()) for module in child.modules())
+    return more
+
+
+def _shard_experts(module: Any, part: Shard, kind: str) -> None:
+    transposed = getattr(module, "is_transposed", False)
+    whole = getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)
+    if module.gate_up_proj.dim() != 3 or getattr(module, "has_bias", False) or not whole:
+        raise ModelNotSupported(f"{SETTING}: the experts {type(module).__name__} of {kind} are not divided")
+    inputs = 1 if transposed else 2  # the dimension of `down_proj` that has the columns
+    width = module.down_proj.shape[inputs]
+    columns = part.of(width)
+    gate, up = module.gate_up_proj.detach().split(width, dim=3 - inputs)
+    halves = [half.narrow(3 - inputs, columns.start, len(columns)) for half in (gate, up)]
+    module.gate_up_proj = nn.Parameter(torch.cat(halves, dim=3 - inputs), requires_grad=False)
+    down = module.down_proj.detach().narrow(inputs, columns.start, len(columns)).contiguous().clone()
+    module.down_proj = nn.Parameter(down, requires_grad=False)
+    for name in ("intermediate_dim", "intermediate_size", "expert_dim"):
+        if isinstance(getattr(module, name, None), int):
+            setattr(module, name, len(columns))
 
 
 def _shard_head(net: Any, part: Shard) -> None:

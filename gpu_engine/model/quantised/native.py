@@ -18,6 +18,7 @@ from torch import nn
 
 from gpu_engine.model.attention import AttentionContext
 from gpu_engine.model.fused_forward import FusedForward, Layer, RotaryCall, WholeForward
+from gpu_engine.model.fused_layers import MixedBlock
 from gpu_engine.model.fusion import Fused
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.recording import distance
@@ -153,6 +154,8 @@ def _norm_or_none(norm: RMSNorm | None) -> Norm | None:
 
 def _layer_of(layer: Layer, cos_LR: torch.Tensor, sin_LR: torch.Tensor) -> ForwardLayer:
     attention, gated = layer.attention, layer.gated
+    if isinstance(gated, MixedBlock):
+        raise NotNative("its blocks are mixtures of experts")
     return ForwardLayer(
         qkv=_packed(attention.qkv, "q, k, v product"),
         output=_packed(attention.output, "output product"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,9 +12,21 @@ import pytest
 
 from gpu_engine.api.outputs import LOGITS, WantedOutput
 from gpu_engine.model.loader import LoadedModel
+from shared_mem.channel import Record
 from tests.gpu_engine.beams import search, search_all
-from tests.gpu_engine.harness import Answer, answer_all, ask, config, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.harness import (
+    PATIENCE_S,
+    Answer,
+    answer_all,
+    answer_each,
+    ask,
+    config,
+    tokens,
+    unguided_engine,
+    with_drafts,
+)
 from tests.gpu_engine.model.parallel.threads import ThreadRanks
+from tests.gpu_engine.processor_cases import SETTING, processed
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 MIX: list[Callable[[], Answer]] = [
@@ -25,6 +38,13 @@ MIX: list[Callable[[], Answer]] = [
     partial(ask, tokens(21, 6), grammar="1", max_tokens=30),
     partial(ask, tokens(40, 7), grammar="38", max_tokens=50, repetition_penalty=1.3, presence_penalty=0.4),
     partial(ask, [*range(196, 203)] * 2, max_tokens=40),
+]
+PATIENT: dict[str, Any] = {"row_timeout_ms": 2000.0}
+PROCESSED: list[tuple[Callable[[], Answer], tuple[tuple[str, str], ...]]] = [
+    (partial(ask, tokens(30, 1, repeat=10), grammar="40", max_tokens=50), (("waves", ""),)),
+    (partial(ask, tokens(20, 3), grammar="30", max_tokens=40, temperature=1.0, seed=3), (("captured", ""),)),
+    (partial(ask, [*range(196, 203)] * 2, max_tokens=30), (("batch", '{"strength": 0.5}'), ("waves", ""))),
+    (partial(ask, tokens(9, 3), max_tokens=20, temperature=0.6, logprobs=1, ignore_eos=True), (("batch", ""),)),
 ]
 
 
@@ -87,6 +107,77 @@ def test_logits_and_states_are_those_of_the_whole_model_and_other_outputs_are_no
             answer_all(engine, [answer])
         rows.append(np.concatenate([part.data.view("<f4").ravel() for e in answer.events for part in e.outputs]))
     np.testing.assert_allclose(rows[1], rows[0], atol=1e-4)
+
+
+def test_processed_tokens_and_log_probabilities_are_those_of_one_rank(llama: LoadedModel, ranks: ThreadRanks) -> None:
+    found, logprobs = [], []
+    for model, num_drafts in ((llama, 0), (ranks.model, 0), (ranks.model, 7)):
+        with guided_engine(model, with_drafts(num_drafts, logits_processors=SETTING, **PATIENT)) as (engine, _):
+            answers = [processed(engine.processors, make(), *uses) for make, uses in PROCESSED]
+            found.append(answer_all(engine, answers))
+            logprobs.append([entry.logprob for entry in answers[-1].logprobs])
+    assert found == [found[0]] * 3
+    assert len(logprobs[0]) > 5
+    np.testing.assert_allclose(logprobs[1:], [logprobs[0]] * 2, atol=1e-4)
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_one_rank(llama: LoadedModel, ranks: ThreadRanks) -> None:
+    rows, found = [], []
+    for model in (llama, ranks.model):
+        answer = ask(tokens(70, 4, repeat=10), max_tokens=6, ignore_eos=True)
+        answer.request.prompt_logprobs = 3
+        with unguided_engine(model, with_drafts(7)) as engine:
+            found.append(answer_all(engine, [answer, ask(tokens(12, 2), max_tokens=20)]))
+        scores = answer.events[0].prompt_logprobs
+        assert scores is not None
+        rows.append(np.asarray(scores.logprob_N))
+    assert found[0] == found[1]
+    assert len(rows[0]) == 69
+    np.testing.assert_allclose(rows[1], rows[0], atol=1e-4)
+
+
+def test_pages_of_an_earlier_prompt_are_used_again_on_every_rank(llama: LoadedModel, ranks: ThreadRanks) -> None:
+    def turns() -> list[Answer]:
+        prompts = [tokens(50, 7) + tokens(20, seed) for seed in (1, 1, 2)]
+        return [ask(prompt, max_tokens=24, temperature=0.7, seed=4, ignore_eos=True) for prompt in prompts]
+
+    with unguided_engine(llama, with_drafts(0, prefix_cache=False)) as engine:
+        expected = answer_each(engine, turns())
+    answers = turns()
+    with unguided_engine(ranks.model, with_drafts(7)) as engine:
+        assert answer_each(engine, answers) == expected
+    assert [answer.request.telemetry.cached_tokens for answer in answers] == [0, 64, 48]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 7])
+def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, ranks: ThreadRanks, num_drafts: int) -> None:
+    expected, _, _ = answers(llama, 0)
+    with guided_engine(ranks.model, with_drafts(num_drafts, **PATIENT)) as (engine, grammar):
+        reached, made = threading.Event(), [make() for make in MIX]
+
+        def die(record: Record) -> None:
+            if record.commit_pos + len(record.committed) >= 15:
+                reached.set()
+
+        grammar.sidecar.before = die
+        for answer in made:
+            engine.submit(answer.request)
+        assert reached.wait(PATIENCE_S)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
+        grammar.start_sidecar()
+        engine.grammar_restored()
+        assert [answer.wait().tokens for answer in made] == expected
+
+
+@pytest.mark.slow
+def test_beams_of_a_grammar_are_those_of_one_rank(llama: LoadedModel, ranks: ThreadRanks) -> None:
+    found = []
+    for model in (llama, ranks.model):
+        with guided_engine(model, with_drafts(7, **PATIENT)) as (engine, _):
+            one = search(tokens(21, 3), max_tokens=24, grammar="12")
+            found.append((search_all(engine, [one])[0].tokens, answer_all(engine, [MIX[0]()])))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
