@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def share_experts(model: LoadedModel, part: Shard, group: Any) -> None:
     width = model.net.config.get_text_config().hidden_size
     like = torch.empty(0, width, dtype=model.dtype, device=model.device)
     for number, (parent, name, experts) in enumerate(mixtures_of(model)):
-        shared = SharedExperts(experts, part, group.collectives, lambda number=number: group.enter(number), like)
+        shared = SharedExperts(experts, part, group.collectives, partial(group.enter, number), like)
         setattr(parent, name, shared)
         layers.append(shared)
     group.share([layer.without_rows for layer in layers])

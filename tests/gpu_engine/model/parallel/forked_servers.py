@@ -65,6 +65,7 @@ class ForkedServer:
         """Start a server at `folder`/s; earlier ones there have ended."""
         _FORKS.set_forkserver_preload(_PRELOAD)
         (folder / "tmp").mkdir(exist_ok=True)
+        (folder / "log").unlink(missing_ok=True)
         address = f"unix:{folder}/s"
         command = ["serve", "--listen", address, *arguments]
         process = _FORKS.Process(target=_serve, args=(command, str(folder / "log"), str(folder / "tmp")))

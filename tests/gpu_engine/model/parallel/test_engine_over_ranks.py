@@ -149,7 +149,7 @@ def test_pages_of_an_earlier_prompt_are_used_again_on_every_rank(llama: LoadedMo
     assert [answer.request.telemetry.cached_tokens for answer in answers] == [0, 64, 48]
 
 
-@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize("num_drafts", [0, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, ranks: ThreadRanks, num_drafts: int) -> None:
     expected, _, _ = answers(llama, 0)
     with guided_engine(ranks.model, with_drafts(num_drafts, **PATIENT)) as (engine, grammar):
