@@ -108,8 +108,8 @@ def device_executor(
     ring = OutputRing(stream, lane, step_sync.report)
     buckets, guided = lane_buckets(S), sync is not None
     step_rows = StepRows(config.num_drafts + 1, R, config.max_step_rows, links=config.drafts_by_net)
-    num_pages_here = num_pages + scratch_pages(config.page_size)
-    pages, check_ranks, end_ranks, copy = pages_and_calls(model, num_pages_here, config.page_size, token_major=True)
+    whole_cache = (num_pages + scratch_pages(config.page_size), config.page_size)
+    pages, check_ranks, end_ranks, copy = pages_and_calls(model, *whole_cache, token_major=True)
     parts = DrafterParts(config, model, stream, launches, step_sync, num_pages, True, slot, lane)
     drafter = build_drafter(parts, drafter_builders)
     sampling = DeviceRows(rows, RowScratch.allocate(max(b * step_rows.of(b, guided) for b in buckets), V, device))
@@ -126,8 +126,7 @@ def device_executor(
     )
     scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
     tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
-    mover = page_mover(config, model, stream, pages)
-    others = (scorer, tensors, mover)
+    others = (scorer, tensors, mover := page_mover(config, model, stream, pages))
     warm_up = partial(_warm_up, stream, step_sync, prefill, others, graphs, budget, channel, shapes.every)
 
     return Executor(
