@@ -156,7 +156,8 @@ def _alternatives(schema: Schema, context: Sequence[Any], root: Any, depth: int)
         elif keyword in _RULES:
             yield from _RULES[keyword](schema, value, context, root, depth)
         elif keyword in _TYPED_WITHOUT_RULE:
-            if _TYPED_WITHOUT_RULE[keyword] & types and value not in (False, {}):
+            without_effect = value is False if keyword == "uniqueItems" else value == {}
+            if _TYPED_WITHOUT_RULE[keyword] & types and not without_effect:
                 raise NoComplement(keyword)
         elif keyword in _UNKNOWN_EFFECT:
             raise NoComplement(keyword)

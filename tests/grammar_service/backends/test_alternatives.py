@@ -97,6 +97,8 @@ REWRITTEN: dict[str, Any] = {
     },
 }
 UNTOUCHED: dict[str, Any] = {
+    "not without other properties": {"not": {"properties": {"a": INT}, "unevaluatedProperties": False}},
+    "not without other items": {"type": "array", "not": {"minItems": 1, "unevaluatedItems": False}},
     "not a pattern": {"type": "string", "not": {"pattern": "a"}},
     "not a multiple": {"type": "integer", "not": {"multipleOf": 3}},
     "not an integer": {"type": "number", "not": INT},
