@@ -302,6 +302,7 @@ def _watch_requests(stack: AsyncExitStack, metrics: BothProcesses, engine: Serve
             page_size=config.page_size,
             about=about,
             adapters=engine.adapters.listed,
+            max_adapters=config.adapter_limits.max_adapters,
         )
     )
     tracing = open_tracing(os.environ)

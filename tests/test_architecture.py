@@ -55,6 +55,7 @@ LAZY_IMPORTS = {
     "Triton and CUDA's driver are loaded where a model runs on a GPU": {
         ("gpu_engine.core.build_executor", "gpu_engine.core.device_executor"),
         ("gpu_engine.model.linear", "kernels.cuda"),
+        ("gpu_engine.model.loader", "kernels.cuda.low_rank"),
         ("gpu_engine.model.quantised.scaled", "kernels.cuda.scaled"),
         ("gpu_engine.step", "kernels.cuda"),
         ("kernels.accept", "kernels.cuda.accept"),

@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         models.append(load_model(config, lambda stage, done: print(f"{done:4.0%} {stage}", file=sys.stderr)))
     plain, adapted = models
-    assert adapted.adapters is not None
+    assert isinstance(adapted.adapters, AdapterPool)
     files = [random_adapter(adapted.adapters, args.rank, seed) for seed in range(8)]
     for seed, each in enumerate(files):
         adapted.adapters.put(seed + 1, each)

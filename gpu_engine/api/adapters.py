@@ -18,6 +18,9 @@ MAX_ADAPTERS = 255
 MAX_VIRTUAL_TOKENS = 1024
 """Most virtual tokens of a prompt adapter."""
 
+DEVICE_ADAPTERS, DEVICE_RANK, DEVICE_VIRTUAL_TOKENS = 8, 16, 128
+"""The same on a GPU, where memory for all of them is allocated at the start, unless the settings say otherwise."""
+
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -52,6 +55,19 @@ class Adapter:
     def virtual_ids(self) -> range:
         """The ids of a prompt adapter's virtual tokens."""
         return range(self.first_token, self.first_token + self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """What the adapters of a server may be. The fields are called after the settings."""
+
+    max_adapter_bytes: int
+    """Memory of all adapters."""
+    max_adapters: int = MAX_ADAPTERS
+    """Of each kind at once."""
+    max_lora_rank: int = MAX_RANK
+    max_virtual_tokens: int = MAX_VIRTUAL_TOKENS
+    """Of one prompt adapter."""
 
 
 @dataclass(frozen=True, slots=True)

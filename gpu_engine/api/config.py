@@ -12,7 +12,16 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpu_engine.api.adapters import named_adapters
+from gpu_engine.api.adapters import (
+    DEVICE_ADAPTERS,
+    DEVICE_RANK,
+    DEVICE_VIRTUAL_TOKENS,
+    MAX_ADAPTERS,
+    MAX_RANK,
+    MAX_VIRTUAL_TOKENS,
+    AdapterLimits,
+    named_adapters,
+)
 from gpu_engine.api.prefill_shapes import LANES, PrefillShapes
 from gpu_engine.api.processor_entries import MAX_LOADED, ProcessorEntry
 
@@ -191,7 +200,14 @@ class EngineConfig:
     max_adapter_bytes: int = -1
     """Memory of all adapters, in bytes. 0: none are taken. -1: 1 GiB where adapters or adapter_dirs name any, else
     none. For another adapter the server evicts the one that LoadAdapter has loaded and that was unused for the longest
-    time."""
+    time. On a GPU the memory is allocated at the start, as the next three settings say; a server that needs more than
+    max_adapter_bytes for it does not start."""
+    max_adapters: int = 0
+    """Adapters of each kind (LoRA, prompt) that may be loaded at once, at most 255. 0: 255 on a CPU, 8 on a GPU."""
+    max_lora_rank: int = 0
+    """The largest rank of a LoRA adapter, at most 256. 0: 256 on a CPU, 16 on a GPU."""
+    max_virtual_tokens: int = 0
+    """The most virtual tokens of a prompt adapter, at most 1024. 0: 1024 on a CPU, 128 on a GPU."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -343,10 +359,22 @@ class EngineConfig:
             "max_adapter_bytes",
             "is 0, and adapters or adapter_dirs name some",
         )
-        _require(
-            not self.takes_adapters or not self.device.startswith("cuda"),
-            "max_adapter_bytes",
-            f"adapters run on a CPU, and device is {self.device}",
+        for name, most in (
+            ("max_adapters", MAX_ADAPTERS),
+            ("max_lora_rank", MAX_RANK),
+            ("max_virtual_tokens", MAX_VIRTUAL_TOKENS),
+        ):
+            _require(0 <= getattr(self, name) <= most, name, f"must be in [0, {most}]")
+
+    @property
+    def adapter_limits(self) -> AdapterLimits:
+        """The limits of adapters, with the defaults of the device resolved."""
+        on_cpu = not self.device.startswith("cuda")
+        return AdapterLimits(
+            self.adapter_bytes,
+            self.max_adapters or (MAX_ADAPTERS if on_cpu else DEVICE_ADAPTERS),
+            self.max_lora_rank or (MAX_RANK if on_cpu else DEVICE_RANK),
+            self.max_virtual_tokens or (MAX_VIRTUAL_TOKENS if on_cpu else DEVICE_VIRTUAL_TOKENS),
         )
 
     @property

@@ -22,10 +22,13 @@ from gpu_engine.core.prefill import Prefill
 from gpu_engine.core.runner import LauncherRunner
 from gpu_engine.core.transfer.mover import PageMover
 from gpu_engine.drafters.build import Builder, DrafterParts, build_drafter
+from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
+from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.memory import memory_use
 from gpu_engine.processors.loading import load_processors
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
+from gpu_engine.step.device.adapter_copies import AdapterCopies
 from gpu_engine.step.device.cuda_stream import CudaStream
 from gpu_engine.step.device.cuda_sync import cuda_sync
 from gpu_engine.step.device.graphs import StepGraphs, StepRows, lane_buckets
@@ -116,16 +119,15 @@ def device_executor(
     processors = load_processors(config.logits_processors, model, torch.device(device))
     processing = Processing.of(processors, stream, launches, slot)
     program = StepProgram(stream, launches, model, pages, step_sync, drafter, slot, lane, ring, sampling, processing)
-    graphs = StepGraphs(stream, program, slot, lane, ring, buckets, step_rows, guided, config.enforce_eager, processing)
+    kinds = (guided, config.enforce_eager, processing, model.adapters is not None)
+    graphs = StepGraphs(stream, program, slot, lane, ring, buckets, step_rows, *kinds)
     budget, shapes = draft_budget(config), config.prefill_shapes
-    limits = {"max_model_len": model.max_model_len, "num_drafts": config.num_drafts}
-    asked = None if processing is None else processing.slots
-    slot_writer = DeviceSlotWriter(stream, slot, rows, asked, eos_token_ids=model.eos_token_ids, **limits)
-    prefill = Prefill(
-        stream, model, pages, drafter, slot_writer, shapes.of, max_lanes=max(lanes for lanes, _ in shapes.every)
-    )
+    slot_writer = _slot_writer(config, model, stream, slot, rows, processing)
+    most_prompts = max(lanes for lanes, _ in shapes.every)
+    prefill = Prefill(stream, model, pages, drafter, slot_writer, shapes.of, max_lanes=most_prompts)
     scorer = PromptScorer(stream, launches, model, pages, drafter, slot)
     tensors = TensorOutputs(stream, model, pages, slot, config.page_size)
+    copies = _adapter_copies(stream, model.adapters)
     others = (scorer, tensors, mover := page_mover(config, model, stream, pages))
     warm_up = partial(_warm_up, stream, step_sync, prefill, others, graphs, budget, channel, shapes.every)
 
@@ -136,9 +138,10 @@ def device_executor(
         *(prefill, scorer, tensors, warm_up),
         enter=lambda: None,
         probe=partial(_probe, check_ranks, stream),
-        close=partial(_close, graphs, prefill, end_ranks),
+        close=partial(_close, graphs, prefill, end_ranks, model.adapters, copies),
         processors=processors,
         copy_page=partial(stream.kernel, copy),
+        adapter_copies=copies,
         mover=mover,
         memory=memory_use(model, pages, slot, lane, rows.rules_SX, rows.seen_SV, rows.biases, sampling.scratch),
     )
@@ -149,14 +152,49 @@ def _probe(check_ranks: Callable[[], None], stream: Stream) -> None:
     stream.synchronize()
 
 
-def _close(graphs: StepGraphs, prefill: Prefill, end_ranks: Callable[[], None]) -> None:
-    try:
-        graphs.close()  # waits for the device
-    finally:
-        try:
-            prefill.close()
-        finally:
-            end_ranks()
+def _slot_writer(
+    config: EngineConfig,
+    model: LoadedModel,
+    stream: Stream,
+    slot: SlotBuffers,
+    rows: SlotRows,
+    processing: Processing | None,
+) -> DeviceSlotWriter:
+    return DeviceSlotWriter(
+        *(stream, slot, rows),
+        None if processing is None else processing.slots,
+        max_model_len=model.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+        num_drafts=config.num_drafts,
+        adapters=model.adapters is not None,
+    )
+
+
+def _adapter_copies(stream: Stream, pool: AdapterPool | DeviceAdapterPool | None) -> AdapterCopies | None:
+    """Return what writes adapters from now on, in the order of the stream; None: the model takes none."""
+    if pool is None:
+        return None
+    assert isinstance(pool, DeviceAdapterPool), f"{pool} is a CPU's"
+    copies = AdapterCopies(stream, pool.staging_bytes)
+    pool.write_with(copies.write)
+    return copies
+
+
+def _close(
+    graphs: StepGraphs,
+    prefill: Prefill,
+    end_ranks: Callable[[], None],
+    pool: AdapterPool | DeviceAdapterPool | None,
+    copies: AdapterCopies | None,
+) -> None:
+    with ExitStack() as stack:  # in the opposite order, whatever fails
+        stack.callback(end_ranks)
+        if isinstance(pool, DeviceAdapterPool):
+            stack.callback(pool.write_with, None)
+        stack.callback(prefill.close)
+        stack.callback(graphs.close)  # waits for the device
+        if copies is not None:
+            copies.close()
 
 
 def _warm_up(

@@ -60,9 +60,13 @@ class DeviceSlotWriter(SlotWriter):
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         num_drafts: int,
+        adapters: bool = False,
     ) -> None:
         twin = pinned_twin(device, stream)
-        super().__init__(twin, max_model_len=max_model_len, eos_token_ids=eos_token_ids, num_drafts=num_drafts)
+        super().__init__(
+            twin, max_model_len=max_model_len, eos_token_ids=eos_token_ids, num_drafts=num_drafts, adapters=adapters
+        )
+        self._per_slot = (*_PER_SLOT, "adapter_S") if adapters else _PER_SLOT
         self.buffers, self._stream, self._rows = device, stream, rows
         S, max_rules = rows.rules_SX.shape
         self._rules_SX = stream.pinned(4 * S * max_rules).view(torch.int32).view(S, max_rules)
@@ -81,7 +85,7 @@ class DeviceSlotWriter(SlotWriter):
         super().assign(sequence)
         request, count = sequence.payload.request, sequence.length
         self._copy(self.buffers.history_SL[s, :count], self.slot.history_SL[s, :count])
-        for name in _PER_SLOT:
+        for name in self._per_slot:
             self._copy_one(getattr(self.buffers, name), getattr(self.slot, name), s)
         for field in fields(SlotParams):
             self._copy_one(getattr(self.buffers.params, field.name), getattr(self.slot.params, field.name), s)
@@ -91,7 +95,10 @@ class DeviceSlotWriter(SlotWriter):
         self._write_biases(s, request.sampling.logit_bias)
         if self._processing is not None and self._pinned_processing is not None:
             self._write_processors(s, request.logits_processors, self._processing, self._pinned_processing)
-        self._stream.kernel(self._rows.count_seen, s, self.buffers.history_SL[s, :count], len(request.prompt_ids))
+        # Penalties leave the virtual tokens of a prompt adapter out: their ids are behind the vocabulary.
+        virtual = request.num_virtual_tokens
+        seen = self.buffers.history_SL[s, virtual:count]
+        self._stream.kernel(self._rows.count_seen, s, seen, len(request.prompt_ids) - virtual)
         self._mark(s)
 
     def _write_biases(self, slot: int, biases: tuple[tuple[int, float], ...]) -> None:

@@ -63,6 +63,8 @@ class Engine:
         """The adapters that requests may name. Thread-safe."""
         self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        if self._loop.executor.adapter_copies is not None:
+            self._loop.executor.adapter_copies.open(self._inbox.put)
         self._closing = threading.Event()
         self._started = threading.Event()
         self._start_error: BaseException | None = None

@@ -33,6 +33,7 @@ from gpu_engine.model.loaded_model import LoadedModel, ModelNotSupported
 from gpu_engine.ops.memory import memory_use
 from gpu_engine.processors.loading import load_processors
 from gpu_engine.step.buffers import LaneBuffers, SlotBuffers
+from gpu_engine.step.device.adapter_copies import AdapterCopies
 from gpu_engine.step.direct import DirectLauncher
 from gpu_engine.step.native_launches import NativeLaunches
 from gpu_engine.step.output_ring import OutputRing
@@ -81,6 +82,8 @@ class Executor:
     """The logits processors that requests may name."""
     answers: SuffixDrafter | None = None
     """The drafter, if it drafts from earlier answers: it learns which sequence has a slot, and what each answered."""
+    adapter_copies: AdapterCopies | None = None
+    """Writes adapters between the steps of a device. None: the model takes none, or its memory is the CPU's."""
     mover: PageMover | None = None
     """Copies pages from and for other engines. None: the role is "both"."""
     memory: MemoryUse = field(default_factory=MemoryUse)

@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -30,10 +31,19 @@ log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 64
 """Shapes that are captured, those with the fewest tokens. A large forward takes longer than its launches, which the
-thread enqueues meanwhile; a small one does not."""
+thread enqueues meanwhile; a small one does not. A model that takes adapters has two graphs of a shape."""
 _AHEAD = 3
 """Launches whose numbers are stored. A step that is not collected was launched in the last iteration at the earliest,
 so before a third launch only prefills are waited for."""
+
+
+class _Shape(NamedTuple):
+    """The shape that a graph is captured for."""
+
+    lanes: int
+    length: int
+    adapted: bool
+    """With the products of adapters, and the embeddings of virtual tokens."""
 
 
 @dataclass(slots=True)
@@ -79,12 +89,14 @@ class Prefill:
         self._next = 0
         self.launches: Counter[tuple[int, int]] = Counter()
         """Number of launches by (B, P), the warm-up included."""
-        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._graphs: dict[_Shape, Graph] = {}
+        # On a stream that runs at once the model itself looks whether a row has an adapter.
+        self._variants = (True,) if stream.runs_at_once else (False, True) if model.adapters is not None else (False,)
 
     @property
     def captured(self) -> frozenset[tuple[int, int]]:
         """The shapes (B, P) that launches replay; the others are launched kernel by kernel."""
-        return frozenset(self._graphs)
+        return frozenset((shape.lanes, shape.length) for shape in self._graphs if not shape.adapted)
 
     def __call__(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
         """Enqueue filling the caches with chunks of different sequences, which fit one of the shapes."""
@@ -92,7 +104,11 @@ class Prefill:
         assert shape is not None, f"{len(chunks)} chunks fit none of the shapes"
         for chunk in chunks:
             self._slot_writer.write_pages(chunk.sequence)
-        self._launch([(chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks], *shape)
+        adapted = self._variants[0]
+        if len(self._variants) > 1:
+            adapted = any(chunk.sequence.payload.request.adapters for chunk in chunks)
+        rows = [(chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks]
+        self._launch(rows, _Shape(*shape, adapted))
 
     def warm_up(self, shapes: tuple[tuple[int, int], ...]) -> None:
         """Run every shape once, over page 0, which no sequence owns yet.
@@ -102,7 +118,9 @@ class Prefill:
         """
         room = self._slot_writer.buffers.history_SL.shape[1]
         for lanes, length in shapes:
-            self._launch([(self._spare, 0, min(length, room))] * lanes, lanes, length)
+            for adapted in self._variants:
+                rows = [(self._spare, 0, min(length, room))] * lanes
+                self._launch(rows, _Shape(lanes, length, adapted))
 
     def capture(self, shapes: tuple[tuple[int, int], ...]) -> None:
         """Capture the smallest `MAX_GRAPHS` of the shapes, which are ordered from the largest on and were warmed up.
@@ -111,13 +129,14 @@ class Prefill:
         After a capture that fails no further one is tried, and the log says which shapes are launched eagerly. Runs
         nothing: the first replay uploads a graph, so a warm-up follows.
         """
-        for shape in shapes[-MAX_GRAPHS:]:
+        every = [_Shape(*shape, adapted) for shape in shapes for adapted in self._variants]
+        for shape in every[-MAX_GRAPHS * len(self._variants) :]:
             try:
                 with self._stream.capture() as graph:
                     self._stream.kernel(self._run, *shape)
             except RuntimeError as error:
-                eager = len(shapes) - len(self._graphs)
-                log.warning("%d of %d prefill shapes are launched eagerly: %s", eager, len(shapes), error)
+                eager = len(every) - len(self._graphs)
+                log.warning("%d of %d prefill shapes are launched eagerly: %s", eager, len(every), error)
                 return
             self._graphs[shape] = graph
 
@@ -127,8 +146,9 @@ class Prefill:
             graph.reset()
         self._graphs.clear()
 
-    def _launch(self, chunks: list[tuple[int, int, int]], lanes: int, length: int) -> None:
+    def _launch(self, chunks: list[tuple[int, int, int]], shape: _Shape) -> None:
         """Enqueue (slot, start, end) of each lane, and padding behind them."""
+        lanes, length, _ = shape
         numbers = self._numbers[self._next]
         self._next = (self._next + 1) % _AHEAD
         if numbers.used:
@@ -138,19 +158,19 @@ class Prefill:
         self._stream.copy(self._chunks[: 3 * lanes], numbers.numbers[: 3 * lanes])
         numbers.copied.mark()
         numbers.used = True
-        graph = self._graphs.get((lanes, length))
+        graph = self._graphs.get(shape)
         if graph is None:
-            self._stream.kernel(self._run, lanes, length)
+            self._stream.kernel(self._run, *shape)
         else:
             graph.replay()
         self.launches[lanes, length] += 1
 
     @torch.no_grad()
-    def _run(self, lanes: int, length: int) -> None:
+    def _run(self, lanes: int, length: int, adapted: bool) -> None:
         place_B, start_B, end_B = self._chunks[: 3 * lanes].view(3, lanes)
         chunks = Chunks.cut(self._slot_writer.buffers, place_B.long(), start_B, end_B, length)
         hidden: Hidden = dict.fromkeys(self._drafter.layers)
-        prefill(self._model, self._pages, chunks, hidden)
+        prefill(self._model, self._pages, chunks, hidden, adapted=adapted)
         self._drafter.prefill(chunks, hidden)
 
     def __repr__(self) -> str:

@@ -104,6 +104,8 @@ class LauncherRunner:
         if processed := self._slot_writer.processed:
             lanes = tuple(processed.get(slot) for slot in handle.slots)
             handle.processed = lanes if any(lanes) else ()
+        if adapted := self._slot_writer.adapted:
+            handle.adapted = not adapted.isdisjoint(handle.slots)
         handle.chunks = tuple((chunk.sequence.slot, chunk.start, chunk.end) for chunk in chunks)
         handle.launched_s, handle.beams = begun_s, beams
         plan = self._plan(handle)

@@ -84,6 +84,8 @@ class SlotWriter:
         self._rules: list[torch.Tensor | None] = [None] * len(slot.length_S)
         self.processed: dict[int, Request] = {}
         """By slot: the requests with logits processors."""
+        self.adapted: set[int] = set()
+        """Slots of sequences with a LoRA adapter."""
 
     def assign(self, sequence: RunningSequence) -> None:
         """Write the history and parameters of a sequence that just got its slot."""
@@ -109,6 +111,7 @@ class SlotWriter:
         slot.posted_S[s] = len(sequence.payload.answer)
         if self._adapters:
             slot.adapter_S[s] = 0 if request.lora is None else request.lora.number
+            (self.adapted.discard if request.lora is None else self.adapted.add)(s)
         p = slot.params
         p.prompt_length_S[s] = len(request.prompt_ids)
         p.max_length_S[s] = min(len(request.prompt_ids) + sampling.max_tokens, self._max_model_len)

@@ -41,16 +41,21 @@ class FusedGated(nn.Module):
         self.gate_up, self.down, self.act = gate_up, down, act
         self._gate_up, self._down = gate_up.forward, down.forward
         self._in_one: Callable[[torch.Tensor, Activation], torch.Tensor] | None = None
+        self._apart: Callable[[], bool] | None = None
+        """Whether the forward that runs needs the outputs of `gate_up` itself; None: none does."""
         self.sources: Sources = {}
 
     def products(self) -> list[tuple[str, nn.Module]]:
         """Return the products by name, in the order of their use."""
         return [("gate_up", self.gate_up), ("down", self.down)]
 
-    def replace_product(self, name: str, product: nn.Module) -> None:
-        """Multiply by `product` instead of the one of that name. The activation then has a kernel of its own."""
+    def replace_product(self, name: str, product: nn.Module, apart: Callable[[], bool] | None = None) -> None:
+        """Multiply by `product` instead of the one of that name. The activation then has a kernel of its own in the
+        forwards in which `apart` returns True; None: in all."""
         setattr(self, name, product)
-        self._gate_up, self._down, self._in_one = self.gate_up.forward, self.down.forward, None
+        self._gate_up, self._down, self._apart = self.gate_up.forward, self.down.forward, apart
+        if apart is None:
+            self._in_one = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
@@ -58,7 +63,8 @@ class FusedGated(nn.Module):
 
     def of_rows(self, x_NH: torch.Tensor) -> torch.Tensor:
         """[N, H] -> [N, H]."""
-        active_NI = self._in_one(x_NH, self.act) if self._in_one else gated(self._gate_up(x_NH), self.act)
+        in_one = self._in_one if self._apart is None or not self._apart() else None
+        active_NI = in_one(x_NH, self.act) if in_one else gated(self._gate_up(x_NH), self.act)
         out_NH: torch.Tensor = self._down(active_NI)
         return out_NH
 

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from gpu_engine.api.outputs import OutputSpec
+from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.attention import AttentionContext, attending
 from gpu_engine.model.fusion import Fused
@@ -49,7 +50,7 @@ class LoadedModel:
     """The parts of it that are fused kernels."""
     outputs: dict[str, OutputSpec] = field(default_factory=dict)
     """The tensors that requests may ask for, by name (see outputs.py)."""
-    adapters: AdapterPool | None = None
+    adapters: AdapterPool | DeviceAdapterPool | None = None
     """None: the model takes none, and no forward looks for one."""
     ranks: RankSet | None = None
     """The other ranks; None: the model is whole in this process."""

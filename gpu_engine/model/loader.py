@@ -20,6 +20,8 @@ from transformers.utils.quantization_config import Mxfp4Config
 from gpu_engine.api.config import EMBEDDED_MODEL, EngineConfig
 from gpu_engine.api.outputs import HIDDEN_STATES, LOGITS
 from gpu_engine.model import attention
+from gpu_engine.model.adapters.device_pool import DeviceAdapterPool
+from gpu_engine.model.adapters.peft_files import AdapterNotSupported
 from gpu_engine.model.adapters.pool import AdapterPool
 from gpu_engine.model.embedded import Progress, ensure_embedded, weights_file
 from gpu_engine.model.experts import replace_experts
@@ -313,13 +315,26 @@ def _prepare_net(
             model.fused = with_native(model.fused, seen.logits_NV, seen.again(model))
         release_blocks(net)
     if config.takes_adapters:
-        by_net = f"drafter={config.drafter} reads the tokens of the prompt" if config.drafts_by_net else ""
-        model.adapters = AdapterPool(net, model.vocab_size, no_prompts=by_net)
-        if isinstance(model.fused.forward, NativeForward):
+        model.adapters = _adapter_pool(config, model)
+        if isinstance(model.adapters, AdapterPool) and isinstance(model.fused.forward, NativeForward):
             in_order = [name for _, _, name in model.adapters.places.owners]
             assert in_order == list(LAYER_PRODUCTS) * model.num_layers, in_order
     model.outputs = find_outputs(model)
     return model
+
+
+def _adapter_pool(config: EngineConfig, model: LoadedModel) -> AdapterPool | DeviceAdapterPool:
+    """Return the place of the adapters' weights on the model's device. Raises ModelNotSupported."""
+    by_net = f"drafter={config.drafter} reads the tokens of the prompt" if config.drafts_by_net else ""
+    if model.device.type == "cpu":
+        return AdapterPool(model.net, model.vocab_size, no_prompts=by_net)
+    from kernels.cuda.low_rank import add_low_rank  # a CPU install has no Triton
+
+    try:
+        limits = config.adapter_limits
+        return DeviceAdapterPool(model.net, model.vocab_size, limits, add_low_rank, no_prompts=by_net)
+    except AdapterNotSupported as error:
+        raise ModelNotSupported(str(error)) from error
 
 
 def _describe(

@@ -97,6 +97,7 @@ class EngineCollector(Collector):
         page_size: int,
         about: Mapping[str, str],
         adapters: Callable[[], Sequence[AdapterUse]] = tuple,
+        max_adapters: int = MAX_ADAPTERS,
     ) -> None:
         """Args: see below.
 
@@ -104,8 +105,9 @@ class EngineCollector(Collector):
         page_size: in tokens.
         about: the labels of `lockstep_info`.
         adapters: the loaded adapters; thread-safe.
+        max_adapters: that may be loaded of each kind.
         """
-        self._stats, self._adapters = stats, adapters
+        self._stats, self._adapters, self._max_adapters = stats, adapters, max_adapters
         self._page_size = page_size
         self._drafter = drafter
         self._about = dict(about)
@@ -155,7 +157,7 @@ class EngineCollector(Collector):
             labels=("running_lora_adapters", "waiting_lora_adapters", "max_lora"),
         )
         used = [use.adapter.name for use in self._adapters() if use.in_use and use.adapter.kind is AdapterKind.LORA]
-        family.add_metric((",".join(used), "", str(MAX_ADAPTERS)), time.time())
+        family.add_metric((",".join(used), "", str(self._max_adapters)), time.time())
         return family
 
     def __repr__(self) -> str:

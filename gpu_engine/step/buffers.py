@@ -179,7 +179,8 @@ class StepBatch:
     """The requests of the lanes whose logits processors the host calls; empty: no lane has any."""
     captured_processing: bool = False
     """The launches include the captured logits processors. Never together with `host_processed`."""
-
+    adapted: bool = True
+    """The launches include the products of LoRA adapters, where the model takes some; False: no lane has one."""
     beams: BeamRows | None = None
     """Lanes that give candidates in place of tokens. Such a step is never captured."""
 

@@ -57,6 +57,8 @@ class StepHandle(Generic[Holder]):
     """(slot, start, end) of prompts that share the forward."""
     processed: tuple[Request | None, ...] = ()
     """The requests of the lanes with logits processors; empty: no lane has any."""
+    adapted: bool = False
+    """Some lane has a LoRA adapter."""
     beams: BeamLanes | None = None
     """Lanes that give candidates in place of tokens, and do not advance."""
     slots: tuple[int, ...] = field(init=False)

@@ -90,14 +90,16 @@ def fill_prompts(model: LoadedModel, pages: list[KVPages], prompts: PromptRows) 
     model.prefill(nothing[0], AttentionContext(pages, *nothing[1:], prompts=prompts))
 
 
-def prefill(model: LoadedModel, pages: list[KVPages], chunks: Chunks, hidden: Hidden | None = None) -> None:
-    """Fill `pages` with the chunks.
+def prefill(
+    model: LoadedModel, pages: list[KVPages], chunks: Chunks, hidden: Hidden | None = None, *, adapted: bool = True
+) -> None:
+    """Fill `pages` with the chunks. `adapted` False: no chunk has an adapter.
 
     `hidden` names the layers whose input is wanted and receives it, [B * P, H]: one row for each token and each
     padding.
     """
     positions_BP = chunks.positions_BP
     ids_BP = torch.where(positions_BP < 0, 0, chunks.ids_BP())
-    adapters_B = None if model.adapters is None else chunks.adapters_B
+    adapters_B = chunks.adapters_B if adapted and model.adapters is not None else None
     ctx = AttentionContext(pages, chunks.page_table_BN, positions_BP, hidden=hidden, adapters_B=adapters_B)
     model.prefill(ids_BP.long(), ctx)

@@ -1,11 +1,11 @@
 """The step program: verify K drafts with the target, sample, and draft again.
 
 The same program runs on a CPU, is captured into CUDA graphs, and is recorded by the tests. Everything in it is a launch
-of the stream. Invariant: the launches depend on `num_lanes`, `num_rows`, `any_guided` and `captured_processing` of the
-batch alone, and every number that a launch needs is in a buffer of fixed address. (On a stream that runs at once a
-drafter may stop its chain early. A step with `host_processed` is never captured: the host calls logits processors
-between its launches.) Not responsible for: which sequences are in the batch (see core/scheduler.py), capturing (see
-device/graphs.py), prefill (see prefill.py).
+of the stream. Invariant: the launches depend on `num_lanes`, `num_rows`, `any_guided`, `captured_processing` and
+`adapted` of the batch alone, and every number that a launch needs is in a buffer of fixed address. (On a stream that
+runs at once a drafter may stop its chain early. A step with `host_processed` is never captured: the host calls logits
+processors between its launches.) Not responsible for: which sequences are in the batch (see core/scheduler.py),
+capturing (see device/graphs.py), prefill (see prefill.py).
 
 Shapes: B lanes, P rows of this step, R rows a slot, N pages of a sequence, V columns of the logits.
 """
@@ -155,7 +155,8 @@ class StepProgram:
     def _forward(self, batch: StepBatch) -> None:
         ids_BP, positions_BP, table_BN = self._inputs(batch)
         B, P = batch.num_lanes, batch.num_rows
-        adapters_B = None if self.model.adapters is None else self._slot.adapter_S[place_of(batch)]
+        adapts = batch.adapted and self.model.adapters is not None
+        adapters_B = self._slot.adapter_S[place_of(batch)] if adapts else None
         if self.packs and B > 1 and P > 1 and not self.model.skips_padding:
             ids_BP, positions_BP, table_BN, adapters_B = self._packed(
                 batch, (ids_BP, positions_BP, table_BN), adapters_B

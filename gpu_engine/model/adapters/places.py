@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from gpu_engine.model.linear import PackedLinear, SkinnyLinear
 from gpu_engine.model.quantised.linear import BlockLinear
 from gpu_engine.model.quantised.scaled import ScaledLinear
 from kernels.low_rank import LowRankPart
+from kernels.low_rank_stacks import ProductShape
 
 PRODUCTS = (nn.Linear, PackedLinear, SkinnyLinear, BlockLinear, ScaledLinear)
 
@@ -48,7 +49,8 @@ class Places:
         self._net = net
         self.by_path: dict[str, Place] = {}
         """As PEFT's files name the modules."""
-        self.num_products = 0
+        self.shapes: list[ProductShape] = []
+        """Of the products, by number."""
         head = net.get_output_embeddings()
         self._owners: list[tuple[int, nn.Module, str]] = []
         """(product, the module that calls it, its name there)."""
@@ -70,11 +72,16 @@ class Places:
 
     def _number(self, owner: nn.Module, name: str, product: Any, parts: list[tuple[str, int]]) -> None:
         number, begin = self.num_products, 0
-        self.num_products += 1
+        self.shapes.append(ProductShape(int(product.in_features), tuple(outputs for _, outputs in parts)))
         self._owners.append((number, owner, name))
         for path, outputs in parts:
             self.by_path[path] = Place(number, begin, outputs, int(product.in_features))
             begin += outputs
+
+    @property
+    def num_products(self) -> int:
+        """The number of products."""
+        return len(self.shapes)
 
     @property
     def owners(self) -> Iterator[tuple[int, nn.Module, str]]:
@@ -130,11 +137,39 @@ class Places:
         return f"<Places of {len(self.by_path)} modules in {self.num_products} products>"
 
 
-def wrap_products(places: Places, wrap: Wrap) -> None:
-    """Replace every product of the model by one that also adds what adapters have for it."""
+def wrap_products(places: Places, wrap: Wrap, adapts: Callable[[], bool] | None = None) -> None:
+    """Replace every product of the model by one that also adds what adapters have for it.
+
+    `adapts` returns whether they have anything for the forward that runs. A product and its activation stay one
+    kernel in the other forwards; None: in none.
+    """
     for number, owner, name in places.owners:
-        if isinstance(owner, FusedAttention | FusedGated):
-            product = dict(owner.products())[name]
-            owner.replace_product(name, wrap(number, product))
+        if isinstance(owner, FusedGated):
+            owner.replace_product(name, wrap(number, dict(owner.products())[name]), adapts)
+        elif isinstance(owner, FusedAttention):
+            owner.replace_product(name, wrap(number, dict(owner.products())[name]))
         else:
             setattr(owner, name, wrap(number, getattr(owner, name)))
+
+
+class AddsProducts(Protocol):
+    """Adds what the rows' adapters have; `pool.AdapterPool` and `device_pool.DeviceAdapterPool` do."""
+
+    def add(self, product: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add it to the output `y` of a product with the input `x`, in place."""
+
+
+class AdaptedProduct(nn.Module):
+    """A product that also adds what the rows' adapters have for it."""
+
+    def __init__(self, product: nn.Module, number: int, pool: AddsProducts) -> None:
+        super().__init__()
+        self._product, self._number, self._pool = [product], number, pool  # no submodule: its result lacks adapters
+        self.in_features, self.out_features = product.in_features, product.out_features
+        self._run = product.forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        y: torch.Tensor = self._run(x)
+        self._pool.add(self._number, x, y)
+        return y

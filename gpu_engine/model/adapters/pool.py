@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from gpu_engine.api.adapters import MAX_ADAPTERS
 from gpu_engine.model.adapters.peft_files import LoraFiles, PromptFiles
-from gpu_engine.model.adapters.places import Places, wrap_products
+from gpu_engine.model.adapters.places import AdaptedProduct, Places, wrap_products
 from gpu_engine.model.adapters.virtual import VirtualEmbeddings
 from kernels.forward import SequenceAdapters
 from kernels.low_rank import LowRankTable
@@ -56,6 +55,10 @@ class AdapterPool:
             self._virtual.check(files)
         else:
             self.places.check(files)
+
+    def memory_bytes(self, files: LoraFiles | PromptFiles) -> int:
+        """Return the bytes of an adapter's weights as they are held."""
+        return files.memory_bytes
 
     def put(self, number: int, files: LoraFiles) -> None:
         """Make adapter `number` of these matrices, which were checked."""
@@ -104,19 +107,3 @@ class AdapterPool:
 
     def __repr__(self) -> str:
         return f"<AdapterPool {self._table} over {self.places}>"
-
-
-class AdaptedProduct(nn.Module):
-    """A product that also adds what the rows' adapters have for it."""
-
-    def __init__(self, product: nn.Module, number: int, pool: AdapterPool) -> None:
-        super().__init__()
-        self._product, self._number, self._pool = [product], number, pool  # no submodule: its result lacks adapters
-        self.in_features, self.out_features = product.in_features, product.out_features
-        self._run = product.forward
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        y: torch.Tensor = self._run(x)
-        self._pool.add(self._number, x, y)
-        return y

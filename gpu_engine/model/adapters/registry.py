@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from gpu_engine.api.adapters import MAX_ADAPTERS, Adapter, AdapterKind, AdapterUse, check_name, named_adapters
+from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterLimits, AdapterUse, check_name, named_adapters
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import AdapterRefused, InvalidRequest, LimitExceeded, UnknownAdapter
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported, LoraFiles, PromptFiles, read_adapter
@@ -33,6 +33,9 @@ class AdapterMemory(Protocol):
 
     def check(self, files: LoraFiles | PromptFiles) -> None:
         """Raise AdapterNotSupported where an adapter does not fit the model."""
+
+    def memory_bytes(self, files: LoraFiles | PromptFiles) -> int:
+        """Return what the adapter takes of the memory for all."""
 
     def put(self, number: int, files: LoraFiles) -> None:
         """Make LoRA adapter `number` of these matrices, which were checked."""
@@ -66,12 +69,13 @@ class AdapterRegistry:
 
     Args:
         memory: of the model; None where it takes none.
-        max_bytes: room for all adapters.
+        limits: room for all adapters, and the size of one.
         dirs: directories below which `load` reads.
     """
 
-    def __init__(self, memory: AdapterMemory | None, max_bytes: int, dirs: Iterable[Path] = ()) -> None:
-        self._memory, self.max_bytes = memory, max_bytes if memory is not None else 0
+    def __init__(self, memory: AdapterMemory | None, limits: AdapterLimits, dirs: Iterable[Path] = ()) -> None:
+        self._memory, self.limits = memory, limits
+        self.max_bytes = limits.max_adapter_bytes if memory is not None else 0
         self._dirs = tuple(Path(item).resolve() for item in dirs)
         self._lock = threading.Lock()
         """Guards the entries; never held while files are read."""
@@ -89,7 +93,7 @@ class AdapterRegistry:
         for item in dirs:
             if not item.is_dir():
                 raise ModelNotSupported(f"adapter_dirs: {item} is no directory")
-        registry = cls(memory, config.adapter_bytes, dirs)
+        registry = cls(memory, config.adapter_limits, dirs)
         for name, folder in named_adapters(config.adapters).items():
             try:
                 registry._load(name, Path(folder), at_start=True)
@@ -174,14 +178,16 @@ class AdapterRegistry:
         with self._loading:
             try:
                 files = read_adapter(folder, self.max_bytes)
+                self._check_size(files)
                 self._memory.check(files)  # before another one is evicted for it
             except FileNotFoundError as error:
                 raise UnknownAdapter(f"path: {error}") from error
             except (AdapterNotSupported, OSError) as error:
                 raise InvalidRequest("path", str(error)) from error
             kind = AdapterKind.LORA if isinstance(files, LoraFiles) else AdapterKind.PROMPT
+            memory_bytes = self._memory.memory_bytes(files)
             with self._lock:
-                number = self._make_room(name, kind, files.memory_bytes)
+                number = self._make_room(name, kind, memory_bytes)
             first_token = self._put(number, files)
             with self._lock:
                 return self._add(name, kind, folder, files, (number, first_token), at_start=at_start)
@@ -208,14 +214,25 @@ class AdapterRegistry:
         if before is not None:
             self._take_name(before)
         self._loads += 1
-        size = files.rank if isinstance(files, LoraFiles) else len(files.embeddings_TH)
-        adapter = Adapter(name, kind, str(folder), size, files.memory_bytes, place[0], self._loads, at_start, place[1])
+        assert self._memory is not None
+        size, memory_bytes = _size(files), self._memory.memory_bytes(files)
+        adapter = Adapter(name, kind, str(folder), size, memory_bytes, place[0], self._loads, at_start, place[1])
         self._entries[self._loads] = _Entry(adapter, used=self._next_use())
         log.info("loaded the %s %s of %d bytes from %s", _NOUNS[kind], name, adapter.memory_bytes, folder)
         return adapter
 
+    def _check_size(self, files: LoraFiles | PromptFiles) -> None:
+        """Raise AdapterNotSupported where an adapter is larger than the settings allow."""
+        limits = self.limits
+        name, noun, most = ("max_lora_rank", "rank", limits.max_lora_rank)
+        if isinstance(files, PromptFiles):
+            name, noun, most = ("max_virtual_tokens", "num_virtual_tokens", limits.max_virtual_tokens)
+        if _size(files) > most:
+            raise AdapterNotSupported(f"{noun}: is {_size(files)}, and {name} is {most}")
+
     def _make_room(self, name: str, kind: AdapterKind, size: int) -> int:
-        """Evict what must go for `size` bytes; return a free number. Raises AdapterRefused or LimitExceeded."""
+        """Evict what must go for `size` bytes and a number; return the number. Raises AdapterRefused or
+        LimitExceeded."""
         before = self._named(name)
         if before is not None and before.in_use:
             raise AdapterRefused(f"name: {name!r} is in use by {before.in_use} sequences")
@@ -227,7 +244,7 @@ class AdapterRegistry:
             ),
             key=lambda entry: entry.used,
         )
-        # The one that is replaced goes last: until the new one fits the model, it has its name.
+        # The one that is replaced has its name until the new one is loaded, if there is another number for that.
         taken = sum(entry.adapter.memory_bytes for entry in self._entries.values() if entry is not before)
         gone: list[_Entry] = []
         while taken + size > self.max_bytes and evictable:
@@ -238,13 +255,21 @@ class AdapterRegistry:
                 f"max_adapter_bytes: {name!r} needs {size} bytes, and adapters that cannot be evicted have {taken} of"
                 f" {self.max_bytes}"
             )
+        used = {
+            entry.adapter.number for entry in self._entries.values() if entry.adapter.kind is kind and entry not in gone
+        }
+        number = next((number for number in range(1, self.limits.max_adapters + 1) if number not in used), None)
+        if number is None:
+            first = [*([] if before is None else [before]), *evictable]
+            entry = next((entry for entry in first if entry.adapter.kind is kind), None)
+            if entry is None:
+                most = self.limits.max_adapters
+                raise LimitExceeded(f"max_adapters: {most} {_NOUNS[kind]}s are loaded, and none of them can be evicted")
+            gone.append(entry)
+            number = entry.adapter.number
         for entry in gone:
             log.info("evicted the adapter %s", entry.adapter.name)
             self._take_name(entry)
-        used = {entry.adapter.number for entry in self._entries.values() if entry.adapter.kind is kind}
-        number = next((number for number in range(1, MAX_ADAPTERS + 1) if number not in used), None)
-        if number is None:
-            raise LimitExceeded(f"{MAX_ADAPTERS} adapters of this kind are loaded already")
         return number
 
     def _take_name(self, entry: _Entry) -> None:
@@ -272,3 +297,8 @@ class AdapterRegistry:
 
     def __repr__(self) -> str:
         return f"<AdapterRegistry of {len(self._entries)} adapters>"
+
+
+def _size(files: LoraFiles | PromptFiles) -> int:
+    """Return the largest rank, or the number of virtual tokens."""
+    return files.rank if isinstance(files, LoraFiles) else len(files.embeddings_TH)

@@ -42,14 +42,7 @@ class VirtualEmbeddings:
 
     def check(self, files: PromptFiles) -> None:
         """Raise AdapterNotSupported where the embeddings do not fit the model."""
-        rows_TH = files.embeddings_TH
-        if self._refusal:
-            raise AdapterNotSupported(f"peft_type: PROMPT_TUNING is not taken: {self._refusal}")
-        if rows_TH.shape[1] != self._hidden:
-            has, wanted = list(rows_TH.shape), [len(rows_TH), self._hidden]
-            raise AdapterNotSupported(f"prompt_embeddings: has the shape {has}, and the model needs {wanted}")
-        if not rows_TH.isfinite().all():
-            raise AdapterNotSupported("prompt_embeddings: has a number that is not finite")
+        refuse_unlike(files, self._hidden, self._refusal)
 
     def put(self, number: int, files: PromptFiles) -> int:
         """Take an adapter's embeddings; return the id of its first token."""
@@ -92,3 +85,16 @@ class VirtualEmbeddings:
 
     def __repr__(self) -> str:
         return f"<VirtualEmbeddings of {len(self._places)} adapters>"
+
+
+def refuse_unlike(files: PromptFiles, hidden: int, refusal: str) -> None:
+    """Raise AdapterNotSupported where the server takes no prompt adapters, for the reason `refusal`, or where the
+    embeddings are not of `hidden` finite numbers each."""
+    rows_TH = files.embeddings_TH
+    if refusal:
+        raise AdapterNotSupported(f"peft_type: PROMPT_TUNING is not taken: {refusal}")
+    if rows_TH.shape[1] != hidden:
+        has, wanted = list(rows_TH.shape), [len(rows_TH), hidden]
+        raise AdapterNotSupported(f"prompt_embeddings: has the shape {has}, and the model needs {wanted}")
+    if not rows_TH.isfinite().all():
+        raise AdapterNotSupported("prompt_embeddings: has a number that is not finite")

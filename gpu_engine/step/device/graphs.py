@@ -1,4 +1,5 @@
-"""Steps as captured graphs: one per (bucket of lanes, rows, guided or not), captured at the start and then replayed.
+"""Steps as captured graphs: one per (bucket of lanes, rows, guided or not, with adapters or not), captured at the start
+and then replayed.
 
 A launch copies the lanes into the device's lane buffers, replays the graph, and copies its outputs into the ring.
 A launch never waits for the device. Without graphs (`eager`), and where a lane is a beam, the same step runs at the
@@ -36,8 +37,8 @@ from gpu_engine.step.stream import Event, Graph, Stream
 from kernels.logprobs import BeamRows
 
 EnqueueStep = Callable[[StepBatch], None]
-"""Enqueues one step over the batch's buffers. A launch depends on nothing but `num_lanes`, `num_rows`, `any_guided` and
-`captured_processing`, but where the host calls logits processors."""
+"""Enqueues one step over the batch's buffers. A launch depends on nothing but `num_lanes`, `num_rows`, `any_guided`,
+`captured_processing` and `adapted`, but where the host calls logits processors."""
 
 _FEW_ROWS = 4
 """Between a step without drafts and one with all of them."""
@@ -59,6 +60,13 @@ class _Shape(NamedTuple):
     guided: bool
     processed: bool = False
     """With the captured logits processors."""
+    adapted: bool = False
+    """With the products of adapters."""
+
+    @property
+    def plain(self) -> bool:
+        """Without both."""
+        return not (self.processed or self.adapted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +157,8 @@ class StepGraphs:
         guided: capture graphs with posts and waits too.
         eager: capture nothing.
         processing: the program's; with captured logits processors every shape is captured with them, too.
+        adapts: the model takes adapters: every shape is captured with their products, too. A shape with logits
+            processors then always has them, so there are three graphs of a shape at most.
         max_inflight_steps: launches that may be in flight, at least 1.
     """
 
@@ -162,6 +172,7 @@ class StepGraphs:
     guided: bool = True
     eager: bool = False
     processing: Processing | None = None
+    adapts: bool = False
     max_inflight_steps: int = 2
     stats: GraphStats = field(default_factory=GraphStats)
     ms_by_rows: dict[int, float] = field(default_factory=dict)
@@ -181,9 +192,9 @@ class StepGraphs:
 
     @property
     def captured(self) -> dict[tuple[int, int, bool], Graph]:
-        """The captured graphs by (lanes, rows, guided), those without logits processors; to be inspected, not
-        replayed."""
-        return {(*shape[:3],): graph for shape, graph in self._graphs.items() if not shape.processed}
+        """The captured graphs by (lanes, rows, guided), those without logits processors and adapters; to be inspected,
+        not replayed."""
+        return {(*shape[:3],): graph for shape, graph in self._graphs.items() if shape.plain}
 
     @property
     def _captures_processors(self) -> bool:
@@ -193,9 +204,11 @@ class StepGraphs:
     def _shapes(self) -> list[_Shape]:
         """Every shape, the largest first: the later graphs fit into its memory."""
         kinds = (False, True) if self.guided else (False,)
-        processed = (False, True) if self._captures_processors else (False,)
+        more = [(False, False)]
+        more += [(False, True)] if self.adapts else []
+        more += [(True, self.adapts)] if self._captures_processors else []
         every = (_Shape(b, rows, g) for b in self.buckets for g in kinds for rows in self.rows.choices(b, g))
-        return sorted((shape._replace(processed=p) for shape in every for p in processed), reverse=True)
+        return sorted((shape._replace(processed=p, adapted=a) for shape in every for p, a in more), reverse=True)
 
     def capture(self, channel: PermissiveWord | None = None) -> None:
         """Run every shape over padding, then capture it. Blocks; no step may be in flight.
@@ -230,7 +243,7 @@ class StepGraphs:
         """Run every captured shape once over padding and fill `ms_by_rows`. The device is idle, and idle again after
         it."""
         for shape in self._shapes:
-            if shape.guided == self.guided and not shape.processed and shape in self._graphs:
+            if shape.guided == self.guided and shape.plain and shape in self._graphs:
                 self._fill(None, shape)
                 self.stream.synchronize()
                 begun_s = time.perf_counter()
@@ -280,6 +293,8 @@ class StepGraphs:
         shape = self._shape_of(lanes, handle.any_guided, max(max_drafts, handle.propose_rows > 1))
         if handle.processed:
             shape = shape._replace(processed=self._captures_processors and _captured(handle.processed))
+        if self.adapts and (handle.adapted or shape.processed):
+            shape = shape._replace(adapted=True)
         self._fill(handle, shape)
         graph, batch = self._graphs.get(shape), self._batch(shape)
         if handle.processed and not shape.processed:
@@ -329,6 +344,7 @@ class StepGraphs:
             max_rows=most,
             max_links=links,
             captured_processing=shape.processed,
+            adapted=shape.adapted,
         )
 
     def _fill(self, handle: StepHandle[Any] | None, shape: _Shape) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_engine.api.adapters import AdapterKind
+from gpu_engine.api.adapters import AdapterKind, AdapterLimits
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import AdapterRefused, InvalidRequest, LimitExceeded, UnknownAdapter
 from gpu_engine.model.adapters.peft_files import AdapterNotSupported, LoraFiles, PromptFiles
@@ -29,6 +29,9 @@ class Memory:
     def check(self, files: LoraFiles | PromptFiles) -> None:
         if self.refusal:
             raise AdapterNotSupported(self.refusal)
+
+    def memory_bytes(self, files: LoraFiles | PromptFiles) -> int:
+        return files.memory_bytes
 
     def put(self, number: int, files: LoraFiles) -> None:
         raise NotImplementedError
@@ -58,7 +61,7 @@ def memory() -> Memory:
 @pytest.fixture
 def registry(memory: Memory, tmp_path: Path, folder: str) -> AdapterRegistry:
     """Return a registry with room for three adapters."""
-    return AdapterRegistry(memory, 3 * BYTES, [tmp_path / "adapters"])
+    return AdapterRegistry(memory, AdapterLimits(3 * BYTES), [tmp_path / "adapters"])
 
 
 def names(registry: AdapterRegistry) -> list[str]:
@@ -152,7 +155,7 @@ def test_unknown_names_and_directories_say_what_there_is(
     with pytest.raises(InvalidRequest, match="name: 'a/b' is not 1 to 64 letters"):
         registry.load("a/b", folder)
     with pytest.raises(AdapterRefused, match="path: this server loads no adapters"):
-        AdapterRegistry(memory, 1).load("x", folder)
+        AdapterRegistry(memory, AdapterLimits(1)).load("x", folder)
     with pytest.raises(ModelNotSupported, match=r"adapter_dirs: .*nowhere is no directory"):
         AdapterRegistry.open(EngineConfig(adapter_dirs=(str(tmp_path / "nowhere"),), device="cpu"), memory)
 
@@ -178,3 +181,33 @@ def test_loads_uses_and_unloads_of_many_threads_leave_nothing(
     for name in names(registry):
         registry.unload(name).result(timeout=1)
     assert memory.prompts == set()
+
+
+def test_without_a_free_number_the_least_recently_used_one_of_the_kind_goes(
+    memory: Memory, tmp_path: Path, folder: str
+) -> None:
+    registry = AdapterRegistry(memory, AdapterLimits(1 << 20, max_adapters=2), [tmp_path / "adapters"])
+    for name in ("a", "b", "c"):
+        registry.load(name, folder)
+    assert names(registry) == ["b", "c"]
+    assert memory.prompts == {1, 2}
+    replaced = registry.load("b", folder)
+    assert names(registry) == ["b", "c"]
+    registry.acquire([registry.find(AdapterKind.PROMPT, "c"), replaced])
+    with pytest.raises(LimitExceeded, match="max_adapters: 2 prompt adapters are loaded, and none of them can be"):
+        registry.load("d", folder)
+
+
+def test_the_only_number_is_given_to_the_adapter_that_replaces(memory: Memory, tmp_path: Path, folder: str) -> None:
+    registry = AdapterRegistry(memory, AdapterLimits(1 << 20, max_adapters=1), [tmp_path / "adapters"])
+    first = registry.load("a", folder)
+    assert registry.load("a", folder).generation > first.generation
+    assert names(registry) == ["a"]
+    assert memory.prompts == {1}
+
+
+def test_an_adapter_larger_than_the_settings_allow_is_refused(memory: Memory, tmp_path: Path, folder: str) -> None:
+    registry = AdapterRegistry(memory, AdapterLimits(1 << 20, max_virtual_tokens=1), [tmp_path / "adapters"])
+    with pytest.raises(InvalidRequest, match="path: num_virtual_tokens: is 2, and max_virtual_tokens is 1"):
+        registry.load("a", folder)
+    assert not memory.prompts

@@ -35,13 +35,13 @@ def repeated(prefix: list[int], size: int) -> set[int]:
     """Return the tokens that would make an n-gram of the prefix occur again."""
     grams = {tuple(prefix[i : i + size]) for i in range(len(prefix) - size + 1)}
     tail = tuple(prefix[len(prefix) - size + 1 :])
-    return {gram[-1] for gram in grams if gram[:-1] == tail} - {EOS}
+    return {gram[-1] for gram in grams if gram[:-1] == tail and gram[-1] < V} - {EOS}
 
 
 def test_no_ngram_occurs_twice() -> None:
     generator = torch.Generator().manual_seed(1)
     prefixes = [torch.randint(3, (n,), generator=generator).tolist() for n in (1, 2, 5, 17, 30, 30)]
-    prefixes.append([4, EOS, 4])
+    prefixes += [[4, EOS, 4], [V + 7, V + 40, 4, 5]]  # virtual tokens are behind the vocabulary
     for size in (1, 2, 3, 16):
         longest = max(map(len, prefixes))
         # Behind the length are tokens that would be forbidden if they counted.

@@ -14,11 +14,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.accept import AcceptResult, SlotParams, StepTensors
-from kernels.cuda import accept, advance, fused, ngram, noise, posting, scaled, skinny, step_inputs
+from kernels.cuda import accept, advance, fused, low_rank, ngram, noise, posting, scaled, skinny, step_inputs
 from kernels.cuda.attention import paged
 from kernels.cuda.jump_forward import take_jump_forward
 from kernels.cuda.row_state import DeviceRows, RowScratch, SlotRows
 from kernels.fused import Activation, NormKind, RMSNorm
+from kernels.low_rank_stacks import LowRankStacks, ProductShape
 from kernels.paged_attention import KVPages
 
 MAX_SHARED = 232_448
@@ -176,6 +177,13 @@ def compile_scaled(M: int, N: int, K: int, dtype: torch.dtype) -> None:
         scaled.rescale(ints(32, N), scales, torch.zeros(N), bias, M, dtype)
 
 
+def compile_low_rank(B: int, each: int, shape: ProductShape, rank: int, dtype: torch.dtype) -> None:
+    """Launch the low-rank products of B sequences once."""
+    stack = LowRankStacks([shape], 2, rank, dtype, torch.device("cpu")).products[0]
+    x, y = (torch.zeros(B * each, width, dtype=dtype) for width in (shape.inputs, shape.outputs))
+    low_rank.add_low_rank(x, y, stack, ints(B), each)
+
+
 def main() -> None:
     """Compile all and print the kernels' names."""
     driver = install()
@@ -198,6 +206,10 @@ def main() -> None:
     compile_products(8, 960, 576)
     compile_scaled(1, 4096, 14_336, torch.bfloat16)
     compile_scaled(16, 960, 576, torch.float16)
+    compile_low_rank(1, 1, ProductShape(576, (576, 192, 192)), 16, torch.bfloat16)
+    compile_low_rank(4, 8, ProductShape(4096, (14_336, 14_336)), 64, torch.bfloat16)
+    compile_low_rank(2, 512, ProductShape(14_336, (4096,)), 16, torch.bfloat16)
+    compile_low_rank(3, 4, ProductShape(2304, (2048, 1024, 1024)), 256, torch.float32)
     print(*sorted({name for name, _ in driver.binaries}))
 
 

@@ -16,6 +16,7 @@ NAMES = {
     *("decode_kernel", "combine_kernel", "store_kernel", "prefill_kernel"),
     *("load_kernel", "post_kernel", "cache_kernel", "advance_kernel", "ngram_kernel", "take_jump_forward_kernel"),
     *("skinny_kernel", "skinny_gated_kernel", "quantise_kernel", "rescale_kernel"),
+    *("shrink_kernel", "expand_kernel"),
 }
 
 

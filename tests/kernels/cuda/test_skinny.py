@@ -72,6 +72,29 @@ def test_a_gated_block_joins_its_activation_for_few_rows(device: torch.device, r
     assert join_activations(FusedGated(gate_up, down, Activation.SILU)) == 0, "another product has no such kernel"
 
 
+class Called(Exception):
+    """The product was asked for its outputs."""
+
+
+class AdaptedProduct(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise Called
+
+
+def test_a_block_beside_adapters_keeps_the_joined_kernel_for_forwards_without_one(device: torch.device) -> None:
+    x, adapts = some(device, 3, 64), [False]
+    gate_up, down = (
+        torch.nn.Linear(K, N, device=device, dtype=x.dtype).requires_grad_(False) for K, N in ((64, 96), (48, 64))
+    )
+    block = FusedGated(SkinnyLinear(gate_up), down, Activation.SILU)
+    join_activations(torch.nn.Sequential(block))
+    block.replace_product("gate_up", AdaptedProduct(), lambda: adapts[0])
+    assert torch.equal(block.of_rows(x), down(gated(SkinnyLinear(gate_up)(x), Activation.SILU)))
+    adapts[0] = True
+    with pytest.raises(Called):
+        block.of_rows(x)
+
+
 def test_stages_fit_into_shared_memory() -> None:
     for N, K in ((576, 576), (4096, 4096), (128_256, 4096), (49_152, 576)):
         for shared in (99 << 10, 227 << 10):
