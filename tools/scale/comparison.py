@@ -25,12 +25,8 @@ from tools.scale.step_time import Roofline, StepLoad
 _H200_CONTEXT = 300
 """Tokens of a sequence in the H200's steps: an assumption, since the log does not say it."""
 _MS, _US, _MB = 1e3, 1e6, 1e-6
-_SETTINGS = {
-    "bfloat16-cpu": {"dtype": "bfloat16", "quantization": "none"},
-    "q4-cpu": {"dtype": "auto", "quantization": "auto"},
-    "int8-cpu": {"dtype": "bfloat16", "quantization": "int8"},
-}
-"""Format of the embedded model -> settings of an engine that has it so; the others are the defaults."""
+_SETTINGS = {"bfloat16-cpu": ("bfloat16", "none"), "q4-cpu": ("auto", "auto"), "int8-cpu": ("bfloat16", "int8")}
+"""Format of the embedded model -> `dtype` and `quantization` of an engine that has it so; the others are defaults."""
 _REPORTED = {
     "bfloat16-cpu": MemoryUse(weight_bytes=326_194_048, kv_cache_bytes=762_347_520, buffer_bytes=6_490_189),
     "q4-cpu": MemoryUse(weight_bytes=154_892_432, kv_cache_bytes=762_347_520, buffer_bytes=6_490_189),
@@ -77,15 +73,21 @@ def figures() -> list[Figure]:
 
 def serving_of(form: str) -> Serving:
     """Return the engine with the embedded model that `reported` starts."""
-    return Serving(PRESETS["embedded"], FORMATS[form], EngineConfig(device="cpu", **_SETTINGS[form]))
+    dtype, quantization = _SETTINGS[form]
+    config = EngineConfig(device="cpu", dtype=dtype, quantization=quantization)
+    return Serving(PRESETS["embedded"], FORMATS[form], config)
 
 
 def reported() -> Iterator[tuple[str, MemoryUse]]:
     """Start an engine with the embedded model in each format; yield the format, and what the engine reports."""
-    for form, settings in _SETTINGS.items():
+    for form in _SETTINGS:
         config = serving_of(form).config
         options = ServerOptions(
-            num_threads=1, max_batch_size=config.max_batch_size, extra=("--grammar=none",), **settings
+            dtype=config.dtype,
+            quantization=config.quantization,
+            num_threads=1,
+            max_batch_size=config.max_batch_size,
+            extra=("--grammar=none",),
         )
         with start_engine(options) as address, grpc.insecure_channel(address) as channel:
             stats = engine_pb2_grpc.EngineStub(channel).GetStats(engine_pb2.GetStatsRequest())
