@@ -79,7 +79,7 @@ def forward_of(model: LoadedModel, lanes: int, rows: int) -> Callable[[], list[f
 
 @torch.inference_mode()
 def costs(models: dict[int, LoadedModel], shapes: Sequence[tuple[int, int]], rounds: int) -> str:
-    """Return the table of forwards; the first of `models` is what the others are compared with."""
+    """Return the table of forwards, each compared with the one over the fewest ranks."""
     lines = []
     for lanes, rows in shapes:
         runs = {size: forward_of(model, lanes, rows) for size, model in models.items()}
@@ -87,11 +87,10 @@ def costs(models: dict[int, LoadedModel], shapes: Sequence[tuple[int, int]], rou
         for _ in range(rounds):
             for size, run in runs.items():
                 found[size].append(run())
-        first = 0.0
-        for size, times in found.items():
-            # The parts are those of the round whose whole time is the lower quartile.
-            whole, *parts = sorted(times)[len(times) // 4]
-            first = first or whole
+        # The parts are those of the round whose whole time is the lower quartile.
+        quartiles = {size: sorted(times)[len(times) // 4] for size, times in found.items()}
+        first = quartiles[min(quartiles)][0]
+        for size, (whole, *parts) in quartiles.items():
             shares = [share(part / whole) for part in (*parts, whole - sum(parts))]
             lines.append([f"{lanes} x {rows}", str(size), number(whole * 1e3, 1), number(whole / first, 2), *shares])
     header = ("lanes x rows", "ranks", "ms", "of one rank", "announce", "sums", "logits", "compute")

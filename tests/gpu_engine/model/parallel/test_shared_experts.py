@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import MixtralConfig
 
+from gpu_engine.api.adapters import AdapterKind
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import InternalError, RankLost
 from gpu_engine.api.outputs import LOGITS, WantedOutput
@@ -21,7 +22,9 @@ from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from gpu_engine.model.parallel.peers import Peers
 from gpu_engine.model.parallel.shared_experts import SharedExperts
+from kernels.blocks import can_multiply_blocks
 from tests.gpu_engine import tiny
+from tests.gpu_engine.adapters.files import save_lora
 from tests.gpu_engine.beams import search, search_all
 from tests.gpu_engine.harness import (
     Answer,
@@ -29,6 +32,7 @@ from tests.gpu_engine.harness import (
     answer_all,
     ask,
     config,
+    running,
     tokens,
     unguided_engine,
     until_false,
@@ -92,7 +96,8 @@ def peers_of(model: LoadedModel) -> Peers:
 @contextmanager
 def group(folder: Path, directory: Path, size: int = 2, num_drafts: int = 7, **fields: Any) -> Iterator[list[Engine]]:
     """Run the engines of a group, each in a thread of its own."""
-    models = load_all([settings(folder, directory, rank, size) for rank in range(size)])
+    loading = {name: value for name, value in fields.items() if name in ("adapters", "quantization")}
+    models = load_all([settings(folder, directory, rank, size, **loading) for rank in range(size)])
     engines = [Engine(with_drafts(num_drafts, **fields), model) for model in models]
     for engine in engines:
         engine._loop.executor.runner.budget = EveryDraft()
@@ -172,9 +177,9 @@ def test_preempted_sequences_beams_and_hidden_states(folder: Path, tmp_path: Pat
         beams = search_all(engine, [search(tokens(21, 3), max_tokens=12)])[0].tokens
     small = {"max_model_len": 112, "kv_cache_tokens": 128}
     with group(folder, tmp_path, **small) as (first, second):
-        running = submit(first, [make() for make in FREE])
+        begun = submit(first, [make() for make in FREE])
         assert search_all(second, [search(tokens(21, 3), max_tokens=12)])[0].tokens == beams
-        assert [answer.wait().tokens for answer in running] == alone[: len(FREE)]
+        assert [answer.wait().tokens for answer in begun] == alone[: len(FREE)]
         assert first.stats().preemptions > 0
         assert set(first.model.outputs) == {n for n in whole.outputs if ".experts." not in n}
         names = (LOGITS, "hidden_states.1", "model.layers.1.mlp")
@@ -191,8 +196,8 @@ def test_a_rank_that_is_gone_ends_the_group_with_one_line(folder: Path, tmp_path
         failed: list[Exception] = []
         over = threading.Event()
         first.watch(lambda error: (failed.append(error), over.set()))  # type: ignore[func-returns-value]
-        running = submit(first, [ask(tokens(9, 5), max_tokens=200, ignore_eos=True)])[0]
-        until_false(lambda: not running.tokens)
+        begun = submit(first, [ask(tokens(9, 5), max_tokens=200, ignore_eos=True)])[0]
+        until_false(lambda: not begun.tokens)
         begun_s = time.monotonic()
         for peer in peers_of(second.model)._peers:
             peer.met.socket.shutdown(2)
@@ -200,7 +205,7 @@ def test_a_rank_that_is_gone_ends_the_group_with_one_line(folder: Path, tmp_path
         assert time.monotonic() - begun_s < 5
         assert str(failed[0]).startswith("rank 1 of 2 (process ")
         assert str(failed[0]).endswith(") has ended")
-        assert isinstance(running.wait().error, InternalError)
+        assert isinstance(begun.wait().error, InternalError)
         with pytest.raises(InternalError):
             first.submit(ask([1]).request)
 
@@ -219,6 +224,30 @@ def test_engines_of_other_weights_and_models_without_experts_are_refused(
     ):
         with pytest.raises(ModelNotSupported, match=f"^data_parallel_attention: {problem}"):
             load_model(settings(saved(family), tmp_path, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_adapters_and_rounded_products_are_those_of_the_whole_model(
+    saved: Callable[[str], Path], tmp_path: Path, quantization: str
+) -> None:
+    folder = saved("mixtral")
+    if quantization != "none" and not can_multiply_blocks():
+        pytest.skip("products over blocks need AVX2")
+    adapter = save_lora(folder, tmp_path / "a", seed=1, targets=("q_proj", "v_proj", "o_proj"))
+    fields: dict[str, Any] = {"adapters": (f"a={adapter}",), "quantization": quantization}
+
+    def asked(engine: Engine, name: str) -> Answer:
+        answer = ask(tokens(30, 5), max_tokens=20, ignore_eos=True)
+        answer.request.lora = engine.adapters.find(AdapterKind.LORA, name) if name else None
+        return answer
+
+    with running(Engine(with_drafts(0, **fields), load_model(config(model=str(folder), **fields)))) as engine:
+        expected = answer_all(engine, [asked(engine, name) for name in ("", "a")])
+    assert expected[0] != expected[1]
+    with group(folder, tmp_path / "d", **fields) as engines:
+        found = [submit(engine, [asked(engine, name) for name in ("", "a")]) for engine in engines]
+        assert [[answer.wait().tokens for answer in answers] for answers in found] == [expected] * 2
 
 
 @pytest.mark.slow
