@@ -150,6 +150,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                     whitespace,
                     backend,
                     allow_unenforced=request.allow_unenforced,
+                    verify=request.verify,
                     accepted=request.accepted,
                 )
                 compiled(entry.backend, hit, entry.compile_ms)

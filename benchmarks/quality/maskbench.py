@@ -30,6 +30,7 @@ from benchmarks.harness.tables import Progress, number, table
 from benchmarks.quality.shared_rows import SharedRows
 from grammar_service.backends.backend import Compiled, Matcher, MatcherFailed, Rows
 from grammar_service.backends.registry import NAMES
+from grammar_service.backends.verified import VerifiedMatcher
 from grammar_service.compile.compiler import AUTO, Compiler
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import GrammarServiceError, InternalError, LimitExceeded
@@ -51,6 +52,7 @@ reading the table:
   valid ok/lost      instances marked valid that the grammar accepts, its stop token included, and those it rejects
   invalid ok/let by  instances marked invalid that it rejects, and those it accepts without a warning: must be 0
   warned             invalid instances that a grammar with warnings accepts (--allow-unenforced)
+  verified           schemas whose answers are verified (--verify); their instances count as those of any other
   rows, differing    rows read through shared memory, and those that differ from the backend called directly: must be 0
   mask               microseconds to fill one row, called directly from Python, at the percentiles 50 / 99 / 100
 
@@ -87,6 +89,12 @@ class Tally:
     differing: int = 0
     compile_ms: list[float] = field(default_factory=list)
     mask_us: list[float] = field(default_factory=list)
+    verified_us: list[float] = field(default_factory=list)
+    """Times of rows whose answers are verified; they are in `mask_us`, too."""
+    groups: dict[str, collections.Counter[str]] = field(
+        default_factory=lambda: collections.defaultdict(collections.Counter)
+    )
+    """Group of the file -> how its schemas came out."""
 
     def cells(self, name: str) -> list[str]:
         """Return the backend's line of the table."""
@@ -118,7 +126,7 @@ class Bench:
         self._backend = backend
         self._stop = vocabulary.stop_ids[0]
         self._whitespace = Whitespace[options.whitespace.upper()]
-        self._allow_unenforced = options.allow_unenforced
+        self._allow_unenforced, self._verify = options.allow_unenforced, options.verify
         separators = (",", ":") if self._whitespace is Whitespace.COMPACT else (", ", ": ")
         self._encoder = json.JSONEncoder(ensure_ascii=False, separators=separators)
         self._tokenizer = LLTokenizer(vocabulary.tokenizer_json.decode(), n_vocab=vocabulary.size)
@@ -155,6 +163,7 @@ class Bench:
                 self._whitespace,
                 self._backend,
                 allow_unenforced=self._allow_unenforced,
+                verify=self._verify,
             )
         except GrammarServiceError as error:
             if isinstance(error, LimitExceeded):
@@ -163,9 +172,11 @@ class Bench:
                 tally.crashed += 1
             else:
                 tally.refused += 1
+            tally.groups[line.get("group", "")]["refused"] += 1
             tally.reasons[_reason(str(error))] += 1
             return
         tally.compiled += 1
+        tally.groups[line.get("group", "")][_outcome(entry.warnings)] += 1
         tally.chosen[entry.backend] += 1
         tally.compile_ms.append(entry.compile_ms)
         for test in line["tests"]:
@@ -184,7 +195,7 @@ class Bench:
             tally.failed += 1
             tally.reasons[_reason(f"while masking: {error}")] += 1
             return
-        if accepted and not test["valid"] and compiled.warnings:
+        if accepted and not test["valid"] and _outcome(compiled.warnings) == "not all enforced":
             tally.warned += 1
             return
         tally.verdicts[bool(test["valid"]), accepted] += 1
@@ -203,6 +214,8 @@ class Bench:
             begun = time.perf_counter_ns()
             matcher.fill(self._buffer, 0)
             self.tally.mask_us.append((time.perf_counter_ns() - begun) / 1e3)
+            if isinstance(matcher, VerifiedMatcher):
+                self.tally.verified_us.append(self.tally.mask_us[-1])
             row = self._buffer.words[0].copy()
             rows.append(row)
             legal = bool(row[token >> 5] >> (token & 31) & 1)
@@ -214,6 +227,23 @@ class Bench:
             # A text that can go one way only is legal in its canonical tokens alone, yet accepted in others.
             self.tally.uncanonical += not legal
         return True, rows
+
+
+def _outcome(warnings: Sequence[str]) -> str:
+    """Return how much of a compiled schema holds, by the warnings of its grammar."""
+    if any(line.startswith("verified: ") for line in warnings):
+        return "verified"
+    if any(line.startswith("not enforced by ") for line in warnings):
+        return "not all enforced"
+    return "enforced, with a warning" if warnings else "enforced"
+
+
+def _groups_table(groups: Mapping[str, collections.Counter[str]]) -> str:
+    """Return the outcomes by group, with a line of totals."""
+    total = sum(groups.values(), start=collections.Counter[str]())
+    outcomes = sorted(total)
+    lines = [[name, *(str(each[outcome]) for outcome in outcomes)] for name, each in sorted(groups.items())]
+    return table(["group", *outcomes], [*lines, ["all", *(str(total[outcome]) for outcome in outcomes)]])
 
 
 def _reason(message: str) -> str:
@@ -295,6 +325,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="accept schemas with keywords that are not enforced, with warnings",
     )
+    parser.add_argument("--verify", action="store_true", help="verify the answers to schemas that are not all enforced")
     parser.add_argument("--limit", type=int, default=0, help="only the first N schemas")
     parser.add_argument("--whitespace", choices=["compact", "bounded", "any"], default="any")
     parser.add_argument("--compile-timeout-s", type=float, default=5.0)
@@ -325,6 +356,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{name}: {tally.untokenised} instances not tokenised, {tally.failed} failed while masking,")
         print(f"compiled by {', '.join(f'{each} {count}' for each, count in tally.chosen.items()) or 'none'},")
         print(f"{tally.uncanonical} tokens accepted that the row before them did not allow (another spelling)")
+        if tally.verified_us:
+            print(f"rows of verified answers, us: {_percentiles(tally.verified_us)}")
+        print(_groups_table(tally.groups))
         print(table(["schemas", "not compiled because"], [[str(n), why] for why, n in tally.reasons.most_common(25)]))
         if options.details:
             print("\n".join([*(f"let by: {each}" for each in tally.let_by), *(f"lost: {each}" for each in tally.lost)]))

@@ -39,6 +39,8 @@ class FinishReason(enum.StrEnum):
     """No token was legal."""
     GRAMMAR_CLOSED = "grammar_closed"
     """A complete answer, which the server led to its end near `max_tokens`."""
+    GRAMMAR_INVALID = "grammar_invalid"
+    """With `unenforced="verify"`: the answer could not become valid any more."""
 
 
 COMPLETE = frozenset({FinishReason.STOP, FinishReason.GRAMMAR_CLOSED})

@@ -17,8 +17,10 @@ from lockstep_client.wire import engine_pb2 as pb
 
 Whitespace = Literal["compact", "bounded", "any"]
 Backend = Literal["xgrammar", "llguidance", "auto"]
+Unenforced = Literal["refuse", "warn", "verify"]
 
 _WHITESPACE = {"compact": pb.WHITESPACE_COMPACT, "bounded": pb.WHITESPACE_BOUNDED, "any": pb.WHITESPACE_ANY}
+_UNENFORCED = {"refuse": pb.UNENFORCED_REFUSE, "warn": pb.UNENFORCED_WARN, "verify": pb.UNENFORCED_VERIFY}
 _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE, "auto": pb.BACKEND_AUTO}
 
 
@@ -33,6 +35,7 @@ class Grammar:
     whitespace: Whitespace | None = None
     backend: Backend | None = None
     allow_unenforced: bool = False
+    unenforced: Unenforced | None = None
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -76,6 +79,7 @@ class Grammar:
         whitespace: Whitespace | None = None,
         backend: Backend | None = None,
         allow_unenforced: bool = False,
+        unenforced: Unenforced | None = None,
     ) -> Grammar:
         """Return the grammar with options; what is not given stays at the server's default.
 
@@ -83,14 +87,23 @@ class Grammar:
             whitespace: white space between JSON tokens: none, at most 8 characters in a row, or any.
             backend: the grammar library; "auto" is the first one that enforces the whole grammar.
             allow_unenforced: accept a grammar with parts that no library enforces; they become warnings of the answer.
+            unenforced: what happens to such parts: "refuse" the request, "warn" as `allow_unenforced` does, or "verify"
+                them on the answer, which ends with GRAMMAR_INVALID where it cannot become valid.
 
         Raises ValueError for a word that is none of these.
 
         """
-        for name, value, known in (("whitespace", whitespace, _WHITESPACE), ("backend", backend, _BACKENDS)):
+        words = (
+            ("whitespace", whitespace, _WHITESPACE),
+            ("backend", backend, _BACKENDS),
+            ("unenforced", unenforced, _UNENFORCED),
+        )
+        for name, value, known in words:
             if value is not None and value not in known:
                 raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
-        return replace(self, whitespace=whitespace, backend=backend, allow_unenforced=allow_unenforced)
+        return replace(
+            self, whitespace=whitespace, backend=backend, allow_unenforced=allow_unenforced, unenforced=unenforced
+        )
 
     def message(self) -> pb.Grammar:
         """Return the message for the server."""
@@ -99,6 +112,8 @@ class Grammar:
             message.whitespace = _WHITESPACE[self.whitespace]
         if self.backend is not None:
             message.backend = _BACKENDS[self.backend]
+        if self.unenforced is not None:
+            message.unenforced = _UNENFORCED[self.unenforced]
         if isinstance(self.source, tuple):
             message.choice.choices.extend(self.source)
         elif self.kind == "json_object":

@@ -33,6 +33,7 @@ class FinishReason(enum.Enum):
     GRAMMAR_INCOMPLETE = 4
     GRAMMAR_ERROR = 5
     GRAMMAR_CLOSED = 6
+    GRAMMAR_INVALID = 7
 
 
 class TokenOrigin(enum.Enum):
@@ -72,6 +73,8 @@ class GrammarSpec:
     """A value of the Backend enum (equal in both protos); 0 is the grammar process's default."""
     allow_unenforced: bool = False
     """Parts of the grammar that cannot be enforced become warnings instead of an error."""
+    verify: bool = False
+    """Such parts are checked on the answer, which ends with GRAMMAR_INVALID where it cannot become valid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,14 @@ from gpu_engine.cli.terminal import field_table, grammar_cost, logprob_table, or
 from protos.engine.v1 import engine_pb2 as pb
 
 OK, FAILED, USAGE, NOT_COMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
-INCOMPLETE = frozenset({pb.FINISH_REASON_ABORTED, pb.FINISH_REASON_GRAMMAR_INCOMPLETE, pb.FINISH_REASON_GRAMMAR_ERROR})
+INCOMPLETE = frozenset(
+    {
+        pb.FINISH_REASON_ABORTED,
+        pb.FINISH_REASON_GRAMMAR_INCOMPLETE,
+        pb.FINISH_REASON_GRAMMAR_ERROR,
+        pb.FINISH_REASON_GRAMMAR_INVALID,
+    }
+)
 
 
 def run_generate(flags: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from protos.engine.v1 import engine_pb2 as pb
 
 _WHITESPACE = {"compact": pb.WHITESPACE_COMPACT, "bounded": pb.WHITESPACE_BOUNDED, "any": pb.WHITESPACE_ANY}
 _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE, "auto": pb.BACKEND_AUTO}
+_UNENFORCED = {"refuse": pb.UNENFORCED_REFUSE, "warn": pb.UNENFORCED_WARN, "verify": pb.UNENFORCED_VERIFY}
 _JSON_KINDS = {"schema": "json_schema", "structural_tag": "structural_tag"}
 _FILE_KINDS = {"ebnf": "ebnf", "lark": "lark"}
 GRAMMAR_FLAGS = ("--json", "--schema", "--regex", "--choice", "--ebnf", "--lark", "--structural-tag")
@@ -59,6 +60,12 @@ def add_grammar_flags(
         action="store_true",
         help="accept a grammar with parts that cannot be enforced; each becomes a warning",
     )
+    grammar.add_argument(
+        "--unenforced",
+        choices=list(_UNENFORCED),
+        help="what happens to parts that cannot be enforced: the request is refused, a warning, or the answer is "
+        "verified (default: refuse)",
+    )
     return kind
 
 
@@ -71,9 +78,11 @@ def build_grammar(flags: argparse.Namespace) -> pb.Grammar | None:
         options["backend"] = _BACKENDS[flags.backend]
     if flags.allow_unenforced:
         options["allow_unenforced"] = True
+    if flags.unenforced:
+        options["unenforced"] = _UNENFORCED[flags.unenforced]
     source = _source(flags)
     if source is None and options:
-        raise ValueError("--whitespace, --backend and --allow-unenforced need a grammar")
+        raise ValueError("--whitespace, --backend, --allow-unenforced and --unenforced need a grammar")
     return None if source is None else pb.Grammar(**source, **options)
 
 

@@ -42,19 +42,30 @@ def check_grammar(
         kind, source = GrammarKind.NONE, ""
     else:
         kind, source = _kind_and_source(grammar)
+    unenforced = _unenforced(grammar)
     return GrammarSpec(
         kind=kind,
         source=source,
         whitespace=int(grammar.whitespace),
         backend=int(grammar.backend),
-        allow_unenforced=grammar.allow_unenforced,
+        allow_unenforced=unenforced == pb.UNENFORCED_WARN,
+        verify=unenforced == pb.UNENFORCED_VERIFY,
     )
+
+
+def _unenforced(grammar: pb.Grammar) -> int:
+    wanted = grammar.unenforced
+    if wanted not in pb.Unenforced.values():
+        raise InvalidRequest("grammar.unenforced", f"{wanted} is not a value of Unenforced")
+    if grammar.allow_unenforced and wanted not in (pb.UNENFORCED_UNSPECIFIED, pb.UNENFORCED_WARN):
+        raise InvalidRequest("grammar.allow_unenforced", "contradicts grammar.unenforced; leave it unset")
+    return pb.UNENFORCED_WARN if grammar.allow_unenforced else wanted
 
 
 def _named(grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None) -> GrammarSpec:
     if not grammar.grammar_id:
         raise InvalidRequest("grammar.grammar_id", "is empty")
-    for name in ("whitespace", "backend", "allow_unenforced"):
+    for name in ("whitespace", "backend", "allow_unenforced", "unenforced"):
         if getattr(grammar, name):
             raise InvalidRequest(f"grammar.{name}", "was fixed when the grammar was compiled; leave it unset")
     if known is None:

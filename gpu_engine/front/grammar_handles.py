@@ -27,7 +27,7 @@ OVERHEAD_BYTES = 512
 
 def grammar_id(spec: GrammarSpec) -> str:
     """Return the id of a grammar."""
-    options = (spec.kind.name, str(spec.whitespace), str(spec.backend), str(spec.allow_unenforced))
+    options = (spec.kind.name, str(spec.whitespace), str(spec.backend), str(spec.allow_unenforced), str(spec.verify))
     digest = hashlib.blake2b("\0".join((*options, spec.source)).encode(), digest_size=16)
     return f"g-{digest.hexdigest()}"
 

@@ -222,6 +222,7 @@ class GrammarCompiler:
             whitespace=cast("gpb.Whitespace", spec.whitespace),
             backend=cast("gpb.Backend", spec.backend),
             allow_unenforced=spec.allow_unenforced,
+            verify=spec.verify,
             accepted=accepted,
         )
         while True:

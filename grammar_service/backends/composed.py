@@ -20,7 +20,9 @@ from dataclasses import replace
 from typing import Any
 
 from grammar_service.backends.backend import Backend, Compiled
+from grammar_service.backends.json_schema.validator import Validator
 from grammar_service.backends.reasoning import MarkerRows, ReasoningCompiled, ReasoningSpec, ways_out
+from grammar_service.backends.verified import Verification, VerifiedCompiled
 from grammar_service.errors import InvalidGrammar, NotSupported
 from grammar_service.grammar.structural_tag import formats
 from grammar_service.grammar.token_bytes import TokenBytes
@@ -49,6 +51,9 @@ class ComposingBackend:
 
     def compile(self, grammar: Grammar, *, allow_unenforced: bool = False) -> bytes:
         """Compile; see `Backend.compile`. An error in a part of a composed grammar names the part's field."""
+        if (schema := verified_schema(grammar)) is not None:
+            Validator(schema)
+            allow_unenforced = True
         if grammar.kind is not Kind.COMPOSED:
             return self._inner.compile(grammar, allow_unenforced=allow_unenforced)
         document = json.loads(grammar.text)
@@ -63,10 +68,10 @@ class ComposingBackend:
     def load(self, grammar: Grammar, artifact: bytes) -> Compiled:
         """Return the compiled form; see `Backend.load`."""
         if grammar.kind is not Kind.COMPOSED:
-            return self._inner.load(grammar, artifact)
+            return _verified(self._inner.load(grammar, artifact), grammar, self._vocabulary)
         document = json.loads(grammar.text)
         backend, vocabulary = self._backend(document)
-        answer = backend.load(_tag(grammar, document), artifact)
+        answer = _verified(backend.load(_tag(grammar, document), artifact), grammar, vocabulary)
         if "reasoning" not in document:
             return answer
         return ReasoningCompiled(answer, self._marker_rows(vocabulary, ReasoningSpec.parse(document["reasoning"])))
@@ -110,6 +115,27 @@ class ComposingBackend:
 
     def __repr__(self) -> str:
         return f"<ComposingBackend {self.name} opened={len(self._opened)}>"
+
+
+def verified_schema(grammar: Grammar) -> str | None:
+    """Return the schema against which answers are verified; None: the request does not ask for that, or cannot.
+
+    An answer can be verified that is one JSON value: to a schema, with or without reasoning before it.
+    """
+    if not grammar.reading.verify:
+        return None
+    if grammar.kind is Kind.JSON_SCHEMA:
+        return grammar.text
+    if grammar.kind is Kind.COMPOSED:
+        form = json.loads(grammar.text).get("format")
+        if isinstance(form, dict) and form.get("type") == "json_schema" and form.get("style", "json") == "json":
+            return json.dumps(form.get("json_schema"), ensure_ascii=False)
+    return None
+
+
+def _verified(compiled: Compiled, grammar: Grammar, vocabulary: Vocabulary) -> Compiled:
+    schema = verified_schema(grammar)
+    return compiled if schema is None else VerifiedCompiled(compiled, Verification.of(schema, vocabulary))
 
 
 def _tag(grammar: Grammar, document: dict[str, Any]) -> Grammar:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grammar_service.backends.backend import Backend, Compiled
+from grammar_service.backends.composed import verified_schema
 from grammar_service.backends.registry import NAMES, installed, load_backend
 from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
@@ -121,6 +122,7 @@ class Compiler:
         backend: str,
         *,
         allow_unenforced: bool = False,
+        verify: bool = False,
         accepted: bool = False,
     ) -> tuple[Entry, bool]:
         """Return the cache entry of a grammar, and whether it was cached or being compiled for an earlier call.
@@ -128,6 +130,7 @@ class Compiler:
         Args:
             backend: one of NAMES, or AUTO.
             allow_unenforced: leave out parts that cannot be enforced; the entry has a warning for each.
+            verify: check on the answer the parts that cannot be enforced, if that is possible.
             accepted: for an accepted sequence: comes before the others, and no limit of the queue rejects it.
 
         Raises InvalidGrammar, LimitExceeded, NotSupported, InternalError.
@@ -140,9 +143,14 @@ class Compiler:
             if kind in SCHEMA_KINDS:
                 grammar = replace(grammar, reading=self._config.reading)
             self._vocabulary.refuse_special(grammar)
-            if backend == AUTO:
-                return await self._choose(grammar, allow_unenforced, accepted)
-            return await self._one(grammar, backend, allow_unenforced, accepted)
+            checked = replace(grammar, reading=replace(grammar.reading, verify=verify))
+            try:
+                return await self._from(backend, grammar, allow_unenforced, accepted)
+            except NotEnforced:
+                # A grammar of which all is enforced needs no verification, and is shared with other requests.
+                if verified_schema(checked) is None:
+                    raise
+            return await self._from(backend, checked, False, accepted)
         except InvalidGrammar:
             self.rejected += 1
             raise
@@ -193,6 +201,11 @@ class Compiler:
             "compile_rejected": self.rejected,
             "compile_limited": self.limited,
         }
+
+    async def _from(self, backend: str, grammar: Grammar, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
+        if backend == AUTO:
+            return await self._choose(grammar, allow_unenforced, accepted)
+        return await self._one(grammar, backend, allow_unenforced, accepted)
 
     async def _choose(self, grammar: Grammar, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
         """Try the installed backends, the default first: all strictly, then with unenforced parts if allowed."""

@@ -61,6 +61,8 @@ class Reading:
 
     strict_formats: bool = False
     """A `format` that is not known is a part that cannot be enforced, in place of an annotation."""
+    verify: bool = False
+    """The parts that cannot be enforced are checked on the answer, where it is one JSON value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,11 @@ _BACKENDS: dict[str, pb.Backend] = {
     "llguidance": pb.BACKEND_LLGUIDANCE,
     "guidance": pb.BACKEND_LLGUIDANCE,
 }
+_UNENFORCED: dict[str, pb.Unenforced] = {
+    "refuse": pb.UNENFORCED_REFUSE,
+    "warn": pb.UNENFORCED_WARN,
+    "verify": pb.UNENFORCED_VERIFY,
+}
 _WHITESPACE: dict[str, pb.Whitespace] = {
     "compact": pb.WHITESPACE_COMPACT,
     "bounded": pb.WHITESPACE_BOUNDED,
@@ -127,6 +132,8 @@ def _apply_options(grammar: pb.Grammar, options: StructuredOutputs, fields: Samp
     for policy in given.values():
         grammar.whitespace = _WHITESPACE[policy]
     grammar.allow_unenforced = bool(options.allow_unenforced)
+    if options.unenforced is not None:
+        grammar.unenforced = _UNENFORCED[options.unenforced]
 
 
 def _policy(pattern: str | None, where: str) -> str | None:

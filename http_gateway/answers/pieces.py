@@ -77,6 +77,12 @@ def finish_reason(response: pb.GenerateResponse, calls: int) -> str:
         return "tool_calls" if reason == "stop" and calls else reason
     if response.finish_reason == pb.FINISH_REASON_ABORTED:
         raise ApiError("the answer was aborted", status=503, kind="server_error", code="aborted")
+    if response.finish_reason == pb.FINISH_REASON_GRAMMAR_INVALID:
+        raise ApiError(
+            "the answer cannot become valid any more, by parts of the schema that are verified and not enforced",
+            status=422,
+            code="grammar_invalid",
+        )
     raise ApiError(
         "the grammar left no legal token: together with the banned tokens and the stops it allows no answer",
         status=422,

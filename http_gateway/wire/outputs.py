@@ -61,6 +61,7 @@ ResponseFormat = Annotated[
 
 Whitespace = Literal["compact", "bounded", "any"]
 GrammarBackend = Literal["auto", "xgrammar", "llguidance", "guidance"]
+Unenforced = Literal["refuse", "warn", "verify"]
 """`guidance` is vLLM's name of llguidance."""
 
 
@@ -85,6 +86,8 @@ class StructuredOutputs(Fields):
     backend: GrammarBackend | None = None
     allow_unenforced: bool | None = None
     """Accept a schema with parts that cannot be enforced."""
+    unenforced: Unenforced | None = None
+    """What happens to such parts."""
     disable_fallback: bool | None = None
     """Without effect: nothing falls back to another library unless `backend` is auto."""
     disable_additional_properties: bool | None = None

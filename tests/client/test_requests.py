@@ -176,6 +176,10 @@ def test_the_reasons_of_an_end_are_the_engines() -> None:
         (Grammar.lark("start: A"), pb.Grammar(lark="start: A")),
         (Grammar.structural_tag({"a": 1}), pb.Grammar(structural_tag='{"a": 1}')),
         (
+            Grammar.schema({"type": "array"}).with_options(unenforced="verify"),
+            pb.Grammar(json_schema='{"type": "array"}', unenforced=pb.UNENFORCED_VERIFY),
+        ),
+        (
             Grammar.regex("a").with_options(whitespace="any", backend="auto", allow_unenforced=True),
             pb.Grammar(regex="a", whitespace=pb.WHITESPACE_ANY, backend=pb.BACKEND_AUTO, allow_unenforced=True),
         ),

@@ -89,3 +89,42 @@ async def test_a_grammar_process_killed_in_a_reasoning_or_in_the_content_behind_
         got, _ = await run(client, message, server, kind)
         assert got == plain
         await idle_stats(client)
+
+
+WORDS: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "string", "minLength": 1, "maxLength": 12},
+    "uniqueItems": True,
+    "minItems": 6,
+    "maxItems": 8,
+}
+
+
+@pytest.mark.parametrize("backend", [pb.BACKEND_LLGUIDANCE, pb.BACKEND_XGRAMMAR], ids=["llguidance", "xgrammar"])
+@pytest.mark.parametrize("drafts", [3, 7])
+async def test_a_grammar_process_killed_while_an_answer_is_verified(
+    server: RunningServer, backend: pb.Backend, drafts: int
+) -> None:
+    grammar = pb.Grammar(json_schema=json.dumps(WORDS), unenforced=pb.UNENFORCED_VERIFY, backend=backend)
+    message = pb.GenerateRequest(text="Six names of rivers:\n", grammar=grammar)
+    message.sampling.CopyFrom(pb.SamplingParams(max_tokens=120, seed=3, temperature=0.9))
+    async with Client(server.address) as client:
+
+        async def answer(num_drafts: int, kill_at: int) -> tuple[list[int], str, int, int]:
+            message.speculation.num_draft_tokens = num_drafts
+            tokens: list[int] = []
+            text, finish, kills = "", 0, 0
+            async for response in client.generate(message, timeout_s=ANSWER_TIMEOUT_S):
+                tokens += response.token_ids
+                text, finish = text + response.text, response.finish_reason or finish
+                if kill_at and not kills and len(tokens) >= kill_at and not response.finish_reason:
+                    os.kill(server.grammar_process().pid, signal.SIGKILL)
+                    kills += 1
+            return tokens, text, finish, kills
+
+        plain = await answer(0, 0)
+        assert plain[2] in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_GRAMMAR_CLOSED), plain
+        words = json.loads(plain[1])
+        assert len(set(words)) == len(words) >= 6
+        assert await answer(drafts, 8) == (*plain[:3], 1)
+        await idle_stats(client)

@@ -27,7 +27,7 @@ from grammar_service.completion.texts import TokenTexts
 from grammar_service.fill.matchers import SlotMatcher
 from grammar_service.fill.worker import Worker
 from grammar_service.grammar.mask_rows import Classifier
-from grammar_service.grammar.value import Kind, Whitespace, parse
+from grammar_service.grammar.value import Kind, Reading, Whitespace, parse
 from grammar_service.grammar.vocabulary import Vocabulary
 from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.layout import Layout, RowKind
@@ -77,6 +77,7 @@ class LibraryGrammar:
         if source not in self.compiled:
             kind, whitespace, text = source.split(" ", 2)
             grammar = parse(Kind[kind], text, Whitespace[whitespace])
+            grammar = replace(grammar, reading=Reading(verify=request.grammar.verify))
             loaded = self.backend.load(grammar, self.backend.compile(grammar))
             answer = loaded.answer if isinstance(loaded, ReasoningCompiled) else loaded
             self.compiled[source] = loaded, CompletionPlan.of(answer.matcher(), text, TokenTexts.of(self.vocabulary))

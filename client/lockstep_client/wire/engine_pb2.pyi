@@ -15,6 +15,13 @@ class ToolChoice(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_CHOICE_REQUIRED: _ClassVar[ToolChoice]
     TOOL_CHOICE_NAMED: _ClassVar[ToolChoice]
 
+class Unenforced(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UNENFORCED_UNSPECIFIED: _ClassVar[Unenforced]
+    UNENFORCED_REFUSE: _ClassVar[Unenforced]
+    UNENFORCED_WARN: _ClassVar[Unenforced]
+    UNENFORCED_VERIFY: _ClassVar[Unenforced]
+
 class Whitespace(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WHITESPACE_UNSPECIFIED: _ClassVar[Whitespace]
@@ -52,11 +59,16 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_GRAMMAR_INCOMPLETE: _ClassVar[FinishReason]
     FINISH_REASON_GRAMMAR_ERROR: _ClassVar[FinishReason]
     FINISH_REASON_GRAMMAR_CLOSED: _ClassVar[FinishReason]
+    FINISH_REASON_GRAMMAR_INVALID: _ClassVar[FinishReason]
 TOOL_CHOICE_UNSPECIFIED: ToolChoice
 TOOL_CHOICE_AUTO: ToolChoice
 TOOL_CHOICE_NONE: ToolChoice
 TOOL_CHOICE_REQUIRED: ToolChoice
 TOOL_CHOICE_NAMED: ToolChoice
+UNENFORCED_UNSPECIFIED: Unenforced
+UNENFORCED_REFUSE: Unenforced
+UNENFORCED_WARN: Unenforced
+UNENFORCED_VERIFY: Unenforced
 WHITESPACE_UNSPECIFIED: Whitespace
 WHITESPACE_COMPACT: Whitespace
 WHITESPACE_BOUNDED: Whitespace
@@ -80,6 +92,7 @@ FINISH_REASON_ABORTED: FinishReason
 FINISH_REASON_GRAMMAR_INCOMPLETE: FinishReason
 FINISH_REASON_GRAMMAR_ERROR: FinishReason
 FINISH_REASON_GRAMMAR_CLOSED: FinishReason
+FINISH_REASON_GRAMMAR_INVALID: FinishReason
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "messages", "sampling", "grammar", "speculation", "response", "tools", "reasoning", "cache_salt", "priority", "client_id", "logits_processors", "lora", "prompt_adapter", "beam_search", "max_queue_ms", "never_preempt")
@@ -269,7 +282,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag", "grammar_id", "whitespace", "backend", "allow_unenforced")
+    __slots__ = ("json_object", "json_schema", "regex", "ebnf", "lark", "choice", "structural_tag", "grammar_id", "whitespace", "backend", "allow_unenforced", "unenforced")
     JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +294,7 @@ class Grammar(_message.Message):
     WHITESPACE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     ALLOW_UNENFORCED_FIELD_NUMBER: _ClassVar[int]
+    UNENFORCED_FIELD_NUMBER: _ClassVar[int]
     json_object: bool
     json_schema: str
     regex: str
@@ -292,7 +306,8 @@ class Grammar(_message.Message):
     whitespace: Whitespace
     backend: Backend
     allow_unenforced: bool
-    def __init__(self, json_object: _Optional[bool] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., lark: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., structural_tag: _Optional[str] = ..., grammar_id: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ...) -> None: ...
+    unenforced: Unenforced
+    def __init__(self, json_object: _Optional[bool] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., lark: _Optional[str] = ..., choice: _Optional[_Union[Choice, _Mapping]] = ..., structural_tag: _Optional[str] = ..., grammar_id: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., unenforced: _Optional[_Union[Unenforced, str]] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("choices",)

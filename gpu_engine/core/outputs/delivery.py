@@ -105,10 +105,11 @@ class Delivery:
             self._grammar_slots.defer(sequence, step.seq, advanced=bool(outcome.token_ids))
         elif sequence.guided:
             self._grammar_slots.rows_arrived(sequence)
+        finish = _reason(sequence, outcome)
         if sequence in self._outputs:
-            self._hold(sequence, event, outcome.finish)
-        elif outcome.finish is not None:
-            self._end(sequence, event, finish=outcome.finish)
+            self._hold(sequence, event, finish)
+        elif finish is not None:
+            self._end(sequence, event, finish=finish)
         elif outcome.token_ids:
             sequence.payload.request.sink(event)
 
@@ -207,6 +208,13 @@ def ended(event: TokenEvent, request: Request, finish: FinishReason | None, erro
         finish = FinishReason.STOP  # a stop token of the client: the grammar may be incomplete
     matched = ids[-1] if finish in (FinishReason.STOP, FinishReason.GRAMMAR_CLOSED) and ids else None
     return replace(event, finish=finish, matched_token_id=matched, error=error)
+
+
+def _reason(sequence: RunningSequence, outcome: LaneOutcome) -> FinishReason | None:
+    """Return why a lane ends. Where answers are verified, no token is legal when none leads to a valid answer."""
+    grammar = sequence.payload.request.grammar
+    is_lost = outcome.finish is FinishReason.GRAMMAR_ERROR and outcome.blocked == RowKind.DEAD_END
+    return FinishReason.GRAMMAR_INVALID if is_lost and grammar is not None and grammar.verify else outcome.finish
 
 
 def _origins(sequence: RunningSequence, outcome: LaneOutcome) -> tuple[TokenOrigin, ...]:

@@ -140,7 +140,7 @@ def composed(
         return GrammarSpec(GrammarKind.COMPOSED, source)
     # As in a Lark grammar by itself, white space is no option of the schemas in it.
     whitespace = 0 if grammar.kind is GrammarKind.LARK else grammar.whitespace
-    return GrammarSpec(GrammarKind.COMPOSED, source, whitespace, grammar.backend, grammar.allow_unenforced)
+    return replace(grammar, kind=GrammarKind.COMPOSED, source=source, whitespace=whitespace)
 
 
 def _answer(tools: Tools, form: ToolFormat, grammar: GrammarSpec | None) -> Node:

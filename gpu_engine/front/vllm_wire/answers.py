@@ -23,6 +23,7 @@ FINISH_REASONS = {
     FinishReason.GRAMMAR_INCOMPLETE: "length",
     FinishReason.ABORTED: "abort",
     FinishReason.GRAMMAR_ERROR: "error",
+    FinishReason.GRAMMAR_INVALID: "error",
 }
 
 

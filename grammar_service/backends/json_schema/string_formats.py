@@ -125,7 +125,7 @@ def exact_pattern(name: str, *, lower_case: bool) -> str:
     return f"^(?:{_PATTERNS[name]})$"
 
 
-def annotations(schema: Any, path: str, *, strict: bool) -> list[Unenforced]:
+def take_out_annotations(schema: Any, path: str, *, strict: bool) -> list[Unenforced]:
     """Take the formats that are not known out of the schema at `path`, in place. Return what was taken out.
 
     With `strict` they stay, and each of them is refused. The format of a node without strings has no effect, as in

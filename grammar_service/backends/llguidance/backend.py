@@ -72,6 +72,8 @@ class LlguidanceBackend:
                 # The lenient notation may fail for another reason. The error reports what the strict one named.
                 named = [part for part in parts([refused], grammar) if part.keyword]
                 unenforced.settle(self.name, named, allow_unenforced)
+                if failed and messages:
+                    refused = readable("; ".join(messages), grammar.kind)
                 if any(word in refused for word in _LIMIT_WORDS):
                     raise LimitExceeded(f"llguidance: {refused}")
                 raise InvalidGrammar(f"llguidance: {refused}")

@@ -20,7 +20,7 @@ from grammar_service.backends.json_schema.alternatives import expand
 from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable, portable_regex
 from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
 from grammar_service.backends.json_schema.rewrite import rewrite, take_out_unwritable_values
-from grammar_service.backends.json_schema.string_formats import KNOWN, annotations, exact_pattern
+from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import subschemas
 from grammar_service.backends.llguidance.tags import Parts, lark_of_tag
@@ -67,7 +67,7 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
         schema = {} if schema is True else schema
         if "x-guidance" in schema:
             raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: a request may not set options of the library")
-        found.extend(annotations(schema, path, strict=grammar.reading.strict_formats))
+        found.extend(take_out_annotations(schema, path, strict=grammar.reading.strict_formats))
         expand(schema)
         found.extend(take_out_unwritable_values(schema, path, STRING_DIALECT.unwritable))
         found.extend(rewrite(schema, path, lambda pattern: portable(pattern, STRING_DIALECT)))

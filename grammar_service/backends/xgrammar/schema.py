@@ -12,7 +12,7 @@ from typing import Any
 
 from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable
 from grammar_service.backends.json_schema.rewrite import rewrite
-from grammar_service.backends.json_schema.string_formats import KNOWN, annotations, exact_pattern
+from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, subschemas
 
@@ -83,7 +83,7 @@ _ASSERTIONS = frozenset(
 def problems(schema: Any, path: str = "", *, strict_formats: bool = False) -> list[Unenforced]:
     """Return the parts of the schema at `path` that xgrammar would not enforce.
     Rewrites patterns and formats in place. `strict_formats`: whether a format that is not known is one of them."""
-    found = annotations(schema, path, strict=strict_formats)
+    found = take_out_annotations(schema, path, strict=strict_formats)
     found += rewrite(schema, path, _anchored)
     for where, node in subschemas(schema, path):
         problem = _problem(node)

@@ -166,6 +166,7 @@ def test_flags_make_the_request(tmp_path: Path) -> None:
     assert (named.grammar_id, named.allow_unenforced) == ("g-1", False)
     loose = flags("--regex", "a", "--backend", "auto", "--allow-unenforced").grammar
     assert (loose.backend, loose.allow_unenforced) == (pb.BACKEND_AUTO, True)
+    assert flags("--json", "--unenforced", "verify").grammar.unenforced == pb.UNENFORCED_VERIFY
     assert flags("--regex", "").grammar.WhichOneof("spec") == "regex"
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grammar_service.backends.json_schema.string_formats import KNOWN, annotations, exact_pattern
+from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
 
 VALID: dict[str, list[str]] = {
     "duration": ["P4DT12H30M5S", "P4Y", "PT0S", "P0D", "P1M", "PT1M", "PT36H", "P1DT12H", "P2W"],
@@ -178,7 +178,7 @@ def test_only_formats_that_are_not_known_are_taken_out() -> None:
         "properties": {"a": {"type": "string", "format": "zork"}, "b": {"format": "date"}},
         "items": {"type": "integer", "format": "int32"},
     }
-    assert [str(each) for each in annotations(schema, "/x", strict=False)] == [
+    assert [str(each) for each in take_out_annotations(schema, "/x", strict=False)] == [
         "/x/properties/a/format: 'zork' is not a format that is enforced; it has no effect"
     ]
     assert schema == {"properties": {"a": {"type": "string"}, "b": {"format": "date"}}, "items": {"type": "integer"}}
@@ -186,5 +186,5 @@ def test_only_formats_that_are_not_known_are_taken_out() -> None:
 
 def test_a_strict_server_leaves_them_for_the_refusal() -> None:
     schema = {"type": "string", "format": "zork"}
-    assert annotations(schema, "", strict=True) == []
+    assert take_out_annotations(schema, "", strict=True) == []
     assert schema["format"] == "zork"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from grammar_service.backends.verified import VerifiedCompiled
 from grammar_service.compile.compiler import AUTO, Compiler
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
 from grammar_service.config import GrammarConfig
@@ -190,6 +191,23 @@ async def test_an_unenforced_part_is_a_warning_if_allowed(vocabulary: Vocabulary
             await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
         entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, AUTO, allow_unenforced=True)
         assert entry.warnings
+
+
+async def test_a_grammar_is_verified_only_where_parts_of_it_are_not_enforced(vocabulary: Vocabulary) -> None:
+    async with compiler(vocabulary) as made:
+        for backend in ("llguidance", AUTO):
+            entry, _ = await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, backend, verify=True)
+            assert [
+                line.startswith("verified: not enforced by llguidance: /uniqueItems") for line in entry.warnings
+            ] == [True]
+            assert isinstance(entry.compiled, VerifiedCompiled)
+        plain, _ = await made.compile(Kind.JSON_SCHEMA, '{"type":"integer"}', ANY, "llguidance")
+        same, hit = await made.compile(Kind.JSON_SCHEMA, '{"type":"integer"}', ANY, "llguidance", verify=True)
+        assert (same, hit) == (plain, True)
+        with pytest.raises(NotEnforced, match="uniqueItems"):
+            await made.compile(Kind.LARK, f"start: %json {UNENFORCED}", ANY, "llguidance", verify=True)
+        with pytest.raises(NotEnforced, match="uniqueItems"):
+            await made.compile(Kind.JSON_SCHEMA, UNENFORCED, ANY, "llguidance")
 
 
 async def test_a_compilation_without_a_waiter_is_killed(vocabulary: Vocabulary) -> None:

@@ -1,0 +1,112 @@
+"""The whole of a JSON Schema, checked on values by `jsonschema-rs`: the part that no grammar can say.
+
+Invariant: the schema is read as the libraries read it: draft 2020-12, with the older names of its keywords. Formats
+that are known are asserted. No other document is ever fetched.
+Not responsible for: when a value is checked (see backends/verified.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jsonschema_rs
+
+from grammar_service.backends.json_schema.walk import subschemas
+from grammar_service.errors import InvalidGrammar
+
+_FINAL = frozenset({"uniqueItems", "maxContains"})
+"""Keywords that a value, once it violates one, violates however it goes on."""
+_CONDITIONS = frozenset({"then", "else"})
+"""Parts of a schema that hold while a condition does; the rest of a value may change the condition."""
+
+
+class Validator:
+    """A schema that values are checked against. Immutable: any thread may use it.
+
+    Raises InvalidGrammar for a schema that the validator cannot read.
+    """
+
+    def __init__(self, text: str) -> None:
+        schema = _modern(json.loads(text))
+        try:
+            self._inner = jsonschema_rs.Draft202012Validator(schema, validate_formats=True, retriever=_no_documents)
+        except (ValueError, jsonschema_rs.ReferencingError) as error:
+            first = str(error).splitlines()[0]
+            raise InvalidGrammar(f"JSON Schema: answers cannot be verified against it: {first}") from None
+
+    def is_valid(self, text: bytes) -> bool:
+        """Return whether a JSON text satisfies the schema. A number beyond a double satisfies none."""
+        try:
+            return bool(self._inner.is_valid(json.loads(text)))
+        except ValueError:
+            return False
+
+    def is_lost(self, text: bytes, depth: int) -> bool:
+        """Return whether no text that goes on like `text` satisfies the schema. False says nothing.
+
+        `text` is a JSON text up to the end of some value, behind which its `depth` open brackets were closed.
+        """
+        try:
+            value = json.loads(text, object_pairs_hook=_in_order)
+            open_path = _last_path(value, depth - 1)
+            return any(_is_final(error, open_path) for error in self._inner.iter_errors(value))
+        except ValueError:
+            return False
+
+    def __repr__(self) -> str:
+        return f"<Validator {self._inner!r}>"
+
+
+def _in_order(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object whose last member is the one that was written last, even if its name occurred before."""
+    out: dict[str, Any] = {}
+    for name, value in pairs:
+        out.pop(name, None)
+        out[name] = value
+    return out
+
+
+def _last_path(value: Any, length: int) -> list[str | int]:
+    """Return the names and indices that lead to the value that was written last, `length` levels deep."""
+    path: list[str | int] = []
+    for _ in range(length):
+        path.append(next(reversed(value)) if isinstance(value, dict) else len(value) - 1)
+        value = value[path[-1]]
+    return path
+
+
+def _is_final(error: jsonschema_rs.ValidationError, open_path: Sequence[str | int]) -> bool:
+    """Return whether an error remains, however the values that are still open go on.
+
+    The value at an error's place is complete unless it is one of those that are open. Every error of the list is one
+    part of a conjunction, so none of them is undone by another branch.
+    """
+    path, place = list(error.instance_path), list(error.schema_path)
+    if _CONDITIONS.intersection(map(str, place)):
+        return False
+    is_open = path == list(open_path[: len(path)])
+    return not is_open or (bool(place) and place[-1] in _FINAL)
+
+
+def _modern(schema: Any) -> Any:
+    """Return the schema, changed in place, with the keywords of draft 2020-12 in place of older ones."""
+    for _, node in list(subschemas(schema)):
+        node.pop("$schema", None)
+        items = node.get("items")
+        if isinstance(items, list):
+            node["prefixItems"] = items
+            rest = node.pop("additionalItems", True)
+            del node["items"]
+            node["items"] = rest
+        for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            if isinstance(node.get(exclusive), bool):
+                is_exclusive = node.pop(exclusive)
+                if is_exclusive and bound in node:
+                    node[exclusive] = node.pop(bound)
+    return schema
+
+
+def _no_documents(uri: str) -> Any:
+    raise ValueError(f"{uri}: other documents are not read")
