@@ -65,6 +65,40 @@ def test_every_pair_has_one_cell() -> None:
     assert list(pairs()) == list(itertools.combinations(feature_fields(), 2))
 
 
+VALUES = {
+    *("request_id", "token_ids", "messages.template_arguments", "messages.continue_final_message"),
+    *("sampling.max_tokens", "grammar.json_object", "grammar.regex", "grammar.ebnf", "grammar.lark", "grammar.choice"),
+    *("grammar.structural_tag", "grammar.grammar_id", "grammar.whitespace", "grammar.backend"),
+    *("grammar.allow_unenforced", "tools.choice", "tools.name", "tools.parallel", "reasoning.enabled"),
+    *("reasoning.effort", "beam_search.length_penalty", "beam_search.early_stopping", "text"),
+}
+"""Fields of a request that are no features of their own: other forms of a prompt or a grammar, and what a feature's
+other field already has."""
+
+
+def fields_of(message: Any, prefix: str = "") -> set[str]:
+    """Return the fields of a message that are set, those of messages inside of it with a dot."""
+    found = set()
+    for field, value in message.ListFields():
+        inner = field.message_type is not None and not field.is_repeated
+        found |= (
+            fields_of(value, f"{prefix}{field.name}.") or {f"{prefix}{field.name}"} if inner else {prefix + field.name}
+        )
+    return found
+
+
+def test_every_field_of_a_request_belongs_to_a_feature() -> None:
+    used = set(VALUES)
+    for given in feature_fields().values():
+        used |= fields_of(json_format.ParseDict(given, pb.GenerateRequest()))
+    every = set()
+    for field in pb.GenerateRequest.DESCRIPTOR.fields:
+        inner = field.message_type is not None and not field.is_repeated and field.name != "token_ids"
+        every |= {f"{field.name}.{each.name}" for each in field.message_type.fields} if inner else {field.name}
+    assert every - used == set(), "a new field needs a row and a column"
+    assert VALUES - every == set()
+
+
 def effects(responses: list[pb.GenerateResponse]) -> dict[str, bool]:
     """Return whether the answer shows each feature that adds to it, or leaves out of it."""
     last = [response for response in responses if response.finish_reason]
@@ -81,6 +115,7 @@ def effects(responses: list[pb.GenerateResponse]) -> dict[str, bool]:
         "whole": sum(bool(response.text) for response in responses) <= len(last),
         "reasoning": any(response.parts for response in responses),
         "tools": any(response.parts for response in responses),
+        "no_text": not any(response.text or response.parts for response in responses),
     }
 
 
@@ -101,6 +136,8 @@ def test_every_pair_does_what_its_cell_says(server: str) -> None:
         if failed or ended != set(range(2 if "n" in pair else 1)):
             return f"{pair}: {ended}, {failed}"
         shown = effects(answer)
+        if "no_text" in pair:  # parts are text
+            shown |= dict.fromkeys(("reasoning", "tools"), True)
         missing = [name for name in pair if not shown.get(name, True)]
         return f"{pair}: no sign of {missing}" if missing else None
 
