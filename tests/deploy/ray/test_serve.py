@@ -26,7 +26,7 @@ pytestmark = [
 ROUNDS, SEED = 10, 1
 LOAD = 12
 BOUND_S = 570
-"""A replica and its engine start in each round: 13 s of a quiet machine, and three times as long on a busy one."""
+"""A replica and its engine start in each round, which a busy machine takes 30 to 80 s for."""
 
 SCRIPT = """
 import asyncio, json, os, random, signal, sys, time
