@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,11 @@ def find_model(config: EngineConfig, progress: Progress | None = None) -> None:
     """Raise ModelNotSupported or FileNotFoundError for a `config.model` that is not there; fetch one of the hub."""
     if config.model != EMBEDDED_MODEL:  # it is converted at its first start, while the grammar process starts
         path_of(config, progress)
+
+
+_LOADING = threading.Lock()
+"""transformers replaces methods of its classes while it loads a model, such as `tie_weights`. Of two threads that load
+at once, one would leave the other's replacement behind, and no model loaded later would have tied weights."""
 
 
 def load_model(config: EngineConfig, progress: Progress | None = None, *, setting: str = "model") -> LoadedModel:
@@ -178,7 +184,8 @@ def _load(config: EngineConfig, progress: Progress | None, setting: str, part: S
     dtype = resolve_dtype(config.dtype, device)
     try:
         checkpoint = None if source else open_checkpoint(folder)
-        net = _network(folder, dtype, source, checkpoint)
+        with _LOADING:
+            net = _network(folder, dtype, source, checkpoint)
     except (OSError, ValueError) as error:
         raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
     except KeyError as error:
