@@ -22,7 +22,12 @@ LINES = [
             {"description": "wrongly marked", "valid": True, "data": {"b": 1}},
         ],
     },
-    {"name": "not", "group": "g", "schema": {"not": {}}, "tests": [{"description": "", "valid": False, "data": 1}]},
+    {
+        "name": "not",
+        "group": "g",
+        "schema": {"type": "string", "not": {"pattern": "a"}},
+        "tests": [{"description": "", "valid": False, "data": "a"}],
+    },
     {"name": "broken", "group": "g", "schema": {"type": "intger"}, "tests": []},
     {"name": "any", "group": "g", "schema": {}, "tests": [{"description": "", "valid": True, "data": ["é", None]}]},
 ]
