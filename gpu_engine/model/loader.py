@@ -217,9 +217,14 @@ def _network(folder: Path, dtype: torch.dtype, source: dict[str, Any], checkpoin
         if has_mxfp4_experts(folder):
             source["quantization_config"] = Mxfp4Config(dequantize=True)
             log.info("dequantised the experts to %s: MXFP4 has no product here", str(dtype).removeprefix("torch."))
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=False, **source
-    )
+    options = {"dtype": dtype, "attn_implementation": attention.NAME, "output_loading_info": True, **source}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
+    net, info = loaded
+    # transformers fills in random numbers.
+    if missing := sorted(info["missing_keys"]):
+        rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"it has no weights for {missing[0]}{rest}")
+    return net
 
 
 def _return_freed_memory() -> None:

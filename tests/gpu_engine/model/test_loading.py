@@ -1,15 +1,18 @@
-"""Models that several threads load at once."""
+"""Models that several threads load at once, and checkpoints that lack a weight."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
+import pytest
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from gpu_engine.model.loader import LoadedModel, load_model
+from gpu_engine.model.loader import LoadedModel, ModelNotSupported, load_model
 from tests.gpu_engine.harness import config
 
 THREADS = 3
@@ -31,3 +34,19 @@ def test_threads_that_load_at_once_leave_transformers_as_it_was(saved: Callable[
             assert PreTrainedModel.tie_weights is before
     finally:
         PreTrainedModel.tie_weights = before
+
+
+@pytest.mark.parametrize(
+    ("left_out", "words"),
+    [("o_proj", r"self_attn\.o_proj\.weight and 1 more$"), ("embed_tokens", r"embed_tokens\.weight$")],
+)
+def test_a_checkpoint_without_a_weight_is_refused_by_its_name(
+    saved: Callable[[str], Path], tmp_path: Path, left_out: str, words: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(saved("llama"), folder)
+    (file,) = folder.glob("*.safetensors")
+    state = {name: tensor for name, tensor in load_file(file).items() if left_out not in name}
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ModelNotSupported, match=rf"cannot be loaded: it has no weights for [a-z0-9_.]*{words}"):
+        load_model(config(model=str(folder), dtype="float32"))
