@@ -281,6 +281,8 @@ class XgrammarMatcher:
         try:
             text = self.inner.find_jump_forward_string()
             return self._spelling.certain(text, self.copy())[:limit] if text else ()
+        except UnicodeDecodeError:
+            return ()  # the last token ended within a character, and the library decodes the rest of it as a text
         except RuntimeError as error:
             raise MatcherFailed(_clean(str(error))) from None
 
