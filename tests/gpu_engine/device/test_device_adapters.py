@@ -318,7 +318,7 @@ def test_a_load_ends_when_the_engine_closes(made: Made) -> None:
 
     waiting = threading.Thread(target=load)
     try:
-        waiting.start()  # the engine's thread was not started, so nobody takes the message
+        waiting.start()  # the engine's thread was not started, so no thread takes the message
         until_false(lambda: engine._inbox.empty() and waiting.is_alive())
         engine.close()
         waiting.join(PATIENCE_S)
