@@ -208,6 +208,15 @@ class FakeEngine:
 
         self._work.put(send)
 
+    def settle(self) -> None:
+        """Block the caller until the engine thread has sent every event that was emitted before.
+
+        A script that calls it holds the event loop, since `submit` runs there: all its events wait in the mailbox then.
+        """
+        sent = threading.Event()
+        self._work.put(sent.set)
+        assert sent.wait(10), "the fake engine's thread stands still"
+
     def abort(self, request_id: str) -> bool:
         found = [request for request in self.submitted if request.request_id == request_id]
         for request in found:

@@ -269,12 +269,15 @@ async def test_a_deadline_frees_the_request(tmp_path: Path) -> None:
 
 async def test_events_that_wait_are_merged(tmp_path: Path) -> None:
     def script(request: Request) -> Iterable[TokenEvent]:
-        return [TokenEvent(0, (65,))] * 50 + [TokenEvent(0, finish=FinishReason.LENGTH)]
+        yield from [TokenEvent(0, (65,))] * 50
+        yield TokenEvent(0, finish=FinishReason.LENGTH)
+        s.engine.settle()
 
-    async with serving(tmp_path, script) as s:
+    async with serving(tmp_path) as s:
+        s.engine.script = script
         responses = await answer(s.client, ask())
     assert "".join(r.text for r in responses) == "A" * 50
-    assert len(responses) < 51
+    assert len(responses) == 1
 
 
 async def test_an_error_of_the_engine_ends_the_call_with_its_status(tmp_path: Path) -> None:
