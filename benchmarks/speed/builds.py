@@ -1,7 +1,8 @@
 """`python -m benchmarks builds`: tokens per second of two builds (two checkouts), in turn in one run.
 
-Invariant: in every round both builds answer the same prompts with the same options, each from a server process that was
-started from its own checkout; the build that comes first alternates. Only figures of the same round are divided.
+Invariant: both builds answer the same prompts with the same options, each from a server process that was started from
+its own checkout. They answer in turns of one batch each, and the build that comes first alternates, so that a machine
+that is slow for a while is slow for both. Only figures of the same turn are divided.
 Not responsible for: the equality of token ids between builds with drafts and in batches (see quality/token_ids.py).
 """
 
@@ -15,8 +16,8 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -39,8 +40,8 @@ examples:
 Build the native libraries of each checkout first: python setup.py build_ext --inplace
 
 reading the table:
-  tok/s   generated tokens / wall time, the median of the rounds
-  ratio   tok/s of the new build / tok/s of the old build in the same round
+  tok/s   generated tokens / wall time, the median of the turns
+  ratio   tok/s of the new build / tok/s of the old build in the same turn, a batch of as many prompts as run at a time
   equal   answers with the same token ids in both builds (in bfloat16, ids of a batch depend on timing)
 """
 
@@ -63,13 +64,13 @@ class Build:
 
 @dataclass(slots=True)
 class Comparison:
-    """The passes of both builds over one cell, one pair for each round."""
+    """The runs of both builds over one cell, one pair for each turn."""
 
     pairs: list[tuple[Run, Run]] = field(default_factory=list)
     """(old, new)."""
 
     def ratios(self) -> list[float]:
-        """Tokens per second of the new build over the old one, a value for each round."""
+        """Tokens per second of the new build over the old one, a value for each turn."""
         return [tokens_per_s(new) / tokens_per_s(old) for old, new in self.pairs]
 
     def equal(self) -> tuple[int, int]:
@@ -106,23 +107,29 @@ def greedy_calls(items: Sequence[Item]) -> list[Call]:
     ]
 
 
-async def run_build(
-    address: str, items: Mapping[str, Sequence[Item]], levels: Sequence[int], step: Callable[[], None]
-) -> dict[Cell, Run]:
-    """Warm the server up, then run every workload at every concurrency; `step` is called for each measured answer."""
-    client = EngineClient(address)
+async def run_pairs(
+    addresses: tuple[str, str], results: Results, items: Mapping[str, Sequence[Item]], step: Callable[[], None]
+) -> None:
+    """Warm both servers up, then add their turns over every cell; `step` is called for each measured answer."""
+    clients = [EngineClient(address) for address in addresses]
     try:
-        for level in levels:
-            for these in items.values():
-                short = [replace(item, max_tokens=min(item.max_tokens, 16)) for item in these[:level]]
+        for name, level in results:
+            short = [replace(item, max_tokens=min(item.max_tokens, 16)) for item in items[name][:level]]
+            for client in clients:
                 await client.run(greedy_calls(short), level)
-        return {
-            (name, level): await client.run(greedy_calls(these), level, step)
-            for level in levels
-            for name, these in items.items()
-        }
+        for (name, level), comparison in results.items():
+            for batch in batched(greedy_calls(items[name]), level):
+                order = clients if len(comparison.pairs) % 2 == 0 else clients[::-1]
+                runs = {client: await client.run(list(batch), level, step) for client in order}
+                comparison.pairs.append((runs[clients[0]], runs[clients[1]]))
     finally:
-        await client.close()
+        for client in clients:
+            await client.close()
+
+
+def batched(calls: Sequence[Call], size: int) -> Iterator[Sequence[Call]]:
+    """Yield the calls in batches of `size`; the last one may be smaller."""
+    return (calls[at : at + size] for at in range(0, len(calls), size))
 
 
 def compare_builds(
@@ -132,7 +139,7 @@ def compare_builds(
     rounds: int,
     start: Start = start_server,
 ) -> Results:
-    """Run `rounds` rounds of (old, new); the build that comes first alternates.
+    """Run `rounds` rounds of (old, new), each with servers of its own; the build that starts first alternates.
 
     Raises:
         ServerFailed: a server did not become healthy.
@@ -142,30 +149,23 @@ def compare_builds(
     progress = Progress(2 * rounds * len(levels) * sum(len(these) for these in items.values()))
     results: Results = {(name, level): Comparison() for name in items for level in levels}
     for turn in range(rounds):
-        runs: dict[str, dict[Cell, Run]] = {}
-        for build in builds if turn % 2 == 0 else builds[::-1]:
-            with start(build) as address:
-                step = partial(progress.step, f"round {turn + 1}, {build.name}")
-                runs[build.name] = asyncio.run(run_build(address, items, levels, step))
-        for cell, comparison in results.items():
-            comparison.pairs.append((runs[builds[0].name][cell], runs[builds[1].name][cell]))
+        with ExitStack() as servers:
+            order = builds if turn % 2 == 0 else builds[::-1]
+            started = {build.name: servers.enter_context(start(build)) for build in order}
+            addresses = started[builds[0].name], started[builds[1].name]
+            asyncio.run(run_pairs(addresses, results, items, partial(progress.step, f"round {turn + 1}")))
     progress.close()
     return results
 
 
 def with_totals(results: Results) -> Results:
-    """Return `results` with one more cell for each concurrency: every workload together."""
+    """Return `results` with one more cell for each concurrency: the turns of every workload together."""
     totals: Results = {}
     for level in dict.fromkeys(level for _, level in results):
         cells = [comparison.pairs for (_, each), comparison in results.items() if each == level]
         if len(cells) > 1:
-            rounds = [tuple(zip(*pairs, strict=True)) for pairs in zip(*cells, strict=True)]
-            totals[ALL, level] = Comparison([(_joined(old), _joined(new)) for old, new in rounds])
+            totals[ALL, level] = Comparison([*chain.from_iterable(cells)])
     return {**results, **totals}
-
-
-def _joined(runs: Sequence[Run]) -> Run:
-    return Run(tuple(chain.from_iterable(run.answers for run in runs)), sum(run.wall_s for run in runs))
 
 
 def result_table(results: Results) -> str:
@@ -189,7 +189,7 @@ def result_table(results: Results) -> str:
 
 
 def as_json(results: Results) -> list[dict[str, object]]:
-    """Return the figures of every round as plain data."""
+    """Return the figures of every turn as plain data."""
     return [
         {
             "workload": name,
@@ -238,7 +238,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--old-flags", default="", metavar="FLAGS", help="further flags for the old server, as one string")
     add("--new-flags", default="", metavar="FLAGS", help="further flags for the new server, as one string")
     add("--at-least", type=float, metavar="RATIO", help="exit 1 where the median ratio over all workloads is lower")
-    add("--json", type=Path, metavar="FILE", help="write the figures of every round as JSON")
+    add("--json", type=Path, metavar="FILE", help="write the figures of every turn as JSON")
     return parser
 
 

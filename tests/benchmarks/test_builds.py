@@ -1,4 +1,4 @@
-"""The comparison of two builds: rounds alternate, ratios are taken within a round, a slow build fails the run."""
+"""The comparison of two builds: turns alternate, ratios are taken within a turn, a slow build fails the run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_of(tokens: int, wall_s: float, first: int = 0) -> Run:
     return Run((Answer("a", "", tuple(range(first, first + tokens)), "stop", 0.0, 0.1, wall_s, tokens),), wall_s)
 
 
-def test_each_ratio_is_taken_within_one_round() -> None:
+def test_each_ratio_is_taken_within_one_turn() -> None:
     comparison = Comparison([(run_of(10, 1.0), run_of(10, 0.5)), (run_of(10, 4.0), run_of(10, 5.0))])
     assert comparison.ratios() == [2.0, 0.8]
     line = builds.result_table({("chat", 1): comparison}).splitlines()[2]
@@ -60,7 +60,7 @@ def test_answers_with_other_token_ids_are_counted() -> None:
     assert comparison.equal() == (1, 2)
 
 
-def test_totals_join_the_workloads_of_a_round_at_each_concurrency() -> None:
+def test_totals_have_the_turns_of_all_workloads_at_each_concurrency() -> None:
     results = {
         ("chat", 1): Comparison([(run_of(10, 1.0), run_of(10, 1.0))]),
         ("schema", 1): Comparison([(run_of(10, 3.0), run_of(10, 1.0))]),
@@ -68,8 +68,8 @@ def test_totals_join_the_workloads_of_a_round_at_each_concurrency() -> None:
         ("schema", 8): Comparison([(run_of(10, 1.0), run_of(10, 1.0))]),
     }
     totals = builds.with_totals(results)
-    assert totals[builds.ALL, 1].ratios() == [2.0]
-    assert totals[builds.ALL, 8].ratios() == [1.0]
+    assert totals[builds.ALL, 1].ratios() == [1.0, 3.0]
+    assert totals[builds.ALL, 8].ratios() == [1.0, 1.0]
     assert list(totals)[:4] == list(results)
 
 
@@ -82,7 +82,10 @@ def test_the_build_that_comes_first_alternates(checkouts: tuple[Path, Path], sta
     assert names == ["old", "new", "new", "old", "old", "new"]
     cells = json.loads(report.read_text())
     assert [(cell["workload"], cell["concurrency"]) for cell in cells][-2:] == [("all", 1), ("all", 8)]
-    assert all(len(cell["ratios"]) == 3 and cell["equal"][0] == cell["equal"][1] for cell in cells)
+    assert all(cell["equal"][0] == cell["equal"][1] for cell in cells)
+    turns = {(cell["workload"], cell["concurrency"]): len(cell["ratios"]) for cell in cells}
+    assert {turns[name, level] for name in ("chat", "schema", "extraction") for level in (1, 8)} == {3 * 2, 3 * 1}
+    assert (turns["all", 1], turns["all", 8]) == (3 * 3 * 2, 3 * 3 * 1)
 
 
 def test_a_build_that_is_too_slow_fails_the_run(
