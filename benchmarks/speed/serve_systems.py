@@ -19,6 +19,7 @@ from benchmarks.harness.server import ServerFailed, ServerOptions
 from benchmarks.harness.systems import Lockstep, System, SystemFailed
 from benchmarks.peers import foreign
 from benchmarks.peers.llama_server import LlamaServer
+from benchmarks.peers.vllm_server import VllmServer
 
 Maker = Callable[[], System]
 
@@ -89,6 +90,7 @@ def makers(settings: Settings) -> dict[str, Maker]:
         "llamacpp-ngram": lambda: _llamacpp(settings, settings.llama_ngram),
         "vllm": lambda: _vllm(settings, 0),
         "vllm-ngram": lambda: _vllm(settings, settings.vllm_ngram),
+        "vllm-server": lambda: _vllm_server(settings),
     }
 
 
@@ -104,6 +106,7 @@ SYSTEMS = (
     "llamacpp-ngram",
     "vllm",
     "vllm-ngram",
+    "vllm-server",
 )
 """The names of `makers`, in the order of the table."""
 
@@ -177,6 +180,19 @@ def _vllm(settings: Settings, ngram: int) -> System:
         batch=settings.batch,
         ngram=ngram,
         prefix_cache=settings.engine.prefix_cache,
+    )
+
+
+def _vllm_server(settings: Settings) -> System:
+    _refuse_prefix_cache(settings)
+    if settings.vllm_python is None:
+        raise SystemFailed("no --vllm-python")
+    return VllmServer(
+        settings.vllm_python,
+        settings.directory,
+        dtype=settings.dtype,
+        num_threads=settings.engine.num_threads,
+        batch=settings.batch,
     )
 
 

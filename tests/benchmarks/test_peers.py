@@ -12,8 +12,11 @@ import pytest
 
 from benchmarks.harness.systems import Prompt, SystemFailed
 from benchmarks.harness.workloads import Item
+from benchmarks.peers import vllm_server
 from benchmarks.peers.foreign import ForeignSystem, shortened, vllm_environment
-from benchmarks.peers.llama_server import LlamaServer, events, read_answer, request_body
+from benchmarks.peers.llama_server import LlamaServer, read_answer, request_body
+from benchmarks.peers.server_peer import events
+from benchmarks.peers.vllm_server import VllmServer
 from benchmarks.peers.worker import Update, run_job
 
 FAKE_OPENVINO = """
@@ -412,3 +415,64 @@ def test_a_server_that_exits_is_a_reason(tmp_path: Path) -> None:
     binary.chmod(0o755)
     with pytest.raises(SystemFailed, match="llama-server ended with 3: unknown argument"):
         LlamaServer(binary, Path("model.gguf"), num_threads=2, batch=4)
+
+
+def test_a_stream_of_vllm_becomes_an_answer() -> None:
+    pieces: list[dict[str, Any]] = [
+        {"choices": [{"text": "5 6 ", "token_ids": [5, 6], "finish_reason": None}]},
+        {"choices": [{"text": "7", "token_ids": [7], "finish_reason": None}]},
+        {"choices": [{"text": "", "token_ids": [], "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"completion_tokens": 3}},
+    ]
+    answer = vllm_server.read_answer("a", 0.0, events(sse(*pieces)))
+    assert (answer.text, answer.token_ids, answer.finish, answer.steps) == ("5 6 7", (5, 6, 7), "stop", 2)
+    assert 0.0 < answer.first_s <= answer.last_s
+    with pytest.raises(SystemFailed, match="a: the stream ended early"):
+        vllm_server.read_answer("a", 0.0, pieces[:2])
+
+
+FAKE_VLLM_SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+flags = dict(zip(sys.argv[1:], sys.argv[2:]))
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *words):
+        pass
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{{"version": "1.2"}}')
+
+    def do_POST(self):
+        job = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert job["model"] == flags["--served-model-name"] and job["temperature"] == 0
+        told = [job["max_tokens"], *job["prompt"], len(job.get("structured_outputs", {{}}).get("json", []))]
+        self.send_response(200)
+        self.end_headers()
+        piece = {{"choices": [{{"text": self.path, "token_ids": told, "finish_reason": "length"}}]}}
+        self.wfile.write(b"data: " + json.dumps(piece).encode() + b"\\n\\ndata: [DONE]\\n\\n")
+
+
+assert flags["-m"].startswith("vllm.") and flags["--max-num-seqs"] == "4" and flags["--dtype"] == "bfloat16"
+ThreadingHTTPServer(("127.0.0.1", int(flags["--port"])), Handler).serve_forever()
+"""
+
+
+def test_the_server_of_vllm_is_driven_over_http(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(FAKE_VLLM_SERVER.format(python=sys.executable))
+    python.chmod(0o755)
+    server = VllmServer(python, Path("model"), dtype="bfloat16", num_threads=2, batch=4)
+    try:
+        run = server.run(PROMPTS[:2], 2, lambda: None)
+        assert server.describe().startswith("vllm 1.2: bfloat16, 2 threads")
+    finally:
+        server.close()
+        server.log.unlink()
+    assert [answer.text for answer in run.answers] == ["/v1/completions"] * 2
+    assert run.answers[1].token_ids == (100, 4, 5, 6, 7, 1)
+    assert (run.answers[0].token_ids[-1], run.answers[0].finish) == (0, "length")
