@@ -30,6 +30,7 @@ class Record(NamedTuple):
     """Answer tokens committed before `committed`."""
     committed: tuple[int, ...]
     drafts: tuple[int, ...]
+    """Of a proposal its candidates; see `shared_mem.layout.node`."""
     stage: int
     need_rows: int = 0xFFFFFFFF
     """Bit j set: row j is wanted."""
@@ -65,7 +66,8 @@ class Records:
         self.first = lists[7]
         """The first wanted row, if every row behind it is wanted too; else -1."""
         self.tokens: list[list[int]] = tokens.tolist()
-        """`n_commit` committed tokens, then `n_draft` drafts, then tokens without a meaning."""
+        """`n_commit` committed tokens, then `n_draft` drafts, or candidates of a proposal, then tokens without a
+        meaning."""
 
     @property
     def pointer(self) -> int:
@@ -78,7 +80,10 @@ class Records:
         return ctypes.addressof(self._arrays)
 
     def plain(self, table: npt.NDArray[np.uint8]) -> list[int]:
-        """Return 1 for each record whose tokens t all have table[t] = 1, else 0. `table` is uint8 [vocab_size]."""
+        """Return 1 for each record whose tokens t all have table[t] = 1, else 0. `table` is uint8 [vocab_size].
+
+        The candidates of a proposal do not count.
+        """
         out = np.zeros(len(self.slots), dtype=np.uint8)
         _plain(self.pointer, native.address_of(table), len(table), native.address_of(out))
         found: list[int] = out.tolist()

@@ -70,7 +70,10 @@ def build_drafter(parts: DrafterParts, builders: Mapping[str, Builder] | None = 
     if config.num_drafts == 0:
         return NoDrafter()
     drafter = (BUILDERS if builders is None else builders)[config.drafter](parts)
-    return JumpForwardDrafter(drafter, parts.sync) if config.jump_forward_first else drafter
+    if not config.jump_forward_first:
+        return drafter
+    suggester = drafter if isinstance(drafter, SuffixDrafter) and config.draft_tree == "auto" else None
+    return JumpForwardDrafter(drafter, parts.sync, suggester)
 
 
 def suffix_drafter(drafter: Drafter) -> SuffixDrafter | None:

@@ -22,7 +22,9 @@ static uint32_t rows_of(const struct ls_chains_args *a, int32_t i) { return (uin
 void ls_plain_records(const struct ls_record_arrays *b, const uint8_t *plain, int32_t vocab_size, uint8_t *out) {
     for (int32_t k = 0; k < b->count; k++) {
         const int32_t *tokens = b->tokens + (int64_t)k * b->token_stride;
-        const int32_t n = b->fields[LS_FIELD_N_COMMIT * b->count + k] + b->fields[LS_FIELD_N_DRAFT * b->count + k];
+        /* The candidates of a proposal are no tokens yet. */
+        const int32_t drafts = b->fields[LS_FIELD_STAGE * b->count + k] == LS_PROPOSE ? 0 : b->fields[LS_FIELD_N_DRAFT * b->count + k];
+        const int32_t n = b->fields[LS_FIELD_N_COMMIT * b->count + k] + drafts;
         int32_t t = 0;
         while (t < n && (uint32_t)tokens[t] < (uint32_t)vocab_size && plain[tokens[t]]) t++;
         out[k] = t == n;

@@ -371,7 +371,7 @@ void ls_records(struct ls_records_args *a) {
         a->n_draft[k] = (int32_t)n_draft;
         a->stage[k] = (int32_t)(counts >> 24);
         a->need_rows[k] = get32(record, REC_NEED_ROWS);
-        a->first[k] = first_wanted(a->need_rows[k], n_draft);
+        a->first[k] = a->stage[k] == LS_PROPOSE ? 0 : first_wanted(a->need_rows[k], n_draft);
         int32_t *tokens = a->tokens + (uint64_t)k * 2 * v->num_rows;
         for (uint32_t t = 0; t < n_commit + n_draft; t++) tokens[t] = (int32_t)get32(record, REC_TOKENS + 4 * t);
     }

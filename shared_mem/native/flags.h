@@ -29,6 +29,9 @@ enum {
 /* RowKind of layout.py. */
 enum { LS_KIND_ALL, LS_KIND_APPLY, LS_KIND_FORCED, LS_KIND_DEFER, LS_KIND_DEAD_END, LS_KIND_ERROR, LS_KINDS };
 
+/* Stage.PROPOSE of layout.py. */
+enum { LS_PROPOSE = 64 };
+
 /* ls_post_args.status and ls_records_args.status */
 enum {
     LS_OK = 0,
@@ -105,7 +108,7 @@ struct ls_records_args {
     int32_t *n_draft;
     int32_t *stage;
     uint32_t *need_rows;
-    int32_t *first; /* the first wanted row, if every row behind it is wanted too; else -1 */
+    int32_t *first; /* the first wanted row, if every row behind it is wanted too; else -1. A proposal wants none: 0 */
     int32_t *tokens; /* [num_slots][2 * num_rows], out */
     uint64_t seq;
     int32_t count;  /* out */

@@ -91,6 +91,11 @@ class ToyFiller:
         matcher.rollback(taken)
         return taken == len(tokens)
 
+    def num_legal(self, matcher: Any, tokens: Sequence[int]) -> int:
+        taken = self.accept(matcher, tokens)
+        matcher.rollback(taken)
+        return taken
+
     def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
         return next((i for i, token in enumerate(tokens) if not matcher.accept(token)), len(tokens))
 
