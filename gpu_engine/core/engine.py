@@ -40,14 +40,15 @@ from shared_mem.channel import EngineEnd
 
 log = logging.getLogger(__name__)
 
-_IDLE_S = 0.1
-"""An idle engine wakes this often to send its heartbeat."""
 _DEFERRED_POLL_S = 0.001
 """An idle engine polls deferred sequences this often."""
 
 
 class Engine:
     """Owns the engine's thread. Every method may be called from any thread; `start` and `close` block."""
+
+    heartbeat_s: float = 0.1
+    """An idle engine wakes this often to send its heartbeat."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class Engine:
         """Return how long an idle engine may wait for a message."""
         if self._loop.grammar_slots.any_deferred:
             return _DEFERRED_POLL_S
-        return min(_IDLE_S, max(self._loop.scheduler.next_due_s - time.monotonic(), _DEFERRED_POLL_S))
+        return min(self.heartbeat_s, max(self._loop.scheduler.next_due_s - time.monotonic(), _DEFERRED_POLL_S))
 
     @property
     def processors(self) -> Processors:

@@ -24,6 +24,7 @@ from tests.fakes import EOS
 from tests.gpu_engine import tiny
 from tests.gpu_engine.harness import (
     PATIENCE_S,
+    UNHURRIED_MS,
     Answer,
     answer_all,
     answer_each,
@@ -40,7 +41,7 @@ from tests.gpu_engine.toy_sidecar import guided_engine
 pytestmark = pytest.mark.gpu
 
 SYNCS = ("host_callback", "device_flag")
-PATIENT = {"row_timeout_ms": 5000.0, "draft_timeout_ms": 5000.0}
+PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
 
 UNGUIDED = [
     partial(ask, [*range(196, 203)] * 3, max_tokens=60),
@@ -82,7 +83,7 @@ def unguided_tokens(models: Models) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def guided_tokens(models: Models) -> list[list[int]]:
-    with guided_engine(models.cpu, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(models.cpu, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         return answer_each(engine, [make() for make in GUIDED])
 
 

@@ -16,7 +16,7 @@ from gpu_engine.api.errors import LockstepError
 from gpu_engine.api.request import BeamParams, EarlyStopping, FinishReason, Request, TokenEvent
 from gpu_engine.core.engine import Engine
 from tests.fakes import EOS
-from tests.gpu_engine.harness import PATIENCE_S, ask
+from tests.gpu_engine.harness import PATIENCE_S, ask, held
 
 STOPPING = {EarlyStopping.HEURISTIC: False, EarlyStopping.AT_ONCE: True, EarlyStopping.NEVER: "never"}
 """transformers' `early_stopping`."""
@@ -82,8 +82,9 @@ def search(
 
 def search_all(engine: Engine, answers: Sequence[BeamAnswer]) -> list[BeamAnswer]:
     """Submit all searches at once, and wait for them."""
-    for answer in answers:
-        engine.submit(answer.request)
+    with held(engine):
+        for answer in answers:
+            engine.submit(answer.request)
     return [answer.wait() for answer in answers]
 
 

@@ -23,6 +23,8 @@ from gpu_engine.model.loader import LoadedModel
 
 PATIENCE_S = 60.0
 """Seconds after which a wait fails its test."""
+UNHURRIED_MS = 30_000.0
+"""A timeout of rows that no answer exceeds, though a thread may stop for seconds on a busy machine."""
 
 _numbers = itertools.count()
 
@@ -135,6 +137,73 @@ def until_false(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """Hold the engine's thread between two iterations: what is submitted meanwhile is admitted at once."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        reached.set()
+        assert go_on.wait(PATIENCE_S)
+
+    engine._inbox.put(hold)
+    until_false(lambda: not reached.is_set() and engine._thread.is_alive())
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+class Hold:
+    """Holds the engine's thread behind the first iteration after which `when()` is true. Make it before the requests.
+
+    So a test acts on sequences that still run, however late its own thread comes.
+    """
+
+    def __init__(self, engine: Engine, when: Callable[[], bool]) -> None:
+        self._reached, self._go_on = threading.Event(), threading.Event()
+        iterate = engine._loop.run_iteration
+
+        def run_iteration() -> bool:
+            busy = iterate()
+            if not self._reached.is_set() and when():
+                self._reached.set()
+                assert self._go_on.wait(PATIENCE_S)
+            return busy
+
+        engine._loop.run_iteration = run_iteration  # type: ignore[method-assign]
+
+    @contextmanager
+    def reached(self) -> Iterator[None]:
+        """Wait until the thread is held, and hold it until the block ends; messages of the block come next."""
+        assert self._reached.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            self._go_on.set()
+
+
+def settle(engine: Engine) -> None:
+    """Wait until the engine's thread has processed each message sent before, and each step it has launched.
+
+    An answer ends before its matcher is closed, and before its iteration is recorded. Not for an engine with sequences.
+    """
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(bool(engine._loop._in_flight))
+
+    def unsettled() -> bool:
+        if not engine._thread.is_alive():
+            return False
+        count = len(seen)
+        engine._inbox.put(look)
+        until_false(lambda: len(seen) == count and engine._thread.is_alive())
+        return any(seen[count:])
+
+    until_false(unsettled)
+
+
+@contextmanager
 def running(engine: Engine) -> Iterator[Engine]:
     """Start the engine; at the end no request may be running or waiting, and no page may be used.
 
@@ -144,11 +213,12 @@ def running(engine: Engine) -> Iterator[Engine]:
     engine.start()
     try:
         yield engine
+        settle(engine)
         stats = engine.stats()
         assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
         engine.check_integrity()
     finally:
-        engine.close()
+        engine.close(PATIENCE_S)
         assert not engine._thread.is_alive()
 
 
@@ -161,8 +231,9 @@ def unguided_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[Engi
 
 def answer_all(engine: Engine, answers: list[Answer]) -> list[list[int]]:
     """Submit all requests at once and return their tokens."""
-    for answer in answers:
-        engine.submit(answer.request)
+    with held(engine):
+        for answer in answers:
+            engine.submit(answer.request)
     return [answer.wait().tokens for answer in answers]
 
 

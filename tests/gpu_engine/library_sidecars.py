@@ -33,9 +33,9 @@ from shared_mem.channel import EngineEnd, GrammarEnd
 from shared_mem.layout import Layout, RowKind
 from shared_mem.segment import Segment
 from tests.fakes import EOS
-from tests.gpu_engine.harness import running
+from tests.gpu_engine.harness import UNHURRIED_MS, running
 
-PATIENT = {"row_timeout_ms": 5000.0, "draft_timeout_ms": 5000.0}
+PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
 """Settings of an engine in which no row is late."""
 
 

@@ -27,7 +27,7 @@ from shared_mem.errors import RingOverrun
 from shared_mem.layout import Layout, RowKind, Stage
 from shared_mem.segment import Segment
 from tests.fakes import EOS
-from tests.gpu_engine.harness import PATIENCE_S, running
+from tests.gpu_engine.harness import PATIENCE_S, running, settle
 from tests.gpu_engine.tiny import VOCAB
 
 EVERY = frozenset(range(VOCAB))
@@ -125,6 +125,8 @@ class ToySidecar:
     """(slot, slot_gen) of the binds that have not completed."""
     frozen: bool = False
     """True: the sidecar reads no records and binds no matchers."""
+    froze: threading.Event = field(default_factory=threading.Event)
+    """Set when the sidecar has seen `frozen`: from then on it answers nothing."""
     released: set[tuple[int, int]] = field(default_factory=set)
     """(slot, slot_gen) of every release."""
     withheld: int = 0
@@ -173,6 +175,7 @@ class ToySidecar:
         last = self.end.start_seq
         while not self.stopping:
             if self.frozen:
+                self.froze.set()
                 time.sleep(0.0005)
                 continue
             newest = self.end.wait(last, 0.002, 0)
@@ -340,30 +343,41 @@ class ToyGrammar:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
+    def lose_sidecar(self, engine: Engine) -> None:
+        """Kill the sidecar and notify the engine in the supervisor's order; no wait of the engine goes on for it."""
+        channel = engine._channel
+        assert channel is not None
+        self.kill_sidecar()
+        channel.set_abort()
+        engine.grammar_lost(frozenset(self.sidecar.binding))
+        # A real restart takes so long that the engine has processed the loss before the next sidecar is there.
+        processed = threading.Event()
+        engine._inbox.put(processed.set)
+        assert processed.wait(PATIENCE_S)
+
+    def restore_sidecar(self, engine: Engine) -> ToySidecar:
+        """Start the next sidecar and notify the engine."""
+        assert engine._channel is not None
+        sidecar = self.start_sidecar()
+        engine._channel.clear_abort()
+        engine.grammar_restored()
+        return sidecar
+
     @contextmanager
     def supervised(self, engine: Engine) -> Iterator[None]:
         """Within the block, replace each crashed sidecar and notify the engine in the supervisor's order."""
-        over, channel = threading.Event(), engine._channel
-        assert channel is not None
+        over = threading.Event()
 
         def watch() -> None:
             while not over.is_set():
                 if not self.sidecar.crashed.wait(0.01):
                     continue
                 dead = self.sidecar
-                self.kill_sidecar()
-                channel.set_abort()
-                engine.grammar_lost(frozenset(dead.binding))
+                self.lose_sidecar(engine)
                 self.buried.append(dead)
-                # A real restart takes so long that the engine has processed the loss before the next sidecar is there.
-                processed = threading.Event()
-                engine._inbox.put(processed.set)
-                assert processed.wait(PATIENCE_S)
                 if self.forgives:
                     engine.forgive_grammar_end()
-                self.start_sidecar()
-                channel.clear_abort()
-                engine.grammar_restored()
+                self.restore_sidecar(engine)
 
         thread = threading.Thread(target=watch, name="toy supervisor", daemon=True)
         thread.start()
@@ -410,6 +424,7 @@ def guided_engine(model: LoadedModel, settings: EngineConfig) -> Iterator[tuple[
         try:
             with running(engine):
                 yield engine, grammar
+                settle(engine)
                 made = {(slot, gen) for slot, gen, _ in grammar.opened} | set(grammar.forks)
                 assert made - set(grammar.replaced) == set(grammar.closed)
                 assert len(set(grammar.closed)) == len(grammar.closed)

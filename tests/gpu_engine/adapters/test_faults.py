@@ -19,6 +19,7 @@ from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import save_lora, save_prompt
 from tests.gpu_engine.harness import (
     PATIENCE_S,
+    UNHURRIED_MS,
     Answer,
     answer_all,
     answer_each,
@@ -30,7 +31,7 @@ from tests.gpu_engine.harness import (
 )
 from tests.gpu_engine.toy_sidecar import guided_engine
 
-PATIENT = {"row_timeout_ms": 2000.0}
+PATIENT = {"row_timeout_ms": UNHURRIED_MS}
 CASES: list[tuple[str, str, str | None, dict[str, Any]]] = [
     ("a", "", "40", {}),
     ("b", "", "40", {"temperature": 0.8, "seed": 3}),
@@ -106,12 +107,10 @@ def test_a_killed_grammar_process_changes_no_token(
         for answer in answers:
             engine.submit(answer.request)
         assert reached.wait(PATIENCE_S)
-        grammar.kill_sidecar()
-        engine.grammar_lost()
+        grammar.lose_sidecar(engine)
         assert not all(answer.over for answer in answers)
         assert max(users(engine)) > 0  # paused sequences keep their adapters
-        grammar.start_sidecar()
-        engine.grammar_restored()
+        grammar.restore_sidecar(engine)
         assert [answer.wait().tokens for answer in answers] == expected
         until_false(lambda: users(engine) != [0] * 4)
 
@@ -142,14 +141,12 @@ def test_cancelled_sequences_release_their_adapters_while_the_grammar_process_is
         for answer in answers:
             engine.submit(answer.request)
         assert reached.wait(PATIENCE_S)
-        grammar.kill_sidecar()
-        engine.grammar_lost()
+        grammar.lose_sidecar(engine)
         for answer in answers[:2]:
             engine.drop(answer.request)
         engine.abort(answers[3].request.request_id)
         answers[3].wait()
         until_false(lambda: users(engine)[0] > 0)  # only those that were cancelled had "a"
-        grammar.start_sidecar()
-        engine.grammar_restored()
+        grammar.restore_sidecar(engine)
         assert [answers[at].wait().tokens for at in (2, 4, 5)] == [expected[at] for at in (2, 4, 5)]
         until_false(lambda: users(engine) != [0] * 4)

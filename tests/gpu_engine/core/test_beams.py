@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,18 @@ from gpu_engine.model.loader import LoadedModel, load_model
 from shared_mem.layout import Stage
 from tests.fakes import EOS
 from tests.gpu_engine.beams import BeamAnswer, of_transformers, search, search_all
-from tests.gpu_engine.harness import answer_all, ask, config, tokens, unguided_engine, until_false, with_drafts
+from tests.gpu_engine.harness import (
+    UNHURRIED_MS,
+    Hold,
+    answer_all,
+    ask,
+    config,
+    settle,
+    tokens,
+    unguided_engine,
+    until_false,
+    with_drafts,
+)
 from tests.gpu_engine.toy_sidecar import Automaton, guided_engine
 
 SEARCHES = [
@@ -118,22 +128,19 @@ def test_a_group_is_preempted_and_resumed_whole(model: LoadedModel, prefix_cache
 
 
 def test_beams_share_the_pages_of_their_prompt(model: LoadedModel) -> None:
-    pages: list[int] = []
-    answer = search(tokens(160, 1), 4, max_tokens=90, ignore_eos=True)
     with unguided_engine(model, with_drafts(0)) as engine:
-        engine.submit(answer.request)
-        while not answer.over:
-            pages.append(engine.stats().pages_used)
-            time.sleep(0.001)  # leaves the interpreter to the engine's thread
+        search_all(engine, [search(tokens(160, 1), 4, max_tokens=90, ignore_eos=True)])
+        settle(engine)
+        iterations, _ = engine.iterations.since(0)
     # Ten full pages are shared. Each beam has at most those of its answer, and of the next step.
-    assert 10 + 3 < max(pages) <= 10 + 4 * 6
+    assert 10 + 3 < max(each.pages_used for each in iterations) <= 10 + 4 * 6
 
 
 def test_guided_beams_are_legal_and_do_not_depend_on_company(llama: LoadedModel, overlap: bool) -> None:
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, grammar):
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
         alone = [results(search_all(engine, [make()]))[0] for make in GUIDED]
         assert grammar.forks
-    with guided_engine(llama, with_drafts(7, max_batch_size=10, overlap=overlap, row_timeout_ms=2000.0)) as (
+    with guided_engine(llama, with_drafts(7, max_batch_size=10, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (
         engine,
         grammar,
     ):
@@ -156,7 +163,7 @@ def test_guided_beams_are_legal_and_do_not_depend_on_company(llama: LoadedModel,
 
 def test_a_grammar_with_fewer_answers_than_beams(llama: LoadedModel) -> None:
     answer = search(tokens(9, 1), 4, grammar="0", max_tokens=5)
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         search_all(engine, [answer])
     assert answer.tokens == [[EOS], [], [], []]
     assert answer.finishes == [FinishReason.STOP, *[FinishReason.GRAMMAR_ERROR] * 3]
@@ -164,7 +171,7 @@ def test_a_grammar_with_fewer_answers_than_beams(llama: LoadedModel) -> None:
 
 
 def test_a_matcher_in_error_and_a_dead_end_end_the_search(llama: LoadedModel) -> None:
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         failed, stuck = search(tokens(9, 1), 2, grammar="9 error 3"), search(tokens(9, 1), 2, grammar="9 dead 3")
         search_all(engine, [failed, stuck])
         assert failed.finishes == stuck.finishes == [FinishReason.GRAMMAR_ERROR] * 2
@@ -176,9 +183,9 @@ def test_a_matcher_in_error_and_a_dead_end_end_the_search(llama: LoadedModel) ->
 @pytest.mark.parametrize("at", [1, 4, 9])
 def test_beams_survive_a_kill_of_the_grammar_process(llama: LoadedModel, at: int, overlap: bool) -> None:
     """The n-th record of the searches is not answered, because the process is gone; matchers are built again."""
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         expected = results(search_all(engine, [make() for make in GUIDED[:1]]))
-    settings = with_drafts(0, row_timeout_ms=2000.0, overlap=overlap)
+    settings = with_drafts(0, row_timeout_ms=UNHURRIED_MS, overlap=overlap)
     with guided_engine(llama, settings) as (engine, grammar):
         seen, dead = [0], threading.Event()
 
@@ -192,26 +199,17 @@ def test_beams_survive_a_kill_of_the_grammar_process(llama: LoadedModel, at: int
         answer = GUIDED[0]()
         engine.submit(answer.request)
         until_false(lambda: not dead.is_set())
-        grammar.kill_sidecar()
-        channel = engine._channel
-        assert channel is not None
-        channel.set_abort()
-        engine.grammar_lost()
+        grammar.lose_sidecar(engine)
         engine.forgive_grammar_end()
-        processed = threading.Event()
-        engine._inbox.put(processed.set)
-        assert processed.wait(60)
-        grammar.start_sidecar()
-        channel.clear_abort()
-        engine.grammar_restored()
+        grammar.restore_sidecar(engine)
         assert results([answer.wait()]) == expected
 
 
 def test_a_lost_fork_is_bound_again(llama: LoadedModel) -> None:
     """A fork that is overwritten before it is read leaves no matcher that the next record fits."""
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         expected = results(search_all(engine, [GUIDED[0]()]))
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, grammar):
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, grammar):
         number = itertools.count()
         grammar.sidecar.loses = lambda record: next(number) in (1, 2)
         assert results(search_all(engine, [GUIDED[0]()])) == expected
@@ -220,21 +218,21 @@ def test_a_lost_fork_is_bound_again(llama: LoadedModel) -> None:
 
 @pytest.mark.parametrize("guided", [False, True])
 def test_a_search_can_be_aborted_and_dropped(llama: LoadedModel, guided: bool) -> None:
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         options = {"grammar": "200"} if guided else {"ignore_eos": True}
         answer = search(tokens(9, 1), 3, max_tokens=200, **options)
+        hold = Hold(engine, lambda: engine.stats().steps >= 5)
         engine.submit(answer.request)
-        until_false(lambda: engine.stats().steps < 5)
-        assert engine.stats().running == 3
-        assert engine.abort(answer.request.request_id)
+        with hold.reached():
+            assert engine.stats().running == 3
+            assert engine.abort(answer.request.request_id)
         assert answer.wait().finishes == [FinishReason.ABORTED] * 3
         dropped = search(tokens(9, 2), 3, max_tokens=200, **options)
+        hold = Hold(engine, lambda: engine.stats().steps >= 12)
         engine.submit(dropped.request)
-        until_false(lambda: engine.stats().steps < 12)
-        engine.drop(dropped.request)
-        processed = threading.Event()
-        engine._inbox.put(processed.set)
-        assert processed.wait(60)
+        with hold.reached():
+            engine.drop(dropped.request)
+        settle(engine)
         assert dropped.events == []
 
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from gpu_engine.ops.metrics_engine import EngineCollector
-from tests.gpu_engine.harness import answer_all, ask, tokens, with_drafts
+from tests.gpu_engine.harness import UNHURRIED_MS, answer_all, ask, settle, tokens, with_drafts
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 
@@ -22,8 +22,9 @@ def value(engine: Engine, name: str, **labels: str) -> float:
 
 def test_tokens_steps_drafts_and_times_add_up(llama: LoadedModel, overlap: bool) -> None:
     free, guided = ask(tokens(30, 1, repeat=10), max_tokens=40, ignore_eos=True), ask(tokens(20, 2), grammar="20")
-    with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(llama, with_drafts(3, overlap=overlap, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         produced = sum(map(len, answer_all(engine, [free, guided])))
+        settle(engine)
         telemetry = [answer.request.telemetry for answer in (free, guided)]
         assert value(engine, "info", model="tiny") == 1
         assert value(engine, "prompt_tokens_total") == 29 + 19
@@ -49,7 +50,7 @@ def test_tokens_steps_drafts_and_times_add_up(llama: LoadedModel, overlap: bool)
 def test_a_guided_end_without_a_legal_token_is_counted_by_its_cause(
     llama: LoadedModel, trouble: str, counter: str
 ) -> None:
-    with guided_engine(llama, with_drafts(3, row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(llama, with_drafts(3, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         answer_all(engine, [ask(tokens(20, 3), grammar=f"50 {trouble} 5"), ask(tokens(20, 3), grammar="10")])
         assert value(engine, counter) == 1
         assert value(engine, "dead_ends_total") + value(engine, "matcher_errors_total") == 1

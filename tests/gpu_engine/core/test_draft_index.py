@@ -9,7 +9,16 @@ import pytest
 from gpu_engine.api.request import DraftScope
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from tests.gpu_engine.harness import Answer, answer_all, answer_each, answer_staggered, ask, tokens, with_drafts
+from tests.gpu_engine.harness import (
+    UNHURRIED_MS,
+    Answer,
+    answer_all,
+    answer_each,
+    answer_staggered,
+    ask,
+    tokens,
+    with_drafts,
+)
 from tests.gpu_engine.harness import unguided_engine as engine_of
 from tests.gpu_engine.toy_sidecar import guided_engine
 
@@ -33,7 +42,7 @@ def run(
     model: LoadedModel, submit: Submit, num_drafts: int, scope: DraftScope | None, *, guided: bool, overlap: bool
 ) -> tuple[list[list[int]], int]:
     """Return the tokens of the answers, and the number of accepted drafts of the index."""
-    settings = with_drafts(num_drafts, overlap=overlap, row_timeout_ms=2000.0)
+    settings = with_drafts(num_drafts, overlap=overlap, row_timeout_ms=UNHURRIED_MS)
     with guided_engine(model, settings) if guided else engine_of(model, settings) as made:
         engine = made if isinstance(made, Engine) else made[0]
         return submit(engine, asked(scope, guided=guided)), engine.stats().accepted_index_draft_tokens
@@ -94,7 +103,7 @@ def test_an_engine_without_an_index_ignores_scopes(llama: LoadedModel) -> None:
 
 def test_preempted_sequences_look_into_their_scope_again(llama: LoadedModel, overlap: bool) -> None:
     def run(**fields: int) -> tuple[list[list[int]], int, int]:
-        settings = with_drafts(7, overlap=overlap, max_model_len=128, row_timeout_ms=2000.0, **fields)
+        settings = with_drafts(7, overlap=overlap, max_model_len=128, row_timeout_ms=UNHURRIED_MS, **fields)
         with guided_engine(llama, settings) as (engine, _):
             answers = [ask(tokens(20, seed % 4), grammar="70", max_tokens=80) for seed in range(8)]
             for answer in answers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpu_engine.api.stats import SequenceStats, Stage
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
-from tests.gpu_engine.harness import Answer, answer_all, ask, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.harness import Answer, answer_all, ask, settle, tokens, unguided_engine, with_drafts
 
 
 def test_the_iterations_of_an_engine_add_up_to_its_counters(llama: LoadedModel, overlap: bool) -> None:
@@ -13,6 +13,7 @@ def test_the_iterations_of_an_engine_add_up_to_its_counters(llama: LoadedModel, 
         answers = [ask(tokens(40, i, repeat=10), max_tokens=12, drafts=3) for i in range(5)]
         answer_all(engine, answers)
         answer_all(engine, [ask(tokens(5, 9), max_tokens=1)])
+        settle(engine)
         stats = engine.stats()
         found, end = engine.iterations.since(0)
     assert [each.number for each in found] == list(range(end))

@@ -21,11 +21,14 @@ from kernels.blocks import can_multiply_blocks
 from shared_mem.channel import Record
 from tests.gpu_engine.harness import (
     PATIENCE_S,
+    UNHURRIED_MS,
     Answer,
+    Hold,
     answer_all,
     answer_each,
     ask,
     config,
+    settle,
     tokens,
     unguided_engine,
     until_false,
@@ -194,7 +197,9 @@ def test_a_request_that_ends_between_two_forwards_leaves_nothing(llama: LoadedMo
         answer_all(engine, [last])
         rows_of(last)
         other.wait()
+        settle(engine)
         until_false(lambda: bool(engine._loop.outputs))
+        settle(engine)
         assert all(entry.free for entry in _tensors(engine)._entries)
 
 
@@ -206,9 +211,10 @@ def test_an_aborted_sequence_keeps_the_tokens_that_waited_for_their_rows(llama: 
     with unguided_engine(llama, config()) as engine:
         endless = with_outputs(ask(tokens(9, 2), max_tokens=200, ignore_eos=True), wanted(llama, LOGITS, context=False))
         plain = ask(tokens(9, 2), max_tokens=200, ignore_eos=True)
+        hold = Hold(engine, lambda: len(endless.tokens) >= 5)
         engine.submit(endless.request)
-        until_false(lambda: len(endless.tokens) < 5)
-        engine.abort(endless.request.request_id)
+        with hold.reached():
+            engine.abort(endless.request.request_id)
         assert endless.wait().finish is FinishReason.ABORTED
         answer_all(engine, [plain])
     assert endless.tokens == plain.tokens[: len(endless.tokens)]
@@ -241,7 +247,7 @@ def test_guided_answers_have_them_also_when_the_sidecar_dies(
             ask(tokens(21, 6), grammar="1", max_tokens=60),
         ]
 
-    settings = with_drafts(num_drafts, overlap=overlap, row_timeout_ms=2000.0)
+    settings = with_drafts(num_drafts, overlap=overlap, row_timeout_ms=UNHURRIED_MS)
     expected, answers = made(), made()
     with guided_engine(llama, settings) as (engine, _):
         answer_all(engine, expected)
@@ -289,6 +295,7 @@ def test_every_name_that_is_offered_gives_its_rows(saved: Callable[[str], Path],
 def test_a_forward_writes_to_no_page_of_a_sequence(llama: LoadedModel) -> None:
     with unguided_engine(llama, with_drafts(0)) as engine:
         answer_all(engine, [ask(LONG, max_tokens=20, ignore_eos=True)])
+        settle(engine)
         tensors = _tensors(engine)  # the slot of the answer has its tokens and its pages still
         before = [(page.k.clone(), page.v.clone()) for page in tensors._pages]
         names = {LOGITS: llama.outputs[LOGITS].row_bytes, "model.norm": llama.outputs["model.norm"].row_bytes}

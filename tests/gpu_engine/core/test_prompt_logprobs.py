@@ -18,13 +18,14 @@ from kernels.blocks import can_multiply_blocks
 from kernels.logprobs import RowLogprobs, row_logprobs
 from tests.gpu_engine.harness import (
     Answer,
+    Hold,
     answer_all,
     answer_each,
     ask,
     config,
+    settle,
     tokens,
     unguided_engine,
-    until_false,
     with_drafts,
 )
 
@@ -144,16 +145,18 @@ def test_a_request_that_ends_between_two_chunks_leaves_nothing(llama: LoadedMode
         engine.submit(other.request)
         aborted = [scored(tokens(200, seed)) for seed in range(8)]
         for answer in aborted:
+            hold = Hold(engine, lambda: bool(_parts(engine)))
             engine.submit(answer.request)
-            until_false(lambda answer=answer: not (_parts(engine) or answer.over))  # type: ignore[misc]
-            engine.abort(answer.request.request_id)
+            with hold.reached():
+                engine.abort(answer.request.request_id)
             answer.wait()
         last = scored(LONG)
         answer_all(engine, [last])
         scores_of(last)
         other.wait()
+        settle(engine)
         assert not _parts(engine)
-        assert FinishReason.ABORTED in {answer.finish for answer in aborted}
+        assert {answer.finish for answer in aborted} == {FinishReason.ABORTED}
 
 
 def _parts(engine: Engine) -> dict[Any, Any]:

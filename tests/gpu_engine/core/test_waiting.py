@@ -8,7 +8,7 @@ import pytest
 
 from gpu_engine.api.errors import QueueTimeout
 from gpu_engine.model.loader import LoadedModel
-from tests.gpu_engine.harness import Answer, answer_all, ask, config, tokens, unguided_engine, until_false
+from tests.gpu_engine.harness import Answer, Hold, answer_all, ask, config, held, tokens, unguided_engine
 
 
 def endless(seed: int) -> Answer:
@@ -20,10 +20,12 @@ def test_a_request_that_waits_for_too_long_ends_alone_and_says_for_how_long(llam
     with unguided_engine(llama, config(max_batch_size=1, overlap=overlap)) as engine:
         runs, hasty, patient = endless(1), ask(tokens(9, 2)), ask(tokens(9, 2))
         hasty.request.max_queue_s = 0.02
+        hold = Hold(engine, lambda: bool(runs.tokens))
         engine.submit(runs.request)
-        until_false(lambda: not runs.tokens)
-        for answer in (hasty, patient):
-            engine.submit(answer.request)
+        with hold.reached():
+            for answer in (hasty, patient):
+                engine.submit(answer.request)
+            time.sleep(0.03)  # longer than it waits at most
         error = hasty.wait().error
         assert isinstance(error, QueueTimeout)
         assert str(error).startswith("max_queue_ms: waited ")
@@ -67,13 +69,16 @@ def test_a_request_that_is_never_preempted_keeps_its_slot_and_two_of_them_end(
 
 
 def test_a_static_batch_begins_when_every_sequence_of_the_former_one_has_ended(llama: LoadedModel) -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    def note(answer: Answer) -> None:
+        if len(answer.events) == 1:
+            seen.append((answers.index(answer), [n for n, other in enumerate(answers) if other.over]))
+
     with unguided_engine(llama, config(max_batch_size=2, batching="static")) as engine:
-        answers = [ask(tokens(5, n), max_tokens=10 + 40 * (n % 2), ignore_eos=True) for n in range(5)]
+        answers = [ask(tokens(5, n), max_tokens=10 + 40 * (n % 2), ignore_eos=True, on_event=note) for n in range(5)]
         answer_all(engine, answers)
-    times = sorted((a.request.telemetry.scheduled_s, a.request.telemetry.finished_s) for a in answers)
-    for begun_s, _ in times:
-        before = [end_s for other_s, end_s in times if other_s < begun_s - 1e-3]
-        assert all(end_s <= begun_s for end_s in before)
+    assert seen == [(0, []), (1, []), (2, [0, 1]), (3, [0, 1]), (4, [0, 1, 2, 3])]
     assert engine.stats().finished == {"LENGTH": 5}
 
 
@@ -82,19 +87,20 @@ def test_a_low_priority_starves_no_longer_than_the_setting_says(
     llama: LoadedModel, starves_s: float, first: str
 ) -> None:
     with unguided_engine(llama, config(max_batch_size=1, max_starvation_s=starves_s)) as engine:
-        runs, low = endless(1), ask(tokens(5, 2), max_tokens=3, name="low")
-        engine.submit(runs.request)
-        until_false(lambda: not runs.tokens)
-        low.request.priority = -1
-        engine.submit(low.request)
+        runs, low, high = (
+            endless(1),
+            *(ask(tokens(5, n), max_tokens=3, name=name) for n, name in ((2, "low"), (3, "high"))),
+        )
+        low.request.priority, high.request.priority = -1, 1
         waits = engine._loop.scheduler
-        until_false(lambda: not waits.waiting)
-        until_false(lambda: starves_s > 0 and not waits.waiting[0].starving)
-        high = ask(tokens(5, 3), max_tokens=3, name="high")
-        high.request.priority = 1
-        engine.submit(high.request)
-        until_false(lambda: len(waits.waiting) < 2)
-        engine.abort(runs.request.request_id)
+        hold = Hold(engine, lambda: bool(runs.tokens) and (starves_s == 0 or waits.waiting[0].starving))
+        with held(engine):
+            engine.submit(runs.request)
+            engine.submit(low.request)
+        with hold.reached():
+            assert [sequence.payload.request for sequence in waits.waiting] == [low.request]
+            engine.submit(high.request)
+            engine.abort(runs.request.request_id)
         both = [low.wait(), high.wait()]
     order = sorted(both, key=lambda answer: answer.request.telemetry.scheduled_s)
     assert order[0].request.request_id == first

@@ -27,13 +27,13 @@ from tests.gpu_engine.device.device_engine import RecordedDevice, device_engine,
 from tests.gpu_engine.harness import (
     PATIENCE_S,
     Answer,
+    Hold,
     answer_all,
     answer_each,
     ask,
     config,
     tokens,
     unguided_engine,
-    until_false,
     with_drafts,
 )
 from tests.gpu_engine.toy_sidecar import Automaton, guided_engine
@@ -294,11 +294,12 @@ def test_tensors_equal_those_of_a_cpu(llama: LoadedModel) -> None:
 def test_the_slot_of_an_aborted_request_is_reused(llama: LoadedModel, unguided_tokens: list[list[int]]) -> None:
     with device_engine(llama, on_device(3, max_batch_size=1)) as (engine, _):
         endless = ask(tokens(5, 9), max_tokens=1000, ignore_eos=True)
+        hold = Hold(engine, lambda: len(endless.tokens) >= 4)
         engine.submit(endless.request)
-        until_false(lambda: len(endless.tokens) < 4)
         following = UNGUIDED[0]()
-        engine.submit(following.request)
-        assert engine.abort(endless.request.request_id)
+        with hold.reached():
+            engine.submit(following.request)
+            assert engine.abort(endless.request.request_id)
         assert endless.wait().finish is FinishReason.ABORTED
         assert following.wait().tokens == unguided_tokens[0]
 
@@ -372,9 +373,10 @@ def test_a_lost_device_ends_the_engine_and_is_reported(llama: LoadedModel) -> No
     with device_engine(llama, on_device(3)) as (engine, stream):
         engine.watch(failures.append)
         answer = ask(tokens(5, 9), max_tokens=1000, ignore_eos=True)
+        hold = Hold(engine, lambda: len(answer.tokens) >= 4)
         engine.submit(answer.request)
-        until_false(lambda: len(answer.tokens) < 4)
-        stream.fail()
+        with hold.reached():
+            stream.fail()
         assert isinstance(answer.wait().error, InternalError)
         engine._thread.join(PATIENCE_S)
         assert not engine._thread.is_alive()

@@ -26,11 +26,11 @@ from tests.gpu_engine import tiny
 from tests.gpu_engine.beams import search, search_all
 from tests.gpu_engine.device.device_engine import device_engine, guided_device_engine
 from tests.gpu_engine.device.recorded_stream import opaque
-from tests.gpu_engine.harness import Answer, answer_all, ask, config, tokens, unguided_engine, with_drafts
+from tests.gpu_engine.harness import UNHURRIED_MS, Answer, answer_all, ask, config, tokens, unguided_engine, with_drafts
 from tests.gpu_engine.model.parallel.threads import ThreadRanks
 from tests.gpu_engine.toy_sidecar import guided_engine
 
-SMALL: dict[str, Any] = {"max_batch_size": 2, "max_model_len": 64, "row_timeout_ms": 5000.0}
+SMALL: dict[str, Any] = {"max_batch_size": 2, "max_model_len": 64, "row_timeout_ms": UNHURRIED_MS}
 
 
 class Enqueued:

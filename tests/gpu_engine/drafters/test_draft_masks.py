@@ -10,10 +10,19 @@ from gpu_engine.model.loader import LoadedModel
 from shared_mem.layout import Stage
 from tests.fakes import EOS
 from tests.gpu_engine.core.test_guided import legal, made
-from tests.gpu_engine.harness import answer_all, answer_each, answer_staggered, ask, config, tokens, with_drafts
+from tests.gpu_engine.harness import (
+    UNHURRIED_MS,
+    answer_all,
+    answer_each,
+    answer_staggered,
+    ask,
+    config,
+    tokens,
+    with_drafts,
+)
 from tests.gpu_engine.toy_sidecar import guided_engine
 
-PATIENT = {"row_timeout_ms": 2000.0, "draft_timeout_ms": 2000.0}
+PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from shared_mem.layout import Stage
 from tests.gpu_engine.core.test_guided import legal, made
 from tests.gpu_engine.harness import (
     PATIENCE_S,
+    UNHURRIED_MS,
     answer_all,
     answer_each,
     answer_staggered,
@@ -33,7 +34,7 @@ Proposes = Callable[[Automaton, list[int]], list[int]]
 def expected(llama: LoadedModel) -> list[list[int]]:
     """Return the answers of an engine that serves one request at a time and emits one token a step."""
     answers = made()
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         answer_each(engine, answers)
     return [answer.tokens for answer in answers]
 
@@ -88,8 +89,8 @@ def test_no_proposal_changes_a_token(
     llama: LoadedModel, expected: list[list[int]], num_drafts: int, proposes: str, drafter: str, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, num_draft_tokens=num_drafts, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0,
-        draft_timeout_ms=2000.0,
+        drafter=drafter, num_draft_tokens=num_drafts, jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS,
+        draft_timeout_ms=UNHURRIED_MS,
     )  # fmt: skip
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = proposers(expected)[proposes]
@@ -117,8 +118,8 @@ def test_a_draft_net_continues_after_jump_forward_tokens(
     waits: dict[str, str],
 ) -> None:
     settings = with_drafts(
-        3, draft_model=draft_models[drafts_by], jump_forward=True, row_timeout_ms=2000.0, draft_timeout_ms=2000.0,
-        **waits,
+        3, draft_model=draft_models[drafts_by], jump_forward=True, row_timeout_ms=UNHURRIED_MS,
+        draft_timeout_ms=UNHURRIED_MS, **waits,
     )  # fmt: skip
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = proposers(expected)[proposes]
@@ -131,7 +132,7 @@ def test_a_draft_net_continues_after_jump_forward_tokens(
 @pytest.mark.parametrize("drafter", ["ngram", "grammar"])
 def test_a_late_proposal_is_ignored(llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool) -> None:
     settings = config(
-        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0
+        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS
     )
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
@@ -148,7 +149,7 @@ def test_tokens_are_the_same_when_the_draft_wait_times_out(
     llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=0.001
+        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=0.001
     )
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = prophet(expected)
@@ -162,7 +163,7 @@ def test_late_rows_of_jump_forward_drafts_serve_the_repeated_step(
     llama: LoadedModel, expected: list[list[int]], drafter: str, there: int, overlap: bool
 ) -> None:
     settings = config(
-        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0
+        drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS
     )
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
@@ -183,7 +184,7 @@ def test_late_rows_of_jump_forward_drafts_serve_the_repeated_step(
 def test_consecutive_deferred_answers_reopen_the_matcher(
     llama: LoadedModel, expected: list[list[int]], drafter: str, overlap: bool
 ) -> None:
-    settings = config(drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=2000.0)
+    settings = config(drafter=drafter, jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS)
     with guided_engine(llama, settings) as (engine, grammar):
         sidecar = grammar.sidecar
         sidecar.proposes = prophet(expected)
@@ -228,7 +229,7 @@ def test_a_restart_changes_no_token(
 def test_a_dead_end_after_jump_forward_drafts_ends_only_its_request(
     llama: LoadedModel, expected: list[list[int]], trouble: str, overlap: bool
 ) -> None:
-    settings = config(jump_forward=True, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0)
+    settings = config(jump_forward=True, overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS)
     with guided_engine(llama, settings) as (engine, grammar):
         grammar.sidecar.proposes = prophet(expected)
         answers = made()
@@ -240,7 +241,7 @@ def test_a_dead_end_after_jump_forward_drafts_ends_only_its_request(
 
 def test_a_preempted_request_continues_with_the_same_tokens(llama: LoadedModel, overlap: bool) -> None:
     def run(**fields: int | str | bool) -> tuple[list[list[int]], int]:
-        settings = config(overlap=overlap, max_model_len=128, row_timeout_ms=2000.0, **fields)
+        settings = config(overlap=overlap, max_model_len=128, row_timeout_ms=UNHURRIED_MS, **fields)
         with guided_engine(llama, settings) as (engine, grammar):
             grammar.sidecar.proposes = liar
             answers = [ask(tokens(20, seed), grammar="70", max_tokens=80) for seed in range(4)]
@@ -253,7 +254,7 @@ def test_a_preempted_request_continues_with_the_same_tokens(llama: LoadedModel, 
 
 
 def test_a_proposed_stop_token_ends_the_answer(llama: LoadedModel, overlap: bool) -> None:
-    settings = config(drafter="grammar", overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0)
+    settings = config(drafter="grammar", overlap=overlap, row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS)
     answers = [ask(tokens(9, length), grammar=str(length), max_tokens=60) for length in range(6, 14)]
     with guided_engine(llama, settings) as (engine, _):
         answer_all(engine, answers)
@@ -262,7 +263,7 @@ def test_a_proposed_stop_token_ends_the_answer(llama: LoadedModel, overlap: bool
 
 def test_no_jump_forward_tokens_are_requested_without_grammar_or_drafts(llama: LoadedModel) -> None:
     for fields in ({}, {"num_draft_tokens": 0}, {"drafter": "none"}):
-        settings = config(jump_forward=True, row_timeout_ms=2000.0, **fields)
+        settings = config(jump_forward=True, row_timeout_ms=UNHURRIED_MS, **fields)
         with guided_engine(llama, settings) as (engine, grammar):
             answer_all(engine, [ask(tokens(9, 1), ignore_eos=True)])
             assert grammar.sidecar.records == []

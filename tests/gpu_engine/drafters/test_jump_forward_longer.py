@@ -12,6 +12,7 @@ from tests.fakes import EOS
 from tests.gpu_engine.core.test_guided import made
 from tests.gpu_engine.drafters.test_jump_forward import Proposes, half_right, liar, prophet
 from tests.gpu_engine.harness import (
+    UNHURRIED_MS,
     Answer,
     answer_all,
     answer_each,
@@ -23,7 +24,7 @@ from tests.gpu_engine.harness import (
 )
 from tests.gpu_engine.toy_sidecar import Automaton, ToySidecar, guided_engine
 
-PATIENT = {"row_timeout_ms": 2000.0, "draft_timeout_ms": 2000.0}
+PATIENT = {"row_timeout_ms": UNHURRIED_MS, "draft_timeout_ms": UNHURRIED_MS}
 MAX_JUMP_FORWARD = 7
 """The largest number of jump-forward tokens (F); K is smaller."""
 
@@ -32,7 +33,7 @@ MAX_JUMP_FORWARD = 7
 def expected(llama: LoadedModel) -> list[list[int]]:
     """Return the answers of an engine that serves one request at a time and emits one token a step."""
     answers = made()
-    with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(llama, with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         answer_each(engine, answers)
     return [answer.tokens for answer in answers]
 

@@ -20,7 +20,7 @@ from gpu_engine.step.prefill import Chunks
 from kernels.paged_attention import KVPages
 from shared_mem.layout import Stage
 from tests.fakes import byte_tokenizer
-from tests.gpu_engine.harness import answer_all, ask, config, tokens, unguided_engine
+from tests.gpu_engine.harness import UNHURRIED_MS, answer_all, ask, config, tokens, unguided_engine
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 cache_utils = pytest.importorskip("transformers.cache_utils")
@@ -128,7 +128,12 @@ def test_guided_tokens_do_not_depend_on_mtp_drafts(target: LoadedModel, masks: s
         greedy = ask(tokens(9, 1), grammar="14", max_tokens=30)
         return [greedy, ask(tokens(12, 2), grammar="9", max_tokens=30, temperature=0.7, seed=2)]
 
-    patient = {"model": target.name, "row_timeout_ms": 5000.0, "draft_timeout_ms": 5000.0, "max_batch_size": 2}
+    patient = {
+        "model": target.name,
+        "row_timeout_ms": UNHURRIED_MS,
+        "draft_timeout_ms": UNHURRIED_MS,
+        "max_batch_size": 2,
+    }
     with guided_engine(target, config(drafter="none", **patient)) as (engine, _):
         expected = answer_all(engine, made())
     settings = config(drafter="mtp", num_draft_tokens=3, jump_forward=jump_forward, draft_masks=masks, **patient)
@@ -149,11 +154,11 @@ def test_mtp_drafts_continue_after_more_jump_forward_tokens_than_its_chain(
     def made() -> list[Any]:
         return [ask(tokens(9, seed), grammar="20", max_tokens=15 * seed, seed=seed) for seed in (1, 2)]
 
-    with guided_engine(target, config(model=target.name, drafter="none", row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(target, config(model=target.name, drafter="none", row_timeout_ms=UNHURRIED_MS)) as (engine, _):
         expected = answer_all(engine, made())
     settings = config(
         model=target.name, drafter="mtp", num_draft_tokens=num_drafts, jump_forward_tokens=7, overlap=overlap,
-        row_timeout_ms=2000.0, draft_timeout_ms=2000.0,
+        row_timeout_ms=UNHURRIED_MS, draft_timeout_ms=UNHURRIED_MS,
     )  # fmt: skip
     with guided_engine(target, settings) as (engine, grammar):
         # At two of three positions the proposal is five right tokens and a wrong one; elsewhere it is empty.

@@ -12,7 +12,14 @@ from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.core.engine import Engine
 from gpu_engine.model.loader import LoadedModel
 from tests.gpu_engine.core.test_guided import made as guided_requests
-from tests.gpu_engine.harness import answer_all, answer_each, answer_staggered, unguided_engine, with_drafts
+from tests.gpu_engine.harness import (
+    UNHURRIED_MS,
+    answer_all,
+    answer_each,
+    answer_staggered,
+    unguided_engine,
+    with_drafts,
+)
 from tests.gpu_engine.step.test_step import made
 from tests.gpu_engine.toy_sidecar import guided_engine
 
@@ -89,9 +96,9 @@ def test_the_warm_up_measures_the_forward(llama: LoadedModel) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("row_timeout_ms", [2000.0, 0.5])
+@pytest.mark.parametrize("row_timeout_ms", [UNHURRIED_MS, 0.5])
 def test_guided_tokens_do_not_depend_on_the_limits(llama: LoadedModel, row_timeout_ms: float, overlap: bool) -> None:
-    patient = {"row_timeout_ms": 2000.0}
+    patient = {"row_timeout_ms": UNHURRIED_MS}
     with guided_engine(llama, with_drafts(0, **patient)) as (engine, _):
         wanted = answer_each(engine, guided_requests())
 

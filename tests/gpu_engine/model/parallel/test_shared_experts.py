@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,8 +26,10 @@ from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import save_lora
 from tests.gpu_engine.beams import search, search_all
 from tests.gpu_engine.harness import (
+    UNHURRIED_MS,
     Answer,
     EveryDraft,
+    Hold,
     answer_all,
     ask,
     config,
@@ -128,7 +129,10 @@ def submit(engine: Engine, answers: list[Answer]) -> list[Answer]:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[list[int]]:
     """The answers of the whole model, without drafts: those of FREE and of GUIDED."""
-    with guided_engine(load_model(config(model=str(folder))), with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
+    with guided_engine(load_model(config(model=str(folder))), with_drafts(0, row_timeout_ms=UNHURRIED_MS)) as (
+        engine,
+        _,
+    ):
         return answer_all(engine, [make() for make in (*FREE, *GUIDED)])
 
 
@@ -144,7 +148,7 @@ def test_tokens_of_each_engine_are_those_of_the_whole_model_alone(
 
     def run(rank: int) -> None:
         """Answer another part of the requests than other ranks, guided and free."""
-        with guided_engine(models[rank], with_drafts(num_drafts, row_timeout_ms=2000.0)) as (engine, _):
+        with guided_engine(models[rank], with_drafts(num_drafts, row_timeout_ms=UNHURRIED_MS)) as (engine, _):
             found[rank] = answer_all(engine, [make() for make in (*FREE, *GUIDED)[rank:]])
             accepted[rank] = engine.stats().accepted_draft_tokens
             over.wait(60)
@@ -196,13 +200,13 @@ def test_a_rank_that_is_gone_ends_the_group_with_one_line(folder: Path, tmp_path
         failed: list[Exception] = []
         over = threading.Event()
         first.watch(lambda error: (failed.append(error), over.set()))  # type: ignore[func-returns-value]
-        begun = submit(first, [ask(tokens(9, 5), max_tokens=200, ignore_eos=True)])[0]
-        until_false(lambda: not begun.tokens)
-        begun_s = time.monotonic()
-        for peer in peers_of(second.model)._peers:
-            peer.met.socket.shutdown(2)
-        assert over.wait(5)
-        assert time.monotonic() - begun_s < 5
+        begun = ask(tokens(9, 5), max_tokens=200, ignore_eos=True)
+        hold = Hold(first, lambda: bool(begun.tokens))
+        submit(first, [begun])
+        with hold.reached():
+            for peer in peers_of(second.model)._peers:
+                peer.met.socket.shutdown(2)
+        assert over.wait(30)
         assert str(failed[0]).startswith("rank 1 of 2 (process ")
         assert str(failed[0]).endswith(") has ended")
         assert isinstance(begun.wait().error, InternalError)
