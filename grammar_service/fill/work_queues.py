@@ -267,7 +267,8 @@ class WorkQueues:
                     self._called.notify()
             return
         with self.lock:
-            if self._watch.locked():
+            # Tasks that came since this thread looked were announced before it listens.
+            if self._watch.locked() and not self._todo:
                 self._called.wait(self.idle_wait_s)
 
     def _watch_leader(self, me: threading.Thread) -> None:

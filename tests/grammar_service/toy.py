@@ -14,6 +14,7 @@ import numpy as np
 
 from grammar_service.backends.backend import Filled, MatcherFailed, Rows
 from shared_mem.chains import SpecialWords
+from shared_mem.channel import GrammarEnd
 
 STOP = 9
 VOCAB = 70
@@ -72,6 +73,15 @@ class ToyMatcher:
         if len(self.taken) in self.fail_at:
             raise MatcherFailed("limit")
         rows.words[index] = row_of(self.legal(), rows.words.shape[1])
+
+
+class Watched(GrammarEnd):
+    """Finds the leader overdue, by the deadline of its worker, only while `hurries` is set."""
+
+    hurries = True
+
+    def overdue(self, limit_ns: int, timeout_s: float) -> bool:
+        return super().overdue(limit_ns if self.hurries else 3600 * 10**9, timeout_s)
 
 
 class ToyFiller:

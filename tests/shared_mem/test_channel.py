@@ -21,7 +21,7 @@ from shared_mem.native import load32
 from shared_mem.segment import Segment
 
 Ends = tuple[EngineEnd, GrammarEnd]
-Background = Callable[[Callable[[], None]], threading.Thread]
+Background = Callable[[Callable[[], object]], threading.Thread]
 LONG_S = 30.0
 """A time limit in seconds that only a failing test reaches."""
 
@@ -46,7 +46,7 @@ def wait_for_word(segment: Segment, word: Word) -> None:
 def background() -> Iterator[Background]:
     threads: list[threading.Thread] = []
 
-    def start(body: Callable[[], None]) -> threading.Thread:
+    def start(body: Callable[[], object]) -> threading.Thread:
         threads.append(threading.Thread(target=body))
         threads[-1].start()
         return threads[-1]
@@ -335,34 +335,37 @@ def test_rows_of_a_late_answer_are_added_one_by_one(ends: Ends) -> None:
     assert engine.await_rows(newer, [1], [4], timeout_s=LONG_S).num_late == 0
 
 
-def test_another_thread_can_read_how_long_the_worker_is_busy(ends: Ends) -> None:
+def test_another_thread_can_read_how_long_the_worker_is_busy(
+    ends: Ends, segment: Segment, background: Background
+) -> None:
     engine, grammar = ends
     limit_ns = 2_000_000
     assert not grammar.overdue(limit_ns, 0.01)  # the worker has not begun
     engine.post([0], [1], [0], [0], [0], [[0]])
     assert grammar.wait(0, LONG_S, 0) == 1
     assert grammar.overdue(limit_ns, LONG_S)
-    grammar.take_over()
     begun = time.monotonic_ns()
+    grammar.take_over()
     assert grammar.overdue(limit_ns, LONG_S)
     assert time.monotonic_ns() - begun > limit_ns / 2
     assert grammar.wait(1, 0.0, 0) == 1  # the wait returned, so the worker counts as busy from here on
-    waiting = threading.Thread(target=grammar.wait, args=(1, 0.3, 0))
-    waiting.start()
-    time.sleep(0.02)
+    waiting = background(lambda: grammar.wait(1, LONG_S, 0))
+    wait_for_word(segment, Word.GRAMMAR_PARKED)
     assert not grammar.overdue(limit_ns, 0.02)
     an_hour_ns = 3_600_000_000_000
     assert not grammar.overdue(an_hour_ns, 0.01), "the call returns at its timeout"
+    post_one(engine)
     waiting.join()
 
 
-def test_the_watch_of_an_idle_engine_rarely_wakes(ends: Ends) -> None:
+def test_the_watch_of_an_idle_engine_rarely_wakes(ends: Ends, segment: Segment) -> None:
     """The age of the last post outlives a call, so that calls of 50 ms see 100 ms without one."""
     engine, grammar = ends
     limit_ns = 1_000_000
     seq = engine.post([0], [1], [0], [0], [0], [[0]])
-    leader = threading.Thread(target=grammar.wait, args=(seq, 1.5, 0))
+    leader = threading.Thread(target=grammar.wait, args=(seq, LONG_S, 0))
     leader.start()
+    wait_for_word(segment, Word.GRAMMAR_PARKED)
 
     def wakes() -> int:
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw

@@ -1,5 +1,6 @@
-"""A compile worker whose behaviour is in the grammar's text: sleep, crash, refuse, pause, forget (an
-allocation fails), starve (killed by the system); anything else is echoed."""
+"""A compile worker whose behaviour is in the grammar's text: sleep, crash, refuse, pause, begin PATH (makes the file
+and sleeps), hold PATH (until the file is there), forget (an allocation fails), starve (killed by the system); anything
+else is echoed."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import signal
 import struct
 import sys
 import time
+from pathlib import Path
 
 from grammar_service.compile.worker import pack, unpack
 
@@ -41,6 +43,12 @@ def main() -> None:
             continue
         if "pause" in text:
             time.sleep(0.1)
+        if "begin" in text:
+            Path(text.rpartition(" ")[2]).touch()
+            time.sleep(600)
+        if "hold" in text:
+            while not Path(text.rpartition(" ")[2]).exists():
+                time.sleep(0.001)
         if "forget" in text:
             print("memory allocation of 99 bytes failed", file=sys.stderr, flush=True)
             os.abort()

@@ -99,6 +99,8 @@ async def test_a_failed_grammar_is_compiled_again(vocabulary: Vocabulary) -> Non
             with pytest.raises(LimitExceeded, match="compile_timeout_s"):
                 await made.compile(Kind.REGEX, "sleep", ANY, "llguidance")
             assert made.limited == attempt
+        assert made.stats()["cached_grammars"] == 0
+    async with compiler(vocabulary, PRETEND) as made:
         with pytest.raises(InvalidGrammar):
             await made.compile(Kind.REGEX, "refuse", ANY, "llguidance")
         assert made.rejected == 1
@@ -223,14 +225,17 @@ async def test_a_compilation_without_a_waiter_is_killed(vocabulary: Vocabulary) 
         assert (await made._pool("llguidance").compile(parse(Kind.REGEX, "next", ANY))).data.endswith(b" next")
 
 
-async def test_an_accepted_caller_promotes_the_compilation_that_it_joins(vocabulary: Vocabulary) -> None:
+async def test_an_accepted_caller_promotes_the_compilation_that_it_joins(
+    vocabulary: Vocabulary, tmp_path: Path
+) -> None:
     async with compiler(vocabulary, PRETEND, compile_queue=2) as made:
         order: list[str] = []
 
         async def ask(text: str, *, accepted: bool = False) -> None:
+            source = f"{text} hold {tmp_path / 'go_on'}"
             # What the pretended worker compiles no library loads: each had its turn.
             with pytest.raises(InternalError):
-                await made.compile(Kind.REGEX, text, ANY, "llguidance", accepted=accepted)
+                await made.compile(Kind.REGEX, source, ANY, "llguidance", accepted=accepted)
             order.append(text)
 
         def waiting() -> int:
@@ -245,6 +250,7 @@ async def test_an_accepted_caller_promotes_the_compilation_that_it_joins(vocabul
         calls += [asyncio.create_task(ask(f"pause {number}", accepted=True)) for number in (3, 4, 1)]
         await eventually(lambda: "accepted=2 others=1" in repr(made._pool("llguidance")._compile_queue))
         assert "running=4 " in repr(made), "equal ones share one compilation, accepted or not"
+        (tmp_path / "go_on").touch()
         await asyncio.gather(*calls)
         assert order == ["pause 1", "pause 1", "pause 3", "pause 3", "pause 4", "pause 2"]
         assert not made._accepted

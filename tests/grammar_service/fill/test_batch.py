@@ -206,6 +206,8 @@ def test_a_batch_gives_the_rows_of_single_records(library: Library, sides: tuple
             assert one == other, told
             seen.update(one[0])
             lane.take(one[0], one[2])
+    for side in sides:
+        assert side.worker.stop(PATIENCE_S)  # records are counted behind the publication
     batched, alone = (side.worker.stats() for side in sides)
     assert alone["batched_records"] == 0
     assert batched["batched_records"] > STEPS

@@ -15,10 +15,11 @@ from grammar_service.backends.backend import Filled, MatcherFailed, Rows
 from grammar_service.fill.batch import PROPOSALS_PER_LOOK
 from grammar_service.fill.matchers import SlotMatcher
 from grammar_service.fill.worker import Worker
+from shared_mem.batch import BatchArrays
 from shared_mem.channel import AwaitResult, EngineEnd, GrammarEnd
 from shared_mem.layout import Layout, RowKind, Stage, node
 from shared_mem.segment import Segment
-from tests.grammar_service.toy import VOCAB, ToyFiller, ToyMatcher, tokens_in
+from tests.grammar_service.toy import VOCAB, ToyFiller, ToyMatcher, Watched, tokens_in
 
 TEXTS = [(1, 2, 3, 4), (1, 2, 5), (1, 6, 7, 8), (2,)]
 MANY = 64
@@ -46,19 +47,32 @@ def segment() -> Iterator[Segment]:
 
 @pytest.fixture
 def worker(segment: Segment) -> Iterator[Worker]:
-    worker = Worker(GrammarEnd(Segment.attach(os.dup(segment.fileno()))))
+    """A worker whose answers are late only while `may_be_late` says so."""
+    end = Watched(Segment.attach(os.dup(segment.fileno())))
+    end.hurries = False
+    worker = Worker(end)
     worker.start()
     yield worker
     assert worker.stop(PATIENCE_S)
 
 
-def step(engine: EngineEnd, slots: int, at: int, committed: list[int], drafts: list[int]) -> tuple[int, AwaitResult]:
+def may_be_late(worker: Worker) -> None:
+    """Find the leader overdue from here on, by the deadline of the worker."""
+    worker._channel.hurries = True  # type: ignore[attr-defined]
+
+
+def post(engine: EngineEnd, slots: int, at: int, committed: list[int], drafts: list[int]) -> tuple[int, BatchArrays]:
     """Post the same record for each of the first slots."""
     arrays = engine.batch_arrays(slots)
     arrays.slots[:], arrays.slot_gens[:], arrays.commit_pos[:] = range(slots), 1, at
     arrays.n_commit[:], arrays.n_draft[:] = len(committed), len(drafts)
     arrays.tokens[:, : len(committed) + len(drafts)] = committed + drafts
-    seq = engine.post_batch(arrays)
+    return engine.post_batch(arrays), arrays
+
+
+def step(engine: EngineEnd, slots: int, at: int, committed: list[int], drafts: list[int]) -> tuple[int, AwaitResult]:
+    """Post the same record for each of the first slots, and wait for the answers."""
+    seq, arrays = post(engine, slots, at, committed, drafts)
     return seq, engine.await_batch(arrays, seq, timeout_s=PATIENCE_S)
 
 
@@ -71,6 +85,7 @@ def whole(engine: EngineEnd, seq: int, slots: list[int]) -> list[list[int]]:
 
 def test_many_quick_slots_are_not_late(segment: Segment, worker: Worker) -> None:
     engine, filler = EngineEnd(segment), ToyFiller()
+    may_be_late(worker)
     for slot in range(MANY):
         worker.bind(slot, SlotMatcher.bind(1, lambda: Member(filler), []))
     step(engine, MANY, 0, [1], [2])
@@ -90,10 +105,11 @@ def test_many_quick_slots_are_not_late(segment: Segment, worker: Worker) -> None
 
 
 def test_a_slot_that_hangs_in_a_batch_holds_the_others_only_briefly(segment: Segment, worker: Worker) -> None:
-    engine, filler, gate = EngineEnd(segment), ToyFiller(), threading.Event()
+    engine, filler, gate, hanging = EngineEnd(segment), ToyFiller(), threading.Event(), threading.Event()
 
     def hangs(matcher: ToyMatcher) -> None:
         if len(matcher.taken) == 2:
+            hanging.set()
             assert gate.wait(10 * PATIENCE_S)
 
     for slot in range(8):
@@ -103,7 +119,10 @@ def test_a_slot_that_hangs_in_a_batch_holds_the_others_only_briefly(segment: Seg
     seq, _ = step(engine, 8, 0, [1], [])
     assert {tuple(row) for row in whole(engine, seq, list(range(8)))} == {(RowKind.APPLY, RowKind.DEFER, RowKind.DEFER)}
     try:
-        seq, result = step(engine, 8, 1, [2], [3])
+        seq, arrays = post(engine, 8, 1, [2], [3])
+        assert hanging.wait(PATIENCE_S)
+        may_be_late(worker)
+        result = engine.await_batch(arrays, seq, timeout_s=PATIENCE_S)
         assert filler.fills == 1
         assert result.kinds[3].tolist() == [RowKind.DEFER] * 3
         assert whole(engine, seq, others) == [[RowKind.APPLY, RowKind.FORCED, RowKind.DEFER]] * 7
@@ -120,10 +139,12 @@ def test_a_slot_that_hangs_in_a_batch_holds_the_others_only_briefly(segment: Seg
 
 def test_a_thread_that_returns_to_an_abandoned_batch_moves_no_matcher_in_use(segment: Segment, worker: Worker) -> None:
     engine, gate, held, back = EngineEnd(segment), threading.Event(), threading.Lock(), threading.Event()
+    holds = threading.Event()
 
     class Slow(ToyFiller):
         def accept(self, matcher: Any, tokens: Sequence[int]) -> int:
             if matcher.number == 3 and list(tokens) == [2] and held.acquire(blocking=False):
+                holds.set()
                 assert gate.wait(10 * PATIENCE_S)
             return super().accept(matcher, tokens)
 
@@ -152,7 +173,9 @@ def test_a_thread_that_returns_to_an_abandoned_batch_moves_no_matcher_in_use(seg
     try:
         # The batch is abandoned while its thread moves matchers; the slots continue with new ones.
         for at, token in ((1, 2), (2, 3)):
-            seq, _ = step(engine, 8, at, [token], [])
+            seq, _ = post(engine, 8, at, [token], [])
+            assert holds.wait(PATIENCE_S)
+            may_be_late(worker)
             expected = RowKind.APPLY if token == 2 else RowKind.FORCED
             assert whole(engine, seq, slots) == [[expected, RowKind.DEFER, RowKind.DEFER]] * 8
     finally:
@@ -187,10 +210,12 @@ def test_a_library_error_in_a_batch_ends_one_request_at_most(
 def test_a_batch_that_hangs_ends_the_worker(segment: Segment) -> None:
     engine, filler, gate = EngineEnd(segment), ToyFiller(), threading.Event()
     worker = Worker(GrammarEnd(Segment.attach(os.dup(segment.fileno()))))
-    worker.hang_s = 0.5
+    worker.hang_s = 10 * PATIENCE_S
+    hanging = threading.Event()
 
     def hangs(matcher: ToyMatcher) -> None:
         if len(matcher.taken) == 2:
+            hanging.set()
             assert gate.wait(10 * PATIENCE_S)
 
     worker.start()
@@ -199,7 +224,9 @@ def test_a_batch_that_hangs_ends_the_worker(segment: Segment) -> None:
             breaks = {"breaks": hangs} if slot == 3 else {}
             worker.bind(slot, SlotMatcher.bind(1, lambda breaks=breaks: Member(filler, **breaks), []))
         whole(engine, step(engine, 8, 0, [1], [])[0], list(range(8)))
-        step(engine, 8, 1, [2], [])
+        post(engine, 8, 1, [2], [])
+        assert hanging.wait(PATIENCE_S)
+        worker.hang_s = 0.5
         _until(lambda: not worker.alive)
         assert "a mask computation runs for" in str(worker.error)
     finally:
@@ -262,9 +289,9 @@ def test_proposals_of_a_batch_are_dropped_when_a_newer_record_arrives(segment: S
     finally:
         gate.set()
     assert whole(engine, seq, [0]) == [[RowKind.FORCED, RowKind.DEFER, RowKind.DEFER]]
-    # Two threads may have begun a batch each; on a busy machine a third one begins again what seems to hang.
-    assert len(asked) <= 3 * PROPOSALS_PER_LOOK
-    assert worker.stats()["dropped_proposals"] >= MANY // 2
+    # Two threads may have begun a batch each.
+    assert len(asked) <= 2 * PROPOSALS_PER_LOOK
+    _until(lambda: worker.stats()["dropped_proposals"] >= MANY // 2)
     # Every proposal has an answer, so that no wait of the engine lasts until its deadline.
     slots = list(range(1, MANY))
     assert engine.await_rows(stale, slots, [1] * len(slots), timeout_s=PATIENCE_S).num_missing == 0
