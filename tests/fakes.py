@@ -177,8 +177,6 @@ class FakeEngine:
         self.page_events: PageEvents | None = None
         self.generated_tokens = 0
         self.iterations = IterationRing(8)
-        self.pause_s = 0.0
-        """Before each event, so that a client sees them one by one."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fake engine", daemon=True)
         self._thread.start()
@@ -202,7 +200,6 @@ class FakeEngine:
         """Send `event` from the engine thread, unless the request was dropped."""
 
         def send() -> None:
-            time.sleep(self.pause_s)
             if request not in self.dropped:
                 request.sink(event)
 
@@ -215,7 +212,7 @@ class FakeEngine:
         """
         sent = threading.Event()
         self._work.put(sent.set)
-        assert sent.wait(10), "the fake engine's thread stands still"
+        assert sent.wait(60), "the fake engine's thread stands still"
 
     def abort(self, request_id: str) -> bool:
         found = [request for request in self.submitted if request.request_id == request_id]

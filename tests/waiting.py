@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-async def eventually(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Return when `condition()` is true. Raises TimeoutError after `timeout_s`; only a failing test waits that long."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - there is no event in this process to wait for

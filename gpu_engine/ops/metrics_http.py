@@ -53,6 +53,9 @@ class GrammarSource(Protocol):
 class BothProcesses(Collector):
     """The families of `registry` and of the grammar process, merged by name. Constructed on the event loop."""
 
+    timeout_s: float = SIDECAR_TIMEOUT_S
+    """The grammar process may take so long to answer."""
+
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         """The engine's own metrics are registered here."""
@@ -76,9 +79,9 @@ class BothProcesses(Collector):
         return families.values()
 
     def _ask(self, grammar: GrammarSource) -> bytes | None:
-        asking = asyncio.run_coroutine_threadsafe(grammar.metrics(SIDECAR_TIMEOUT_S), self._loop)
+        asking = asyncio.run_coroutine_threadsafe(grammar.metrics(self.timeout_s), self._loop)
         try:
-            return asking.result(2 * SIDECAR_TIMEOUT_S)  # more than the call has: the event loop may be busy
+            return asking.result(2 * self.timeout_s)  # more than the call has: the event loop may be busy
         except (TimeoutError, concurrent.futures.CancelledError):
             asking.cancel()
             return None

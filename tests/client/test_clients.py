@@ -239,7 +239,7 @@ def test_leaving_a_stream_cancels_its_call(client: Client, server: Scripted) -> 
     with client.stream_generate("x") as stream:
         assert next(stream).text == "a"
         assert not ended.is_set()
-    assert ended.wait(10)
+    assert ended.wait(60)
 
 
 async def test_leaving_an_asynchronous_stream_cancels_its_call(address: str, server: Scripted) -> None:
@@ -255,7 +255,7 @@ async def test_leaving_an_asynchronous_stream_cancels_its_call(address: str, ser
     async with AsyncClient(address) as client, client.stream_generate("x") as stream:
         async for _ in stream:
             break
-    assert ended.wait(10)
+    assert ended.wait(60)
 
 
 def test_no_server_is_unavailable(tmp_path: Any) -> None:

@@ -120,12 +120,19 @@ async def test_without_streaming_a_request_has_one_response(kind: Any, tmp_path:
 
 @pytest.mark.parametrize("has_all", [False, True], ids=["new tokens", "all tokens"])
 async def test_with_streaming_results_come_as_tokens_do(kind: Any, tmp_path: Path, has_all: bool) -> None:
-    async with executing(kind, tmp_path, spoken) as executor:
-        executor.setup.engine.pause_s = 0.01
+    async with executing(kind, tmp_path) as executor:
+        engine = executor.setup.engine
         request_id = await executor.enqueue(
             streaming=True, return_all_generated_tokens=has_all, output_config=OutputConfig(log_probs=0)
         )
-        results = [response.result for response in await executor.until_final(request_id)]
+        await eventually(lambda: engine.submitted)
+        (submitted,) = engine.submitted
+        first, *others = spoken(submitted)
+        engine.emit(submitted, first)
+        found = await executor.responses(request_id)
+        for event in others:
+            engine.emit(submitted, event)
+        results = [response.result for response in [*found, *await executor.until_final(request_id)]]
     assert len(results) > 1
     assert [result.is_final for result in results] == [False] * (len(results) - 1) + [True]
     assert [result.is_sequence_final for result in results] == [result.is_final for result in results]
@@ -163,7 +170,6 @@ async def test_sequences_end_one_by_one_and_the_request_with_the_last(
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_the_input_may_be_a_part_of_the_output(kind: Any, tmp_path: Path, streaming: bool) -> None:
     async with executing(kind, tmp_path, spoken) as executor:
-        executor.setup.engine.pause_s = 0.005
         request_id = await executor.enqueue(
             streaming=streaming,
             num_return_sequences=2,

@@ -283,6 +283,7 @@ async def test_a_client_that_does_not_read_stops_its_own_requests_alone(tmp_path
         task = asyncio.create_task(open_calls.run(actions(), context))
         await eventually(lambda: len(s.engine.submitted) == LIMIT)
         assert (await answer(s.client, ask("other")))[-1].finish_reason == pb.FINISH_REASON_STOP
+        await eventually(lambda: len(asked) > LIMIT)
         assert len(asked) == LIMIT + 1, "the reader waits until the client has taken the refusal"
         assert len(s.engine.submitted) == LIMIT + 1
         context.reads.set()

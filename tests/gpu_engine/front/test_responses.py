@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,12 +14,13 @@ from gpu_engine.api.errors import GrammarUnavailable
 from gpu_engine.api.request import FinishReason, Logprobs, Request, TokenEvent
 from protos.engine.v1 import engine_pb2 as pb
 from tests.fakes import EOS, answers_with
-from tests.gpu_engine.front.serving import answer, ask, serving
+from tests.gpu_engine.front.serving import Setup, answer, ask, serving
 from tests.gpu_engine.front.test_servicer import prompt_scores, refusal
+from tests.waiting import eventually
 
 THINKS = "<think>a b</think>c d"
-PAUSE_S = 0.003
-"""Between two tokens: long enough for a response of its own."""
+GROUPS = ("<think>a", " b", "</think>c", " d", "")
+"""THINKS in groups of tokens, each of which has a response of its own; the last one is the stop token."""
 EVERYTHING: dict[str, Any] = {
     "reasoning": pb.Reasoning(begin="<think>", end="</think>"),
     "sampling": pb.SamplingParams(n=2, logprobs=1, stop=["zz"]),
@@ -38,6 +40,28 @@ def script(request: Request) -> Iterable[TokenEvent]:
             token if token == EOS else None,
             prompt_logprobs=None if wanted is None else prompt_scores(len(request.prompt_ids) - 1, wanted),
         )
+
+
+async def stepwise(s: Setup, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """Return the responses of a request whose engine sends a group when the response of the one before has come."""
+    responses: list[pb.GenerateResponse] = []
+
+    async def read() -> None:
+        async for response in s.client.generate(request, timeout_s=60):
+            responses.append(response)
+
+    s.engine.script, before = None, len(s.engine.submitted)
+    reading = asyncio.create_task(read())
+    await eventually(lambda: len(s.engine.submitted) == before + 2)
+    for submitted in s.engine.submitted[before:]:
+        events = iter([*script(submitted)])
+        for group in GROUPS:
+            count = len(responses)
+            for event in itertools.islice(events, len(group) or 1):
+                s.engine.emit(submitted, event)
+            await eventually(lambda: len(responses) > count)  # noqa: B023 - ends before it changes
+    await reading
+    return responses
 
 
 def joined(responses: list[pb.GenerateResponse], index: int) -> pb.GenerateResponse:
@@ -70,9 +94,9 @@ def asking(**options: Any) -> pb.GenerateRequest:
 async def test_a_whole_response_has_all_that_the_deltas_of_its_sequence_have(
     tmp_path: Path, more: dict[str, bool]
 ) -> None:
-    async with serving(tmp_path, script) as s:
-        s.engine.pause_s = PAUSE_S
-        deltas = await answer(s.client, asking(**more))
+    async with serving(tmp_path) as s:
+        deltas = await stepwise(s, asking(**more))
+        s.engine.script = script
         whole = await answer(s.client, asking(whole=True, **more))
     assert len(deltas) > 4
     assert sorted(response.index for response in whole) == [0, 1]
@@ -84,10 +108,9 @@ async def test_a_whole_response_has_all_that_the_deltas_of_its_sequence_have(
 
 @pytest.mark.parametrize("more", [{}, {"omit_text": True}, {"omit_token_ids": True}], ids=["all", "no text", "no ids"])
 async def test_each_cumulative_response_has_the_answer_so_far(tmp_path: Path, more: dict[str, bool]) -> None:
-    async with serving(tmp_path, script) as s:
-        s.engine.pause_s = PAUSE_S
-        deltas = await answer(s.client, asking(**more))
-        cumulative = await answer(s.client, asking(cumulative=True, **more))
+    async with serving(tmp_path) as s:
+        deltas = await stepwise(s, asking(**more))
+        cumulative = await stepwise(s, asking(cumulative=True, **more))
     for index in range(2):
         mine = [response for response in cumulative if response.index == index]
         assert len(mine) > 2

@@ -33,6 +33,7 @@ from gpu_engine.server import Parts, open_server
 from protos.engine.v1 import engine_pb2 as pb
 from tests import metrics_table
 from tests.fakes import FakeAdapters, FakeEngine, FakeModel, Script, answers_with
+from tests.waiting import eventually
 
 ENGINE = EngineConfig(max_model_len=256, num_draft_tokens=3)
 Scrape = Mapping[tuple[str, ...], float]
@@ -88,6 +89,8 @@ async def test_a_scrape_has_both_processes_or_reports_that_one_does_not_answer(g
     both = BothProcesses()
     Counter("lockstep_things", "Of the engine", registry=both.registry).inc(3)
     both.attach(grammar)
+    if up:
+        both.timeout_s = 60.0
     server = MetricsServer("127.0.0.1:0", both)
     try:
         seen = await scrape(server.address)
@@ -217,7 +220,9 @@ async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_o
         assert sidecar is not None
         with pytest.raises(grpc.aio.AioRpcError):
             await anext(client.generate(pb.GenerateRequest(text="hi", grammar=pb.Grammar(regex="("))))
-        seen = await scrape(address)
+        async with asyncio.timeout(60):
+            while not (seen := await scrape(address))["grammar_up", "engine"]:  # noqa: ASYNC110 - late, it is left out
+                await asyncio.sleep(0.05)
         assert (seen["grammar_up", "engine"], seen["grammar_engine_attached", "sidecar"]) == (1, 1)
         # The engine warms the grammar process up with one grammar.
         assert seen["grammar_cache_misses_total", "llguidance", "regex", "sidecar"] == 1
@@ -238,8 +243,12 @@ async def test_both_real_processes_are_in_one_scrape_and_a_stopped_one_is_left_o
         assert away["grammar_up", "engine"] == 0
         assert not [name for name in away if "sidecar" in name]
         assert away["requests_total", "engine", "INVALID_ARGUMENT"] == 1
-        lines = [json.loads(line.getMessage()) for line in caplog.records if line.name == "grammar_service"]
-        assert {line["logger"] for line in lines} >= {"grammar_service.server", "grammar_service.servicer"}
+
+        def loggers() -> set[str]:
+            lines = [json.loads(line.getMessage()) for line in caplog.records if line.name == "grammar_service"]
+            return {line["logger"] for line in lines}
+
+        await eventually(lambda: loggers() >= {"grammar_service.server", "grammar_service.servicer"})
 
 
 def test_the_page_lists_every_metric(root: Path) -> None:

@@ -201,6 +201,7 @@ async def test_after_one_that_was_of_use_the_next_is_started_at_once(caplog: pyt
 
 async def test_one_that_served_and_was_ended_from_outside_is_followed_at_once(caplog: pytest.LogCaptureFixture) -> None:
     sidecar = Sidecar(SLEEPS, lambda reason: None)
+    sidecar.healthy_s = 3600.0
     task = asyncio.create_task(sidecar.run())
     for start, number in enumerate((signal.SIGSEGV, signal.SIGSEGV, signal.SIGKILL, signal.SIGKILL), start=1):
         await eventually(lambda start=start: sidecar.starts == start and sidecar.pid)  # type: ignore[misc]
