@@ -35,14 +35,14 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
     """Answers a prompt by its text: `hang`, `flood`, `slow`, `late error`, `lost`, the name of a status, or else
     "yes"."""
 
-    def __init__(self, names: tuple[str, ...] = ("fake",)) -> None:
+    def __init__(self, names: tuple[str, ...] = ("fake",), losses: list[str] | None = None) -> None:
         self.names = names
+        self.losses = [] if losses is None else losses
+        """For each entry one answer to `lost` ends as if its engine was killed. Engines may share the list."""
         self.adapters: dict[str, pb.Adapter] = {}
         """By name; it lists them, and refuses a request for another one."""
         self.refused = ""
         """An adapter that it has, and whose requests it refuses."""
-        self.losing = False
-        """It ends the answers to `lost` as an engine does that is killed."""
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
         self.running = 0
@@ -77,7 +77,8 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             self.sent += 1
         if word == "late error":
             await context.abort(grpc.StatusCode.INTERNAL, "a defect")
-        if word == "lost" and self.losing:
+        if word == "lost" and self.losses:
+            self.losses.pop()
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         if word == "slow":
             await asyncio.sleep(1.0)
@@ -203,3 +204,14 @@ def _chunks(data: bytes) -> list[bytes]:
 async def chat(address: str, content: str = "x", **fields: Any) -> Answer:
     """Ask for a chat answer."""
     return await request(address, "/v1/chat/completions", ask(content, **fields))
+
+
+async def all_serve(address: str, count: int) -> None:
+    """Wait until the gateway knows that so many engines serve; on a busy machine it answers before."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            metrics = (await request(address, "/metrics")).body.decode()
+            ups = [line for line in metrics.splitlines() if line.startswith("lockstep_gateway_engine_up{")]
+            if sum(line.endswith(" 1.0") for line in ups) >= count:
+                return
+            await asyncio.sleep(0.02)
