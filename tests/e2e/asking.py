@@ -61,6 +61,13 @@ async def steps_after(client: Client, count: int) -> None:
         stats = await client.stats()
 
 
+async def started_again(client: Client, starts: int) -> None:
+    """Wait until so many grammar processes have been started: the server may not have noticed a death yet."""
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        while (await client.stats()).grammar_starts < starts:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.05)
+
+
 async def idle_stats(client: Client, timeout_s: float = 120.0) -> pb.GetStatsResponse:
     """Return the counters when no resource is held and the grammar process is ready, or after `timeout_s`."""
     stats = await client.stats()

@@ -24,7 +24,7 @@ from gpu_engine.cli.client import Client
 from lockstep_client import AsyncExecutor
 from protos.engine.v1 import engine_pb2 as pb
 from tests.docs.pages import ROOT
-from tests.e2e.asking import ANSWER_TIMEOUT_S, answer, idle_stats, steps_after
+from tests.e2e.asking import ANSWER_TIMEOUT_S, answer, idle_stats, started_again, steps_after
 from tests.e2e.conftest import RunningServer
 from tests.gpu_engine import tiny
 from tests.gpu_engine.adapters.files import save_lora, save_prompt
@@ -113,6 +113,7 @@ async def test_kills_preemption_and_cancels_change_no_token_and_leak_nothing(sma
             for task in cancelled:
                 with pytest.raises((asyncio.CancelledError, grpc.RpcError)):
                     await task
+            await started_again(client, before.grammar_starts + 1)
             after = await idle_stats(client)
             assert (after.running, after.waiting, after.pages_used, after.matchers) == (0, 0, 0, 0)
             assert await users(client) == [0, 0, 0]

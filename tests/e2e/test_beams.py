@@ -16,7 +16,7 @@ import pytest
 from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from tests.docs.pages import ROOT
-from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats, steps_after
+from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats, started_again, steps_after
 from tests.e2e.conftest import RunningServer
 
 pytestmark = pytest.mark.model
@@ -73,6 +73,7 @@ async def test_every_guided_beam_is_valid_and_survives_a_kill(server: RunningSer
         await steps_after(client, before.steps + 6)
         os.kill(server.grammar_process().pid, signal.SIGKILL)
         again = await asked
+        await started_again(client, before.grammar_starts + 1)
         after = await idle_stats(client)
     texts = [text for text, _ in found(guided)]
     for text in texts:

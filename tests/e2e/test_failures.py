@@ -19,7 +19,7 @@ from gpu_engine.cli.client import Client
 from gpu_engine.ops.core_split import CoreSplit
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.cores import usable_cores
-from tests.e2e.asking import ANSWER_TIMEOUT_S, chat, idle_stats
+from tests.e2e.asking import ANSWER_TIMEOUT_S, chat, idle_stats, started_again
 from tests.e2e.conftest import RunningServer
 
 pytestmark = pytest.mark.model
@@ -130,6 +130,7 @@ async def test_every_request_ends_with_the_tokens_of_an_undisturbed_run(
         wanted = await asyncio.gather(*(ends(client, request) for request in requests()))
         before = await idle_stats(client)
         got = await disturbed(client, lambda: trouble(server))
+        await started_again(client, before.grammar_starts + restarts)
         after = await idle_stats(client)
     assert [(tokens, finish) for tokens, finish, _ in got] == [(tokens, finish) for tokens, finish, _ in wanted]
     assert after.grammar_starts - before.grammar_starts == restarts

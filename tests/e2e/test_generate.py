@@ -17,7 +17,7 @@ import pytest
 
 from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
-from tests.e2e.asking import ANSWER_TIMEOUT_S, Answer, answer, answers, chat, idle_stats
+from tests.e2e.asking import ANSWER_TIMEOUT_S, Answer, answer, answers, chat, idle_stats, started_again
 from tests.e2e.conftest import RunningServer
 
 pytestmark = pytest.mark.model
@@ -211,6 +211,7 @@ async def test_a_guided_answer_survives_the_death_of_the_grammar_process(server:
             if not killed and len(token_ids) > 5:
                 os.kill(server.grammar_process().pid, signal.SIGKILL)
                 killed = True
+        await started_again(client, starts + 1)
         stats = await idle_stats(client)
     assert killed
     assert last.finish_reason == pb.FINISH_REASON_STOP

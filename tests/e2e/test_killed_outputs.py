@@ -25,7 +25,7 @@ from benchmarks.harness.server import EngineServer, ServerOptions
 from gpu_engine.cli.client import Client
 from protos.engine.v1 import engine_pb2 as pb
 from protos.engine.v1 import engine_pb2_grpc
-from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats
+from tests.e2e.asking import ANSWER_TIMEOUT_S, idle_stats, started_again
 from tests.e2e.conftest import RunningServer
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -176,6 +176,7 @@ async def test_a_kill_changes_no_token_and_no_row(small: RunningServer) -> None:
         runs = {}
         for drafts in (0, 3, 7):
             runs[drafts] = await all_at_once(client, f"killed {drafts}", drafts, kill)
+            await started_again(client, before.grammar_starts + len(runs))
             assert_idle(await idle_stats(client, 120.0))
         assert await preempted(small.address) > 0
         after = await idle_stats(client)
@@ -210,6 +211,7 @@ async def test_cancelled_and_killed_requests_leave_nothing(small: RunningServer)
         for task in tasks[1::2]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await started_again(client, before.grammar_starts + 1)
         after = await idle_stats(client, 120.0)
         assert_idle(after)
         assert after.grammar_starts == before.grammar_starts + 1

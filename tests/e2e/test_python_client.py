@@ -96,7 +96,8 @@ def test_tokens_there_and_back(client: Client) -> None:
 
 
 async def test_an_answer_is_aborted_by_its_id(server: RunningServer) -> None:
-    async with AsyncClient(server.address) as client, client.stream_generate("One, ", request_id="long-one") as stream:
+    endless = {"request_id": "long-one", "ignore_eos": True, "max_tokens": 400}
+    async with AsyncClient(server.address) as client, client.stream_generate("One, ", **endless) as stream:
         async for _ in stream:
             assert await client.abort("long-one")
             break
