@@ -17,6 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples in each run, and no deadline that a busy machine misses. --hypothesis-profile=default draws others.
+settings.register_profile(
+    "fixed", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("fixed")
 
 if not Path("/dev/nvidiactl").exists():
     # Triton reads this at its first import: without a GPU, kernels run in its interpreter.

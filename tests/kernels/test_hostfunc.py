@@ -71,7 +71,7 @@ class FakeDriver:
         done = threading.Event()
         marker = CALLBACK(lambda _: done.set())
         self._queue.put((ctypes.cast(marker, ctypes.c_void_p).value or 0, 0))
-        assert done.wait(10)
+        assert done.wait(60)
 
     def close(self) -> None:
         self._queue.put(None)
