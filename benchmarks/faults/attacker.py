@@ -14,18 +14,19 @@ import signal
 import sys
 from collections.abc import Callable
 
-from benchmarks.faults.attacks import Attack, Outcomes, Target, flood, hostile
+from benchmarks.faults.attacks import Attack, Outcomes, Target, flood, hostile, tenant
 from service_runtime.parent_death import dying_with_us
 
 _REMOTE: dict[str, Callable[[float], Attack]] = {
     "flood": flood,
     "hostile": hostile,
     "requests": lambda per_second: hostile(per_second, guided=False),
+    "tenant": tenant,
 }
 
 
 def elsewhere(name: str, per_second: float) -> Attack:
-    """Return the attack `name` ("flood", "hostile" or "requests"), to be run by a process of its own."""
+    """Return the attack `name` ("flood", "hostile", "requests" or "tenant"), to be run by a process of its own."""
     assert name in _REMOTE, name
 
     async def attack(target: Target, outcomes: Outcomes) -> None:

@@ -104,6 +104,47 @@ def hostile(per_second: float, *, guided: bool = True) -> Attack:
     return attack
 
 
+FLOODER, BYSTANDER = "a-token-of-the-flooding-tenant", "a-token-of-the-steady-tenant"
+TENANTS = f"""
+[tenants.steady]
+tokens = ["{BYSTANDER}"]
+operator = true
+[tenants.flood]
+tokens = ["{FLOODER}"]
+max_running = 1
+max_waiting = 4
+tokens_per_minute = 600
+max_compilations = 1
+max_waiting_compilations = 2
+"""
+"""The tenants of a server whose one tenant floods: the steady one has the default limits, and reads the statistics."""
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a tenant's calls."""
+    return (("authorization", f"Bearer {token}"),)
+
+
+def tenant(per_second: float) -> Attack:
+    """Return an attack of one tenant: guided requests with a schema each, and schemas to be compiled, in turn."""
+
+    async def attack(target: Target, outcomes: Outcomes) -> None:
+        mine = bearer(FLOODER)
+        async with _open_loop(target, outcomes, per_second) as (stub, launch):
+            number = 0
+            while True:
+                grammar = pb.Grammar(json_schema=distinct_schema(number))
+                if number % 2:
+                    await launch(_compile(stub, pb.CompileRequest(grammar=grammar), outcomes, mine))
+                else:
+                    sampling = pb.SamplingParams(max_tokens=64, temperature=0.0, seed=number)
+                    request = pb.GenerateRequest(text="Answer:", sampling=sampling, grammar=grammar, priority=1000)
+                    await launch(_generate(stub, request, outcomes, mine))
+                number += 1
+
+    return attack
+
+
 def kills(every_s: float) -> Attack:
     """Return an attack that sends SIGKILL to the grammar process."""
 
@@ -234,17 +275,24 @@ async def _open_loop(
         await channel.close(None)
 
 
-async def _compile(stub: engine_pb2_grpc.EngineAsyncStub, request: pb.CompileRequest, outcomes: Outcomes) -> None:
+Metadata = tuple[tuple[str, str], ...]
+
+
+async def _compile(
+    stub: engine_pb2_grpc.EngineAsyncStub, request: pb.CompileRequest, outcomes: Outcomes, metadata: Metadata = ()
+) -> None:
     try:
-        await stub.Compile(request, timeout=60)
+        await stub.Compile(request, timeout=60, metadata=metadata)
         outcomes["OK"] += 1
     except grpc.aio.AioRpcError as error:
         outcomes[error.code().name] += 1
 
 
-async def _generate(stub: engine_pb2_grpc.EngineAsyncStub, request: pb.GenerateRequest, outcomes: Outcomes) -> None:
+async def _generate(
+    stub: engine_pb2_grpc.EngineAsyncStub, request: pb.GenerateRequest, outcomes: Outcomes, metadata: Metadata = ()
+) -> None:
     try:
-        async for _ in stub.Generate(request, timeout=60):
+        async for _ in stub.Generate(request, timeout=60, metadata=metadata):
             pass
         outcomes["OK"] += 1
     except grpc.aio.AioRpcError as error:

@@ -12,12 +12,24 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.faults.attacker import elsewhere
-from benchmarks.faults.attacks import Attack, Outcomes, Target, burners, compilers, kills, under
+from benchmarks.faults.attacks import (
+    BYSTANDER,
+    TENANTS,
+    Attack,
+    Outcomes,
+    Target,
+    bearer,
+    burners,
+    compilers,
+    kills,
+    under,
+)
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.server import EngineServer, ServerFailed, ServerOptions
 from benchmarks.harness.streams import Streams, Window, Windows
@@ -28,6 +40,8 @@ from grammar_service.compile.worker import NICENESS
 
 ALONE = "alone"
 GOAL = 1.2
+WITHIN_PER_S = 0.25
+"""An answer of 64 tokens and its prompt every eight seconds are less than 600 tokens a minute."""
 
 EXAMPLES = """
 what it does:
@@ -44,6 +58,12 @@ what it does:
 examples:
   python -m benchmarks isolation --seconds 30 --plot isolation.png --json isolation.json
   python -m benchmarks isolation --only flood,kills --seconds 10
+  python -m benchmarks isolation --tenants --seconds 30
+
+With --tenants the server has two tenants, whose one has the streams, and the scenarios are:
+    tenant     the other one sends guided requests of the highest priority, and schemas, far above its limits
+    within     the same as often as its limits let them through
+The first compared with the second is what the flood changes, and the second what its limits allow.
 """
 
 
@@ -64,6 +84,8 @@ def tokenizer_of(model: str) -> Path:
 
 def scenarios(args: argparse.Namespace) -> dict[str, Attack]:
     """Return the attacks and controls in the order in which they run."""
+    if args.tenants:
+        return {"tenant": elsewhere("tenant", args.rate), "within": elsewhere("tenant", WITHIN_PER_S)}
     return {
         "flood": elsewhere("flood", args.rate),
         "compilers": compilers(args.burners, args.nice, tokenizer_of(args.model), args.grammar_backend),
@@ -76,7 +98,7 @@ def scenarios(args: argparse.Namespace) -> dict[str, Attack]:
 
 async def measure(target: Target, attacks: dict[str, Attack], args: argparse.Namespace) -> list[Result]:
     """Run alone, attack, alone, attack, ..., alone."""
-    streams = Streams(target.address, args.streams, args.max_tokens)
+    streams = Streams(target.address, args.streams, args.max_tokens, bearer(BYSTANDER) if args.tenants else ())
     progress = Progress(2 * len(attacks) + 2)
     results = []
     try:
@@ -235,6 +257,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"threads of the model (default {spare}: one core remains for the rest)",
     )
     add("--grammar-backend", default="llguidance", choices=("llguidance", "xgrammar"))
+    add("--tenants", action="store_true", help="a flooding tenant in place of the other scenarios")
     add("--only", metavar="NAME,...", help="scenarios to run (default all)")
     add("--seconds", type=float, default=20.0, help="length of a window (default 20)")
     add("--rest", type=float, default=3.0, help="pause after an attack, in which its queues drain (default 3)")
@@ -249,6 +272,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="FILE.png")
     add("--json", type=Path, metavar="FILE.json")
     return parser
+
+
+def _with_tenants(options: ServerOptions, folder: str, args: argparse.Namespace) -> ServerOptions:
+    """Return the options with a file of tenants, which is written into `folder`, where tenants are measured."""
+    if not args.tenants:
+        return options
+    path = Path(folder) / "tenants.toml"
+    path.write_text(TENANTS)
+    return replace(options, extra=(*options.extra, "--tenant-file", str(path)))
 
 
 def main() -> int:
@@ -268,7 +300,7 @@ def main() -> int:
         extra=("--stream-pace-ms", "0", "--grammar-max-failures", "0", *args.server_flag),
     )  # fmt: skip
     try:
-        with EngineServer(options) as server:
+        with tempfile.TemporaryDirectory() as folder, EngineServer(_with_tenants(options, folder, args)) as server:
             results = asyncio.run(measure(Target(server.address, server.pid), attacks, args))
     except ServerFailed as error:
         print(error, file=sys.stderr)

@@ -65,7 +65,9 @@ Windows = dict[str, Window]
 class Streams:
     """The steady load: `per_kind` guided and as many unguided streams over one channel."""
 
-    def __init__(self, address: str, per_kind: int, max_tokens: int) -> None:
+    def __init__(self, address: str, per_kind: int, max_tokens: int, metadata: Sequence[tuple[str, str]] = ()) -> None:
+        """Args: `metadata` is sent with every call."""
+        self._metadata = tuple(metadata)
         self._channel = grpc.aio.insecure_channel(address)
         self._stub = engine_pb2_grpc.EngineStub(self._channel)
         self._items = {
@@ -82,7 +84,7 @@ class Streams:
     async def watch(self, seconds: float) -> Windows:
         """Run every stream from its first request on, for `seconds`; answers that still run then are cancelled."""
         windows = {kind: Window() for kind in self._items}
-        before = await self._stub.GetStats(pb.GetStatsRequest())
+        before = await self._stub.GetStats(pb.GetStatsRequest(), metadata=self._metadata)
         streams = [
             asyncio.create_task(self._stream(items, lane, windows[kind]), name=f"{kind} {lane}")
             for kind, items in self._items.items()
@@ -94,7 +96,7 @@ class Streams:
         await asyncio.gather(*running, return_exceptions=True)
         for task in done:
             task.result()
-        after = await self._stub.GetStats(pb.GetStatsRequest())
+        after = await self._stub.GetStats(pb.GetStatsRequest(), metadata=self._metadata)
         windows["guided"].late_rows = after.deferred_rows - before.deferred_rows
         return windows
 
@@ -115,7 +117,7 @@ class Streams:
         text: list[str] = []
         last_s = 0.0
         finish = pb.FINISH_REASON_UNSPECIFIED
-        async for response in self._stub.Generate(request, timeout=600):
+        async for response in self._stub.Generate(request, timeout=600, metadata=self._metadata):
             now_s = time.perf_counter()
             if response.token_ids:
                 if last_s:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import hashlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import grpc
 import jsonschema
@@ -14,6 +16,9 @@ import pytest
 
 from benchmarks.faults.attacker import elsewhere
 from benchmarks.faults.attacks import (
+    BYSTANDER,
+    FLOODER,
+    TENANTS,
     Outcomes,
     Target,
     burners,
@@ -22,11 +27,13 @@ from benchmarks.faults.attacks import (
     hostile,
     hostile_grammars,
     kills,
+    tenant,
     under,
 )
 from benchmarks.faults.isolation import Result, as_json, changed, ratio, result_table, tokenizer_of
 from benchmarks.harness.streams import Streams, Window
 from protos.engine.v1 import engine_pb2 as pb
+from service_runtime.tenants import parse_tenants
 from tests.benchmarks.conftest import Serve
 from tests.benchmarks.fake_engine import Script
 from tests.waiting import eventually
@@ -136,6 +143,21 @@ def test_a_hostile_request_and_its_control_differ_in_the_grammar_alone(serve_fak
     assert {request.HasField("grammar") for request in engine.requests} == {guided}
     assert len(set(grammars)) == (len(grammars) if guided else 1)
     assert {request.sampling.max_tokens for request in engine.requests} == {4}
+
+
+def test_a_flooding_tenant_asks_for_answers_and_schemas_that_no_other_request_has(serve_fake: Serve) -> None:
+    address, engine = serve_fake(Script())
+
+    async def attack() -> None:
+        async with under(tenant(200.0), Target(address, None)):
+            await eventually(lambda: len(engine.requests) >= 5 and len(engine.compiled) >= 5)
+
+    asyncio.run(attack())
+    sources = [request.grammar.json_schema for request in [*engine.requests, *engine.compiled]]
+    assert len(sources) == len(set(sources))
+    table = parse_tenants(TENANTS.encode(), Path("tenants"))
+    assert set(table.by_digest) == {hashlib.sha256(token.encode()).digest() for token in (FLOODER, BYSTANDER)}
+    assert table.by_name["steady"].operator, "the streams read the statistics"
 
 
 def test_refusals_are_counted_by_status(serve_fake: Serve) -> None:
