@@ -34,6 +34,8 @@ from gpu_engine.front.calls import Calls
 from gpu_engine.front.port.early import check_port
 from gpu_engine.front.port.listening import HealthServicer, Listeners, ServerError, bind
 from gpu_engine.front.servicer import EngineServicer
+from gpu_engine.front.tenants.metrics import TenantCollector
+from gpu_engine.front.tenants.setup import Tenancy, open_tenancy
 from gpu_engine.front.transfer.setup import Transfer, for_role
 from gpu_engine.front.vllm_wire import installed as vllm_wire
 from gpu_engine.ops.core_split import CoreSplit
@@ -43,8 +45,9 @@ from gpu_engine.ops.metrics_http import BothProcesses, MetricsServer
 from gpu_engine.ops.metrics_requests import RequestWatch
 from gpu_engine.ops.placement import resolve_placement
 from gpu_engine.ops.tracing import open_tracing
+from gpu_engine.sidecar.client import GrammarClient
 from gpu_engine.sidecar.directory import grammar_directory, private_directory
-from gpu_engine.sidecar.http_gateway import SOCKET_NAME, HttpGateway, gateway_command
+from gpu_engine.sidecar.http_gateway import SOCKET_NAME, TOKEN_NAME, HttpGateway, gateway_command
 from gpu_engine.sidecar.process import GrammarProcess, end_task, resolved_sync
 from gpu_engine.sidecar.supervisor import Sidecar
 from protos.engine.v1 import engine_pb2, engine_pb2_grpc
@@ -176,7 +179,7 @@ async def _start(
     split = _split_cores(stack, engine_config)
 
     # 2. Addresses are bound before the model is loaded, so that a taken one is reported at once.
-    listeners, gateway = _bind(stack, server_config)
+    listeners, gateway, tenancy = _bind(stack, engine_config, server_config)
     metrics = BothProcesses()
     scrapes = _serve_metrics(stack, server_config, metrics)
 
@@ -205,9 +208,9 @@ async def _start(
         metrics.attach(grammar)
 
     # 6. The services on the public port.
-    watch = _watch_requests(stack, metrics, engine, model)
+    watch = _watch_requests(stack, metrics, engine, model, tenancy)
     transfer = _open_transfer(stack, engine, model, server_config, metrics)
-    calls = Calls(engine, model, _limits(server_config, model, engine), client, watch=watch, prefills=transfer.prefills)
+    calls = _open_calls(engine, model, client, server_config, watch, transfer, tenancy)
     services = _add_services(listeners.server, calls, server_config, transfer)
 
     # 7. The ports answer; health says NOT_SERVING until stage 9.
@@ -233,6 +236,19 @@ async def _start(
     stack.push_async_callback(_drain, listeners.server, calls, set_health, gateway, server_config.drain_timeout_s)
     addresses = (scrapes.address if scrapes else None, gateway.address if gateway else None)
     return Server(listeners.address, model, calls, engine, grammar.sidecar if grammar else None, *addresses)
+
+
+def _open_calls(
+    engine: ServedEngine,
+    model: Model,
+    client: GrammarClient | None,
+    server_config: ServerConfig,
+    watch: RequestWatch,
+    transfer: Transfer,
+    tenancy: Tenancy | None,
+) -> Calls:
+    limits, tenants = _limits(server_config, model, engine), tenancy.tenants if tenancy else None
+    return Calls(engine, model, limits, client, watch=watch, prefills=transfer.prefills, tenants=tenants)
 
 
 def _limits(server_config: ServerConfig, model: Model, engine: ServedEngine) -> Limits:
@@ -264,18 +280,26 @@ def _on_every_core(split: CoreSplit | None, function: Callable[[], Result]) -> C
     return function if split is None else lambda: split.on_every_core(function)
 
 
-def _bind(stack: AsyncExitStack, config: ServerConfig) -> tuple[Listeners, HttpGateway | None]:
-    """Bind the addresses, and make the gateway process that is started later."""
+def _bind(
+    stack: AsyncExitStack, engine_config: EngineConfig, config: ServerConfig
+) -> tuple[Listeners, HttpGateway | None, Tenancy | None]:
+    """Bind the addresses, and make the gateway process that is started later, and what lets tenants in."""
+    tenancy = open_tenancy(stack, engine_config, config)
+    access = tenancy.access if tenancy else None
     if not config.http:
-        listeners = bind(config)
+        listeners = bind(config, access=access)
         stack.push_async_callback(listeners.stop)
-        return listeners, None
+        return listeners, None, tenancy
     path = private_directory(stack, Path(tempfile.gettempdir())) / SOCKET_NAME
-    listeners = bind(config, path)
+    listeners = bind(config, path, access)
     stack.push_async_callback(listeners.stop)
     assert listeners.http is not None
-    command = gateway_command(config, listeners.http.fileno(), path)
-    return listeners, HttpGateway(command, listeners.http, config.drain_timeout_s)
+    token_path = Path(config.auth_token_file) if config.auth_token_file else None
+    if tenancy is not None:
+        token_path = path.with_name(TOKEN_NAME)
+        tenancy.write_gateway_token(token_path)
+    command = gateway_command(config, listeners.http.fileno(), path, token_path)
+    return listeners, HttpGateway(command, listeners.http, config.drain_timeout_s), tenancy
 
 
 def _serve_metrics(stack: AsyncExitStack, config: ServerConfig, metrics: BothProcesses) -> MetricsServer | None:
@@ -286,7 +310,9 @@ def _serve_metrics(stack: AsyncExitStack, config: ServerConfig, metrics: BothPro
     return scrapes
 
 
-def _watch_requests(stack: AsyncExitStack, metrics: BothProcesses, engine: ServedEngine, model: Model) -> RequestWatch:
+def _watch_requests(
+    stack: AsyncExitStack, metrics: BothProcesses, engine: ServedEngine, model: Model, tenancy: Tenancy | None
+) -> RequestWatch:
     """Register the engine's metrics; return what counts, logs and traces every Generate call."""
     config = engine.config
     about = {
@@ -305,11 +331,15 @@ def _watch_requests(stack: AsyncExitStack, metrics: BothProcesses, engine: Serve
             max_adapters=config.adapter_limits.max_adapters,
         )
     )
+    of_tenant = None
+    if tenancy is not None:
+        of_tenant = tenancy.ended
+        metrics.registry.register(TenantCollector(lambda: tenancy.tenants.accounts))
     tracing = open_tracing(os.environ)
     if tracing is None:
-        return RequestWatch(metrics.registry)
+        return RequestWatch(metrics.registry, of_tenant=of_tenant)
     stack.push_async_callback(asyncio.to_thread, tracing.close)
-    return RequestWatch(metrics.registry, tracing.requests(model.name))
+    return RequestWatch(metrics.registry, tracing.requests(model.name), of_tenant)
 
 
 def _open_transfer(

@@ -23,6 +23,7 @@ from grammar_service.backends.backend import Matcher, MatcherFailed
 from grammar_service.backends.reasoning import ReasoningCompiled
 from grammar_service.backends.registry import NAMES, installed, installed_version
 from grammar_service.compile.compiler import AUTO, Compiler, attempt_limit_s
+from grammar_service.compile.owned_cache import Owner
 from grammar_service.completion.budget import CompletionBudget
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
@@ -48,6 +49,8 @@ _BACKEND_NAMES = {number: name for name, number in _BACKENDS.items()} | {pb.BACK
 ATTACH_WAIT_S = 2.0
 """Bound on the wait for a worker: the engine may call before its segment, just received, has one."""
 
+MAX_OWNER_BYTES = 64
+"""The names of owners are keys of digests."""
 _MANY_TOKENS = 64
 """More committed tokens than this are replayed off the event loop, and so are tokens near `max_tokens`."""
 
@@ -133,6 +136,8 @@ class GrammarServicer(pb_grpc.GrammarServicer):
         async with _statuses(context):
             compiler = self._configured()
             kind = _kind(request.kind)
+            if len(request.owner.encode()) > MAX_OWNER_BYTES:
+                raise InvalidField("owner", f"has more than {MAX_OWNER_BYTES} bytes")
             whitespace = Whitespace(request.whitespace or Whitespace.BOUNDED) if request.whitespace <= 3 else None
             if whitespace is None:
                 raise InvalidField("whitespace", f"{request.whitespace} is unknown")
@@ -152,6 +157,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                     allow_unenforced=request.allow_unenforced,
                     verify=request.verify,
                     accepted=request.accepted,
+                    owner=Owner(request.owner, request.owner_bytes),
                 )
                 compiled(entry.backend, hit, entry.compile_ms)
             return pb.CompileResponse(

@@ -61,6 +61,9 @@ class GatewayConfig:
     api_key_file: str = ""
     """File with API keys, one per line; every call except /health then needs one. A changed file is read again. Empty:
     none is asked for."""
+    tenant_file: str = ""
+    """TOML file with the tenants of the engines (docs/tenants.md), in place of api_key_file: the keys are their tokens,
+    which are sent on to the engines. /metrics is for operators then."""
     tls_cert: str = ""
     """PEM file with the gateway's certificate chain for HTTPS. A renewed file is read again."""
     tls_key: str = ""
@@ -101,8 +104,11 @@ class GatewayConfig:
             _require(bool(cert) or not key, f"{prefix}_cert", f"is required with {prefix}_key")
             _require(bool(key) or not cert, f"{prefix}_key", f"is required with {prefix}_cert")
         _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
+        _require(not (self.tenant_file and self.api_key_file), "api_key_file", "its keys belong into tenant_file")
         _require(
-            not self.forward_keys or bool(self.api_key_file), "forward_keys", "needs api_key_file: the keys of clients"
+            not self.forward_keys or bool(self.api_key_file or self.tenant_file),
+            "forward_keys",
+            "needs api_key_file: the keys of clients",
         )
         _require(self.max_body_bytes >= 1024, "max_body_bytes", "must be at least 1024")
         _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must not be negative")
@@ -113,6 +119,11 @@ class GatewayConfig:
     def engines(self) -> tuple[str, ...]:
         """The addresses of the engines."""
         return tuple(address.strip() for address in self.engine.split(",") if address.strip())
+
+    @property
+    def forwards_keys(self) -> bool:
+        """`forward_keys`, which tenants imply."""
+        return self.forward_keys or bool(self.tenant_file)
 
     @property
     def origins(self) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 Invariant: tokens are stored as digests and compared in constant time; a token of a file that is malformed is an error
 that names the setting, the file and the line, never the token.
 
-Not responsible for: the headers that carry a token (see gpu_engine/front/auth.py and http_gateway/http/keys.py).
+Not responsible for: the headers that carry a token (see gpu_engine/front/port/auth.py and http_gateway/http/keys.py),
+and tokens that belong to tenants (see tenants.py).
 """
 
 from __future__ import annotations
@@ -44,22 +45,24 @@ def known(token: bytes, digests: Iterable[bytes]) -> bool:
     return found
 
 
+def check_token(token: bytes) -> str | None:
+    """Return what is wrong with a token of a file; None: nothing."""
+    if len(token) >= MIN_TOKEN_CHARS and token.isascii() and token.decode("ascii").isprintable() and b" " not in token:
+        return None
+    return (
+        f"a token has at least {MIN_TOKEN_CHARS} printable ASCII characters and no space; `openssl rand -hex 32` makes "
+        "one"
+    )
+
+
 def _tokens(content: bytes, path: Path, setting: str) -> list[bytes]:
     tokens = []
     for number, line in enumerate(content.splitlines(), 1):
         token = line.strip()
         if not token or token.startswith(b"#"):
             continue
-        if (
-            len(token) < MIN_TOKEN_CHARS
-            or not token.isascii()
-            or not token.decode("ascii").isprintable()
-            or b" " in token
-        ):
-            raise ValueError(
-                f"{setting}: {path}, line {number}: a token has at least {MIN_TOKEN_CHARS} printable ASCII "
-                "characters and no space; `openssl rand -hex 32` makes one"
-            )
+        if (problem := check_token(token)) is not None:
+            raise ValueError(f"{setting}: {path}, line {number}: {problem}")
         tokens.append(token)
     if not tokens:
         raise ValueError(f"{setting}: {path} holds no token; `openssl rand -hex 32 >{path}` makes one")

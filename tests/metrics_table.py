@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Metric
 from starlette.types import Receive, Scope, Send
 
 from gpu_engine.api.stats import EngineStats
+from gpu_engine.front.tenants.accounts import Account
+from gpu_engine.front.tenants.metrics import TenantCollector
 from gpu_engine.ops.metrics_engine import EngineCollector
 from gpu_engine.ops.metrics_http import about_grammar
 from gpu_engine.ops.metrics_requests import RequestWatch
@@ -24,6 +26,7 @@ from grammar_service.metrics import GrammarMetrics
 from http_gateway.engines.fleet import Fleet
 from http_gateway.http.metrics import GatewayMetrics
 from protos.engine.v1 import engine_pb2 as pb
+from service_runtime.tenants import Tenant
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/metrics.md"
 
@@ -47,6 +50,10 @@ def engine_families() -> list[Metric]:
     watch.metrics.requests.labels("OK")
     watch.metrics.sequences.labels("stop")
     TransferMetrics(registry).fallbacks.labels("gone")
+    account = Account(Tenant(name="acme"), 1, 1, lambda: 0.0)
+    account.requests["OK"] += 1
+    account.refusals["max_waiting"] += 1
+    registry.register(TenantCollector(lambda: [account]))
     return [*registry.collect(), *about_grammar(NoGrammar(), up=False)]
 
 

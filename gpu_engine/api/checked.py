@@ -16,7 +16,7 @@ from gpu_engine.api.config import EngineConfig, ServerConfig
 from gpu_engine.api.conversation import Chat, Reasoning
 from gpu_engine.api.outputs import OutputSpec, WantedOutput
 from gpu_engine.api.processors import Processors, ProcessorUse
-from gpu_engine.api.request import BeamParams, GrammarSpec
+from gpu_engine.api.request import BeamParams, GrammarSpec, TenantShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,3 +158,5 @@ class Checked:
     """The LoRA adapter that the request names."""
     prompt_adapter: Adapter | None = None
     """The prompt adapter that the request names."""
+    tenant: TenantShare | None = None
+    """Whose request it is; None: the server has no tenants."""

@@ -481,6 +481,12 @@ class ServerConfig:
     """PEM file with certificate authorities; every client then needs a certificate that one of them has signed."""
     auth_token_file: str = ""
     """File with bearer tokens, one per line; every call except health then needs one. A changed file is read again."""
+    tenant_file: str = ""
+    """TOML file with tenants, their tokens and their limits, in place of auth_token_file; every call except health then
+    needs a token or a certificate of a tenant. A changed file is read again. See docs/tenants.md."""
+    audit_log: str = ""
+    """With tenant_file: file to which a line of JSON is appended for each call: who, when, which method, how many
+    tokens, and how it ended. Empty: none."""
     health_listen: str = ""
     """Second address for the health service alone, in clear text and without tokens: for probes."""
     http: str = ""
@@ -592,6 +598,10 @@ class ServerConfig:
         _require(bool(self.tls_cert) or not self.tls_key, "tls_cert", "is required with tls_key")
         _require(bool(self.tls_key) or not self.tls_cert, "tls_key", "is required with tls_cert")
         _require(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
+        _require(
+            not (self.tenant_file and self.auth_token_file), "auth_token_file", "its tokens belong into tenant_file"
+        )
+        _require(bool(self.tenant_file) or not self.audit_log, "audit_log", "needs tenant_file")
         _require(
             self.grammar_backend in ("llguidance", "xgrammar"),
             "grammar_backend",

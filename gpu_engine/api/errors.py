@@ -11,6 +11,7 @@
     |- GrammarNotConfigured  FAILED_PRECONDITION   a grammar on a server without a grammar process
     |- NotSupported          UNIMPLEMENTED         this server does not support it
     |- WrongRole             FAILED_PRECONDITION   this server's role does not include the call
+    |- NotAdmitted           UNAUTHENTICATED       the caller is no tenant of this server
     |- PagesDiffer           FAILED_PRECONDITION   another engine's KV pages have another format
     |- TransferStalled       DEADLINE_EXCEEDED     another engine does not take its KV pages
     |- QueueTimeout          DEADLINE_EXCEEDED     the request waited for a slot longer than it may
@@ -76,6 +77,10 @@ class WrongRole(LockstepError):
     """The server's role does not include the call; the message names the role."""
 
 
+class NotAdmitted(LockstepError):
+    """The server has tenants, and the caller is none of them."""
+
+
 class PagesDiffer(LockstepError):
     """Two engines' KV pages differ in format; the message names the first field that does."""
 
@@ -116,6 +121,7 @@ _STATUS: dict[type[LockstepError], grpc.StatusCode] = {
     GrammarNotConfigured: grpc.StatusCode.FAILED_PRECONDITION,
     NotSupported: grpc.StatusCode.UNIMPLEMENTED,
     WrongRole: grpc.StatusCode.FAILED_PRECONDITION,
+    NotAdmitted: grpc.StatusCode.UNAUTHENTICATED,
     PagesDiffer: grpc.StatusCode.FAILED_PRECONDITION,
     TransferStalled: grpc.StatusCode.DEADLINE_EXCEEDED,
     QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,

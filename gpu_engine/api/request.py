@@ -61,6 +61,22 @@ class GrammarKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarOwner:
+    """For whom a grammar is compiled, on a server with tenants. Equal by `space`, which keeps compilations apart."""
+
+    space: str
+    """The tenant's name, or "" for grammars that tenants share."""
+    tenant: str = field(compare=False)
+    """The name of the tenant whose compilations count."""
+    max_compilations: int = field(compare=False)
+    """At once; 0: no limit."""
+    max_waiting: int = field(compare=False)
+    """Further ones, which wait."""
+    max_bytes: int = field(compare=False)
+    """Memory of the compiled grammars of `space`; 0: no limit of their own."""
+
+
+@dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """A grammar as the client sent it; equal specs share one compilation."""
 
@@ -75,6 +91,8 @@ class GrammarSpec:
     """Parts of the grammar that cannot be enforced become warnings instead of an error."""
     verify: bool = False
     """Such parts are checked on the answer, which ends with GRAMMAR_INVALID where it cannot become valid."""
+    owner: GrammarOwner | None = None
+    """None: the server has no tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +224,17 @@ class DraftScope:
     """Texts, as tokens, with which a new scope begins."""
 
 
+@dataclass(frozen=True, slots=True)
+class TenantShare:
+    """What the scheduler knows of the tenant of a sequence."""
+
+    name: str
+    weight: float
+    """The part of the engine that it gets, relative to others, while both have sequences that wait."""
+    max_running: int
+    """The most slots; 0: no limit of its own."""
+
+
 Salt = str | tuple[str, int, int]
 """Part of the prefix cache's key: a client's salt, or that and the generations of the adapters, 0 for none."""
 
@@ -260,6 +289,13 @@ class Request:
     """The sequence is prefilled and never decodes: another engine reads its pages (see api/page_transfer.py)."""
     awaits_pages: bool = False
     """The sequence comes into the waiting queue when an import of pages is closed."""
+    tenant: TenantShare | None = None
+    """Whose request it is; `request_id` then begins with its name. None: the server has no tenants."""
+
+    @property
+    def client_request_id(self) -> str:
+        """`request_id` as the client has given or received it."""
+        return self.request_id if self.tenant is None else self.request_id[len(self.tenant.name) + 1 :]
 
     @property
     def num_virtual_tokens(self) -> int:

@@ -233,6 +233,7 @@ class Engine:
             max_queue_s=math.inf if request.max_queue_s is None else request.max_queue_s,
             reserved=longest if request.never_preempt else 0,
             held=request.prefill_only,
+            tenant=request.tenant,
         )
 
     def _check_beams(self, request: Request, params: BeamParams) -> None:

@@ -2,7 +2,8 @@
 
 `Scheduler.plan` returns a `Plan`; the engine loop acts on it. The waiting queue is in the order of priorities, and
 first come, first served among equal ones; a sequence that has waited for too long is in front of all others. A priority
-decides nothing else: a sequence that has had a slot is never preempted for one that had its first slot later.
+decides nothing else: a sequence that has had a slot is never preempted for one that had its first slot later. Of
+several tenants each has such an order of its own, and `tenants/shares.py` says whose first sequence is next.
 Invariant: a running sequence owns its pages and its (slot, slot_gen); `remove` and `preempt` take both back. Pure: no
 tensors, no clocks, no I/O; the caller says what time it is.
 
@@ -19,8 +20,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from gpu_engine.api.prefill_shapes import PrefillShapes
-from gpu_engine.api.request import Salt
+from gpu_engine.api.request import Salt, TenantShare
 from gpu_engine.core.kv_cache import PageAllocator
+from gpu_engine.core.tenants.shares import FairShares
 
 Payload = TypeVar("Payload")
 
@@ -92,6 +94,8 @@ class Sequence(Generic[Payload]):
     reserved: int = 0
     """It has the pages of so many tokens from its first slot on, all that it may ever need, and is never preempted. 0:
     it gets pages as it grows, and may be preempted."""
+    tenant: TenantShare | None = None
+    """Whose sequence it is; None: no tenant's, and its place in the queue alone decides."""
 
     @property
     def prefill_end(self) -> int:
@@ -192,6 +196,8 @@ class Scheduler(Generic[Payload]):
         self._next_due_s = math.inf
         """When a wait in the queue is over next, or earlier: `plan` looks at the queue then."""
         self._admissions = 0
+        self._shares: FairShares[Sequence[Payload]] | None = None
+        """Made for the first sequence of a tenant."""
         self._blocked: tuple[Sequence[Payload], int, int] | None = None
         """The first waiting sequence that had too few pages, with the allocator's (index_version, num_available)."""
         self.num_cached_tokens = 0
@@ -199,6 +205,9 @@ class Scheduler(Generic[Payload]):
 
     def add(self, sequence: Sequence[Payload]) -> None:
         """Put a new sequence into the waiting queue, behind those of its priority. It waits since `waits_since_s`."""
+        if sequence.tenant is not None:
+            self._shares = self._shares or FairShares(lambda each: len(each.members))
+            self._shares.arrived(sequence, self._waiting)
         at = len(self._waiting)
         while at and not self._waiting[at - 1].starving and self._waiting[at - 1].priority < sequence.priority:
             at -= 1
@@ -208,8 +217,7 @@ class Scheduler(Generic[Payload]):
     def remove(self, sequence: Sequence[Payload]) -> None:
         """Remove a sequence with its group, running or waiting; slots and pages are released."""
         if sequence.slot >= 0:
-            for each in sequence.members:
-                self._release_slot(each)
+            self._release_slots(sequence)
         elif sequence in self._expired:
             self._expired.remove(sequence)
         else:
@@ -243,8 +251,8 @@ class Scheduler(Generic[Payload]):
         With its next slot it is prefilled again, or finds its pages in the prefix cache. A group loses its slots
         together.
         """
+        self._release_slots(sequence)
         for each in sequence.members:
-            self._release_slot(each)
             each.prefilled = 0
         first = sequence.members[0]
         first.waits_since_s, first.starving = now_s, False
@@ -394,8 +402,14 @@ class Scheduler(Generic[Payload]):
         if self._static and self.running:
             return assigned
         free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
-        while self._waiting and len(self._waiting[0].members) <= len(free) and self._allocate(self._waiting[0]):
-            for sequence in self._waiting.popleft().members:
+        while self._waiting and free:
+            first = self._waiting[0] if self._shares is None else self._shares.next(self._waiting)
+            if first is None or len(first.members) > len(free) or not self._allocate(first):
+                break
+            self._waiting.remove(first)  # at once where it is the first of the queue
+            if self._shares is not None:
+                self._shares.assigned(first)
+            for sequence in first.members:
                 self._assign_slot(sequence, free.pop(0))
                 assigned.append(sequence)
         return assigned
@@ -462,6 +476,13 @@ class Scheduler(Generic[Payload]):
         self.allocator.free(exchanged)
         self.num_cached_tokens += sequence.num_cached_tokens - before
         return sequence.prefilled == sequence.prefill_end
+
+    def _release_slots(self, sequence: Sequence[Payload]) -> None:
+        """Take the slots and pages of a sequence and its group."""
+        if self._shares is not None:
+            self._shares.released(sequence.members[0])
+        for each in sequence.members:
+            self._release_slot(each)
 
     def _release_slot(self, sequence: Sequence[Payload]) -> None:
         slot, sequence.slot, sequence.deferred = sequence.slot, -1, False

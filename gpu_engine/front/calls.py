@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ from gpu_engine.front.draft_scopes import DraftScopes, client_identity
 from gpu_engine.front.mailbox import Inbox, Mailbox
 from gpu_engine.front.pacing import StreamPacer
 from gpu_engine.front.prompt import build_requests, is_large
+from gpu_engine.front.tenants.accounts import Account, Tenants, Visible, refuse_stranger
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.tokens.field_logprobs import FieldScorer
 from gpu_engine.front.tools.composition import planned
@@ -53,8 +54,8 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-Check = Callable[[Collection[str]], Checked]
-"""Returns the checked request, given the request ids in use. Raises LockstepError."""
+Check = Callable[[Visible], Checked]
+"""Returns the checked request, given what it can see of the server. Raises LockstepError."""
 
 Respond = Callable[[SequenceOutput, Delta], Iterable[Any]]
 """Returns the messages to send for what is new of one sequence, in their order."""
@@ -79,6 +80,13 @@ class Caller:
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     identity: bytes = b""
     """See `client_identity`."""
+    account: Account | None = None
+    """Of its tenant; None: the server has no tenants, or the caller is none of them."""
+
+    @property
+    def tenant(self) -> str:
+        """The name of its tenant; "" without one."""
+        return "" if self.account is None else self.account.name
 
 
 @dataclass(slots=True)
@@ -97,6 +105,10 @@ class Call:
     """The request was aborted before its sequences were submitted."""
     fetch: asyncio.Task[None] | None = None
     """Another engine prefills its prompt."""
+    account: Account | None = None
+    """Of the tenant, once its limits have let the request through."""
+    counted: int = 0
+    """Sequences that count in the account."""
 
 
 class Calls:
@@ -112,6 +124,7 @@ class Calls:
         watch: RequestWatch | None = None,
         pacer: StreamPacer | None = None,
         prefills: RemotePrefill | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         """Args: see below.
 
@@ -119,6 +132,7 @@ class Calls:
         watch: records every Generate call; None: with metrics that are not exported.
         pacer: spaces the responses of a stream; None: bounded by `limits.stream_pace_s`.
         prefills: other engines, which prefill the prompts; None: this one does.
+        tenants: the accounts of callers; None: all callers are alike.
         """
         self.engine, self.model, self.limits, self.grammar = engine, model, limits, grammar
         self.finished: Counter[str] = Counter()
@@ -127,6 +141,7 @@ class Calls:
         """Calls by the name of their gRPC status, without successful ones."""
         self.watch = watch or RequestWatch(CollectorRegistry())
         self._prefills = prefills
+        self._tenants = tenants
         self._scopes = DraftScopes(model.tokenizer, limits)
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._pacer = pacer or StreamPacer(limits.stream_pace_s)
@@ -146,7 +161,7 @@ class Calls:
         not as a generator, so that the `finally` runs as soon as the call ends.
         """
         caller = self.caller_of(context)
-        with self.watch.call(caller.metadata) as record:
+        with self.watch.call(caller.metadata, caller.tenant) as record:
             async with ErrorToStatus(context, self.failed, record, rename):
                 await self.answer(Call(record=record), caller, request_id, check, respond, context.write)
 
@@ -154,10 +169,24 @@ class Calls:
         """Return the client of a gRPC call."""
         metadata = tuple(context.invocation_metadata() or ())
         identities = context.peer_identities()
+        if self._tenants is not None:
+            found = self._tenants.find(metadata, identities)
+            account = None if isinstance(found, str) else self._tenants.account_of(found)
+            return Caller(metadata, b"" if account is None else account.identity, account)
         return Caller(metadata, client_identity(metadata, identities, checks_tokens=self.limits.checks_tokens))
 
-    def abort(self, request_id: str) -> bool:
-        """End the request's sequences with ABORTED; return False when there is no such running request."""
+    def visible_to(self, caller: Caller) -> Visible:
+        """Return what a caller can see of the server. Raises NotAdmitted where it is no tenant of a server with
+        tenants."""
+        if self._tenants is not None and caller.account is None:
+            raise refuse_stranger()
+        return Visible(self._running.keys(), self.engine.adapters, caller.account)
+
+    def abort(self, request_id: str, caller: Caller) -> bool:
+        """End the sequences of one of the caller's requests with ABORTED; return False when it has no such running
+        request. Raises NotAdmitted."""
+        if (account := self.visible_to(caller).account) is not None:
+            request_id = account.internal_id(request_id)
         call = self._running.get(request_id)
         return call is not None and self.end(call)
 
@@ -185,8 +214,8 @@ class Calls:
                 await self._idle.wait()
         except TimeoutError:
             log.warning("draining took longer than %.1f s: %d requests are aborted", timeout_s, len(self._running))
-            for request_id in tuple(self._running):
-                self.abort(request_id)
+            for call in tuple(self._running.values()):
+                self.end(call)
 
     def at_drain(self, end: Callable[[], None]) -> None:
         """Call `end` when `drain` begins: it ends streams that have no end of their own."""
@@ -228,16 +257,22 @@ class Calls:
         if self.engine.config.role == "prefill":
             raise WrongRole("role: this server has role=prefill and generates nothing; ask an engine with role=decode")
         await self._warm.wait()
-        checked, layout = planned(check(self._running), self.model.tokenizer)
+        visible = self.visible_to(caller)
+        asked, layout = planned(check(visible), self.model.tokenizer)
+        checked = asked if visible.account is None else visible.account.own(asked)
         call.record.begin(checked)
         call.request_id = checked.request_id
         self._running[checked.request_id] = call
         self._idle.clear()
         try:
+            if visible.account is not None:
+                _enter(visible.account, call, checked)
             if checked.grammar:
                 self._start_compile(checked.request_id, checked.grammar, call.inbox)
-            scope = self._scopes.of(checked, caller.identity)
+            scope = self._scopes.of(asked, caller.identity)
             requests = await self._build(checked, call.inbox, arrived_s, scope)
+            if call.account is not None:
+                call.account.charge_prompt(len(requests[0].prompt_ids))
             self._reserve_outputs(call, requests)
             wanted = self._prefills.begin(requests) if self._prefills and not call.aborted else None
             for request in requests:
@@ -309,6 +344,8 @@ class Calls:
                 if output.ended:
                     continue
                 delta = output.take(events)
+                if call.account is not None:
+                    call.account.charge_answer(len(delta.token_ids))
                 if delta.matched_stop is not None:
                     self.engine.drop(output.request)
                 for response in await _responses(respond, output, delta):
@@ -325,6 +362,8 @@ class Calls:
                 await call.inbox.pause(self._pacer.pause_s(len(self._running)))
 
     def _release(self, checked: Checked, call: Call) -> None:
+        if call.account is not None:
+            call.account.leave(call.counted)
         if call.fetch is not None:
             call.fetch.cancel()
         for output in call.outputs:
@@ -339,6 +378,13 @@ class Calls:
 
     def __repr__(self) -> str:
         return f"<Calls running={len(self._running)} draining={self._draining}>"
+
+
+def _enter(account: Account, call: Call, checked: Checked) -> None:
+    """Count a request in its tenant's account. Raises LimitExceeded."""
+    width = checked.n if checked.beams is None else checked.beams.width
+    account.enter(width, together=checked.beams is not None)
+    call.account, call.counted = account, width
 
 
 async def _responses(respond: Respond, output: SequenceOutput, delta: Delta) -> Iterable[Any]:

@@ -3,7 +3,8 @@
 Invariant: an id names one grammar for ever: it is a digest of the grammar and its options. So a client that knows the
 grammar can compute the id, and compiling the same grammar again gives the same id; an id is no secret. The grammar
 process may lose its compiled grammars at any time (restart, full cache); the text is kept here and compiled again when
-a request needs it. Bounded in bytes; the least recently used grammar is evicted first. Used on the event loop.
+a request needs it. Bounded in bytes; the least recently used grammar is evicted first. Each tenant has handles of its
+own, so none finds or evicts another's. Used on the event loop.
 
 Not responsible for: compiling (see sidecar/compilations.py).
 """
@@ -13,11 +14,12 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import cast
 
 from gpu_engine.api.errors import GrammarNotConfigured, InvalidRequest, UnknownGrammar
 from gpu_engine.api.ports import Compiled
-from gpu_engine.api.request import GrammarSpec
+from gpu_engine.api.request import GrammarOwner, GrammarSpec
 from gpu_engine.front.grammar_field import check_grammar
 from protos.engine.v1 import engine_pb2 as pb
 
@@ -25,28 +27,31 @@ OVERHEAD_BYTES = 512
 """Estimated size of an entry without its text."""
 
 
-def grammar_id(spec: GrammarSpec) -> str:
-    """Return the id of a grammar."""
+def grammar_id(spec: GrammarSpec, owner: str = "") -> str:
+    """Return the id of a grammar. Two owners have two ids for one grammar."""
     options = (spec.kind.name, str(spec.whitespace), str(spec.backend), str(spec.allow_unenforced), str(spec.verify))
-    digest = hashlib.blake2b("\0".join((*options, spec.source)).encode(), digest_size=16)
+    digest = hashlib.blake2b("\0".join((*options, spec.source)).encode(), digest_size=16, key=owner.encode())
     return f"g-{digest.hexdigest()}"
 
 
 class GrammarHandles:
-    """The grammars with an id. `max_bytes` bounds their texts."""
+    """The grammars of one owner with an id. `max_bytes` bounds their texts."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int, owner: str = "") -> None:
+        self._max_bytes, self._owner = max_bytes, owner
         self._specs: OrderedDict[str, GrammarSpec] = OrderedDict()
         self._bytes = 0
 
     async def compile(
-        self, request: pb.CompileRequest, compile_spec: Callable[[GrammarSpec], Awaitable[Compiled]] | None
+        self,
+        request: pb.CompileRequest,
+        compile_spec: Callable[[GrammarSpec], Awaitable[Compiled]] | None,
+        owner: GrammarOwner | None = None,
     ) -> pb.CompileResponse:
         """Answer a Compile call.
 
-        `compile_spec` compiles in the grammar process; None: the server has none. Raises what `check_grammar` and
-        `compile_spec` raise, and GrammarNotConfigured.
+        `compile_spec` compiles in the grammar process, for `owner`; None: the server has none. Raises what
+        `check_grammar` and `compile_spec` raise, and GrammarNotConfigured.
         """
         if not request.HasField("grammar"):
             raise InvalidRequest("grammar", "is required")
@@ -55,7 +60,7 @@ class GrammarHandles:
         spec = check_grammar(request.grammar)
         if compile_spec is None:
             raise GrammarNotConfigured("grammar: this server runs without a grammar process (its setting grammar=none)")
-        compiled = await compile_spec(spec)
+        compiled = await compile_spec(spec if owner is None else replace(spec, owner=owner))
         return pb.CompileResponse(
             grammar_id=self.keep(spec),
             backend=cast("pb.Backend", compiled.backend),
@@ -69,7 +74,7 @@ class GrammarHandles:
 
     def keep(self, spec: GrammarSpec) -> str:
         """Store a grammar and return its id; older grammars are evicted to make room."""
-        name = grammar_id(spec)
+        name = grammar_id(spec, self._owner)
         if name not in self._specs:
             self._specs[name] = spec
             self._bytes += _size(spec)

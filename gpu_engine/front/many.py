@@ -142,14 +142,16 @@ class ManyRequests:
                 for response in made
             ]
 
-        with self._calls.watch.call(self._caller.metadata) as record:
+        # A tenant may have lost its token since the call began.
+        caller = self._caller if self._caller.account is None else self._calls.caller_of(self._context)
+        with self._calls.watch.call(caller.metadata, caller.tenant) as record:
             call.record = record
             record.method = "GenerateMany"
             try:
                 if refusal is not None:
                     record.set_request_id(name if name in self._requests else "")
                     raise refusal
-                await self._calls.answer(call, self._caller, name, self._check_of(request), respond, self._write)
+                await self._calls.answer(call, caller, name, self._check_of(request), respond, self._write)
             except Exception as error:
                 if self._context.cancelled() or self._context.done():
                     return  # there is no client to tell

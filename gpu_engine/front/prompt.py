@@ -106,6 +106,7 @@ def build_requests(
             # The sequences of a beam search share their steps.
             telemetry=telemetry if checked.beams else Telemetry(arrived_s=arrived_s),
             beams=checked.beams,
+            tenant=checked.tenant,
         )
         for i in range(checked.n)
     ]

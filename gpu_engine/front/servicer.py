@@ -15,6 +15,7 @@ from typing import NoReturn
 import grpc
 
 from gpu_engine.api.adapters import AdapterUse
+from gpu_engine.api.checked import Checked
 from gpu_engine.api.errors import GrammarNotConfigured
 from gpu_engine.api.ports import GrammarStats
 from gpu_engine.front.calls import Calls, Check, Context, ErrorToStatus
@@ -22,6 +23,7 @@ from gpu_engine.front.grammar_handles import GrammarHandles
 from gpu_engine.front.many import OpenManyCalls
 from gpu_engine.front.responses import Responses, adapter_message, model_info, stats_response
 from gpu_engine.front.stats_feed import StatsFeed
+from gpu_engine.front.tenants.accounts import Visible
 from gpu_engine.front.tokens.tokenisation import Tokenisation
 from gpu_engine.front.tokens.tokenizer_info import TokenizerInfo
 from gpu_engine.front.validation import check
@@ -37,7 +39,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         """Args: `calls` may be shared with other services of the port; `version` is this distribution's."""
         self._calls = calls
         self._version = version
-        self._handles = GrammarHandles(calls.limits.grammar_handles_bytes)
+        self._handles: dict[str, GrammarHandles] = {}
+        """By tenant, "" for what all callers share."""
         self._tokenisation = Tokenisation(calls.model.tokenizer, calls.limits)
         self._tokenizer_info = TokenizerInfo(calls.model)
         self._many = OpenManyCalls(calls, self._check_of)
@@ -59,19 +62,40 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             await self._many.run(requests, context)
 
     def _check_of(self, request: pb.GenerateRequest) -> Check:
-        calls, known = self._calls, self._handles.spec if self._calls.grammar else None
-        return lambda running: check(request, calls.limits, running, known, calls.engine.adapters.find)
+        calls = self._calls
+
+        def checked(visible: Visible) -> Checked:
+            known = self._handles_of(visible).spec if calls.grammar else None
+            return check(request, calls.limits, visible.running, known, visible.find_adapter)
+
+        return checked
+
+    def _handles_of(self, visible: Visible) -> GrammarHandles:
+        """Return the grammars that the caller may name by id."""
+        owner = "" if visible.account is None else visible.account.grammars
+        handles = self._handles.get(owner)
+        if handles is None:
+            handles = self._handles[owner] = GrammarHandles(self._calls.limits.grammar_handles_bytes, owner)
+        return handles
+
+    def _visible(self, context: Context) -> Visible:
+        return self._calls.visible_to(self._calls.caller_of(context))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End a running request, by its id."""
-        return pb.AbortResponse(aborted=self._calls.abort(request.request_id))
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            aborted = self._calls.abort(request.request_id, self._calls.caller_of(context))
+            return pb.AbortResponse(aborted=aborted)
+        raise AssertionError("abort raises")
 
     async def Compile(self, request: pb.CompileRequest, context: Context) -> pb.CompileResponse:
         """Compile a grammar ahead of time and give it an id."""
         grammar = self._calls.grammar
         async with ErrorToStatus(context, self._calls.failed, CallRecord()):
             self._calls.refuse_if_draining()
-            return await self._handles.compile(request, grammar.compile if grammar else None)
+            visible = self._visible(context)
+            owner = None if visible.account is None else visible.account.grammar_owner
+            return await self._handles_of(visible).compile(request, grammar.compile if grammar else None, owner)
         raise AssertionError("abort raises")
 
     async def ClearGrammarCache(
@@ -150,9 +174,10 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         """List the adapters."""
-        adapters = self._calls.engine.adapters
-        messages = [adapter_message(use) for use in adapters.listed()]
-        return pb.ListAdaptersResponse(adapters=messages, max_bytes=adapters.max_bytes)
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            messages = [adapter_message(use) for use in self._visible(context).list_adapters()]
+            return pb.ListAdaptersResponse(adapters=messages, max_bytes=self._calls.engine.adapters.max_bytes)
+        raise AssertionError("abort raises")
 
     async def _not_served(self, context: Context) -> NoReturn:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this version does not serve this call")

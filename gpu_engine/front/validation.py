@@ -62,7 +62,7 @@ def check(
     prompt = check_prompt(request, limits)
     sampling = request.sampling
     grammar = _grammar(request, known)
-    top_k = _integer(sampling, "top_k", 0, low=-1, high=2**31 - 1)
+    adapters = _adapters(request, find_adapter)
     num_drafts, num_jump_forward = (0, 0) if request.HasField("beam_search") else _draft_tokens(request, limits)
     return Checked(
         request_id=request_id,
@@ -77,7 +77,7 @@ def check(
         min_tokens=sampling.min_tokens,
         temperature=_number(sampling, "temperature", 1.0, low=0.0, high=MAX_TEMPERATURE),
         top_p=_number(sampling, "top_p", 1.0, low=0.0, high=1.0, open_low=True),
-        top_k=max(top_k, 0),
+        top_k=max(_integer(sampling, "top_k", 0, low=-1, high=2**31 - 1), 0),
         min_p=_number(sampling, "min_p", 0.0, low=0.0, high=1.0),
         repetition_penalty=_number(
             sampling, "repetition_penalty", 1.0, low=0.0, high=MAX_REPETITION_PENALTY, open_low=True
@@ -108,7 +108,8 @@ def check(
         client_id=_client_id(request.client_id),
         logits_processors=_logits_processors(request, request_id, limits.logits_processors),
         beams=check_beams(request, limits),
-        **_adapters(request, find_adapter),
+        lora=adapters["lora"],
+        prompt_adapter=adapters["prompt_adapter"],
     )
 
 

@@ -46,6 +46,8 @@ class CallRecord:
 
     metadata: Sequence[tuple[str, str | bytes]] = ()
     """The call's gRPC metadata, which may name a parent trace."""
+    tenant: str = ""
+    """Whose call it is; empty: the server has no tenants."""
     method: str = "Generate"
     """The gRPC method that brought the request."""
     arrived_s: float = field(default_factory=time.monotonic)
@@ -94,6 +96,8 @@ class CallRecord:
         fields: dict[str, Any] = {"status": self.status}
         if self.request_id:
             fields["request_id"] = self.request_id
+        if self.tenant:
+            fields["tenant"] = self.tenant
         if self.checked and self.checked.client_id:
             fields["client_id"] = self.checked.client_id
         if self.ended:

@@ -103,19 +103,24 @@ class RequestMetrics:
 class RequestWatch:
     """Counts and logs every Generate call, and passes it to the tracer."""
 
-    def __init__(self, registry: CollectorRegistry, trace: Callable[[CallRecord], None] | None = None) -> None:
-        """Args: `trace` is called with each call when it has ended, and must not raise."""
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        trace: Callable[[CallRecord], None] | None = None,
+        of_tenant: Callable[[CallRecord], None] | None = None,
+    ) -> None:
+        """Args: `trace` and `of_tenant` are called with each call when it has ended, and must not raise."""
         self.registry = registry
         self.metrics = RequestMetrics(registry)
-        self._trace = trace
+        self._trace, self._of_tenant = trace, of_tenant
 
     @contextmanager
-    def call(self, metadata: Sequence[tuple[str, str | bytes]]) -> Iterator[CallRecord]:
-        """Record one call, the body of the `with` block.
+    def call(self, metadata: Sequence[tuple[str, str | bytes]], tenant: str = "") -> Iterator[CallRecord]:
+        """Record one call, the body of the `with` block; `tenant` is its caller's, if the server has tenants.
 
         The body sets the status of an error. Any other exception counts as CANCELLED.
         """
-        record = CallRecord(metadata)
+        record = CallRecord(metadata, tenant)
         try:
             yield record
             record.status = record.status or "OK"
@@ -126,6 +131,8 @@ class RequestWatch:
             record.log()
             if self._trace is not None:
                 self._trace(record)
+            if self._of_tenant is not None:
+                self._of_tenant(record)
 
     def __repr__(self) -> str:
         return f"<RequestWatch traced={self._trace is not None}>"

@@ -113,6 +113,8 @@ class RequestTracer:
         }
         if call.status != "OK":
             attributes["error.type"] = call.status
+        if call.tenant:
+            attributes["lockstep.tenant"] = call.tenant
         if checked := call.checked:
             attributes |= {
                 "gen_ai.response.id": checked.request_id,

@@ -37,8 +37,9 @@ from gpu_engine.api.errors import (
 )
 from gpu_engine.api.owned_tasks import OwnedTasks
 from gpu_engine.api.ports import Compiled
-from gpu_engine.api.request import GrammarSpec
+from gpu_engine.api.request import GrammarOwner, GrammarSpec
 from gpu_engine.sidecar.link import GrammarLink
+from gpu_engine.sidecar.turns import CompileTurns
 from protos.grammar.v1 import grammar_pb2 as gpb
 from service_runtime.single_flight import Flight, SingleFlight
 
@@ -79,7 +80,7 @@ class Admission:
             attached: the number of the grammar process (`GrammarLink.attached`).
             limit: compilations that one backend of this process takes at once; 0: no limit.
         """
-        if attached == self._attached and hash(spec) in self._known:
+        if self.knows(spec, attached):
             self._known.move_to_end(hash(spec))
             return False
         if 0 < limit <= self._running[spec.backend]:
@@ -87,6 +88,10 @@ class Admission:
             raise LimitExceeded(f"grammar: compile_queue: {limit} compilations run or wait already; try again")
         self._running[spec.backend] += 1
         return True
+
+    def knows(self, spec: GrammarSpec, attached: int) -> bool:
+        """Return whether the grammar process of this number is known to have the grammar."""
+        return attached == self._attached and hash(spec) in self._known
 
     def leave(self, spec: GrammarSpec) -> None:
         """Give back the place of a compilation that has ended."""
@@ -146,6 +151,7 @@ class GrammarCompiler:
         self._tickets: dict[str, _Ticket] = {}
         self._flights: SingleFlight[_Key, Compiled] = SingleFlight(spawn=tasks.spawn)
         self._admission = admission
+        self._turns = CompileTurns()
 
     def prepare(self, request_id: str, spec: GrammarSpec, failed: Callable[[LockstepError], None]) -> None:
         """Start or join the compilation of a request's grammar.
@@ -206,14 +212,32 @@ class GrammarCompiler:
         key = _Key(spec, accepted=True)
         if self._flights.get(key) is None:
             key = _Key(spec, accepted)
-        takes_place = False
-        if self._flights.get(key) is None:
-            limit = 0 if accepted else self._link.max_compilations
-            takes_place = self._admission.enter(spec, self._link.attached, limit)
+        if self._flights.get(key) is not None:
+            return self._flights.join(key, lambda: self._compile(spec, accepted))
+        if spec.owner is not None and not accepted and not self._admission.knows(spec, self._link.attached):
+            return self._join_in_turn(key, spec, spec.owner)
+        limit = 0 if accepted else self._link.max_compilations
+        takes_place = self._admission.enter(spec, self._link.attached, limit)
         flight, joined = self._flights.join(key, lambda: self._compile(spec, accepted))
         if takes_place:
             flight.task.add_done_callback(lambda _: self._admission.leave(spec))
         return flight, joined
+
+    def _join_in_turn(self, key: _Key, spec: GrammarSpec, owner: GrammarOwner) -> tuple[_Flight, bool]:
+        """Start a flight that waits for its tenant's turn, and only then for a place. Raises LimitExceeded."""
+        self._turns.admit(owner)
+        flight, joined = self._flights.join(key, lambda: self._compile_in_turn(spec, owner))
+        flight.task.add_done_callback(lambda _: self._turns.ended(owner))
+        return flight, joined
+
+    async def _compile_in_turn(self, spec: GrammarSpec, owner: GrammarOwner) -> Compiled:
+        async with self._turns.turn(owner):
+            takes_place = self._admission.enter(spec, self._link.attached, self._link.max_compilations)
+            try:
+                return await self._compile(spec, accepted=False)
+            finally:
+                if takes_place:
+                    self._admission.leave(spec)
 
     async def _compile(self, spec: GrammarSpec, accepted: bool) -> Compiled:
         message = gpb.CompileRequest(
@@ -225,6 +249,8 @@ class GrammarCompiler:
             verify=spec.verify,
             accepted=accepted,
         )
+        if spec.owner is not None:
+            message.owner, message.owner_bytes = spec.owner.space, spec.owner.max_bytes
         while True:
             await self._link.ready(self._wait_s)
             attached = self._link.attached

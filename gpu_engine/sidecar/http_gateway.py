@@ -35,25 +35,31 @@ log = logging.getLogger(__name__)
 output_log = logging.getLogger("http_gateway")
 
 SOCKET_NAME = "gateway.sock"
+TOKEN_NAME = "gateway.token"
+"""Beside the socket, of a server with tenants."""
 HEALTHY_S = 5.0
 """A gateway that ran for this long is replaced at once."""
 TERM_TIMEOUT_S = 3.0
 """Beyond the time that running answers have."""
 
 
-def gateway_command(config: ServerConfig, listener: int, engine_socket: Path) -> list[str]:
+def gateway_command(
+    config: ServerConfig, listener: int, engine_socket: Path, token_file: Path | None = None
+) -> list[str]:
     """Return the command line of the gateway; its other settings come from its environment variables.
 
     Args:
         config: the server's settings.
         listener: descriptor of the bound socket.
         engine_socket: where the engine listens for the gateway.
+        token_file: its first token is the gateway's own; None: the engine asks for none.
     """
     tls = (("--tls-cert", config.tls_cert), ("--tls-key", config.tls_key), ("--tls-client-ca", config.tls_client_ca))
     tokens = (
         ("--api-key-file", config.auth_token_file),
-        ("--engine-token-file", config.auth_token_file),
-        ("--forward-keys", "true" if config.auth_token_file else ""),
+        ("--tenant-file", config.tenant_file),
+        ("--engine-token-file", str(token_file) if token_file else ""),
+        ("--forward-keys", "true" if token_file else ""),
     )
     return [
         *(sys.executable, "-m", "http_gateway"),

@@ -1,7 +1,8 @@
 """Compiles a grammar's text once: checks it, chooses a backend, looks in the caches, starts one compilation.
 
-Invariant: equal grammars share one compilation and one cache entry. Failures are not cached, so a grammar that exceeded
-its time may succeed later. A compilation without a waiter is killed. Not thread-safe: one event loop owns a compiler.
+Invariant: equal grammars of one owner share one compilation and one cache entry. Failures are not cached, so a grammar
+that exceeded its time may succeed later. A compilation without a waiter is killed. Not thread-safe: one event loop owns
+a compiler.
 
 Not responsible for: the compilation, which runs in other processes (see pool.py); loading its result (see loader.py).
 """
@@ -22,6 +23,7 @@ from grammar_service.backends.registry import NAMES, installed, load_backend
 from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
 from grammar_service.compile.loader import CompileLoader
+from grammar_service.compile.owned_cache import OwnedCache, Owner
 from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, START_TIMEOUT_S, CompilePool
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.config import GrammarConfig
@@ -46,6 +48,8 @@ AUTO = "auto"
 ABANDONED_S = 0.25
 """Grace time of a compilation without a waiter: most end within it, and a killed worker costs the start of another."""
 
+NO_OWNER = Owner()
+
 MAX_CHOICES = 4096
 """Bound on the grammars whose backend, chosen by AUTO, is remembered."""
 
@@ -66,6 +70,15 @@ class Entry:
     def warnings(self) -> tuple[str, ...]:
         """What the caller should know about the grammar, one line each."""
         return self.compiled.warnings
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """How a grammar is to be compiled, and for whom; see `Compiler.compile`."""
+
+    allow_unenforced: bool
+    accepted: bool
+    owner: Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +109,8 @@ class Compiler:
         self._loader = CompileLoader()
         on_disk = config.cache and config.cache_dir
         self._disk = DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if on_disk else None
-        self._cache: OrderedDict[str, Entry] = OrderedDict()
+        self._cache: OwnedCache[Entry] = OwnedCache(config.cache_bytes)
         self._choices: OrderedDict[str, str] = OrderedDict()
-        self._cache_bytes = 0
         self.compiled = 0
         self.hits = 0
         self.rejected = 0
@@ -124,6 +136,7 @@ class Compiler:
         allow_unenforced: bool = False,
         verify: bool = False,
         accepted: bool = False,
+        owner: Owner = NO_OWNER,
     ) -> tuple[Entry, bool]:
         """Return the cache entry of a grammar, and whether it was cached or being compiled for an earlier call.
 
@@ -132,6 +145,7 @@ class Compiler:
             allow_unenforced: leave out parts that cannot be enforced; the entry has a warning for each.
             verify: check on the answer the parts that cannot be enforced, if that is possible.
             accepted: for an accepted sequence: comes before the others, and no limit of the queue rejects it.
+            owner: shares compilations and cached grammars with no other one.
 
         Raises InvalidGrammar, LimitExceeded, NotSupported, InternalError.
         """
@@ -145,12 +159,12 @@ class Compiler:
             self._vocabulary.refuse_special(grammar)
             checked = replace(grammar, reading=replace(grammar.reading, verify=verify))
             try:
-                return await self._from(backend, grammar, allow_unenforced, accepted)
+                return await self._from(backend, grammar, _Order(allow_unenforced, accepted, owner))
             except NotEnforced:
                 # A grammar of which all is enforced needs no verification, and is shared with other requests.
                 if verified_schema(checked) is None:
                     raise
-            return await self._from(backend, checked, False, accepted)
+            return await self._from(backend, checked, _Order(False, accepted, owner))
         except InvalidGrammar:
             self.rejected += 1
             raise
@@ -163,7 +177,6 @@ class Compiler:
         entry = self._cache.get(grammar_id)
         if entry is None:
             raise UnknownGrammar(f"grammar_id: {grammar_id!r} is not in the cache; compile the grammar again")
-        self._cache.move_to_end(grammar_id)
         return entry
 
     async def clear(self, in_use: Collection[str], *, disk: bool) -> Cleared:
@@ -171,14 +184,10 @@ class Compiler:
 
         Compilations that run are not stopped, and their grammars are kept.
         """
-        gone = [entry for entry in self._cache.values() if entry.grammar_id not in in_use]
-        for entry in gone:
-            del self._cache[entry.grammar_id]
-        memory = sum(entry.compiled.memory_bytes for entry in gone)
-        self._cache_bytes -= memory
+        dropped, memory = self._cache.clear(in_use)
         kept = len(self._cache)
         files, size = await asyncio.to_thread(self._disk.clear) if disk and self._disk else (0, 0)
-        return Cleared(len(gone), kept, files, memory + size)
+        return Cleared(dropped, kept, files, memory + size)
 
     async def close(self) -> None:
         """Kill the workers and drop the cache."""
@@ -189,39 +198,37 @@ class Compiler:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
         self._loader.close()
         self._cache.clear()
-        self._cache_bytes = 0
 
     def stats(self) -> dict[str, int]:
         """Return counters since the start, and gauges."""
         return {
             "cached_grammars": len(self._cache),
-            "cache_bytes": self._cache_bytes,
+            "cache_bytes": self._cache.num_bytes,
             "compiled": self.compiled,
             "cache_hits": self.hits,
             "compile_rejected": self.rejected,
             "compile_limited": self.limited,
         }
 
-    async def _from(self, backend: str, grammar: Grammar, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
+    async def _from(self, backend: str, grammar: Grammar, order: _Order) -> tuple[Entry, bool]:
         if backend == AUTO:
-            return await self._choose(grammar, allow_unenforced, accepted)
-        return await self._one(grammar, backend, allow_unenforced, accepted)
+            return await self._choose(grammar, order)
+        return await self._one(grammar, backend, order)
 
-    async def _choose(self, grammar: Grammar, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
+    async def _choose(self, grammar: Grammar, order: _Order) -> tuple[Entry, bool]:
         """Try the installed backends, the default first: all strictly, then with unenforced parts if allowed."""
         names = [self._config.backend, *(name for name in NAMES if name != self._config.backend and installed(name))]
-        choice = _key(grammar, AUTO, allow_unenforced)
+        choice = _key(grammar, AUTO, order)
         known = self._cached(self._choices.get(choice, ""))
         if known is not None:
             self.hits += 1
-            self._cache.move_to_end(known.grammar_id)
             return known, True
         rejections: list[tuple[str, GrammarServiceError]] = []
-        for allowed in (False, True) if allow_unenforced else (False,):
+        for allowed in (False, True) if order.allow_unenforced else (False,):
             rejections.clear()
             for name in names:
                 try:
-                    entry, hit = await self._one(grammar, name, allowed, accepted)
+                    entry, hit = await self._one(grammar, name, replace(order, allow_unenforced=allowed))
                 except GrammarServiceError as error:
                     rejections.append((name, error))
                     continue
@@ -235,45 +242,40 @@ class Compiler:
         """Return the entry that may be used in place of a compilation."""
         return self._cache.get(key) if self._config.cache else None
 
-    async def _one(self, grammar: Grammar, backend: str, allow_unenforced: bool, accepted: bool) -> tuple[Entry, bool]:
-        key = _key(grammar, backend, allow_unenforced)
+    async def _one(self, grammar: Grammar, backend: str, order: _Order) -> tuple[Entry, bool]:
+        key = _key(grammar, backend, order)
         entry = self._cached(key)
         if entry is not None:
-            self._cache.move_to_end(key)
             self.hits += 1
             return entry, True
-        if accepted:
+        if order.accepted:
             # An equal compilation that this call joins, in whatever state, counts as accepted from now on.
             self._accepted.add(key)
             if pool := self._pools.get(backend):  # a grammar on disk needs no worker
                 pool.promote(key)
-        (entry, stored), joined = await self._flights.run(
-            key, lambda: self._compile_once(key, grammar, backend, allow_unenforced)
-        )
+        (entry, stored), joined = await self._flights.run(key, lambda: self._compile_once(key, grammar, backend, order))
         self.hits += joined or stored
         return entry, joined or stored
 
-    async def _compile_once(
-        self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool
-    ) -> tuple[Entry, bool]:
+    async def _compile_once(self, key: str, grammar: Grammar, backend: str, order: _Order) -> tuple[Entry, bool]:
         """Return a new cache entry, and whether its artifact was on disk."""
         try:
-            return await self._load_or_compile(key, grammar, backend, allow_unenforced)
+            return await self._load_or_compile(key, grammar, backend, order)
         finally:
             self._accepted.discard(key)
 
-    async def _load_or_compile(
-        self, key: str, grammar: Grammar, backend: str, allow_unenforced: bool
-    ) -> tuple[Entry, bool]:
-        disk = self._disk
-        name = artifact_key(grammar, backend, self._vocabulary.digest, allow_unenforced=allow_unenforced)
+    async def _load_or_compile(self, key: str, grammar: Grammar, backend: str, order: _Order) -> tuple[Entry, bool]:
+        disk, allow_unenforced, owner = self._disk, order.allow_unenforced, order.owner
+        name = artifact_key(
+            grammar, backend, self._vocabulary.digest, allow_unenforced=allow_unenforced, owner=owner.name
+        )
         data = await asyncio.to_thread(disk.get, name) if disk else None
         loader = await asyncio.shield(self._backend(backend))
         if disk and data is not None:
             try:
                 artifact = Artifact.unpack(data)
                 compiled, plan = await self._loader.load(loader, grammar, artifact, self._vocabulary)
-                return self._store(Entry(key, backend, compiled, 0.0, plan)), True
+                return self._store(Entry(key, backend, compiled, 0.0, plan), owner), True
             except (ValueError, InternalError) as error:
                 logger.warning("cache_dir: %s; the grammar is compiled again", error)
                 await asyncio.to_thread(disk.remove, name)
@@ -284,19 +286,10 @@ class Compiler:
         if disk:
             await asyncio.to_thread(disk.put, name, artifact.pack())
         self.compiled += 1
-        return self._store(Entry(key, backend, compiled, artifact.compile_ms, plan)), False
+        return self._store(Entry(key, backend, compiled, artifact.compile_ms, plan), owner), False
 
-    def _store(self, entry: Entry) -> Entry:
-        size, limit = entry.compiled.memory_bytes, self._config.cache_bytes
-        if size > limit:
-            raise LimitExceeded(f"cache_bytes: the compiled grammar has {size} bytes, the limit is {limit}")
-        if old := self._cache.pop(entry.grammar_id, None):
-            self._cache_bytes -= old.compiled.memory_bytes
-        self._cache[entry.grammar_id] = entry
-        self._cache_bytes += size
-        while self._cache_bytes > limit:
-            _, oldest = self._cache.popitem(last=False)
-            self._cache_bytes -= oldest.compiled.memory_bytes
+    def _store(self, entry: Entry, owner: Owner) -> Entry:
+        self._cache.put(entry.grammar_id, entry, entry.compiled.memory_bytes, owner)
         return entry
 
     def _pool(self, backend: str) -> CompilePool:
@@ -335,8 +328,9 @@ def attempt_limit_s(config: GrammarConfig) -> float:
     return config.compile_queue_s + START_TIMEOUT_S + config.compile_timeout_s
 
 
-def _key(grammar: Grammar, backend: str, allow_unenforced: bool) -> str:
-    return hashlib.blake2b(f"{grammar.key(backend)}{allow_unenforced:d}".encode(), digest_size=16).hexdigest()
+def _key(grammar: Grammar, backend: str, order: _Order) -> str:
+    text = f"{grammar.key(backend)}{order.allow_unenforced:d}"
+    return hashlib.blake2b(text.encode(), digest_size=16, key=order.owner.name.encode()).hexdigest()
 
 
 def _rejected_by_all(rejections: list[tuple[str, GrammarServiceError]]) -> GrammarServiceError:

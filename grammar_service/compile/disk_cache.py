@@ -36,15 +36,21 @@ _DIGEST_BYTES = 32
 _MAGIC = (FORMAT + "\n").encode()
 
 
-def artifact_key(grammar: Grammar, backend: str, vocabulary_digest: str, *, allow_unenforced: bool) -> str:
-    """Return the key of an artifact: a digest over everything that it depends on."""
+def artifact_key(
+    grammar: Grammar, backend: str, vocabulary_digest: str, *, allow_unenforced: bool, owner: str = ""
+) -> str:
+    """Return the key of an artifact: a digest over everything that it depends on, and its owner.
+
+    Owners share no file: from the time of a compilation, or from `cache_hit`, one could learn what another compiles.
+    """
     try:
         ours = version("lockstep-engine")
     except PackageNotFoundError:
         ours = "source"
     parts = (FORMAT, ours, backend, installed_version(backend), vocabulary_digest, str(allow_unenforced))
     head = "\0".join((*parts, grammar.kind.name, grammar.whitespace.name, str(grammar.reading), ""))
-    return hashlib.blake2b((head + grammar.text).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    text = head + grammar.text
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES, key=owner.encode()).hexdigest()
 
 
 class DiskCache:

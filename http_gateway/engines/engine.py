@@ -42,14 +42,17 @@ _OPTIONS = [
 class Engine:
     """A connection to the engine at `address`. Made on the event loop."""
 
-    def __init__(self, address: str, tls: grpc.ChannelCredentials | None, metadata: Metadata) -> None:
+    def __init__(
+        self, address: str, tls: grpc.ChannelCredentials | None, metadata: Metadata, *, with_adapters: bool = True
+    ) -> None:
         """Args: see below.
 
         tls: credentials of the channel; None: clear text.
         metadata: the gateway's own token, sent with its own calls.
+        with_adapters: clients may know of every adapter, and name it as a model.
         """
         self.address = address
-        self._metadata = metadata
+        self._metadata, self._with_adapters = metadata, with_adapters
         self._channel = (
             grpc.aio.secure_channel(address, tls, options=_OPTIONS)
             if tls
@@ -131,7 +134,7 @@ class Engine:
 
     async def list_adapters(self) -> None:
         """Read its adapters, if it takes any. Raises grpc.aio.AioRpcError."""
-        if self.info is None or not self.info.max_adapter_bytes:
+        if self.info is None or not self.info.max_adapter_bytes or not self._with_adapters:
             self.adapters = {}
             return
         listing = self.stub.ListAdapters(pb.ListAdaptersRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata)

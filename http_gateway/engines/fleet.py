@@ -178,7 +178,9 @@ def prompt_bytes(request: pb.GenerateRequest) -> bytes:
 async def open_fleet(config: GatewayConfig) -> AsyncIterator[Fleet]:
     """Follow the engines of the configuration for the time of the block. Raises ValueError for a wrong file."""
     tls, own = credentials(config), token(config)
-    engines = [Engine(address, tls, own) for address in config.engines]
+    # An adapter belongs to some of the tenants, and this list is seen by all of them.
+    with_adapters = not config.tenant_file
+    engines = [Engine(address, tls, own, with_adapters=with_adapters) for address in config.engines]
     tasks = [asyncio.create_task(engine.follow(), name=f"health of {engine.address}") for engine in engines]
     if len(engines) > 1:
         tasks += [asyncio.create_task(engine.poll(POLL_S), name=f"load of {engine.address}") for engine in engines]

@@ -26,7 +26,7 @@ from http_gateway.engines.engine import Engine, Metadata
 from http_gateway.engines.fleet import Fleet
 from http_gateway.http.bodies import read_body
 from http_gateway.http.calls import Calls
-from http_gateway.http.keys import ApiKeys, bearer
+from http_gateway.http.keys import ApiKeys, Keys, bearer
 from http_gateway.http.metrics import CONTENT_TYPE, GatewayMetrics
 from http_gateway.http.openapi import document
 from http_gateway.http.stream import ClientGone, Events, EventStream, while_connected
@@ -35,8 +35,6 @@ from http_gateway.wire.completions import CompletionRequest, DetokenizeRequest, 
 from http_gateway.wire.errors import ApiError
 from http_gateway.wire.fields import Fields
 from http_gateway.wire.responses import ResponsesRequest
-from service_runtime.from_files import FromFiles
-from service_runtime.tokens import Digests
 
 DISTRIBUTION = "lockstep-engine"
 PAGE = Path(__file__).resolve().parents[1] / "page/index.html"
@@ -94,7 +92,7 @@ class Gateway:
 
     def _metadata(self, request: Request) -> Metadata:
         headers = request.headers
-        key = bearer(headers.get("authorization")) if self._config.forward_keys else self._own
+        key = bearer(headers.get("authorization")) if self._config.forwards_keys else self._own
         return [*key, *((name, headers[name]) for name in TRACE_HEADERS if name in headers)]
 
     async def _models(self, request: Request) -> Response:
@@ -143,7 +141,12 @@ class Gateway:
         return Response(await self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(document(importlib.metadata.version(DISTRIBUTION), keys=bool(self._config.api_key_file)))
+        return JSONResponse(
+            document(
+                importlib.metadata.version(DISTRIBUTION),
+                keys=bool(self._config.api_key_file or self._config.tenant_file),
+            )
+        )
 
     async def _page(self, request: Request) -> Response:
         return FileResponse(PAGE, headers={"Cache-Control": "no-cache"})
@@ -153,7 +156,7 @@ async def _awaited(work: Awaitable[Any]) -> Any:
     return await work
 
 
-def application(config: GatewayConfig, gateway: Gateway, keys: FromFiles[Digests] | None) -> ASGIApp:
+def application(config: GatewayConfig, gateway: Gateway, keys: Keys | None) -> ASGIApp:
     """Return the whole application."""
     app: ASGIApp = Starlette(
         routes=gateway.routes(),

@@ -23,7 +23,9 @@ from http_gateway.config import GatewayConfig
 from http_gateway.engines.access import token
 from http_gateway.engines.fleet import open_fleet
 from http_gateway.http.app import Gateway, application
+from http_gateway.http.keys import KeyFile, Keys, TenantKeys
 from http_gateway.http.tls import Certificates
+from service_runtime.tenants import tenant_file
 from service_runtime.tokens import token_file
 
 log = logging.getLogger(__name__)
@@ -88,9 +90,16 @@ def listening_socket(listen: str) -> socket.socket:
     return listener
 
 
+def _keys(config: GatewayConfig) -> Keys | None:
+    """Return the keys of clients; None: the API is open. Raises ValueError for a wrong file."""
+    if config.tenant_file:
+        return TenantKeys(tenant_file(Path(config.tenant_file)))
+    return KeyFile(token_file(Path(config.api_key_file), "api_key_file")) if config.api_key_file else None
+
+
 async def serve(config: GatewayConfig, listener: socket.socket) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT. Raises ValueError for a wrong file."""
-    keys = token_file(Path(config.api_key_file), "api_key_file") if config.api_key_file else None
+    keys = _keys(config)
     certificates = Certificates(config) if config.tls_cert else None
     async with open_fleet(config) as fleet:
         gateway = Gateway(config, fleet, token(config))

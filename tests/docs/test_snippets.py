@@ -31,6 +31,7 @@ from grammar_service import config as grammar_config
 from http_gateway import config as gateway_config
 from protos.engine.v1 import engine_pb2 as pb
 from service_runtime.settings import settings_of
+from service_runtime.tenants import parse_tenants
 from tests.docs.pages import PAGES, ROOT, Snippet, prose, snippets
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -124,6 +125,9 @@ def test_data_parses(snippet: Snippet) -> None:
         case "toml":
             engine = {s.name for kind in (EngineConfig, ServerConfig) for s in settings_of(kind)}
             table = tomllib.loads(snippet.text)
+            if "tenants" in table:
+                assert parse_tenants(snippet.text.encode(), snippet.page).by_name
+                return
             grammar = {s.name for s in settings_of(grammar_config.GrammarConfig)}
             assert set(table) <= engine or set(table.get("grammar", table)) <= grammar
 

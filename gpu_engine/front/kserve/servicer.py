@@ -22,6 +22,7 @@ from gpu_engine.front.kserve.descriptions import model_config, model_metadata, r
 from gpu_engine.front.kserve.inputs import Asked, ends_another, to_engine
 from gpu_engine.front.kserve.outputs import VERSION, Answers
 from gpu_engine.front.kserve.statistics import Statistics
+from gpu_engine.front.tenants.accounts import Visible
 from gpu_engine.front.text_output import Delta, SequenceOutput
 from gpu_engine.front.validation import check
 from gpu_engine.ops.access import CallRecord
@@ -90,7 +91,8 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
             responses.append(response)
 
         caller = self._calls.caller_of(context)
-        with self._calls.watch.call(caller.metadata) as record:
+        with self._calls.watch.call(caller.metadata, caller.tenant) as record:
+            record.method = "ModelInfer"
             async with ErrorToStatus(context, self._calls.failed, record, inference.rename):
                 await self._infer(inference, caller, record, keep)
         (response,) = responses
@@ -148,7 +150,8 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         async def send(response: pb.ModelInferResponse) -> None:
             await write(pb.ModelStreamInferResponse(infer_response=response))
 
-        with self._calls.watch.call(caller.metadata) as record:
+        with self._calls.watch.call(caller.metadata, caller.tenant) as record:
+            record.method = "ModelStreamInfer"
             try:
                 await self._infer(inference, caller, record, send)
             except Exception as error:
@@ -171,7 +174,7 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
                 call = Call(record=record)
                 await self._calls.answer(call, caller, request.id, inference.check, inference.respond, write)
             else:
-                self._calls.abort(other)
+                self._calls.abort(other, caller)
                 await write(_last_response(request))
         except Exception:
             self._statistics.failed(time.monotonic() - began_s)
@@ -214,11 +217,11 @@ class _Inference:
         self._asked = Asked()
         self._answers: Answers | None = None
 
-    def check(self, running: Collection[str]) -> Checked:
+    def check(self, visible: Visible) -> Checked:
         request = self.request
         refuse_unknown_model(request.model_name, request.model_version, self._calls.engine.config.served_names)
         self._asked = asked = to_engine(request, decoupled=self._decoupled)
-        checked = check(asked.message, self._calls.limits, running, find_adapter=self._calls.engine.adapters.find)
+        checked = check(asked.message, self._calls.limits, visible.running, find_adapter=visible.find_adapter)
         self._answers = Answers(
             request,
             request.id or asked.message.request_id,

@@ -3,14 +3,14 @@
 Invariant: without a token of the file no method runs and no message is read, except those of the health service, which
 load balancers call without one. Reflection needs a token.
 
-Not responsible for: the file of tokens (see service_runtime/tokens.py), and encryption (see tls.py): without TLS, an
-observer of the network can read tokens.
+Not responsible for: the file of tokens (see service_runtime/tokens.py), tokens of tenants (see ../tenants/access.py),
+and encryption (see tls.py): without TLS, an observer of the network can read tokens.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -47,24 +47,34 @@ class BearerTokens(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
             return await continuation(handler_call_details)
         self.refused += 1
         log.info("refused", extra={"fields": {"status": "UNAUTHENTICATED", "method": details.method, "why": problem}})
-        return _refusal(problem)
+        return refusal(problem)
 
     def _problem(self, values: list[str | bytes]) -> str | None:
-        if not values:
-            return "is missing; send `authorization: Bearer TOKEN`"
-        if len(values) > 1:
-            return "was sent more than once"
-        value = values[0].encode() if isinstance(values[0], str) else values[0]
-        scheme, _, token = value.partition(b" ")
-        if scheme.lower() != SCHEME.encode() or not token:
-            return "is not of the form `Bearer TOKEN`"
-        return None if known(token.strip(), self._tokens.get()) else "holds an unknown token"
+        token = bearer(values)
+        if isinstance(token, str):
+            return token
+        return None if known(token, self._tokens.get()) else "holds an unknown token"
 
     def __repr__(self) -> str:
         return f"<BearerTokens {self._tokens!r} refused={self.refused}>"
 
 
-def _refusal(problem: str) -> grpc.RpcMethodHandler[Any, Any]:
+def bearer(values: Sequence[str | bytes]) -> bytes | str:
+    """Return the token of a call, given its values of HEADER, or as text what is wrong with them."""
+    if not values:
+        return "is missing; send `authorization: Bearer TOKEN`"
+    if len(values) > 1:
+        return "was sent more than once"
+    value = values[0].encode() if isinstance(values[0], str) else values[0]
+    scheme, _, token = value.partition(b" ")
+    if scheme.lower() != SCHEME.encode() or not token:
+        return "is not of the form `Bearer TOKEN`"
+    return token.strip()
+
+
+def refusal(problem: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler that refuses any call as UNAUTHENTICATED."""
+
     async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{HEADER}: {problem}")
 

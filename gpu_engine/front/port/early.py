@@ -14,6 +14,7 @@ from pathlib import Path
 from gpu_engine.api.config import ServerConfig
 from gpu_engine.front.port.listening import ServerError, refuse_taken_path
 from gpu_engine.front.port.tls import server_credentials
+from service_runtime.tenants import tenant_file
 from service_runtime.tokens import token_file
 
 
@@ -24,6 +25,8 @@ def check_port(config: ServerConfig) -> None:
             server_credentials(config)
         if config.auth_token_file:
             token_file(Path(config.auth_token_file))
+        if config.tenant_file:
+            tenant_file(Path(config.tenant_file))
     except ValueError as error:
         raise ServerError(str(error)) from error
     for setting in ("listen", "http", "health_listen", "metrics_listen"):

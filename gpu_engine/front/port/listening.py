@@ -76,14 +76,21 @@ class Listeners:
             self.http.close()
 
 
-def bind(config: ServerConfig, gateway_path: Path | None = None) -> Listeners:
+def bind(
+    config: ServerConfig,
+    gateway_path: Path | None = None,
+    access: grpc.aio.ServerInterceptor | None = None,  # type: ignore[type-arg]  # generic in the stub alone
+) -> Listeners:
     """Bind the addresses; called on the event loop. Raises ServerError that names the setting at fault.
 
     gateway_path: a unix socket on which the public server listens for its gateway, too, in clear text and with tokens.
+    access: lets callers in, in place of the tokens of the configuration.
     """
     try:
         credentials = server_credentials(config) if config.tls_cert else None
-        interceptors = [BearerTokens(token_file(Path(config.auth_token_file)))] if config.auth_token_file else []
+        interceptors = [access] if access is not None else []
+        if config.auth_token_file:
+            interceptors.append(BearerTokens(token_file(Path(config.auth_token_file))))
     except ValueError as error:
         raise ServerError(str(error)) from error
     if (problem := exposure(config)) is not None:
@@ -134,7 +141,7 @@ def exposure(config: ServerConfig) -> str | None:
     for setting, address in (("listen", config.listen), ("http", config.http)):
         if not address or is_local(address):
             continue
-        if not config.auth_token_file and not config.tls_client_ca:
+        if not (config.auth_token_file or config.tenant_file or config.tls_client_ca):
             return f"{setting}: any client that reaches {address} may use it; see auth_token_file and tls_client_ca"
         if not config.tls_cert:
             return f"{setting}: tokens and answers cross the network to {address} in clear text; see tls_cert"

@@ -19,7 +19,10 @@ from gpu_engine.ops.access import CallRecord
 from gpu_engine.ops.metrics_transfer import TransferMetrics
 from protos.transfer.v1 import transfer_pb2 as pb
 from protos.transfer.v1 import transfer_pb2_grpc
+from service_runtime.tenants import MAX_NAME_CHARS
 
+MAX_INTERNAL_SALT_BYTES = MAX_SALT_BYTES + MAX_NAME_CHARS + 1
+"""The other engine puts the name of its tenant, and a separator, in front of a client's salt."""
 SERVICE = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 
 
@@ -58,8 +61,8 @@ class KvTransferServicer(transfer_pb2_grpc.KvTransferServicer):
             raise InvalidRequest("token_ids", f"has an id that is not below {limits.vocab_size}")
         if request.first_page >= count // form.page_size:
             raise InvalidRequest("first_page", f"is {request.first_page} of {count // form.page_size} pages")
-        if (size := len(request.cache_salt.encode())) > MAX_SALT_BYTES:
-            raise InvalidRequest("cache_salt", f"has {size} bytes, at most {MAX_SALT_BYTES} are allowed")
+        if (size := len(request.cache_salt.encode())) > MAX_INTERNAL_SALT_BYTES:
+            raise InvalidRequest("cache_salt", f"has {size} bytes, at most {MAX_INTERNAL_SALT_BYTES} are allowed")
         return count // form.page_size
 
     async def _send(self, request: pb.FetchRequest, num_pages: int, context: Context) -> None:

@@ -9,7 +9,6 @@ Not responsible for: the life of a Generate call (see front/calls.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
 from contextlib import aclosing
 
 import grpc
@@ -19,6 +18,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from gpu_engine.api.checked import Checked
 from gpu_engine.front.calls import Calls, Context, ErrorToStatus
+from gpu_engine.front.tenants.accounts import Visible
 from gpu_engine.front.validation import check
 from gpu_engine.front.vllm_wire.answers import Answers
 from gpu_engine.front.vllm_wire.page_feed import PageFeed
@@ -49,8 +49,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         """Stream one answer: chunks with `stream`, and one complete for each of the n sequences."""
         self._reports.received()
 
-        def checked(running: Collection[str]) -> Checked:
-            return check(to_engine(request), self._calls.limits, running)
+        def checked(visible: Visible) -> Checked:
+            return check(to_engine(request), self._calls.limits, visible.running)
 
         await self._calls.generate(
             context,
@@ -62,9 +62,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         """End running requests, by their ids; an id that is not known is no error."""
-        for request_id in request.request_ids:
-            self._calls.abort(request_id)
-        return vllm.AbortResponse()
+        async with ErrorToStatus(context, self._calls.failed, CallRecord()):
+            caller = self._calls.caller_of(context)
+            for request_id in request.request_ids:
+                self._calls.abort(request_id, caller)
+            return vllm.AbortResponse()
+        raise AssertionError("abort raises")
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
         """Say whether new requests are served."""

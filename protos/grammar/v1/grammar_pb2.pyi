@@ -77,7 +77,7 @@ class ConfigureResponse(_message.Message):
     def __init__(self, backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., versions: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., max_compilations: _Optional[int] = ..., attempt_limit_s: _Optional[float] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("kind", "source", "whitespace", "backend", "allow_unenforced", "accepted", "verify")
+    __slots__ = ("kind", "source", "whitespace", "backend", "allow_unenforced", "accepted", "verify", "owner", "owner_bytes")
     KIND_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     WHITESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,8 @@ class CompileRequest(_message.Message):
     ALLOW_UNENFORCED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    OWNER_BYTES_FIELD_NUMBER: _ClassVar[int]
     kind: Kind
     source: str
     whitespace: Whitespace
@@ -92,7 +94,9 @@ class CompileRequest(_message.Message):
     allow_unenforced: bool
     accepted: bool
     verify: bool
-    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., accepted: _Optional[bool] = ..., verify: _Optional[bool] = ...) -> None: ...
+    owner: str
+    owner_bytes: int
+    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., accepted: _Optional[bool] = ..., verify: _Optional[bool] = ..., owner: _Optional[str] = ..., owner_bytes: _Optional[int] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
     __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "warnings", "min_tokens", "known_answer_tokens")

@@ -279,7 +279,7 @@ async def test_a_client_that_does_not_read_stops_its_own_requests_alone(tmp_path
 
     async with serving(tmp_path, answers_with("abc"), **SMALL) as s, asyncio.timeout(30):
         context: Any = NotReading()
-        open_calls = OpenManyCalls(s.calls, lambda request: lambda ids: check(request, s.calls.limits, ids))
+        open_calls = OpenManyCalls(s.calls, lambda request: lambda seen: check(request, s.calls.limits, seen.running))
         task = asyncio.create_task(open_calls.run(actions(), context))
         await eventually(lambda: len(s.engine.submitted) == LIMIT)
         assert (await answer(s.client, ask("other")))[-1].finish_reason == pb.FINISH_REASON_STOP

@@ -15,6 +15,7 @@ import pytest
 from grammar_service.backends.verified import VerifiedCompiled
 from grammar_service.compile.compiler import AUTO, Compiler
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
+from grammar_service.compile.owned_cache import Owner
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import InternalError, InvalidGrammar, LimitExceeded, NotEnforced, UnknownGrammar
 from grammar_service.grammar.value import Kind, Whitespace, parse
@@ -91,6 +92,22 @@ async def test_the_cache_is_bounded_in_bytes_and_drops_the_oldest(vocabulary: Vo
         with pytest.raises(UnknownGrammar, match="compile the grammar again"):
             made.get(ids[0])
         assert not (await made.compile(Kind.REGEX, "a0", ANY, "llguidance"))[1]
+
+
+async def test_owners_share_neither_a_compilation_nor_a_file(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    async with compiler(vocabulary, cache_dir=str(tmp_path)) as made:
+        owners = Owner("acme"), Owner("beta"), Owner()
+        results = await asyncio.gather(
+            *(made.compile(Kind.REGEX, "ab", ANY, "llguidance", owner=owner) for owner in owners)
+        )
+        assert [hit for _, hit in results] == [False, False, False]
+        assert len({entry.grammar_id for entry, _ in results}) == 3
+        assert len(os.listdir(tmp_path)) == 3
+        assert (await made.compile(Kind.REGEX, "ab", ANY, "llguidance", owner=Owner("acme")))[1]
+        with pytest.raises(
+            LimitExceeded, match=r"compiled_grammar_bytes: the compiled grammar has \d+ bytes, the limit is 9"
+        ):
+            await made.compile(Kind.REGEX, "ab", ANY, "llguidance", owner=Owner("gamma", 9))
 
 
 async def test_a_failed_grammar_is_compiled_again(vocabulary: Vocabulary) -> None:

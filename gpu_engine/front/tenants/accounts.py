@@ -1,0 +1,300 @@
+"""The tenants of a server, and what each of them uses now.
+
+A tenant's requests are its own by their names: request ids, salts of the prefix cache and owners of grammars begin with
+the tenant's name, which has no character of the separators. So no table of the engine needs to know tenants to keep
+them apart. Invariant: what `enter` has counted is given back by one `leave`; a refusal counts nothing. Tokens are a
+bucket that refills at the limit's rate and holds one minute of it. An answer that runs is never cut: it may leave the
+bucket in debt, which the next request waits for. So over any time the tokens exceed the limit by no more than the
+answers that ran at its end. Used on the event loop.
+
+Not responsible for: slots and their order between tenants (see core/tenants/shares.py), compilations
+(see sidecar/turns.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from gpu_engine.api.adapters import Adapter, AdapterKind, AdapterUse
+from gpu_engine.api.checked import Checked
+from gpu_engine.api.errors import InvalidRequest, LimitExceeded, NotAdmitted
+from gpu_engine.api.ports import AdapterAccess
+from gpu_engine.api.request import GrammarOwner, TenantShare
+from gpu_engine.front.port.auth import HEADER, bearer
+from service_runtime.from_files import FromFiles
+from service_runtime.tenants import DRAFT_INDEX, GRAMMARS, PREFIX_CACHE, Tenant, TenantTable, share_of
+
+MINUTE_S = 60.0
+GATEWAY = Tenant(name="<gateway>", operator=True)
+"""The gateway process that the server starts: its own calls, not those of its clients. No file can have its name."""
+
+
+class Account:
+    """One tenant, from its first call to the end of the server."""
+
+    def __init__(self, tenant: Tenant, share: int, slots: int, clock_s: Callable[[], float]) -> None:
+        """Args: see below.
+
+        share: sequences that run or wait, of a tenant without `max_waiting`.
+        slots: those of the engine.
+        """
+        self._slots, self._clock_s = slots, clock_s
+        self.tenant, self._share = tenant, share
+        self.sequences = 0
+        """Of running requests."""
+        self.prompt_tokens = self.answer_tokens = 0
+        """Since the start of the server."""
+        self.requests: Counter[str] = Counter()
+        """That have ended, by the name of their gRPC status."""
+        self.refusals: Counter[str] = Counter()
+        """By the name of the limit."""
+        self._tokens = float(tenant.tokens_per_minute)
+        """In the bucket; negative: debt."""
+        self._refilled_s = clock_s()
+
+    def renew(self, tenant: Tenant, share: int) -> None:
+        """Take the limits of a file that was read again."""
+        if tenant is self.tenant and share == self._share:
+            return
+        self._refill()
+        limit, before = tenant.tokens_per_minute, self.tenant.tokens_per_minute
+        self._tokens = float(limit) if not before else min(self._tokens, float(limit))
+        self.tenant, self._share = tenant, share
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The tenant's name."""
+        return self.tenant.name
+
+    def internal_id(self, request_id: str) -> str:
+        """Return the name of a request inside of the server, given the client's."""
+        return f"{self.name}/{request_id}"
+
+    @property
+    def identity(self) -> bytes:
+        """Whose answers draft for its requests (see draft_scopes.py)."""
+        return b"tenants" if self.tenant.shares_in(DRAFT_INDEX) else b"tenant\0" + self.name.encode()
+
+    @property
+    def grammars(self) -> str:
+        """Whose grammars it has: its own name, or "" for those that are shared."""
+        return "" if self.tenant.shares_in(GRAMMARS) else self.name
+
+    @property
+    def grammar_owner(self) -> GrammarOwner:
+        """For whom its grammars are compiled."""
+        tenant = self.tenant
+        return GrammarOwner(
+            self.grammars,
+            tenant.name,
+            tenant.max_compilations,
+            tenant.max_waiting_compilations,
+            tenant.compiled_grammar_bytes,
+        )
+
+    def own(self, checked: Checked) -> Checked:
+        """Return a checked request under the names that it has inside of the server."""
+        tenant = self.tenant
+        space = "" if tenant.shares_in(PREFIX_CACHE) else tenant.name
+        return replace(
+            checked,
+            request_id=self.internal_id(checked.request_id),
+            cache_salt=f"{space}\0{checked.cache_salt}",
+            grammar=None if checked.grammar is None else replace(checked.grammar, owner=self.grammar_owner),
+            tenant=TenantShare(tenant.name, tenant.weight, tenant.max_running),
+        )
+
+    # -- limits --------------------------------------------------------------------------------------------------------
+
+    def enter(self, sequences: int, *, together: bool) -> None:
+        """Count the sequences of a request. Raises LimitExceeded. `together`: they run all at once or not at all."""
+        tenant = self.tenant
+        if together and 0 < tenant.max_running < sequences:
+            problem = f"the beams of a search run together, and {sequences} are more than {tenant.max_running}"
+            raise self._refusal("max_running", problem)
+        if self._balance() <= 0:
+            raise self._no_tokens(1)
+        if self.sequences + sequences > self.max_sequences:
+            problem = f"{self.sequences} sequences run or wait, and {self.max_sequences} may"
+            raise self._refusal("max_waiting", problem)
+        self.sequences += sequences
+
+    def leave(self, sequences: int) -> None:
+        """Give back what `enter` has counted."""
+        self.sequences -= sequences
+        assert self.sequences >= 0, self
+
+    def charge_prompt(self, tokens: int) -> None:
+        """Take the tokens of a prompt out of the bucket; one with more than a minute's needs a full bucket. Raises
+        LimitExceeded."""
+        limit = self.tenant.tokens_per_minute
+        if limit and self._balance() < min(tokens, limit):
+            raise self._no_tokens(min(tokens, limit))
+        self.prompt_tokens += tokens
+        self._take(tokens)
+
+    def charge_answer(self, tokens: int) -> None:
+        """Take tokens of an answer out of the bucket."""
+        self.answer_tokens += tokens
+        self._take(tokens)
+
+    def _take(self, tokens: int) -> None:
+        if self.tenant.tokens_per_minute:
+            self._tokens -= tokens
+
+    @property
+    def max_sequences(self) -> int:
+        """The most sequences that run or wait."""
+        waiting = self.tenant.max_waiting
+        return self._share if waiting is None else (self.tenant.max_running or self._slots) + waiting
+
+    def _balance(self) -> float:
+        if not self.tenant.tokens_per_minute:
+            return 1.0
+        self._refill()
+        return self._tokens
+
+    def _refill(self) -> None:
+        now_s, limit = self._clock_s(), self.tenant.tokens_per_minute
+        self._tokens = min(float(limit), self._tokens + (now_s - self._refilled_s) * limit / MINUTE_S)
+        self._refilled_s = now_s
+
+    def _no_tokens(self, needed: int) -> LimitExceeded:
+        limit = self.tenant.tokens_per_minute
+        wait_s = (needed - self._tokens) * MINUTE_S / limit
+        return self._refusal("tokens_per_minute", f"the limit is {limit}; try again in {wait_s:.1f} s")
+
+    def _refusal(self, limit: str, problem: str) -> LimitExceeded:
+        self.refusals[limit] += 1
+        return LimitExceeded(f"{limit}: tenant {self.name}: {problem}")
+
+    def __repr__(self) -> str:
+        return f"<Account {self.name} sequences={self.sequences} tokens={self._tokens:.0f}>"
+
+
+class Tenants:
+    """The accounts of a server. Made and used on the event loop."""
+
+    def __init__(
+        self,
+        file: FromFiles[TenantTable],
+        *,
+        slots: int,
+        queue: int,
+        gateway_digest: bytes = b"",
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args: see below.
+
+        file: the tenants' file.
+        slots, queue: sequences that run in the engine, and that wait for it.
+        gateway_digest: SHA-256 of the token of the server's own gateway process; b"": there is none.
+        """
+        self._file, self._slots, self._queue, self._clock_s = file, slots, queue, clock_s
+        self._gateway = {gateway_digest: GATEWAY} if gateway_digest else {}
+        self._accounts: dict[str, Account] = {}
+
+    @property
+    def table(self) -> TenantTable:
+        """The tenants of the current file."""
+        return self._file.get()
+
+    def of_token(self, token: bytes) -> Tenant | None:
+        """Return the tenant of a token. The time of the search tells no more than a part of a digest."""
+        digest = hashlib.sha256(token).digest()
+        return self._gateway.get(digest) or self.table.by_digest.get(digest)
+
+    def find(self, metadata: Iterable[tuple[str, str | bytes]], names: Iterable[bytes] | None) -> Tenant | str:
+        """Return the tenant of a call, or why there is none. A token decides, where one was sent.
+
+        `names` are those of the client's certificate.
+        """
+        values = [value for key, value in metadata if key == HEADER]
+        if not values and names:
+            found = self.table.of_certificate(names)
+            return "is missing, and the client's certificate is of no tenant" if found is None else found
+        token = bearer(values)
+        if isinstance(token, str):
+            return token
+        return self.of_token(token) or "holds an unknown token"
+
+    def account_of(self, tenant: Tenant) -> Account:
+        """Return the account of a tenant, with the limits that it has now."""
+        share = share_of(tenant, self.table, self._slots + self._queue)
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            account = self._accounts[tenant.name] = Account(tenant, share, self._slots, self._clock_s)
+        account.renew(tenant, share)
+        return account
+
+    def ended(self, name: str, status: str) -> None:
+        """Count a request of the tenant of that name, which has ended with this gRPC status."""
+        if (account := self._accounts.get(name)) is not None:
+            account.requests[status] += 1
+
+    @property
+    def accounts(self) -> Collection[Account]:
+        """The accounts of tenants that have called."""
+        return tuple(self._accounts.values())
+
+    def __repr__(self) -> str:
+        return f"<Tenants {', '.join(self.table.by_name)}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """What a request can see of a server: with tenants, what is its tenant's own."""
+
+    internal_ids: Collection[str]
+    """Of every running request."""
+    adapters: AdapterAccess
+    account: Account | None = None
+
+    @property
+    def running(self) -> Collection[str]:
+        """The ids in use, as clients name them."""
+        return self.internal_ids if self.account is None else _OwnIds(self.internal_ids, self.account)
+
+    def find_adapter(self, kind: AdapterKind, name: str) -> Adapter:
+        """See `AdapterAccess.find`."""
+        account = self.account
+        if account is None or account.tenant.may_use(name):
+            return self.adapters.find(kind, name)
+        names = ", ".join(use.adapter.name for use in self.list_adapters() if use.adapter.kind is kind) or "none"
+        field, noun = ("lora", "LoRA") if kind is AdapterKind.LORA else ("prompt_adapter", "prompt")
+        raise InvalidRequest(field, f"there is no {noun} adapter {name!r}; there are: {names}")
+
+    def list_adapters(self) -> list[AdapterUse]:
+        """See `AdapterAccess.listed`. Counts of users are those of operators alone."""
+        listed, account = self.adapters.listed(), self.account
+        if account is None or account.tenant.operator:
+            return listed
+        return [replace(use, in_use=0) for use in listed if account.tenant.may_use(use.adapter.name)]
+
+
+class _OwnIds(Collection[str]):
+    """The request ids of one tenant, as its clients name them."""
+
+    def __init__(self, internal_ids: Collection[str], account: Account) -> None:
+        self._internal_ids, self._account = internal_ids, account
+
+    def __contains__(self, request_id: object) -> bool:
+        return isinstance(request_id, str) and self._account.internal_id(request_id) in self._internal_ids
+
+    def __iter__(self) -> Iterator[str]:
+        prefix = self._account.internal_id("")
+        return (each.removeprefix(prefix) for each in self._internal_ids if each.startswith(prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def refuse_stranger(problem: str = "is missing") -> NotAdmitted:
+    """Return the error of a call without a tenant."""
+    return NotAdmitted(f"{HEADER}: {problem}")
