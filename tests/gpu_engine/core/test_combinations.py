@@ -19,7 +19,6 @@ from gpu_engine.model.loader import LoadedModel
 from shared_mem.channel import Record
 from tests.gpu_engine.harness import (
     PATIENCE_S,
-    UNHURRIED_MS,
     Answer,
     answer_all,
     answer_each,
@@ -32,7 +31,7 @@ from tests.gpu_engine.processor_cases import SETTING, processed
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 NAMED: dict[str, Any] = {"logits_processors": SETTING}
-PATIENT: dict[str, Any] = {"row_timeout_ms": UNHURRIED_MS}
+PATIENT: dict[str, Any] = {"row_timeout_ms": 2000.0}
 USES = (("waves", '{"strength": 0.5}'),), (("batch", '{"strength": 1.5}'),), (("captured", ""), ("waves", "")), ()
 FREE: list[Callable[[], Answer]] = [
     partial(ask, [*range(196, 203)] * 2, max_tokens=24),
@@ -141,8 +140,10 @@ def test_a_killed_grammar_process_changes_nothing_of_them(llama: LoadedModel, gu
         for answer in answers:
             engine.submit(answer.request)
         assert reached.wait(PATIENCE_S)
-        grammar.lose_sidecar(engine)
-        grammar.restore_sidecar(engine)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
+        grammar.start_sidecar()
+        engine.grammar_restored()
         for answer in answers:
             answer.wait()
     assert_same(answers, guided)

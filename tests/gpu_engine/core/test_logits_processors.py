@@ -16,7 +16,6 @@ from gpu_engine.model.loader import LoadedModel, load_model
 from shared_mem.channel import Record
 from tests.gpu_engine.harness import (
     PATIENCE_S,
-    UNHURRIED_MS,
     Answer,
     answer_all,
     answer_each,
@@ -30,7 +29,7 @@ from tests.gpu_engine.processor_cases import SETTING, processed
 from tests.gpu_engine.toy_sidecar import guided_engine
 
 NAMED = {"logits_processors": SETTING}
-PATIENT = {"row_timeout_ms": UNHURRIED_MS}
+PATIENT = {"row_timeout_ms": 2000.0}
 REPEATING = partial(ask, [*range(196, 203)] * 2, max_tokens=30)
 """A prompt that the tiny model goes on with; drafts of it are right."""
 
@@ -141,9 +140,11 @@ def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, guided: l
         for answer in answers:
             engine.submit(answer.request)
         assert reached.wait(PATIENCE_S)
-        grammar.lose_sidecar(engine)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
         assert not all(answer.over for answer in answers)
-        grammar.restore_sidecar(engine)
+        grammar.start_sidecar()
+        engine.grammar_restored()
         assert [answer.wait().tokens for answer in answers] == [each.tokens for each in guided]
 
 

@@ -16,7 +16,6 @@ from shared_mem.channel import Record
 from tests.gpu_engine.beams import search, search_all
 from tests.gpu_engine.harness import (
     PATIENCE_S,
-    UNHURRIED_MS,
     Answer,
     answer_all,
     answer_each,
@@ -40,7 +39,7 @@ MIX: list[Callable[[], Answer]] = [
     partial(ask, tokens(40, 7), grammar="38", max_tokens=50, repetition_penalty=1.3, presence_penalty=0.4),
     partial(ask, [*range(196, 203)] * 2, max_tokens=40),
 ]
-PATIENT: dict[str, Any] = {"row_timeout_ms": UNHURRIED_MS}
+PATIENT: dict[str, Any] = {"row_timeout_ms": 2000.0}
 PROCESSED: list[tuple[Callable[[], Answer], tuple[tuple[str, str], ...]]] = [
     (partial(ask, tokens(30, 1, repeat=10), grammar="40", max_tokens=50), (("waves", ""),)),
     (partial(ask, tokens(20, 3), grammar="30", max_tokens=40, temperature=1.0, seed=3), (("captured", ""),)),
@@ -58,7 +57,7 @@ def ranks(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def answers(model: LoadedModel, num_drafts: int, **settings: Any) -> tuple[list[list[int]], int, int]:
     """Return the tokens of every case, and the accepted drafts and the preemptions."""
-    with guided_engine(model, with_drafts(num_drafts, row_timeout_ms=UNHURRIED_MS, **settings)) as (engine, _):
+    with guided_engine(model, with_drafts(num_drafts, row_timeout_ms=2000.0, **settings)) as (engine, _):
         found = answer_all(engine, [make() for make in MIX])
         stats = engine.stats()
         return found, stats.accepted_draft_tokens, stats.preemptions
@@ -164,8 +163,10 @@ def test_a_killed_grammar_process_changes_no_token(llama: LoadedModel, ranks: Th
         for answer in made:
             engine.submit(answer.request)
         assert reached.wait(PATIENCE_S)
-        grammar.lose_sidecar(engine)
-        grammar.restore_sidecar(engine)
+        grammar.kill_sidecar()
+        engine.grammar_lost()
+        grammar.start_sidecar()
+        engine.grammar_restored()
         assert [answer.wait().tokens for answer in made] == expected
 
 
