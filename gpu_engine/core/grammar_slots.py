@@ -51,8 +51,10 @@ class GrammarSlots:
         stats: EngineStats,
         in_step: Callable[[RunningSequence], bool],
         end: EndSequence,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args: `in_step` returns whether a step with the sequence is launched and not yet collected."""
+        self._clock = clock
         self._port, self._scheduler, self._slot_writer, self._sync = port, scheduler, slot_writer, sync
         self._stats, self._in_step, self._end = stats, in_step, end
         self._attached = True
@@ -120,7 +122,7 @@ class GrammarSlots:
             self._token_received(sequence)
         if sequence.grammar_state not in (GrammarState.OPEN, GrammarState.SILENT):
             return  # the step posted to a matcher that is gone: none of its rows will arrive
-        state.deferred_since_s = time.monotonic() if advanced else state.deferred_since_s or time.monotonic()
+        state.deferred_since_s = self._clock() if advanced else state.deferred_since_s or self._clock()
         state.deferred_seq, state.advanced = seq, advanced
         sequence.deferred = not advanced
         if self._in_step(sequence):
@@ -167,7 +169,7 @@ class GrammarSlots:
     def _is_stalled(self, sequence: RunningSequence) -> bool:
         since_s = sequence.payload.deferred_since_s
         is_open = sequence.grammar_state is GrammarState.OPEN
-        return is_open and since_s > 0 and time.monotonic() > since_s + self.stall_s
+        return is_open and since_s > 0 and self._clock() > since_s + self.stall_s
 
     def _is_unread(self, sequence: RunningSequence) -> bool:
         """Return whether the missing rows will never arrive, because the record was overwritten before it was read.
@@ -217,7 +219,7 @@ class GrammarSlots:
             if sequence.grammar_state is GrammarState.SILENT:
                 sequence.grammar_state = GrammarState.OPEN
                 state = sequence.payload
-                state.deferred_since_s = state.deferred_since_s and time.monotonic()
+                state.deferred_since_s = state.deferred_since_s and self._clock()
 
     def process_lost(self, binding: Collection[tuple[int, int]] = ()) -> None:
         """Pause guided sequences: the process has ended, and their matchers with it. They hold their slots and pages.

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from gpu_engine.api.config import EngineConfig
 from gpu_engine.api.errors import LockstepError, QueueTimeout, status_of
@@ -52,8 +52,9 @@ class EngineLoop:
         grammar: GrammarPort | None,
         build_executor: BuildExecutor = build_executor,
         adapters: AdapterAccess | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config, self._adapters = config, adapters
+        self.config, self._adapters, self._clock = config, adapters, clock
         S, L, max_inflight_steps = config.max_batch_size, model.max_model_len, config.max_inflight_steps
         num_lookahead = lookahead(config, max_inflight_steps)
         num_tokens, page_size = config.kv_cache_tokens or S * L, config.page_size
@@ -73,12 +74,8 @@ class EngineLoop:
             max_starvation_s=config.max_starvation_s or math.inf,
             static=config.batching == "static",
         )
-        self._slot_writer, self._sync, self._runner = (
-            self.executor.slot_writer,
-            self.executor.sync,
-            self.executor.runner,
-        )
-        self._answers = self.executor.answers
+        self._slot_writer, self._sync = self.executor.slot_writer, self.executor.sync
+        self._runner, self._answers = self.executor.runner, self.executor.answers
         self._in_flight: deque[LaunchedStep] = deque()
         self.sequences: dict[Request, RunningSequence] = {}
         self.stats = EngineStats(self.executor.memory, num_slots=S, num_pages=num_pages)
@@ -93,7 +90,8 @@ class EngineLoop:
             lambda sequence, finish: self.end(sequence, finish=finish),
         )
         self.grammar_slots = GrammarSlots(
-            grammar, self.scheduler, self._slot_writer, self._sync, self.stats, self._in_step, self.end
+            *(grammar, self.scheduler, self._slot_writer, self._sync, self.stats, self._in_step, self.end),
+            clock=clock,
         )
         self.beams = BeamGroups(
             *(self.scheduler, self._slot_writer, self._sync, self.grammar_slots, self.executor.copy_page),
@@ -110,7 +108,7 @@ class EngineLoop:
         Where the executor mixes, the chunks share the step's forward."""
         self._recorder.begin()
         self.grammar_slots.poll()
-        plan = self.scheduler.plan(time.monotonic())
+        plan = self.scheduler.plan(self._clock())
         self._change_slots(plan)
         self._launch(plan)
         has_work = not plan.idle or bool(self._in_flight)
@@ -171,7 +169,7 @@ class EngineLoop:
     # -- one sequence ------------------------------------------------------------------------------------------------
 
     def _expired(self, sequence: RunningSequence) -> None:
-        waited_ms = (time.monotonic() - sequence.waits_since_s) * 1e3
+        waited_ms = (self._clock() - sequence.waits_since_s) * 1e3
         most_ms = sequence.max_queue_s * 1e3
         error = QueueTimeout(
             f"max_queue_ms: waited {waited_ms:.0f} ms for a slot, at most {most_ms:.0f} ms are allowed"
@@ -186,7 +184,7 @@ class EngineLoop:
         if self._answers is not None:
             self._answers.assign(sequence.slot, sequence.payload.request.draft_scope)
         telemetry = sequence.payload.request.telemetry
-        telemetry.scheduled_s = telemetry.scheduled_s or time.monotonic()
+        telemetry.scheduled_s = telemetry.scheduled_s or self._clock()
         if sequence.guided:
             self.grammar_slots.open(sequence)
 
@@ -207,7 +205,7 @@ class EngineLoop:
         self._prefilled((chunk,))
 
     def _prefilled(self, chunks: tuple[Chunk[SequenceState], ...]) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         for chunk in chunks:
             chunk.sequence.prefilled = chunk.end
             if chunk.end == chunk.sequence.prefill_end:
@@ -245,7 +243,7 @@ class EngineLoop:
         if not self.transfers.ended(sequence):
             self._slot_writer.release(sequence)
             self.scheduler.remove(sequence)
-        request.telemetry.finished_s = time.monotonic()
+        request.telemetry.finished_s = self._clock()
         if group is not None:
             last = list(group.last_events(finish, error))
         else:

@@ -103,6 +103,23 @@ def segment_hand_over(segment: Segment) -> HandOver:
     return hand_over
 
 
+OpenChannel = Callable[[Path], grpc.aio.Channel]
+"""Opens a channel to the grammar process that serves at a socket. Does not wait."""
+
+
+def unix_channel(path: Path) -> grpc.aio.Channel:
+    """Return a channel to the unix socket at `path`."""
+    return grpc.aio.insecure_channel(
+        f"unix:{path}",
+        options=[
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_receive_message_length", -1),
+            # A new channel makes a new connection; it must not inherit the back-off of the old connection.
+            ("grpc.use_local_subchannel_pool", 1),
+        ],
+    )
+
+
 class GrammarLink:
     """Keeps one grammar process attached. `stub` may be used while `up`."""
 
@@ -117,14 +134,19 @@ class GrammarLink:
         silence_s: float,
         on_stuck: Callable[[], None],
         on_attached: Callable[[], None] = lambda: None,
+        open_channel: OpenChannel | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args: see below.
 
         silence_s: without a heartbeat for this long the process counts as hung, and the link as lost.
         on_stuck: called for a hung process, and when none could be attached for `start_patience_s`; kills it.
         on_attached: called whenever a process was attached.
+        open_channel: opens a gRPC channel to a socket; None: `unix_channel`.
+        clock: in seconds, never going back.
         """
-        self._heartbeats = heartbeats
+        self._heartbeats, self._clock = heartbeats, clock
+        self._open_channel = open_channel or unix_channel
         self._silence_s = silence_s
         self._on_stuck, self._on_attached = on_stuck, on_attached
         self._directory = directory
@@ -202,7 +224,7 @@ class GrammarLink:
     async def _watch(self, sock: socket.socket) -> str:
         """Report silences; return the reason when the process has ended or hangs."""
         hang_up = asyncio.create_task(_hang_up(sock), name="segment socket")
-        attached_at_s, silent = time.monotonic(), False
+        attached_at_s, silent = self._clock(), False
         try:
             while True:
                 self._heartbeats.heartbeat()
@@ -210,7 +232,7 @@ class GrammarLink:
                 if hang_up.done():
                     return "hung up"
                 age_ns = self._heartbeats.heartbeat_age_ns()
-                silent_s = time.monotonic() - attached_at_s
+                silent_s = self._clock() - attached_at_s
                 if age_ns is not None:  # the word may still hold the last heartbeat of the process before this one
                     silent_s = min(age_ns * 1e-9, silent_s)
                 if silent != (silent_s > SILENT_S):
@@ -232,7 +254,7 @@ class GrammarLink:
             self._events.link_alive()
 
     async def _attach(self) -> socket.socket:
-        retry_s, since_s, refusal = FIRST_RETRY_S, time.monotonic(), ""
+        retry_s, since_s, refusal = FIRST_RETRY_S, self._clock(), ""
         while True:
             try:
                 return await self._attach_once()
@@ -242,9 +264,9 @@ class GrammarLink:
                 refusal = self._refused(error, refusal)
             except (SharedMemoryError, OSError) as error:
                 log.debug("no grammar process yet: %s", error)
-            if time.monotonic() > since_s + self.start_patience_s:
+            if self._clock() > since_s + self.start_patience_s:
                 log.warning("no grammar process could be attached for %g s", self.start_patience_s)
-                since_s = time.monotonic()
+                since_s = self._clock()
                 self._on_stuck()
             await asyncio.sleep(retry_s)
             retry_s = min(retry_s * RETRY_GROWTH, LONGEST_RETRY_S)
@@ -263,15 +285,7 @@ class GrammarLink:
         sock = await asyncio.to_thread(self._hand_over, self._directory)
         try:
             self._retire_channel()
-            self._channel = grpc.aio.insecure_channel(
-                f"unix:{self._directory / RPC_SOCKET_NAME}",
-                options=[
-                    ("grpc.max_send_message_length", -1),
-                    ("grpc.max_receive_message_length", -1),
-                    # A new channel makes a new connection; it must not inherit the back-off of the old connection.
-                    ("grpc.use_local_subchannel_pool", 1),
-                ],
-            )
+            self._channel = self._open_channel(self._directory / RPC_SOCKET_NAME)
             self.stub = grammar_pb2_grpc.GrammarStub(self._channel)
             await self._configure(self.stub.Configure)
             return sock

@@ -20,8 +20,9 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from gpu_engine.api.config import ServerConfig
 from service_runtime.logs import level_of
@@ -79,6 +80,32 @@ def _cache_flags(config: ServerConfig, directory: Path) -> tuple[str, ...]:
     return "--cache-dir", str(directory / "compiled"), "--cache-dir-bytes", str(PRIVATE_CACHE_BYTES)
 
 
+class Child(Protocol):
+    """A started process; `ChildProcess` implements this."""
+
+    @property
+    def output(self) -> asyncio.StreamReader:
+        """Its stdout and stderr."""
+
+    @property
+    def pid(self) -> int:
+        """Process id, which belongs to the child until `wait` has returned."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or minus the number of a signal; None before `wait` has returned."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless the child has been reaped."""
+
+    async def wait(self) -> int:
+        """Wait for the end of the child and return `returncode`."""
+
+
+StartChild = Callable[[Sequence[str], Mapping[str, str]], Awaitable[Child]]
+"""Starts a command with an environment. Raises OSError."""
+
+
 class Sidecar:
     """Keeps one process of `command` running while `run` runs."""
 
@@ -90,6 +117,9 @@ class Sidecar:
         memory_mb: int = 0,
         max_failures: int = 8,
         cool_down_s: float = 60.0,
+        start: StartChild | None = None,
+        memory_mb_of: Callable[[int], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args: see below.
 
@@ -97,8 +127,13 @@ class Sidecar:
         memory_mb: a process with more private memory (MiB) is killed; 0: no limit.
         max_failures: this many ends within FAILURE_WINDOW_S, without `progress` in between, are too many; 0: no limit.
         cool_down_s: pause after too many failures.
+        start: starts a command with an environment; None: `ChildProcess.start`.
+        memory_mb_of: returns the memory of a process, in MiB; None: `private_memory_mb`.
+        clock: in seconds, never going back.
         """
-        self._command = list(command)
+        self._command, self._clock = list(command), clock
+        self._start = start or ChildProcess.start
+        self._memory_mb_of = memory_mb_of or private_memory_mb
         self._memory_mb, self._cool_down_s = memory_mb, cool_down_s
         self._max_failures = max_failures or sys.maxsize
         self._killed_for = ""
@@ -108,7 +143,7 @@ class Sidecar:
         """Returns a count that grows while the child serves requests; set when an engine is attached."""
         self.on_outside_end: Callable[[], None] = lambda: None
         """Called when an attached child was ended from outside, before the next one is started."""
-        self._process: ChildProcess | None = None
+        self._process: Child | None = None
         self._failures: deque[float] = deque()
         self.term_timeout_s = TERM_TIMEOUT_S
         self.longest_retry_s = LONGEST_RETRY_S
@@ -126,7 +161,7 @@ class Sidecar:
 
     def attached(self) -> None:
         """Note that the child is attached. If it ends `healthy_s` later or after that, the next one starts at once."""
-        self._attached_s = time.monotonic()
+        self._attached_s = self._clock()
 
     async def run(self) -> None:
         """Start the child, and start it again whenever it ends, until cancelled.
@@ -157,7 +192,7 @@ class Sidecar:
         """Start the child repeatedly; return after `allowed` failures within the window without progress in between."""
         retry_s, progress = FIRST_RETRY_S, self.progress()
         while True:
-            started_s, self._attached_s = time.monotonic(), math.inf
+            started_s, self._attached_s = self._clock(), math.inf
             try:
                 code = await self._run_once()
                 reason = describe_exit(code)
@@ -168,7 +203,7 @@ class Sidecar:
             except OSError as error:  # too little memory, or no process ids left, for now
                 reason = str(error)
             reason, self._killed_for = self._killed_for or reason, ""
-            now_s = time.monotonic()
+            now_s = self._clock()
             if now_s - started_s > FAILURE_WINDOW_S:
                 retry_s, allowed = FIRST_RETRY_S, self._max_failures
             if progress != (progress := self.progress()):
@@ -195,9 +230,7 @@ class Sidecar:
             self._process.send(signal.SIGKILL)
 
     async def _run_once(self) -> int:
-        process = self._process = await ChildProcess.start(
-            dying_with_us(self._command), os.environ | PYTHON_ENVIRONMENT
-        )
+        process = self._process = await self._start(dying_with_us(self._command), os.environ | PYTHON_ENVIRONMENT)
         self.starts, self._ordered = self.starts + 1, False
         log.info("grammar process %d started", process.pid)
         watch = asyncio.create_task(self._watch_memory(process.pid), name="grammar process memory")
@@ -213,13 +246,13 @@ class Sidecar:
         """Kill a child that uses more memory than allowed, before the kernel kills the largest process instead."""
         while self._memory_mb:
             await asyncio.sleep(MEMORY_CHECK_S)
-            used_mb = private_memory_mb(pid)
+            used_mb = self._memory_mb_of(pid)
             if used_mb > self._memory_mb:
                 self._killed_for = f"it used {used_mb} MiB of memory, more than grammar_memory_mb = {self._memory_mb}"
                 self.kill()
                 return
 
-    async def _end(self, process: ChildProcess) -> None:
+    async def _end(self, process: Child) -> None:
         if process.returncode is not None:
             return
         process.send(signal.SIGTERM)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 
 from grammar_service.backends.backend import Backend
@@ -30,6 +30,7 @@ def installed(name: str) -> bool:
     return all(importlib.util.find_spec(module) is not None for module in _MODULES[name])
 
 
+@cache
 def installed_version(name: str) -> str:
     """Return the version of an installed library."""
     return version(name)

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from grammar_service.compile.artifact import Artifact
 from grammar_service.compile.disk_cache import DiskCache, artifact_key
 from grammar_service.compile.loader import CompileLoader
 from grammar_service.compile.owned_cache import OwnedCache, Owner
-from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, START_TIMEOUT_S, CompilePool
+from grammar_service.compile.pool import COMMAND, COMMAND_IDLE, START_TIMEOUT_S, CompilePool, StartWorker
+from grammar_service.compile.process import CompileProcess
 from grammar_service.completion.plan import CompletionPlan
 from grammar_service.config import GrammarConfig
 from grammar_service.errors import (
@@ -96,8 +97,25 @@ class Cleared:
 class Compiler:
     """Grammars of one vocabulary. `ready` starts the default backend's workers; others start with their first use."""
 
-    def __init__(self, config: GrammarConfig, vocabulary: Vocabulary, command: Sequence[str] = ()) -> None:
-        """Args: `command` starts a compile worker; (): the project's own, at the priority that `config` names."""
+    def __init__(
+        self,
+        config: GrammarConfig,
+        vocabulary: Vocabulary,
+        command: Sequence[str] = (),
+        *,
+        start: StartWorker = CompileProcess.start,
+        load: Callable[[str, Vocabulary], Backend] = load_backend,
+        loader: CompileLoader | None = None,
+        disk: DiskCache | None = None,
+    ) -> None:
+        """Args: see below.
+
+        command: starts a compile worker; (): the project's own, at the priority that `config` names.
+        start: starts a process of it.
+        load: makes a backend by its name.
+        loader: loads artifacts; ended with this object. None: threads of its own.
+        disk: the artifacts on disk; None: those that `config` names.
+        """
         self._command = command or (COMMAND_IDLE if config.compile_priority == "idle" else COMMAND)
         self._config = config
         self._vocabulary = vocabulary
@@ -106,9 +124,10 @@ class Compiler:
         self._flights: SingleFlight[str, tuple[Entry, bool]] = SingleFlight(ABANDONED_S)
         self._accepted: set[str] = set()
         """Keys of running compilations that an accepted sequence waits for."""
-        self._loader = CompileLoader()
+        self._start, self._load = start, load
+        self._loader = loader or CompileLoader()
         on_disk = config.cache and config.cache_dir
-        self._disk = DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if on_disk else None
+        self._disk = disk or (DiskCache(Path(config.cache_dir), config.cache_dir_bytes) if on_disk else None)
         self._cache: OwnedCache[Entry] = OwnedCache(config.cache_bytes)
         self._choices: OrderedDict[str, str] = OrderedDict()
         self.compiled = 0
@@ -304,6 +323,7 @@ class Compiler:
                 queue_s=self._config.compile_queue_s,
                 threads=self._config.compile_threads,
                 command=self._command,
+                start=self._start,
             )
         return pool
 
@@ -311,7 +331,7 @@ class Compiler:
         task = self._backends.get(backend)
         if task is None or (task.done() and task.exception() is not None):
             task = self._backends[backend] = asyncio.create_task(
-                asyncio.to_thread(load_backend, backend, self._vocabulary), name=f"load-{backend}"
+                asyncio.to_thread(self._load, backend, self._vocabulary), name=f"load-{backend}"
             )
             task.add_done_callback(_retrieve_exception)
         return task

@@ -17,8 +17,10 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from grammar_service.backends.registry import installed_version
 from grammar_service.grammar.value import Grammar
@@ -59,17 +61,20 @@ class DiskCache:
     Args:
         directory: created with mode 0700 if it is missing.
         max_bytes: of all files together; the least recently used are removed first.
+        new_file: makes a temporary file, as `tempfile.NamedTemporaryFile` does.
 
     Raises OSError when the directory cannot be created, or when any user may write into it, and so could change the
     masks of guided answers.
     """
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, max_bytes: int, new_file: Callable[..., Any] = tempfile.NamedTemporaryFile
+    ) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory.stat().st_mode & stat.S_IWOTH:
             raise PermissionError(f"cache_dir: {directory} is writable for every user")
         self._directory = directory
-        self._max_bytes = max_bytes
+        self._max_bytes, self._new_file = max_bytes, new_file
         self._written = self._total = 0
         """Files written since the last scan; bytes of all files, as of that scan and the files since."""
         self.hits = 0
@@ -103,7 +108,7 @@ class DiskCache:
         if len(content) > self._max_bytes:
             return
         try:
-            with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".", suffix=SUFFIX, delete=False) as file:
+            with self._new_file(dir=self._directory, prefix=".", suffix=SUFFIX, delete=False) as file:
                 try:
                     file.write(content)
                     file.flush()

@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 from grammar_service.backends.backend import Backend, Compiled
 from grammar_service.compile.artifact import Artifact
@@ -34,16 +34,9 @@ NUM_LOADERS = 2
 class CompileLoader:
     """The loading threads. One event loop owns them; `close` ends them."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="load", initializer=_lower_thread_priority)
-        before = threading.stack_size(LOADER_STACK_BYTES)
-        try:
-            # The pool starts a thread only when none is idle, so all of them must be busy once.
-            gate = threading.Barrier(NUM_LOADERS)
-            for started in [self._threads.submit(gate.wait) for _ in range(NUM_LOADERS)]:
-                started.result()
-        finally:
-            threading.stack_size(before)
+    def __init__(self, threads: Executor | None = None) -> None:
+        """Args: `threads` run the loads, and are shut down with this object; None: NUM_LOADERS of its own."""
+        self._threads = threads or _deep_threads()
 
     async def load(
         self, backend: Backend, grammar: Grammar, artifact: Artifact, vocabulary: Vocabulary
@@ -71,6 +64,20 @@ class CompileLoader:
 
     def __repr__(self) -> str:
         return f"<CompileLoader {NUM_LOADERS} threads>"
+
+
+def _deep_threads() -> ThreadPoolExecutor:
+    """Return NUM_LOADERS threads of low priority with a deep stack, all of them started."""
+    threads = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="load", initializer=_lower_thread_priority)
+    before = threading.stack_size(LOADER_STACK_BYTES)
+    try:
+        # The pool starts a thread only when none is idle, so all of them must be busy once.
+        gate = threading.Barrier(NUM_LOADERS)
+        for started in [threads.submit(gate.wait) for _ in range(NUM_LOADERS)]:
+            started.result()
+    finally:
+        threading.stack_size(before)
+    return threads
 
 
 def _load(

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -35,6 +35,9 @@ START_TIMEOUT_S = 120.0
 COMMAND = (sys.executable, "-m", "grammar_service.compile.worker")
 COMMAND_IDLE = (*COMMAND, IDLE)
 
+StartWorker = Callable[[Sequence[str]], Awaitable[CompileProcess]]
+"""Starts a command as a compile worker, which waits for its first frame."""
+
 
 class CompilePool:
     """Workers of one backend with one vocabulary.
@@ -48,6 +51,7 @@ class CompilePool:
         queue: compilations that may wait for a worker; those of accepted sequences do not count.
         queue_s: longest wait for a worker, in seconds; accepted sequences wait for as long as it takes.
         command: of a process that speaks the protocol of worker.py.
+        start: starts it.
     """
 
     def __init__(
@@ -61,12 +65,13 @@ class CompilePool:
         queue_s: float,
         threads: int = 1,
         command: Sequence[str] = COMMAND,
+        start: StartWorker = CompileProcess.start,
     ) -> None:
         self._backend = backend
         self._vocabulary = vocabulary
         self._threads, self._limits = threads, limits
         self._max_waiting, self._queue_s = queue, queue_s
-        self._command = command
+        self._command, self._start_worker = command, start
         self._closed = False
         self._compile_queue = CompileQueue(workers, queue_s)
         self._spare: list[asyncio.Task[CompileProcess]] = [self._launch() for _ in range(workers)]
@@ -80,7 +85,13 @@ class CompilePool:
         return asyncio.create_task(self._start(), name=f"start-{self._backend}-compile-worker")
 
     async def _start(self) -> CompileProcess:
-        worker = await CompileProcess.start(self._command)
+        try:
+            worker = await self._start_worker(self._command)
+        except OSError as error:  # too few descriptors, too little memory, or no process ids left, for now
+            logger.error("a compile worker of %s cannot be started: %s", self._backend, error)
+            raise LimitExceeded(
+                f"compile_workers: no compile worker of {self._backend} can be started ({error.strerror}); try again"
+            ) from error
         self._all.add(worker)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -189,7 +200,11 @@ class CompilePool:
         return Artifact(data, reply["plan"], reply["compile_ms"])
 
     async def _take_worker(self) -> tuple[asyncio.Task[CompileProcess], CompileProcess]:
-        """Take a spare worker. A worker that exited while it was idle is replaced, and is no error of this grammar."""
+        """Take a spare worker. A worker that exited while it was idle, or could not be started before, is replaced, and
+        is no error of this grammar."""
+        for i, task in enumerate(self._spare):
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                self._spare[i] = self._launch()
         while True:
             task = self._spare.pop(self._first_started())
             try:

@@ -44,7 +44,7 @@ _GROUP_TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class Limits:
     """Limits of a compilation, from the first frame."""
 
     artifact_fd: int
@@ -55,7 +55,7 @@ class _Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Toolchain:
+class Toolchain:
     """A backend with the vocabulary, used for every grammar."""
 
     backend: Backend
@@ -129,17 +129,17 @@ def _serve(frames: BinaryIO, out: BinaryIO) -> None:
     toolchain = _start(head, body, out)
     if toolchain is None:
         return
-    limits = _Limits(**head["limits"])
+    limits = Limits(**head["limits"])
     while frame := _read(frames):
         head, body = unpack(frame)
-        out.write(_reply(toolchain, limits, head, body))
+        out.write(reply(toolchain, limits, head, body))
         out.flush()
 
 
-def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> _Toolchain | None:
+def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> Toolchain | None:
     try:
         vocabulary = Vocabulary.load(tokenizer_json, head["size"], tuple(head["stop_ids"]))
-        toolchain = _Toolchain(
+        toolchain = Toolchain(
             load_backend(head["backend"], vocabulary, threads=head["threads"]), TokenTexts.of(vocabulary)
         )
     except Exception as error:
@@ -153,7 +153,8 @@ def _start(head: dict[str, Any], tokenizer_json: bytes, out: BinaryIO) -> _Toolc
     return toolchain
 
 
-def _reply(toolchain: _Toolchain, limits: _Limits, head: dict[str, Any], body: bytes) -> bytes:
+def reply(toolchain: Toolchain, limits: Limits, head: dict[str, Any], body: bytes) -> bytes:
+    """Compile the grammar of one frame; return the frame that answers it. An artifact is in the memory file then."""
     grammar = Grammar(Kind(head["kind"]), body.decode(), Whitespace(head["whitespace"]), Reading(**head["reading"]))
     toolchain.texts.choices.clear()  # so that the memory of a compilation does not depend on earlier grammars
     backend, begun = toolchain.backend, time.perf_counter()

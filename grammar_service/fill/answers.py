@@ -10,7 +10,7 @@ a matcher (see matchers.py).
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Callable
 
 from grammar_service.backends.backend import Rows
 from grammar_service.fill.channel import Channel
@@ -32,12 +32,20 @@ class RecordAnswerer:
         table: the worker's matchers.
         counters: of the worker.
         queues: their lock guards the publication of a task's answer.
+        now_ns: the clock that measures fills.
     """
 
-    def __init__(self, channel: Channel, table: MatcherTable, counters: Counters, queues: WorkQueues) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        table: MatcherTable,
+        counters: Counters,
+        queues: WorkQueues,
+        now_ns: Callable[[], int],
+    ) -> None:
         layout = channel.layout
         self._channel, self._table, self._counters, self._queues = channel, table, counters, queues
-        self._num_rows = layout.num_rows
+        self._num_rows, self._now_ns = layout.num_rows, now_ns
         self._rows = tuple(Rows(channel.mask_rows(i).reshape(layout.num_slots * layout.num_rows, -1)) for i in (0, 1))
 
     def answer(self, task: FillTask) -> None:
@@ -45,7 +53,7 @@ class RecordAnswerer:
         if task.proposes:
             self._propose(task)
             return
-        begun = time.perf_counter_ns()
+        begun = self._now_ns()
         record, slot = task.record, self._table.slots.get(task.slot)
         # A newer record has replaced this one: the matcher moves, but no row of it is needed any more.
         needed = 0 if self._queues.superseded(task.slot) else record.need_rows
@@ -54,7 +62,7 @@ class RecordAnswerer:
             task.set_row(row, kind, answer.forced[row])
         with self._queues.lock:
             self._publish(task)
-        took = time.perf_counter_ns() - begun
+        took = self._now_ns() - begun
         if slot is not None:
             slot.last_fill_ns = took
         self._counters.took(record.slot, took)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from threading import Lock
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from grammar_service.fill.counters import Counters
 from grammar_service.fill.matchers import MatcherTable, Proposed, SlotMatcher
 from grammar_service.fill.tasks import BatchTask, ChangeTask, FillTask
 from grammar_service.fill.work_queues import Task
+from service_runtime.threads import Lock
 from shared_mem.chains import SLOW, ChainArrays
 from shared_mem.layout import RowKind, Stage
 from shared_mem.records import Records
@@ -61,6 +61,7 @@ class BatchAnswerer:
         answer_alone: answers one `FillTask`.
         threads: for the libraries' own thread pools.
         max_batch_ns: a batch is expected to take no longer.
+        now_ns: the clock that measures fills.
     """
 
     def __init__(
@@ -72,12 +73,13 @@ class BatchAnswerer:
         answer_alone: Callable[[FillTask], None],
         threads: int,
         max_batch_ns: int,
+        now_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._channel, self._table, self._counters = channel, table, counters
         self._lock, self._answer_alone, self._threads = lock, answer_alone, threads
         self._max_slots = min(MAX_SLOTS, channel.layout.num_slots)
         self._free: list[ChainArrays] = []
-        self._max_batch_ns = max_batch_ns
+        self._max_batch_ns, self._now_ns = max_batch_ns, now_ns
 
     def split(self, records: Records, min_records: int = MIN_RECORDS) -> tuple[list[BatchTask], list[int]]:
         """Return batches of at least `min_records` records, and the numbers of the records that are not in a batch."""
@@ -165,11 +167,11 @@ class BatchAnswerer:
 
     def answer(self, batch: BatchTask) -> list[FillTask]:
         """Answer the simple records of a batch; return tasks for the others."""
-        begun = time.perf_counter_ns()
+        begun = self._now_ns()
         groups, rest = self._move(batch)
         for filler, chains in groups:
             rest += self._fill(batch, filler, chains, begun)
-            begun = time.perf_counter_ns()
+            begun = self._now_ns()
         return self._singles(batch, rest)
 
     def _move(self, batch: BatchTask) -> tuple[list[tuple[ChainFiller, MovedChains]], list[int]]:
@@ -224,7 +226,7 @@ class BatchAnswerer:
             return []
         late = batch.late
         self._channel.publish_chains(batch.seq, arrays, filler.special, publishes=not late)
-        took = time.perf_counter_ns() - begun
+        took = self._now_ns() - begun
         self._note_times(batch.seq, chains.slots, took)
         rest = self._finish(batch, chains, filled, arrays, late=late)
         self._count_rows(arrays, took // count, late=late)

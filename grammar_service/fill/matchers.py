@@ -215,6 +215,8 @@ class MatcherTable:
     """Slot -> newest slot_gen that was released. Late records of such an owner are answered without a matcher."""
     gaps: int = 0
     rebuilds: int = 0
+    thread_time_ns: Callable[[], int] = time.thread_time_ns
+    """The clock that measures proposals."""
 
     def bind(self, slot: int, state: SlotMatcher) -> None:
         """Install a matcher in place of one of the same or an older owner. A `state` of an older owner is dropped."""
@@ -355,7 +357,7 @@ class MatcherTable:
         if slot.proposals_to_skip:
             slot.proposals_to_skip -= 1
             return Proposed()
-        begun_ns = time.thread_time_ns()
+        begun_ns = self.thread_time_ns()
         try:
             tokens = Proposed(slot.jump_forward_tokens(limit))
             if candidates:
@@ -364,7 +366,7 @@ class MatcherTable:
             # No row depends on this call, and a rebuilt matcher may still fill the next one.
             tokens = Proposed()
             self.rebuild(slot)
-        took_ns = time.thread_time_ns() - begun_ns
+        took_ns = self.thread_time_ns() - begun_ns
         slot.proposals_to_skip = min(MAX_SKIPPED_PROPOSALS, took_ns // SLOW_PROPOSAL_NS * SKIPPED_PROPOSALS)
         return tokens
 

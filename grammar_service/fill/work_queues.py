@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import collections
 import logging
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
+
+from service_runtime.threads import OS_THREADS, Thread, Threads
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +75,13 @@ class WorkDelegate(Protocol):
 
 
 class WorkQueues:
-    """`threads` daemon threads and the queues of the slots. With two threads or more, a slow slot is harmless."""
+    """`num_threads` daemon threads and the queues of the slots. With two threads or more, a slow slot is harmless."""
 
     idle_wait_s: float = IDLE_WAIT_S
 
-    def __init__(self, threads: int, delegate: WorkDelegate) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, num_threads: int, delegate: WorkDelegate, threads: Threads = OS_THREADS) -> None:
+        self._os = threads
+        self.lock = threads.lock()
         """Guards everything below, and what the delegate guards by it."""
         self._delegate = delegate
         self._todo: collections.deque[Task] = collections.deque()
@@ -89,7 +90,7 @@ class WorkQueues:
         """Slot -> its task in hand."""
         self._waiting: dict[int, collections.deque[Task]] = {}
         """Slot -> the tasks that wait behind its task in hand; absent if there are none."""
-        self._in_hand: dict[Task, threading.Thread] = {}
+        self._in_hand: dict[Task, Thread] = {}
         """Task in hand -> its thread, while the task is not known to be late."""
         self._abandoned: set[Task] = set()
         """Tasks in hand that lost their slots."""
@@ -97,21 +98,21 @@ class WorkQueues:
         """Tasks that the last change of leaders found not begun. A slow neighbour held them up; they may be quick."""
         self._idle = True
         """The leader waits for records or reads them. It has no task in hand, and no other thread takes the lead."""
-        self._leader: threading.Thread
-        self._watch = threading.Lock()
+        self._leader: Thread
+        self._watch = threads.lock()
         """Held by the thread that watches the leader."""
-        self._called = threading.Condition(self.lock)
+        self._called = threads.condition(self.lock)
         """The other idle threads wait here until the watch is free, or their help is wanted."""
         self._overdue_since_s: dict[Task, float] = {}
-        """Task in hand -> `time.monotonic()` when it was found overdue."""
-        self._stopping = threading.Event()
+        """Task in hand -> `Threads.monotonic()` when it was found overdue."""
+        self._stopping = threads.event()
         self.leader_handoffs = 0
         self.error: BaseException | None = None
         """Why the threads ended, if `stop` was not the reason."""
-        self._threads = [self._thread(i) for i in range(threads)]
+        self._threads = [self._thread(i) for i in range(num_threads)]
 
-    def _thread(self, number: int) -> threading.Thread:
-        return threading.Thread(target=self._run, name=f"lockstep-grammar-{number}", daemon=True)
+    def _thread(self, number: int) -> Thread:
+        return self._os.thread(self._run, f"lockstep-grammar-{number}")
 
     def start(self) -> None:
         """Start the threads. Once."""
@@ -124,10 +125,10 @@ class WorkQueues:
         self._stopping.set()
         with self.lock:
             self._called.notify_all()
-        deadline = time.monotonic() + timeout_s
+        deadline = self._os.monotonic() + timeout_s
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
+                thread.join(max(0.0, deadline - self._os.monotonic()))
         return not self.alive
 
     @property
@@ -149,14 +150,14 @@ class WorkQueues:
     def stuck_s(self) -> float:
         """Return how long the slowest task in hand is overdue, in seconds; 0: none is."""
         since_s = list(self._overdue_since_s.values())
-        return time.monotonic() - min(since_s) if since_s else 0.0
+        return self._os.monotonic() - min(since_s) if since_s else 0.0
 
     def abandon_stuck(self, after_s: float) -> None:
         """Release the slots of tasks of several slots that are overdue for `after_s`: one slot holds up the others."""
         if not self._overdue_since_s:
             return
         with self.lock:
-            until_s = time.monotonic() - after_s
+            until_s = self._os.monotonic() - after_s
             for task, since_s in self._overdue_since_s.items():
                 if len(task.slots) == 1 or since_s > until_s or task in self._abandoned:
                     continue
@@ -180,7 +181,7 @@ class WorkQueues:
         return slot in self._waiting
 
     def _run(self) -> None:
-        me = threading.current_thread()
+        me = self._os.current()
         try:
             while not self._stopping.is_set():
                 if (task := self._next(me)) is not None:
@@ -195,7 +196,7 @@ class WorkQueues:
             self._stopping.set()
             logger.exception("the threads that fill mask rows ended")
 
-    def _next(self, me: threading.Thread) -> Task | None:
+    def _next(self, me: Thread) -> Task | None:
         """Take a task in hand. None: there is none, and a leader is idle from here or has passed the lead on."""
         with self.lock:
             leads = self._leader is me
@@ -254,9 +255,9 @@ class WorkQueues:
                 task = self._busy[slot] = waiting.popleft()
                 if not waiting:
                     del self._waiting[slot]
-                self._overdue_since_s[task] = time.monotonic()
+                self._overdue_since_s[task] = self._os.monotonic()
 
-    def _stand_by(self, me: threading.Thread) -> None:
+    def _stand_by(self, me: Thread) -> None:
         """Watch the leader, or wait until the watch is free or help is wanted."""
         if self._watch.acquire(blocking=False):
             try:
@@ -271,7 +272,7 @@ class WorkQueues:
             if self._watch.locked() and not self._todo:
                 self._called.wait(self.idle_wait_s)
 
-    def _watch_leader(self, me: threading.Thread) -> None:
+    def _watch_leader(self, me: Thread) -> None:
         if not self._delegate.overdue(IDLE_WAIT_S) or self._stopping.is_set():
             return
         with self.lock:
@@ -282,13 +283,13 @@ class WorkQueues:
                 for task in self._overdue():
                     self._delegate.late(task)
                 return
-        time.sleep(RETRY_S)
+        self._os.sleep(RETRY_S)
 
     def _overdue(self) -> Iterator[Task]:
         """Yield the tasks in hand, and the tasks that have not begun since an earlier change of leaders."""
         self._in_hand.clear()
         for task in dict.fromkeys(self._busy.values()):
-            self._overdue_since_s.setdefault(task, time.monotonic())
+            self._overdue_since_s.setdefault(task, self._os.monotonic())
             yield task
         for waiting in self._waiting.values():
             yield from waiting

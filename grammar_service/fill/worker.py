@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -31,6 +30,7 @@ from grammar_service.fill.tasks import BatchTask, ChangeTask, FillTask, ForkTask
 from grammar_service.fill.work_queues import Task, WorkQueues
 from grammar_service.grammar.mask_rows import Classifier
 from service_runtime.cores import usable_cores
+from service_runtime.threads import OS_THREADS, Threads
 from shared_mem.errors import RingOverrun
 from shared_mem.layout import RowKind, Stage
 from shared_mem.native import DEFAULT_SPIN_NS
@@ -59,6 +59,7 @@ class Worker:
             of the libraries' thread pools.
         spin_s: time that a wait spins before it sleeps, while any matcher is bound.
         row_deadline_ms: an answer that is incomplete so long after its task began is published as it is.
+        os: threads and clock.
     """
 
     hang_s: float = HANG_S
@@ -66,25 +67,32 @@ class Worker:
     """Fewer records of a sequence are answered one by one."""
 
     def __init__(
-        self, channel: Channel, *, threads: int = 1, spin_s: float = 50e-6, row_deadline_ms: float = 2.0
+        self,
+        channel: Channel,
+        *,
+        threads: int = 1,
+        spin_s: float = 50e-6,
+        row_deadline_ms: float = 2.0,
+        os: Threads = OS_THREADS,
     ) -> None:
         layout = channel.layout
         self._channel = channel
         self._num_slots = layout.num_slots
-        self._table = MatcherTable(Classifier(layout.vocab_size))
+        self._now_ns = os.monotonic_ns
+        self._table = MatcherTable(Classifier(layout.vocab_size), thread_time_ns=os.thread_time_ns)
         self._spin_ns = int(spin_s * 1e9)
         self._deadline_ns = int(row_deadline_ms * 1e6)
-        self._queues = WorkQueues(threads + 1, self)
+        self._queues = WorkQueues(threads + 1, self, os)
         num_cores = min(threads, usable_cores())
         self._max_helpers = num_cores - 1
         """Threads beside the leader that may take a batch of the same sequence."""
         self._on_time_until_ns = self._on_time_limit_ns = 0
-        """`time.monotonic_ns()` until which tasks of the sequence are on time, and the most that it may become."""
+        """`Threads.monotonic_ns()` until which tasks of the sequence are on time, and the most that it may become."""
         self._inbox: collections.deque[ChangeTask] = collections.deque()
         self._last = channel.start_seq
         """The last sequence that was read."""
         self._counters = Counters(self._num_slots)
-        self._answerer = RecordAnswerer(channel, self._table, self._counters, self._queues)
+        self._answerer = RecordAnswerer(channel, self._table, self._counters, self._queues, os.perf_counter_ns)
         self._batches = BatchAnswerer(
             channel,
             self._table,
@@ -93,6 +101,7 @@ class Worker:
             self._answerer.answer,
             num_cores,
             self._deadline_ns * _MAX_DEADLINES // 4,
+            os.perf_counter_ns,
         )
 
     def start(self) -> None:
@@ -191,13 +200,13 @@ class Worker:
         if isinstance(task, BatchTask):
             until_ns = self._on_time_until_ns + 2 * self._batches.expected_ns(task)
             self._on_time_until_ns = min(until_ns, self._on_time_limit_ns)
-            ahead_ns = max(0, self._on_time_until_ns - time.monotonic_ns())
+            ahead_ns = max(0, self._on_time_until_ns - self._now_ns())
         if self.has_time_left():
             self._channel.take_over(ahead_ns)
 
     def has_time_left(self) -> bool:
         """Return whether tasks of the sequence that have not begun are still on time."""
-        return time.monotonic_ns() < self._on_time_until_ns
+        return self._now_ns() < self._on_time_until_ns
 
     def part(self, task: Task, slots: Sequence[int]) -> Sequence[Task]:
         """Take slots with a task in hand out of a batch."""
@@ -239,7 +248,7 @@ class Worker:
             return
         num_tasks = len(records) + sum(records.n_draft) // 2
         deadlines = min(_MAX_DEADLINES, 1 + num_tasks // _TASKS_PER_DEADLINE)
-        now_ns = time.monotonic_ns()
+        now_ns = self._now_ns()
         self._on_time_until_ns = now_ns + self._deadline_ns * deadlines
         self._on_time_limit_ns = now_ns + self._deadline_ns * _MAX_DEADLINES
         batches, rest = self._batches.split(records, self.min_batch)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from grammar_service.compile.pool import CompilePool
+from grammar_service.compile.pool import CompilePool, StartWorker
+from grammar_service.compile.process import CompileProcess
 from grammar_service.config import CompileLimits
 from grammar_service.errors import GrammarServiceError, InternalError, InvalidGrammar, LimitExceeded, NotSupported
 from grammar_service.grammar.value import Grammar, Kind, Whitespace, parse
@@ -37,6 +39,7 @@ async def pool(
     queue: int = 8,
     queue_s: float = 600.0,
     memory_mb: int = 512,
+    start: StartWorker = CompileProcess.start,
 ) -> AsyncIterator[CompilePool]:
     made = CompilePool(
         "llguidance",
@@ -46,6 +49,7 @@ async def pool(
         queue=queue,
         queue_s=queue_s,
         command=PRETEND,
+        start=start,
     )
     try:
         yield made
@@ -224,3 +228,20 @@ async def test_the_real_worker_compiles_and_never_loads_torch(vocabulary: Vocabu
             await workers.compile(parse(Kind.STRUCTURAL_TAG, parameter, Whitespace.ANY))
     finally:
         await workers.close()
+
+
+async def test_workers_that_could_not_be_started_are_started_again(vocabulary: Vocabulary) -> None:
+    starts = 0
+
+    async def start(command: Sequence[str]) -> CompileProcess:
+        nonlocal starts
+        starts += 1
+        if starts <= 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await CompileProcess.start(command)
+
+    async with pool(vocabulary, workers=2, start=start) as workers:
+        await eventually(lambda: starts == 2)
+        with pytest.raises(LimitExceeded, match=r"compile_workers: .*Too many open files"):
+            await workers.compile(grammar("a"))
+        assert await pid(workers, "b")

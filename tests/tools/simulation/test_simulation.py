@@ -1,0 +1,91 @@
+"""Seeds of the simulation: each keeps every promise, a seed repeats itself exactly, and mutants are caught."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tools.simulation.__main__ import parser
+from tools.simulation.mutants import MUTANTS
+from tools.simulation.run import many_runs, references, simulate
+
+FOUND = {
+    16: "two starts of a compile worker failed with EMFILE, and no later grammar was compiled",
+}
+"""Seeds that have found a defect, and what it was."""
+
+QUICKLY_CAUGHT = (
+    "a slot is not freed on abort",
+    "an ended request keeps its compilation",
+    "a repeated record is applied twice",
+)
+MOST_SEEDS = 400
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected_between_runs() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)  # a record that a test keeps holds the run's objects, and its mappings
+    try:
+        with many_runs():
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def run(first: int, last: int) -> None:
+    for seed in range(first, last + 1):
+        outcome = simulate(seed)
+        assert outcome.ok, f'{outcome.problems[0]}\nmake simulate ARGS="--seed {seed} --log"'
+
+
+def test_the_undisturbed_answers_have_tokens_and_ends() -> None:
+    assert all(answer.tokens and answer.finish is not None for answer in references().values())
+    assert len({answer.tokens for answer in references().values()}) > len(references()) // 2
+
+
+def test_the_same_seed_gives_the_same_trace() -> None:
+    first, other, again = simulate(11), simulate(12), simulate(11)
+    assert first.trace == again.trace != other.trace
+    assert (first.steps, first.happened, first.answers) == (again.steps, again.happened, again.answers)
+
+
+def test_seeds_keep_every_promise() -> None:
+    run(1, 15)
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_a_seed_that_found_a_defect_keeps_every_promise(seed: int) -> None:
+    run(seed, seed)
+
+
+@pytest.mark.parametrize("name", QUICKLY_CAUGHT)
+def test_a_mutant_is_caught_soon(name: str) -> None:
+    assert any(not simulate(seed, parts=MUTANTS[name]).ok for seed in range(1, 9))
+
+
+def test_help_has_the_command_for_a_seed() -> None:
+    assert 'make simulate ARGS="--seed' in parser().format_help()
+
+
+@pytest.mark.slow
+def test_a_trace_is_the_same_in_another_process_with_other_hashes() -> None:
+    command = [sys.executable, "-m", "tools.simulation", "--seed", "333"]
+    environment = os.environ | {"PYTHONHASHSEED": "4711"}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
+    assert f"trace {simulate(333).trace}" in told
+
+
+@pytest.mark.slow
+def test_many_seeds_keep_every_promise() -> None:
+    run(16, 515)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(MUTANTS.keys() - set(QUICKLY_CAUGHT)))
+def test_a_mutant_is_caught(name: str) -> None:
+    assert any(not simulate(seed, parts=MUTANTS[name]).ok for seed in range(1, MOST_SEEDS + 1))

@@ -1,0 +1,428 @@
+"""One run: builds both processes from a seed, lets clients and faults act, and checks every promise afterwards.
+
+Invariant: a run depends on its seed and on the code alone. What it opens it closes: descriptors are counted before and
+after. Not responsible for: many runs, and their report (see __main__.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+
+from gpu_engine.api.config import EngineConfig, ServerConfig
+from gpu_engine.api.request import FinishReason
+from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
+from gpu_engine.core.engine import Engine
+from gpu_engine.core.executor import Executor, cpu_executor
+from gpu_engine.sidecar.client import GrammarClient
+from gpu_engine.sidecar.link import GrammarLink, GrammarSetup
+from gpu_engine.sidecar.supervisor import Sidecar, grammar_command
+from grammar_service.config import GrammarConfig
+from grammar_service.servicer import GrammarServicer
+from shared_mem.channel import EngineEnd
+from shared_mem.layout import Layout
+from shared_mem.segment import Segment
+from tools.simulation import workload
+from tools.simulation.event_loop import SimLoop
+from tools.simulation.faults import Faults
+from tools.simulation.grammar_process import Machine
+from tools.simulation.model import EOS, VOCAB, ToyModel, tokenizer_json, toy_model
+from tools.simulation.plane import SimEngineEnd
+from tools.simulation.threads import SimThreads
+from tools.simulation.wire import SimChannel
+from tools.simulation.workload import Client
+from tools.simulation.world import START_NS, Process, World
+
+START_S = 30.0
+PATIENCE_S = 300.0
+"""Virtual time from the last fault to the end of every request."""
+QUIET_S = 30.0
+"""Virtual time in which everything must be given back after the last request has ended."""
+MAX_MODEL_LEN = 96
+
+
+class EveryDraft(DraftBudget):
+    """Verifies every draft: what a step costs must not depend on a real clock."""
+
+    def choose(self, proposals: Sequence[Proposal], shapes: Sequence[Shape] | None, *, guided: bool) -> Plan:
+        """See `DraftBudget`."""
+        share = 1 << 30 if shapes is None else shapes[-1].rows_per_lane - 1
+        return Plan(tuple(proposals), tuple(min(share, proposal.most) for proposal in proposals), guided)
+
+    def rows_to_propose(self, plan: Plan, most: int, *, least: int = 1) -> int:
+        """See `DraftBudget`."""
+        return most
+
+    def observe(self, *args: Any, **kwargs: Any) -> None:
+        """Return: times are not learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of the two processes that a mutant replaces."""
+
+    engine: Callable[..., Engine] = Engine
+    client: Callable[..., GrammarClient] = GrammarClient
+    link: Callable[..., GrammarLink] = GrammarLink
+    servicer: Callable[..., GrammarServicer] = GrammarServicer
+    """Of each grammar process; it is given each engine's worker (`attach`)."""
+    mend: Callable[[Simulation], None] = lambda simulation: None
+    """Called when both processes are built; may change their objects."""
+
+
+class Answer(NamedTuple):
+    """The tokens of a request, and how it ended; None: with an error, or because its client left."""
+
+    tokens: tuple[int, ...]
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a run."""
+
+    seed: int
+    problems: tuple[str, ...]
+    trace: str
+    steps: int
+    points: int
+    virtual_s: float
+    happened: tuple[str, ...]
+    ends: tuple[str, ...]
+    """How each request ended."""
+    answers: tuple[tuple[int, Answer], ...] = field(repr=False)
+    """The number of each request's kind, and its answer."""
+    lines: tuple[str, ...] = field(repr=False)
+    """The end of the trace."""
+
+    @property
+    def ok(self) -> bool:
+        """Every promise was kept."""
+        return not self.problems
+
+
+class Simulation:
+    """Both processes of one run, in a world of its own."""
+
+    def __init__(self, seed: int, plans: Sequence[workload.Plan] | None, *, faulty: bool, parts: Parts) -> None:
+        self.world = world = World(seed)
+        self.parts, random = parts, world.random
+        self.directory = Path(tempfile.mkdtemp(prefix="lockstep-simulation-"))
+        self.process = Process(world, "engine")
+        self.loop = SimLoop(self.process)  # type: ignore[abstract]  # it has what the two processes use
+        self.faults = Faults.drawn(world) if faulty else Faults(world)
+        self.plans = workload.drawn(random) if plans is None else list(plans)
+        self.config = _engine_config(random, plain=not faulty)
+        self.server_config = ServerConfig(grammar_wait_s=30.0, compile_timeout_s=2.0)
+        grammar_config = GrammarConfig(
+            dir=str(self.directory), threads=random.choice((1, 2, 3)), compile_workers=2, compile_timeout_s=2.0
+        )
+        compiled = self.directory / "compiled"
+        self.machine = Machine(world, self.loop, grammar_config, compiled, self.faults, parts.servicer)
+        self.model: ToyModel = toy_model(MAX_MODEL_LEN)
+        layout = Layout(self.config.max_batch_size, self.config.num_rows, VOCAB, generation=7)
+        self.segment = Segment.create(layout)
+        self.channel = SimEngineEnd(self.segment, world)
+        self.clients = self._clients_of("r", self.plans)
+        self.probes: list[Client] = []
+        self.engine: Engine
+        self.client: GrammarClient
+        self.link: GrammarLink
+        self.sidecar: Sidecar
+        self.background: list[asyncio.Task[Any]] = []
+        self.started = self.closed = False
+
+    # -- on the engine's event loop ----------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Build the engine process, as `gpu_engine.server` and `gpu_engine.sidecar.process` do, and start it."""
+        machine, parts, clock = self.machine, self.parts, self.loop.time
+        self.sidecar = Sidecar(
+            grammar_command(self.server_config, self.directory),
+            self._give_up,
+            memory_mb=self.server_config.grammar_memory_mb,
+            max_failures=self.server_config.grammar_max_failures,
+            cool_down_s=self.server_config.grammar_retry_s,
+            start=machine.start,
+            memory_mb_of=self.faults.memory_mb,
+            clock=clock,
+        )
+        self.background.append(self.loop.create_task(self.sidecar.run(), name="sidecar"))
+        self.client = parts.client(self.server_config, self.channel)
+        setup = GrammarSetup(tokenizer_json(), VOCAB, (EOS,), self.segment.layout.generation)
+        self.link = parts.link(
+            self.directory,
+            setup,
+            machine.hand_over(self.segment),
+            self.client,
+            self.channel,
+            silence_s=self.server_config.grammar_silence_s,
+            on_stuck=self.sidecar.kill,
+            on_attached=self.sidecar.attached,
+            open_channel=lambda _: SimChannel(self.world, self.loop, machine.server),
+            clock=clock,
+        )
+        self.engine = parts.engine(
+            self.config, self.model, self.channel, self.client, self._build_executor, threads=SimThreads(self.process)
+        )
+        await asyncio.to_thread(self.engine.start)
+        self.client.attach(self.engine, self.link)
+        self.sidecar.progress = lambda: self.engine.grammar_progress
+        self.sidecar.on_outside_end = self.engine.forgive_grammar_end
+        self.background.append(self.loop.create_task(self.link.run(), name="link"))
+        parts.mend(self)
+        self.faults.start(lambda: machine.listening, self.loop.call_later)
+        self.send(self.clients)
+        self.started = True
+
+    def _clients_of(self, name: str, plans: Sequence[workload.Plan]) -> list[Client]:
+        drafts = self.config.num_draft_tokens
+        return [Client(plan, f"{name}{number}", drafts, self.world) for number, plan in enumerate(plans)]
+
+    def send(self, clients: Sequence[Client]) -> None:
+        """Let clients begin."""
+        for client in clients:
+            _ = self.loop.create_task(client.run(self.engine, self.client), name=client.name)
+
+    def probe(self) -> list[Client]:
+        """End the faults and send requests that must be answered."""
+        self.faults.disarm()
+        self.probes = self._clients_of("probe", workload.probes())
+        self.send(self.probes)
+        return self.probes
+
+    def _give_up(self, reason: str) -> None:
+        self.client.give_up(reason)
+
+    def _build_executor(
+        self, config: EngineConfig, model: Any, channel: EngineEnd | None, num_pages: int, max_inflight_steps: int
+    ) -> Executor:
+        executor = cpu_executor(config, model, channel, num_pages, max_inflight_steps)
+        executor.runner.budget = EveryDraft()
+        counts = tuple(range(1, config.max_batch_size + 1))
+        return replace(
+            executor, warm_up=partial(executor.sync.reserve, counts), enter=lambda: None, prefill=self._timed(executor)
+        )
+
+    def _timed(self, executor: Executor) -> Callable[..., None]:
+        """Return the prefill with a point behind it: a chunk takes time."""
+
+        def prefill(chunks: Any) -> None:
+            executor.prefill(chunks)
+            self.world.point("engine prefilled")
+
+        return prefill
+
+    async def close(self) -> None:
+        """Close everything in the order of `gpu_engine.server`."""
+        await asyncio.to_thread(self.engine.close)
+        await self.client.aclose()
+        for task in reversed(self.background):
+            task.cancel()
+            await asyncio.wait([task])
+        self.closed = True
+
+    def __repr__(self) -> str:
+        return f"<Simulation {self.world} {self.faults}>"
+
+
+def _engine_config(random: Random, *, plain: bool) -> EngineConfig:
+    """Draw the configuration of the engine."""
+    drafts = 0 if plain else random.choice((0, 3, 7))
+    tight = not plain and random.random() < 0.4
+    return EngineConfig(
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        max_batch_size=4 if plain else random.choice((2, 3, 5)),
+        max_model_len=MAX_MODEL_LEN,
+        page_size=16,
+        kv_cache_tokens=112 if tight else 0,
+        prefill_chunk=16,
+        drafter="ngram" if drafts else "none",
+        num_draft_tokens=drafts,
+        jump_forward_tokens=random.choice((0, drafts)),
+        overlap=None,
+    )
+
+
+def simulate(
+    seed: int, *, plans: Sequence[workload.Plan] | None = None, faulty: bool = True, parts: Parts | None = None
+) -> Outcome:
+    """Run one seed and check it.
+
+    Args:
+        seed: of everything.
+        plans: the requests; None: drawn.
+        faulty: faults are drawn, and the engine's configuration varies.
+        parts: a mutant's.
+    """
+    before = _descriptors()
+    outcome = _simulate(seed, plans, faulty=faulty, parts=parts or Parts())
+    gc.collect()  # a mapping ends with its last view, and views and tasks refer to each other
+    if outcome.ok and (left := _descriptors() - before):
+        return replace(outcome, problems=(f"descriptors are left: {sorted(left)}",))
+    return outcome
+
+
+@contextlib.contextmanager
+def many_runs() -> Iterator[None]:
+    """Inside of the block the collector looks at the objects of runs alone, when a run is over."""
+    torch.set_num_threads(1)
+    references()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _simulate(seed: int, plans: Sequence[workload.Plan] | None, *, faulty: bool, parts: Parts) -> Outcome:
+    simulation = Simulation(seed, plans, faulty=faulty, parts=parts)
+    world = simulation.world
+    try:
+        _drive(simulation, references() if faulty else None)
+    except Exception:
+        world.complain(f"the run broke: {traceback.format_exc()}")
+    finally:
+        for child in simulation.machine.processes:
+            child.process.end(-9)
+        trace, lines = world.trace, tuple(world.lines)
+        world.close()
+        for loop in (*(child.loop for child in simulation.machine.processes), simulation.loop):
+            loop.discard()
+        simulation.segment.close()
+        shutil.rmtree(simulation.directory, ignore_errors=True)
+    return Outcome(
+        seed,
+        tuple(world.problems),
+        trace,
+        world.steps,
+        world.points,
+        (world.now_ns - START_NS) / 1e9,
+        tuple(simulation.faults.happened),
+        tuple(map(repr, simulation.clients)),
+        tuple((each.plan.kind.number, Answer(tuple(each.tokens), each.finish)) for each in simulation.clients),
+        lines,
+    )
+
+
+def _drive(simulation: Simulation, expected: dict[int, Answer] | None) -> None:
+    world, loop = simulation.world, simulation.loop
+    _ = loop.create_task(simulation.serve(), name="serve")
+    if not world.run(lambda: simulation.started, limit_s=START_S):
+        world.complain("the engine did not start")
+        return
+    if not _answers(simulation, simulation.clients, expected):
+        return
+    if expected is not None:
+        # A supervisor that has given up tries again after its cool-down.
+        world.run(lambda: simulation.link.up, limit_s=2 * simulation.server_config.grammar_retry_s)
+        if not _answers(simulation, simulation.probe(), expected):
+            return
+    simulation.engine.check_integrity()
+    _ = loop.create_task(simulation.close(), name="close")
+    if not world.run(lambda: simulation.closed, limit_s=QUIET_S):
+        world.complain("the engine process did not close")
+    elif left := [task.get_name() for task in loop.tasks if not task.done() and task.get_name() != "close"]:
+        world.complain(f"tasks are left: {left}")
+
+
+def _answers(simulation: Simulation, clients: Sequence[Client], expected: dict[int, Answer] | None) -> bool:
+    """Run until the clients have their answers, check these, and see that nothing is left of them."""
+    world = simulation.world
+    if not world.run(lambda: all(client.over for client in clients), limit_s=PATIENCE_S):
+        world.complain(f"neither ended nor went on: {[client for client in clients if not client.over]}")
+        return False
+    if expected is not None:
+        check_answers(simulation, clients, expected)
+    if not world.problems and not _becomes_quiet(simulation):
+        world.complain(f"left behind: {_left_behind(simulation)}")
+    return not world.problems
+
+
+def check_answers(simulation: Simulation, clients: Sequence[Client], expected: dict[int, Answer]) -> None:
+    """Compare each answer with the undisturbed one; an error needs a fault that justifies it."""
+    world, justified = simulation.world, simulation.faults.justified
+    for client in clients:
+        right, got = expected[client.plan.kind.number], tuple(client.tokens)
+        if got != right.tokens[: len(got)]:
+            world.complain(f"{client} got {got}, undisturbed are {right.tokens}")
+        if client.events_after_end:
+            world.complain(f"{client} got {client.events_after_end} events behind its last one")
+        if client.left:
+            continue
+        if client.error is not None:
+            if type(client.error).__name__ not in justified:
+                world.complain(f"{client} ended without a fault that justifies it: {client.error}")
+        elif client.finish is FinishReason.ABORTED:
+            if client.plan.aborts_at_s is None:
+                world.complain(f"{client} was aborted, and no client asked for that")
+        elif (got, client.finish) != right and (client.finish is None or client.finish.name not in justified):
+            world.complain(f"{client} ended with {got} {client.finish}, undisturbed are {right}")
+
+
+def _becomes_quiet(simulation: Simulation) -> bool:
+    """Run until the ended requests hold nothing; look at growing intervals."""
+    slice_s, world = 0.001, simulation.world
+    while slice_s < QUIET_S and not world.problems:
+        if not _left_behind(simulation):
+            return True
+        world.run(lambda: False, limit_s=slice_s)
+        slice_s *= 1.3
+    return False
+
+
+def _left_behind(simulation: Simulation) -> list[str]:
+    """Return what the ended requests still hold."""
+    engine, left = simulation.engine._loop, []
+    if engine.sequences or engine.live or engine.scheduler.running:
+        left.append(f"sequences: {engine.sequences}, counted {engine.live}, running {engine.scheduler.running}")
+    if engine.allocator.num_used:
+        left.append(f"{engine.allocator.num_used} pages")
+    if simulation.client._slots:
+        left.append(f"slots of the client: {list(simulation.client._slots)}")
+    if simulation.client._tasks._tasks:
+        left.append(f"tasks: {simulation.client._tasks!r}")
+    if simulation.client._compiler._tickets:
+        left.append("tickets of the compiler")
+    child = simulation.machine.listening
+    worker = child.servicer._worker if child is not None else None
+    if worker is not None and worker._table.slots:
+        left.append(f"matchers: {worker._table.slots}")
+    return left
+
+
+@cache
+def references() -> dict[int, Answer]:
+    """Return the undisturbed tokens of every kind of request: one after the other, no faults, no drafts."""
+    plans = [workload.Plan(kind, at_s=2.0 * kind.number) for kind in workload.kinds()]
+    outcome = simulate(0, plans=plans, faulty=False)
+    if not outcome.ok:
+        raise AssertionError(f"the undisturbed run failed: {outcome.problems}")
+    return dict(outcome.answers)
+
+
+def _descriptors() -> set[str]:
+    """Return the open descriptors, and what each is."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add(f"{name}: {os.readlink(f'/proc/self/fd/{name}')}")
+    return found

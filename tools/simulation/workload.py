@@ -1,0 +1,168 @@
+"""The requests of a run, and the clients that send, leave and abort them.
+
+Requests come from a fixed list, so that the tokens which each must have are computed once in a process, without faults
+and without drafts. Invariant: a request's tokens depend on nothing but its own fields.
+
+Not responsible for: gRPC and text (see gpu_engine/front/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+
+from gpu_engine.api.errors import LockstepError
+from gpu_engine.api.request import FinishReason, GrammarKind, GrammarSpec, Request, SamplingParams, TokenEvent
+from gpu_engine.core.engine import Engine
+from gpu_engine.sidecar.client import GrammarClient
+from tools.simulation.world import World
+
+_SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x","yy"]}},"required":["a","b"],'
+GRAMMARS: tuple[GrammarSpec | None, ...] = (
+    None,
+    GrammarSpec(GrammarKind.REGEX, "[a-f]{4,18}"),
+    GrammarSpec(GrammarKind.REGEX, "(ab|ba|abc)+x"),
+    GrammarSpec(GrammarKind.JSON_SCHEMA, _SCHEMA + '"additionalProperties":false}'),
+    GrammarSpec(GrammarKind.LARK, 'start: ("lorem " | "ipsum " | "dolor sit ")+ "amet"'),
+    GrammarSpec(GrammarKind.REGEX, "[^<>]*"),
+)
+NUM_KINDS = 30
+PROBES = (
+    GrammarSpec(GrammarKind.REGEX, "[x-z]{3,9}"),
+    GrammarSpec(GrammarKind.LARK, 'start: "not " ("a" | "the") " bird"'),
+)
+"""Grammars that no other request has: a grammar process must compile them."""
+_LONGEST_PROMPT = 36
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a client asks for."""
+
+    number: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    grammar: GrammarSpec | None
+
+
+@cache
+def kinds() -> tuple[Kind, ...]:
+    """Return the fixed list."""
+    random, made = Random(11), []
+    for number in range(NUM_KINDS):
+        grammar = GRAMMARS[number % len(GRAMMARS)]
+        prompt = random.choices(range(97, 123), k=random.randint(2, _LONGEST_PROMPT))
+        if number % 5 == 0:
+            prompt = [98 + number % 3] * 16 + prompt[:16]  # a prefix that several share
+        temperature = 0.0 if number % 2 else 0.7
+        sampling = SamplingParams(max_tokens=random.randint(6, 40), seed=number, temperature=temperature)
+        made.append(Kind(number, tuple(prompt), sampling, grammar))
+    for number, grammar in enumerate(PROBES, start=NUM_KINDS):
+        made.append(Kind(number, (112, 114, 111, 98, 101), SamplingParams(max_tokens=16, seed=number), grammar))
+    return tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One request of a run."""
+
+    kind: Kind
+    at_s: float
+    leaves_at: int | None = None
+    """The client leaves when it has so many tokens."""
+    aborts_at_s: float | None = None
+    """The request is aborted so long after it was sent."""
+
+
+def drawn(random: Random) -> list[Plan]:
+    """Draw the requests of a run."""
+    made, burst = [], random.random() < 0.5
+    for _ in range(random.randint(2, 6)):
+        kind = kinds()[random.randrange(NUM_KINDS)]
+        at_s = random.random() * (0.01 if burst else 0.4)
+        leaves = random.randrange(0, 12) if random.random() < 0.12 else None
+        aborts = random.random() * 0.3 if random.random() < 0.12 else None
+        made.append(Plan(kind, at_s, leaves, aborts))
+    return made
+
+
+def probes() -> list[Plan]:
+    """Return the requests that are sent when the faults are over: they must be answered."""
+    return [Plan(kind, 0.01 * number) for number, kind in enumerate(kinds()[NUM_KINDS:])]
+
+
+@dataclass(eq=False)
+class Client:
+    """One request from its beginning to its end, as `gpu_engine/front/calls.py` runs it."""
+
+    plan: Plan
+    name: str
+    num_drafts: int
+    world: World
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: LockstepError | None = None
+    left: bool = False
+    over: bool = False
+    events_after_end: int = 0
+    _events: asyncio.Queue[TokenEvent] = field(default_factory=asyncio.Queue)
+
+    async def run(self, engine: Engine, grammar: GrammarClient) -> None:
+        """Send the request when its time comes, and take its tokens."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self.plan.at_s)
+
+        def sink(event: TokenEvent) -> None:
+            loop.call_soon_threadsafe(self._take, event)
+
+        def fail(error: LockstepError) -> None:
+            self._events.put_nowait(TokenEvent(0, error=error))
+
+        kind, request = self.plan.kind, None
+        try:
+            if kind.grammar is not None:
+                grammar.prepare(self.name, kind.grammar, fail)
+            request = Request(
+                self.name, 0, list(kind.prompt), kind.sampling, sink, kind.grammar, num_draft_tokens=self.num_drafts
+            )
+            engine.submit(request)
+            if self.plan.aborts_at_s is not None:
+                loop.call_later(self.plan.aborts_at_s, self._abort, engine)
+            await self._stream()
+        except LockstepError as error:
+            self.error = error
+        finally:
+            self.over = True
+            if request is not None and self.finish is None:
+                engine.drop(request)
+            if kind.grammar is not None:
+                grammar.forget(self.name)
+
+    def _abort(self, engine: Engine) -> None:
+        if not self.over:
+            engine.abort(self.name)
+
+    def _take(self, event: TokenEvent) -> None:
+        if self.finish is not None:
+            self.events_after_end += 1
+        self._events.put_nowait(event)
+
+    async def _stream(self) -> None:
+        plan = self.plan
+        while True:
+            if plan.leaves_at is not None and len(self.tokens) >= plan.leaves_at:
+                self.left = True
+                return
+            event = await self._events.get()
+            self.tokens += event.token_ids
+            if event.error is not None:
+                raise event.error
+            if event.finish is not None:
+                self.finish = event.finish
+                return
+
+    def __repr__(self) -> str:
+        end = self.error or self.finish or ("left" if self.left else "goes on")
+        return f"<Client {self.name} kind={self.plan.kind.number} tokens={len(self.tokens)} {end!r}>"
