@@ -118,12 +118,15 @@ def _read_config(directory: Path, target_config: Any) -> Eagle3Config:
 def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Return the tensors by the names of this module; published checkpoints use several spellings."""
     safe, pickled = directory / "model.safetensors", directory / "pytorch_model.bin"
-    try:
-        tensors = load_file(safe) if safe.exists() else torch.load(pickled, map_location="cpu", weights_only=True)
-    except Exception as error:
+    if not safe.exists() and pickled.exists():
         raise HeadNotUsable(
-            f"{directory}: neither model.safetensors nor pytorch_model.bin can be read: {error}"
-        ) from error
+            f"{directory}: {pickled.name} is a pickle, which may run any code when it is read; convert it to "
+            f"{safe.name}"
+        )
+    try:
+        tensors = load_file(safe)
+    except Exception as error:
+        raise HeadNotUsable(f"{directory}: {safe.name} cannot be read: {error}") from error
     return {
         name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): tensor
         for name, tensor in tensors.items()

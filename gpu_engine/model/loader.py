@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -186,7 +187,7 @@ def _load(config: EngineConfig, progress: Progress | None, setting: str, part: S
         checkpoint = None if source else open_checkpoint(folder)
         with _LOADING:
             net = _network(folder, dtype, source, checkpoint)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelNotSupported(f"{setting}: {path} cannot be loaded: {error}") from error
     except KeyError as error:
         if error.args != (attention.NAME,):
@@ -209,7 +210,7 @@ def _load(config: EngineConfig, progress: Progress | None, setting: str, part: S
 
 
 def _network(folder: Path, dtype: torch.dtype, source: dict[str, Any], checkpoint: QuantisedCheckpoint | None) -> Any:
-    """Return the transformers model with our attention. Raises OSError or ValueError."""
+    """Return the transformers model with our attention. Raises OSError, ValueError or SafetensorError."""
     if checkpoint is not None:
         return checkpoint.load(dtype, attention.NAME)
     if not source:

@@ -15,6 +15,7 @@ PAGES = [
             "README.md",
             "CHANGELOG.md",
             "CONTRIBUTING.md",
+            "SECURITY.md",
             "llms.txt",
             "benchmarks/README.md",
             "client/README.md",

@@ -69,8 +69,7 @@ def test_tensor_names_of_other_trainers_are_accepted(tmp_path: Path, prefix: str
     renamed = {prefix + name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     renamed["embed_tokens.weight"] = torch.zeros(V, H)
     del renamed[prefix + "t2d"]
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(renamed, tmp_path / "pytorch_model.bin")
+    save_file(renamed, tmp_path / "model.safetensors")
     again = load_head(tmp_path, target_config(), torch.float32)
     torch.testing.assert_close(again.t2d, head.t2d)
     torch.testing.assert_close(again.midlayer.mlp.up_proj.weight, head.midlayer.mlp.up_proj.weight)
@@ -136,7 +135,7 @@ def test_a_folder_without_a_head_is_rejected(tmp_path: Path) -> None:
         load_head(tmp_path, target_config(), torch.float32)
     save_head(make_head(), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(HeadNotUsable, match="can be read"):
+    with pytest.raises(HeadNotUsable, match=r"model.safetensors cannot be read"):
         load_head(tmp_path, target_config(), torch.float32)
 
 
