@@ -356,7 +356,7 @@ def test_probes_ask_for_health_over_tcp(start: Start) -> None:
     process = psutil.Process(start("--health-listen", "127.0.0.1:0").process.pid)
     until(lambda: process.net_connections("tcp"))
     (listener,) = process.net_connections("tcp")
-    with grpc.insecure_channel(f"{listener.laddr.ip}:{listener.laddr.port}") as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{listener.laddr.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for service in ("", "lockstep.grammar.v1.Grammar"):
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE_S, wait_for_ready=True)
