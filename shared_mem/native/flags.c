@@ -14,6 +14,24 @@
  * it is the waker's, the kernel's comparison inside futex_wait sees the new word and returns at once. Between comparison and
  * sleep the kernel holds the lock that futex_wake needs. With release/acquire alone both sides could read the old value.
  * Futexes are shared (no FUTEX_PRIVATE_FLAG): the kernel knows them by file and offset, not by address.
+ *
+ * Pairs. Every order of this file that is not relaxed is in one row: function and order of the writer, then of the reader
+ * that sees what came before it. tests/shared_mem/test_pairs.py compares the rows with the code.
+ *
+ *     REQ_SEQ     ls_post release            ls_wait_req acquire, ls_load64   the record; the end of the engine's reads of the mask
+ *                                                                             half that the next post but one uses again
+ *     REC seq     ls_post release            ls_records acquire               the contents of the entry
+ *     REC seq 0   ls_post release fence      ls_records acquire fence         a reader that saw new contents sees 0 or a newer
+ *                                                                             sequence behind its copy
+ *     ANS seq     ls_put_answer release      take_answer acquire              mask rows, kinds, tokens, `late`
+ *     ANS kind    ls_add_rows release        take_answer acquire              one added row: mask and token
+ *     ANS late    ls_add_rows release        take_answer acquire              all added rows, because kinds are read behind it
+ *     DOORBELL    ls_ring release            ls_await acquire                 answers: a look behind the bell finds them
+ *     ABORT       ls_set_abort seq_cst       ls_await acquire                 nothing but itself
+ *     park        ls_wait_req seq_cst fence  ls_post seq_cst fence            GRAMMAR_PARKED and REQ_SEQ, as above
+ *     park        ls_await seq_cst fence     ls_ring seq_cst fence            ENGINE_PARKED and DOORBELL, as above
+ *     words       ls_store64 release         ls_load64 acquire                PERMISSIVE, heartbeats, `working`: each alone
+ *     words       ls_store32 release         ls_load32 acquire                the same
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
