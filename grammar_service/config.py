@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grammar_service.backends.registry import NAMES
-from grammar_service.grammar.value import MAX_JSON_DEPTH, Reading
+from grammar_service.grammar.value import BOUNDS, MAX_JSON_DEPTH, Reading
 from service_runtime.cores import usable_cores
 from service_runtime.logs import FORMATS, LEVELS
 from service_runtime.settings import Sources, add_flags
@@ -100,6 +100,17 @@ class GrammarConfig:
     strict_formats: bool = False
     """Refuse schemas with a `format` that is not known. False: as JSON Schema says, it is an annotation without effect,
     and the response has a warning."""
+    max_string_length: int = 0
+    """The most characters of a string in JSON, and of a name that no schema lists, where a request sets no bound of its
+    own. It holds beside the bounds of a schema. 0: none."""
+    max_array_items: int = 0
+    """The most items of an array in JSON, where a request sets no bound of its own. 0: none."""
+    max_number_digits: int = 0
+    """The most digits of a number in JSON before its point, and behind it (there at most 9), where a request sets no
+    bound of its own; such numbers have no exponent. 0: none."""
+    max_whitespace: int = 0
+    """The most white space characters in a row in JSON, where a request sets no bound of its own. 0: none but that of
+    the white space policy."""
     cache: bool = True
     """Reuse compiled grammars. False: each request's grammar is compiled anew, unless an equal one is being compiled,
     and cache_dir is not used; cache_bytes then bounds the grammars that are held for their matchers."""
@@ -144,6 +155,8 @@ class GrammarConfig:
         )
         _require(1 <= self.max_rule_depth <= MAX_RULE_DEPTH, "max_rule_depth", f"must be in [1, {MAX_RULE_DEPTH}]")
         _require(1 << 16 <= self.max_artifact_bytes <= 1 << 30, "max_artifact_bytes", "must be in [65536, 1073741824]")
+        for bound, most in BOUNDS.items():
+            _require(0 <= getattr(self, bound) <= most, bound, f"must be in [0, {most}]")
         _require(self.cache_dir_bytes >= 1 << 20, "cache_dir_bytes", "must be at least 1048576")
         _require(self.cache_bytes >= 1 << 20, "cache_bytes", "must be at least 1048576")
         _require(0 <= self.threads <= 64, "threads", "must be in [0, 64]")
@@ -175,7 +188,7 @@ class GrammarConfig:
     @property
     def reading(self) -> Reading:
         """How schemas are read where the request says nothing."""
-        return Reading(strict_formats=self.strict_formats)
+        return Reading(strict_formats=self.strict_formats, **{name: getattr(self, name) for name in BOUNDS})
 
     @property
     def fill_threads(self) -> int:

@@ -35,7 +35,7 @@ from grammar_service.errors import (
 )
 from grammar_service.fill.matchers import MatcherRejected, SlotMatcher
 from grammar_service.fill.worker import Worker
-from grammar_service.grammar.value import Kind, Whitespace
+from grammar_service.grammar.value import BOUNDS, Kind, Whitespace
 from grammar_service.grammar.vocabulary import Vocabulary
 from grammar_service.metrics import GrammarMetrics
 from protos.grammar.v1 import grammar_pb2 as pb
@@ -158,6 +158,7 @@ class GrammarServicer(pb_grpc.GrammarServicer):
                     backend,
                     allow_unenforced=request.allow_unenforced,
                     verify=request.verify,
+                    bounds={name: getattr(request, name) for name in BOUNDS if request.HasField(name)},
                     accepted=request.accepted,
                     owner=Owner(request.owner, request.owner_bytes),
                 )

@@ -22,6 +22,7 @@ Unenforced = Literal["refuse", "warn", "verify"]
 _WHITESPACE = {"compact": pb.WHITESPACE_COMPACT, "bounded": pb.WHITESPACE_BOUNDED, "any": pb.WHITESPACE_ANY}
 _UNENFORCED = {"refuse": pb.UNENFORCED_REFUSE, "warn": pb.UNENFORCED_WARN, "verify": pb.UNENFORCED_VERIFY}
 _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANCE, "auto": pb.BACKEND_AUTO}
+_BOUNDS = ("max_string_length", "max_array_items", "max_number_digits", "max_whitespace")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -36,6 +37,10 @@ class Grammar:
     backend: Backend | None = None
     allow_unenforced: bool = False
     unenforced: Unenforced | None = None
+    max_string_length: int | None = None
+    max_array_items: int | None = None
+    max_number_digits: int | None = None
+    max_whitespace: int | None = None
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -80,6 +85,10 @@ class Grammar:
         backend: Backend | None = None,
         allow_unenforced: bool = False,
         unenforced: Unenforced | None = None,
+        max_string_length: int | None = None,
+        max_array_items: int | None = None,
+        max_number_digits: int | None = None,
+        max_whitespace: int | None = None,
     ) -> Grammar:
         """Return the grammar with options; what is not given stays at the server's default.
 
@@ -89,6 +98,10 @@ class Grammar:
             allow_unenforced: accept a grammar with parts that no library enforces; they become warnings of the answer.
             unenforced: what happens to such parts: "refuse" the request, "warn" as `allow_unenforced` does, or "verify"
                 them on the answer, which ends with GRAMMAR_INVALID where it cannot become valid.
+            max_string_length: most characters of a string in JSON, and of a name that no schema lists; 0: no bound.
+            max_array_items: most items of an array in JSON; 0: no bound.
+            max_number_digits: most digits of a number in JSON before its point, and behind it; 0: no bound.
+            max_whitespace: most white space characters in a row in JSON; 0: no bound but that of `whitespace`.
 
         Raises ValueError for a word that is none of these.
 
@@ -102,7 +115,15 @@ class Grammar:
             if value is not None and value not in known:
                 raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
         return replace(
-            self, whitespace=whitespace, backend=backend, allow_unenforced=allow_unenforced, unenforced=unenforced
+            self,
+            whitespace=whitespace,
+            backend=backend,
+            allow_unenforced=allow_unenforced,
+            unenforced=unenforced,
+            max_string_length=max_string_length,
+            max_array_items=max_array_items,
+            max_number_digits=max_number_digits,
+            max_whitespace=max_whitespace,
         )
 
     def message(self) -> pb.Grammar:
@@ -114,6 +135,9 @@ class Grammar:
             message.backend = _BACKENDS[self.backend]
         if self.unenforced is not None:
             message.unenforced = _UNENFORCED[self.unenforced]
+        for name in _BOUNDS:
+            if (value := getattr(self, name)) is not None:
+                setattr(message, name, value)
         if isinstance(self.source, tuple):
             message.choice.choices.extend(self.source)
         elif self.kind == "json_object":

@@ -93,6 +93,8 @@ class GrammarSpec:
     """Such parts are checked on the answer, which ends with GRAMMAR_INVALID where it cannot become valid."""
     owner: GrammarOwner | None = None
     """None: the server has no tenants."""
+    bounds: tuple[tuple[str, int], ...] = ()
+    """(field of the message, value) of each bound of JSON values that the request sets, in the order of the message."""
 
 
 @dataclass(frozen=True, slots=True)

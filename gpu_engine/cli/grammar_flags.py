@@ -18,6 +18,12 @@ _BACKENDS = {"xgrammar": pb.BACKEND_XGRAMMAR, "llguidance": pb.BACKEND_LLGUIDANC
 _UNENFORCED = {"refuse": pb.UNENFORCED_REFUSE, "warn": pb.UNENFORCED_WARN, "verify": pb.UNENFORCED_VERIFY}
 _JSON_KINDS = {"schema": "json_schema", "structural_tag": "structural_tag"}
 _FILE_KINDS = {"ebnf": "ebnf", "lark": "lark"}
+_BOUNDS = {
+    "max_string_length": "most characters of a string in JSON",
+    "max_array_items": "most items of an array in JSON",
+    "max_number_digits": "most digits of a number in JSON before its point, and behind it; without an exponent",
+    "max_whitespace": "most white space characters in a row in JSON",
+}
 GRAMMAR_FLAGS = ("--json", "--schema", "--regex", "--choice", "--ebnf", "--lark", "--structural-tag")
 """The flags that exclude each other."""
 
@@ -66,6 +72,9 @@ def add_grammar_flags(
         help="what happens to parts that cannot be enforced: the request is refused, a warning, or the answer is "
         "verified (default: refuse)",
     )
+    for name, meaning in _BOUNDS.items():
+        flag = f"--{name.replace('_', '-')}"
+        grammar.add_argument(flag, type=int, metavar="N", help=f"{meaning}; 0: no bound (default: the server's)")
     return kind
 
 
@@ -80,9 +89,10 @@ def build_grammar(flags: argparse.Namespace) -> pb.Grammar | None:
         options["allow_unenforced"] = True
     if flags.unenforced:
         options["unenforced"] = _UNENFORCED[flags.unenforced]
+    options |= {name: getattr(flags, name) for name in _BOUNDS if getattr(flags, name) is not None}
     source = _source(flags)
     if source is None and options:
-        raise ValueError("--whitespace, --backend, --allow-unenforced and --unenforced need a grammar")
+        raise ValueError(f"--{next(iter(options)).replace('_', '-')}: needs a grammar")
     return None if source is None else pb.Grammar(**source, **options)
 
 

@@ -23,6 +23,14 @@ _TEXT_KINDS = {
 }
 
 
+BOUNDS = {"max_string_length": 1 << 16, "max_array_items": 1 << 16, "max_number_digits": 15, "max_whitespace": 1 << 10}
+"""Bounds of JSON values, and the largest value of each."""
+
+_OF_JSON = frozenset(
+    {GrammarKind.NONE, GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA, GrammarKind.LARK, GrammarKind.STRUCTURAL_TAG}
+)
+
+
 def check_grammar(
     grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None = None, *, options_only: bool = False
 ) -> GrammarSpec:
@@ -50,7 +58,22 @@ def check_grammar(
         backend=int(grammar.backend),
         allow_unenforced=unenforced == pb.UNENFORCED_WARN,
         verify=unenforced == pb.UNENFORCED_VERIFY,
+        bounds=_bounds(grammar, of_json=options_only or kind in _OF_JSON),
     )
+
+
+def _bounds(grammar: pb.Grammar, *, of_json: bool) -> tuple[tuple[str, int], ...]:
+    found = []
+    for name, most in BOUNDS.items():
+        if not grammar.HasField(name):
+            continue
+        value = getattr(grammar, name)
+        if value > most:
+            raise InvalidRequest(f"grammar.{name}", f"{value} is not in [0, {most}]")
+        if value and not of_json:
+            raise InvalidRequest(f"grammar.{name}", "bounds JSON, and this grammar has none; leave it unset")
+        found.append((name, value))
+    return tuple(found)
 
 
 def _unenforced(grammar: pb.Grammar) -> int:
@@ -67,6 +90,9 @@ def _named(grammar: pb.Grammar, known: Callable[[str], GrammarSpec] | None) -> G
         raise InvalidRequest("grammar.grammar_id", "is empty")
     for name in ("whitespace", "backend", "allow_unenforced", "unenforced"):
         if getattr(grammar, name):
+            raise InvalidRequest(f"grammar.{name}", "was fixed when the grammar was compiled; leave it unset")
+    for name in BOUNDS:
+        if grammar.HasField(name):
             raise InvalidRequest(f"grammar.{name}", "was fixed when the grammar was compiled; leave it unset")
     if known is None:
         raise GrammarNotConfigured("grammar: this server runs without a grammar process (its setting grammar=none)")

@@ -29,7 +29,8 @@ OVERHEAD_BYTES = 512
 
 def grammar_id(spec: GrammarSpec, owner: str = "") -> str:
     """Return the id of a grammar. Two owners have two ids for one grammar."""
-    options = (spec.kind.name, str(spec.whitespace), str(spec.backend), str(spec.allow_unenforced), str(spec.verify))
+    options = [spec.kind.name, str(spec.whitespace), str(spec.backend), str(spec.allow_unenforced), str(spec.verify)]
+    options += [f"{name}={value}" for name, value in spec.bounds]
     digest = hashlib.blake2b("\0".join((*options, spec.source)).encode(), digest_size=16, key=owner.encode())
     return f"g-{digest.hexdigest()}"
 

@@ -248,6 +248,7 @@ class GrammarCompiler:
             allow_unenforced=spec.allow_unenforced,
             verify=spec.verify,
             accepted=accepted,
+            **dict(spec.bounds),  # type: ignore[arg-type]
         )
         if spec.owner is not None:
             message.owner, message.owner_bytes = spec.owner.space, spec.owner.max_bytes

@@ -13,9 +13,10 @@ import asyncio
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from grammar_service.backends.backend import Backend, Compiled
 from grammar_service.backends.composed import verified_schema
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 """Name that selects the first backend which enforces all of the grammar."""
+
+_NO_BOUNDS: Mapping[str, Any] = {}
 
 ABANDONED_S = 0.25
 """Grace time of a compilation without a waiter: most end within it, and a killed worker costs the start of another."""
@@ -154,6 +157,7 @@ class Compiler:
         *,
         allow_unenforced: bool = False,
         verify: bool = False,
+        bounds: Mapping[str, Any] = _NO_BOUNDS,
         accepted: bool = False,
         owner: Owner = NO_OWNER,
     ) -> tuple[Entry, bool]:
@@ -163,10 +167,11 @@ class Compiler:
             backend: one of NAMES, or AUTO.
             allow_unenforced: leave out parts that cannot be enforced; the entry has a warning for each.
             verify: check on the answer the parts that cannot be enforced, if that is possible.
+            bounds: fields of `Bounds`, in place of the server's.
             accepted: for an accepted sequence: comes before the others, and no limit of the queue rejects it.
             owner: shares compilations and cached grammars with no other one.
 
-        Raises InvalidGrammar, LimitExceeded, NotSupported, InternalError.
+        Raises InvalidGrammar, InvalidField, LimitExceeded, NotSupported, InternalError.
         """
         try:
             size, limit = len(source.encode()), self._config.max_grammar_bytes
@@ -174,7 +179,7 @@ class Compiler:
                 raise LimitExceeded(f"max_grammar_bytes: the grammar has {size} bytes, the limit is {limit}")
             grammar = parse(kind, source, whitespace, self._config.max_grammar_depth)
             if kind in SCHEMA_KINDS:
-                grammar = replace(grammar, reading=self._config.reading)
+                grammar = replace(grammar, reading=replace(self._config.reading, **bounds))
             self._vocabulary.refuse_special(grammar)
             checked = replace(grammar, reading=replace(grammar.reading, verify=verify))
             try:

@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from grammar_service.errors import InvalidGrammar, LimitExceeded
+from grammar_service.errors import InvalidField, InvalidGrammar, LimitExceeded
 
 MAX_WHITESPACE = 8
 """The most white space characters in a row under Whitespace.BOUNDED."""
@@ -55,8 +55,40 @@ SCHEMA_KINDS = frozenset({*JSON_KINDS, Kind.LARK})
 """Kinds on which `Reading` has an effect."""
 
 
+MAX_NUMBER_DIGITS = 15
+"""The most digits that a bound may leave to a number: the libraries compare numbers as doubles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Bounds of JSON values beside those of a schema; 0: none. They hold for JSON alone."""
+
+    max_string_length: int = 0
+    """Characters of a string, and of a name that no schema lists."""
+    max_array_items: int = 0
+    max_number_digits: int = 0
+    """Digits before the point, and behind it; at most MAX_NUMBER_DIGITS. With it a number has no exponent."""
+    max_whitespace: int = 0
+    """White space characters in a row."""
+
+    def __post_init__(self) -> None:
+        for name, most in BOUNDS.items():
+            value = getattr(self, name)
+            if not 0 <= value <= most:
+                raise InvalidField(name, f"{value} is not in [0, {most}]")
+
+
+BOUNDS = {
+    "max_string_length": 1 << 16,
+    "max_array_items": 1 << 16,
+    "max_number_digits": MAX_NUMBER_DIGITS,
+    "max_whitespace": 1 << 10,
+}
+"""The fields of `Bounds`, and the largest value of each."""
+
+
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(Bounds):
     """How the schemas of a grammar are read, beside their text. JSON values alone, so that it travels as JSON."""
 
     strict_formats: bool = False
@@ -75,6 +107,13 @@ class Grammar:
     whitespace: Whitespace
     """COMPACT for the kinds without JSON, so that they share one compilation."""
     reading: Reading = Reading()
+
+    @property
+    def most_whitespace(self) -> int | None:
+        """The most white space characters in a row; None: any number."""
+        own = {Whitespace.COMPACT: 0, Whitespace.BOUNDED: MAX_WHITESPACE, Whitespace.ANY: None}[self.whitespace]
+        limit = self.reading.max_whitespace
+        return own if not limit else limit if own is None else min(own, limit)
 
     def key(self, backend: str) -> str:
         """Return the id of this grammar under `backend`: a digest, equal for equal grammars."""

@@ -32,6 +32,7 @@ _WHITESPACE: dict[str, pb.Whitespace] = {
     "bounded": pb.WHITESPACE_BOUNDED,
     "any": pb.WHITESPACE_ANY,
 }
+_BOUNDS = ("max_string_length", "max_array_items", "max_number_digits", "max_whitespace")
 _PATTERNS = {"": "compact", "[ ]?": "bounded", " ?": "bounded", r"[\n ]?": "bounded", r"[\n\t ]*": "any", r"\s*": "any"}
 """White space patterns of clients, and the policy that allows no more than them or the same."""
 
@@ -134,6 +135,9 @@ def _apply_options(grammar: pb.Grammar, options: StructuredOutputs, fields: Samp
     grammar.allow_unenforced = bool(options.allow_unenforced)
     if options.unenforced is not None:
         grammar.unenforced = _UNENFORCED[options.unenforced]
+    for bound in _BOUNDS:
+        if (value := getattr(options, bound)) is not None:
+            setattr(grammar, bound, value)
 
 
 def _policy(pattern: str | None, where: str) -> str | None:

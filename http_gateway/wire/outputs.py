@@ -88,6 +88,11 @@ class StructuredOutputs(Fields):
     """Accept a schema with parts that cannot be enforced."""
     unenforced: Unenforced | None = None
     """What happens to such parts."""
+    max_string_length: int | None = Field(default=None, ge=0, le=1 << 16)
+    max_array_items: int | None = Field(default=None, ge=0, le=1 << 16)
+    max_number_digits: int | None = Field(default=None, ge=0, le=15)
+    max_whitespace: int | None = Field(default=None, ge=0, le=1 << 10)
+    """Bounds of the values of JSON; the engine's fields of the same names."""
     disable_fallback: bool | None = None
     """Without effect: nothing falls back to another library unless `backend` is auto."""
     disable_additional_properties: bool | None = None

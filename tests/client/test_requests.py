@@ -180,6 +180,12 @@ def test_the_reasons_of_an_end_are_the_engines() -> None:
             pb.Grammar(json_schema='{"type": "array"}', unenforced=pb.UNENFORCED_VERIFY),
         ),
         (
+            Grammar.json_object().with_options(
+                max_string_length=9, max_array_items=3, max_number_digits=5, max_whitespace=0
+            ),
+            pb.Grammar(json_object=True, max_string_length=9, max_array_items=3, max_number_digits=5, max_whitespace=0),
+        ),
+        (
             Grammar.regex("a").with_options(whitespace="any", backend="auto", allow_unenforced=True),
             pb.Grammar(regex="a", whitespace=pb.WHITESPACE_ANY, backend=pb.BACKEND_AUTO, allow_unenforced=True),
         ),

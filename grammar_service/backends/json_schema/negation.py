@@ -112,24 +112,36 @@ def type_names(types: Iterable[str]) -> list[str]:
     return sorted(names)
 
 
-def other_strings(values: Iterable[str]) -> str:
-    """Return a pattern, in ECMA-262, of all strings but `values`. Raises NoComplement for too many characters."""
-    texts = sorted(set(values))
+def other_strings(values: Iterable[str], longest: int | None = None) -> str:
+    """Return a pattern of all strings but `values`: those of at most `longest` characters, at least 1.
+
+    It means the same in ECMA-262 and in portable notation. Raises NoComplement for too many characters.
+    """
+    texts = sorted(text for text in set(values) if longest is None or len(text) <= longest)
     if sum(map(len, texts)) > MAX_CHARACTERS:
         raise NoComplement(f"enum: more than {MAX_CHARACTERS} characters")
-    return f"^{_other_endings(texts, 0)}$"
+    return f"^{_other_endings(texts, 0, longest)}$"
 
 
-def _other_endings(texts: list[str], at: int) -> str:
+def _other_endings(texts: list[str], at: int, longest: int | None) -> str:
     """Return a pattern of what may follow the first `at` characters, which all of `texts` share."""
+    left = None if longest is None else longest - at
     ends = [text for text in texts if len(text) == at]
     going_on = [text for text in texts if len(text) > at]
     if not going_on:
-        return f"{_ANY}+" if ends else f"{_ANY}*"
+        return _any(1 if ends else 0, left)
     heads = [(head, list(group)) for head, group in itertools.groupby(going_on, key=lambda text: text[at])]
-    ways = [f"[^{''.join(_escaped(head) for head, _ in heads)}]{_ANY}*"]
-    ways += [_escaped(head) + _other_endings(group, at + 1) for head, group in heads]
+    rest = _any(0, None if left is None else left - 1)
+    ways = [f"[^{''.join(_escaped(head) for head, _ in heads)}]{rest}"]
+    ways += [_escaped(head) + _other_endings(group, at + 1, longest) for head, group in heads]
     return f"(?:{'|'.join(ways)}){'' if ends else '?'}"
+
+
+def _any(least: int, most: int | None) -> str:
+    """Return a pattern of any characters; where there must be more than there can be, of nothing."""
+    if most is None:
+        return f"{_ANY}+" if least else f"{_ANY}*"
+    return f"{_ANY}{{{least},{most}}}" if least <= most else r"[^\s\S]"
 
 
 def _escaped(char: str) -> str:

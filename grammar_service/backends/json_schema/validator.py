@@ -13,6 +13,7 @@ from typing import Any
 
 import jsonschema_rs
 
+from grammar_service.backends.json_schema.references import write_pointers
 from grammar_service.backends.json_schema.walk import subschemas
 from grammar_service.errors import InvalidGrammar
 
@@ -92,6 +93,7 @@ def _is_final(error: jsonschema_rs.ValidationError, open_path: Sequence[str | in
 
 def _modern(schema: Any) -> Any:
     """Return the schema, changed in place, with the keywords of draft 2020-12 in place of older ones."""
+    write_pointers(schema)
     for _, node in list(subschemas(schema)):
         node.pop("$schema", None)
         items = node.get("items")

@@ -45,16 +45,31 @@ def subschemas(root: Any, path: str = "") -> Iterator[tuple[str, Schema]]:
 
 
 def _children(node: Schema, path: str) -> Iterator[tuple[str, Any]]:
+    for keys, child in child_schemas(node):
+        yield path + "".join(f"/{key}" for key in keys), child
+
+
+def child_schemas(node: Schema) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield (keys, value) of each place of `node` where a schema may be, in an order that does not depend on it."""
     for key in _ONE:
-        yield f"{path}/{key}", node.get(key)
+        if key in node:
+            yield (key,), node[key]
     for key in _LISTS:
         children = node.get(key)
-        for i, child in enumerate(children if isinstance(children, list) else ()):
-            yield f"{path}/{key}/{i}", child
+        if isinstance(children, list):
+            yield from (((key, i), child) for i, child in enumerate(children))
     for key in _MAPS:
         members = node.get(key)
-        for name, child in members.items() if isinstance(members, dict) else ():
-            yield f"{path}/{key}/{name}", child
+        if isinstance(members, dict):
+            yield from (((key, name), child) for name, child in members.items())
+
+
+def definitions(node: Schema) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield (keys, value) of each definition of `node`."""
+    for key in _DEFINITIONS:
+        members = node.get(key)
+        if isinstance(members, dict):
+            yield from (((key, name), child) for name, child in members.items())
 
 
 def resolve(root: Any, reference: str) -> tuple[str, Any] | None:

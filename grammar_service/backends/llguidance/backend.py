@@ -30,6 +30,9 @@ MAX_ROW_ITEMS = 20_000
 properties. The first row of 10,000 alternatives takes 40 ms and of 20,000 about 200 ms; later rows take less than 10
 ms."""
 
+_OVERLAP = "are not disjoint"
+"""The library intersects no two patterns of names that have a name in common."""
+
 _LIMIT_WORDS = ("too big", "too large", "too complex", "fuel", "limit")
 """Words by which an error of the library is recognised as one of its limits."""
 
@@ -61,12 +64,16 @@ class LlguidanceBackend:
             raise LimitExceeded(f"llguidance: {count} alternatives; at most {MAX_ROW_ITEMS} may be open in one place")
         text, found = notation(grammar, lenient=False)
         failed, messages = self._messages(text)
+        with_names = not (failed and _OVERLAP in messages[0])
+        if not with_names:
+            text, found = notation(grammar, lenient=False, with_names=False)
+            failed, messages = self._messages(text)
         if failed:
             check_types(grammar)
             refused = readable("; ".join(messages), grammar.kind)
             messages = []
             if has_schemas(grammar):
-                text, found = notation(grammar, lenient=True)
+                text, found = notation(grammar, lenient=True, with_names=with_names)
                 failed, messages = self._messages(text)
             if failed or not messages:
                 # The lenient notation may fail for another reason. The error reports what the strict one named.
@@ -92,13 +99,11 @@ class LlguidanceBackend:
 
     def _messages(self, text: str) -> tuple[bool, list[str]]:
         """Return whether the library refuses `text`, and its messages."""
-        failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._tokenizer, limits=self._limits)
-        if not failed:
-            # Validation does not build the lexer, so the limits of the lexer show only in a matcher.
-            matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
-            if matcher.is_error():
-                return True, [matcher.get_error()]
-        return failed, [message for message in messages if message]
+        # A matcher says all that a validation says, and builds the lexer, whose limits a validation does not see.
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            return True, [matcher.get_error()]
+        return False, [message for message in matcher.get_grammar_warnings() if message]
 
 
 def _without_special_names(vocabulary: Vocabulary) -> str:

@@ -8,17 +8,21 @@ Not responsible for: limits and matchers (see backend.py). The library is import
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from grammar_service.backends.json_schema.alternatives import expand
+from grammar_service.backends.json_schema.bounds import refuse_minima, write_bounds
 from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable, portable_regex
 from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
+from grammar_service.backends.json_schema.references import write_pointers
 from grammar_service.backends.json_schema.rewrite import rewrite, take_out_unwritable_values
 from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
 from grammar_service.backends.json_schema.unenforced import Unenforced
@@ -34,16 +38,9 @@ from grammar_service.grammar.text_grammar import (
     refuse_token_references,
     with_schemas,
 )
-from grammar_service.grammar.value import MAX_WHITESPACE, Grammar, Kind, Whitespace
+from grammar_service.grammar.value import Grammar, Kind, Whitespace
 
-_WHITESPACE: dict[Whitespace, dict[str, Any]] = {
-    Whitespace.COMPACT: {"whitespace_flexible": False},
-    Whitespace.BOUNDED: {
-        "whitespace_flexible": True,
-        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
-    },
-    Whitespace.ANY: {"whitespace_flexible": True},
-}
+_SPACE = r"[\x20\x0A\x0D\x09]"
 
 _ESCAPES = 'nrbtf\\"'
 r"""The escapes in JSON strings. With `u`, `{"\u0061": 1}` would be an additional property although `a` is declared."""
@@ -51,28 +48,39 @@ r"""The escapes in JSON strings. With `u`, `{"\u0061": 1}` would be an additiona
 STRING_DIALECT = Dialect(unwritable=((0, 7), (11, 11), (14, 31), (127, 127)))
 r"""Patterns of JSON strings. A string can hold these control characters only as \uXXXX, which _ESCAPES excludes."""
 
+_MAX_KNOWN = 256
+"""Characters of a pattern whose portable notation is kept for the next schema."""
+
 _PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 _TIMES = re.compile(r" \(\d+ times\)$")
 _KEYS = re.compile(r"Unimplemented keys: (\[.*?\])$")
 _FORMAT = re.compile(r"Unknown format: (.*)$")
 
 
-def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]:
-    """Return the grammar as text for the library, and the parts that were taken out because it would misread them."""
+def notation(grammar: Grammar, *, lenient: bool, with_names: bool = True) -> tuple[str, list[Unenforced]]:
+    """Return the grammar as text for the library, and the parts that were taken out because it would misread them.
+
+    `with_names`: as in `write_bounds`.
+    """
     found: list[Unenforced] = []
     # White space is not a field of Lark grammars: schemas inside them always have bounded white space.
-    whitespace = Whitespace.BOUNDED if grammar.kind is Kind.LARK else grammar.whitespace
+    if grammar.kind is Kind.LARK:
+        grammar = replace(grammar, whitespace=Whitespace.BOUNDED)
 
     def schema_text(schema: Any, path: str) -> str:
         schema = {} if schema is True else schema
         if "x-guidance" in schema:
             raise InvalidGrammar(f"JSON Schema: {path}/x-guidance: a request may not set options of the library")
+        write_pointers(schema)
         found.extend(take_out_annotations(schema, path, strict=grammar.reading.strict_formats))
+        refuse_minima(schema, path, grammar.reading)
         expand(schema)
         found.extend(take_out_unwritable_values(schema, path, STRING_DIALECT.unwritable))
-        found.extend(rewrite(schema, path, lambda pattern: portable(pattern, STRING_DIALECT)))
+        found.extend(rewrite(schema, path, _portable))
         _write_exact_formats(schema)
-        options = {**_WHITESPACE[whitespace], "json_allowed_escapes": _ESCAPES, "lenient": lenient}
+        found.extend(write_bounds(schema, grammar.reading, with_names=with_names))
+        _refuse_long_patterns(schema, path, grammar.reading.max_string_length)
+        options = {**_whitespace(grammar.most_whitespace), "json_allowed_escapes": _ESCAPES, "lenient": lenient}
         return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
 
     match grammar.kind:
@@ -98,6 +106,43 @@ def notation(grammar: Grammar, *, lenient: bool) -> tuple[str, list[Unenforced]]
             raise NotSupported("a composed grammar is taken apart before a library reads it")
 
 
+def _portable(pattern: str) -> str:
+    """Return a pattern of strings in portable notation. Raises NotPortable."""
+    return _short_portable(pattern) if len(pattern) <= _MAX_KNOWN else portable(pattern, STRING_DIALECT)
+
+
+@functools.lru_cache(512)
+def _short_portable(pattern: str) -> str:
+    return portable(pattern, STRING_DIALECT)
+
+
+@functools.cache
+def _exact(name: str) -> str:
+    """Return the pattern of a format that is known, in portable notation."""
+    return portable(exact_pattern(name, lower_case=True), STRING_DIALECT)
+
+
+def _whitespace(most: int | None) -> dict[str, Any]:
+    """Return the library's options for at most so many white space characters in a row; None: any number."""
+    if most is None or most == 0:
+        return {"whitespace_flexible": most is None}
+    return {"whitespace_flexible": True, "whitespace_pattern": f"{_SPACE}{{1,{most}}}"}
+
+
+def _refuse_long_patterns(schema: Any, path: str, longest: int) -> None:
+    """Raise InvalidGrammar for a pattern without a string of at most `longest` characters; 0: of any length."""
+    for where, node in subschemas(schema, path) if longest else ():
+        pattern = node.get("pattern")
+        if isinstance(pattern, str) and _is_longer(pattern, longest):
+            raise InvalidGrammar(f"max_string_length: {where}: no string of at most {longest} characters matches")
+
+
+@functools.lru_cache(1024)
+def _is_longer(pattern: str, longest: int) -> bool:
+    alone = json.dumps({"type": "string", "pattern": pattern, "maxLength": longest})
+    return "Unsatisfiable" in LLMatcher.validate_grammar(f"start: %json {alone}")
+
+
 def misspelled(grammar: Grammar) -> tuple[str, ...]:
     """Return a warning for each keyword in the grammar's schemas that is probably misspelled."""
     return tuple(line for path, schema in _schemas(grammar) for line in misspelled_keywords(schema, path))
@@ -115,7 +160,7 @@ def _write_exact_formats(schema: Any) -> None:
         name = node.get("format")
         if not isinstance(name, str) or name not in KNOWN:
             continue
-        exact = portable(exact_pattern(name, lower_case=True), STRING_DIALECT)
+        exact = _exact(name)
         if "pattern" not in node:
             node["pattern"] = exact
         elif isinstance(node.setdefault("allOf", []), list):

@@ -22,12 +22,13 @@ import xgrammar
 
 from grammar_service.backends.backend import MatcherFailed, Rows
 from grammar_service.backends.json_schema import unenforced
+from grammar_service.backends.json_schema.bounds import refuse_minima
 from grammar_service.backends.json_schema.ecma_pattern import portable_regex
 from grammar_service.backends.json_schema.misspelled import misspelled_keywords, refuse_unknown_types
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.xgrammar.chains import XgrammarFiller
-from grammar_service.backends.xgrammar.rules import corrected, wanted_count
-from grammar_service.backends.xgrammar.schema import REGEX_DIALECT, problems, tag_problems
+from grammar_service.backends.xgrammar.rules import bounded, corrected, wanted_count
+from grammar_service.backends.xgrammar.schema import REGEX_DIALECT, own_bounds, problems, tag_problems
 from grammar_service.backends.xgrammar.spelling import Spelling
 from grammar_service.backends.xgrammar.stderr_capture import captured_stderr
 from grammar_service.errors import GrammarServiceError, InvalidField, InvalidGrammar, LimitExceeded, NotSupported
@@ -84,10 +85,11 @@ class XgrammarBackend:
                 rules = xgrammar.Grammar.from_json_schema(
                     grammar.text,
                     any_whitespace=True,
-                    max_whitespace_cnt=wanted_count(grammar.whitespace),
+                    max_whitespace_cnt=wanted_count(grammar.most_whitespace),
                     strict_mode=False,
                 )
-                return compiler.compile_grammar(corrected(str(rules), grammar.whitespace))
+                text = bounded(str(rules), grammar.reading)
+                return compiler.compile_grammar(corrected(text, grammar.most_whitespace))
             case Kind.REGEX:
                 return compiler.compile_regex(grammar.text)
             case Kind.EBNF:
@@ -98,7 +100,7 @@ class XgrammarBackend:
                 return compiler.compile_grammar("root ::= " + " | ".join(gbnf_literal(choice) for choice in choices))
             case Kind.STRUCTURAL_TAG:
                 rules = xgrammar.Grammar.from_structural_tag(grammar.text)
-                return compiler.compile_grammar(corrected(str(rules), grammar.whitespace))
+                return compiler.compile_grammar(corrected(str(rules), grammar.most_whitespace))
             case Kind.COMPOSED:
                 raise NotSupported("a composed grammar is taken apart before a library reads it")
             case Kind.LARK:
@@ -111,12 +113,17 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
         schema = json.loads(grammar.text)
         refuse_unknown_types(schema, "")
         misspelled = misspelled_keywords(schema, "")
+        refuse_minima(schema, "", grammar.reading)
         found = problems(schema, strict_formats=grammar.reading.strict_formats)
+        found += own_bounds(schema, grammar.reading)
         return replace(grammar, text=json.dumps(schema, ensure_ascii=False)), found, misspelled
     if grammar.kind is Kind.REGEX:
         return replace(grammar, text=portable_regex(grammar.text, REGEX_DIALECT)), [], []
     if grammar.kind is not Kind.STRUCTURAL_TAG:
         return grammar, [], []
+    for name in ("max_string_length", "max_array_items", "max_number_digits"):
+        if getattr(grammar.reading, name):
+            raise NotSupported(f"{name}: xgrammar bounds only an answer to one JSON Schema, no structural tag")
     document, found, misspelled = modern(json.loads(grammar.text)), [], []
     for path, node in formats(document["format"], "/format"):
         if node.get("type") == "lark":
@@ -131,7 +138,7 @@ def _prepared(grammar: Grammar) -> tuple[Grammar, list[Unenforced], list[str]]:
             found += problems(node["json_schema"], place, strict_formats=grammar.reading.strict_formats)
             found += tag_problems(node, path)
             if node.get("style", "json") == "json":
-                node["max_whitespace_cnt"] = wanted_count(grammar.whitespace)
+                node["max_whitespace_cnt"] = wanted_count(grammar.most_whitespace)
         if node.get("type") == "grammar" and isinstance(node.get("grammar"), str):
             check_gbnf(node["grammar"])
             node["grammar"] = with_fixed_escapes(node["grammar"])

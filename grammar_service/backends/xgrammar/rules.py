@@ -11,8 +11,10 @@ Not responsible for: keywords that the library ignores (see schema.py).
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from grammar_service.grammar.value import MAX_WHITESPACE, Whitespace
+from grammar_service.errors import InternalError
+from grammar_service.grammar.value import MAX_WHITESPACE, Bounds
 
 _ESCAPE = re.compile(r"^(basic_escape\w* ::= ).*$", re.MULTILINE)
 _ESCAPES = r"(([" + r"\"\\bfnrt" + "]))"
@@ -22,24 +24,62 @@ _LENGTH = re.compile(r'^(\w+_characters(?:_\d+)? ::= \(\()\[\^\\"\\\\\\r\\n\](\)
 _CHARACTER = r"[^\0-\x1f\"\\]"
 """A character of a string with a bounded length, as it is in strings without one."""
 
-_SPACE = rf"whitespace\w*\{{0, {MAX_WHITESPACE}\}} "
+_SPACE = r"whitespace\w*\{0, \d+\} "
 _QUOTED_OR_SPACE = re.compile(rf'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|{_SPACE}')
 _MEMBER = re.compile(rf"^(\w+) ::= \(\({_SPACE}", re.MULTILINE)
 _NEXT_MEMBER = re.compile(rf'^(\w+ ::= \(\((?:{_SPACE})?"," ){_SPACE}(\w+)\)\)$', re.MULTILINE)
 
 
-def corrected(rules: str, whitespace: Whitespace) -> str:
-    """Return `rules`, which were generated with `wanted_count(whitespace)`, without the defects above."""
+def corrected(rules: str, most_whitespace: int | None) -> str:
+    """Return `rules`, which were generated with `wanted_count(most_whitespace)`, without the defects above."""
     rules = _ESCAPE.sub(lambda found: found[1] + _ESCAPES, rules)
     rules = _LENGTH.sub(lambda found: found[1] + _CHARACTER + found[2], rules)
-    if whitespace is Whitespace.BOUNDED:
+    if most_whitespace:
         spaced = set(_MEMBER.findall(rules))
         return _NEXT_MEMBER.sub(lambda found: found[1] + found[2] + "))" if found[2] in spaced else found[0], rules)
-    if whitespace is Whitespace.COMPACT:
+    if most_whitespace == 0:
         return _QUOTED_OR_SPACE.sub(lambda found: "" if found[0].startswith("whitespace") else found[0], rules)
     return rules
 
 
-def wanted_count(whitespace: Whitespace) -> int | None:
+def wanted_count(most_whitespace: int | None) -> int | None:
     """Return the library's `max_whitespace_cnt`. It cannot be 0, so compact rules are made from bounded ones."""
-    return None if whitespace is Whitespace.ANY else MAX_WHITESPACE
+    return MAX_WHITESPACE if most_whitespace == 0 else most_whitespace
+
+
+_STRING = re.compile(
+    r'^basic_string_sub ::= \(\("\\""\) \| \((\[.*?\]) basic_string_sub\) '
+    r'\| \("\\\\" basic_escape basic_string_sub\)\)',
+    re.MULTILINE,
+)
+_ITEMS = re.compile(r"^(basic_array ::= .* basic_array_items)\{0, -1\}", re.MULTILINE)
+_INTEGER = re.compile(r'^(\w+ ::= \(\("0"\) \| \((?:\w+ )?\[1-9\] )\[0-9\]\*\)\)$', re.MULTILINE)
+_FRACTION = re.compile(r'^(\w+ ::= \("" \| \("\." \w+_digits)\{1, -1\}\)\)$', re.MULTILINE)
+_EXPONENT = re.compile(r'^(\w+ ::= \("") \| \(\[eE\] \w+ \w+_digits\{1, -1\}\)\)$', re.MULTILINE)
+
+
+def bounded(rules: str, bounds: Bounds) -> str:
+    """Return `rules` of one JSON Schema with the bounds in the rules of values without keywords of their own.
+
+    Raises InternalError if the library generates other rules than those that this module knows.
+    """
+    length, items, digits = bounds.max_string_length, bounds.max_array_items, bounds.max_number_digits
+    if length:
+        short = rf'basic_string_sub ::= ((basic_character{{0, {length}}} "\""))'
+        rules = _bounded(
+            _STRING, lambda found: f'basic_character ::= (({found[1]}) | ("\\\\" basic_escape))\n{short}', rules
+        )
+    if items:
+        rules = _bounded(_ITEMS, lambda found: f"{found[1]}{{0, {items - 1}}}", rules)
+    if digits:
+        rules = _bounded(_INTEGER, lambda found: f"{found[1]}[0-9]{{0, {digits - 1}}}))", rules)
+        rules = _bounded(_FRACTION, lambda found: f"{found[1]}{{1, {digits}}}))", rules)
+        rules = _bounded(_EXPONENT, lambda found: f"{found[1]})", rules)
+    return rules
+
+
+def _bounded(rule: re.Pattern[str], short: Callable[[re.Match[str]], str], rules: str) -> str:
+    rules, count = rule.subn(short, rules)
+    if not count:
+        raise InternalError(f"xgrammar generates no rule {rule.pattern!r} any more, so bounds cannot be written")
+    return rules

@@ -8,13 +8,16 @@ Not responsible for: parts that the library itself warns about, such as overlapp
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from grammar_service.backends.json_schema.ecma_pattern import Dialect, portable
+from grammar_service.backends.json_schema.references import write_pointers
 from grammar_service.backends.json_schema.rewrite import rewrite
 from grammar_service.backends.json_schema.string_formats import KNOWN, exact_pattern, take_out_annotations
 from grammar_service.backends.json_schema.unenforced import Unenforced
 from grammar_service.backends.json_schema.walk import Schema, subschemas
+from grammar_service.grammar.value import Bounds
 
 _IGNORED = {
     "not": "is not enforced",
@@ -36,6 +39,9 @@ which writes these characters as escapes."""
 
 REGEX_DIALECT = Dialect(categories=False, ignore_case=False)
 """Regular expressions of whole answers."""
+
+_RANGE_DIGITS = 6
+"""Digits behind the point of a number with a minimum or a maximum."""
 
 _ANYTHING = portable("[^]*", STRING_DIALECT)
 
@@ -82,7 +88,8 @@ _ASSERTIONS = frozenset(
 
 def problems(schema: Any, path: str = "", *, strict_formats: bool = False) -> list[Unenforced]:
     """Return the parts of the schema at `path` that xgrammar would not enforce.
-    Rewrites patterns and formats in place. `strict_formats`: whether a format that is not known is one of them."""
+    Rewrites references, patterns and formats in place. `strict_formats`: whether an unknown format is one of them."""
+    write_pointers(schema)
     found = take_out_annotations(schema, path, strict=strict_formats)
     found += rewrite(schema, path, _anchored)
     for where, node in subschemas(schema, path):
@@ -106,6 +113,44 @@ def _write_exact_format(node: Schema, where: str) -> list[Unenforced]:
     del node["format"]
     lost = [keyword for keyword in ("minLength", "maxLength") if node.pop(keyword, None) is not None]
     return [Unenforced(where, keyword, "is not enforced beside format") for keyword in lost]
+
+
+def own_bounds(schema: Any, bounds: Bounds) -> list[Unenforced]:
+    """Write the bounds into the keywords of each node, in place; values without keywords have those of the rules.
+
+    Return what of the bounds is not enforced. To be called behind `problems`.
+    """
+    found: list[Unenforced] = []
+    for where, node in subschemas(schema):
+        types = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
+        if bounds.max_string_length and "pattern" in node:
+            found.append(Unenforced(where, "pattern", "is not bounded by max_string_length"))
+        if bounds.max_string_length and not {"minLength", "maxLength"}.isdisjoint(node):
+            node["maxLength"] = min(node.get("maxLength", math.inf), bounds.max_string_length)
+        is_array = "array" in types or (types == [None] and not set(_IMPLY_ARRAY).isdisjoint(node))
+        if bounds.max_array_items and is_array:
+            node["maxItems"] = min(node.get("maxItems", math.inf), bounds.max_array_items)
+        if bounds.max_number_digits and not {"number", "integer"}.isdisjoint(types):
+            found += _bounded_number(node, where, bounds.max_number_digits, whole="number" not in types)
+    return found
+
+
+def _bounded_number(node: Schema, where: str, digits: int, *, whole: bool) -> list[Unenforced]:
+    if "multipleOf" in node:
+        return [Unenforced(where, "multipleOf", "is not bounded by max_number_digits")]
+    own = [key for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum") if key in node]
+    if not own:
+        return []
+    if not whole and digits < _RANGE_DIGITS:
+        why = f"has numbers with {_RANGE_DIGITS} digits behind the point, which max_number_digits does not bound"
+        return [Unenforced(where, own[0], why)]
+    largest = 10**digits - 1
+    for plain, strict, sign in (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1)):
+        values = [sign * node[key] for key in (plain, strict) if key in node]
+        if not values or min(values) > largest:
+            node.pop(strict, None)
+            node[plain] = sign * largest
+    return []
 
 
 def _anchored(pattern: str) -> str:

@@ -77,7 +77,7 @@ class ConfigureResponse(_message.Message):
     def __init__(self, backends: _Optional[_Iterable[_Union[Backend, str]]] = ..., versions: _Optional[_Iterable[str]] = ..., pid: _Optional[int] = ..., max_compilations: _Optional[int] = ..., attempt_limit_s: _Optional[float] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("kind", "source", "whitespace", "backend", "allow_unenforced", "accepted", "verify", "owner", "owner_bytes")
+    __slots__ = ("kind", "source", "whitespace", "backend", "allow_unenforced", "accepted", "verify", "owner", "owner_bytes", "max_string_length", "max_array_items", "max_number_digits", "max_whitespace")
     KIND_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     WHITESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,10 @@ class CompileRequest(_message.Message):
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     OWNER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STRING_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_ARRAY_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUMBER_DIGITS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
     kind: Kind
     source: str
     whitespace: Whitespace
@@ -96,7 +100,11 @@ class CompileRequest(_message.Message):
     verify: bool
     owner: str
     owner_bytes: int
-    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., accepted: _Optional[bool] = ..., verify: _Optional[bool] = ..., owner: _Optional[str] = ..., owner_bytes: _Optional[int] = ...) -> None: ...
+    max_string_length: int
+    max_array_items: int
+    max_number_digits: int
+    max_whitespace: int
+    def __init__(self, kind: _Optional[_Union[Kind, str]] = ..., source: _Optional[str] = ..., whitespace: _Optional[_Union[Whitespace, str]] = ..., backend: _Optional[_Union[Backend, str]] = ..., allow_unenforced: _Optional[bool] = ..., accepted: _Optional[bool] = ..., verify: _Optional[bool] = ..., owner: _Optional[str] = ..., owner_bytes: _Optional[int] = ..., max_string_length: _Optional[int] = ..., max_array_items: _Optional[int] = ..., max_number_digits: _Optional[int] = ..., max_whitespace: _Optional[int] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
     __slots__ = ("grammar_id", "backend", "cache_hit", "compile_ms", "memory_bytes", "warnings", "min_tokens", "known_answer_tokens")

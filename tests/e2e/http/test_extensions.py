@@ -169,3 +169,18 @@ def test_a_structural_tag_guides_regions_of_free_text(client: openai.OpenAI, mod
     text = answer.choices[0].message.content or ""
     assert json.dumps(text)
     assert "<n>" not in text or "<n>7</n>" in text
+
+
+def test_bounds_hold_over_http(client: openai.OpenAI, model: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}}}, "required": ["a"]}
+    bounds = {"max_string_length": 5, "max_array_items": 2, "max_number_digits": 2, "max_whitespace": 1}
+    options = {"json": schema | {"additionalProperties": False}, **bounds}
+    answer = client.chat.completions.create(
+        model=model, messages=ASK, max_tokens=60, extra_body={"structured_outputs": options, "seed": 3}
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    items = json.loads(answer.choices[0].message.content or "")["a"]
+    assert len(items) <= 2
+    assert all(len(item) <= 5 for item in items)
+    with pytest.raises(openai.BadRequestError, match=r"grammar\.max_array_items"):
+        complete(client, model, structured_outputs={"regex": "a", "max_array_items": 2})

@@ -176,7 +176,7 @@ def test_flags_make_the_request(tmp_path: Path) -> None:
         (["--prompt", "x", "--chat", "y"], "--prompt and --chat exclude each other"),
         (["--prompt", "x", "--system", "y"], "--system needs --chat"),
         (["--prompt", "x", "--schema", "nowhere.json"], "nowhere.json"),
-        (["--prompt", "x", "--backend", "xgrammar"], "need a grammar"),
+        (["--prompt", "x", "--backend", "xgrammar"], "--backend: needs a grammar"),
         (["--prompt", "x", "--max-tokens", "-1"], "--max-tokens: "),
     ],
 )

@@ -64,7 +64,8 @@ def test_every_field_has_a_flag(tmp_path: Path) -> None:
         other += (build("--prompt", "x", *grammar, "--whitespace", "any", "--backend", "auto", "--allow-unenforced"),)
     for kind, file in (("ebnf", "list.gbnf"), ("lark", "order.lark"), ("structural-tag", "call.json")):
         other += (build("--prompt", "x", f"--{kind}", str(ROOT / "samples" / file)),)
-    other += (build("--prompt", "x", "--json", "--unenforced", "verify"),)
+    bounds = ["--max-string-length", "9", "--max-array-items", "3", "--max-number-digits", "5", "--max-whitespace", "1"]
+    other += (build("--prompt", "x", "--json", "--unenforced", "verify", *bounds),)
     named = build("--chat", "x", "--tools", str(ROOT / "samples/tools.json"), "--tool-choice", "weather")
     found = set().union(*(set_fields(each) for each in (request, named, *other)))
     assert all_fields(pb.GenerateRequest.DESCRIPTOR) == found

@@ -1,0 +1,159 @@
+"""Writes every reference inside a document as a JSON pointer from its root, and takes out the names.
+
+    $ref through $id, $anchor or a URL of the document     a pointer
+    $dynamicRef, $recursiveRef with one possible target    `$ref`
+    $id, id (draft 4), $anchor, $dynamicAnchor             gone
+
+The libraries know some of these names, and read a pointer below an `$id` from there. With pointers from the root all
+of them read one document alike.
+Invariant: a reference means the place that the specification says, or stays without a target and is refused later: one
+into another document, and a dynamic one that has several targets. No document is ever fetched. A document without
+names stays as it is.
+Not responsible for: what a reference leads to (see walk.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, unquote, urldefrag, urljoin
+
+from grammar_service.backends.json_schema.walk import Schema, child_schemas, definitions, resolve
+
+_SAFE = "~!$&'()*+,;=:@-._"
+_OLD = ("draft-03", "draft-04")
+"""Drafts whose schemas are named by `id`."""
+_LONE = (*_OLD, "draft-06", "draft-07")
+"""Drafts in which `$ref` stands alone: a name beside it has no effect."""
+
+
+def write_pointers(root: Any) -> None:
+    """Rewrite the references of `root`, the root of a document, in place."""
+    if isinstance(root, dict):
+        _Document(root).write()
+
+
+class _Document:
+    """The schemas of one document by their place, and what names them."""
+
+    def __init__(self, root: Schema) -> None:
+        dialect = root.get("$schema")
+        dialect = dialect if isinstance(dialect, str) else ""
+        self._root, self._id = root, "id" if any(draft in dialect for draft in _OLD) else "$id"
+        self._is_lone = any(draft in dialect for draft in _LONE)
+        self._places: dict[int, tuple[str, str]] = {}
+        """By identity of a schema: its pointer, and the URI of its resource."""
+        self._nodes: list[Schema] = []
+        self._resources: dict[str, Schema] = {}
+        self._anchors: dict[tuple[str, str], Schema] = {}
+        self._dynamic: dict[str, list[Schema]] = {}
+        """By name: the schemas with this `$dynamicAnchor`."""
+        self._is_recursive = False
+        self._visit(root, "", "")
+
+    def write(self) -> None:
+        """Rewrite every reference whose target is found; the list of schemas grows by targets at unknown places."""
+        is_named = len(self._resources) > 1 or bool(self._anchors)
+        for node in self._nodes:
+            self._write_dynamic(node)
+            reference = node.get("$ref")
+            if not isinstance(reference, str):
+                continue
+            target = self._target(node, reference)
+            if target is None:
+                # Without the names around it a library might find another target for what is relative to them.
+                node["$ref"] = urljoin(self._places[id(node)][1], reference) or reference
+            else:
+                pointer, found = target
+                if isinstance(found, dict) and id(found) not in self._places:
+                    self._visit(found, pointer, self._places[id(node)][1])
+                direct = resolve(self._root, reference)
+                if direct is None or direct[1] is not found or not reference.startswith("#/"):
+                    node["$ref"] = f"#{pointer}"
+            is_named = is_named or self._is_recursive
+        if is_named or isinstance(self._root.get(self._id), str):
+            for node in self._nodes:
+                for name in (self._id, "$anchor", "$dynamicAnchor", "$recursiveAnchor"):
+                    if isinstance(node.get(name), str | bool):
+                        del node[name]
+
+    def _visit(self, node: Schema, pointer: str, base: str) -> None:
+        """Note the schemas at and below `node`, whose resource has the URI `base`."""
+        waiting = [(node, pointer, base)]
+        for schema, place, uri in waiting:
+            if id(schema) in self._places:
+                continue
+            own = None if self._is_lone and "$ref" in schema else schema.get(self._id)
+            if isinstance(own, str) and own.startswith("#"):
+                self._anchors.setdefault((uri, own[1:]), schema)
+            elif isinstance(own, str):
+                uri = urldefrag(urljoin(uri, own)).url
+            if schema is self._root or (isinstance(own, str) and not own.startswith("#")):
+                self._resources.setdefault(uri, schema)
+            self._places[id(schema)] = place, uri
+            self._nodes.append(schema)
+            for key in ("$anchor", "$dynamicAnchor"):
+                if isinstance(name := schema.get(key), str):
+                    self._anchors.setdefault((uri, name), schema)
+                    if key == "$dynamicAnchor":
+                        self._dynamic.setdefault(name, []).append(schema)
+            self._is_recursive = self._is_recursive or schema.get("$recursiveAnchor") is True
+            waiting += ((child, below, uri) for below, child in _below(schema, place))
+
+    def _target(self, node: Schema, reference: str) -> tuple[str, Any] | None:
+        """Return (pointer, value) of what a reference at `node` leads to; None: nothing in this document."""
+        uri, fragment = urldefrag(urljoin(self._places[id(node)][1], reference))
+        if reference.startswith("#"):
+            uri = self._places[id(node)][1]
+        resource = self._resources.get(uri)
+        if resource is None:
+            return None
+        start = self._places[id(resource)][0]
+        if not fragment:
+            return start, resource
+        if fragment.startswith("/"):
+            return _walk(resource, fragment, start)
+        found = self._anchors.get((uri, unquote(fragment)))
+        return None if found is None else (self._places[id(found)][0], found)
+
+    def _write_dynamic(self, node: Schema) -> None:
+        """Make `$ref` of a dynamic reference that has one possible target."""
+        for key in ("$dynamicRef", "$recursiveRef"):
+            reference = node.get(key)
+            if not isinstance(reference, str) or "$ref" in node or (target := self._target(node, reference)) is None:
+                continue
+            found, name = target[1], reference.rpartition("#")[2]
+            if key == "$recursiveRef":
+                is_single = not self._is_recursive or len(self._resources) == 1
+            else:
+                others = self._dynamic.get(name, [])
+                is_single = len(others) <= 1 or not any(found is other for other in others)
+            if is_single:
+                del node[key]
+                node["$ref"] = f"#{target[0]}"
+
+
+def _below(node: Schema, pointer: str) -> Iterator[tuple[str, Schema]]:
+    for keys, child in (*child_schemas(node), *definitions(node)):
+        if isinstance(child, dict):
+            yield pointer + "".join(f"/{_escaped(str(key))}" for key in keys), child
+
+
+def _walk(value: Any, fragment: str, pointer: str) -> tuple[str, Any] | None:
+    for part in fragment[1:].split("/"):
+        for name in (part, unquote(part)):
+            name = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict) and name in value:
+                value = value[name]
+                break
+            if isinstance(value, list) and name.isdigit() and int(name) < len(value):
+                value = value[int(name)]
+                break
+        else:
+            return None
+        pointer += f"/{_escaped(name)}"
+    return pointer, value
+
+
+def _escaped(name: str) -> str:
+    return quote(name.replace("~", "~0").replace("/", "~1"), safe=_SAFE)
