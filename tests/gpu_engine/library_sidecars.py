@@ -115,7 +115,7 @@ class Sidecars:
         layout = Layout(settings.max_batch_size, settings.num_rows, self.model.vocab_size)
         with Segment.create(layout) as segment:
             grammar = LibraryGrammar(segment, self.backend, self.vocabulary, self.compiled, logs)
-            grammar.worker = Worker(GrammarEnd(segment), row_deadline_ms=1000.0)
+            grammar.worker = Worker(GrammarEnd(segment), row_deadline_ms=UNHURRIED_MS)
             model = replace(self.model, max_model_len=settings.max_model_len)
             grammar.engine = engine = Engine(settings, model, EngineEnd(segment), grammar)
             grammar.worker.start()
