@@ -183,7 +183,7 @@ class Serving:
             whole = 4 * config.page_size
             history = -(-(history + R) // whole) * whole - R
         table = -(-(history + R) // config.page_size)
-        per_slot = 4 * (history + R) + 4 * table + 4 * R + 4 * 6 + 1
+        per_slot = 4 * (history + R) + 4 * table + 2 * 4 * R + 4 * 7 + 1
         return (config.max_batch_size + 1) * (per_slot + _SLOT_PARAMS_BYTES)
 
     def lane_buffers(self) -> int:
@@ -191,7 +191,7 @@ class Serving:
         S, R = self.config.max_batch_size, self.config.num_rows
         scratch = 8 * (-(-self.shape.vocab // 64) * 64) if self.config.on_cpu else 0
         result = 4 * (R + 4) + 4 * R + 8 * R * _MAX_LOGPROBS + scratch
-        return S * (13 + 1 + 4 * R + 4 + R + 4 * R + 4 + result)
+        return S * (13 + 1 + 4 * R + 4 + R + 4 * R + 4 + 4 + result)
 
     def sampling(self) -> int:
         """Return the bytes of sampling on a device: `SlotRows` and `RowScratch` of kernels/cuda/row_state.py."""
