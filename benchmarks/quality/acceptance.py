@@ -34,8 +34,8 @@ its own, so that the suffix index has seen nothing but the prompts before.
 A variant is a drafter with marks: +masked or +free for a network's drafts with or without masks (default: without),
 +forced or +unforced for jump-forward tokens in front of its drafts or not ("grammar": jump-forward tokens alone), +fN
 for at most N of them (--jump-forward-tokens; only with the largest K, because a request that names its K has no more
-drafts in all), +noindex for prompt lookup without the suffix index, +notree for prompt lookup whose drafts the grammar
-does not choose:
+drafts in all), +noindex for prompt lookup without the suffix index, +tree for prompt lookup whose drafts the grammar
+chooses:
   ngram   ngram+noindex   ngram+unforced   ngram+f15   grammar   eagle3:DIR+masked   eagle3:DIR+free   model:DIR
 
 examples:
@@ -64,12 +64,12 @@ class Variant:
             "forced": ("--jump-forward", "true"),
             "unforced": ("--jump-forward", "false"),
             "noindex": ("--draft-index-bytes", "0"),
-            "notree": ("--draft-tree", "off"),
+            "tree": ("--draft-tree", "on"),
             **{f"f{most}": ("--jump-forward-tokens", str(most)) for most in range(MAX_DRAFT_TOKENS + 1)},
         }
         if unknown := [mark for mark in marks if mark not in known]:
             raise ValueError(
-                f"{text}: {', '.join(unknown)} is none of free, masked, forced, unforced, noindex, notree, fN"
+                f"{text}: {', '.join(unknown)} is none of free, masked, forced, unforced, noindex, tree, fN"
             )
         flags = tuple(flag for mark in marks for flag in known[mark])
         name = "+".join([drafter, *marks])

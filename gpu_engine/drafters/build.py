@@ -72,7 +72,7 @@ def build_drafter(parts: DrafterParts, builders: Mapping[str, Builder] | None = 
     drafter = (BUILDERS if builders is None else builders)[config.drafter](parts)
     if not config.jump_forward_first:
         return drafter
-    suggester = drafter if isinstance(drafter, SuffixDrafter) and config.draft_tree == "auto" else None
+    suggester = drafter if isinstance(drafter, SuffixDrafter) and config.draft_tree == "on" else None
     return JumpForwardDrafter(drafter, parts.sync, suggester)
 
 

@@ -45,7 +45,8 @@ def expected(sidecars: Sidecars) -> list[list[int]]:
 def test_tokens_do_not_depend_on_what_the_grammar_chooses(
     sidecars: Sidecars, expected: list[list[int]], num_drafts: int, max_jump_forward: int
 ) -> None:
-    settings = config(num_draft_tokens=num_drafts, jump_forward_tokens=max_jump_forward, step_rows=64, **PATIENT)
+    tree = {"draft_tree": "on", "step_rows": 64, **PATIENT}
+    settings = config(num_draft_tokens=num_drafts, jump_forward_tokens=max_jump_forward, **tree)
     with sidecars.engine(settings) as (engine, worker):
         answers = made()
         assert answer_all(engine, answers) == expected
@@ -54,7 +55,7 @@ def test_tokens_do_not_depend_on_what_the_grammar_chooses(
 
 
 def test_without_trees_the_grammar_chooses_nothing(sidecars: Sidecars, expected: list[list[int]]) -> None:
-    with sidecars.engine(config(draft_tree="off", step_rows=64, **PATIENT)) as (engine, worker):
+    with sidecars.engine(config(step_rows=64, **PATIENT)) as (engine, worker):
         assert answer_all(engine, made()) == expected
     assert worker.stats()["chosen_tokens"] == 0
 
@@ -65,7 +66,8 @@ def test_slots_that_change_hands_keep_their_own_trees(llama: LoadedModel, num_dr
     with guided_engine(llama, with_drafts(0, row_timeout_ms=2000.0)) as (engine, _):
         answer_each(engine, answers)
     wanted = [answer.tokens for answer in answers]
-    settings = with_drafts(num_drafts, overlap=overlap, row_timeout_ms=2000.0, draft_timeout_ms=2000.0)
+    waits = {"row_timeout_ms": 2000.0, "draft_timeout_ms": 2000.0}
+    settings = with_drafts(num_drafts, overlap=overlap, draft_tree="on", **waits)
     with guided_engine(llama, settings) as (engine, grammar):
         assert answer_staggered(engine, made_of_toys()) == wanted
         assert grammar.sidecar.chosen > 0
