@@ -10,10 +10,12 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -35,6 +37,9 @@ _PRELOAD = [
     "transformers.models.llama.modeling_llama",
 ]
 START_S = 120.0
+_POLLS = threading.Lock()
+"""Held where an exit code may be read: one thread's `Process.start` polls the children of all threads, and of two
+threads that read one exit code at a time, `multiprocessing` gives 255 to the later."""
 
 
 def _serve(arguments: list[str], log: str, directory: str) -> None:
@@ -69,11 +74,12 @@ class ForkedServer:
         address = f"unix:{folder}/s"
         command = ["serve", "--listen", address, *arguments]
         process = _FORKS.Process(target=_serve, args=(command, str(folder / "log"), str(folder / "tmp")))
-        process.start()
+        with _POLLS:
+            process.start()
         server = cls(address, process, folder / "log", folder / "tmp")
         deadline_s = time.monotonic() + START_S
         while "ready: " not in server.text():
-            assert process.is_alive(), server.text()
+            assert not wait([process.sentinel], 0), server.text()
             assert time.monotonic() < deadline_s, server.text()
             time.sleep(0.02)
         return server
@@ -94,9 +100,10 @@ class ForkedServer:
 
     def ended(self, processes: list[psutil.Process], within_s: float) -> int | None:
         """Wait until all these processes are gone; return the server's exit code. Fails behind `within_s`."""
-        self.process.join(within_s)
+        wait([self.process.sentinel], within_s)
         _, alive = psutil.wait_procs(processes[1:], timeout=within_s)
         assert not alive, alive
-        code = self.process.exitcode
+        with _POLLS:
+            code = self.process.exitcode
         assert code is not None, self.text()
         return code
