@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -57,6 +58,8 @@ async def run(name: str, address: str, per_second: float) -> Outcomes:
 
 def main() -> None:
     """Attack until SIGTERM, then print the counts."""
+    # What is measured is the server: the requests' own cost is that of another machine.
+    os.nice(19)
     parser = argparse.ArgumentParser(
         "python -m benchmarks.faults.attacker", description="Attack a server until SIGTERM; print outcomes as JSON."
     )
