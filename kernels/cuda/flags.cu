@@ -20,7 +20,7 @@ enum { WORDS, REC, ANS, MASK, REC_ENTRY_STRIDE, NUM_SLOTS, NUM_ROWS, NUM_RECS, R
 enum { REQ_SEQ = 0, ABORT = 128 }; // words
 // Indices of `counter`, in device memory; flags.py has the same.
 enum { LAST, CURRENT, WAITED_NS, MISSING, COUNTED_TO_NS, WAIT_SINCE_NS };
-enum { KIND_ALL = 0, KIND_APPLY = 1, KIND_DEFER = 3 };
+enum { KIND_ALL = 0, KIND_APPLY = 1, KIND_DEFER = 3, KIND_ERROR = 5 };
 // Reasons in `refused`; the same numbers, negative, are the statuses of ls_post.
 enum { BAD_SLOT = 1, BAD_N_COMMIT = 2, BAD_N_DRAFT = 3, BAD_COMMIT_POS = 4 };
 enum { VERIFY = 0 }; // stage
@@ -188,6 +188,7 @@ extern "C" __global__ void lockstep_wait(const i64 *cfg, u64 *counter, const int
         if (answered) {
             fence();
             kind = get8(answer + 12 + row);
+            if (kind > KIND_ERROR) kind = KIND_ERROR; // the engine has numbers of its own behind it
             fence(); // a row that is added to a late answer has its own flag, which is its kind
             token = (int)get32(answer + cfg[ANS_FORCED] + 4 * row);
         }

@@ -229,7 +229,9 @@ static int take_answer(struct ls_await_args *a, uint64_t seq, int32_t i) {
     /* Read before the kinds: when no row is missing any more, the loop below sees all of them. */
     a->late += atomic_load_explicit(at64(answer, v->ans_late), memory_order_acquire) == seq;
     for (uint32_t r = 0; r < v->num_rows; r++) {
-        a->kinds[row + r] = atomic_load_explicit(at8(answer, ANS_KIND + r), memory_order_acquire);
+        /* The engine has numbers of its own behind LS_KIND_ERROR: a kind that there is not is an error of the row. */
+        const uint8_t kind = atomic_load_explicit(at8(answer, ANS_KIND + r), memory_order_acquire);
+        a->kinds[row + r] = kind < LS_KINDS ? kind : LS_KIND_ERROR;
         a->forced[row + r] = (int32_t)get32(answer, v->ans_forced + 4 * r);
     }
     return 1;
@@ -451,5 +453,6 @@ void ls_stamp(void *address) { ls_store64(address, (uint64_t)now_ns()); }
 
 int64_t ls_age_ns(const void *address) {
     uint64_t stamp = ls_load64(address);
-    return stamp ? now_ns() - (int64_t)stamp : -1;
+    /* Unsigned: the other process may have written any number. */
+    return stamp ? (int64_t)((uint64_t)now_ns() - stamp) : -1;
 }

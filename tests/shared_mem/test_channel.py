@@ -94,6 +94,15 @@ def test_answers_arrive_as_published(ends: Ends) -> None:
     assert (engine.mask_rows(seq)[2] == 7).all()
 
 
+def test_a_kind_that_there_is_not_is_an_error_of_its_row(ends: Ends) -> None:
+    """The engine has numbers of its own behind RowKind."""
+    engine, grammar = ends
+    seq = post_one(engine)
+    grammar.publish(seq, 0, 1, [len(RowKind), 255, RowKind.APPLY])
+    answer = engine.await_rows(seq, [0], [1])
+    assert answer.kinds[0].tolist() == [RowKind.ERROR, RowKind.ERROR, RowKind.APPLY]
+
+
 def test_consecutive_sequences_use_different_mask_buffers(ends: Ends) -> None:
     engine, grammar = ends
     first, second = post_one(engine), post_one(engine)

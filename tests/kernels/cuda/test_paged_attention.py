@@ -89,10 +89,11 @@ def test_sinks_and_chunks_equal_the_reference(
 
 
 def test_result_bits_do_not_depend_on_the_batch_or_the_number_of_queries(device: torch.device) -> None:
-    B, P, N, dtype = 4, 8, 20, torch.float16
+    starts = [3, 150] if device.type == "cpu" else [3, 40, 250, 127]  # the interpreter takes its time
+    B, P, N, dtype = len(starts), 8, 20, torch.float16
     q, k, v = inputs(B, P, 9, 3, 64, dtype, device)
     table = torch.randperm(B * N, generator=torch.Generator().manual_seed(2)).view(B, N).int().to(device)
-    positions = (torch.tensor([3, 40, 250, 127])[:, None] + torch.arange(P)).int().to(device)
+    positions = (torch.tensor(starts)[:, None] + torch.arange(P)).int().to(device)
 
     def run(b: slice, p: int) -> torch.Tensor:
         pages = pages_of(B * N, 3, 16, 64, dtype, device, seed=4)

@@ -1,0 +1,135 @@
+"""The engine's C code under gcc's sanitizers and its analyzer.
+
+The vector kernels are under AddressSanitizer alone: gcc's analyzer does not get through them in a quarter of an hour.
+
+No report is suppressed. Leaks are not looked for: the interpreter and torch end without freeing what they have.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import kernels
+
+PACKAGE = Path(kernels.__file__).parent
+NATIVE = PACKAGE / "native"
+SOURCES = sorted(path.name for path in NATIVE.glob("*.c"))
+TEAM_RACE = Path(__file__).with_name("team_race.c")
+SCALAR = ("step.c", "suffix.c", "team.c")
+"""Without the kernels, which are headers that are compiled once per vector unit."""
+# As setup.py has them, but for -O3: the sanitizers see more, and gcc is done in minutes.
+OPTIONS = ("-std=gnu11", "-pthread", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
+ADDRESS = ("-g1", "-fsanitize=address", "-fno-omit-frame-pointer")
+UNDEFINED = ("-fsanitize=undefined", "-fno-sanitize-recover=all")
+TESTS = (
+    *("test_accept.py", "test_blocks.py", "test_fused.py", "test_fused_attention.py", "test_low_rank.py"),
+    *("test_paged_attention.py", "test_suffix.py", "test_team.py"),
+)
+ROUNDED = "tests/kernels/test_blocks.py::test_every_variant_that_this_cpu_runs_gives_the_same_numbers"
+"""Variants round alike at -O3; at -O1 they differ by 2.5e-6, above the bound of the test."""
+pytestmark = [pytest.mark.slow, pytest.mark.sanitizers]
+
+
+def build_team_race(folder: Path, team: Path) -> Path:
+    program = folder / "team_race"
+    options = ["-O1", "-g", "-std=gnu11", "-fsanitize=thread", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{NATIVE}"]
+    subprocess.run(["gcc", *options, str(TEAM_RACE), str(team), "-o", str(program)], check=True)
+    return program
+
+
+def test_calls_of_several_threads_have_no_data_race(tmp_path: Path) -> None:
+    program = build_team_race(tmp_path, NATIVE / "team.c")
+    done = subprocess.run([program, "20000"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_thread_sanitizer_reports_loops_that_nothing_orders(tmp_path: Path) -> None:
+    """The report that the test above would show: the end of a loop is published, and taken, without an order."""
+    text = (NATIVE / "team.c").read_text()
+    changed = text.replace("memory_order_release", "memory_order_relaxed")
+    changed = changed.replace("memory_order_acq_rel", "memory_order_relaxed")
+    changed = changed.replace("memory_order_acquire", "memory_order_relaxed")
+    assert changed != text
+    (tmp_path / "team.c").write_text(changed)
+    program = build_team_race(tmp_path, tmp_path / "team.c")
+    done = subprocess.run([program, "20000"], capture_output=True, text=True, check=False)
+    assert "data race" in done.stderr
+    assert done.returncode
+
+
+def test_launches_drafts_and_the_team_have_no_report(root: Path, tmp_path: Path) -> None:
+    """A library of these alone: no test here calls a kernel of another source."""
+    tests = ("tests/kernels/test_suffix.py", "tests/gpu_engine/step/test_native_launches.py")
+    run_over_copy(root, tmp_path, SCALAR, ("-O1", *ADDRESS, *UNDEFINED), tests)
+
+
+def test_kernels_have_no_bad_access(root: Path, tmp_path: Path) -> None:
+    # UBSan's checks of vector code that is inlined everywhere would take gcc too long.
+    tests = [f"tests/kernels/{name}" for name in TESTS]
+    run_over_copy(root, tmp_path, SOURCES, ("-O1", *ADDRESS), [*tests, "--deselect", ROUNDED])
+
+
+def run_over_copy(
+    root: Path, folder: Path, sources: Sequence[str], options: Sequence[str], tests: Sequence[str]
+) -> None:
+    """Run tests over a copy of the package whose library is built of `sources` with these options."""
+    package = shutil.copytree(PACKAGE, folder / "kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    build(package, sources, options)
+    environment = {
+        **os.environ,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "LD_PRELOAD": " ".join(runtime(name) for name in ("libasan.so", "libubsan.so")),
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    # The copy of the package comes before the repository's.
+    command += ["-o", f"pythonpath={folder} . client", *tests]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def build(package: Path, sources: Sequence[str], options: Sequence[str]) -> None:
+    """Compile the library of a copy of the package."""
+
+    def compile_one(name: str) -> str:
+        made = package / f"{name}.o"
+        command = ["gcc", "-fPIC", *OPTIONS, *options, "-c", str(package / "native" / name), "-o", str(made)]
+        subprocess.run(command, check=True)
+        return str(made)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
+    # As in setup.py, torch's OpenMP is the one.
+    command = ["gcc", "-shared", "-pthread", *options, *objects, "-lm", "-o", str(package / "_native.abi3.so")]
+    subprocess.run(command, check=True)
+
+
+def runtime(name: str) -> str:
+    found = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return str(Path(found.stdout.strip()).resolve(strict=True))
+
+
+@pytest.mark.parametrize("source", [*SCALAR, "dispatch.c"])
+def test_the_analyzer_is_clean(source: str) -> None:
+    command = [
+        "gcc",
+        "-O1",
+        "-std=gnu11",
+        "-fanalyzer",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-c",
+        "-o",
+        "/dev/null",
+        str(NATIVE / source),
+    ]
+    subprocess.run(command, check=True)
