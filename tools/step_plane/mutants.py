@@ -8,6 +8,7 @@ model.py).
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ TESTS = ("tests/shared_mem/test_channel.py", "tests/shared_mem/test_two_processe
 SLICE = (FLAGS, "LS_PARK_SLICE_NS 2000000LL", "LS_PARK_SLICE_NS 3600000000000LL")
 """Without the slices of a park, which hide a lost wake-up behind 2 ms."""
 RACE_ROUNDS = 50_000
+SEARCHED_SEEDS = 20_000
 ENDLESS = "no end"
 
 Edit = tuple[str, str, str]
@@ -40,9 +42,6 @@ class Mutant:
     """The configuration that catches it; "": it is not in the model."""
     edits: tuple[Edit, ...] = ()
     """The same fault in the sources; (): it is in no source of shared_mem."""
-    is_silent: bool = False
-    """The tests cannot be relied on to show it: a race of nanoseconds, an order that x86 gives anyway, or a time limit
-    that hides it."""
 
 
 _GRAMMAR_PARKS = """        atomic_store_explicit(parked, 1, memory_order_relaxed);
@@ -87,45 +86,77 @@ _POSTS_LATE = f"""    const int asleep = (int)get32(v->words, LS_GRAMMAR_PARKED)
 """
 _PARKED = "        atomic_store_explicit(parked, 1, memory_order_relaxed);\n"
 
+
+def _relaxed(name: str, what: str, text: str) -> Mutant:
+    """Return a mutant whose one order in `text` is relaxed."""
+    (order,) = re.findall(r"memory_order_(?:acquire|release|seq_cst)", text)
+    return Mutant(name, what, "", ((FLAGS, text, text.replace(order, "memory_order_relaxed")),))
+
+
+ORDERS = (
+    _relaxed("REQ_RELAXED", "ls_post stores REQ_SEQ without release", _REQ),
+    _relaxed("REQ_READ_RELAXED", "ls_wait_req loads REQ_SEQ without acquire",
+             "        seq = atomic_load_explicit(req, memory_order_acquire);\n"),
+    _relaxed("ENTRY_UNFENCED", "ls_post has no fence between an entry's mark and its contents",
+             _ENTRY_ZERO + "    atomic_thread_fence(memory_order_release);\n"),
+    _relaxed("COPY_UNFENCED", "ls_records has no fence between its copy and its second look",
+             _LAST_LOOK.splitlines(keepends=True)[0] + "    if (atomic_load_explicit(at64(entry, 0), memory_order_re"),
+    _relaxed("ANSWER_RELAXED", "ls_put_answer stores the sequence without release", _ANSWER_SEQ),
+    _relaxed("ANSWER_READ_RELAXED", "take_answer loads the sequence without acquire",
+             "answered = atomic_load_explicit(at64(answer, 0), memory_order_acquire);"),
+    _relaxed("KIND_RELAXED", "ls_add_rows stores a kind without release", _ADDED_KIND),
+    _relaxed("KIND_READ_RELAXED", "take_answer loads a kind without acquire",
+             "atomic_load_explicit(at8(answer, ANS_KIND + r), memory_order_acquire)"),
+    _relaxed("LATE_RELAXED", "ls_add_rows clears `late` without release", _LATE_CLEARED),
+    _relaxed("LATE_READ_RELAXED", "take_answer loads `late` without acquire", _LATE_READ),
+    _relaxed("BELL_RELAXED", "ls_ring rings without release", _RINGS),
+    _relaxed("BELL_READ_RELAXED", "ls_await reads the bell without acquire", _BELL_READ),
+    _relaxed("RING_UNFENCED", "ls_ring has no fence between bell and sleeper", _FENCE + _RING_WAKES),
+    _relaxed("POST_UNFENCED", "ls_post has no fence between REQ_SEQ and sleeper", _FENCE + _POST_WAKES),
+    _relaxed("GRAMMAR_PARKS_UNFENCED", "ls_wait_req has no fence between `parked` and its comparison",
+             "        atomic_thread_fence(memory_order_seq_cst);\n        futex_wait_until((word32 *)req"),
+    _relaxed("ENGINE_PARKS_UNFENCED", "ls_await has no fence between `parked` and its comparison",
+             "        atomic_thread_fence(memory_order_seq_cst);\n        futex_wait_until(bell"),
+)  # fmt: skip
+"""Each order of flags.c that is not relaxed, weakened, but for those that docs/assurance.md names."""
+
 MUTANTS = (
     Mutant("RING_LOOKS_FIRST", "ls_ring looks at the sleeper before it rings (no fence)", "wake-ups",
-           ((FLAGS, _RINGS + _FENCE + _RING_WAKES, _LOOKS_FIRST), SLICE), is_silent=True),
+           ((FLAGS, _RINGS + _FENCE + _RING_WAKES, _LOOKS_FIRST), SLICE)),
     Mutant("POST_LOOKS_FIRST", "ls_post looks at the sleeper before it stores REQ_SEQ (no fence)", "wake-ups",
-           ((FLAGS, _REQ + _FENCE + _POST_WAKES, _POSTS_LATE),), is_silent=True),
+           ((FLAGS, _REQ + _FENCE + _POST_WAKES, _POSTS_LATE),)),
     Mutant("GRAMMAR_PARKS_LATE", "ls_wait_req says that it sleeps after it has compared (no fence)", "wake-ups",
            ((FLAGS, _GRAMMAR_PARKS, _GRAMMAR_PARKS.replace(_PARKED, "", 1) + _PARKED),)),
     Mutant("ENGINE_PARKS_LATE", "ls_await says that it sleeps after it has compared (no fence)", "wake-ups",
            ((FLAGS, _ENGINE_PARKS, _ENGINE_PARKS.replace(_PARKED, "", 1) + _PARKED), SLICE)),
     Mutant("SLEEPS_UNCOMPARED", "futex_wait compares with the word's present value", "wake-ups",
-           ((FLAGS, "FUTEX_WAIT_BITSET, seen, &t", "FUTEX_WAIT_BITSET, atomic_load(word), &t"), SLICE),
-           is_silent=True),
+           ((FLAGS, "FUTEX_WAIT_BITSET, seen, &t", "FUTEX_WAIT_BITSET, atomic_load(word), &t"), SLICE)),
     Mutant("BELL_READ_LATE", "ls_await reads the bell after the answers", "wake-ups",
-           ((FLAGS, _BELL_READ, ""), (FLAGS, _TAKES, _TAKES.replace("\n", "\n" + _BELL_READ)), SLICE),
-           is_silent=True),
+           ((FLAGS, _BELL_READ, ""), (FLAGS, _TAKES, _TAKES.replace("\n", "\n" + _BELL_READ)), SLICE)),
     Mutant("BELL_BEFORE_ANSWER", "ls_publish rings before it stores the answer", "wake-ups",
            ((FLAGS, "    const int32_t stale = ls_put_answer(a);\n" + _PUBLISHES,
-             "    ls_ring(a->view);\n    const int32_t stale = ls_put_answer(a);\n"), SLICE), is_silent=True),
+             "    ls_ring(a->view);\n    const int32_t stale = ls_put_answer(a);\n"), SLICE)),
     Mutant("NO_BELL", "ls_publish does not ring", "wake-ups", ((FLAGS, _PUBLISHES, ""), SLICE)),
     Mutant("NO_WAKE", "ls_post wakes nobody", "wake-ups", ((FLAGS, _POST_WAKES, ""),)),
     Mutant("ANSWER_SEQ_FIRST", "ls_put_answer stores the sequence before kinds and tokens", "owners",
-           ((FLAGS, _ANSWER_SEQ, ""), (FLAGS, _ANSWER_GEN, _ANSWER_SEQ + _ANSWER_GEN)), is_silent=True),
+           ((FLAGS, _ANSWER_SEQ, ""), (FLAGS, _ANSWER_GEN, _ANSWER_SEQ + _ANSWER_GEN))),
     Mutant("ROWS_AFTER_SEQ", "mask rows are written behind the answer's sequence", "owners"),
     Mutant("ONE_HALF", "both parities of a sequence have one half of the masks", "owners",
            ((LAYOUT, "self.mask_offset + (seq & 1) * self.mask_buffer_bytes", "self.mask_offset"),
             (SEGMENT, "memory[first + i * size : first + (i + 1) * size]", "memory[first : first + size]"))),
     Mutant("KIND_BEFORE_ROW", "ls_add_rows stores a kind before what it announces", "owners",
-           ((FLAGS, _ADDED_TOKEN + _ADDED_KIND, _ADDED_KIND + _ADDED_TOKEN),), is_silent=True),
+           ((FLAGS, _ADDED_TOKEN + _ADDED_KIND, _ADDED_KIND + _ADDED_TOKEN),)),
     Mutant("LATE_CLEARED_FIRST", "ls_add_rows clears `late` before it adds rows", "owners",
-           ((FLAGS, _LATE_CLEARED, ""), (FLAGS, _ADD_LOOP, _LATE_CLEARED + _ADD_LOOP)), is_silent=True),
+           ((FLAGS, _LATE_CLEARED, ""), (FLAGS, _ADD_LOOP, _LATE_CLEARED + _ADD_LOOP))),
     Mutant("KINDS_BEFORE_LATE", "take_answer reads `late` behind the kinds", "owners",
-           ((FLAGS, _LATE_READ, ""), (FLAGS, _KINDS_READ, _KINDS_READ + _LATE_READ)), is_silent=True),
+           ((FLAGS, _LATE_READ, ""), (FLAGS, _KINDS_READ, _KINDS_READ + _LATE_READ))),
     Mutant("NO_GENERATION_CHECK", "a matcher takes the record of another owner of its slot", "ring"),
     Mutant("REQ_BEFORE_RECORD", "ls_post stores REQ_SEQ before the record", "wake-ups",
-           ((FLAGS, _REQ, ""), (FLAGS, _ENTRY_ZERO, _REQ + _ENTRY_ZERO)), is_silent=True),
+           ((FLAGS, _REQ, ""), (FLAGS, _ENTRY_ZERO, _REQ + _ENTRY_ZERO))),
     Mutant("ENTRY_NOT_INVALIDATED", "ls_post does not mark the entry that it overwrites", "ring",
-           ((FLAGS, _ENTRY_ZERO, ""),), is_silent=True),
+           ((FLAGS, _ENTRY_ZERO, ""),)),
     Mutant("NO_SECOND_LOOK", "ls_records does not look at the entry again behind the copy", "ring",
-           ((FLAGS, _LAST_LOOK, ""),), is_silent=True),
+           ((FLAGS, _LAST_LOOK, ""),)),
     Mutant("ANY_ANSWER", "take_answer takes an answer to any sequence", "wake-ups",
            ((FLAGS, "if ((int64_t)(answered - seq) < 0) return 0;", "if (!answered) return 0;"),
             (FLAGS, "answered != seq || get32(answer, ANS_SLOT_GEN)", "get32(answer, ANS_SLOT_GEN)"))),
@@ -135,9 +166,10 @@ MUTANTS = (
            ((ENGINE, "return gone and bool(", "return False and bool("),)),
     Mutant("ABORT_IGNORED", "ls_await does not look at the abort word", "crash",
            ((FLAGS, "if (i == a->batch || atomic_load_explicit(at64(v->words, LS_ABORT), memory_order_acquire)) break;",
-             "if (i == a->batch) break;"),), is_silent=True),
+             "if (i == a->batch) break;"),)),
     Mutant("START_SEQ_LATE", "a new process starts behind posts that were made for it", "crash"),
     Mutant("LOSS_KEEPS_DEFERRED", "the engine waits for late rows of a process that has ended", "crash in late rows"),
+    *ORDERS,
     Mutant("STALE_ANSWER_REPLACES", "ls_put_answer replaces a newer answer", "",
            ((FLAGS, "memory_order_relaxed) - a->seq) >= 0) return 1;",
              "memory_order_relaxed) - a->seq) >= 0 && !v) return 1;"),)),
@@ -252,9 +284,33 @@ def run_race(folder: Path, limit_s: float, rounds: int = RACE_ROUNDS) -> TestRun
     return TestRun(failure, time.monotonic() - begun)
 
 
-def try_sources(mutant: Mutant, race_limit_s: float, limit_s: float) -> TestRun:
-    """Run the race over a copy with the mutant's edits, and the tests if it ends well."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy_sources(Path(folder), mutant.edits)
-        race = run_race(Path(folder), race_limit_s)
-        return race if race.failure else run_tests(Path(folder), limit_s)
+def run_search(folder: Path, limit_s: float, seeds: int = SEARCHED_SEEDS) -> TestRun:
+    """Run flags.c of a copy over a simulated memory (tests/shared_mem/interleave.c), so many seeds, up to `limit_s`."""
+    program = folder / "interleave"
+    build_search(folder / "shared_mem" / "native", program)
+    begun = time.monotonic()
+    try:
+        run = subprocess.run([program, "1", str(seeds)], capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return TestRun(f"interleave.c: {ENDLESS}", time.monotonic() - begun)
+    failure = f"interleave.c: {run.stdout.strip() or run.returncode}" if run.returncode else ""
+    return TestRun(failure, time.monotonic() - begun)
+
+
+def build_search(native: Path, program: Path) -> None:
+    """Compile interleave.c with the flags.c of the folder `native`."""
+    source = ROOT / "tests" / "shared_mem" / "interleave.c"
+    subprocess.run(["gcc", "-O1", "-std=gnu11", "-w", f"-I{native}", "-o", str(program), str(source)], check=True)
+
+
+def try_sources(edits: Sequence[Edit], limit_s: float) -> TestRun:
+    """Search a copy with the edits; if that finds nothing run its tests, then the race; each up to `limit_s`."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, seconds = Path(name), 0.0
+        copy_sources(folder, edits)
+        for check in (run_search, run_tests, run_race):
+            run = check(folder, limit_s)
+            seconds += run.seconds
+            if run.failure:
+                return TestRun(run.failure, seconds)
+        return TestRun("", seconds)

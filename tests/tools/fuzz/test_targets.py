@@ -1,0 +1,99 @@
+"""Each target of the fuzzer on its corpus, and on inputs made of it from a seed; atheris is not needed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from random import Random
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+
+from protos.engine.v1 import engine_pb2 as pb
+from tools.fuzz import corpus, native, rpc
+from tools.fuzz.target import Broken, Target
+from tools.fuzz.targets import TARGETS, load
+
+FEW, MANY = 15, 1500
+HEAVY = ("compile_xgrammar", "grammar_service")
+"""Their libraries, or each of their inputs, take long."""
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    logging.disable(logging.CRITICAL)
+    loaded = load(request.param)
+    yield loaded
+    loaded.close()
+    logging.disable(logging.NOTSET)
+
+
+def run(name: str, target: Target, count: int) -> None:
+    """Run the corpus, and `count` inputs made of it."""
+    inputs, random = corpus.inputs(name), Random(1)
+    assert inputs, "a target has inputs to begin from"
+    made = {f"made {i}": b"" for i in range(count)}
+    pool = list(inputs.values())
+    for label in made:
+        made[label] = target.mutate(random.choice(pool), random)[: target.max_bytes]
+    for label, data in {"nothing": b"", "one byte": b"\xff", **inputs, **made}.items():
+        try:
+            target.run(data)
+        except Exception as error:
+            raise AssertionError(f"{name}: {label}: {data!r}") from error
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [pytest.param(name, name, marks=[pytest.mark.slow] if name in HEAVY else [], id=name) for name in TARGETS],
+    indirect=["target"],
+)
+def test_no_input_of_the_corpus_shows_a_defect(target: Target, name: str) -> None:
+    run(name, target, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "name"), [pytest.param(n, n, id=n) for n in TARGETS], indirect=["target"])
+def test_no_made_input_shows_a_defect(target: Target, name: str) -> None:
+    run(name, target, MANY)
+
+
+def test_each_folder_of_the_corpus_is_of_a_target() -> None:
+    assert {folder.name for folder in corpus.FOLDER.iterdir()} == {*TARGETS, *native.TARGETS}
+
+
+def test_files_of_the_corpus_are_small() -> None:
+    sizes = {path: path.stat().st_size for path in corpus.FOLDER.rglob("*") if path.is_file()}
+    assert not {path: size for path, size in sizes.items() if size > 20_000}
+
+
+def test_a_seed_makes_the_same_inputs_again() -> None:
+    target = load("grammar_text")
+    data = next(iter(corpus.inputs("grammar_text").values()))
+    made = [[target.mutate(data, random) for _ in range(50)] for random in (Random(3), Random(3))]
+    assert made[0] == made[1]
+    assert len(set(made[0])) > 40
+
+
+def test_an_internal_error_of_a_service_is_a_defect() -> None:
+    """What the fuzzer would report of a service that fails."""
+
+    class Failing:
+        async def Abort(self, request: Message, context: rpc.CallContext) -> None:
+            await context.abort(grpc.StatusCode.INTERNAL, "a defect")
+
+    (abort,) = (method for method in rpc.methods(pb.DESCRIPTOR.services_by_name["Engine"]) if method.name == "Abort")
+    with pytest.raises(Broken, match="Abort: INTERNAL: a defect"):
+        asyncio.run(rpc.call(Failing(), abort, b""))
+
+
+def test_a_call_that_does_not_end_is_a_defect() -> None:
+    class Endless:
+        async def Abort(self, request: Message, context: rpc.CallContext) -> None:
+            await asyncio.Event().wait()
+
+    (abort,) = (method for method in rpc.methods(pb.DESCRIPTOR.services_by_name["Engine"]) if method.name == "Abort")
+    with pytest.raises(Broken, match="Abort does not end"):
+        asyncio.run(rpc.call(Endless(), abort, b"", hang_s=0.01))
