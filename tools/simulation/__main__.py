@@ -1,9 +1,9 @@
 """`python -m tools.simulation`: runs seeds of the simulation and reports the first that breaks a promise.
 
 Invariant: a seed that is reported fails again with `--seed N`, on every machine. Progress goes to stderr, the report to
-stdout; status 1 means that a seed failed, or that a mutant was not caught.
+stdout; status 1 means that a seed failed.
 
-Not responsible for: a run (see run.py).
+Not responsible for: a run (see run.py), seeded defects (see tools/mutants.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from service_runtime.cores import usable_cores
-from tools.simulation.mutants import MUTANTS
 from tools.simulation.run import Outcome, many_runs, simulate
-from tools.simulation.seeds import Sum, prepare_process, run_seeds
+from tools.simulation.seeds import Sum, run_seeds
 
 DESCRIPTION = """
 Runs the engine process and the grammar process in one thread under a virtual clock. A seed chooses what happens next at
@@ -36,7 +35,6 @@ examples:
   make simulate                              2,000 seeds, some minutes
   make simulate ARGS="--hours 1"             new seeds for an hour, on every core
   make simulate ARGS="--seed 4711 --log"     one seed, with its trace and the log lines of both processes
-  make simulate ARGS="--mutants"             how many seeds find each of the defects in tools/simulation/mutants.py
 
 A seed that fails is printed with the command that repeats it. Its trace is the same every time: add a line of output
 anywhere and run it again. A defect that it shows gets the seed as a test in tests/tools/simulation.
@@ -57,7 +55,6 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--seed", type=int, help="run this seed alone, and show what happened")
     made.add_argument("--seeds", type=int, default=2000, help="run so many seeds (default: %(default)s)")
     what.add_argument("--hours", type=float, help="run seeds for so long")
-    what.add_argument("--mutants", action="store_true", help="find each seeded defect, with at most --seeds seeds")
     made.add_argument("--first", type=int, default=1, help="the first seed (default: %(default)s)")
     made.add_argument("--jobs", type=int, default=usable_cores(), help="processes (default: the cores, %(default)s)")
     made.add_argument("--log", action="store_true", help="show the log lines of both processes")
@@ -121,30 +118,11 @@ def one(seed: int, *, logs: bool) -> int:
     return 0 if outcome.ok else 1
 
 
-def mutants(first: int, most: int) -> int:
-    """Print for each mutant the seeds until it was caught, and what caught it; return the exit status."""
-    prepare_process()
-    missed = 0
-    print("| mutant | seeds | what caught it |\n|---|---|---|")
-    for name, parts in MUTANTS.items():
-        for number, seed in enumerate(range(first, first + most), start=1):
-            outcome = simulate(seed, parts=parts)
-            if not outcome.ok:
-                print(f"| {name} | {number} | {outcome.problems[0].splitlines()[0][:160]} |", flush=True)
-                break
-        else:
-            missed += 1
-            print(f"| {name} | not in {most} | |", flush=True)
-    return 1 if missed else 0
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     args = parser().parse_args(arguments)
     if args.seed is not None:
         return one(args.seed, logs=args.log)
-    if args.mutants:
-        return mutants(args.first, args.seeds)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=Console(stderr=True))
     if args.hours is not None:

@@ -15,6 +15,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
@@ -39,7 +40,9 @@ class Fault(enum.Enum):
     NO_PROCESS = "no process can be started (EAGAIN, ENOMEM)"
     NO_WORKER = "no compile worker can be started (EMFILE, ENOMEM)"
     NO_MAPPING = "the segment cannot be mapped (EMFILE, ENOMEM)"
+    NO_SOCKET = "the engine gets no socket to the grammar process (EMFILE, ENOBUFS)"
     FULL_DISK = "the disk cache is full (ENOSPC)"
+    DAMAGED_FILES = "files of the disk cache are cut short"
     EATEN_MEMORY = "the grammar process eats its memory"
 
 
@@ -75,6 +78,8 @@ JUSTIFIES: dict[Fault, frozenset[str]] = {
 }
 """The errors that a fault justifies, by the names of their classes; a fault that is absent justifies none."""
 
+_LOSES_MATCHERS = frozenset({Fault.SLOW_FILL, Fault.HUNG_FILL, Fault.FAILED_FILL, Fault.STOP, Fault.JUMP})
+"""A batch that takes too long loses its matchers; a record is overwritten while its reader stands still."""
 _COMPILES = {
     Fault.HUNG_COMPILE: CompileFault.HANG,
     Fault.OUT_OF_MEMORY: CompileFault.MEMORY,
@@ -86,11 +91,14 @@ _CHANCES: dict[Fault, float] = {
     **{Fault.SLOW_FILL: 0.3, Fault.HUNG_FILL: 0.04, Fault.FAILED_FILL: 0.04, Fault.HUNG_COMPILE: 0.04},
     **{Fault.OUT_OF_MEMORY: 0.04, Fault.KILLED_COMPILE: 0.04, Fault.CRASHED_COMPILE: 0.04},
     **{Fault.NO_PROCESS: 0.08, Fault.NO_WORKER: 0.06, Fault.NO_MAPPING: 0.08, Fault.FULL_DISK: 0.1},
+    **{Fault.NO_SOCKET: 0.08, Fault.DAMAGED_FILES: 0.1},
     **{Fault.EATEN_MEMORY: 0.04},
 }
-_MOST_KILLS = 3
+_MOST_KILLS = 4
 _LONG_JUMP_S = 2.0
 """As long as the shortest limit that ends a request."""
+_FOR_GOOD_S = 600.0
+"""A stop that outlasts every limit."""
 _LAST_POINT = 500
 _LAST_MOMENT_S = 0.6
 
@@ -110,11 +118,19 @@ class Faults:
     _starts: dict[int, int] = field(default_factory=dict)
     _workers: dict[int, int] = field(default_factory=dict)
     _maps: dict[int, int] = field(default_factory=dict)
+    _sockets: dict[int, int] = field(default_factory=dict)
     _full_disk_from: int = 1 << 30
     _counts: dict[str, int] = field(default_factory=dict)
     _eats_from_ns: int = 1 << 62
     _jump_s: float = 0.0
+    _directory: Path = Path()
     _victim: Callable[[], Victim | None] = lambda: None
+    may_lose_matchers: bool = False
+    """A fault of this run may lose a matcher, or a record, while its process lives on."""
+    on_slow: Callable[[float], None] = lambda seconds: None
+    """Called with the time that a mask row takes."""
+    _disarmed: bool = False
+    _stops_for_good: bool = False
 
     @staticmethod
     def drawn(world: World, chances: dict[Fault, float] = _CHANCES) -> Faults:
@@ -123,6 +139,7 @@ class Faults:
         faults.chosen = [fault for fault in Fault if random.random() < chances.get(fault, 0.0)]
         for fault in faults.chosen:
             faults._arm(fault, random)
+        faults.may_lose_matchers = not _LOSES_MATCHERS.isdisjoint(faults.chosen)
         return faults
 
     def _arm(self, fault: Fault, random: Random) -> None:
@@ -149,27 +166,32 @@ class Faults:
                 self._workers = dict.fromkeys(range(first, first + random.randint(1, 4)), number)
             case Fault.NO_MAPPING:
                 self._maps = dict.fromkeys(range(1, random.randint(2, 4)), random.choice((errno.EMFILE, errno.ENOMEM)))
+            case Fault.NO_SOCKET:
+                first, number = random.randint(1, 2), random.choice((errno.EMFILE, errno.ENOBUFS))
+                self._sockets = dict.fromkeys(range(first, first + random.randint(1, 4)), number)
             case Fault.FULL_DISK:
                 self._full_disk_from = random.randint(1, 4)
             case Fault.JUMP:
                 self._jump_s = random.choice((0.05, 0.2, 1.0, 2.0, 12.0))
-            case Fault.STOP | Fault.RESET | Fault.EATEN_MEMORY:
+            case Fault.STOP | Fault.RESET | Fault.EATEN_MEMORY | Fault.DAMAGED_FILES:
                 pass  # at a moment: see `start`
 
-    def start(self, victim: Callable[[], Victim | None], call_later: Callable[..., object]) -> None:
+    def start(self, directory: Path, victim: Callable[[], Victim | None], call_later: Callable[..., object]) -> None:
         """Arm the faults that happen at a point or at a moment.
 
         Args:
+            directory: of the disk cache.
             victim: returns the grammar process that serves now.
             call_later: of the engine's event loop.
         """
-        self._victim, world = victim, self.world
+        self._directory, self._victim, world = directory, victim, self.world
         world.at_point = self._at_point
         moments: dict[Fault, Callable[[], None]] = {
             Fault.STOP: self._stop,
             Fault.RESET: self._reset,
             Fault.JUMP: self._jump,
             Fault.EATEN_MEMORY: self._eat,
+            Fault.DAMAGED_FILES: self._damage,
         }
         for fault in self.chosen:
             if fault in moments:
@@ -179,13 +201,21 @@ class Faults:
     def justified(self) -> frozenset[str]:
         """The errors that the faults of this run justify."""
         faults = [fault for fault in self.chosen if fault is not Fault.JUMP or self._jump_s >= _LONG_JUMP_S]
-        return frozenset().union(*(JUSTIFIES.get(fault, frozenset()) for fault in faults))
+        # The link kills a process that it cannot attach after 120 s, and a request waits 30 s for one.
+        lasting = {"GrammarUnavailable"} if self._stops_for_good and not self._disarmed else set()
+        return frozenset(lasting).union(*(JUSTIFIES.get(fault, frozenset()) for fault in faults))
+
+    def hold_one_thread_each(self, threads: int) -> bool:
+        """Return whether slow rows, each of which holds a thread, are all that the run has, and threads are left."""
+        return not self._disarmed and set(self.chosen) == {Fault.SLOW_FILL} and len(self._fills) <= threads
 
     def disarm(self) -> None:
         """Let no further fault happen, and justify none."""
+        self._disarmed = True
         self.chosen.clear()
         self.world.at_point = lambda number, label: None
-        for armed in (self._tears, self._fills, self._compiles, self._starts, self._workers, self._maps):
+        places = (self._starts, self._workers, self._maps, self._sockets)
+        for armed in (self._tears, self._fills, self._compiles, *places):
             armed.clear()
         self._full_disk_from, self._eats_from_ns = 1 << 30, 1 << 62
 
@@ -206,8 +236,9 @@ class Faults:
 
     def _stop(self) -> None:
         if Fault.STOP in self.chosen and (child := self._victim()) is not None:
-            seconds = self.world.random.choice((0.02, 0.09, 0.5, 3.0, 8.0))
+            seconds = self.world.random.choice((0.02, 0.09, 0.5, 3.0, 8.0, _FOR_GOOD_S))
             self._happens(f"stop for {seconds} s")
+            self._stops_for_good |= seconds == _FOR_GOOD_S
             child.process.frozen_until_ns = self.world.now_ns + int(seconds * 1e9)
 
     def _reset(self) -> None:
@@ -227,6 +258,13 @@ class Faults:
         self._happens("memory")
         self._eats_from_ns = self.world.now_ns
 
+    def _damage(self) -> None:
+        if Fault.DAMAGED_FILES not in self.chosen:
+            return
+        for path in sorted(self._directory.glob("*")):
+            self._happens("a file is cut short")
+            os.truncate(path, int(self.world.random.random() * path.stat().st_size))
+
     # -- at a place ---------------------------------------------------------------------------------------------------
 
     def cut(self, call: str, num_stores: int) -> int | None:
@@ -242,6 +280,7 @@ class Faults:
         fault = self._fills.get(self._next("fill"))
         if fault is not None:
             self._happens(f"{fault[0].name} {fault[1]} s")
+            self.on_slow(fault[1])
         return fault
 
     def compilation(self) -> CompileFault | None:
@@ -262,6 +301,10 @@ class Faults:
     def before_map(self) -> None:
         """Raise OSError when the segment cannot be mapped."""
         self._raise("map", self._maps)
+
+    def before_connect(self) -> None:
+        """Raise OSError when the engine gets no socket."""
+        self._raise("socket", self._sockets)
 
     def _raise(self, place: str, armed: dict[int, int]) -> None:
         number = armed.get(self._next(place), 0)

@@ -56,7 +56,6 @@ class Machine:
         config: GrammarConfig,
         directory: Path,
         faults: Faults,
-        new_servicer: Callable[..., GrammarServicer],
     ) -> None:
         """Args: see below.
 
@@ -65,10 +64,8 @@ class Machine:
         config: of each grammar process.
         directory: of the disk cache.
         faults: of the run.
-        new_servicer: `GrammarServicer`, or a mutant of it.
         """
         self.world, self.engine, self.config, self.directory, self.faults = world, engine, config, directory, faults
-        self.new_servicer = new_servicer
         self.processes: list[GrammarChild] = []
 
     @property
@@ -93,6 +90,7 @@ class Machine:
 
         def hand_over(_: Path) -> SimSocket:
             self.world.sleep(self.world.between(0, 0.001))
+            self.faults.before_connect()
             child = self.listening
             if child is None:
                 raise PeerGone("no grammar process listens")
@@ -117,7 +115,7 @@ class GrammarChild:
         self.loop = SimLoop(self.process)  # type: ignore[abstract]  # it has what the two processes use
         self.listener, self.serves = SimListener(), False
         self.threads = SimThreads(self.process)
-        self.servicer = machine.new_servicer(machine.config, self._new_compiler)
+        self.servicer = GrammarServicer(machine.config, self._new_compiler)
         self.server = SimServer(self.process, self.loop, self.servicer)
         self.segments: list[Segment] = []
         self.sockets: list[SimSocket] = []
@@ -231,6 +229,10 @@ class SimCompileProcess(CompileProcess):
     def has_exited(self) -> bool:
         """See `CompileProcess`."""
         return self._process.returncode is not None
+
+    def cpu_s(self) -> float:
+        """See `CompileProcess`: one that does not end was starved, if its priority allows that."""
+        return 0.0
 
     async def kill(self) -> int:
         """See `CompileProcess`."""

@@ -1,184 +1,371 @@
-"""Defects to be found: each mutant replaces a small part of one process, and some seed must break a promise with it.
+"""Defects to be found: each mutant changes a few lines of a source, and some seed must break a promise with it.
 
-Invariant: a mutant changes one decision and nothing else, so that what catches it is the check of a promise. Not
-responsible for: mutants of native code (see docs/assurance.md).
+While a mutant is in effect, the functions that are loaded have the code of the changed source; the files stay as they
+are. Invariant: the text of an edit is in its file exactly once, so that no mutant is silently left out, and behind the
+context the functions have their own code again. Not responsible for: native code (see tools/step_plane/mutants.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
-from gpu_engine.api.request import FinishReason, Request
-from gpu_engine.sidecar.client import GrammarClient
-from grammar_service.fill.worker import Worker
-from grammar_service.servicer import GrammarServicer
-from shared_mem.layout import Layout
-from tools.simulation.run import Parts, Simulation
-
-
-def _generation_check_left_out(simulation: Simulation) -> None:
-    """An event for an earlier owner of a slot reaches its present owner."""
-    scheduler = simulation.engine._loop.scheduler
-
-    def sequence(slot: int, slot_gen: int) -> Any:
-        return next((each for each in scheduler.running if each.slot == slot), None)
-
-    scheduler.sequence = sequence  # type: ignore[method-assign]
-
-
-def _slot_kept_on_abort(simulation: Simulation) -> None:
-    """An aborted sequence gets its last event, and keeps its slot and pages."""
-    loop = simulation.engine._loop
-
-    def end_request(request_id: str) -> None:
-        for request, sequence in list(loop.sequences.items()):
-            if request.request_id == request_id:
-                remove, loop.scheduler.remove = loop.scheduler.remove, lambda sequence: None  # type: ignore[method-assign]
-                loop.end(sequence, finish=FinishReason.ABORTED)
-                loop.scheduler.remove = remove  # type: ignore[method-assign]
-
-    loop.end_request = end_request  # type: ignore[method-assign]
-
-
-def _late_row_applied_twice(simulation: Simulation) -> None:
-    """Late rows are cached although the sequence has advanced since they were asked for."""
-    sync = simulation.engine._loop.executor.sync
-    late = sync.late
-
-    def cached(seq: int, slot: int, slot_gen: int, *, advanced: bool = False) -> int | None:
-        return late(seq, slot, slot_gen, advanced=False)
-
-    sync.late = cached  # type: ignore[method-assign]
-
-
-def _rows_of_earlier_owner_kept(simulation: Simulation) -> None:
-    """Cached rows stay when a slot has another owner, or a new matcher."""
-    simulation.engine._loop.executor.sync.forget = lambda slot: None  # type: ignore[method-assign]
-
-
-def _preempted_matcher_kept(simulation: Simulation) -> None:
-    """A preempted sequence loses its slot, and its matcher stays in the grammar process."""
-    loop = simulation.engine._loop
-
-    def slot_lost(sequence: Any) -> None:
-        sequence.payload.bound = None
-
-    loop._slot_lost = slot_lost  # type: ignore[method-assign]
-
-
-class _NotReopened(GrammarClient):
-    """Slots are not opened again when a grammar process is attached again."""
-
-    def link_restored(self) -> None:
-        was_lost, self._was_lost = self._was_lost, False
-        super().link_restored()
-        self._was_lost = was_lost
-        self._abort_word.clear_abort()
-
-
-class _OpenedAtStart(GrammarClient):
-    """A matcher that is opened again has consumed none of the answer."""
-
-    def open(self, slot: int, slot_gen: int, request: Request, committed: tuple[int, ...]) -> None:
-        super().open(slot, slot_gen, request, ())
-
-
-class _NeverForgotten(GrammarClient):
-    """The compilation of a request that has ended is kept."""
-
-    def forget(self, request_id: str) -> None:
-        return
-
-
-class _ReleaseOvertakesBind(GrammarClient):
-    """A Release does not wait for the Bind that is under way."""
-
-    async def _release(self, key: tuple[int, int], state: Any) -> None:
-        state.task = None
-        await super()._release(key, state)
-
-
-class _AbortWordKept(GrammarClient):
-    """The abort word stays set when the grammar process shows life again."""
-
-    def link_alive(self) -> None:
-        self._engine.grammar_alive()
-
-
-def _worker_with(change: Callable[[Worker], None]) -> Callable[..., GrammarServicer]:
-    class Mutated(GrammarServicer):
-        """A servicer whose workers are changed before their first record."""
-
-        def attach(self, worker: Worker, layout: Layout) -> None:
-            change(worker)
-            super().attach(worker, layout)
-
-    return Mutated
-
-
-def _released_by_slot_alone(worker: Worker) -> None:
-    """A Release of an earlier owner drops the matcher of the present one."""
-    table = worker._table
-
-    def release(slot: int, slot_gen: int) -> None:
-        table.slots.pop(slot, None)
-        table.released[slot] = max(slot_gen, table.released.get(slot, -1))
-
-    worker._table = _Overriding(table, release=release)  # type: ignore[assignment]
-
-
-def _bound_in_any_order(worker: Worker) -> None:
-    """A Bind of an earlier owner replaces the matcher of the present one."""
-    table = worker._table
-    worker._table = _Overriding(table, bind=table.slots.__setitem__)  # type: ignore[assignment]
-
-
-def _record_applied_twice(worker: Worker) -> None:
-    """The tokens of a record are accepted again when the record is repeated."""
-    answerer = worker._answerer
-    table = answerer._table
-
-    def answer(record: Any, *args: Any) -> Any:
-        slot = table.slots.get(record.slot)
-        if slot is not None and slot.slot_gen == record.slot_gen and record.commit_pos < slot.num_committed:
-            record = record._replace(commit_pos=slot.num_committed)
-        return table.answer(record, *args)
-
-    answerer._table = _Overriding(table, answer=answer)  # type: ignore[assignment]
-
-
-def _late_answer_not_completed(worker: Worker) -> None:
-    """Rows that are filled behind the deadline are thrown away."""
-    channel = worker._answerer._channel
-    worker._answerer._channel = _Overriding(channel, add_rows=lambda *args, **kwargs: True)
-
-
-class _Overriding:
-    """An object with some of its methods replaced."""
-
-    def __init__(self, target: Any, **methods: Any) -> None:
-        self._target = target
-        self.__dict__.update(methods)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-
-MUTANTS: dict[str, Parts] = {
-    "a generation check is left out": Parts(mend=_generation_check_left_out),
-    "a slot is not freed on abort": Parts(mend=_slot_kept_on_abort),
-    "a late row is applied twice": Parts(mend=_late_row_applied_twice),
-    "rows of an earlier owner are kept": Parts(mend=_rows_of_earlier_owner_kept),
-    "the matcher of a preempted sequence is kept": Parts(mend=_preempted_matcher_kept),
-    "slots are not opened again behind a reconnect": Parts(client=_NotReopened),
-    "a matcher is opened without the committed tokens": Parts(client=_OpenedAtStart),
-    "an ended request keeps its compilation": Parts(client=_NeverForgotten),
-    "a Release overtakes its Bind": Parts(client=_ReleaseOvertakesBind),
-    "the abort word stays behind a silence": Parts(client=_AbortWordKept),
-    "a Release drops the next owner's matcher": Parts(servicer=_worker_with(_released_by_slot_alone)),
-    "a Bind of an earlier owner wins": Parts(servicer=_worker_with(_bound_in_any_order)),
-    "a repeated record is applied twice": Parts(servicer=_worker_with(_record_applied_twice)),
-    "rows behind the deadline are lost": Parts(servicer=_worker_with(_late_answer_not_completed)),
+ROOT = Path(__file__).parents[2]
+_PACKAGES = (
+    "client",
+    "gpu_engine",
+    "grammar_service",
+    "kernels",
+    "protos",
+    "service_runtime",
+    "shared_mem",
+    "tests",
+    "tools",
+)
+_TESTS = {
+    "gpu_engine/core/scheduler.py": ("gpu_engine/core/test_scheduler.py", "gpu_engine/core/test_guided.py"),
+    "gpu_engine/core/loop.py": ("gpu_engine/core/test_engine.py", "gpu_engine/core/test_guided.py"),
+    "gpu_engine/core/grammar_slots.py": ("gpu_engine/core/test_grammar_slots.py", "gpu_engine/core/test_guided.py"),
+    "gpu_engine/step/mask_rows.py": ("gpu_engine/core/test_guided.py",),
+    "gpu_engine/step/stream_sync.py": ("gpu_engine/core/test_guided.py",),
+    "gpu_engine/sidecar/client.py": ("gpu_engine/sidecar/test_client.py",),
+    "gpu_engine/sidecar/link.py": ("gpu_engine/sidecar/test_client.py",),
+    "gpu_engine/sidecar/supervisor.py": ("gpu_engine/sidecar/test_supervisor.py",),
+    "grammar_service/fill/matchers.py": ("grammar_service/fill/test_matchers.py",),
+    "grammar_service/fill/answers.py": ("grammar_service/fill/test_worker.py",),
+    "grammar_service/fill/worker.py": ("grammar_service/fill/test_worker.py",),
+    "grammar_service/fill/work_queues.py": ("grammar_service/fill/test_work_queues.py",),
+    "grammar_service/compile/pool.py": ("grammar_service/compile/test_pool.py",),
+    "service_runtime/single_flight.py": ("service_runtime/test_single_flight.py",),
 }
-"""What each mutant does -> its parts."""
+"""The tests of each file that mutants change, below tests/."""
+
+Edit = tuple[str, str, str]
+"""A file, the text in it, and the text of the mutant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One defect."""
+
+    name: str
+    edits: tuple[Edit, ...]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that it changes, each once."""
+        return tuple(dict.fromkeys(file for file, _, _ in self.edits))
+
+
+@contextmanager
+def in_effect(mutant: Mutant) -> Iterator[None]:
+    """Give the functions of the mutant's files the changed code, until the end of the block.
+
+    Raises:
+        ValueError: the text of an edit is not in its file exactly once, or the mutant changes no function.
+    """
+    own: list[tuple[FunctionType, CodeType]] = []
+    try:
+        for file in mutant.files:
+            module = import_module(file.removesuffix(".py").replace("/", "."))
+            text = (ROOT / file).read_text()
+            before = dict(_functions(compile(text, file, "exec", dont_inherit=True)))
+            after = dict(_functions(compile(changed(text, mutant, file), file, "exec", dont_inherit=True)))
+            if before.keys() != after.keys():
+                raise ValueError(f"{mutant.name}: the edits of {file} add or remove a function")
+            for name, code in after.items():
+                if _content(code) != _content(before[name]):
+                    function = _function(module, name)
+                    own.append((function, function.__code__))
+                    function.__code__ = code
+        if not own:
+            raise ValueError(f"{mutant.name}: no function is changed")
+        yield
+    finally:
+        for function, code in own:
+            function.__code__ = code
+
+
+def copy_with(mutant: Mutant, folder: Path) -> tuple[str, ...]:
+    """Write a copy of the packages with the mutant's edits into `folder`; return the tests of the changed files."""
+    for package in _PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for file in mutant.files:
+        (folder / file).write_text(changed((ROOT / file).read_text(), mutant, file))
+    return tuple(dict.fromkeys(f"tests/{test}" for file in mutant.files for test in _TESTS[file]))
+
+
+def changed(text: str, mutant: Mutant, file: str) -> str:
+    """Return the text of a file with the mutant's edits. Raises ValueError."""
+    for name, old, new in mutant.edits:
+        if name == file:
+            if text.count(old) != 1:
+                raise ValueError(f"{mutant.name}: {file} has {text.count(old)} times {old!r}")
+            text = text.replace(old, new)
+    return text
+
+
+def _functions(code: CodeType) -> Iterator[tuple[str, CodeType]]:
+    """Yield the functions of a module and of its classes, by qualified name; a function's own functions are in it."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            if constant.co_flags & inspect.CO_OPTIMIZED:
+                if not constant.co_name.startswith("<"):
+                    yield constant.co_qualname, constant
+            else:
+                yield from _functions(constant)
+
+
+def _content(code: CodeType) -> tuple[object, ...]:
+    """Return what a function does, without its lines."""
+    constants = tuple(_content(each) if isinstance(each, CodeType) else each for each in code.co_consts)
+    return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars
+
+
+def _function(module: Any, name: str) -> FunctionType:
+    found: Any = module
+    for part in name.split("."):
+        found = inspect.getattr_static(found, part)
+    found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+    return inspect.unwrap(found)  # type: ignore[no-any-return]
+
+
+_CLIENT, _LINK, _SUPERVISOR = (f"gpu_engine/sidecar/{name}.py" for name in ("client", "link", "supervisor"))
+_LOOP, _SCHEDULER, _SLOTS = (f"gpu_engine/core/{name}.py" for name in ("loop", "scheduler", "grammar_slots"))
+_SYNC, _ROWS = "gpu_engine/step/stream_sync.py", "gpu_engine/step/mask_rows.py"
+_WORKER, _MATCHERS, _QUEUES, _ANSWERS, _BATCH = (
+    f"grammar_service/fill/{name}.py" for name in ("worker", "matchers", "work_queues", "answers", "batch")
+)
+_POOL = "grammar_service/compile/pool.py"
+_FLIGHTS = "service_runtime/single_flight.py"
+
+_CHANGES = "        while self._inbox:\n            self._queues.put(self._inbox.popleft())\n"
+_RECORDS = "        for seq in range(self._last + 1, newest + 1):\n            self._read(seq)\n"
+
+_ALL = (
+    # -- the scheduler and the loop ----------------------------------------------------------------------------------
+    Mutant(
+        "an event of an earlier owner reaches the slot's present one",
+        ((_SCHEDULER, "holder is not None and holder.slot_gen == slot_gen else", "holder is not None else"),),
+    ),
+    Mutant("owners of a slot share a generation", ((_SCHEDULER, "        self._gens[slot] += 1\n", ""),)),
+    Mutant(
+        "an aborted sequence keeps its slot and pages",
+        (
+            (
+                _LOOP,
+                "        if not self.transfers.ended(sequence):\n",
+                "        if finish is not FinishReason.ABORTED and not self.transfers.ended(sequence):\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a preempted sequence keeps its matcher",
+        (
+            (
+                _LOOP,
+                "            self.executor.scorer.drop(sequence)\n        self.grammar_slots.close(sequence)\n",
+                "            self.executor.scorer.drop(sequence)\n        sequence.payload.bound = None\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "cached rows stay when a slot has another owner or matcher",
+        (
+            (
+                _ROWS,
+                "        self.cached_SR[slot].fill_(False)\n        self.kind_SR[slot].fill_(int(RowKind.DEFER))",
+                "        return",
+            ),
+        ),
+    ),
+    Mutant(
+        "late rows are cached although the sequence has advanced",
+        ((_SYNC, "        if advanced:\n            return len(rows)\n", ""),),
+    ),
+    Mutant(
+        "a matcher is opened without the committed tokens",
+        ((_SLOTS, "open(*where, state", "open(*where[:3], (), state"),),
+    ),
+    Mutant(
+        "a record that was overwritten is waited for",
+        ((_SLOTS, "return not self._silent and self._sync.unread(", "return False and self._sync.unread("),),
+    ),
+    Mutant(
+        "a sequence does not go on behind a silence",
+        (
+            (
+                _SLOTS,
+                "if sequence.grammar_state is GrammarState.SILENT:",
+                "if sequence.grammar_state is GrammarState.LOST:",
+            ),
+        ),
+    ),
+    Mutant(
+        "an incomplete late answer counts as complete",
+        ((_SYNC, "if answer.num_missing or answer.num_late:", "if answer.num_missing:"),),
+    ),
+    Mutant(
+        "a lost process is not forgiven",
+        ((_SLOTS, "        crash_attribution.forgive(", "        (lambda *_: None)("),),
+    ),
+    # -- the client, the link, the supervisor ------------------------------------------------------------------------
+    Mutant(
+        "slots are not opened again behind a loss", ((_CLIENT, "            self._engine.grammar_restored()\n", ""),)
+    ),
+    Mutant(
+        "an ended request keeps its compilation",
+        ((_CLIENT, "        self._compiler.forget(request_id)\n", "        return\n"),),
+    ),
+    Mutant(
+        "a Release overtakes its Bind",
+        ((_CLIENT, "        if state.task:\n            await asyncio.wait([state.task])\n", ""),),
+    ),
+    Mutant(
+        "the abort word stays behind a silence",
+        (
+            (
+                _CLIENT,
+                "        self._abort_word.clear_abort()\n        self._engine.grammar_alive()\n",
+                "        self._engine.grammar_alive()\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "the abort word stays behind a loss",
+        (
+            (
+                _CLIENT,
+                "            self._abort_word.clear_abort()\n            self._engine.grammar_restored()\n",
+                "            self._engine.grammar_restored()\n",
+            ),
+        ),
+    ),
+    Mutant("a loss is not reported", ((_LINK, "                self._events.link_lost()\n", ""),)),
+    Mutant("attachments have one number", ((_LINK, "                    self.attached += 1\n", ""),)),
+    Mutant(
+        "a process that hangs is not killed",
+        ((_LINK, "                    self._on_stuck()\n                    return", "                    return"),),
+    ),
+    Mutant(
+        "no start follows one that failed",
+        ((_SUPERVISOR, "                reason = str(error)\n", "                raise\n"),),
+    ),
+    Mutant(
+        "the end of a process ends its supervision",
+        ((_SUPERVISOR, "            if len(self._failures) >= allowed:", "            if self._failures:"),),
+    ),
+    # -- the worker --------------------------------------------------------------------------------------------------
+    Mutant(
+        "a Release drops the next owner's matcher",
+        ((_MATCHERS, "if current is not None and current.slot_gen <= slot_gen:", "if current is not None:"),),
+    ),
+    Mutant(
+        "a Bind of an earlier owner wins",
+        ((_MATCHERS, "        if state.slot_gen >= newest:\n", "        if state.slot_gen >= 0:\n"),),
+    ),
+    Mutant(
+        "a matcher takes the record of another owner",
+        (
+            (
+                _MATCHERS,
+                "        if slot is None or slot.slot_gen != record.slot_gen:\n            newest",
+                "        if slot is None:\n            newest",
+            ),
+        ),
+    ),
+    Mutant(
+        "a gap is not noticed",
+        ((_MATCHERS, "        if record.commit_pos > slot.num_committed:\n", "        if False:\n"),),
+    ),
+    Mutant(
+        "a repeated record is applied twice",
+        (
+            (
+                _MATCHERS,
+                "start, committed = record.commit_pos,",
+                "start, committed = max(record.commit_pos, slot.num_committed),",
+            ),
+        ),
+    ),
+    Mutant("rejected drafts stay in the matcher", ((_MATCHERS, "        slot.rollback(common)\n", ""),)),
+    Mutant(
+        "rows behind the deadline are lost",
+        (
+            (_ANSWERS, "            self._channel.add_rows(seq, slot, *answer, late=False)\n", "            pass\n"),
+            (
+                _ANSWERS,
+                "                    self._channel.add_rows(task.seq, task.slot, *task.answer, late=True)\n",
+                "                    pass\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "only the newest record is read",
+        ((_WORKER, "for seq in range(self._last + 1, newest + 1):", "for seq in range(newest, newest + 1):"),),
+    ),
+    Mutant(
+        "records are read before the changes that came first", ((_WORKER, _CHANGES + _RECORDS, _RECORDS + _CHANGES),)
+    ),
+    Mutant(
+        "two threads work on one slot",
+        (
+            (
+                _QUEUES,
+                "                if not self._busy.keys().isdisjoint(task.slots):\n",
+                "                if False:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a task that waits is forgotten",
+        (
+            (
+                _QUEUES,
+                "        self._todo.extendleft(reversed([*rest, *waiting]))\n",
+                "        self._todo.extendleft(reversed(rest))\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "no thread takes the lead",
+        (
+            (
+                _QUEUES,
+                "            if not self._idle:\n                self._leader = me\n",
+                "            if False:\n                self._leader = me\n",
+            ),
+        ),
+    ),
+    # -- compilations ----------------------------------------------------------------------------
+    Mutant(
+        "a compile worker that cannot be started is not replaced",
+        (
+            (
+                _POOL,
+                "            if task.done() and not task.cancelled() and task.exception() is not None:\n",
+                "            if False:\n",
+            ),
+            (
+                _POOL,
+                "GrammarServiceError:\n                self._spare.append(self._launch())\n                raise\n",
+                "GrammarServiceError:\n                raise\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "one waiter that leaves cancels a compilation for all",
+        ((_FLIGHTS, "        flight.waiters += 1\n", "        flight.waiters = 1\n"),),
+    ),
+)
+
+MUTANTS = {mutant.name: mutant for mutant in _ALL}
+"""By what each mutant does."""

@@ -154,14 +154,16 @@ class SimGrammarEnd(GrammarEnd):
         """See `GrammarEnd`."""
         self._world.point(f"worker publishes {seq} of {arrays.count}")
         self._must_live()
-        super().publish_chains(seq, arrays, special, publishes=publishes)
+        with _Stores(self, "publish_chains", _chain_stores(self.layout, arrays, seq)):
+            super().publish_chains(seq, arrays, special, publishes=publishes)
         self._world.point("worker published")
 
     def publish_answers(self, seq: int, arrays: ChainArrays) -> None:
         """See `GrammarEnd`."""
         self._world.point(f"worker proposes {seq} of {arrays.count}")
         self._must_live()
-        super().publish_answers(seq, arrays)
+        with _Stores(self, "publish_answers", _chain_stores(self.layout, arrays, None)):
+            super().publish_answers(seq, arrays)
         self._world.point("worker proposed")
 
     def mask_rows(self, seq: int) -> NDArray[np.int32]:
@@ -203,6 +205,18 @@ def _answer_stores(layout: Layout, slot: int) -> list[tuple[int, int]]:
     for row in range(layout.num_rows):
         stores += [(base + _KINDS_AT + row, 1), (base + layout.ans_forced_offset + 4 * row, 4)]
     return [*stores, (base, 8), (layout.word_offset(Word.DOORBELL), 8)]
+
+
+def _chain_stores(layout: Layout, arrays: ChainArrays, seq: int | None) -> list[tuple[int, int]]:
+    """Return (offset, bytes) of each store of `ls_publish_chains`, or with `seq` None of `ls_publish_answers`."""
+    stores = []
+    for chain in range(arrays.count):
+        slot = int(arrays.slots[chain])
+        if seq is not None:
+            rows = range(int(arrays.first[chain]), int(arrays.n_draft[chain]) + 1)
+            stores += [(layout.row_offset(seq, slot, row), 4 * layout.words) for row in rows]
+        stores += _answer_stores(layout, slot)[:-1]
+    return [*stores, (layout.word_offset(Word.DOORBELL), 8)]
 
 
 def _row_stores(layout: Layout, slot: int) -> list[tuple[int, int]]:

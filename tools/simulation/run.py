@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -23,7 +24,9 @@ from typing import Any, NamedTuple
 import torch
 
 from gpu_engine.api.config import EngineConfig, ServerConfig
-from gpu_engine.api.request import FinishReason
+from gpu_engine.api.errors import InvalidRequest
+from gpu_engine.api.ports import GrammarEvents
+from gpu_engine.api.request import FinishReason, Request
 from gpu_engine.core.draft_budget import DraftBudget, Plan, Proposal, Shape
 from gpu_engine.core.engine import Engine
 from gpu_engine.core.executor import Executor, cpu_executor
@@ -31,7 +34,6 @@ from gpu_engine.sidecar.client import GrammarClient
 from gpu_engine.sidecar.link import GrammarLink, GrammarSetup
 from gpu_engine.sidecar.supervisor import Sidecar, grammar_command
 from grammar_service.config import GrammarConfig
-from grammar_service.servicer import GrammarServicer
 from shared_mem.channel import EngineEnd
 from shared_mem.layout import Layout
 from shared_mem.segment import Segment
@@ -70,17 +72,27 @@ class EveryDraft(DraftBudget):
         """Return: times are not learned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of the two processes that a mutant replaces."""
+class WatchedClient(GrammarClient):
+    """Counts how often the engine asks one grammar process for the matcher of one owner of a slot."""
 
-    engine: Callable[..., Engine] = Engine
-    client: Callable[..., GrammarClient] = GrammarClient
-    link: Callable[..., GrammarLink] = GrammarLink
-    servicer: Callable[..., GrammarServicer] = GrammarServicer
-    """Of each grammar process; it is given each engine's worker (`attach`)."""
-    mend: Callable[[Simulation], None] = lambda simulation: None
-    """Called when both processes are built; may change their objects."""
+    def attach(self, engine: GrammarEvents, link: GrammarLink) -> None:
+        """See `GrammarClient`."""
+        super().attach(engine, link)
+        self._attachment: Callable[[], int] = lambda: link.attached
+        self.opened: Counter[tuple[int, int, int]] = Counter()
+        """(slot, slot_gen, number of the process) -> calls of `open`."""
+
+    def open(
+        self,
+        slot: int,
+        slot_gen: int,
+        request: Request,
+        committed: tuple[int, ...],
+        dead_texts: tuple[bytes, ...] = (),
+    ) -> None:
+        """See `GrammarClient`."""
+        self.opened[slot, slot_gen, self._attachment()] += 1
+        super().open(slot, slot_gen, request, committed, dead_texts)
 
 
 class Answer(NamedTuple):
@@ -117,29 +129,37 @@ class Outcome:
 class Simulation:
     """Both processes of one run, in a world of its own."""
 
-    def __init__(self, seed: int, plans: Sequence[workload.Plan] | None, *, faulty: bool, parts: Parts) -> None:
+    def __init__(self, seed: int, plans: Sequence[workload.Plan] | None, *, faulty: bool) -> None:
         self.world = world = World(seed)
-        self.parts, random = parts, world.random
+        random = world.random
         self.directory = Path(tempfile.mkdtemp(prefix="lockstep-simulation-"))
         self.process = Process(world, "engine")
         self.loop = SimLoop(self.process)  # type: ignore[abstract]  # it has what the two processes use
         self.faults = Faults.drawn(world) if faulty else Faults(world)
-        self.plans = workload.drawn(random) if plans is None else list(plans)
+        self.come_and_go = faulty and random.random() < 0.4
+        self.plans = workload.drawn(random, come_and_go=self.come_and_go) if plans is None else list(plans)
         self.config = _engine_config(random, plain=not faulty)
         self.server_config = ServerConfig(grammar_wait_s=30.0, compile_timeout_s=2.0)
+        self.grammar_threads = random.choice((1, 2, 3))
         grammar_config = GrammarConfig(
-            dir=str(self.directory), threads=random.choice((1, 2, 3)), compile_workers=2, compile_timeout_s=2.0
+            dir=str(self.directory),
+            threads=self.grammar_threads,
+            compile_workers=2,
+            compile_timeout_s=2.0,
+            compile_priority=random.choice(("low", "idle")),
         )
         compiled = self.directory / "compiled"
-        self.machine = Machine(world, self.loop, grammar_config, compiled, self.faults, parts.servicer)
+        self.machine = Machine(world, self.loop, grammar_config, compiled, self.faults)
         self.model: ToyModel = toy_model(MAX_MODEL_LEN)
-        layout = Layout(self.config.max_batch_size, self.config.num_rows, VOCAB, generation=7)
+        small = {"num_recs": 2} if faulty and random.random() < 0.25 else {}
+        layout = Layout(self.config.max_batch_size, self.config.num_rows, VOCAB, generation=7, **small)
+        self.faults.may_lose_matchers |= bool(small)
         self.segment = Segment.create(layout)
         self.channel = SimEngineEnd(self.segment, world)
         self.clients = self._clients_of("r", self.plans)
         self.probes: list[Client] = []
         self.engine: Engine
-        self.client: GrammarClient
+        self.client: WatchedClient
         self.link: GrammarLink
         self.sidecar: Sidecar
         self.background: list[asyncio.Task[Any]] = []
@@ -149,7 +169,7 @@ class Simulation:
 
     async def serve(self) -> None:
         """Build the engine process, as `gpu_engine.server` and `gpu_engine.sidecar.process` do, and start it."""
-        machine, parts, clock = self.machine, self.parts, self.loop.time
+        machine, clock = self.machine, self.loop.time
         self.sidecar = Sidecar(
             grammar_command(self.server_config, self.directory),
             self._give_up,
@@ -161,21 +181,22 @@ class Simulation:
             clock=clock,
         )
         self.background.append(self.loop.create_task(self.sidecar.run(), name="sidecar"))
-        self.client = parts.client(self.server_config, self.channel)
+        self.client = WatchedClient(self.server_config, self.channel)
+        hand_over: Any = machine.hand_over(self.segment)  # a simulated socket has what the link uses
         setup = GrammarSetup(tokenizer_json(), VOCAB, (EOS,), self.segment.layout.generation)
-        self.link = parts.link(
+        self.link = GrammarLink(
             self.directory,
             setup,
-            machine.hand_over(self.segment),
+            hand_over,
             self.client,
             self.channel,
             silence_s=self.server_config.grammar_silence_s,
             on_stuck=self.sidecar.kill,
             on_attached=self.sidecar.attached,
-            open_channel=lambda _: SimChannel(self.world, self.loop, machine.server),
+            open_channel=self._open_channel,
             clock=clock,
         )
-        self.engine = parts.engine(
+        self.engine = Engine(
             self.config, self.model, self.channel, self.client, self._build_executor, threads=SimThreads(self.process)
         )
         await asyncio.to_thread(self.engine.start)
@@ -183,10 +204,26 @@ class Simulation:
         self.sidecar.progress = lambda: self.engine.grammar_progress
         self.sidecar.on_outside_end = self.engine.forgive_grammar_end
         self.background.append(self.loop.create_task(self.link.run(), name="link"))
-        parts.mend(self)
-        self.faults.start(lambda: machine.listening, self.loop.call_later)
+        if self.come_and_go:
+            self.faults.on_slow = self._abort_any
+        self.faults.start(machine.directory, lambda: machine.listening, self.loop.call_later)
         self.send(self.clients)
         self.started = True
+
+    def _open_channel(self, _: Path) -> Any:
+        return SimChannel(self.world, self.loop, self.machine.server, self._call_passes)
+
+    def _call_passes(self, name: str, request: Any) -> None:
+        """Have some clients leave at the moments when messages about them are under way."""
+        if self.come_and_go and name in ("Compile", "Bind") and self.world.chance(0.15):
+            self._abort_any(self.world.random.choice((0.0, 0.0003, 0.003)), getattr(request, "request_id", ""))
+
+    def _abort_any(self, within_s: float, name: str = "") -> None:
+        """Abort the request of this name, or any that is not over, within so many seconds."""
+        found = [client for client in self.clients if not client.over and name in ("", client.name)]
+        if found:
+            client = self.world.random.choice(found)
+            self.loop.call_later(self.world.between(0, within_s), client.abort, self.engine)
 
     def _clients_of(self, name: str, plans: Sequence[workload.Plan]) -> list[Client]:
         drafts = self.config.num_draft_tokens
@@ -243,14 +280,15 @@ def _engine_config(random: Random, *, plain: bool) -> EngineConfig:
     """Draw the configuration of the engine."""
     drafts = 0 if plain else random.choice((0, 3, 7))
     tight = not plain and random.random() < 0.4
+    slots = 4 if plain else random.choice((2, 3, 5))
     return EngineConfig(
         device="cpu",
         dtype="float32",
         num_threads=1,
-        max_batch_size=4 if plain else random.choice((2, 3, 5)),
+        max_batch_size=slots,
         max_model_len=MAX_MODEL_LEN,
         page_size=16,
-        kv_cache_tokens=112 if tight else 0,
+        kv_cache_tokens=MAX_MODEL_LEN if tight else 0,
         prefill_chunk=16,
         drafter="ngram" if drafts else "none",
         num_draft_tokens=drafts,
@@ -259,19 +297,16 @@ def _engine_config(random: Random, *, plain: bool) -> EngineConfig:
     )
 
 
-def simulate(
-    seed: int, *, plans: Sequence[workload.Plan] | None = None, faulty: bool = True, parts: Parts | None = None
-) -> Outcome:
+def simulate(seed: int, *, plans: Sequence[workload.Plan] | None = None, faulty: bool = True) -> Outcome:
     """Run one seed and check it.
 
     Args:
         seed: of everything.
         plans: the requests; None: drawn.
         faulty: faults are drawn, and the engine's configuration varies.
-        parts: a mutant's.
     """
     before = _descriptors()
-    outcome = _simulate(seed, plans, faulty=faulty, parts=parts or Parts())
+    outcome = _simulate(seed, plans, faulty=faulty)
     gc.collect()  # a mapping ends with its last view, and views and tasks refer to each other
     if outcome.ok and (left := _descriptors() - before):
         return replace(outcome, problems=(f"descriptors are left: {sorted(left)}",))
@@ -293,8 +328,8 @@ def many_runs() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _simulate(seed: int, plans: Sequence[workload.Plan] | None, *, faulty: bool, parts: Parts) -> Outcome:
-    simulation = Simulation(seed, plans, faulty=faulty, parts=parts)
+def _simulate(seed: int, plans: Sequence[workload.Plan] | None, *, faulty: bool) -> Outcome:
+    simulation = Simulation(seed, plans, faulty=faulty)
     world = simulation.world
     try:
         _drive(simulation, references() if faulty else None)
@@ -352,6 +387,8 @@ def _answers(simulation: Simulation, clients: Sequence[Client], expected: dict[i
         return False
     if expected is not None:
         check_answers(simulation, clients, expected)
+        check_matchers(simulation)
+        check_silence(simulation)
     if not world.problems and not _becomes_quiet(simulation):
         world.complain(f"left behind: {_left_behind(simulation)}")
     return not world.problems
@@ -369,13 +406,32 @@ def check_answers(simulation: Simulation, clients: Sequence[Client], expected: d
         if client.left:
             continue
         if client.error is not None:
-            if type(client.error).__name__ not in justified:
+            refused = client.plan.kind.refused and isinstance(client.error, InvalidRequest)
+            if not refused and type(client.error).__name__ not in justified:
                 world.complain(f"{client} ended without a fault that justifies it: {client.error}")
         elif client.finish is FinishReason.ABORTED:
-            if client.plan.aborts_at_s is None:
+            if not client.aborted:
                 world.complain(f"{client} was aborted, and no client asked for that")
         elif (got, client.finish) != right and (client.finish is None or client.finish.name not in justified):
             world.complain(f"{client} ended with {got} {client.finish}, undisturbed are {right}")
+
+
+def check_silence(simulation: Simulation) -> None:
+    """See that the grammar process showed life all the time, and that one was enough, where only rows were slow."""
+    if simulation.faults.hold_one_thread_each(simulation.grammar_threads):
+        silences, starts = simulation.link.silences, len(simulation.machine.processes)
+        if silences or starts > 1:
+            simulation.world.complain(f"{silences} silences and {starts} processes, while only rows were slow")
+
+
+def check_matchers(simulation: Simulation) -> None:
+    """See that no matcher was lost and built again by the same process, unless a fault justifies that."""
+    if simulation.faults.may_lose_matchers:
+        return
+    for (slot, slot_gen, process), count in simulation.client.opened.items():
+        if count > 1:
+            what = f"the matcher of slot {slot}.{slot_gen} was lost and built again {count - 1} times"
+            simulation.world.complain(f"{what} by process {process}, without a fault that justifies it")
 
 
 def _becomes_quiet(simulation: Simulation) -> bool:
@@ -403,6 +459,8 @@ def _left_behind(simulation: Simulation) -> list[str]:
     if simulation.client._compiler._tickets:
         left.append("tickets of the compiler")
     child = simulation.machine.listening
+    if simulation.link.up and simulation.channel.aborted:
+        left.append("the abort word")
     worker = child.servicer._worker if child is not None else None
     if worker is not None and worker._table.slots:
         left.append(f"matchers: {worker._table.slots}")

@@ -166,9 +166,19 @@ class _Call:
 class SimChannel:
     """What the link and the stub use of `grpc.aio.Channel`: `unary_unary` and `close`."""
 
-    def __init__(self, world: World, client: SimLoop, find: Callable[[], SimServer | None]) -> None:
-        """Args: `find` returns the server that listens at the channel's address, if any does."""
-        self._world, self._client, self._find = world, client, find
+    def __init__(
+        self,
+        world: World,
+        client: SimLoop,
+        find: Callable[[], SimServer | None],
+        passes: Callable[[str, Any], None],
+    ) -> None:
+        """Args: see below.
+
+        find: returns the server that listens at the channel's address, if any does.
+        passes: called with the method and the request when a call is sent, and when its answer arrives.
+        """
+        self._world, self._client, self._find, self._passes = world, client, find, passes
         self._server: SimServer | None = None
         self._calls: list[_Call] = []
         self._last_ns = [0, 0]
@@ -185,7 +195,9 @@ class SimChannel:
             data, kind = request_serializer(request), type(request)
             try:
                 async with asyncio.timeout(timeout):
+                    self._passes(name, request)
                     reply = await self._call(name, kind, data, wait_for_ready=wait_for_ready)
+                    self._passes(name, request)
             except TimeoutError:
                 raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
             return response_deserializer(reply)

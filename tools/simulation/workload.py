@@ -34,6 +34,11 @@ PROBES = (
     GrammarSpec(GrammarKind.LARK, 'start: "not " ("a" | "the") " bird"'),
 )
 """Grammars that no other request has: a grammar process must compile them."""
+TOO_LONG = (
+    GrammarSpec(GrammarKind.REGEX, "[l-n]{7}"),
+    GrammarSpec(GrammarKind.JSON_SCHEMA, _SCHEMA + '"additionalProperties":false}'),
+)
+"""Grammars whose answers do not fit into the tokens of their requests."""
 _LONGEST_PROMPT = 36
 
 
@@ -45,6 +50,8 @@ class Kind:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     grammar: GrammarSpec | None
+    refused: bool = False
+    """Its `max_tokens` are less than the shortest answer of its grammar has: the Bind fails, with InvalidRequest."""
 
 
 @cache
@@ -61,6 +68,9 @@ def kinds() -> tuple[Kind, ...]:
         made.append(Kind(number, tuple(prompt), sampling, grammar))
     for number, grammar in enumerate(PROBES, start=NUM_KINDS):
         made.append(Kind(number, (112, 114, 111, 98, 101), SamplingParams(max_tokens=16, seed=number), grammar))
+    for grammar in TOO_LONG:
+        sampling = SamplingParams(max_tokens=2, seed=len(made))
+        made.append(Kind(len(made), (116, 111, 111), sampling, grammar, refused=True))
     return tuple(made)
 
 
@@ -76,21 +86,23 @@ class Plan:
     """The request is aborted so long after it was sent."""
 
 
-def drawn(random: Random) -> list[Plan]:
-    """Draw the requests of a run."""
+def drawn(random: Random, *, come_and_go: bool) -> list[Plan]:
+    """Draw the requests of a run. Where clients come and go, a slot has many owners, and messages of earlier ones."""
     made, burst = [], random.random() < 0.5
-    for _ in range(random.randint(2, 6)):
-        kind = kinds()[random.randrange(NUM_KINDS)]
+    ordinary, refused = kinds()[:NUM_KINDS], kinds()[NUM_KINDS + len(PROBES) :]
+    share = 0.35 if come_and_go else 0.12
+    for _ in range(random.randint(5, 9) if come_and_go else random.randint(2, 6)):
+        kind = random.choice(refused if random.random() < share / 2 else ordinary)
         at_s = random.random() * (0.01 if burst else 0.4)
-        leaves = random.randrange(0, 12) if random.random() < 0.12 else None
-        aborts = random.random() * 0.3 if random.random() < 0.12 else None
+        leaves = random.randrange(0, 12) if random.random() < share else None
+        aborts = random.random() ** 2 * 0.1 if random.random() < share else None
         made.append(Plan(kind, at_s, leaves, aborts))
     return made
 
 
 def probes() -> list[Plan]:
     """Return the requests that are sent when the faults are over: they must be answered."""
-    return [Plan(kind, 0.01 * number) for number, kind in enumerate(kinds()[NUM_KINDS:])]
+    return [Plan(kind, 0.01 * number) for number, kind in enumerate(kinds()[NUM_KINDS : NUM_KINDS + len(PROBES)])]
 
 
 @dataclass(eq=False)
@@ -106,6 +118,8 @@ class Client:
     error: LockstepError | None = None
     left: bool = False
     over: bool = False
+    aborted: bool = False
+    """An abort was asked for."""
     events_after_end: int = 0
     _events: asyncio.Queue[TokenEvent] = field(default_factory=asyncio.Queue)
 
@@ -129,7 +143,7 @@ class Client:
             )
             engine.submit(request)
             if self.plan.aborts_at_s is not None:
-                loop.call_later(self.plan.aborts_at_s, self._abort, engine)
+                loop.call_later(self.plan.aborts_at_s, self.abort, engine)
             await self._stream()
         except LockstepError as error:
             self.error = error
@@ -140,8 +154,10 @@ class Client:
             if kind.grammar is not None:
                 grammar.forget(self.name)
 
-    def _abort(self, engine: Engine) -> None:
+    def abort(self, engine: Engine) -> None:
+        """Have the engine abort the request."""
         if not self.over:
+            self.aborted = True
             engine.abort(self.name)
 
     def _take(self, event: TokenEvent) -> None:

@@ -24,6 +24,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 START_NS = 1_000_000_000_000
 """The virtual time at which every run begins; 0 would mean "never" in the segment's words."""
 LONGEST_TICK_NS = 20_000
+LONGEST_PAUSE_S = 0.06
 TRACE_LINES = 400
 """The last lines of the trace that a failed run shows."""
 
@@ -161,6 +162,10 @@ class World:
         """Called at each point, before the scheduler chooses: a fault may happen there."""
         self.stay = self.random.choice((0.0, 0.5, 0.9))
         """The chance that a thread goes on at a point. High: long stretches without another thread in between."""
+        self.pauses = self.random.choice((0.0, 0.002, 0.01))
+        """The chance of each choice that some actor is put aside for a while, as a system does with a thread."""
+        self._aside: dict[Actor, int] = {}
+        """Actor -> the time until which it goes on only if no other can."""
         self.over = False
         self._trace = hashlib.blake2b(digest_size=8)
         self._actors: list[Actor] = []
@@ -205,6 +210,11 @@ class World:
         if not ready:
             self.now_ns = min(end_ns, *(self._next_ns(actor) for actor in self._actors), end_ns)
             return
+        if self.random.random() < self.pauses:
+            self._aside[self.random.choice(ready)] = now_ns + int(self.random.random() ** 3 * LONGEST_PAUSE_S * 1e9)
+        if self._aside:
+            self._aside = {actor: until_ns for actor, until_ns in self._aside.items() if until_ns > now_ns}
+            ready = [actor for actor in ready if actor not in self._aside] or ready
         actor = ready[int(self.random.random() * len(ready))] if len(ready) > 1 else ready[0]
         self.now_ns += int(self.random.random() * LONGEST_TICK_NS)
         self.steps += 1
